@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ from rayserve_moe.config.load import settings_from
 from rayserve_moe.requests import ChoiceResult
 from tests.cluster.conftest import SETTINGS, until
 from tests.cluster.test_hosts import assert_same, complete
+from tests.cluster.test_rebuild import pids, send_all
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 300.0
@@ -142,5 +145,56 @@ def test_a_group_compiles_nothing_when_it_first_shrinks_if_that_was_done_ahead(
             assert num_programs > 0 and num_found == (num_programs if programs == "ahead" else 0)
         for answers in load.answers:
             assert_same(answers, expected)
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_hosts_that_are_left_take_sent_weights_of_a_lost_one_from_its_neighbour(
+    num_hosts: int, cluster: Cluster, nodes: list, checkpoint: Path, other_checkpoint: Path, tmp_path: Path
+) -> None:
+    """No disk has them. Fewer hosts keep them then, as fewer shares, which outlive a worker, and the host's return."""
+    with Engine(str(other_checkpoint), **SETTINGS) as one:
+        expected = complete(one.loop, one.tokenizer)
+    nodes += [cluster.add_node(num_cpus=CPUS) for _ in range(num_hosts)]
+    engine = started(checkpoint, tmp_path, num_hosts, keep_next_weights=True)
+    loop, sources = engine.loop, engine.executor.sources
+    recovery = loop.recovery
+    try:
+        send_all(engine, other_checkpoint, "sent")
+        until(lambda: len(sources.offered) == 2 * num_hosts, "the next hosts copy nothing")
+        load = Load(engine)
+        until(lambda: len(load.answers) > 0, "nothing is answered")
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        until(lambda: loop.statistics()["hosts_missing"] == 1, "the host is not done without")
+        seen = len(load.answers)
+        until(lambda: len(load.answers) > seen + 1, "fewer hosts do not serve")
+        assert len(sources.serving.kept) == num_hosts - 1 and not sources.serving.offered
+        os.kill(pids(engine)[0], signal.SIGKILL)
+        until(lambda: recovery.num_rebuilds == 2 and recovery.progress is None, "the worker is not replaced")
+        nodes.append(cluster.add_node(num_cpus=CPUS))
+        until(lambda: loop.statistics()["hosts_missing"] == 0, "the host does not come back")
+        seen = len(load.answers)
+        until(lambda: len(load.answers) > seen + 1, "all hosts do not serve")
+        load.end()
+        assert len(sources.serving.kept) == num_hosts
+        for answers in load.answers:
+            assert_same(answers, expected)
+        loop.check_integrity()
+    finally:
+        engine.shutdown()
+
+
+def test_sent_weights_that_went_with_a_lost_host_end_the_replica_soon(
+    cluster: Cluster, nodes: list, checkpoint: Path, other_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Nobody else had the share: fewer hosts do not answer by parts of the weights, nor by those of before."""
+    nodes += [cluster.add_node(num_cpus=CPUS) for _ in range(2)]
+    engine = started(checkpoint, tmp_path, 2)
+    try:
+        send_all(engine, other_checkpoint, "sent")
+        complete(engine.loop, engine.tokenizer)
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        until(engine.loop.has_failed.done, "it waits for what does not come back")
     finally:
         engine.shutdown()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,6 +28,14 @@ class SharePlace(NamedTuple):
     fd: int
 
 
+class ShareBytes(NamedTuple):
+    """A share that is open elsewhere: `read(start, stop)` returns a copy of its bytes, uint8."""
+
+    token: str
+    num_bytes: int
+    read: Callable[[int, int], np.ndarray]
+
+
 @dataclass(frozen=True)
 class WeightShare:
     """An open share; `close` gives up this process's part in it."""
@@ -44,8 +52,11 @@ class WeightShare:
         return os.fstat(self.fd).st_size
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """A copy of the bytes from `start` up to `stop`, uint8."""
-        return np.frombuffer(os.pread(self.fd, stop - start, start), np.uint8)
+        """A copy of the bytes from `start` up to `stop`, or to the end, uint8."""
+        found, done = np.empty(stop - start, np.uint8), 0
+        while done < len(found) and (more := os.preadv(self.fd, [found[done:].data], start + done)):
+            done += more
+        return found[:done]
 
     def write(self, raw: np.ndarray, offset: int) -> None:
         """Write bytes, uint8, at an offset. OSError without memory for them, and once it is sealed."""
@@ -55,6 +66,9 @@ class WeightShare:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+AnyShare = WeightShare | ShareBytes
 
 
 def open_share(place: SharePlace) -> WeightShare:

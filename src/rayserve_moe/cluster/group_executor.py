@@ -19,7 +19,6 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.places import one_revision
 from rayserve_moe.cluster.group_places import GroupPlaces
-from rayserve_moe.cluster.group_tensors import GroupTensors
 from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
 from rayserve_moe.cluster.host_layout import place_of
 from rayserve_moe.cluster.host_worker import RemoteHostWorker
@@ -65,26 +64,19 @@ class GroupExecutor:
         self._places = GroupPlaces(parallel, cluster, given_up=self._given_up)
         self._places.on_return = self._note_loss
         self._group: HostGroup | None = None
-        keeps = cluster.keep_sent_weights
         self.sources = WeightSources(
             lambda: self.workers,
-            keeps_serving=keeps in ("auto", "after_swap"),
-            keeps_next=cluster.keep_next_weights,
+            cluster,
+            timeout_s=lambda: self._settings.updates.staging_timeout_s,
+            on_change=self._note_loss,
         )
+        self.tensors = self.sources.tensors
         self._standbys = Standbys()
         self.ahead = ProgramsAhead(settings, cluster)
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
         self.layout = GroupLayout()
         self.workers: list[ActorHandle] = []
-        self.tensors = GroupTensors(
-            lambda: self.workers,
-            timeout_s=lambda: self._settings.updates.staging_timeout_s,
-            on_finish=self.sources.note_sent,
-            on_keep=self.sources.keep,
-            shares=keeps in ("auto", "before_swap"),
-        )
-        self.sources.tensors = self.tensors
 
     @property
     def phase(self) -> str:
@@ -99,11 +91,11 @@ class GroupExecutor:
     @property
     def loss(self) -> ExecutorFailure | None:
         """What is wrong with the workers that serve now, where it was noticed outside of a step; or that hosts are
-        there again that were done without, unless only those that serve have the weights."""
+        there again that were done without, unless no host has the weights that serve."""
         group = self._group
         if group is not None and group.loss is not None:
             return ExecutorFailure(group.loss)
-        is_due = self._places.are_back and self.sources.serving.source is not None
+        is_due = self._places.are_back and self.sources.serving.is_there
         return ExecutorFailure("hosts have come back", is_loss=False) if is_due else None
 
     def start(self) -> StartReport:
@@ -123,8 +115,6 @@ class GroupExecutor:
     def rebuild(self) -> None:
         self._clock.enter("ending")
         self._end_group()
-        if not self.sources.serving.is_there:
-            raise ExecutorFailure(f"{self.phase}: weights that had been sent were not kept", is_final=True)
         try:
             report = self._start()
         except (RayError, TimeoutError, OSError, RuntimeError, ValueError) as error:
@@ -140,8 +130,6 @@ class GroupExecutor:
         result = self._group.execute(plan)
         if plan.takes_staged_weights:
             self.sources.swap()
-            if self._places.are_back:
-                self.on_loss()
         return result
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
@@ -215,10 +203,11 @@ class GroupExecutor:
 
     def _start(self) -> StartReport:
         """Start workers on hosts that are there, and serve with them."""
+        if not self.sources.serving.is_there:
+            raise SharesLostError("weights that had been sent were not kept")
         self._clock.enter("placing")
         before = self._places.parallel
-        # Shares of weights that were sent are those of as many hosts as took them.
-        reservation = self._places.reserve(num_hosts=self.sources.serving.num_hosts)
+        reservation = self._places.reserve()
         parallel, serving = self._places.parallel, self.sources.bring(reservation.nodes)
         if parallel != before:
             self._standbys.end()
@@ -226,6 +215,7 @@ class GroupExecutor:
         self.workers = [waiting.get(host_id) or self._start_worker(reservation, host_id) for host_id in hosts]
         self._group = group = HostGroup(self.workers, self._cluster, on_loss=self._note_loss, given_up=self._given_up)
         report = group.start(serving, enter=self._clock.enter)
+        self.sources.settle()
         self.layout = self._places.serve(report)
         if self._cluster.standby_workers:
             self._standbys.start_soon(

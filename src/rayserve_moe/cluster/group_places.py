@@ -59,18 +59,17 @@ class GroupPlaces:
         """Whether hosts that were done without have been there for long enough."""
         return self._watch is not None and self._watch.are_back
 
-    def reserve(self, *, num_hosts: int | None = None) -> SliceReservation:
-        """Return places of hosts that live: those that are reserved, or others; of `num_hosts`, if that is said.
+    def reserve(self) -> SliceReservation:
+        """Return places of hosts that live: those that are reserved, or others.
 
         TimeoutError, GivenUpError and SettingsError as of `reserve_slice`.
         """
         if self._reservation is not None:
-            if self._reservation.is_whole and num_hosts in (None, self.parallel.num_hosts) and not self.are_back:
+            if self._reservation.is_whole and not self.are_back:
                 return self._reservation
             self.release()
         self._end_watch()
         sizes = group_sizes(self._cluster, self._whole) if self._has_served else (self._whole,)
-        sizes = tuple(size for size in sizes if num_hosts in (None, size.num_hosts))
         limits = [self._cluster.elastic_after_s, *[FEWER_TIMEOUT_S] * len(sizes)]
         for size, timeout_s in zip(sizes[:-1], limits, strict=False):
             try:

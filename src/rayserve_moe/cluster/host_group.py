@@ -43,8 +43,8 @@ class GroupWeights:
     """What a group loads: a checkpoint that has replaced the model's own, if any, and how many pages (None: any).
 
     `source` is None where the weights that serve were sent: `kept` says where each host has its share of them, if it
-    was kept, or `offered` who has those that are to be copied, with the `placement` of experts. Otherwise no group can
-    load them.
+    was kept, or `offered` who has those that are to be copied, with the `placement` of experts, or to be read by a
+    group of another size. Otherwise no group can load them.
     """
 
     source: str | None = ""
@@ -59,13 +59,13 @@ class GroupWeights:
 
     @property
     def num_hosts(self) -> int | None:
-        """How many hosts have shares of them, and can only have those; None where any number reads a checkpoint."""
-        return len(self.kept) or len({each.host_id for each in self.offered}) or None
+        """Of how many hosts these are shares; None where there are none."""
+        return len(self.kept) or next((each.num_hosts for each in self.offered), None)
 
     @property
     def token(self) -> str:
         """What names sent weights; empty for those of a checkpoint."""
-        return self.kept[0].token if self.kept else ""
+        return next((place.token for place in (*self.kept, *(each.place for each in self.offered))), "")
 
     def kept_at(self, kept: tuple[SharePlace, ...], token: str) -> GroupWeights:
         """The same, kept elsewhere by now, where these are the weights `token`."""
@@ -123,11 +123,10 @@ class HostGroup:
         reach("group watched", self)
         enter(LOADING)
         self._coordinator, address = coordinate(len(self.workers))
-        kept = weights.kept or (None,) * len(self.workers)
+        kept, source = weights.kept or (None,) * len(self.workers), weights.source or ""
         loads = zip(self.workers, kept, strict=True)
-        num_pages = min(
-            results_of([each.load.remote(address, weights.source or "", kept=place) for each, place in loads])
-        )
+        calls = [each.load.remote(address, source, kept=place, spread=weights.offered) for each, place in loads]
+        num_pages = min(results_of(calls))
         if weights.num_pages is not None and weights.num_pages > num_pages:
             raise ExecutorFailure(f"there is memory for {num_pages} pages, and there were {weights.num_pages}")
         enter(COMPILING)

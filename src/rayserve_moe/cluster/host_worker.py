@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, SERVING, WARMING
 from rayserve_moe.cluster.host_layout import HostPlace, lay_out
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
+from rayserve_moe.cluster.weight_keepers import KeptShare, opened_here
 from rayserve_moe.cluster.worker_tensors import WorkerTensors
-from rayserve_moe.execution.fewer_hosts import pages_with_fewest
+from rayserve_moe.execution.fewer_hosts import pages_beside_copies, pages_with_fewest
 from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.kept_copies import pages_beside_copies
 from rayserve_moe.execution.memory import free_bytes
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import WeightReading
@@ -44,10 +45,13 @@ class HostWorker:
         """Beat from now on to the first within `timeout_s` that knows the `key`; returns where."""
         return self._heartbeat.listen(host=ray.util.get_node_ip_address(), key=key, timeout_s=timeout_s)
 
-    def load(self, coordinator: str, source: str = "", *, kept: SharePlace | None = None) -> int:
+    def load(
+        self, coordinator: str, source: str = "", *, kept: SharePlace | None = None, spread: Sequence[KeptShare] = ()
+    ) -> int:
         """Meet the other hosts, load this host's share; returns how many KV pages fit here.
 
-        Weights that served last are read from a `source`, or, where they were sent, from where they are `kept`.
+        Weights that served last are read from a `source`, or, where they were sent, from where they are `kept`, or out
+        of the shares of a group of another size.
         """
         place = self._place
         log.info("host %d of %d loads %s", place.host_id, place.num_hosts, source or self._settings.model.path)
@@ -59,7 +63,7 @@ class HostWorker:
         self._reading = WeightReading(self._runner.staged)
         share = None if kept is None else open_share(kept)
         self._tensors = WorkerTensors(self._runner.tensors, self._reading, share=share)
-        num_pages = self._runner.load(source, share=share)
+        num_pages = self._runner.load(source, share=share, spread=opened_here(spread))
         if place.parts is not None and place.parts.least < place.parts.now:
             free = free_bytes(list(plan.mesh.local_devices))
             num_pages = min(num_pages, pages_with_fewest(served, place.parts, free=free))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -15,7 +15,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare, open_share, written_share
+from rayserve_moe.checkpoints.open_shares import (
+    AnyShare,
+    ShareBytes,
+    SharePlace,
+    WeightShare,
+    open_share,
+    written_share,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +42,32 @@ class SharesLostError(TimeoutError):
 
 @dataclass(frozen=True)
 class KeptShare:
-    """The share of a host, open in the `keeper` of a node at a `place`."""
+    """The share of a host of `num_hosts`, open in the `keeper` of a node at a `place`."""
 
     host_id: int
     node_id: str
     keeper: ActorHandle
     place: SharePlace
+    num_hosts: int
+
+
+def far_share(share: KeptShare) -> ShareBytes:
+    """A share that the keeper of another node has, to be read part by part. RayError where that has ended."""
+    keeper, whose = share.keeper, (share.place.token, share.host_id)
+
+    def read(start: int, stop: int) -> np.ndarray:
+        bounds = [(each, min(each + COPIED_BYTES, stop)) for each in range(start, stop, COPIED_BYTES)]
+        parts = [ray.get(keeper.read.remote(*whose, start=at, stop=end), timeout=KEEP_S) for at, end in bounds]
+        return np.concatenate([np.empty(0, np.uint8), *parts])
+
+    return ShareBytes(share.place.token, ray.get(keeper.size.remote(*whose), timeout=KEEP_S), read)
+
+
+def opened_here(shares: Sequence[KeptShare]) -> list[AnyShare]:
+    """Shares as this process can read them, those of its node first: they cost no transfer."""
+    here = ray.get_runtime_context().get_node_id() if shares else ""
+    near = [open_share(each.place) for each in shares if each.node_id == here]
+    return [*near, *(far_share(each) for each in shares if each.node_id != here)]
 
 
 class WeightKeeper:
@@ -59,14 +86,11 @@ class WeightKeeper:
 
         RayError where that keeper has ended, or has the share no longer.
         """
-        token, host_id = share.place.token, share.host_id
-        num_bytes = ray.get(share.keeper.size.remote(token, host_id), timeout=KEEP_S)
-        with written_share(token) as copied:
-            for start in range(0, num_bytes, COPIED_BYTES):
-                part = share.keeper.read.remote(token, host_id, start=start, stop=min(start + COPIED_BYTES, num_bytes))
-                copied.write(ray.get(part, timeout=KEEP_S), start)
-                del part  # one at a time is held
-        return self._add(host_id, copied)
+        far = far_share(share)
+        with written_share(far.token) as copied:
+            for start in range(0, far.num_bytes, COPIED_BYTES):
+                copied.write(far.read(start, min(start + COPIED_BYTES, far.num_bytes)), start)
+        return self._add(share.host_id, copied)
 
     def size(self, token: str, host_id: int) -> int:
         """Bytes of a share. KeyError where it is not kept."""
@@ -111,7 +135,6 @@ class WeightKeepers:
         self._lock = threading.RLock()  # of what is noted below; nothing is waited for under it
         self._nodes: list[str] = []
         self._shares: list[KeptShare] = []
-        self._closing: list[ray.ObjectRef] = []
         self.actors: dict[str, ActorHandle] = {}
 
     def keep(self, nodes: Sequence[str], places: Sequence[SharePlace | None]) -> tuple[SharePlace, ...]:
@@ -140,9 +163,7 @@ class WeightKeepers:
 
         What is on the same node is opened there, all else copied. RayError or TimeoutError where that cannot be.
         """
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        there = [each for each in offered if each.node_id in alive]
-        calls = [self._taken(_of_host(there, host_id), node) for host_id, node in enumerate(nodes)]
+        calls = [self._taken(each, node) for each, node in zip(by_host(offered), nodes, strict=True)]
         return self._note(nodes, ray.get(calls, timeout=COPY_S))
 
     def shares(self, token: str) -> tuple[KeptShare, ...]:
@@ -150,16 +171,11 @@ class WeightKeepers:
         with self._lock:
             return tuple(each for each in self._shares if each.place.token == token)
 
-    def keep_only(self, token: str) -> None:
-        """Close all shares but those of one token, soon."""
+    def keep_only(self, token: str) -> list[ray.ObjectRef]:
+        """Close all shares but those of one token; returns what is done once they are."""
         with self._lock:
             self._shares, actors = list(self.shares(token)), list(self.actors.values())
-        self._closing = [actor.keep_only.remote(token) for actor in actors]
-
-    def until_closed(self) -> None:
-        """Wait until what was to be closed last is closed, or its keeper has ended."""
-        if self._closing:
-            ray.wait(self._closing, num_returns=len(self._closing), timeout=KEEP_S)
+        return [actor.keep_only.remote(token) for actor in actors]
 
     def end(self) -> None:
         """End all keepers."""
@@ -172,7 +188,9 @@ class WeightKeepers:
         """The shares of hosts on these nodes are kept there; the next hosts copy them."""
         with self._lock:
             hosts = enumerate(zip(nodes, places, strict=True))
-            found = [KeptShare(host_id, node, self.actors[node], place) for host_id, (node, place) in hosts]
+            found = [
+                KeptShare(host_id, node, self.actors[node], place, len(places)) for host_id, (node, place) in hosts
+            ]
             replaced = {(each.place.token, each.host_id, each.node_id) for each in found}
             others = [each for each in self._shares if (each.place.token, each.host_id, each.node_id) not in replaced]
             self._nodes, self._shares = list(nodes), [*found, *others]
@@ -196,7 +214,7 @@ class WeightKeepers:
                 continue
             with self._lock:
                 if share in self._shares:
-                    self._shares.append(KeptShare(share.host_id, node, actor, place))
+                    self._shares.append(replace(share, node_id=node, keeper=actor, place=place))
 
     def _taken(self, offered: list[KeptShare], node: str) -> ray.ObjectRef:
         """Begin to have a share on a node, of which the first offer is taken that is there already."""
@@ -224,11 +242,13 @@ class WeightKeepers:
         self._on_end()
 
 
-def _of_host(offered: Sequence[KeptShare], host_id: int) -> list[KeptShare]:
-    """Those of a host. SharesLostError where there is none."""
-    found = [each for each in offered if each.host_id == host_id]
-    if not found:
-        raise SharesLostError(f"no keeper has the share of host {host_id}")
+def by_host(offered: Sequence[KeptShare]) -> list[list[KeptShare]]:
+    """Those on nodes that live, by host. SharesLostError where a host of the group that they are of has none."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    num_hosts = max((each.num_hosts for each in offered), default=1)
+    found = [[each for each in offered if each.host_id == host and each.node_id in alive] for host in range(num_hosts)]
+    if [] in found:
+        raise SharesLostError(f"no keeper has the share of host {found.index([])}")
     return found
 
 

@@ -14,7 +14,8 @@ from ray.exceptions import RayError
 from rayserve_moe.checkpoints.open_shares import SharePlace
 from rayserve_moe.cluster.group_tensors import GroupTensors
 from rayserve_moe.cluster.host_group import GroupWeights
-from rayserve_moe.cluster.weight_keepers import KeptShare, WeightKeepers
+from rayserve_moe.cluster.weight_keepers import KEEP_S, KeptShare, WeightKeepers, by_host
+from rayserve_moe.config.settings import ClusterSettings
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.observability.fault_points import reach
 from rayserve_moe.requests import WeightsRefusedError
@@ -23,16 +24,25 @@ from rayserve_moe.requests import WeightsRefusedError
 class WeightSources:
     """Of the weights that serve, and of those that wait on all hosts for the swap. `workers` returns those of now.
 
-    With `keeps_serving` weights that were sent come to be kept once they serve, where they were not before.
+    `tensors` takes what is sent, with `timeout_s()` for each call of a host. `on_change` is called once others serve,
+    and once those are kept.
     """
 
     def __init__(
-        self, workers: Callable[[], list[ActorHandle]], *, keeps_serving: bool = True, keeps_next: bool = False
+        self,
+        workers: Callable[[], list[ActorHandle]],
+        cluster: ClusterSettings,
+        *,
+        timeout_s: Callable[[], float],
+        on_change: Callable[[], object],
     ) -> None:
-        self._workers, self._keeps_serving = workers, keeps_serving
+        self._workers, self._keeps, self._on_change = workers, cluster.keep_sent_weights, on_change
         self.serving = self.waiting = GroupWeights()
-        self.keepers = WeightKeepers(self._keep_again, keeps_next=keeps_next)
-        self.tensors: GroupTensors | None = None
+        self.keepers = WeightKeepers(self._keep_again, keeps_next=cluster.keep_next_weights)
+        shares = self._keeps in ("auto", "before_swap")
+        self.tensors = GroupTensors(
+            workers, timeout_s=timeout_s, on_finish=self.note_sent, on_keep=self.keep, shares=shares
+        )
 
     @property
     def offered(self) -> tuple[KeptShare, ...]:
@@ -42,15 +52,28 @@ class WeightSources:
     def bring(self, nodes: Sequence[str]) -> GroupWeights:
         """Have the weights that serve where hosts are now; returns them. RayError or TimeoutError where none has them.
 
-        What was sent is taken from keepers that live, of this replica or of another that offers it.
+        What was sent is taken from keepers that live, of this replica or of another that offers it. Where those are
+        shares of more or fewer hosts, all of them are offered to each, until `settle`.
         """
         serving = self.serving
-        if serving.offered:
-            serving = replace(serving, kept=self.keepers.take(serving.offered, nodes), offered=())
+        offered = [*self.keepers.shares(serving.token), *serving.offered]
+        if serving.num_hosts not in (None, len(nodes)):
+            serving = replace(serving, kept=(), offered=tuple(each[0] for each in by_host(offered)), placement=None)
+        elif serving.offered:
+            serving = replace(serving, kept=self.keepers.take(offered, nodes), offered=())
         elif serving.kept:
             serving = replace(serving, kept=self.keepers.move(serving.kept, nodes))
         self.serving = serving
         return serving
+
+    def settle(self) -> None:
+        """Have hosts that have read shares of more or fewer hosts share what they have in place of those.
+
+        Where memory does not hold both, the others stay. ExecutorFailure where a host is lost.
+        """
+        if self.serving.offered:
+            with suppress(WeightsRefusedError):
+                self._share_serving()
 
     def note_read(self, source: str) -> None:
         """Note that all hosts have staged a checkpoint."""
@@ -65,18 +88,24 @@ class WeightSources:
 
         WeightsRefusedError where a host cannot in time, ExecutorFailure where one is lost.
         """
-        if self.serving.is_there or not self._keeps_serving:
+        if self.serving.is_there or self._keeps not in ("auto", "after_swap"):
             return
-        assert self.tensors is not None, "weights were sent"
         reach("keeping", self)
-        self.keepers.until_closed()
-        places = self.tensors.share_serving(secrets.token_hex(8))
-        self.serving = replace(self.serving, kept=self._kept(places))
+        for closing in self.keepers.keep_only(""):
+            ray.wait([closing], timeout=KEEP_S)
+        self._share_serving()
+        self._on_change()
 
     def swap(self) -> None:
         """Note that what waited serves."""
         self.serving = replace(self.waiting, num_pages=self.serving.num_pages)
         self.keepers.keep_only(self.serving.token)
+        self._on_change()
+
+    def _share_serving(self) -> None:
+        if kept := self._kept(self.tensors.share_serving(secrets.token_hex(8))):
+            self.serving = replace(self.serving, kept=kept, offered=())
+            self.keepers.keep_only(self.serving.token)
 
     def _kept(self, places: Sequence[SharePlace | None]) -> tuple[SharePlace, ...]:
         """Have keepers open the shares of the hosts that serve; returns where they are then.
@@ -91,9 +120,8 @@ class WeightSources:
 
     def _keep_again(self) -> None:
         """A keeper has ended: others take over the shares that hosts have open."""
-        assert self.tensors is not None, "weights were sent"
         for token in {self.serving.token, self.waiting.token} - {""}:
             with suppress(RayError, WeightsRefusedError, ExecutorFailure):
-                kept = self._kept(self.tensors.places(token))
-                self.serving = self.serving.kept_at(kept, token)
-                self.waiting = self.waiting.kept_at(kept, token)
+                if kept := self._kept(self.tensors.places(token)):  # else hosts are being replaced, or have none
+                    self.serving = self.serving.kept_at(kept, token)
+                    self.waiting = self.waiting.kept_at(kept, token)

@@ -86,9 +86,8 @@ class WorkerTensors:
 
     def _place(self, token: str) -> SharePlace | None:
         """Where this host has a share open; None where it has none of that token."""
-        return next(
-            (each.place for each in (self._next, self._share) if each is not None and each.token == token), None
-        )
+        held = self._next, self._share
+        return next((each.place for each in held if each is not None and each.token == token), None)
 
     def _drop_next(self) -> None:
         if self._next is not None:

@@ -154,11 +154,10 @@ class TensorUpdates:
                 outcome = self._taken(bucket, order)
             except WeightsRefusedError as refusal:
                 return WeightOutcome(False, str(refusal), self._between.version())
+            ending.pop_all()
             if not order.is_last or order.waits:
-                ending.pop_all()
                 self._await_next(order.update_id)
-            elif outcome.success:
-                ending.pop_all()
+            else:
                 self._keep_soon()
         return outcome
 
@@ -171,13 +170,10 @@ class TensorUpdates:
         opened = self._open
         if opened is None or opened.update_id != update_id:
             return WeightOutcome(False, NOTHING_STAGED, self._between.version())
-        with ExitStack() as ending:
-            ending.callback(self.end_open)
-            outcome = self._commands.call(partial(self._between.swap, order, opened.generation)).result()
-            if outcome.success:
-                ending.pop_all()
-                self._keep_soon()
-        return outcome
+        try:
+            return self._commands.call(partial(self._between.swap, order, opened.generation)).result()
+        finally:
+            self._keep_soon()
 
     def _keep_soon(self) -> None:
         """Have what serves now kept, and end the update, after the answer to it; experts are held until then."""

@@ -1,14 +1,15 @@
-"""What a group that may do without some of its hosts settles before any is lost: how it computes, and its KV pages."""
+"""What a group settles before a host is lost: how it computes with fewer, and memory for them, and for kept weights."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import NamedTuple
 
-from rayserve_moe.execution.memory import bytes_on_device
+from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.execution.memory import bytes_on_device, memory_available, rounded_down
 from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, served_model
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.parallel.mesh import plan_for, platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 
@@ -51,6 +52,28 @@ def pages_with_fewest(served: ServedModel, parts: Parts, *, free: int) -> int:
     draft = None if served.draft is None else served.draft.draft
     then = served_model(spec, fewer, settings=settings, draft=draft)
     return then.num_pages_within(free - _held(then) + _held(served))
+
+
+def pages_beside_copies(served: ServedModel, num_pages: int, *, num_copies: int, share_bytes: int) -> int:
+    """KV pages of a data rank, up to `num_pages`, that leave host memory for `num_copies` of this host's share.
+
+    The weights are loaded. SettingsError where memory does not hold as many copies, beside the pages on a CPU. Other
+    hosts of this machine are not looked at.
+    """
+    if num_copies <= 0:
+        return num_pages
+    mesh, free = served.config.plan.mesh, memory_available() - num_copies * share_bytes
+    devices = list(mesh.local_devices)
+    if platform_of(mesh) == "cpu" and free > 0:
+        num_pages = min(num_pages, served.num_pages_within(rounded_down(free // len(devices))))
+        if served.pool.cache.num_pages:  # not those that fit
+            free -= bytes_on_device(served.state(num_pages)) * len(devices)
+    if free < 0:
+        what = (
+            f"{num_copies} copies of {share_bytes} bytes take {-free} bytes more than host memory has beside KV pages"
+        )
+        raise SettingsError(f"keep_sent_weights: {what}; take auto, which keeps what fits, or off")
+    return num_pages
 
 
 def _held(served: ServedModel) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import numpy as np
 
 from rayserve_moe.balancing.migration import MigrationPiece
 from rayserve_moe.checkpoints.files import open_checkpoint
-from rayserve_moe.checkpoints.open_shares import WeightShare
+from rayserve_moe.checkpoints.open_shares import AnyShare, WeightShare
 from rayserve_moe.config.given_files import Reach
 from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution import memory
@@ -43,7 +43,7 @@ from rayserve_moe.execution.step_results import only_wanted, start_copies, step_
 from rayserve_moe.execution.step_samples import HeldInputs
 from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepOutput
 from rayserve_moe.execution.tensor_staging import TensorStaging
-from rayserve_moe.execution.weight_share import read_share
+from rayserve_moe.execution.weight_share import read_share, read_spread
 from rayserve_moe.execution.weights import load_weights, open_model, with_capacity
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import platform_of
@@ -91,14 +91,13 @@ class HostRunner:
         self.tensors = TensorStaging(self.staged, self.served, config=self._files.config, weights=lambda: self.weights)
         self._report = self.tensors.unstarted()
 
-    def load(self, source: str = "", *, share: WeightShare | None = None) -> int:
-        """Load the weights; return how many KV pages each data rank can have beside them on this host's devices.
-
-        Out of a `share` where there is one: experts lie then as when it was written. Else from the `source`, where a
-        checkpoint has replaced the model's own in an update.
+    def load(self, source: str = "", *, share: WeightShare | None = None, spread: Sequence[AnyShare] = ()) -> int:
+        """Load the weights, out of a `share`, or those of a group of another size as `spread`, else of a `source` in
+        place of the model's own; return how many KV pages each data rank can have beside them on devices of this host.
         """
         started = time.perf_counter()
-        loaded = read_share(share, self.served) if share else self._read(source)
+        kept = read_share(share, self.served) if share else read_spread(spread, self.served) if spread else None
+        loaded = kept or self._read(source)
         self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, config=self.config)
         self.weights = replace(self.weights, draft=draft_of(self._draft, self.served.draft, dtype=self.dtype))
         self._report = replace(self._report, load_s=time.perf_counter() - started)

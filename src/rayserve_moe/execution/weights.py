@@ -95,10 +95,13 @@ def load_weights(
     """
     tree, slots = parameter_tree(config, dtype=dtype), placement.expert_of_slot
     params = read_parameters(files, tree, plan=config.plan, expert_of_slot=slots)
-    maps = jax.tree.map(
-        lambda array: jax.device_put(array, config.plan.replicated()), _maps_of(placement, may_change=may_change)
-    )
-    return ModelWeights(cast(Parameters, params), maps)
+    return ModelWeights(cast(Parameters, params), maps_on_devices(placement, config.plan, may_change=may_change))
+
+
+def maps_on_devices(placement: ExpertPlacement, plan: ParallelPlan, *, may_change: bool) -> PlacementArrays | None:
+    """Maps where the placement needs them, and in any case where it `may_change`."""
+    maps = _maps_of(placement, may_change=may_change)
+    return jax.tree.map(lambda array: jax.device_put(array, plan.replicated()), maps)
 
 
 def weight_shapes(

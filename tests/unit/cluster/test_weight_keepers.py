@@ -19,6 +19,7 @@ from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.weight_keepers import WeightKeeper, WeightKeepers
 from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.cluster.worker_tensors import BEGIN, FINISH, KEEP, SHARE, WorkerTensors
+from rayserve_moe.config.settings import ClusterSettings
 from rayserve_moe.execution.staged_weights import WeightReading
 from rayserve_moe.execution.tensor_staging import TensorStaging
 
@@ -132,16 +133,19 @@ def test_what_is_shared_after_the_swap_takes_the_place_of_what_was_shared_before
 @pytest.mark.parametrize(
     ("keeps", "serving", "is_asked"),
     [
-        (True, GroupWeights(None), True),
-        (True, GroupWeights(None, kept=(SharePlace("a", 1, 2),)), False),
-        (True, GroupWeights("/on a disk"), False),
-        (False, GroupWeights(None), False),
+        ("after_swap", GroupWeights(None), True),
+        ("auto", GroupWeights(None), True),
+        ("auto", GroupWeights(None, kept=(SharePlace("a", 1, 2),)), False),
+        ("auto", GroupWeights("/on a disk"), False),
+        ("before_swap", GroupWeights(None), False),
+        ("off", GroupWeights(None), False),
     ],
 )
 def test_weights_that_serve_come_to_be_kept_where_they_were_sent_and_are_not_yet(
-    keeps: bool, serving: GroupWeights, is_asked: bool
+    keeps: str, serving: GroupWeights, is_asked: bool
 ) -> None:
-    sources, asked = WeightSources(list, keeps_serving=keeps), []
+    settings, asked = ClusterSettings(keep_sent_weights=keeps), []
+    sources = WeightSources(list, settings, timeout_s=lambda: 1.0, on_change=lambda: None)
     sources.tensors = cast(GroupTensors, SimpleNamespace(share_serving=lambda token: asked.append(token) or []))
     sources.serving = serving
     sources.keep()

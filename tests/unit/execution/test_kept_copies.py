@@ -6,8 +6,8 @@ import pytest
 
 from rayserve_moe.config.derive import sent_copies
 from rayserve_moe.config.settings import CacheSettings, ClusterSettings, SettingsError
-from rayserve_moe.execution import kept_copies
-from rayserve_moe.execution.kept_copies import pages_beside_copies
+from rayserve_moe.execution import fewer_hosts
+from rayserve_moe.execution.fewer_hosts import pages_beside_copies
 from rayserve_moe.execution.memory import bytes_on_device, rounded_down
 from tests.unit.execution.test_fewer_hosts import laid_out
 
@@ -15,7 +15,7 @@ SHARE = 1_000_000
 
 
 def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr(kept_copies, "memory_available", lambda: num_bytes)
+    monkeypatch.setattr(fewer_hosts, "memory_available", lambda: num_bytes)
 
 
 @pytest.mark.parametrize(
@@ -56,5 +56,5 @@ def test_what_does_not_fit_is_refused_at_the_start(monkeypatch: pytest.MonkeyPat
     available(monkeypatch, pool + SHARE)
     assert pages_beside_copies(asked, 100, num_copies=1, share_bytes=SHARE) == 100
     available(monkeypatch, pool + SHARE - 1)
-    with pytest.raises(SettingsError, match=f"beside {pool} bytes of KV pages"):
+    with pytest.raises(SettingsError, match="take 1 bytes more"):
         pages_beside_copies(asked, 100, num_copies=1, share_bytes=SHARE)
