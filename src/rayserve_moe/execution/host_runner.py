@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -165,6 +166,7 @@ class HostRunner:
         if plan.takes_staged_weights:
             assert self._in_flight is None, "weights change while no step is under way"
             self.weights = self.staged.take(self.weights)
+            threading.Thread(target=memory.give_back_freed, daemon=True).start()
             return None
         if self._held is not None:
             held, self._held = self._held, None

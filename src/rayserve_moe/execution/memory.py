@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,6 +107,18 @@ def memory_available() -> int:
     """Bytes of host memory that can be had without swapping."""
     meminfo = Path("/proc/meminfo").read_text()
     return next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable")) * 1024
+
+
+def give_back_freed() -> None:
+    """Give memory of arrays that are gone back to the system, some seconds later: XLA's threads let go of them late.
+
+    What jax has copied to devices it keeps until the next garbage collection; malloc of glibc keeps what is freed.
+    """
+    for wait_s in (1.0, 10.0, 30.0):
+        time.sleep(wait_s)
+        gc.collect(0)
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)
 
 
 def _bytes_beyond(used: str, devices: list[jax.Device]) -> int:
