@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import ray
+from ray.exceptions import GetTimeoutError
 
-from rayserve_moe.cluster import group_executor
+from rayserve_moe.cluster import group_executor, host_group
 from rayserve_moe.cluster.fencing import HostProcess, this_process
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.heartbeat import Heartbeat
-from rayserve_moe.cluster.host_group import HostGroup
+from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
 from rayserve_moe.cluster.step_sockets import Address
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.executor import ExecutorFailure
@@ -55,6 +57,28 @@ class DyingHost:
 
     def drop_staged(self) -> None:
         os._exit(1)
+
+
+@ray.remote(num_cpus=0)
+class SilentHost:
+    """A host that never answers, as one that is stopped while it starts."""
+
+    def process(self) -> None:
+        threading.Event().wait()
+
+
+def test_a_process_that_replaces_another_and_never_answers_is_given_up(
+    raylets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no heartbeat yet, and `start_timeout_s` is for a first start."""
+    monkeypatch.setattr(host_group, "REPLACING_S", 0.5)
+    cluster = settings_from({"model_path": "unread", "start_timeout_s": 3600}).cluster
+    group = HostGroup([SilentHost.remote()], cluster, on_loss=lambda: None, given_up=threading.Event())
+    try:
+        with pytest.raises(GetTimeoutError):
+            group.start(GroupWeights(num_pages=PAGES[0]), enter=lambda phase: None)
+    finally:
+        group.end()
 
 
 def test_a_host_that_dies_while_it_drops_weights_is_lost(raylets: int) -> None:

@@ -34,6 +34,9 @@ from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult,
 SETTLE_S = 1.0
 """After an error in a step of several hosts: time for the process to be noticed whose death is behind it. The host that
 lives fails first."""
+REPLACING_S = 120.0
+"""Longest time from asking for processes that replace others to watching them: one that is stopped meanwhile has no
+heartbeat yet."""
 CONNECTING = "connecting"
 NUM_PORTS_TRIED = 5
 
@@ -108,17 +111,21 @@ class HostGroup:
     def start(self, weights: GroupWeights, *, enter: Enter) -> StartReport:
         """Watch and join the workers, have them load and compile. Errors of a worker pass through unchanged.
 
-        GetTimeoutError after `start_timeout_s`, ExecutorFailure where other pages fit than `weights` says.
+        GetTimeoutError after `start_timeout_s`, or where processes that replace others are not there after
+        `REPLACING_S`; ExecutorFailure where other pages fit than `weights` says.
         """
-        deadline = time.monotonic() + self._cluster.start_timeout_s
+        begun, is_first = time.monotonic(), weights.num_pages is None
+        deadline = begun + self._cluster.start_timeout_s
 
-        def results_of(calls: list[Any]) -> list[Any]:
-            return get(calls, timeout_s=deadline - time.monotonic(), given_up=self._given_up)
+        def results_of(calls: list[Any], *, until: float = deadline) -> list[Any]:
+            return get(calls, timeout_s=until - time.monotonic(), given_up=self._given_up)
 
         enter(STARTING)
-        self._processes = results_of([worker.process.remote() for worker in self.workers])
+        watched_by = deadline if is_first else min(deadline, begun + REPLACING_S)
+        self._processes = results_of([worker.process.remote() for worker in self.workers], until=watched_by)
         key, limit_s = secrets.token_bytes(KEY_BYTES), self._cluster.step_timeout_s
-        addresses = results_of([worker.listen_for_watch.remote(key, limit_s) for worker in self.workers])
+        listening = [worker.listen_for_watch.remote(key, limit_s) for worker in self.workers]
+        addresses = results_of(listening, until=watched_by)
         self._watch = HostWatch(addresses, key=key, on_loss=self._end_lost)
         reach("group watched", self)
         enter(LOADING)
