@@ -113,7 +113,7 @@ class EngineLoop:
         what cannot be served, EngineBusyError when too much waits, EngineRebuildingError, EngineStoppedError.
         """
         if (progress := progress_of(self.recovery)) is not None and progress.seconds > LONGEST_QUEUE_S:
-            raise EngineRebuildingError(f"hosts have been {progress.phase} for {progress.seconds:.0f} s; try again")
+            raise EngineRebuildingError(f"hosts are being replaced: {progress.phase}, {progress.seconds:.0f} s so far")
         check_request(request, self.card, longest=self._longest)
         guides = guides_of(request, self.constraints, num_ids=self.card.vocab_size)
         most = most_live_requests(self._settings.scheduler, num_data_ranks=self._settings.parallel.data_parallel_size)
