@@ -17,6 +17,8 @@ KEPT_TIMES = 9
 FORGETTING = 0.9
 """What is left of older outcomes after each verification of a row."""
 PRIOR_TRIALS = 2.0
+SLACK = 2.0
+"""How many times as long as is known a step may take by itself."""
 MARGIN = 1.02
 """What drafts must promise of the tokens per second without them."""
 
@@ -28,15 +30,27 @@ class StepTimes:
     def __init__(self) -> None:
         self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
         self._known: dict[int, float] = {}
+        self._doubted: set[int] = set()
 
-    def add(self, num_rows: int, seconds: float) -> None:
-        """Note one step."""
+    def add(self, num_rows: int, seconds: float, *, known: Mapping[int, float] | None = None) -> float:
+        """Note one step; returns its seconds, or fewer, where something else held it up.
+
+        That is what goes far beyond other steps, of these or of those `known`, in which its rows would fit. Where it is
+        the first of its size it is not taken for what such steps take.
+        """
         size = _rounded(num_rows)
+        of_others = {**self._known, **(known or {})}.items()
+        most = min((SLACK * one * max(1.0, num_rows / rows) for rows, one in of_others), default=seconds)
+        if seconds > most and size not in self._known and size not in self._doubted:
+            self._doubted.add(size)
+            return most
+        seconds = min(seconds, most)
         times, is_new = self._times[size], size not in self._known
         times.append(seconds)
         self._known[size] = median(times) if len(times) > 2 else min(times)
         if is_new:
             self._known = dict(sorted(self._known.items()))
+        return seconds
 
     def known(self) -> Mapping[int, float]:
         """Seconds by rounded number of rows, ascending."""

@@ -159,16 +159,16 @@ class Speculation:
                 self._consider(schedule.sampling_rows)
             return
         self._num_plain = 0
-        self._verifying.add(schedule.plan.num_tokens, seconds)
-        if not self._fixed:
-            num_rows = len(np.unique(schedule.sampling_rows))
-            self._credit += num_tokens / num_rows - seconds / seconds_of(
-                num_rows, self._plain.known(), reach=self._reach
-            )
-            if self._credit < 0:
-                self._rest = int((TRYING_CREDIT - self._credit) / CREDIT_OF_STEP)
-            elif self._num_fruitless >= FRUITLESS_STEPS:
-                self._rest = REST
+        if self._fixed:
+            return
+        num_rows = len(np.unique(schedule.sampling_rows))
+        alone = seconds_of(num_rows, self._plain.known(), reach=self._reach)
+        seconds = self._verifying.add(schedule.plan.num_tokens, seconds, known={num_rows: alone})
+        self._credit += num_tokens / num_rows - seconds / alone
+        if self._credit < 0:
+            self._rest = int((TRYING_CREDIT - self._credit) / CREDIT_OF_STEP)
+        elif self._num_fruitless >= FRUITLESS_STEPS:
+            self._rest = REST
 
     def end(self, sequence: Sequence) -> None:
         """Note that a sequence has ended."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from rayserve_moe.engine.speculation import (
 )
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.requests import DraftCounts, FinishReason
+from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from tests.support.scheduling import choices, one, scheduler, some_reach
@@ -122,6 +123,13 @@ def plain_schedule(cycle: StepCycle):
     return cycle.scheduler.schedule()
 
 
+def with_draft(schedule: Schedule) -> Schedule:
+    """The same step with a draft of its sequence."""
+    names = ("chunk_rows", "chunk_starts", "chunk_lengths", "chunk_samples", "token_ids")
+    doubled = {name: np.repeat(getattr(schedule.plan, name), 2) for name in names}
+    return replace(schedule, plan=replace(schedule.plan, most_drafts=1, **doubled))
+
+
 def test_losses_end_trying_until_other_steps_have_paid_for_them():
     cycle = cycle_with(Knowing(True))
     schedule, speculation = plain_schedule(cycle), cycle.speculation
@@ -129,7 +137,7 @@ def test_losses_end_trying_until_other_steps_have_paid_for_them():
     assert note_steps(speculation, schedule, 1000, tokens=1, seconds=1.0) == REST
     speculation.draft(np.array([0]))
     lost = 0.5
-    num_steps = note_steps(speculation, schedule, 1000, tokens=2, seconds=2.5)
+    num_steps = note_steps(speculation, with_draft(schedule), 1000, tokens=2, seconds=2.5)
     assert num_steps * (lost - CREDIT_OF_STEP) == pytest.approx(FIRST_CREDIT, abs=lost)
     rest = note_steps(speculation, schedule, 10_000, tokens=1, seconds=1.0)
     assert rest * CREDIT_OF_STEP >= TRYING_CREDIT - CREDIT_OF_STEP
@@ -141,7 +149,16 @@ def test_a_gain_keeps_them_on():
     assert speculation is not None
     note_steps(speculation, schedule, REST, tokens=1, seconds=1.0)
     assert speculation.is_on
-    assert note_steps(speculation, schedule, 1000, tokens=2, seconds=1.5) == 0
+    assert note_steps(speculation, with_draft(schedule), 1000, tokens=2, seconds=1.5) == 0
+
+
+def test_a_step_that_is_held_up_ends_nothing():
+    cycle = cycle_with(Knowing(True))
+    schedule, speculation = plain_schedule(cycle), cycle.speculation
+    assert speculation is not None
+    note_steps(speculation, schedule, REST, tokens=1, seconds=1.0)
+    for seconds in (1.5, 80.0, *[1.5] * 20, 80.0):
+        assert note_steps(speculation, with_draft(schedule), 1, tokens=2, seconds=seconds) == 0
 
 
 def test_without_drafts_steps_overlap():

@@ -22,7 +22,7 @@ from tests.unit.engine.test_speculation import FIRST, Counting
 NUM_NEW, MOST = 400, 7
 NOT_OVERLAPPED = 0.04
 """Of the least step: what a step takes longer that is committed before the next is planned."""
-LEAST_OF_PLAIN, LEAST_OF_BEST = 0.97, 0.9
+LEAST_OF_PLAIN, LEAST_OF_BEST, LEAST_OF_WORSE = 0.97, 0.9, 0.75
 Curve = Callable[[int], float]
 
 
@@ -55,14 +55,24 @@ class OftenRight:
         """Nothing is kept."""
 
 
-def seconds(seconds_of: Curve, *, num_streams: int, share: float | None) -> float:
+class HeldUp(Timed):
+    """Now and then a step takes much longer, drafts or not."""
+
+    often, long_s = 0.04, 12.0
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        self.now += self.long_s * (self._generator.random() < self.often) * bool(plan.num_chunks)
+        return super().execute(plan)
+
+
+def seconds(seconds_of: Curve, *, num_streams: int, share: float | None, clock: type[Timed] = Timed) -> float:
     """What it takes to run so many sequences, without drafts or with some."""
     limits = {"max_tokens": NUM_NEW + 8, "num_pages": 40 * num_streams, "page_size": 16}
     target = scheduler(num_rows=num_streams, verify_rows=(1 + MOST) * num_streams, **limits)
     speculation = None
     if share is not None:
         speculation = Speculation(target.table, OftenRight(share), most_drafts=MOST, reach=some_reach())
-    timed = Timed(seconds_of)
+    timed = clock(seconds_of)
     cycle = StepCycle(target, timed, capture=None, speculation=speculation)
     for i in range(num_streams):
         cycle.scheduler.add([one(f"r{i}", [0], num_new=NUM_NEW)])
@@ -148,3 +158,12 @@ def test_drafts_cost_little_and_bring_most_of_what_they_can(curve: str, num_stre
         for most in (1, 3, 5, MOST)
     )
     assert plain / own >= LEAST_OF_BEST * best
+
+
+@pytest.mark.parametrize("num_streams", [1, 4])
+def test_what_holds_up_a_step_is_no_loss_of_drafts(num_streams: int):
+    cost, held_up = CURVES["not at all"], HeldUp.often * HeldUp.long_s
+    plain, own = (seconds(cost, num_streams=num_streams, share=share, clock=HeldUp) for share in (None, 0.9))
+    taken = (1 - 0.9 ** (MOST + 1)) / (1 - 0.9)
+    best = taken * (cost(num_streams) + held_up) / (cost(num_streams * (1 + MOST)) + NOT_OVERLAPPED + held_up)
+    assert plain / own >= LEAST_OF_WORSE * best
