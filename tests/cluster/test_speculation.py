@@ -21,7 +21,13 @@ from tests.support.oracle import Oracle, TreeOracle
 from tests.support.outcomes import Outcomes, assert_same
 from tests.support.speculating import DRAFTS, PLAIN, VOCAB_SIZE, known_to_devices, most_drafts, random_requests
 
-NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_steps": DRAFTS, "structured_output": True}
+NGRAM: dict[str, Any] = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_num_steps": DRAFTS,
+    "structured_output": True,
+    "enable_return_hidden_states": True,
+    "logit_processors": "examples.logit_processors",
+}
 PAGES = {"page_size": 16, "num_pages": SETTINGS["num_pages"]}
 
 

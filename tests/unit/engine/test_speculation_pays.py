@@ -160,10 +160,11 @@ def test_drafts_cost_little_and_bring_most_of_what_they_can(curve: str, num_stre
     assert plain / own >= LEAST_OF_BEST * best
 
 
+@pytest.mark.parametrize("share", [0.7, 0.9])
 @pytest.mark.parametrize("num_streams", [1, 4])
-def test_what_holds_up_a_step_is_no_loss_of_drafts(num_streams: int):
+def test_what_holds_up_a_step_is_no_loss_of_drafts(num_streams: int, share: float):
     cost, held_up = CURVES["not at all"], HeldUp.often * HeldUp.long_s
-    plain, own = (seconds(cost, num_streams=num_streams, share=share, clock=HeldUp) for share in (None, 0.9))
-    taken = (1 - 0.9 ** (MOST + 1)) / (1 - 0.9)
+    plain, own = (seconds(cost, num_streams=num_streams, share=each, clock=HeldUp) for each in (None, share))
+    taken = (1 - share ** (MOST + 1)) / (1 - share)
     best = taken * (cost(num_streams) + held_up) / (cost(num_streams * (1 + MOST)) + NOT_OVERLAPPED + held_up)
     assert plain / own >= LEAST_OF_WORSE * best
