@@ -167,6 +167,7 @@ class Packer:
         samples = np.flatnonzero(plan.chunk_samples)
         rows, lengths = plan.chunk_rows[samples], plan.chunk_lengths
         last = np.cumsum(lengths)[samples] - 1 if plan.has_blocks or plan.num_forks else samples
+        assert (plan.chunk_starts[samples] >= 0).all(), "held samples are drawn at positions that the host knows"
         held[0, places] = rows if self._num_ranks == 1 else rows % self._rows_per_rank
         held[1, places] = plan.chunk_starts[samples] + lengths[samples]
         held[2, places] = plan.token_ids[last]

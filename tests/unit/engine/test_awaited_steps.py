@@ -16,6 +16,7 @@ from rayserve_moe.engine.speculation import Speculation
 from rayserve_moe.engine.step_cycle import StepCycle
 from rayserve_moe.requests import FinishReason
 from rayserve_moe.scheduling import awaited
+from rayserve_moe.scheduling.rank_step import CANDIDATES
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.starting_over import give_up_step
@@ -234,3 +235,19 @@ def test_stale_accepted_counts_would_be_seen():
     plain = run(0, PLAIN).tokens
     with patch(f"{__name__}.FakeDevice", Stale), pytest.raises(AssertionError):
         assert run(0, Settings()).tokens == plain
+
+
+def test_what_needs_each_token_on_the_host_is_found_before_it_runs():
+    target = scheduler(num_rows=2)
+    for number in range(30):
+        target.add(choices(str(number), 3))
+    assert not awaited.wants_every_token(target)
+    within = CANDIDATES + 1
+    for place, expected in ((within + 1, False), (within, True)):
+        each = target.waiting[place]
+        each.asked = np.zeros(1, np.int32)
+        assert awaited.wants_every_token(target) == expected
+        each.asked = None
+    target.waiting[0].asked = np.zeros(1, np.int32)
+    target.schedule()
+    assert target.table.num_held == 1 and awaited.wants_every_token(target)
