@@ -22,8 +22,8 @@ from rayserve_moe.scheduling.verify_rows import follows, is_awaited
 
 REST = 4
 """Steps without drafts, overlapped, before and between looks at whether drafts would pay."""
-LOOKS_BEFORE_BACKOFF, MOST_DOUBLINGS = 4, 5
-"""Looks in a row that find that they would not, after which each doubles the rest to the next, so many times."""
+LOOKS_BEFORE_BACKOFF, MOST_DOUBLINGS = 4, 3
+"""Looks in a row that find that those of a draft model would not pay, after which each doubles the rest, so many times."""
 FRUITLESS_STEPS = 2
 """Steps in a row without drafts that end trying."""
 FIRST_CREDIT, MOST_CREDIT, TRYING_CREDIT = 3.0, 8.0, 1.0
@@ -206,7 +206,8 @@ class Speculation:
         found = self._proposed(rows)
         self._num_declined = 0 if self._chosen(len(rows), found) else self._num_declined + 1
         if self._num_declined:
-            self._rest = REST << min(max(self._num_declined - LOOKS_BEFORE_BACKOFF, 0), MOST_DOUBLINGS)
+            doublings = min(max(self._num_declined - LOOKS_BEFORE_BACKOFF, 0), MOST_DOUBLINGS)
+            self._rest = REST << doublings if isinstance(self.proposer, ModelProposer) else REST
             generations, starts = self._table.generations, self._table.num_tokens
             self._watched = [(row, int(generations[row]), int(starts[row]), found[row]) for row in found]
         self.totals.draft_s += time.perf_counter() - begun
