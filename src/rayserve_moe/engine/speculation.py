@@ -23,7 +23,7 @@ from rayserve_moe.scheduling.verify_rows import follows, is_awaited
 REST = 4
 """Steps without drafts, overlapped, before and between looks at whether drafts would pay."""
 LOOKS_BEFORE_BACKOFF, MOST_DOUBLINGS = 4, 3
-"""Looks in a row that find that those of a draft model would not pay, after which each doubles the rest, so many times."""
+"""Looks in a row that find that those of a draft model would not pay; each one after them doubles the rest."""
 FRUITLESS_STEPS = 2
 """Steps in a row without drafts that end trying."""
 FIRST_CREDIT, MOST_CREDIT, TRYING_CREDIT = 3.0, 8.0, 1.0

@@ -145,7 +145,7 @@ CURVES: dict[str, Curve] = {
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
-@pytest.mark.parametrize("num_streams", [1, 4])
+@pytest.mark.parametrize("num_streams", [1, 4, 16])
 @pytest.mark.parametrize("curve", list(CURVES))
 def test_drafts_cost_little_and_bring_most_of_what_they_can(curve: str, num_streams: int, share: float):
     cost = CURVES[curve]
