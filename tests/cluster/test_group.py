@@ -38,7 +38,7 @@ class SmallHost:
     def listen_for_watch(self, key: bytes, timeout_s: float) -> Address:
         return Heartbeat().listen(host="127.0.0.1", key=key, timeout_s=timeout_s)
 
-    def load(self, *_: str, kept: object) -> int:
+    def load(self, *_: str, **__: object) -> int:
         return self._num_pages
 
     def prepare(self, num_pages: int) -> None:
