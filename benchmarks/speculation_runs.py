@@ -33,7 +33,7 @@ class Noting(PreparedExecutor):
 
 @dataclass
 class Run:
-    """What came out by request (choices of one after another), and of the time after the last step with prompts: its
+    """What came out by request (its first choice, then the next), and of the time after the last step with prompts: its
     seconds, its tokens, seconds between commits, tokens computed and most drafts of a sequence by step."""
 
     ids: dict[str, list[int]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def run(
         cycle.speculation = speculation_for(cycle.scheduler.table)
     for request in requests:
         cycle.scheduler.add(choices_of(request, engine.card))
-    started, at = None, time.perf_counter()
+    started, at, of_choices = None, time.perf_counter(), dict[tuple[str, int], list[int]]()
     while cycle.has_work:
         rows_of_tokens, ended = cycle.run()
         before, at = at, time.perf_counter()
@@ -75,7 +75,9 @@ def run(
             started = at
         for sequence in ended:
             ids = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_tokens].tolist()
-            found.ids.setdefault(sequence.request.request_id, []).extend(ids)
+            of_choices[sequence.request.request_id, sequence.choice_index] = ids
+    for (name, _), ids in sorted(of_choices.items()):
+        found.ids.setdefault(name, []).extend(ids)
     found.seconds = at - (at if started is None else started)
     found.step_tokens = [plan.num_tokens for plan in executor.decoding]
     found.step_drafts = [plan.most_drafts for plan in executor.decoding]
