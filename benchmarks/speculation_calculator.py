@@ -33,7 +33,7 @@ from tests.support.workload import request_for
 
 ROWS, GROUP, MOST, MAX_NEW = 16, 16, 3, 8
 PROPOSERS = ("NGRAM", "SIBLINGS", "EAGLE3", "NEXTN")
-LOADS = {"greedy": (256, 1, 0.0), "temperature 1": (256, 1, 1.0), f"groups of {GROUP}": (16, GROUP, 1.0)}
+LOADS = {"greedy": (1024, 1, 0.0), "temperature 1": (1024, 1, 1.0), f"groups of {GROUP}": (64, GROUP, 1.0)}
 """Problems, samples of each, temperature."""
 SETTINGS: dict[str, Any] = {
     "max_running_requests": ROWS,
