@@ -4,8 +4,9 @@
 
 Two replicas of the embedded model behind one endpoint, 32 streams and 32 plain requests over connections of their own.
 A client that is cut off resumes, or asks again what was refused before its first byte; each answer is compared with
-that of an undisturbed run: ids, text, log-probs, routing rows and end. Rows that the result file has of other faults
-stay.
+that of an undisturbed run: ids, text, log-probs, routing rows and end. Where raylets are killed, the cluster has three
+of them, each with the CPUs of one replica, and a new one comes after each kill. Rows that the result file has of other
+faults stay.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,9 @@ FAULTS: dict[str, tuple[str, int]] = {
     "journal": ("rayserve_moe.serving.start.journal", 1),
 }
 """What is killed: the titles of its processes, and how many of them at once."""
+RAYLET = "raylet"
+"""Killed too: one that has a replica, and is not the head's."""
+NUM_SPARE = 1
 
 
 def body_of(number: int, *, run: int, max_tokens: int) -> dict[str, Any]:
@@ -151,6 +156,19 @@ def wait_until_whole(serve: ServeProcess) -> float:
     return time.monotonic() - began
 
 
+@contextmanager
+def several_nodes(settings: dict[str, Any]) -> Iterator[ServeProcess]:
+    """Serve, with a raylet for each replica and a spare one."""
+    os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": 1})
+    try:
+        with ServeProcess(settings) as serve:
+            for _ in range(NUM_REPLICAS - 1 + NUM_SPARE):
+                serve.add_node(num_cpus=1)
+            yield serve
+    finally:
+        del os.environ["RAY_OVERRIDE_RESOURCES"]
+
+
 def _is_whole(serve: ServeProcess) -> bool:
     if any(len(serve.pids_of(title)) < number for title, number in FAULTS.values()):
         return False
@@ -166,18 +184,26 @@ def _is_whole(serve: ServeProcess) -> bool:
     )
 
 
-def kill(serve: ServeProcess, title: str, *, number: int, watch: Watch, killed_at: list[float]) -> None:
-    """Kill so many processes of a title, and note when."""
-    victims = serve.pids_of(title)
+def victims_of(serve: ServeProcess, name: str) -> list[int]:
+    """Choose the processes that a fault kills."""
+    if name == RAYLET:
+        used = [raylets for raylets, held in zip(*map(serve.pids_by_node, (RAYLET, REPLICA)), strict=True) if held]
+        return random.choice(used)
+    title, number = FAULTS[name]
+    return random.sample(serve.pids_of(title), number)
+
+
+def kill(serve: ServeProcess, name: str, *, watch: Watch, killed_at: list[float]) -> None:
+    """Kill what a fault kills, and note when."""
+    victims = victims_of(serve, name)
     watch.start()
     killed_at.append(time.monotonic())
-    for pid in random.sample(victims, number):
+    for pid in victims:
         os.kill(pid, signal.SIGKILL)
 
 
 def repeat(serve: ServeProcess, name: str, *, repeats: int, max_tokens: int) -> dict[str, Any]:
     """Kill a part at random moments; returns sums, and for how long requests were not answered, or it was missing."""
-    title, number = FAULTS[name]
     client = ResumingClient(f"http://{HOST}:{serve.port}", within_s=LIMIT_S)
     run = random.getrandbits(32)
     answers(client, run=run, max_tokens=max_tokens)
@@ -189,9 +215,11 @@ def repeat(serve: ServeProcess, name: str, *, repeats: int, max_tokens: int) -> 
     for count in range(repeats):
         wait_until_whole(serve)
         watch, killed_at = Watch(serve.port), list[float]()
-        fault = partial(kill, serve, title, number=number, watch=watch, killed_at=killed_at)
+        fault = partial(kill, serve, name, watch=watch, killed_at=killed_at)
         after_s = random.uniform(0, 0.8 * run_s)
         found = answers(client, run=run + 2 + count, max_tokens=max_tokens, fault=fault, after_s=after_s)
+        if name == RAYLET:
+            serve.add_node(num_cpus=1)
         time.sleep(POLL_S)
         wait_until_whole(serve)
         returns.append(time.monotonic() - killed_at[0])
@@ -225,19 +253,22 @@ def table_of(rows: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     """Measure, write the result file, print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--faults", nargs="+", choices=[*FAULTS, RAYLET], default=[*FAULTS, RAYLET])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     parser.add_argument("--out", type=Path, default=RESULTS / "kill_fleet.json")
     arguments = parser.parse_args()
     saved = saved_result(arguments.out)
     load_before, rows, loads = load_before_start(), saved["rows"], saved["loads"]
-    with ServeProcess(SETTINGS) as serve:
-        for name in arguments.faults:
-            rows[name] = repeat(serve, name, repeats=arguments.repeats, max_tokens=arguments.max_tokens)
-            loads[name] = load_before
-            save({"machine": machine_facts(load_before), "loads": loads, "rows": rows}, arguments.out)
-            note(json.dumps(rows[name]))
+    for serves, faults in ((ServeProcess, FAULTS), (several_nodes, (RAYLET,))):
+        if not (asked := [name for name in arguments.faults if name in faults]):
+            continue
+        with serves(SETTINGS) as serve:
+            for name in asked:
+                rows[name] = repeat(serve, name, repeats=arguments.repeats, max_tokens=arguments.max_tokens)
+                loads[name] = load_before
+                save({"machine": machine_facts(load_before), "loads": loads, "rows": rows}, arguments.out)
+                note(json.dumps(rows[name]))
     print(table_of(rows))
 
 

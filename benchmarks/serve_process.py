@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,14 +50,35 @@ class ServeProcess:
             command = [programs / "serve", "run", config]
             environment = {**ENVIRONMENT, **environment, "RAY_ADDRESS": ray_address}
         self._child = subprocess.Popen(command, env=environment, stdout=self._log, stderr=subprocess.STDOUT)
+        self._nodes: list[subprocess.Popen[bytes]] = []
+
+    def add_node(self, *, num_cpus: int) -> None:
+        """Start another raylet of this server's own cluster, on this machine. It ends with the server."""
+        (head,) = self.pids_of("gcs_server")
+        words = Path(f"/proc/{head}/cmdline").read_text(encoding="utf-8").split("\0")
+        port = next(word.partition("=")[2] for word in words if word.startswith("--gcs_server_port="))
+        pairs = Path(f"/proc/{head}/environ").read_text(encoding="utf-8").rstrip("\0").split("\0")
+        environment = dict(pair.split("=", 1) for pair in pairs)
+        environment.pop("RAY_OVERRIDE_RESOURCES", None)  # of the head alone
+        command = [Path(sys.executable).parent / "ray", "start", f"--address={HOST}:{port}", "--block"]
+        options = [f"--node-ip-address={HOST}", f"--num-cpus={num_cpus}"]
+        options += ["--min-worker-port=0", "--max-worker-port=0"]
+        node = subprocess.Popen(
+            [*command, *options], env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self._nodes.append(node)
+
+    def pids_by_node(self, title: str) -> list[list[int]]:
+        """As `pids_of`, of each added node that runs."""
+        return [pids_under(node.pid, title) for node in self._nodes if node.poll() is None]
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds used since the start: proxy, replica (engine and HTTP edge), host worker, Ray's own daemons."""
         return cpu_seconds_by_part(_processes(), self._child.pid)
 
     def pids_of(self, title: str) -> list[int]:
-        """This server's processes whose title, or the name of whose executable, begins so."""
-        return pids_under(self._child.pid, title)
+        """This server's processes, on all nodes, whose title, or the name of whose executable, begins so."""
+        return sorted([*pids_under(self._child.pid, title), *chain(*self.pids_by_node(title))])
 
     def __enter__(self) -> Self:
         try:
@@ -74,6 +96,10 @@ class ServeProcess:
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
+        for node in self._nodes:
+            for pid in pids_under(node.pid):
+                os.kill(pid, signal.SIGKILL)
+            node.wait()
         self._log.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
