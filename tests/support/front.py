@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -18,7 +19,7 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from ray.serve.config import HTTPOptions
 
 from rayserve_moe.serving.start.haproxy_config import UNNAMED, FrontLimits
-from rayserve_moe.serving.start.haproxy_launcher import write_launcher
+from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, write_launcher
 from tests.support.ports import free_port
 
 START_TIMEOUT_S = 30.0
@@ -66,12 +67,52 @@ class Server(ThreadingHTTPServer):
         return
 
 
-def ray_config(directory: Path, *, port: int = 8000, replicas: tuple[int, ...] = (), host: str = "127.0.0.1") -> Path:
-    """Have the installed Ray write HAProxy's configuration for an application with replicas at these ports."""
+class Router(BaseHTTPRequestHandler):
+    """Names the replica of its server for every request."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.num_asked += 1
+        answer = json.dumps({"replica_id": self.server.replica_id}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+class RouterServer(ThreadingHTTPServer):
+    """A router that names one replica, and how often it was asked."""
+
+    def __init__(self, replica_id: str) -> None:
+        super().__init__(("127.0.0.1", 0), Router)
+        self.replica_id, self.num_asked = replica_id, 0
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def close(self) -> None:
+        """Be gone: connections to it are refused."""
+        self.shutdown()
+        self.server_close()
+
+
+def ray_config(
+    directory: Path,
+    *,
+    port: int = 8000,
+    replicas: tuple[int, ...] = (),
+    routers: tuple[int, ...] = (),
+    host: str = "127.0.0.1",
+) -> Path:
+    """Have the installed Ray write HAProxy's configuration for an application with replicas and routers at these ports.
+
+    Replicas are named `replica-PORT`.
+    """
     config = HAProxyConfig(
         http_options=HTTPOptions(host=host, port=port),
         is_head=True,
-        socket_path=str(directory / "admin.sock"),
+        socket_path=str(directory / ADMIN_SOCKET),
         server_state_base=str(directory),
         server_state_file=str(directory / "server-state"),
         metrics_socket_path=str(directory / "metrics.sock"),
@@ -80,9 +121,19 @@ def ray_config(directory: Path, *, port: int = 8000, replicas: tuple[int, ...] =
         metrics_enabled=True,
         hard_stop_after_s=5,
     )
-    servers = [ServerConfig(f"replica-{number}", "127.0.0.1", number) for number in replicas]
+    servers = [
+        ServerConfig(f"server-{number}", "127.0.0.1", number, replica_id=f"replica-{number}") for number in replicas
+    ]
+    asked = [ServerConfig(f"router-{number}", "127.0.0.1", number) for number in routers]
     fallback = ServerConfig("fallback", "127.0.0.1", 1)
-    backend = BackendConfig("http-moe", "/", servers=servers, fallback_server=fallback, app_name="moe")
+    backend = BackendConfig(
+        "http-moe",
+        "/",
+        servers=servers,
+        ingress_request_router_servers=asked,
+        fallback_server=fallback,
+        app_name="moe",
+    )
     path = directory / "haproxy.cfg"
     HAProxyApi(config, {"http-moe": backend} if replicas else {}, str(path))._generate_config_file_internal()
     return path
@@ -98,30 +149,46 @@ class Front:
 
 
 @contextlib.contextmanager
-def running_front(directory: Path, **limits: int) -> Iterator[Front]:
-    """Start a replica and HAProxy by the launcher, as Ray does."""
+def running_replica() -> Iterator[Server]:
+    """Serve a replica."""
     replica = Server(("127.0.0.1", 0), Replica)
     threading.Thread(target=replica.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    front = Front(free_port(), free_port(), replica)
-    config = ray_config(directory, port=front.port, replicas=(replica.server_port,))
-    script = write_launcher(
-        directory / "haproxy",
-        FrontLimits(
-            front.health_port,
-            max_connections=limits.pop("max_connections", 400),
-            max_connections_per_source=limits.pop("max_connections_per_source", 300),
-            **limits,
-        ),
+    try:
+        yield replica
+    finally:
+        replica.shutdown()
+        replica.server_close()
+
+
+@contextlib.contextmanager
+def running_haproxy(config: Path, limits: FrontLimits, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start HAProxy by the launcher, as Ray does."""
+    script = write_launcher(config.with_name("haproxy"), limits)
+    command, environment = (
+        [script, "-db", "-f", config, *arguments],
+        os.environ | {"RAY_SERVE_HAPROXY_BINARY_PATH": script},
     )
-    command, environment = [script, "-db", "-f", config], os.environ | {"RAY_SERVE_HAPROXY_BINARY_PATH": str(script)}
-    with (directory / "log").open("wb") as log, subprocess.Popen(command, env=environment, stderr=log) as haproxy:
+    with config.with_name("log").open("ab") as log, subprocess.Popen(command, env=environment, stderr=log) as haproxy:
         try:
-            wait_until_open(front.health_port)
-            yield front
+            yield haproxy
         finally:
             haproxy.kill()
-            replica.shutdown()
-            replica.server_close()
+
+
+@contextlib.contextmanager
+def running_front(directory: Path, **limits: int) -> Iterator[Front]:
+    """Start a replica, and HAProxy before it."""
+    with running_replica() as replica:
+        front = Front(free_port(), free_port(), replica)
+        config = ray_config(directory, port=front.port, replicas=(replica.server_port,))
+        with running_haproxy(config, front_limits(front.health_port, **limits)):
+            wait_until_open(front.health_port)
+            yield front
+
+
+def front_limits(health_port: int, **limits: int) -> FrontLimits:
+    """Limits that few clients do not meet."""
+    return FrontLimits(health_port, **{"max_connections": 400, "max_connections_per_source": 300, **limits})
 
 
 def wait_until_open(port: int) -> None:

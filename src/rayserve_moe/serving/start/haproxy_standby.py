@@ -1,0 +1,114 @@
+"""The process that has HAProxy serve while Ray starts another: where it, or Ray's actor that manages it, was killed.
+
+    python -m rayserve_moe.serving.start.haproxy_standby STATE_FOLDER
+
+Ray notices after three failed checks, starts a manager, and that HAProxy: some 6 s. This process starts one at once, by
+the last configuration that served, with an admin socket of its own. The launcher has Ray's next one take over from it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from rayserve_moe.serving.start.haproxy_admin import running_pid
+from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError, serves
+from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, BINARY, STANDBY_SOCKET
+from rayserve_moe.serving.start.processes import join_parent
+
+LOOK_S = 0.25
+"""How long a HAProxy may have been replaced, and the next one killed, before that is noticed."""
+RETRY_S = 0.02
+AGAIN_S = 0.5
+"""Between two starts: one that cannot start takes no core."""
+CONFIG, STANDBY_CONFIG = "haproxy.cfg", "standby.cfg"
+_ADMIN = re.compile(rf"^( +stats socket \S+/){ADMIN_SOCKET}( .*)$", re.MULTILINE)
+
+
+class Standby:
+    """Looks after the HAProxy of one configuration file.
+
+    `served` is the last configuration seen that has replicas, `process` the last HAProxy that it started.
+    """
+
+    def __init__(self, config: Path) -> None:
+        self._config, self._admin = config, config.with_name(ADMIN_SOCKET)
+        self._own = config.with_name(STANDBY_SOCKET)
+        self.served = ""
+        self.process: subprocess.Popen[bytes] | None = None
+        self._started_at = -AGAIN_S
+
+    def look(self) -> None:
+        """Look once, for `LOOK_S` at most: start a HAProxy where none answers, end it where another took over."""
+        pid = running_pid(self._admin)
+        if pid is None:
+            is_due = time.monotonic() - self._started_at >= AGAIN_S
+            if self.served and is_due and (self.process is None or self.process.poll() is not None):
+                self.process = self._start()
+            time.sleep(RETRY_S)
+            return
+        text = self._config.read_text(encoding="utf-8")
+        self.served = text if serves(text) else self.served
+        if self.process is not None and self.process.poll() is None and self._has_taken_over(pid):
+            self.process.send_signal(signal.SIGUSR1)  # it has been told by HAProxy too, which may be lost
+        wait_for_end(pid, LOOK_S)
+
+    def _has_taken_over(self, pid: int) -> bool:
+        with suppress(OSError):
+            return os.fsencode(self._own) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return False
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._started_at, config = time.monotonic(), self._config.with_name(STANDBY_CONFIG)
+        config.write_text(for_standby(self.served), encoding="utf-8")
+        with self._config.with_name("standby.log").open("wb") as log:
+            sys.stderr.write("rayserve-moe serve: HAProxy has ended; another serves until Ray has started its own\n")
+            command = [BINARY, "-db", "-f", config, "-dR"]
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def for_standby(text: str) -> str:
+    """Return a configuration with the standby's admin socket. UnknownTemplateError where it has none."""
+    text, number = _ADMIN.subn(rf"\1{STANDBY_SOCKET}\2", text)
+    if number != 1:
+        raise UnknownTemplateError(f"HAProxy's configuration has {number} admin sockets")
+    return text
+
+
+def wait_for_end(pid: int, seconds: float) -> None:
+    """Wait until a process has ended, or for so long."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        poll.poll(1000 * seconds)
+    finally:
+        os.close(process)
+
+
+def main() -> None:
+    """Look until the supervisor ends."""
+    join_parent()
+    folder = Path(sys.argv[1])
+    while (config := next(folder.glob(f"*/{CONFIG}"), None)) is None:
+        time.sleep(LOOK_S)
+    standby = Standby(config)
+    while True:
+        try:
+            standby.look()
+        except OSError:
+            time.sleep(RETRY_S)  # a file or a socket that is being replaced: it is there again soon
+
+
+if __name__ == "__main__":
+    main()

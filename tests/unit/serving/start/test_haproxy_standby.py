@@ -1,0 +1,140 @@
+"""A HAProxy that serves while Ray starts another: from a kill on, until the next one has replicas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rayserve_moe.serving.start.haproxy_admin import running_pid
+from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError
+from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, STANDBY_SOCKET, taking_over
+from rayserve_moe.serving.start.haproxy_standby import Standby, for_standby
+from tests.support.front import front_limits, ray_config, running_haproxy, running_replica, wait_until_open
+from tests.support.ports import free_port
+
+DEADLINE_S, POLL_S = 60.0, 0.02
+
+
+def until(found: Callable[[], object], meanwhile: Callable[[], None] = lambda: None) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not found():
+        assert time.monotonic() < deadline
+        meanwhile()
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def looking(config: Path) -> Iterator[Standby]:
+    """A standby that looks, as its process does."""
+    over, standby = threading.Event(), Standby(config)
+
+    def look() -> None:
+        while not over.is_set():
+            with suppress(OSError):
+                standby.look()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield standby
+    finally:
+        over.set()
+        thread.join()
+        if standby.process is not None:
+            standby.process.kill()
+            standby.process.wait()
+
+
+def is_served(port: int) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"http://127.0.0.1:{port}/", timeout=DEADLINE_S).text == "ab"
+    return False
+
+
+def test_a_killed_haproxy_is_stood_in_for_until_the_next_has_replicas(tmp_path: Path) -> None:
+    """As Ray does it: one without replicas first, then one that replaces that."""
+    admin, own = tmp_path / ADMIN_SOCKET, tmp_path / STANDBY_SOCKET
+    port, limits = free_port(), front_limits(free_port())
+    with ExitStack() as stack:
+        replica = stack.enter_context(running_replica())
+        served = {"port": port, "replicas": (replica.server_port,)}
+        first = stack.enter_context(running_haproxy(ray_config(tmp_path, **served), limits))
+        wait_until_open(port)
+        looks = stack.enter_context(looking(tmp_path / "haproxy.cfg"))
+        until(lambda: looks.served)
+        first.kill()
+        until(lambda: is_served(port))
+        standby = running_pid(own)
+        assert standby is not None and running_pid(admin) is None
+        second = stack.enter_context(running_haproxy(ray_config(tmp_path, port=port), limits, "-dR"))
+        until(lambda: running_pid(admin) == second.pid)
+        for _ in range(20):
+            assert_served(port)
+        assert running_pid(own) == standby
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        slow = threads.submit(httpx.get, f"http://127.0.0.1:{port}/2", timeout=DEADLINE_S)
+        time.sleep(0.5)
+        arguments = ("-dR", "-sf", str(second.pid), "-x", str(admin))
+        third = stack.enter_context(running_haproxy(ray_config(tmp_path, **served), limits, *arguments))
+        until(lambda: running_pid(admin) == third.pid and running_pid(own) is None, lambda: assert_served(port))
+        assert slow.result().text == "ab", "a stream was cut"
+        until(lambda: not Path(f"/proc/{standby}").exists() or _has_ended(standby))
+        assert is_served(port)
+
+
+def assert_served(port: int) -> None:
+    assert is_served(port), "a request was refused"
+
+
+def _has_ended(pid: int) -> bool:
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def test_a_standby_that_is_killed_is_stood_in_for_too(tmp_path: Path) -> None:
+    port, limits = free_port(), front_limits(free_port())
+    with running_replica() as replica:
+        config = ray_config(tmp_path, port=port, replicas=(replica.server_port,))
+        with running_haproxy(config, limits) as first, looking(config) as looks:
+            until(lambda: looks.served)
+            first.kill()
+            until(lambda: is_served(port))
+            standby = running_pid(tmp_path / STANDBY_SOCKET)
+            assert standby is not None
+            os.kill(standby, signal.SIGKILL)
+            until(lambda: is_served(port) and running_pid(tmp_path / STANDBY_SOCKET) not in (None, standby))
+
+
+def test_a_haproxy_that_has_never_served_is_not_stood_in_for(tmp_path: Path) -> None:
+    with running_haproxy(ray_config(tmp_path), front_limits(free_port())) as first, looking(tmp_path / "haproxy.cfg"):
+        until(lambda: running_pid(tmp_path / ADMIN_SOCKET) == first.pid)
+        first.kill()
+        time.sleep(1)
+        assert running_pid(tmp_path / STANDBY_SOCKET) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ["-x", "/s", "-sf", "7"]),
+        (["-dR", "-sf", "1", "2", "-x", "/a"], ["-dR", "-x", "/s", "-sf", "7", "1", "2"]),
+        (["-sf", "1"], ["-x", "/s", "-sf", "7", "1"]),
+    ],
+)
+def test_the_next_one_takes_the_listeners_and_ends_all_before(given: list[str], expected: list[str]) -> None:
+    assert taking_over(["-db", "-f", "c", *given], 7, socket=Path("/s")) == ["-db", "-f", "c", *expected]
+
+
+def test_a_configuration_without_an_admin_socket_is_refused() -> None:
+    with pytest.raises(UnknownTemplateError, match="0 admin sockets"):
+        for_standby("global\n")
