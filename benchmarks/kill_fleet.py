@@ -61,7 +61,8 @@ FAULTS: dict[str, tuple[str, int]] = {
 }
 """What is killed: the titles of its processes, and how many of them at once."""
 RAYLET = "raylet"
-"""Killed too: one that has a replica, and is not the head's."""
+"""Killed too: one that has a replica or its worker, and is not the head's."""
+WORKER = "ray::HostWorker"
 NUM_SPARE = 1
 
 
@@ -161,9 +162,7 @@ def several_nodes(settings: dict[str, Any]) -> Iterator[ServeProcess]:
     """Serve, with a raylet for each replica and a spare one."""
     os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": 1})
     try:
-        with ServeProcess(settings) as serve:
-            for _ in range(NUM_REPLICAS - 1 + NUM_SPARE):
-                serve.add_node(num_cpus=1)
+        with ServeProcess(settings, nodes=[1] * (NUM_REPLICAS - 1 + NUM_SPARE)) as serve:
             yield serve
     finally:
         del os.environ["RAY_OVERRIDE_RESOURCES"]
@@ -187,8 +186,8 @@ def _is_whole(serve: ServeProcess) -> bool:
 def victims_of(serve: ServeProcess, name: str) -> list[int]:
     """Choose the processes that a fault kills."""
     if name == RAYLET:
-        used = [raylets for raylets, held in zip(*map(serve.pids_by_node, (RAYLET, REPLICA)), strict=True) if held]
-        return random.choice(used)
+        raylets, *held = map(serve.pids_by_node, (RAYLET, REPLICA, WORKER))
+        return random.choice([pids for pids, *used in zip(raylets, *held, strict=True) if any(used)])
     title, number = FAULTS[name]
     return random.sample(serve.pids_of(title), number)
 

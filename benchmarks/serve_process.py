@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -32,10 +33,11 @@ class ServeProcess:
     """A context manager around a server with the flat `settings`; inside it, the application is healthy.
 
     It has a Ray cluster of its own, from the start command, or joins that at `ray_address`, which has to have been
-    started under `ENVIRONMENT` too. RuntimeError where it ends, or is not healthy in time.
+    started under `ENVIRONMENT` too. Its own one may have other `nodes`, each with so many CPUs. RuntimeError where it
+    ends, or is not healthy in time.
     """
 
-    def __init__(self, settings: dict[str, Any], *, ray_address: str = "local") -> None:
+    def __init__(self, settings: dict[str, Any], *, ray_address: str = "local", nodes: Sequence[int] = ()) -> None:
         self.port = free_port()
         self._directory = Path(tempfile.mkdtemp(prefix="serve-"))
         config = self._directory / "serve.yaml"
@@ -51,6 +53,7 @@ class ServeProcess:
             environment = {**ENVIRONMENT, **environment, "RAY_ADDRESS": ray_address}
         self._child = subprocess.Popen(command, env=environment, stdout=self._log, stderr=subprocess.STDOUT)
         self._nodes: list[subprocess.Popen[bytes]] = []
+        self._wanted_nodes = nodes
 
     def add_node(self, *, num_cpus: int) -> None:
         """Start another raylet of this server's own cluster, on this machine. It ends with the server."""
@@ -82,7 +85,10 @@ class ServeProcess:
 
     def __enter__(self) -> Self:
         try:
-            self._wait_until_healthy()
+            self._wait(lambda: not self._wanted_nodes or self.pids_of("gcs_server"), "have a cluster")
+            for num_cpus in self._wanted_nodes:
+                self.add_node(num_cpus=num_cpus)
+            self._wait(lambda: is_healthy(self.port), "become healthy")
         except BaseException:
             self.__exit__()
             raise
@@ -103,12 +109,12 @@ class ServeProcess:
         self._log.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _wait_until_healthy(self) -> None:
+    def _wait(self, is_there: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not is_healthy(self.port):
+        while not is_there():
             if self._child.poll() is not None or time.monotonic() > deadline:
                 last_words = (self._directory / "log").read_text(encoding="utf-8", errors="replace")[-3000:]
-                raise RuntimeError(f"the application did not become healthy:\n{last_words}")
+                raise RuntimeError(f"the application did not {what}:\n{last_words}")
             time.sleep(0.2)
 
 
