@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from threading import Event
 from typing import Any
 
 import httpx
@@ -19,11 +20,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.fleet.journal_client import JournalClient
+from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
 from rayserve_moe.inprocess.engine import Engine
+from rayserve_moe.requests import ChoiceResult
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
+from rayserve_moe.serving.journalling import identity_of
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, wait_until
 from tests.http.conftest import assert_idle
 from tests.support import steps
@@ -362,3 +366,53 @@ def test_a_name_that_no_client_has_given_is_none(pair):
     assert pair["a"].post(GENERATE, json={**NATIVE, "rid": "named"}, headers=given).status_code == 200
     assert len(pair.journal.table) == 1
     assert pair["b"].post(RESUME, json={"rid": "named"}).status_code == 200
+
+
+def test_a_request_that_is_asked_again_while_it_runs_is_another(pair):
+    """As a client does that was cut off before its request was kept: the later one is kept, alone, and both go on."""
+    client, identity = pair.journals["a"], identity_of("mine", "asked twice")
+    tickets = [client.open(identity, AskedRequest(GENERATE, body, "", "", choices=(1,))) for body in (b"1", b"2")]
+    delivered = [Event(), Event(), Event()]
+    for ticket, token, event in zip((*tickets, tickets[0]), (7, 8, 9), delivered, strict=True):
+        client.commit(ticket, [(0, ChoiceResult(token_ids=[token]))], deliver=event.set)
+    assert all(event.wait(60) for event in delivered)
+    client.close(tickets[0])
+    found = pair.journals["b"].ask(identity).result(60)
+    assert found is not None and AskedRequest.read(found.records[0]).body == b"2"
+    assert [each.token_ids for each in committed_in(found.records[1:], 1)] == [[8]]
+    assert client.tickets[identity] is tickets[1] and pair.journal.table.read(identity).closed_at is None
+    client.close(tickets[1])
+
+
+def test_of_two_that_resume_at_once_the_later_one_owns_the_request(pair):
+    """By the journal's answers, one after the other, before either goes on."""
+    body = {**NATIVE, "rid": "resumed twice", "stream": True}
+    client, identity = pair.journals["b"], identity_of("mine", "resumed twice")
+    begin(pair["a"], GENERATE, body, num_events=3)
+    found = [client.ask(identity, takes_over=True).result(60) for _ in range(2)]
+    tickets = [client.own(identity, each) for each in found if each is not None]
+    ended = {name: Event() for name in ("first", "second")}
+    for ticket, event in zip(tickets, ended.values(), strict=True):
+        ticket.on_loss = lambda _, event=event: event.set()
+    delivered = {name: Event() for name in ended}
+    for ticket, event in zip(tickets, delivered.values(), strict=True):
+        client.commit(ticket, [(0, ChoiceResult(token_ids=[7]))], deliver=event.set)
+    assert ended["first"].wait(60) and delivered["second"].wait(60)
+    assert not ended["second"].is_set() and not delivered["first"].is_set()
+    assert client.tickets[identity] is tickets[1] and not tickets[1].is_over
+    client.close(tickets[1])
+
+
+def test_what_is_committed_before_the_journal_knows_a_request_is_kept_once(pair):
+    """Both go in one message, where the thread that sends comes late."""
+    client, identity = pair.journals["a"], identity_of("mine", "sent late")
+    delivered = Event()
+    with client._changed:  # the thread that sends waits for it
+        ticket = client.open(identity, AskedRequest(GENERATE, b"", "", "", choices=(1,)))
+        for token in (7, 8):
+            client.commit(ticket, [(0, ChoiceResult(token_ids=[token]))], deliver=delivered.set)
+    assert delivered.wait(60)
+    found = client.ask(identity).result(60)
+    assert found is not None
+    assert [each.token_ids for each in committed_in(found.records[1:], 1)] == [[7, 8]]
+    client.close(ticket)

@@ -90,9 +90,9 @@ class Journal:
             elif kind == CLOSE:
                 self.table.close(identity, fence)
             if is_kept is None:
-                fenced.append(identity)
+                fenced.append([identity, *fence])
             elif not is_kept:
-                dropped.append(identity)
+                dropped.append([identity, *fence])
         return [number, fenced, dropped, self._totals]
 
     def _found(self, message: list[Any], owner: asyncio.StreamWriter) -> list[Any]:
@@ -101,9 +101,9 @@ class Journal:
             taken = self.table.take_over(identity, epoch, owner=owner)
             if taken is None:
                 return [number, None, []]
-            entry, before = taken
+            entry, before, fence = taken
             if isinstance(before, asyncio.StreamWriter) and before is not owner:
-                before.write(framed([UNASKED, [identity], [], self._totals]))
+                before.write(framed([UNASKED, [[identity, *fence]], [], self._totals]))
         elif (found := self.table.read(identity)) is None:
             return [number, None, []]
         else:

@@ -112,9 +112,14 @@ class JournalClient:
         return {"up": float(self.is_up), "lost": lost, **{name: float(value) for name, value in found.items()}}
 
     def open(self, identity: bytes, asked: AskedRequest) -> Ticket:
-        """Begin to keep a request."""
-        ticket = Ticket(identity, Fence(1, self.epoch), [asked.packed()])
-        self._own(ticket)
+        """Begin to keep a request. One of its name that still runs here goes on, and is not kept any longer."""
+        with self._changed:
+            if (before := self.tickets.get(identity)) is not None:
+                with self._packing:
+                    self._deliver_rest([before])
+            term = 1 if before is None else before.fence.term + 1
+            self.tickets[identity] = ticket = Ticket(identity, Fence(term, self.epoch), [asked.packed()])
+            self._put(_Item(OPEN, ticket))
         return ticket
 
     def own(self, identity: bytes, found: Found) -> Ticket:
@@ -167,7 +172,8 @@ class JournalClient:
             self._journal_name = name
             self._closed_at.clear()
             operations = [_operation(OPEN, ticket, ticket.records) for ticket in self.tickets.values()]
-            for ticket in (item.ticket for item in waiting if item.kind == CLOSE and item.ticket is not None):
+            closed = [item.ticket for item in waiting if item.kind == CLOSE and item.ticket is not None]
+            for ticket in (each for each in closed if not each.is_dropped):
                 operations.append(_operation(OPEN, ticket, ticket.records))
                 operations.append(_operation(CLOSE, ticket, []))
             self._number += 1
@@ -210,11 +216,6 @@ class JournalClient:
             self._goes_without = True
             self._deliver(self._take_waiting())
 
-    def _own(self, ticket: Ticket) -> None:
-        with self._changed:
-            self.tickets[ticket.identity] = ticket
-            self._put(_Item(OPEN, ticket))
-
     def _put(self, item: _Item) -> None:
         self._queue.append(item)
         self._changed.notify_all()
@@ -249,16 +250,26 @@ class JournalClient:
         number, fenced, dropped, (self.num_entries, self.num_bytes, self.num_dropped) = message
         with self._changed:
             items = self._sent.pop(number, [])
-            lost = [ticket for identity in fenced if (ticket := self.tickets.pop(identity, None)) is not None]
+            lost, unkept = self._named(fenced, items), self._named(dropped, items)
             for ticket in lost:
                 ticket.is_over = True
-            unkept = [ticket for identity in dropped if (ticket := self.tickets.pop(identity, None)) is not None]
+            for ticket in (each for each in lost + unkept if self.tickets.get(each.identity) is each):
+                del self.tickets[ticket.identity]
             self._deliver([item for item in items if item.ticket not in lost])
             with self._packing:  # what is delivered may change
                 self._deliver_rest(unkept)
         for ticket in lost:
             if ticket.on_loss is not None:
                 ticket.on_loss(TAKEN_OVER)
+
+    def _named(self, names: list[Any], items: list[_Item]) -> list[Ticket]:
+        """The tickets that a journal names by identity and fence: another of that identity may have begun meanwhile."""
+        wanted = [(identity, Fence(*fence)) for identity, *fence in names]
+        known = [self.tickets.get(identity) for identity, _ in wanted]
+        if wanted:
+            known += dict.fromkeys(item.ticket for item in items)
+        running = dict.fromkeys(each for each in known if each is not None and not each.is_over)
+        return [each for each in running if (each.identity, each.fence) in wanted]
 
     def _deliver_rest(self, unkept: list[Ticket]) -> None:
         """Deliver what waits of requests that are not kept: what follows is delivered at once, and may not overtake."""
@@ -274,4 +285,5 @@ def _packed_operation(item: _Item) -> list[Any]:
 
 
 def _operation(kind: int, ticket: Ticket, records: list[bytes]) -> list[Any]:
-    return [kind, ticket.identity, *ticket.fence, records]
+    """An operation with records as they are now: others may follow in the same message."""
+    return [kind, ticket.identity, *ticket.fence, list(records)]

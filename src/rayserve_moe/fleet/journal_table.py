@@ -78,16 +78,16 @@ class JournalTable:
         """Return an entry."""
         return self._entries.get(identity)
 
-    def take_over(self, identity: bytes, epoch: int, *, owner: object) -> tuple[Entry, object] | None:
-        """Make another replica the owner; returns the entry and who owned it, None where there is none."""
+    def take_over(self, identity: bytes, epoch: int, *, owner: object) -> tuple[Entry, object, Fence] | None:
+        """Make another replica the owner; returns the entry, who owned it by which fence, None where there is none."""
         entry = self._entries.get(identity)
         if entry is None:
             return None
-        before, entry.owner = entry.owner, owner
+        before, fence, entry.owner = entry.owner, entry.fence, owner
         entry.fence, entry.closed_at = Fence(entry.fence.term + 1, epoch), None
         self._closed.pop(identity, None)
         self.num_taken_over += 1
-        return entry, before
+        return entry, before, fence
 
     def lose(self, owner: object) -> None:
         """Close all entries of a replica that is gone."""

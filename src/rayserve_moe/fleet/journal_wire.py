@@ -5,6 +5,8 @@ replica -> journal    [number, operations]       operations are [kind, identity,
 replica -> journal    [number, kind, identity, epoch]      READ, TAKE_OVER
         <-            [number, fence or nothing, records]
         <-            [0, fenced, [], totals]              at any time
+
+Requests that are fenced or dropped are named by [identity, term, epoch].
 """
 
 from __future__ import annotations
