@@ -63,6 +63,7 @@ class ServeProcess:
         pairs = Path(f"/proc/{head}/environ").read_text(encoding="utf-8").rstrip("\0").split("\0")
         environment = dict(pair.split("=", 1) for pair in pairs)
         environment.pop("RAY_OVERRIDE_RESOURCES", None)  # of the head alone
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # Ray's word for a head that listens on loopback alone
         command = [Path(sys.executable).parent / "ray", "start", f"--address={HOST}:{port}", "--block"]
         options = [f"--node-ip-address={HOST}", f"--num-cpus={num_cpus}"]
         options += ["--min-worker-port=0", "--max-worker-port=0"]
