@@ -5,7 +5,7 @@
 Two replicas of the embedded model behind one endpoint, 32 streams and 32 plain requests over connections of their own.
 A client that is cut off resumes, or asks again what was refused before its first byte; each answer is compared with
 that of an undisturbed run: ids, text, log-probs, routing rows and end. Where raylets are killed, the cluster has three
-of them, each with the CPUs of one replica, and a new one comes after each kill. Rows that the result file has of other
+beside the head's, each with the CPUs of one replica, and a new one comes after each kill. Rows that the result file has of other
 faults stay.
 """
 
@@ -160,9 +160,9 @@ def wait_until_whole(serve: ServeProcess) -> float:
 @contextmanager
 def several_nodes(settings: dict[str, Any]) -> Iterator[ServeProcess]:
     """Serve, with a raylet for each replica and a spare one."""
-    os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": 1})
+    os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": 0})  # of the head
     try:
-        with ServeProcess(settings, nodes=[1] * (NUM_REPLICAS - 1 + NUM_SPARE)) as serve:
+        with ServeProcess(settings, nodes=[1] * (NUM_REPLICAS + NUM_SPARE)) as serve:
             yield serve
     finally:
         del os.environ["RAY_OVERRIDE_RESOURCES"]

@@ -63,12 +63,9 @@ class ServeProcess:
         pairs = Path(f"/proc/{head}/environ").read_text(encoding="utf-8").rstrip("\0").split("\0")
         environment = dict(pair.split("=", 1) for pair in pairs)
         environment.pop("RAY_OVERRIDE_RESOURCES", None)  # of the head alone
-        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # Ray's word for a head that listens on loopback alone
-        command = [Path(sys.executable).parent / "ray", "start", f"--address={HOST}:{port}", "--block"]
-        options = [f"--node-ip-address={HOST}", f"--num-cpus={num_cpus}"]
-        options += ["--min-worker-port=0", "--max-worker-port=0"]
+        command = [sys.executable, "-m", "benchmarks.own_node", f"{HOST}:{port}", str(num_cpus)]
         node = subprocess.Popen(
-            [*command, *options], env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
         )
         self._nodes.append(node)
 
