@@ -45,6 +45,9 @@ class Replica(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")  # so that nothing is left of a replica that is shut down
         self.end_headers()
         self.wfile.write(b"1\r\na\r\n")
+        if self.path == "/held":
+            self.server.is_held.set()
+            self.server.is_released.wait(START_TIMEOUT_S)
         if re.fullmatch(r"/[\d.]+", self.path):
             time.sleep(float(self.path[1:]))
         self.wfile.write(b"1\r\nb\r\n0\r\n\r\n")
@@ -59,9 +62,16 @@ class Replica(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Says nothing of clients that leave early: health checks do. It counts requests that nobody has named."""
+    """Says nothing of clients that leave early: health checks do. It counts requests that nobody has named.
+
+    An answer to `/held` `is_held` until it `is_released`.
+    """
 
     num_unnamed = 0
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Replica)
+        self.is_held, self.is_released = threading.Event(), threading.Event()
 
     def handle_error(self, *_: object) -> None:
         return
@@ -119,7 +129,7 @@ def ray_config(
         stats_port=free_port(),
         metrics_port=free_port(),
         metrics_enabled=True,
-        hard_stop_after_s=5,
+        hard_stop_after_s=60,
     )
     servers = [
         ServerConfig(f"server-{number}", "127.0.0.1", number, replica_id=f"replica-{number}") for number in replicas
@@ -151,7 +161,7 @@ class Front:
 @contextlib.contextmanager
 def running_replica() -> Iterator[Server]:
     """Serve a replica."""
-    replica = Server(("127.0.0.1", 0), Replica)
+    replica = Server()
     threading.Thread(target=replica.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:
         yield replica

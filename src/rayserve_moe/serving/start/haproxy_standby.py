@@ -35,29 +35,32 @@ _ADMIN = re.compile(rf"^( +stats socket \S+/){ADMIN_SOCKET}( .*)$", re.MULTILINE
 class Standby:
     """Looks after the HAProxy of one configuration file.
 
-    `served` is the last configuration seen that has replicas, `process` the last HAProxy that it started.
+    `served` is the last configuration seen that has replicas, `processes` are the HAProxies that it
+    started and that run: one that another has taken over from ends once its last answer is whole.
     """
 
     def __init__(self, config: Path) -> None:
         self._config, self._admin = config, config.with_name(ADMIN_SOCKET)
         self._own = config.with_name(STANDBY_SOCKET)
         self.served = ""
-        self.process: subprocess.Popen[bytes] | None = None
+        self.processes: list[subprocess.Popen[bytes]] = []
         self._started_at = -AGAIN_S
 
     def look(self) -> None:
         """Look once, for `LOOK_S` at most: start a HAProxy where none answers, end it where another took over."""
         pid = running_pid(self._admin)
+        self.processes = [process for process in self.processes if process.poll() is None]
         if pid is None:
             is_due = time.monotonic() - self._started_at >= AGAIN_S
-            if self.served and is_due and (self.process is None or self.process.poll() is not None):
-                self.process = self._start()
+            if self.served and is_due and running_pid(self._own) is None:
+                self.processes.append(self._start())
             time.sleep(RETRY_S)
             return
         text = self._config.read_text(encoding="utf-8")
         self.served = text if serves(text) else self.served
-        if self.process is not None and self.process.poll() is None and self._has_taken_over(pid):
-            self.process.send_signal(signal.SIGUSR1)  # it has been told by HAProxy too, which may be lost
+        if self.processes and self._has_taken_over(pid):
+            for process in self.processes:
+                process.send_signal(signal.SIGUSR1)  # HAProxy has told it too, which may be lost
         wait_for_end(pid, LOOK_S)
 
     def _has_taken_over(self, pid: int) -> bool:

@@ -49,9 +49,9 @@ def looking(config: Path) -> Iterator[Standby]:
     finally:
         over.set()
         thread.join()
-        if standby.process is not None:
-            standby.process.kill()
-            standby.process.wait()
+        for process in standby.processes:
+            process.kill()
+            process.wait()
 
 
 def is_served(port: int) -> bool:
@@ -99,6 +99,30 @@ def _has_ended(pid: int) -> bool:
     with suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     return True
+
+
+def test_one_that_still_ends_its_answers_does_not_keep_the_next_from_serving(tmp_path: Path) -> None:
+    """The one that took over is killed while a stream goes through the standby before it."""
+    port, limits = free_port(), front_limits(free_port())
+    with ExitStack() as stack:
+        replica = stack.enter_context(running_replica())
+        config = ray_config(tmp_path, port=port, replicas=(replica.server_port,))
+        first = stack.enter_context(running_haproxy(config, limits))
+        looks = stack.enter_context(looking(config))
+        until(lambda: looks.served)
+        first.kill()
+        until(lambda: is_served(port))
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        slow = threads.submit(httpx.get, f"http://127.0.0.1:{port}/held", timeout=DEADLINE_S)
+        assert replica.is_held.wait(DEADLINE_S)
+        second = stack.enter_context(running_haproxy(config, limits, "-dR"))
+        until(lambda: running_pid(tmp_path / ADMIN_SOCKET) == second.pid and len(looks.processes) == 1)
+        until(lambda: running_pid(tmp_path / STANDBY_SOCKET) is None)
+        second.kill()
+        until(lambda: is_served(port))
+        assert not slow.done() and len(looks.processes) == 2
+        replica.is_released.set()
+        assert slow.result().text == "ab"
 
 
 def test_a_standby_that_is_killed_is_stood_in_for_too(tmp_path: Path) -> None:
