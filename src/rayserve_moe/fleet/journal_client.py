@@ -250,7 +250,7 @@ class JournalClient:
         number, fenced, dropped, (self.num_entries, self.num_bytes, self.num_dropped) = message
         with self._changed:
             items = self._sent.pop(number, [])
-            lost, unkept = self._named(fenced, items), self._named(dropped, items)
+            lost, unkept = (_named(names, self.tickets, items=items) for names in (fenced, dropped))
             for ticket in lost:
                 ticket.is_over = True
             for ticket in (each for each in lost + unkept if self.tickets.get(each.identity) is each):
@@ -262,21 +262,20 @@ class JournalClient:
             if ticket.on_loss is not None:
                 ticket.on_loss(TAKEN_OVER)
 
-    def _named(self, names: list[Any], items: list[_Item]) -> list[Ticket]:
-        """The tickets that a journal names by identity and fence: another of that identity may have begun meanwhile."""
-        wanted = [(identity, Fence(*fence)) for identity, *fence in names]
-        known = [self.tickets.get(identity) for identity, _ in wanted]
-        if wanted:
-            known += dict.fromkeys(item.ticket for item in items)
-        running = dict.fromkeys(each for each in known if each is not None and not each.is_over)
-        return [each for each in running if (each.identity, each.fence) in wanted]
-
     def _deliver_rest(self, unkept: list[Ticket]) -> None:
         """Deliver what waits of requests that are not kept: what follows is delivered at once, and may not overtake."""
         for ticket in unkept:
             ticket.is_dropped, ticket.records = True, []
             waiting = [item for sent in self._sent.values() for item in sent] + list(self._queue)
             self._deliver([item for item in waiting if item.ticket is ticket])
+
+
+def _named(names: list[Any], tickets: dict[bytes, Ticket], *, items: list[_Item]) -> list[Ticket]:
+    """The tickets that a journal names by identity and fence: another of that identity may have begun meanwhile."""
+    wanted = [(identity, Fence(*fence)) for identity, *fence in names]
+    known = [*(tickets.get(identity) for identity, _ in wanted), *(item.ticket for item in items if wanted)]
+    running = dict.fromkeys(each for each in known if each is not None and not each.is_over)
+    return [each for each in running if (each.identity, each.fence) in wanted]
 
 
 def _packed_operation(item: _Item) -> list[Any]:

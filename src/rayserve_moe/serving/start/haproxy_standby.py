@@ -60,7 +60,7 @@ class Standby:
         self.served = text if serves(text) else self.served
         if self.processes and self._has_taken_over(pid):
             for process in self.processes:
-                process.send_signal(signal.SIGUSR1)  # HAProxy has told it too, which may be lost
+                process.send_signal(signal.SIGUSR1)  # HAProxy has sent it too, and its signal may be lost
         wait_for_end(pid, LOOK_S)
 
     def _has_taken_over(self, pid: int) -> bool:
