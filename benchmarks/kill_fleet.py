@@ -5,8 +5,8 @@
 Two replicas of the embedded model behind one endpoint, 32 streams and 32 plain requests over connections of their own.
 A client that is cut off resumes, or asks again what was refused before its first byte; each answer is compared with
 that of an undisturbed run: ids, text, log-probs, routing rows and end. Where raylets are killed, the cluster has three
-beside the head's, each with the CPUs of one replica, and a new one comes after each kill. Rows that the result file has of other
-faults stay.
+beside the head's, each with the CPUs of one replica, and a new one comes after each kill. Rows of other faults stay in
+the result file.
 """
 
 from __future__ import annotations
