@@ -27,6 +27,8 @@ ENVIRONMENT = {**DEFAULTS, "RAY_AUTH_MODE": "disabled"}
 """Of a cluster that applications of benchmarks join; what is set already wins."""
 PARTS_BY_TITLE = {"ray::ProxyActor": "proxy", "ray::ServeReplica": "replica", "ray::HostWorker": "host_worker"}
 REST = "ray_daemons"
+AGENT = "ray::DashboardAgent"
+"""Every raylet starts one, once it has joined."""
 
 
 class ServeProcess:
@@ -86,6 +88,9 @@ class ServeProcess:
             self._wait(lambda: not self._wanted_nodes or self.pids_of("gcs_server"), "have a cluster")
             for num_cpus in self._wanted_nodes:
                 self.add_node(num_cpus=num_cpus)
+                self._wait(
+                    lambda: pids_under(self._nodes[-1].pid, AGENT), "get another node"
+                )  # one starts faster alone
             self._wait(lambda: is_healthy(self.port), "become healthy")
         except BaseException:
             self.__exit__()
