@@ -13,6 +13,7 @@ from rayserve_moe.checkpoints.open_shares import SharePlace, open_share
 from rayserve_moe.cluster.fencing import HostProcess, this_process
 from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, SERVING, WARMING, Heartbeat
 from rayserve_moe.cluster.host_layout import HostPlace, lay_out
+from rayserve_moe.cluster.raylet_watch import end_with_raylet
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.cluster.weight_keepers import KeptShare, opened_here
@@ -34,6 +35,7 @@ class HostWorker:
 
     def __init__(self, settings: RunnerSettings, place: HostPlace) -> None:
         use_logging(settings.logging)
+        end_with_raylet()
         self._settings, self._place = settings, place
         self._heartbeat = Heartbeat()
 

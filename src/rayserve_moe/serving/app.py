@@ -20,6 +20,7 @@ from ray.serve.config import DeploymentActorConfig
 
 from rayserve_moe.balancing.planning import planning_config
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
+from rayserve_moe.cluster.raylet_watch import end_with_raylet
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.config.derive import keeps_journal, most_open_requests, most_replicas
@@ -66,6 +67,7 @@ class MoeServer:
 
     def __init__(self, settings: Settings) -> None:
         use_logging(settings.logging, handlers=logging.getLogger(SERVE_LOGGER).handlers)
+        end_with_raylet()
         self._this = ray.get_runtime_context().current_actor
         fleet = self._fleet = fleet_of(settings, give_up=self._leave)
         self._engine = start_replica_engine(
