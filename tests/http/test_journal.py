@@ -19,15 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.config.settings import ServerSettings
-from rayserve_moe.fleet.journal_client import JournalClient
+from rayserve_moe.fleet.journal_client import TAKEN_OVER, JournalClient
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests import ChoiceResult
+from rayserve_moe.requests import ChoiceResult, FinishReason
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from rayserve_moe.serving.journalling import identity_of
+from rayserve_moe.serving.journalling import KeptRequest, identity_of
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, wait_until
 from tests.http.conftest import assert_idle
 from tests.support import steps
@@ -415,4 +415,61 @@ def test_what_is_committed_before_the_journal_knows_a_request_is_kept_once(pair)
     found = client.ask(identity).result(60)
     assert found is not None
     assert [each.token_ids for each in committed_in(found.records[1:], 1)] == [[7, 8]]
+    client.close(ticket)
+
+
+def test_a_question_that_nobody_waits_for_any_longer_is_answered_to_nobody(pair):
+    """As where its client has gone: what comes after it is kept and delivered, and what it took over expires."""
+    client, identity = pair.journals["a"], identity_of("mine", "left")
+    client.close(client.open(identity, AskedRequest(GENERATE, b"", "", "", choices=(1,))))
+    with client._changed:  # the thread that sends waits for it
+        for takes_over in (False, True):
+            assert client.ask(identity, takes_over=takes_over).cancel()
+    delivered = Event()
+    ticket = client.open(identity_of("mine", "later"), AskedRequest(GENERATE, b"", "", "", choices=(1,)))
+    client.commit(ticket, [(0, ChoiceResult(token_ids=[7]))], deliver=delivered.set)
+    assert delivered.wait(60) and client.is_up
+    client.close(ticket)
+    wait_until(
+        lambda: pair.journal.table.num_taken_over == 1 and pair.journal.table.read(identity).closed_at is not None
+    )
+
+
+def test_what_ends_while_there_is_no_journal_leaves_nothing(engine, second_engine):
+    journal = OwnJournal()
+    client = journal.client(1, wait_s=0.1)
+    wait_until(lambda: client.is_up)
+    journal.end()
+    wait_until(lambda: client._goes_without)
+    for number in range(3):
+        ended = Event()
+        ticket = client.open(str(number).encode(), AskedRequest(GENERATE, b"", "", "", choices=(1,)))
+        client.close(ticket, ended.set)
+        assert ended.is_set()
+    assert not client._queue and not client.tickets
+    client.link.stop()
+
+
+def test_whoever_is_told_late_that_a_request_has_another_owner_ends_too(pair):
+    client, identity = pair.journals["a"], identity_of("mine", "fenced early")
+    ticket = client.open(identity, AskedRequest(GENERATE, b"", "", "", choices=(1,)))
+    assert pair.journals["b"].ask(identity, takes_over=True).result(60) is not None
+    wait_until(lambda: ticket.is_over)
+    reasons: list[FinishReason] = []
+    KeptRequest(client, ticket, [], [], []).on_loss(reasons.append)
+    assert reasons == [TAKEN_OVER]
+
+
+def test_an_answer_of_one_name_after_another_keeps_its_own_though_the_journal_was_lost(pair):
+    """Both were waiting: the journal is greeted with the one that runs, then with the one that has ended."""
+    client, identity = pair.journals["a"], identity_of("mine", "in turn")
+    pair.journal.end()
+    wait_until(lambda: not client.is_up)
+    first, second = (AskedRequest(GENERATE, body, "", "", choices=(1,)) for body in (b"1", b"2"))
+    client.close(client.open(identity, first))
+    ticket = client.open(identity, second)
+    pair.journal.start()
+    wait_until(lambda: client.is_up)
+    found = client.ask(identity).result(60)
+    assert found is not None and AskedRequest.read(found.records[0]) == second and found.fence == ticket.fence
     client.close(ticket)

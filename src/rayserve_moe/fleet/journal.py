@@ -36,7 +36,8 @@ from rayserve_moe.fleet.page_wire import prove_listening
 log = logging.getLogger(__name__)
 EXPIRE_S = 1.0
 MOST_UNREAD_BYTES = 64 << 20
-"""Answers that wait for one replica; beyond that it is cut off."""
+"""Answers that wait for one replica; beyond that it is not listened to, and cut off after `READ_S`."""
+READ_S = 30.0
 
 
 class Journal:
@@ -66,7 +67,7 @@ class Journal:
                 reply = self._kept(message, writer) if len(message) == 2 else self._found(message, writer)
                 writer.write(framed(reply))
                 if writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
-                    return
+                    await asyncio.wait_for(writer.drain(), READ_S)
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             log.info("a replica has gone")
         finally:

@@ -12,12 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 from rayserve_moe.fleet.journal_link import JournalLink
 from rayserve_moe.fleet.journal_records import AskedRequest, packed_update
 from rayserve_moe.fleet.journal_table import Fence
+from rayserve_moe.fleet.journal_tickets import (
+    Found,
+    Item,
+    Ticket,
+    answered,
+    lost_and_unkept,
+    operation,
+    packed_operation,
+)
 from rayserve_moe.fleet.journal_wire import CLOSE, COMMIT, OPEN, READ, TAKE_OVER
 from rayserve_moe.requests import ChoiceResult, FinishReason
 
@@ -30,49 +39,6 @@ TAKEN_OVER = FinishReason("error", message="this request is answered on another 
 
 class JournalDownError(RuntimeError):
     """The journal does not answer now."""
-
-
-@dataclass(eq=False)
-class Ticket:
-    """An HTTP request that this replica owns. `records` are all that the journal has or is to have of it.
-
-    `on_loss` is called, from any thread, with why its connection ends: another replica owns it, or is to; None until
-    there is one. What `is_over` is delivered no longer; what `is_dropped` is not kept.
-    """
-
-    identity: bytes
-    fence: Fence
-    records: list[bytes]
-    on_loss: Callable[[FinishReason], object] | None = None
-    is_over: bool = False
-    is_dropped: bool = False
-
-
-class Found(NamedTuple):
-    """What the journal has of a request."""
-
-    fence: Fence
-    records: list[bytes]
-
-
-@dataclass
-class _Item:
-    """Something to send: an operation on a ticket with what it delivers, or a question with its future."""
-
-    kind: int
-    ticket: Ticket | None = None
-    updates: list[tuple[int, ChoiceResult]] = field(default_factory=list)
-    deliver: Callable[[], object] | None = None
-    identity: bytes = b""
-    answer: Future[Found | None] | None = None
-
-    def pack(self) -> list[bytes]:
-        """Turn updates into records of the ticket, once."""
-        packed = [packed_update(*update) for update in self.updates]
-        self.updates = []
-        if self.ticket is not None:
-            self.ticket.records += packed
-        return packed
 
 
 class JournalClient:
@@ -93,11 +59,12 @@ class JournalClient:
     ) -> None:
         self._ttl_s = ttl_s
         self.epoch = time.time_ns() if epoch is None else epoch
+        self._epochs = count(self.epoch)
         self.is_up = False
         self._changed, self._packing = threading.Condition(threading.RLock()), threading.Lock()
         self.tickets: dict[bytes, Ticket] = {}
-        self._queue: deque[_Item] = deque()
-        self._sent: dict[int, list[_Item]] = {}
+        self._queue: deque[Item] = deque()
+        self._sent: dict[int, list[Item]] = {}
         self._number = 0
         self._goes_without = False
         self._journal_name = ""
@@ -118,8 +85,9 @@ class JournalClient:
                 with self._packing:
                     self._deliver_rest([before])
             term = 1 if before is None else before.fence.term + 1
-            self.tickets[identity] = ticket = Ticket(identity, Fence(term, self.epoch), [asked.packed()])
-            self._put(_Item(OPEN, ticket))
+            self.tickets[identity] = ticket = Ticket(identity, Fence(term, next(self._epochs)), [asked.packed()])
+            if not self._goes_without:  # the next journal is greeted with it
+                self._put(Item(OPEN, ticket))
         return ticket
 
     def own(self, identity: bytes, found: Found) -> Ticket:
@@ -140,7 +108,7 @@ class JournalClient:
                     ticket.records += [packed_update(*update) for update in updates]
                 deliver()
                 return
-            self._put(_Item(COMMIT, ticket, updates, deliver))
+            self._put(Item(COMMIT, ticket, updates, deliver))
 
     def close(self, ticket: Ticket, deliver: Callable[[], object] | None = None) -> None:
         """Write no more of a request; what was committed of it stays for a while."""
@@ -151,7 +119,10 @@ class JournalClient:
             if self.tickets.get(ticket.identity) is ticket:
                 del self.tickets[ticket.identity]
                 self._closed_at.append(time.monotonic())
-            self._put(_Item(CLOSE, ticket, deliver=deliver))
+            if not self._goes_without:
+                self._put(Item(CLOSE, ticket, deliver=deliver))
+            elif deliver is not None:
+                deliver()
 
     def ask(self, identity: bytes, *, takes_over: bool = False) -> Future[Found | None]:
         """Ask for what there is of a request, and perhaps own it from then on. JournalDownError, also the future's."""
@@ -159,7 +130,7 @@ class JournalClient:
         with self._changed:
             if not self.is_up:
                 raise JournalDownError("the journal does not answer now")
-            self._put(_Item(TAKE_OVER if takes_over else READ, identity=identity, answer=answer))
+            self._put(Item(TAKE_OVER if takes_over else READ, identity=identity, answer=answer))
         return answer
 
     def greet(self, name: str) -> list[Any]:
@@ -171,11 +142,11 @@ class JournalClient:
                 self.num_lost += sum(1 for closed_at in self._closed_at if closed_at > since)
             self._journal_name = name
             self._closed_at.clear()
-            operations = [_operation(OPEN, ticket, ticket.records) for ticket in self.tickets.values()]
+            operations = [operation(OPEN, ticket, records=ticket.records) for ticket in self.tickets.values()]
             closed = [item.ticket for item in waiting if item.kind == CLOSE and item.ticket is not None]
             for ticket in (each for each in closed if not each.is_dropped):
-                operations.append(_operation(OPEN, ticket, ticket.records))
-                operations.append(_operation(CLOSE, ticket, []))
+                operations.append(operation(OPEN, ticket, records=ticket.records))
+                operations.append(operation(CLOSE, ticket, records=[]))
             self._number += 1
             self._sent[self._number] = waiting
             self.is_up, self._goes_without = True, False
@@ -196,9 +167,9 @@ class JournalClient:
             for item in (item for item in items if item.answer is not None):
                 self._number += 1
                 self._sent[self._number] = [item]
-                messages.append([self._number, item.kind, item.identity, self.epoch])
+                messages.append([self._number, item.kind, item.identity, next(self._epochs)])
         with self._packing:  # without the other lock: the engine thread does not wait for it
-            messages[0][1] = [_packed_operation(item) for item in kept]
+            messages[0][1] = [packed_operation(item) for item in kept]
         return messages
 
     def note_loss(self) -> None:
@@ -216,25 +187,25 @@ class JournalClient:
             self._goes_without = True
             self._deliver(self._take_waiting())
 
-    def _put(self, item: _Item) -> None:
+    def _put(self, item: Item) -> None:
         self._queue.append(item)
         self._changed.notify_all()
 
-    def _deliver(self, items: list[_Item]) -> None:
+    def _deliver(self, items: list[Item]) -> None:
         for item in items:
             deliver, item.deliver = item.deliver, None
             if deliver is not None:
                 item.pack()
                 deliver()
 
-    def _take_waiting(self) -> list[_Item]:
+    def _take_waiting(self) -> list[Item]:
         """Return what was not acknowledged, packed; questions are answered by an error."""
         waiting = [item for items in self._sent.values() for item in items] + list(self._queue)
         self._sent.clear()
         self._queue.clear()
         for item in waiting:
             item.pack()
-            if item.answer is not None:
+            if item.answer is not None and item.answer.set_running_or_notify_cancel():
                 item.answer.set_exception(JournalDownError("the journal was lost"))
         return [item for item in waiting if item.answer is None]
 
@@ -244,13 +215,14 @@ class JournalClient:
             number, fence, records = message
             with self._changed:
                 (item,) = self._sent.pop(number)
-            assert item.answer is not None, "a question has a future"
-            item.answer.set_result(None if fence is None else Found(Fence(*fence), records))
+            if (left := answered(item, None if fence is None else Found(Fence(*fence), records))) is not None:
+                with self._changed:
+                    self._put(Item(CLOSE, left))
             return
         number, fenced, dropped, (self.num_entries, self.num_bytes, self.num_dropped) = message
         with self._changed:
             items = self._sent.pop(number, [])
-            lost, unkept = (_named(names, self.tickets, items=items) for names in (fenced, dropped))
+            lost, unkept = lost_and_unkept(fenced, dropped, tickets=self.tickets, items=items)
             for ticket in lost:
                 ticket.is_over = True
             for ticket in (each for each in lost + unkept if self.tickets.get(each.identity) is each):
@@ -268,21 +240,3 @@ class JournalClient:
             ticket.is_dropped, ticket.records = True, []
             waiting = [item for sent in self._sent.values() for item in sent] + list(self._queue)
             self._deliver([item for item in waiting if item.ticket is ticket])
-
-
-def _named(names: list[Any], tickets: dict[bytes, Ticket], *, items: list[_Item]) -> list[Ticket]:
-    """The tickets that a journal names by identity and fence: another of that identity may have begun meanwhile."""
-    wanted = [(identity, Fence(*fence)) for identity, *fence in names]
-    known = [*(tickets.get(identity) for identity, _ in wanted), *(item.ticket for item in items if wanted)]
-    running = dict.fromkeys(each for each in known if each is not None and not each.is_over)
-    return [each for each in running if (each.identity, each.fence) in wanted]
-
-
-def _packed_operation(item: _Item) -> list[Any]:
-    assert item.ticket is not None, "an operation is on a ticket"
-    return _operation(item.kind, item.ticket, item.ticket.records if item.kind == OPEN else item.pack())
-
-
-def _operation(kind: int, ticket: Ticket, records: list[bytes]) -> list[Any]:
-    """An operation with records as they are now: others may follow in the same message."""
-    return [kind, ticket.identity, *ticket.fence, list(records)]

@@ -77,10 +77,12 @@ class JournalLink:
         return True
 
     def _receive(self, connection: socket.socket) -> None:
-        with suppress(OSError, EOFError):
-            while True:
-                self._outbox.take(_read_message(connection))
-        self._outbox.note_loss()
+        try:
+            with suppress(OSError, EOFError):
+                while True:
+                    self._outbox.take(_read_message(connection))
+        finally:
+            self._outbox.note_loss()
 
     def _disconnect(self) -> None:
         self._outbox.note_loss()

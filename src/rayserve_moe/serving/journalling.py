@@ -17,8 +17,9 @@ import numpy as np
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rayserve_moe.fleet.journal_client import TAKEN_OVER, Found, JournalClient, JournalDownError, Ticket
+from rayserve_moe.fleet.journal_client import TAKEN_OVER, JournalClient, JournalDownError
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
+from rayserve_moe.fleet.journal_tickets import Found, Ticket
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, ModelCard
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.start.haproxy_config import UNNAMED
@@ -144,6 +145,8 @@ class KeptRequest:
     def on_loss(self, retire: Callable[[FinishReason], Future[None] | None]) -> None:
         """Have its streams end, with why, once another connection answers it or is to."""
         self.ticket.on_loss = retire
+        if self.ticket.is_over:  # it was taken over before
+            retire(TAKEN_OVER)
 
     def close(self) -> None:
         """Write no more of it."""
@@ -210,7 +213,7 @@ async def take_over(journal: JournalClient, identity: bytes, *, told: int | list
 
 
 def _resumed(found: Found | None, told: int | list[int]) -> tuple[AskedRequest, list[ChoiceResult], list[int]]:
-    if found is None:
+    if found is None or not found.records:
         raise ApiError(404, "no such request is kept: it is too old, or has another caller", code="request_not_found")
     asked = AskedRequest.read(found.records[0])
     committed = committed_in(found.records[1:], sum(asked.choices))

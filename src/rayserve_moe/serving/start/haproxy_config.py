@@ -90,9 +90,19 @@ def edited(text: str, *, limits: FrontLimits, answers: str) -> str:
     return MARK + text.rstrip("\n") + "\n" + _health_listener(limits, apps[-1] if apps else "default_backend")
 
 
+def is_edited(text: str) -> bool:
+    """Whether a configuration is one that HAProxy gets."""
+    return text.startswith(MARK)
+
+
 def serves(text: str) -> bool:
-    """Whether a configuration is edited, and has replicas."""
-    return text.startswith(MARK) and _REPLICA.search(text) is not None
+    """Whether an edited configuration has replicas."""
+    return is_edited(text) and _REPLICA.search(text) is not None
+
+
+def takes_requests(text: str) -> bool:
+    """Whether it listens anywhere (see `without_listeners`)."""
+    return _BIND.search(text) is not None
 
 
 def without_listeners(text: str) -> str:

@@ -16,6 +16,7 @@ import resource
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     config = Path(rest[rest.index("-f") + 1])
     try:
         edit(config, FrontLimits(**json.loads(limits)), num_files=_most_files())
-        standby = running_pid(config.with_name(STANDBY_SOCKET))
+        standby = _standby(config)
         if standby is not None and serves(config.read_text(encoding="utf-8")):
             rest = taking_over(rest, standby, socket=config.with_name(STANDBY_SOCKET))
         elif standby is not None:
@@ -66,6 +67,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
     except (OSError, UnknownTemplateError) as error:
         sys.exit(f"rayserve-moe: {error}")
     os.execv(BINARY, [str(BINARY), *rest])
+
+
+def _standby(config: Path) -> int | None:
+    """The standby that serves, if any; one that does not answer is none."""
+    with suppress(OSError):
+        return running_pid(config.with_name(STANDBY_SOCKET))
+    return None
 
 
 def taking_over(arguments: Sequence[str], pid: int, *, socket: Path) -> list[str]:

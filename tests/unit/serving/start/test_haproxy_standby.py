@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import httpx
@@ -16,8 +18,9 @@ import pytest
 
 from rayserve_moe.serving.start.haproxy_admin import running_pid
 from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError
-from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, STANDBY_SOCKET, taking_over
-from rayserve_moe.serving.start.haproxy_standby import Standby, for_standby
+from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, STANDBY_SOCKET, edit, taking_over
+from rayserve_moe.serving.start.haproxy_routers import script_of
+from rayserve_moe.serving.start.haproxy_standby import LOOK_S, Standby, answering, for_standby
 from tests.support.front import front_limits, ray_config, running_haproxy, running_replica, wait_until_open
 from tests.support.ports import free_port
 
@@ -54,6 +57,11 @@ def looking(config: Path) -> Iterator[Standby]:
             process.wait()
 
 
+def lose(haproxy: subprocess.Popen[bytes]) -> None:
+    haproxy.kill()
+    haproxy.wait()  # it answers until then
+
+
 def is_served(port: int) -> bool:
     with suppress(httpx.HTTPError):
         return httpx.get(f"http://127.0.0.1:{port}/", timeout=DEADLINE_S).text == "ab"
@@ -71,7 +79,7 @@ def test_a_killed_haproxy_is_stood_in_for_until_the_next_has_replicas(tmp_path: 
         wait_until_open(port)
         looks = stack.enter_context(looking(tmp_path / "haproxy.cfg"))
         until(lambda: looks.served)
-        first.kill()
+        lose(first)
         until(lambda: is_served(port))
         standby = running_pid(own)
         assert standby is not None and running_pid(admin) is None
@@ -110,7 +118,7 @@ def test_one_that_still_ends_its_answers_does_not_keep_the_next_from_serving(tmp
         first = stack.enter_context(running_haproxy(config, limits))
         looks = stack.enter_context(looking(config))
         until(lambda: looks.served)
-        first.kill()
+        lose(first)
         until(lambda: is_served(port))
         threads = stack.enter_context(ThreadPoolExecutor(1))
         slow = threads.submit(httpx.get, f"http://127.0.0.1:{port}/held", timeout=DEADLINE_S)
@@ -118,31 +126,57 @@ def test_one_that_still_ends_its_answers_does_not_keep_the_next_from_serving(tmp
         second = stack.enter_context(running_haproxy(config, limits, "-dR"))
         until(lambda: running_pid(tmp_path / ADMIN_SOCKET) == second.pid and len(looks.processes) == 1)
         until(lambda: running_pid(tmp_path / STANDBY_SOCKET) is None)
-        second.kill()
+        lose(second)
         until(lambda: is_served(port))
         assert not slow.done() and len(looks.processes) == 2
         replica.is_released.set()
         assert slow.result().text == "ab"
 
 
-def test_a_standby_that_is_killed_is_stood_in_for_too(tmp_path: Path) -> None:
+def test_a_configuration_that_is_refused_is_not_served_by(tmp_path: Path) -> None:
     port, limits = free_port(), front_limits(free_port())
     with running_replica() as replica:
         config = ray_config(tmp_path, port=port, replicas=(replica.server_port,))
         with running_haproxy(config, limits) as first, looking(config) as looks:
             until(lambda: looks.served)
-            first.kill()
+            config.write_text(config.read_text() + "nonsense\n")
+            time.sleep(2 * LOOK_S)
+            lose(first)
+            until(lambda: is_served(port))
+
+
+def test_a_folder_that_another_start_left_is_not_looked_after(tmp_path: Path) -> None:
+    for name in ("0", "1", "2"):
+        (tmp_path / name).mkdir()
+        ray_config(tmp_path / name)
+    assert answering(tmp_path) is None
+    with running_haproxy(tmp_path / "1" / "haproxy.cfg", front_limits(free_port())):
+        until(lambda: answering(tmp_path) == tmp_path / "1" / "haproxy.cfg")
+
+
+@pytest.mark.parametrize("next_one", [False, True], ids=["alone", "while the next one takes no requests"])
+def test_a_standby_that_is_killed_is_stood_in_for_too(next_one: bool, tmp_path: Path) -> None:
+    port, limits = free_port(), front_limits(free_port())
+    with running_replica() as replica:
+        config = ray_config(tmp_path, port=port, replicas=(replica.server_port,))
+        with running_haproxy(config, limits) as first, looking(config) as looks:
+            until(lambda: looks.served)
+            lose(first)
             until(lambda: is_served(port))
             standby = running_pid(tmp_path / STANDBY_SOCKET)
             assert standby is not None
-            os.kill(standby, signal.SIGKILL)
-            until(lambda: is_served(port) and running_pid(tmp_path / STANDBY_SOCKET) not in (None, standby))
+            with (
+                running_haproxy(ray_config(tmp_path, port=port), limits, "-dR") if next_one else nullcontext() as second
+            ):
+                until(lambda: second is None or running_pid(tmp_path / ADMIN_SOCKET) == second.pid)
+                os.kill(standby, signal.SIGKILL)
+                until(lambda: is_served(port) and running_pid(tmp_path / STANDBY_SOCKET) not in (None, standby))
 
 
 def test_a_haproxy_that_has_never_served_is_not_stood_in_for(tmp_path: Path) -> None:
     with running_haproxy(ray_config(tmp_path), front_limits(free_port())) as first, looking(tmp_path / "haproxy.cfg"):
         until(lambda: running_pid(tmp_path / ADMIN_SOCKET) == first.pid)
-        first.kill()
+        lose(first)
         time.sleep(1)
         assert running_pid(tmp_path / STANDBY_SOCKET) is None
 
@@ -161,4 +195,16 @@ def test_the_next_one_takes_the_listeners_and_ends_all_before(given: list[str], 
 
 def test_a_configuration_without_an_admin_socket_is_refused() -> None:
     with pytest.raises(UnknownTemplateError, match="0 admin sockets"):
-        for_standby("global\n")
+        for_standby("global\n", "")
+
+
+def test_a_standby_has_all_sockets_to_itself(tmp_path: Path) -> None:
+    """One that cannot take the ports has taken over its sockets by then."""
+    config = ray_config(tmp_path, replicas=(30000,), routers=(30001,))
+    edit(config, front_limits(8001))
+    text = config.read_text()
+    script = Path(script_of(text)).read_text()
+    own_text, own_script = for_standby(text, script)
+    sockets = [set(re.findall(rf"{tmp_path}/(\w)\b", each)) for each in (text + script, own_text + own_script)]
+    assert sockets[0] == {"a", "r"} and sockets[1] == {"s", "q"}
+    assert Path(script_of(own_text)).name != Path(script_of(text)).name
