@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 from pathlib import Path
+
+from rayserve_moe.cluster.process_end import wait_for_end
 
 RAYLET = "raylet"
 FAILED = 1
@@ -19,12 +20,9 @@ def end_with_raylet() -> None:
     """
     parent = os.getppid()
     if Path(f"/proc/{parent}/comm").read_text(encoding="utf-8").strip() == RAYLET:
-        raylet = os.pidfd_open(parent)
-        threading.Thread(target=_end_after, args=(raylet,), name=RAYLET, daemon=True).start()
+        threading.Thread(target=_end_after, args=(parent,), name=RAYLET, daemon=True).start()
 
 
-def _end_after(process: int) -> None:
-    poll = select.poll()
-    poll.register(process, select.POLLIN)
-    poll.poll()
+def _end_after(raylet: int) -> None:
+    wait_for_end(raylet)
     os._exit(FAILED)

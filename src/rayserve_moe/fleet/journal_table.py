@@ -13,8 +13,8 @@ ENTRY_BYTES = 512
 
 
 class Fence(NamedTuple):
-    """Who owns a request: how often it was taken over, and the epoch of the replica that did, a later start's being
-    higher. Replicas bring their fences; what is written under any other than the owner's is refused."""
+    """Who owns a request: how often it was taken over, and an epoch of its own from the replica that did, a later
+    start's being higher. Replicas bring their fences; what is written under any other than the owner's is refused."""
 
     term: int
     epoch: int

@@ -3,14 +3,13 @@
     python -m rayserve_moe.serving.start.haproxy_standby STATE_FOLDER
 
 Ray notices after three failed checks, starts a manager, and that HAProxy: some 6 s. This process starts one at once, by
-the last configuration that served, with an admin socket of its own. The launcher has Ray's next one take over from it.
+the last configuration that served, with sockets of its own. The launcher has Ray's next one take over from it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from rayserve_moe.cluster.process_end import wait_for_end
 from rayserve_moe.serving.start.haproxy_admin import running_pid
 from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError, is_edited, serves, takes_requests
 from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, BINARY, STANDBY_SOCKET
@@ -48,7 +48,7 @@ class Standby:
         self.served: tuple[str, str] | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._started_at = -AGAIN_S
-        self._known_pid, self._takes_requests = 0, False
+        self._known_pid, self._takes_requests, self._has_said = 0, False, False
 
     def look(self) -> None:
         """Look once, for `LOOK_S` at most: start a HAProxy where none serves, end it where another took over."""
@@ -70,7 +70,7 @@ class Standby:
 
     def _know(self, pid: int) -> None:
         """Note by what configuration a process answers, once the file is edited: that of a reload is not at first."""
-        self._takes_requests = True  # as far as is known
+        self._takes_requests, self._has_said = True, False  # as far as is known
         text = self._config.read_text(encoding="utf-8")
         if not is_edited(text):
             return
@@ -90,7 +90,9 @@ class Standby:
         config.write_text(text, encoding="utf-8")
         config.with_name(STANDBY_SCRIPT).write_text(script, encoding="utf-8")
         with self._config.with_name(f"{_STANDBY}.log").open("wb") as log:
-            sys.stderr.write("rayserve-moe serve: HAProxy does not serve; another does until Ray has started its own\n")
+            if not self._has_said:
+                sys.stderr.write("rayserve-moe serve: HAProxy does not serve; another does until Ray has its own\n")
+            self._has_said = True
             command = [BINARY, "-db", "-f", config, "-dR"]
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
@@ -104,20 +106,6 @@ def for_standby(text: str, script: str) -> tuple[str, str]:
     if number != 1:
         raise UnknownTemplateError(f"HAProxy's configuration has {number} admin sockets")
     return asking_at(text, script, socket=STANDBY_ROUTERS, name=STANDBY_SCRIPT)
-
-
-def wait_for_end(pid: int, seconds: float) -> None:
-    """Wait until a process has ended, or for so long."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        poll = select.poll()
-        poll.register(process, select.POLLIN)
-        poll.poll(1000 * seconds)
-    finally:
-        os.close(process)
 
 
 def answering(folder: Path) -> Path | None:
