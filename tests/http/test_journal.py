@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.fleet.journal_client import TAKEN_OVER, JournalClient
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
 from rayserve_moe.inprocess.engine import Engine
@@ -384,6 +385,29 @@ def test_a_request_that_is_asked_again_while_it_runs_is_another(pair):
     client.close(tickets[1])
 
 
+@pytest.mark.parametrize("by_cursor", [True, False])
+def test_a_full_replica_takes_over_nothing_but_what_runs_there(pair, unhurried, monkeypatch, by_cursor):
+    body = {**NATIVE, "rid": f"full {by_cursor}", "stream": True}
+
+    def go_on(client: httpx.Client) -> httpx.Response:
+        if by_cursor:
+            return client.post(GENERATE, json=body, headers={"last-event-id": "0"})
+        return client.post(RESUME, json={"rid": body["rid"], "from_token": 0})
+
+    before = len(pair.journal.table)
+    with pair["a"].stream("POST", GENERATE, json=body) as answer:
+        events = events_in(answer)
+        assert next(events)
+        monkeypatch.setattr(pair.engines["b"].loop, "capacity", Capacity((), 0))
+        monkeypatch.setattr(pair.engines["a"].loop, "capacity", Capacity(pair.engines["a"].loop._outputs, 1))
+        refused = go_on(pair["b"])
+        assert refused.status_code == 429 and refused.headers["retry-after"]
+        assert pair["b"].post(GENERATE, json={**NATIVE, "rid": "refused"}).status_code == 429
+        assert next(events) and len(pair.journal.table) == before + 1
+        assert go_on(pair["a"]).status_code == 200
+    monkeypatch.undo()
+
+
 def test_of_two_that_resume_at_once_the_later_one_owns_the_request(pair):
     """By the journal's answers, one after the other, before either goes on."""
     body = {**NATIVE, "rid": "resumed twice", "stream": True}
@@ -453,6 +477,7 @@ def test_what_ends_while_there_is_no_journal_leaves_nothing(engine, second_engin
 def test_whoever_is_told_late_that_a_request_has_another_owner_ends_too(pair):
     client, identity = pair.journals["a"], identity_of("mine", "fenced early")
     ticket = client.open(identity, AskedRequest(GENERATE, b"", "", "", choices=(1,)))
+    wait_until(lambda: pair.journal.table.read(identity) is not None)
     assert pair.journals["b"].ask(identity, takes_over=True).result(60) is not None
     wait_until(lambda: ticket.is_over)
     reasons: list[FinishReason] = []

@@ -1,8 +1,10 @@
-"""Which requests the engine can serve at all, decided before they are queued."""
+"""Which requests the engine can serve at all, and whether it takes another one now, decided before they are queued."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +22,23 @@ from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS
 
 MOST_HIDDEN_NUMBERS = 1 << 24
 """Of the hidden states that one request can have returned: 64 MiB."""
+
+
+class EngineBusyError(RuntimeError):
+    """Too many requests wait already; ask again later."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How many requests an engine takes, with those that it has."""
+
+    live: Sized
+    most: int
+
+    def check(self) -> None:
+        """EngineBusyError where another request would not be taken now; from any thread."""
+        if (number := len(self.live)) >= self.most:
+            raise EngineBusyError(f"{number} requests are waiting or running; try again later")
 
 
 def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) -> None:

@@ -15,7 +15,7 @@ from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfi
 from rayserve_moe.config.derive import most_live_requests
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
-from rayserve_moe.engine.admission import check_request, ending_ids, processed_of
+from rayserve_moe.engine.admission import Capacity, check_request, ending_ids, processed_of
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.committed import restore
 from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
@@ -37,10 +37,6 @@ Outputs = Iterable[ChoiceResult]
 LONGEST_QUEUE_S = 5.0
 """Requests that come while hosts are replaced wait for them; later than this after the loss they are refused."""
 _PART = re.compile(r"([_-]\d+)?")
-
-
-class EngineBusyError(RuntimeError):
-    """Too many requests wait already; ask again later."""
 
 
 class EngineRebuildingError(RuntimeError):
@@ -87,6 +83,8 @@ class EngineLoop:
             self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
         )
         self.request_metrics = self._outputs.metrics
+        most = most_live_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size)
+        self.capacity = Capacity(self._outputs, most)
         self.control = EngineControl(self._cycle, executor, outputs=self._outputs, commands=self._commands, card=card)
         planning = planning_config(settings.balancing, settings.experts)
         self.eplb_control = EplbControl(
@@ -116,12 +114,9 @@ class EngineLoop:
             raise EngineRebuildingError(f"hosts are being replaced: {progress.phase}, {progress.seconds:.0f} s so far")
         check_request(request, self.card, longest=self._longest)
         guides = guides_of(request, self.constraints, num_ids=self.card.vocab_size)
-        most = most_live_requests(self._settings.scheduler, num_data_ranks=self._settings.parallel.data_parallel_size)
         with self._commands.lock:
             self._commands.check_open()
-            num_live = len(self._outputs)
-            if num_live >= most:
-                raise EngineBusyError(f"{num_live} requests are waiting or running; try again later")
+            self.capacity.check()
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
             sequences = _sequences_of(request, self.card, guides)

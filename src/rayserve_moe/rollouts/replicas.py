@@ -19,9 +19,9 @@ from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_eng
 from rayserve_moe.cluster.slice_placement import GivenUpError
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.config.settings import Settings
+from rayserve_moe.engine.admission import EngineBusyError
 from rayserve_moe.engine.answers import native_answer
 from rayserve_moe.engine.command_queue import EngineStoppedError
-from rayserve_moe.engine.engine_loop import EngineBusyError
 from rayserve_moe.inprocess.running import RunningRequest
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.request_builder import build_request, read_given

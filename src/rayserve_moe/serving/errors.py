@@ -15,8 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
+from rayserve_moe.engine.admission import EngineBusyError
 from rayserve_moe.engine.command_queue import EngineStoppedError
-from rayserve_moe.engine.engine_loop import EngineBusyError, EngineRebuildingError
+from rayserve_moe.engine.engine_loop import EngineRebuildingError
 from rayserve_moe.requests import RequestError
 
 _TYPE_OF_STATUS = {

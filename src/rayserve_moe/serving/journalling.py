@@ -153,6 +153,12 @@ class KeptRequest:
         self.journal.close(self.ticket)
 
 
+def replaces_running() -> bool:
+    """Whether the HTTP request that this task answers goes on with one that runs at this replica."""
+    asking = _ASKING.get()
+    return asking is not None and bool(asking.cursor) and asking.identity in asking.journal.tickets
+
+
 async def kept_request(requests: Sequence[GenerationRequest], card: ModelCard) -> KeptRequest | None:
     """Begin to keep the HTTP request that this task answers, or go on with it; None where it is not to be kept.
 

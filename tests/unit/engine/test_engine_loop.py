@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.config.settings import CacheSettings, ClusterSettings, SchedulerSettings, Settings
-from rayserve_moe.engine.engine_loop import EngineBusyError, EngineLoop, EngineStoppedError
+from rayserve_moe.engine.admission import EngineBusyError
+from rayserve_moe.engine.engine_loop import EngineLoop, EngineStoppedError
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, RequestError, SamplingParams
 from tests.support.counting import CARD, CountingExecutor
 
