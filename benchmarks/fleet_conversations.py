@@ -30,7 +30,7 @@ from benchmarks.serve_process import HOST, ServeProcess
 from benchmarks.simulation.client import play
 from benchmarks.simulation.workloads import Conversation, Turn
 from rayserve_moe.checkpoints.synthetic import PRESETS
-from rayserve_moe.fleet.bookings import LOAD_BOOKED_S
+from rayserve_moe.fleet.load_average import AVERAGED_S
 
 CONVERSATIONS, TURNS = 16, 8
 PAGE_SIZE = 16
@@ -88,7 +88,7 @@ def measure(size: str, *, side: str, num_replicas: int, num_pages: int, repeats:
     with environment_for(side, num_replicas), ServeProcess(asked) as serve:
         for repeat in range(-1, repeats):
             httpx.post(f"http://{HOST}:{serve.port}/flush_cache", timeout=60).raise_for_status()
-            time.sleep(2 * LOAD_BOOKED_S)
+            time.sleep(5 * AVERAGED_S)
             seen = asyncio.run(play((HOST, serve.port), conversations(repeat + 1), **how))
             found.append(seen.figures(ttft_s=TTFT_S, tpot_s=TPOT_S))
             found[-1]["tokens_s"] *= how["num_replicas"]

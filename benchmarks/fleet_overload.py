@@ -4,13 +4,15 @@
 
 The peak is what as many clients as there are places get, each asking again once it is answered. Then requests come at
 `--factor` times that rate, at random moments, whatever comes of those before them; every other one is a stream. The
-journal keeps all of them. The clients are one process beside the server, whose CPU seconds are stated.
+journal keeps all of them. The clients are one process beside the server, whose CPU seconds are stated, and how late it
+was itself when it asked `/health`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import random
 import time
@@ -59,10 +61,14 @@ def settings(num_replicas: int, *, max_tokens: int) -> dict[str, Any]:
 
 @dataclass
 class Watched:
-    """What was seen: requests and calls of `/health` as they ended, and resident bytes of parts by time."""
+    """What was seen: requests and calls of `/health` as they ended, and resident bytes of parts by time.
+
+    `late_s` are seconds by which the clients' process was late when one of its own times had come.
+    """
 
     requests: list[Seen] = field(default_factory=list)
     health: list[Seen] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)
     resident: list[tuple[float, dict[str, int]]] = field(default_factory=list)
 
 
@@ -110,7 +116,9 @@ async def open_loop(serve: ServeProcess, *, rate: float, max_tokens: int, second
     async def every(period_s: float, look: Callable[[], Awaitable[None]]) -> None:
         while time.monotonic() < over:
             await look()
+            due = time.monotonic() + period_s
             await asyncio.sleep(period_s)
+            watched.late_s.append(time.monotonic() - due)
 
     async def look_at_health() -> None:
         watched.health.append(await health(serve.port, limit_s=LIMIT_S))
@@ -156,6 +164,8 @@ def figures(watched: Watched, *, seconds: float, over: float, peak: float) -> di
         "health_failed": sum(not one.is_served for one in watched.health),
         **{f"health_{name}_ms": 1e3 * float(np.quantile(times, q)) for name, q in (("p50", 0.5), ("p99", 0.99))},
         "health_worst_ms": 1e3 * float(times.max()),
+        "clients_late_p99_ms": 1e3 * float(np.quantile(watched.late_s, 0.99)),
+        "clients_late_worst_ms": 1e3 * max(watched.late_s),
         "health_slow": int((times > HEALTH_S).sum()),
         "resident": {part: _growth(watched.resident, part) for part in PARTS},
     }
@@ -175,6 +185,7 @@ def _growth(resident: list[tuple[float, dict[str, int]]], part: str) -> dict[str
 
 def measure(*, num_replicas: int, minutes: float, factor: float, max_tokens: int) -> dict[str, Any]:
     """Serve, find the peak, then send `factor` times as much."""
+    gc.freeze()  # a collection of what is imported stops the clients for half a second
     with ServeProcess(settings(num_replicas, max_tokens=max_tokens)) as serve:
         places = num_replicas * ROWS
         how = {"num_clients": places, "max_tokens": max_tokens, "seconds": PEAK_S}
@@ -204,6 +215,10 @@ def table_of(found: dict[str, Any]) -> str:
             "/health, ms: p50, p99, worst; slower than 100 ms, failed",
             ", ".join(f"{found[f'health_{name}_ms']:.1f}" for name in ("p50", "p99", "worst"))
             + f"; {found['health_slow']}, {found['health_failed']} of {found['health_calls']}",
+        ),
+        (
+            "clients' process late, ms: p99, worst",
+            f"{found['clients_late_p99_ms']:.1f}, {found['clients_late_worst_ms']:.1f}",
         ),
         ("clients' CPU, s, in s", f"{found['client_cpu_s']:.1f} in {found['wall_s']:.0f}"),
         *(

@@ -24,7 +24,8 @@ import numpy as np
 
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, save
 from benchmarks.fleet_table import fleet_routing
-from rayserve_moe.fleet.choosing import Choosing, Prompt, ReplicaLoad
+from rayserve_moe.fleet.choosing import Choosing, Prompt
+from rayserve_moe.fleet.load_average import Load, LoadAverage
 from rayserve_moe.fleet.page_log import PageLog
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 from rayserve_moe.scheduling.page_digests import prompt_digests
@@ -74,11 +75,12 @@ class Replica:
         self.free_at = 0.0
         self.ends: list[float] = []
         self.num_computed = 0
+        self.average = LoadAverage(0.0)
 
-    def load(self, now: float) -> ReplicaLoad:
+    def load(self, now: float) -> Load:
         while self.ends and self.ends[0] <= now:
             heappop(self.ends)
-        return ReplicaLoad(len(self.ends), int(max(0.0, self.free_at - now) * PREFILL_TOKENS_S))
+        return Load(len(self.ends), int(max(0.0, self.free_at - now) * PREFILL_TOKENS_S))
 
     def serve(self, turn: Turn) -> float:
         """Compute a prompt after those before it; returns the time of its first token."""
@@ -144,7 +146,7 @@ def run(policy: str, turns: list[Turn], *, num_replicas: int, total_pages: int, 
         if turn.at >= reported_at + REPORT_S:
             reported_at = turn.at
             for name, replica in replicas.items():
-                choosing.report(name, replica.load(turn.at))
+                choosing.report(name, replica.average.add(replica.load(turn.at), turn.at))
         chosen = names[place % len(names)]
         if policy != "round robin":
             digests = (

@@ -14,12 +14,14 @@ import numpy as np
 from benchmarks.simulation.replica import ANSWER_ID, KEY, SimulatedReplica
 from benchmarks.simulation.workloads import Conversation, token_ids
 from rayserve_moe.fleet.choosing import Choosing, Prompt
+from rayserve_moe.fleet.load_average import LoadAverage
+from rayserve_moe.fleet.page_feed import REPORT_S
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 from rayserve_moe.scheduling.page_digests import prompt_digests
 from rayserve_moe.scheduling.sequence import Sequence
 
-REPORT_S = 0.1
-"""Replicas report their load this often."""
+NUM_ROUTERS = 2
+"""As a server has; each books what it sends for itself."""
 POLICIES = ("round robin", "two choices", "load", "prefix")
 
 
@@ -92,11 +94,13 @@ class Routing:
     def __init__(self, policy: str, replicas: dict[str, SimulatedReplica], *, page_size: int, seed: int) -> None:
         assert policy in POLICIES, policy
         self._policy, self._replicas, self._page_size = policy, replicas, page_size
+        self.needs_reports = policy in ("load", "prefix")
         self._names, self._now, self._draw = list(replicas), 0.0, random.Random(seed)
-        self._turn, self._reported_at = count(), -REPORT_S
-        self._index = PrefixIndex()
+        self._turn, self._index = count(), PrefixIndex()
         self._index.follow(self._names)
-        self._choosing = Choosing(self._index, draw=self._draw, clock=lambda: self._now)
+        how = {"draw": self._draw, "clock": lambda: self._now}
+        self._routers = [Choosing(self._index, **how) for _ in range(NUM_ROUTERS)]
+        self._averages = {name: LoadAverage(0.0) for name in replicas}
         if policy == "prefix":
             for name, replica in replicas.items():
                 for part in replica.watch():
@@ -110,14 +114,17 @@ class Routing:
         if self._policy == "two choices":
             some = self._draw.sample(self._names, min(2, len(self._names)))
             return min(some, key=lambda name: self._replicas[name].load().num_requests)
-        if now >= self._reported_at + REPORT_S:
-            self._reported_at = now
-            for name, replica in self._replicas.items():
-                self._choosing.report(name, replica.load())
         digests = []
         if self._policy == "prefix":
             digests = prompt_digests(KEY, "", token_ids=token_ids, page_size=self._page_size)
-        return self._choosing.choose(Prompt(len(token_ids), digests, self._page_size), self._names)
+        router = self._draw.choice(self._routers)
+        return router.choose(Prompt(len(token_ids), digests, self._page_size), self._names)
+
+    def report(self, name: str, now: float) -> None:
+        """Have the routers know a replica's load."""
+        load = self._averages[name].add(self._replicas[name].load(), now)
+        for router in self._routers:
+            router.report(name, load)
 
     def follow(self, name: str) -> None:
         """Take the page events of a replica."""
@@ -137,17 +144,31 @@ class Simulation:
         self._routing = Routing(policy, self._replicas, page_size=page_size, seed=seed)
         self._request_s, self._events, self._numbers = request_s, list[Event](), count()
         self._asked: dict[Sequence, Asked] = {}
+        self._num_reports = 0
         self._seen = Seen(num_replicas=len(replicas))
 
     def run(self, conversations: Iterable[Conversation]) -> Seen:
         """Play conversations, which come in order of time, to the end of the last."""
         coming = iter(conversations)
         self._begin_next(coming)
-        while self._events:
+        for place, name in enumerate(self._replicas):
+            self._report(name, place / len(self._replicas) * REPORT_S)
+        while len(self._events) > self._num_reports:
             now, _, act = heappop(self._events)
             act(now)
-            self._seen.ended_at = max(self._seen.ended_at, now)
         return self._seen
+
+    def _report(self, name: str, when: float) -> None:
+        """Have a replica report its load then, and on from there, at its own moments."""
+
+        def report(now: float) -> None:
+            self._num_reports -= 1
+            self._routing.report(name, now)
+            self._report(name, now + REPORT_S)
+
+        if self._routing.needs_reports:
+            self._num_reports += 1
+            self._at(when, report)
 
     def _at(self, when: float, act: Callable[[float], None]) -> None:
         heappush(self._events, (when, next(self._numbers), act))
@@ -203,6 +224,7 @@ class Simulation:
 
     def _end(self, sequence: Sequence, now: float) -> None:
         asked = self._asked.pop(sequence)
+        self._seen.ended_at = now
         asked.num_cached = sequence.num_cached
         self._seen.asked.append(asked)
         conversation, following = asked.conversation, asked.turn + 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.simulation.costs import StepTimes, load_of
 from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.fleet.choosing import ReplicaLoad
+from rayserve_moe.fleet.load_average import Load
 from rayserve_moe.fleet.page_log import PageLog, PageMessage
 from rayserve_moe.requests import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling import sequence as sequences
@@ -104,10 +104,10 @@ class SimulatedReplica:
         rows, ended = self.cycle.run()
         return [owner for row in rows.tolist() if (owner := owners[row]) is not None], ended
 
-    def load(self) -> ReplicaLoad:
+    def load(self) -> Load:
         """As `PageWatch.load` reports it."""
         scheduler = self.cycle.scheduler
         unfinished = [sequence for rank in scheduler.ranks for sequence in rank.prefilling]
         queued = sum(sequence.num_tokens for sequence in scheduler.waiting)
         queued += sum(max(0, sequence.num_tokens - sequence.num_computed) for sequence in unfinished)
-        return ReplicaLoad(len(scheduler.waiting) + len(scheduler.running), queued)
+        return Load(len(scheduler.waiting) + len(scheduler.running), queued)

@@ -7,12 +7,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayserve_moe.fleet.load_average import Load, kept_share
+
 PAGES_BOOKED_S = 5.0
 """A prompt counts as cached where it was sent for this long: until its pages are there, or something kept them away."""
-SETTLING_S = 0.1
-"""A report of load made this long after a request was sent includes it."""
-LOAD_BOOKED_S = 0.3
-"""Replicas report loads that have changed: after this long a request is in the last report, or has ended."""
 MOST_BOOKED_PAGES = 1 << 19
 
 
@@ -30,34 +28,28 @@ class Bookings:
         self._sent: deque[_Sent] = deque()
         self._pages: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
         self._num_pages = 0
-        self._load: defaultdict[str, deque[tuple[float, int]]] = defaultdict(deque)
+        self._load: dict[str, tuple[float, Load]] = {}
 
     def add(self, replica_id: str, digests: Sequence[bytes], *, num_new_tokens: int, now: float) -> None:
         """Note a request that was sent to a replica, the pages of its prompt, and the tokens it computes of it."""
-        self._load[replica_id].append((now, num_new_tokens))
+        booked = self.load(replica_id, now=now)
+        self._load[replica_id] = now, Load(booked.num_requests + 1, booked.queued_tokens + num_new_tokens)
         if digests:
             self._sent.append(_Sent(now, replica_id, tuple(digests)))
             self._pages[replica_id].update(digests)
             self._num_pages += len(digests)
         self._expire(now)
 
-    def reported(self, replica_id: str, at: float) -> None:
-        """Note that a replica has reported its load: what was sent to it some time before is part of that."""
-        sent = self._load[replica_id]
-        while sent and sent[0][0] <= at - SETTLING_S:
-            sent.popleft()
-
     def forget(self, replica_id: str) -> None:
         """Drop what is booked for a replica that is gone, or has dropped what it had cached."""
         self._pages.pop(replica_id, None)
         self._load.pop(replica_id, None)
 
-    def load(self, replica_id: str, *, now: float) -> tuple[int, int]:
-        """Requests sent to a replica that its reports do not include yet, and the prompt tokens it computes of them."""
-        sent = self._load.get(replica_id, deque())
-        while sent and sent[0][0] <= now - LOAD_BOOKED_S:
-            sent.popleft()
-        return len(sent), sum(tokens for _, tokens in sent)
+    def load(self, replica_id: str, *, now: float) -> Load:
+        """What was sent to a replica, as far as the average load that it reports does not include it yet."""
+        at, booked = self._load.get(replica_id, (now, Load()))
+        kept = kept_share(now - at)
+        return Load(kept * booked.num_requests, kept * booked.queued_tokens)
 
     def num_pages(self, replica_id: str, digests: Sequence[bytes], *, now: float) -> int:
         """How many pages at the start of a prompt a replica will have."""

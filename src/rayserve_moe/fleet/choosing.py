@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from rayserve_moe.fleet.bookings import Bookings
+from rayserve_moe.fleet.load_average import Load
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 
 ANSWER_TOKENS = 256
@@ -35,26 +35,17 @@ UNKNOWN = Prompt()
 """Of a body that is not understood."""
 
 
-@dataclass(frozen=True)
-class ReplicaLoad:
-    """What a replica reports: requests in progress, and prompt tokens that are still to be computed."""
-
-    num_requests: int = 0
-    queued_tokens: int = 0
-
-
 class Choosing:
     """One router's choices, over an index that others fill. `clock` is in seconds."""
 
     def __init__(self, index: PrefixIndex, *, draw: random.Random, clock: Callable[[], float]) -> None:
         self._index, self._draw, self._clock = index, draw, clock
-        self._loads: dict[str, ReplicaLoad] = {}
+        self._loads: dict[str, Load] = {}
         self.bookings = Bookings()
 
-    def report(self, replica_id: str, load: ReplicaLoad) -> None:
-        """Note a replica's load as of now."""
+    def report(self, replica_id: str, load: Load) -> None:
+        """Note a replica's average load as of now."""
         self._loads[replica_id] = load
-        self.bookings.reported(replica_id, self._clock())
 
     def forget(self, replica_id: str) -> None:
         """Forget load and bookings of a replica that is gone, or has started over."""
@@ -64,7 +55,7 @@ class Choosing:
     def choose(self, prompt: Prompt, replica_ids: Sequence[str]) -> str:
         """Return one of the replicas, of which there are some, and book the request there."""
         now = self._clock()
-        new = {name: prompt.num_tokens - self._num_cached(name, prompt, now) for name in replica_ids}
+        new = {name: prompt.num_tokens - self.num_cached(name, prompt) for name in replica_ids}
         costs = {name: (tokens + ANSWER_TOKENS) * self._load(name, now) for name, tokens in new.items()}
         least = min(costs.values())
         chosen = self._draw.choice([name for name, cost in costs.items() if cost <= least * NEARLY])
@@ -73,14 +64,11 @@ class Choosing:
 
     def num_cached(self, replica_id: str, prompt: Prompt) -> int:
         """Tokens of a prompt that a replica need not compute, by events and bookings."""
-        return self._num_cached(replica_id, prompt, self._clock())
-
-    def _num_cached(self, replica_id: str, prompt: Prompt, now: float) -> int:
         held = self._index.num_cached_pages(replica_id, prompt.digests)
-        booked = self.bookings.num_pages(replica_id, prompt.digests, now=now)
+        booked = self.bookings.num_pages(replica_id, prompt.digests, now=self._clock())
         return max(held, booked) * prompt.page_size
 
     def _load(self, replica_id: str, now: float) -> float:
-        reported = self._loads.get(replica_id, ReplicaLoad())
-        num_sent, sent_tokens = self.bookings.load(replica_id, now=now)
-        return IDLE_LOAD + reported.num_requests + num_sent + (reported.queued_tokens + sent_tokens) / QUEUE_TOKENS
+        reported, sent = self._loads.get(replica_id, Load()), self.bookings.load(replica_id, now=now)
+        num_requests, queued_tokens = map(sum, zip(reported, sent, strict=True))
+        return IDLE_LOAD + num_requests + queued_tokens / QUEUE_TOKENS

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from rayserve_moe.fleet.choosing import Choosing, Prompt, ReplicaLoad
+from rayserve_moe.fleet.choosing import Choosing, Prompt
+from rayserve_moe.fleet.load_average import Load
 from rayserve_moe.fleet.page_feed import METADATA
 from rayserve_moe.fleet.page_wire import prove_connecting, read_frame
 from rayserve_moe.fleet.prefix_index import PrefixIndex
@@ -26,7 +27,7 @@ class FleetView:
     def __init__(self, key: bytes, *, draw: random.Random) -> None:
         self._key = key
         self.index = PrefixIndex()
-        self._choosing = Choosing(self.index, draw=draw, clock=time.monotonic)
+        self.choosing = Choosing(self.index, draw=draw, clock=time.monotonic)
         self._readers: dict[str, asyncio.Task[None]] = {}
         self.page_size = 0
 
@@ -36,7 +37,7 @@ class FleetView:
             return
         for gone in self._readers.keys() - replicas.keys():
             self._readers.pop(gone).cancel()
-            self._choosing.forget(gone)
+            self.choosing.forget(gone)
         self.index.follow(replicas.keys())
         for name in replicas.keys() - self._readers.keys():
             address = replicas[name].get(METADATA) or {}
@@ -46,15 +47,7 @@ class FleetView:
     def choose(self, prompt: Prompt, replicas: Mapping[str, Mapping[str, Any]]) -> str:
         """Return the id of one of the replicas, of which there are some, by their metadata; never raises for others."""
         self.follow(replicas)
-        return self._choosing.choose(prompt, list(replicas))
-
-    def num_cached(self, replica_id: str, prompt: Prompt) -> int:
-        """Tokens of a prompt that a replica need not compute."""
-        return self._choosing.num_cached(replica_id, prompt)
-
-    def is_known(self, replica_ids: Sequence[str]) -> bool:
-        """Whether the events of all these replicas are whole."""
-        return all(map(self.index.is_known, replica_ids))
+        return self.choosing.choose(prompt, list(replicas))
 
     def close(self) -> None:
         """End all connections."""
@@ -74,8 +67,8 @@ class FleetView:
             await prove_connecting(reader, writer, key=self._key)
             while True:
                 message = await read_frame(reader)
-                if isinstance(message, ReplicaLoad):
-                    self._choosing.report(replica_id, message)
+                if isinstance(message, Load):
+                    self.choosing.report(replica_id, message)
                 elif not self.index.apply(replica_id, message):
                     return  # the next connection begins with a snapshot
                 await asyncio.sleep(0)  # requests are routed between two parts of a snapshot

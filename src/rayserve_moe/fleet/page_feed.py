@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
 from rayserve_moe.engine.page_watch import PageWatch
-from rayserve_moe.fleet.choosing import ReplicaLoad
+from rayserve_moe.fleet.load_average import Load, LoadAverage
 from rayserve_moe.fleet.page_log import PageLog, PageMessage
 from rayserve_moe.fleet.page_wire import frame, prove_listening
 from rayserve_moe.scheduling.page_events import PageEvents
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 METADATA = "page_events"
 """What a replica's metadata call the address of its feed."""
 REPORT_S = 0.1
-"""Between two looks at the load; readers are sent those that differ."""
+"""Between two looks at the load; readers are sent averages that differ."""
 MOST_UNSENT = 1024
 """Messages that wait for one reader."""
 _AT_ONCE = 64
@@ -42,7 +43,7 @@ class PageFeed:
         self._loop = asyncio.new_event_loop()
         self._host, self._port = host, 0
         self._is_listening = threading.Event()
-        self._reported = ReplicaLoad()
+        self._average, self._reported = LoadAverage(time.monotonic()), Load()
         self._thread = threading.Thread(target=self._run, name="page-events", daemon=True)
         self._thread.start()
         self._is_listening.wait(_START_S)
@@ -86,12 +87,13 @@ class PageFeed:
 
     def _report(self) -> None:
         self._loop.call_later(REPORT_S, self._report)
-        load = ReplicaLoad(*self._pages.load()) if self._unsent else self._reported
-        if load != self._reported:
-            self._reported = load
-            self._send(load)
+        load = self._average.add(Load(*self._pages.load()), time.monotonic())
+        rounded = Load(round(load.num_requests, 1), round(load.queued_tokens))
+        if rounded != self._reported:
+            self._reported = rounded
+            self._send(rounded)
 
-    def _send(self, message: PageMessage | ReplicaLoad) -> None:
+    def _send(self, message: PageMessage | Load) -> None:
         framed = frame(message) if self._unsent else b""
         for unsent, writer in list(self._unsent.items()):
             unsent.put_nowait(framed)
@@ -106,7 +108,7 @@ class PageFeed:
             await prove_listening(reader, writer, key=self._key)
             snapshot = self._log.snapshot()
             self._unsent[unsent] = writer
-            unsent.put_nowait(frame(ReplicaLoad(*self._pages.load())))
+            unsent.put_nowait(frame(self._reported))
             for part in snapshot:
                 writer.write(frame(part))
                 await writer.drain()

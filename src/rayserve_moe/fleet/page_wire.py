@@ -9,7 +9,7 @@ import secrets
 import msgpack
 
 from rayserve_moe.cluster.handshake import HANDSHAKE_S, NONCE_BYTES, PROOF_BYTES, proof_of
-from rayserve_moe.fleet.choosing import ReplicaLoad
+from rayserve_moe.fleet.load_average import Load
 from rayserve_moe.fleet.page_log import PageMessage
 
 LONGEST_FRAME = 1 << 24
@@ -20,21 +20,20 @@ class WireError(ConnectionError):
     """The other end does not know the key, or sends something else."""
 
 
-def frame(message: PageMessage | ReplicaLoad) -> bytes:
+def frame(message: PageMessage | Load) -> bytes:
     """Return the bytes of a message."""
-    fields = list(message) if isinstance(message, PageMessage) else [message.num_requests, message.queued_tokens]
-    packed = msgpack.packb(fields, use_bin_type=True)
+    packed = msgpack.packb(list(message), use_bin_type=True)
     return len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
 
 
-async def read_frame(reader: asyncio.StreamReader) -> PageMessage | ReplicaLoad:
+async def read_frame(reader: asyncio.StreamReader) -> PageMessage | Load:
     """Read a message. EOFError where the connection has ended, WireError."""
     length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
     if length > LONGEST_FRAME:
         raise WireError(f"a frame of {length} bytes")
     fields = msgpack.unpackb(await reader.readexactly(length), raw=False, strict_map_key=False)
-    if len(fields) == len(ReplicaLoad.__dataclass_fields__):
-        return ReplicaLoad(*fields)
+    if len(fields) == len(Load._fields):
+        return Load(*fields)
     epoch, first, num_to_come, events = fields
     return PageMessage(epoch, first, num_to_come, tuple((kind, rank, body) for kind, rank, body in events))
 

@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.fleet.choosing import UNKNOWN, Prompt
 from rayserve_moe.fleet.fleet_view import FleetView
 from rayserve_moe.fleet.shared_key import shared_key
@@ -75,6 +76,7 @@ class PrefixRouter:
         self._server, self._reader = server, make_reader(key)
         self._view = FleetView(key, draw=random.Random())
         self._following: asyncio.Task[None] | None = None
+        freeze_what_stays()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return Starlette(routes=[Route(ROUTE, self._route, methods=["POST"])])

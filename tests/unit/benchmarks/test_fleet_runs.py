@@ -26,12 +26,13 @@ def test_refusals_without_a_time_to_come_back_and_growing_memory_are_named() -> 
         Seen(HANG, 0, 99),
     ]
     watched.health = [Seen(COMPLETED, 0.0, 0.004), Seen("503", 0.0, 0.2)]
+    watched.late_s = [0.0, 0.001]
     watched.resident = [(60.0 * n, dict.fromkeys(fleet_overload.PARTS, 100 * MIB)) for n in range(4)]
     watched.resident += [(60.0 * n, dict.fromkeys(fleet_overload.PARTS, (100 + n) * MIB)) for n in range(4, 8)]
     found = figures(watched, seconds=60.0, over=60.0, peak=0.02)
     assert found["answers"] == {COMPLETED: 1, "429": 1, "429 without Retry-After": 1, HANG: 1}
     assert found["goodput_of_peak"] == pytest.approx(1 / 60 / 0.02) and found["health_failed"] == 1
-    assert found["health_worst_ms"] == pytest.approx(200)
+    assert found["health_worst_ms"] == pytest.approx(200) and found["clients_late_worst_ms"] == pytest.approx(1)
     assert found["resident"]["journal"]["second_half_mib_per_min"] == pytest.approx(1.0)
     asked = {"num_replicas": 2, "factor": 10.0, "seconds": 60.0, "client_cpu_s": 1.0, "wall_s": 70.0}
     assert "| cut off or never answered" in fleet_overload.table_of({**asked, **found})

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from rayserve_moe.fleet import bookings
-from rayserve_moe.fleet.choosing import UNKNOWN, Choosing, Prompt, ReplicaLoad
+from rayserve_moe.fleet.choosing import UNKNOWN, Choosing, Prompt
+from rayserve_moe.fleet.load_average import AVERAGED_S, Load, LoadAverage
 from rayserve_moe.fleet.page_log import ADDED, WEIGHTS, PageMessage
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 from rayserve_moe.scheduling.page_digests import prompt_digests
 
 PAGE = 16
 REPLICAS = ("a", "b", "c", "d")
+STARTS = (("a", 1), ("b", 100_000))
 
 
 class Fleet:
@@ -53,7 +55,7 @@ def test_load_outweighs_a_short_prefix_and_not_a_long_one():
     fleet, prompt = Fleet(), prompt_of(8000)
     fleet.hold("b", prompt, 490)
     for name in REPLICAS:
-        fleet.choosing.report(name, ReplicaLoad(10 if name == "b" else 0))
+        fleet.choosing.report(name, Load(10 if name == "b" else 0))
     assert fleet.choose(prompt) == "b"
     short = prompt_of(100, start=50_000)
     fleet.hold("b", short, 2)
@@ -63,7 +65,7 @@ def test_load_outweighs_a_short_prefix_and_not_a_long_one():
 def test_queued_tokens_are_load():
     fleet = Fleet()
     for name in REPLICAS:
-        fleet.choosing.report(name, ReplicaLoad(4, queued_tokens=100_000 if name != "d" else 0))
+        fleet.choosing.report(name, Load(4, queued_tokens=100_000 if name != "d" else 0))
     assert fleet.choose(prompt_of(500)) == "d"
 
 
@@ -95,7 +97,7 @@ def test_what_is_not_understood_goes_by_load_alone(prompt):
     fleet = Fleet()
     fleet.hold("a", prompt_of(1000), 62)
     for name, load in zip(REPLICAS, (3, 2, 0, 1), strict=True):
-        fleet.choosing.report(name, ReplicaLoad(load))
+        fleet.choosing.report(name, Load(load))
     assert fleet.choose(prompt) == "c"
 
 
@@ -115,23 +117,37 @@ def test_booked_pages_expire():
     assert fleet.choosing.num_cached(first, prompt) == 0 and len(fleet.choosing.bookings) == 0
 
 
-def test_booked_load_lasts_until_a_report_includes_it():
+@pytest.mark.parametrize("seconds", [0.05, 0.3, 2.0, 10.0])
+def test_a_request_that_runs_counts_once_booked_or_reported(seconds):
+    fleet, average = Fleet(), LoadAverage(0.0)
+    first = fleet.choose(prompt_of(3000))
+    fleet.now += seconds
+    reported = average.add(Load(1, 3000), fleet.now)
+    booked = fleet.choosing.bookings.load(first, now=fleet.now)
+    assert reported.num_requests + booked.num_requests == pytest.approx(1)
+    assert reported.queued_tokens + booked.queued_tokens == pytest.approx(3000)
+
+
+def test_booked_load_ends_where_a_replica_reports_nothing():
     fleet = Fleet()
     first = fleet.choose(prompt_of(3000))
-    fleet.choosing.report(first, ReplicaLoad())
     assert fleet.choosing.bookings.load(first, now=fleet.now) == (1, 3000)
-    fleet.now += bookings.SETTLING_S
-    fleet.choosing.report(first, ReplicaLoad(1, 3000))
-    assert fleet.choosing.bookings.load(first, now=fleet.now) == (0, 0)
+    fleet.now += 20 * AVERAGED_S
+    assert max(fleet.choosing.bookings.load(first, now=fleet.now)) < 1e-3
 
 
-def test_booked_load_ends_where_a_replica_has_nothing_new_to_report():
-    fleet = Fleet()
-    for _ in range(100):
-        first = fleet.choose(prompt_of(3000))
-        assert fleet.choosing.bookings.load(first, now=fleet.now)[0] == 1
-        fleet.now += 1.1 * bookings.LOAD_BOOKED_S
-        assert fleet.choosing.bookings.load(first, now=fleet.now) == (0, 0)
+def test_short_requests_that_end_together_do_not_move_each_other():
+    """A report sees eight requests of one replica and none of the other, and the next one the opposite."""
+    fleet, averages = Fleet(), {name: LoadAverage(0.0) for name in "ab"}
+    prompts = {name: [prompt_of(400, start=start + 1000 * place) for place in range(8)] for name, start in STARTS}
+    for name, own in prompts.items():
+        fleet.hold(name, Prompt(digests=[each for prompt in own for each in prompt.digests[:20]]), 160)
+    for turn in range(60):
+        fleet.now = turn * 0.1
+        for name, load in zip("ab" if turn % 2 else "ba", (8, 0), strict=True):
+            fleet.choosing.report(name, averages[name].add(Load(load), fleet.now))
+        chosen = [(name, fleet.choosing.choose(prompt, "ab")) for name, own in prompts.items() for prompt in own]
+        assert all(home == replica for home, replica in chosen), turn
 
 
 def test_bookings_are_bounded(monkeypatch):

@@ -86,12 +86,12 @@ def test_a_router_learns_what_is_cached_before_and_after_it_connects(replica):
     replica.cache(8)
 
     async def check(view: FleetView) -> None:
-        await become(lambda: view.num_cached("0", prompt_of(9)) == 8)
+        await become(lambda: view.choosing.num_cached("0", prompt_of(9)) == 8)
         assert view.page_size == PAGE
         replica.cache(4, start=100)
-        await become(lambda: view.num_cached("0", prompt_of(5, start=100)) == 4)
+        await become(lambda: view.choosing.num_cached("0", prompt_of(5, start=100)) == 4)
         change_weights(replica.scheduler, "1")
-        await become(lambda: view.num_cached("0", prompt_of(9)) == 0)
+        await become(lambda: view.choosing.num_cached("0", prompt_of(9)) == 0)
         assert view.index.weight_version("0") == "1"
 
     follow(check, replica.feed.address)
@@ -103,7 +103,7 @@ def test_a_request_goes_to_the_replica_that_has_its_prefix(replica):
 
     async def check(view: FleetView) -> None:
         replicas = {"0": replica.feed.address, "1": other.feed.address}
-        await become(lambda: view.is_known(["0", "1"]))
+        await become(lambda: all(map(view.index.is_known, ["0", "1"])))
         assert view.choose(prompt_of(17), replicas) == "1"
 
     try:
@@ -117,9 +117,9 @@ def test_a_replica_that_is_gone_counts_as_empty_and_still_can_be_chosen(replica,
     replica.cache(8)
 
     async def check(view: FleetView) -> None:
-        await become(lambda: view.num_cached("0", prompt_of(9)) == 8)
+        await become(lambda: view.choosing.num_cached("0", prompt_of(9)) == 8)
         replica.feed.stop()
-        await become(lambda: not view.is_known(["0"]))
+        await become(lambda: not view.index.is_known("0"))
         assert view.choose(prompt_of(9), {"0": replica.feed.address}) == "0"
 
     follow(check, replica.feed.address)
@@ -130,7 +130,7 @@ def test_nothing_is_sent_to_who_does_not_know_the_key(replica):
 
     async def check(view: FleetView) -> None:
         await asyncio.sleep(0.3)
-        assert not view.is_known(["0"]) and len(view.index) == 0
+        assert not view.index.is_known("0") and len(view.index) == 0
 
     follow(check, replica.feed.address, key=b"x" * 32)
 
@@ -156,9 +156,9 @@ def test_a_reader_that_stops_reading_is_cut_off_and_holds_up_nobody(replica, mon
             replica.feed._loop.call_soon_threadsafe(replica.feed._send, large)
         await become(lambda: not replica.feed._unsent)
         view.follow({"0": replica.feed.address})
-        await become(lambda: view.is_known(["0"]))
+        await become(lambda: view.index.is_known("0"))
         replica.cache(2)
-        await become(lambda: view.num_cached("0", prompt_of(3)) == 2)
+        await become(lambda: view.choosing.num_cached("0", prompt_of(3)) == 2)
         writer.close()
 
     follow(check)
@@ -166,9 +166,9 @@ def test_a_reader_that_stops_reading_is_cut_off_and_holds_up_nobody(replica, mon
 
 def test_load_is_reported(replica):
     async def check(view: FleetView) -> None:
-        await become(lambda: view.is_known(["0"]))
+        await become(lambda: view.index.is_known("0"))
         replica.scheduler.waiting.extend([SimpleNamespace(num_tokens=50, num_computed=0)] * 3)
-        await become(lambda: view._choosing._loads["0"].queued_tokens == 150)
-        assert view._choosing._loads["0"].num_requests == 3
+        await become(lambda: view.choosing._loads["0"].queued_tokens == 150)
+        assert view.choosing._loads["0"].num_requests == 3
 
     follow(check, replica.feed.address)
