@@ -7,13 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
+from starlette.requests import Request
+
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.fleet.member import lost_sentence
 from rayserve_moe.requests import ModelCard
-from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.errors import ApiError, path_of
 from rayserve_moe.serving.fleet import Fleet
+from rayserve_moe.serving.journalling import KEPT_PATHS
 from rayserve_moe.serving.middleware.admission import Admission
 from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.serving.response_store import ResponseStore
@@ -56,10 +59,15 @@ class ApiState:
         """The version that has to be pushed before anything is answered; empty where nothing is awaited."""
         return "" if self.fleet is None else self.fleet.member.awaited
 
-    async def refuse_requests(self) -> None:
-        """Raise a 503 where nothing is to be generated: a single dependency, since each costs every request."""
+    async def refuse_requests(self, request: Request) -> None:
+        """Raise a 503 where nothing is to be generated, and EngineBusyError before a body is read in vain.
+
+        One with `Last-Event-ID` may get the place of another. A single dependency, since each costs every request.
+        """
         await self.traffic.refuse_when_draining()
         await self.refuse_without_weights()
+        if path_of(request.scope) in KEPT_PATHS and b"last-event-id" not in dict(request.scope["headers"]):
+            self.loop.capacity.check()
 
     async def refuse_without_weights(self) -> None:
         """Raise a 503 while weights are awaited. A coroutine, since FastAPI calls plain functions on a thread."""

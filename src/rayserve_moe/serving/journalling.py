@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.fleet.journal_client import TAKEN_OVER, JournalClient, JournalDownError
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
 from rayserve_moe.fleet.journal_tickets import Found, Ticket
@@ -153,22 +154,16 @@ class KeptRequest:
         self.journal.close(self.ticket)
 
 
-def replaces_running() -> bool:
-    """Whether the HTTP request that this task answers goes on with one that runs at this replica."""
-    asking = _ASKING.get()
-    return asking is not None and bool(asking.cursor) and asking.identity in asking.journal.tickets
-
-
-async def kept_request(requests: Sequence[GenerationRequest], card: ModelCard) -> KeptRequest | None:
-    """Begin to keep the HTTP request that this task answers, or go on with it; None where it is not to be kept.
-
-    Those that return hidden states are not.
-    """
+async def kept_request(
+    requests: Sequence[GenerationRequest], card: ModelCard, *, capacity: Capacity
+) -> KeptRequest | None:
+    """Keep the HTTP request that this task answers, or go on with it; None without a name, and for hidden states."""
     asking = _ASKING.get()
     if asking is None or not asking.name or any(request.return_hidden_states for request in requests):
         return None
     if asking.resumed is None and asking.cursor:
-        found = await take_over(asking.journal, asking.identity, told=_cursor_in(asking.cursor))
+        cursor = _cursor_in(asking.cursor)
+        found = await take_over(asking.journal, asking.identity, told=cursor, capacity=capacity)
         if (found.asked.path, found.asked.body) != (asking.path, asking.body):
             asking.journal.close(found.ticket)
             raise ApiError(400, "`Last-Event-ID` belongs to a request with another body", code="other_body")
@@ -202,11 +197,16 @@ def hand_over(journal: JournalClient) -> int:
     return len(open_now)
 
 
-async def take_over(journal: JournalClient, identity: bytes, *, told: int | list[int]) -> Resumed:
-    """Become the owner of a request, of which the client has `told`. ApiError 404, 400 past its end, 503."""
+async def take_over(journal: JournalClient, identity: bytes, *, told: int | list[int], capacity: Capacity) -> Resumed:
+    """Become the owner of a request, of which the client has `told`. ApiError 404, 400 past its end, 503.
+
+    EngineBusyError where there is no capacity: only one that runs here gives its place.
+    """
     try:
         _resumed(await asyncio.wrap_future(journal.ask(identity)), told)
-        if (own := journal.tickets.get(identity)) is not None:
+        if (own := journal.tickets.get(identity)) is None:
+            capacity.check()
+        else:
             journal.close(own)
             if own.on_loss is not None and isinstance(ended := own.on_loss(TAKEN_OVER), Future):
                 await asyncio.wrap_future(ended)

@@ -19,7 +19,7 @@ from rayserve_moe.engine.streams import GenerationStream, Keeper
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, RequestError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.journalling import HANDED_OVER, TAKEN_OVER, KeptRequest, kept_request, replaces_running
+from rayserve_moe.serving.journalling import HANDED_OVER, TAKEN_OVER, KeptRequest, kept_request
 from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
 from rayserve_moe.text.thinking_limits import with_thinking_limit
 
@@ -137,11 +137,9 @@ async def open_streams(
 
     `param_names` maps the engine's names of fields to the route's. Between many choices other tasks run.
     """
-    if not replaces_running():
-        state.loop.capacity.check()  # before another replica's request is taken over, or the journal is written to
     with refusals_named(param_names or {}):
         requests = [with_thinking_limit(request, state.chat_output) for request in requests]
-    kept = await kept_request(requests, state.card)
+    kept = await kept_request(requests, state.card, capacity=state.loop.capacity)
     requests = requests if kept is None else kept.requests
     streams, num_choices = RequestStreams(state, requests), 0
     streams.kept = kept
