@@ -48,8 +48,7 @@ class Bookings:
     def load(self, replica_id: str, *, now: float) -> Load:
         """What was sent to a replica, as far as the average load that it reports does not include it yet."""
         at, booked = self._load.get(replica_id, (now, Load()))
-        kept = kept_share(now - at)
-        return Load(kept * booked.num_requests, kept * booked.queued_tokens)
+        return Load(*(kept_share(now - at) * each for each in booked))
 
     def num_pages(self, replica_id: str, digests: Sequence[bytes], *, now: float) -> int:
         """How many pages at the start of a prompt a replica will have."""
