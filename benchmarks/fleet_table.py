@@ -40,8 +40,8 @@ def router_time(measured: Mapping[str, Any]) -> str:
 COMPARED = {
     "TTFT p50, ms": ("ttft_p50_s", 1e3),
     "TTFT p99, ms": ("ttft_p99_s", 1e3),
-    "between tokens p50, ms": ("gap_p50_s", 1e3),
-    "between tokens p99, ms": ("gap_p99_s", 1e3),
+    "between events p50, ms": ("gap_p50_s", 1e3),
+    "between events p99, ms": ("gap_p99_s", 1e3),
     "time per token p50, ms": ("tpot_p50_s", 1e3),
     "time per token p99, ms": ("tpot_p99_s", 1e3),
     "tokens/s of a replica": ("tokens_s", 1.0),

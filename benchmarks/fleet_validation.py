@@ -1,9 +1,10 @@
 """The simulation of a fleet against the fleet: the same conversations, played to replicas that have a core each.
 
-    python -m benchmarks.fleet_validation [--size small] [--replicas 2] [--requests 200] [--load 0.5] [--out FILE.json]
+    python -m benchmarks.fleet_validation [--size mid] [--replicas 2] [--requests 150] [--load 0.5] [--out FILE.json]
 
-Step times are fitted to streams before, through the same endpoint. The fleet starts on one core, so that its kernels
-take one thread; then each replica and its worker are held to a core of their own, and all else may use any.
+Step times are fitted before, to streams that each replica is asked for directly, then scaled to a first run of other
+conversations at half the rate. The fleet starts on one core, so that its kernels take one thread; then each replica and
+its worker are held to a core of their own, and all else may use any.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import RESULTS, checkpoint_of, load_before_start, machine_facts, note, save
 from benchmarks.fleet_table import fleet_validation
 from benchmarks.serve_process import HOST, ServeProcess
-from benchmarks.simulation.calibrate import calibrate
+from benchmarks.simulation.calibrate import calibrate, fitted_to
 from benchmarks.simulation.client import play
 from benchmarks.simulation.costs import MeasuredSteps
 from benchmarks.simulation.fleet import simulate
@@ -31,6 +34,7 @@ from rayserve_moe.scheduling.scheduler import StepLimits
 SHAPE = Shape((100, 0.8), (48, 0.5), common=64, turns=4.0, gap_s=1.0, longest=1500)
 LIMITS = StepLimits(num_rows=16, step_tokens=256, chunk_tokens=256, page_size=16, num_pages=1200, max_tokens=2048)
 TTFT_S, TPOT_S = 2.0, 0.2
+_REPLICA = re.compile(r"^ +server \S+ \S+:(\d+) check observe ", re.MULTILINE)
 
 
 def settings(size: str, num_replicas: int) -> dict[str, Any]:
@@ -45,6 +49,16 @@ def settings(size: str, num_replicas: int) -> dict[str, Any]:
         "max_model_len": LIMITS.max_tokens,
         "cpus_per_host": 0.25,
     }
+
+
+def replica_ports(server: ServeProcess) -> list[int]:
+    """Where the replicas listen, by the configuration of the HAProxy that runs."""
+    for pid in server.pids_of("haproxy"):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        text = Path(os.fsdecode(words[words.index(b"-f") + 1])).read_text(encoding="utf-8")
+        if found := _REPLICA.findall(text):
+            return [int(port) for port in found]
+    raise RuntimeError("HAProxy has no replicas")
 
 
 def hold(server: ServeProcess, cores: Sequence[int]) -> None:
@@ -83,23 +97,31 @@ def compare(size: str, *, num_replicas: int, num_requests: int, load: float) -> 
     with server:
         hold(server, cores[:num_replicas] if num_replicas <= len(cores) else cores)
         address = (HOST, server.port)
-        times = asyncio.run(calibrate(address, vocab_size=vocab_size, num_replicas=num_replicas))
+        replicas = [(HOST, port) for port in replica_ports(server)]
+        times = asyncio.run(calibrate(address, replicas, vocab_size=vocab_size))
         note(str(times))
         rate = rate_for(times, load, num_replicas)
-        conversations = list(drawn(SHAPE, rate=rate, num_requests=num_requests, seed=1))
-        seen = asyncio.run(play(address, conversations, vocab_size=vocab_size, num_replicas=num_replicas))
-    real = seen.figures(ttft_s=TTFT_S, tpot_s=TPOT_S)
+
+        def run(rate: float, seed: int) -> tuple[list[Conversation], dict[str, float]]:
+            asked = list(drawn(SHAPE, rate=rate, num_requests=num_requests, seed=seed))
+            seen = asyncio.run(play(address, asked, vocab_size=vocab_size, num_replicas=num_replicas))
+            return asked, seen.figures(ttft_s=TTFT_S, tpot_s=TPOT_S)
+
+        known, shown = run(rate / 2, seed=2)
+        times = fitted_to(shown, times, simulate=partial(_simulated, known, num_replicas=num_replicas))
+        note(str(times))
+        conversations, real = run(rate, seed=1)
     return {
         "size": size,
         "num_replicas": num_replicas,
         "rate_s": rate,
         "times": asdict(times),
         "real": real,
-        "simulated": _simulated(conversations, times, num_replicas),
+        "simulated": _simulated(conversations, times, num_replicas=num_replicas),
     }
 
 
-def _simulated(conversations: list[Conversation], times: MeasuredSteps, num_replicas: int) -> dict[str, float]:
+def _simulated(conversations: list[Conversation], times: MeasuredSteps, *, num_replicas: int) -> dict[str, float]:
     how = {"num_replicas": num_replicas, "request_s": times.request_s}
     seen = simulate("prefix", lambda: SimulatedReplica(LIMITS, times), conversations, **how)
     return seen.figures(ttft_s=TTFT_S, tpot_s=TPOT_S)
@@ -108,9 +130,9 @@ def _simulated(conversations: list[Conversation], times: MeasuredSteps, num_repl
 def main() -> None:
     """Measure, write the result file, print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=sorted(PRESETS), default="small")
+    parser.add_argument("--size", choices=sorted(PRESETS), default="mid")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--load", type=float, default=0.5)
     parser.add_argument("--out", type=Path, default=RESULTS / "fleet_validation.json")
     arguments = parser.parse_args()

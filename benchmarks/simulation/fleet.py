@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.simulation.replica import ANSWER_ID, KEY, SimulatedReplica
 from benchmarks.simulation.workloads import Conversation, token_ids
+from rayserve_moe.engine.output_dispatch import GROUPING_S_PER_SEQUENCE, LONGEST_GROUPING_S
 from rayserve_moe.fleet.choosing import Choosing, Prompt
 from rayserve_moe.fleet.load_average import LoadAverage
 from rayserve_moe.fleet.page_feed import REPORT_S
@@ -34,6 +35,7 @@ class Asked:
     prompt: np.ndarray
     arrived_at: float
     first_at: float = 0.0
+    told_at: float = 0.0
     last_at: float = 0.0
     num_given: int = 0
     num_cached: int = 0
@@ -41,7 +43,7 @@ class Asked:
 
 @dataclass
 class Seen:
-    """What a simulation, or a run, has shown: all requests that ended, and the gaps between tokens, in seconds."""
+    """What a simulation, or a run, has shown: all requests that ended, and the seconds between two events of one."""
 
     asked: list[Asked] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -207,12 +209,15 @@ class Simulation:
         self._at(replica.clock.now, lambda then: self._take(name, got, ended, now=then))
 
     def _take(self, name: str, got: Iterable[Sequence], ended: Iterable[Sequence], *, now: float) -> None:
+        got = list(got)
+        interval = min(LONGEST_GROUPING_S, GROUPING_S_PER_SEQUENCE * len(got))
         for sequence in got:
             asked = self._asked[sequence]
-            if asked.first_at:
-                self._seen.gaps.append(now - asked.last_at)
-            else:
-                asked.first_at = now
+            if not asked.first_at:
+                asked.first_at = asked.told_at = now
+            elif now - asked.told_at >= interval or sequence in ended:
+                self._seen.gaps.append(now - asked.told_at)
+                asked.told_at = now
             asked.last_at = now
         self._routing.follow(name)
         for sequence in ended:

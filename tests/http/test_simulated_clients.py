@@ -26,7 +26,7 @@ def test_conversations_go_on_from_their_answers(url, engine):
 def test_step_times_are_fitted_from_streams(url, engine):
     address = (url.split("/")[2].split(":")[0], int(url.rsplit(":", 1)[1]))
     sizes = {"streams": (1, 4), "prompts": (8, 32, 64), "repeats": 1}
-    times = asyncio.run(calibrate(address, vocab_size=engine.card.vocab_size, num_replicas=1, **sizes))
+    times = asyncio.run(calibrate(address, [address], vocab_size=engine.card.vocab_size, **sizes))
     assert times.step_s + times.row_s > 0 and times.request_s >= 0 and times.prompt_s >= 0
 
 
