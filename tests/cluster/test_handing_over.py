@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.kill_fleet import wait_until_whole
 from benchmarks.resuming_client import ResumingClient
 from benchmarks.serve_process import HOST
 from tests.cluster.conftest import SETTINGS
@@ -50,6 +51,7 @@ def ask_again(ask: Ask, number: int, stop: threading.Event) -> list[dict[str, An
 def test_scaling_down_under_load_loses_no_request(checkpoint: Path):
     settings = {**SETTINGS, **LIMITS, "model_path": str(checkpoint), "num_replicas": 2, "hand_over_after_s": 0}
     with own_server(settings) as server, httpx.Client(base_url=f"http://{HOST}:{server.port}", timeout=600) as plain:
+        wait_until_whole(server)
         resuming, stop = ResumingClient(f"http://{HOST}:{server.port}", within_s=WITHIN_S), threading.Event()
 
         def ask_named(number: int, count: int, *, streams: bool) -> dict[str, Any]:
