@@ -3,10 +3,9 @@
     python -m benchmarks.fleet_overload [--minutes 10] [--factor 10] [--max-tokens 2600] [--out FILE.json]
 
 The peak is what as many clients as there are places get, each asking again once it is answered: the mean of before and
-after, since the speed of a machine drifts. Between, requests come at `--factor` times the first rate, at random moments,
-whatever comes of those before them; every other one is a stream. The
-journal keeps all of them. The clients are one process beside the server, whose CPU seconds are stated, and how late it
-was itself when it asked `/health`.
+after, since the speed of a machine drifts. Between, requests come at `--factor` times the first, at random moments,
+whatever comes of those before them; every other one is a stream. The journal keeps all of them. The clients are one
+process beside the server, whose CPU seconds are stated, and how late it was itself when it asked `/health`.
 """
 
 from __future__ import annotations

@@ -394,7 +394,6 @@ def test_a_full_replica_takes_over_nothing_but_what_runs_there(pair, unhurried, 
             return client.post(GENERATE, json=body, headers={"last-event-id": "0"})
         return client.post(RESUME, json={"rid": body["rid"], "from_token": 0})
 
-    before = len(pair.journal.table)
     with pair["a"].stream("POST", GENERATE, json=body) as answer:
         events = events_in(answer)
         assert next(events)
@@ -403,8 +402,24 @@ def test_a_full_replica_takes_over_nothing_but_what_runs_there(pair, unhurried, 
         refused = go_on(pair["b"])
         assert refused.status_code == 429 and refused.headers["retry-after"]
         assert pair["b"].post(GENERATE, json={**NATIVE, "rid": "refused"}).status_code == 429
-        assert next(events) and len(pair.journal.table) == before + 1
+        assert next(events)
         assert go_on(pair["a"]).status_code == 200
+    assert go_on(pair["b"]).status_code == 200, "it has ended, and needs no place"
+    assert pair["b"].post(RESUME, json={"rid": "refused", "from_token": 0}).status_code == 404
+    monkeypatch.undo()
+
+
+def test_of_several_prompts_none_is_taken_over_where_not_all_find_a_place(pair, unhurried, monkeypatch):
+    body = {"prompt": [[5, 6], [7, 8]], "max_tokens": 40, "ignore_eos": True, "rid": "two prompts", "stream": True}
+    with pair["a"].stream("POST", COMPLETIONS, json=body) as answer:
+        events = events_in(answer)
+        assert next(events)
+        monkeypatch.setattr(pair.engines["b"].loop, "capacity", Capacity((), 1))
+        assert pair["b"].post(RESUME, json={"rid": body["rid"], "from_token": 0}).status_code == 429
+        assert "error" not in [*events][-1][1]
+    two = {**body, "rid": "not kept"}
+    assert pair["b"].post(COMPLETIONS, json=two).status_code == 429
+    assert pair["b"].post(RESUME, json={"rid": "not kept", "from_token": 0}).status_code == 404
     monkeypatch.undo()
 
 

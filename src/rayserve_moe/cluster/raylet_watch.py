@@ -24,5 +24,7 @@ def end_with_raylet() -> None:
 
 
 def _end_after(raylet: int) -> None:
-    wait_for_end(raylet)
-    os._exit(FAILED)
+    try:
+        wait_for_end(raylet)
+    finally:
+        os._exit(FAILED)

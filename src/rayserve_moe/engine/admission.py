@@ -35,9 +35,9 @@ class Capacity:
     live: Sized
     most: int
 
-    def check(self) -> None:
-        """EngineBusyError where another request would not be taken now; from any thread."""
-        if (number := len(self.live)) >= self.most:
+    def check(self, wanted: int = 1) -> None:
+        """EngineBusyError where so many more requests would not be taken now; from any thread."""
+        if wanted and (number := len(self.live)) + wanted > self.most:
             raise EngineBusyError(f"{number} requests are waiting or running; try again later")
 
 

@@ -62,7 +62,7 @@ class ApiState:
     async def refuse_requests(self, request: Request) -> None:
         """Raise a 503 where nothing is to be generated, and EngineBusyError before a body is read in vain.
 
-        One with `Last-Event-ID` may get the place of another. A single dependency, since each costs every request.
+        What goes on with another request may need no place. A single dependency, since each costs every request.
         """
         await self.traffic.refuse_when_draining()
         await self.refuse_without_weights()

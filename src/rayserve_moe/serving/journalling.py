@@ -170,6 +170,7 @@ async def kept_request(
         resume(asking, found)
     resumed = asking.resumed
     if resumed is None:
+        capacity.check(len(requests))  # before the journal is written to
         requests = [_seeded(request) for request in requests]
         resumed = _begun(asking, requests, card)
     else:
@@ -200,12 +201,14 @@ def hand_over(journal: JournalClient) -> int:
 async def take_over(journal: JournalClient, identity: bytes, *, told: int | list[int], capacity: Capacity) -> Resumed:
     """Become the owner of a request, of which the client has `told`. ApiError 404, 400 past its end, 503.
 
-    EngineBusyError where there is no capacity: only one that runs here gives its place.
+    EngineBusyError where what has not ended of it finds no place; one that runs here gives its own.
     """
     try:
-        _resumed(await asyncio.wrap_future(journal.ask(identity)), told)
+        asked, committed, _ = _resumed(await asyncio.wrap_future(journal.ask(identity)), told)
         if (own := journal.tickets.get(identity)) is None:
-            capacity.check()
+            ends = list(accumulate(asked.choices))
+            prompts = [committed[end - number : end] for number, end in zip(asked.choices, ends, strict=True)]
+            capacity.check(sum(any(choice.finish is None for choice in prompt) for prompt in prompts))
         else:
             journal.close(own)
             if own.on_loss is not None and isinstance(ended := own.on_loss(TAKEN_OVER), Future):

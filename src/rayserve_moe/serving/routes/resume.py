@@ -44,7 +44,7 @@ class _Replayed(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = self._resumed.asked
         headers = [(name, value) for name, value in scope["headers"] if name not in (b"accept", b"content-length")]
-        headers.append((b"accept", asked.accept.encode("latin-1")))
+        headers += [(b"accept", asked.accept.encode("latin-1")), (b"last-event-id", b"")]
         path = scope.get("root_path", "") + asked.path
         parts: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
 
