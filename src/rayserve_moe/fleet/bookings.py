@@ -41,7 +41,7 @@ class Bookings:
         self._expire(now)
 
     def forget(self, replica_id: str) -> None:
-        """Drop what is booked for a replica that is gone, or has dropped what it had cached."""
+        """Drop what is booked for a replica that is gone."""
         self._pages.pop(replica_id, None)
         self._load.pop(replica_id, None)
 

@@ -48,7 +48,7 @@ class Choosing:
         self._loads[replica_id] = load
 
     def forget(self, replica_id: str) -> None:
-        """Forget load and bookings of a replica that is gone, or has started over."""
+        """Forget load and bookings of a replica that is gone."""
         self._loads.pop(replica_id, None)
         self.bookings.forget(replica_id)
 

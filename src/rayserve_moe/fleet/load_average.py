@@ -1,8 +1,8 @@
 """What runs at a replica, as routers see it: an average, so that short requests that end together do not move others.
 
 A report is old when it is used. Of requests that take no longer than that, the last number says nothing: sixteen at one
-moment, none at the next. A replica reports the average over the last seconds instead, each moment weighted by e to the
-minus of its age; what a router has sent since weighs what is missing there. A request that still runs is counted once.
+moment, none at the next. A replica reports an average instead, each moment weighted by e to the minus of its age over
+`AVERAGED_S`; what a router has sent since weighs what is missing there. A request that still runs is counted once.
 """
 
 from __future__ import annotations
