@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,21 +22,23 @@ class CutOffError(Exception):
 class _Seen:
     """What a client has of an answer: so many tokens, its end as one more, and the last event."""
 
+    has_begun: threading.Event
     told: int = 0
     last: dict[str, Any] = field(default_factory=dict)
 
 
 class ResumingClient:
     """Asks `/generate` for one choice. `num_cut` counts how often answers were cut off, `num_resumed` how often they
-    were gone on with."""
+    were gone on with; `has_begun` is set with the first event of a stream."""
 
     def __init__(self, url: str, *, within_s: float) -> None:
         self._url, self._within_s = url, within_s
         self.num_cut = self.num_resumed = 0
+        self.has_begun = threading.Event()
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the whole answer to a body with a `rid`. Certificates, which take a while to load, are none of its."""
-        deadline, path, asked, seen = time.monotonic() + self._within_s, "/generate", body, _Seen()
+        deadline, path, asked, seen = time.monotonic() + self._within_s, "/generate", body, _Seen(self.has_begun)
         with httpx.Client(base_url=self._url, timeout=self._within_s, verify=False) as client:
             while True:
                 try:
@@ -71,6 +74,7 @@ def _read(client: httpx.Client, path: str, *, asked: dict[str, Any], seen: _Seen
                     if "error" in event:
                         break
                     seen.last, seen.told = event, next_told
+                    seen.has_begun.set()
     except httpx.HTTPError as error:
         raise CutOffError(str(error)) from error
     if not is_done or not seen.last or seen.last["meta_info"]["finish_reason"] is None:

@@ -198,6 +198,12 @@ def asked(number: int, *, name: str) -> dict[str, Any]:
     return {"input_ids": [5, 6, 7 + number], "sampling_params": sampling, "rid": f"{name} {number}", **parts}
 
 
+def num_requests(client: httpx.Client) -> dict[str, int]:
+    """By replica, in progress."""
+    loads = client.get("/v1/loads").json()["loads"]
+    return {load["replica"]: load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads}
+
+
 def seen(answer: dict[str, Any]) -> tuple[Any, ...]:
     meta = answer["meta_info"]
     rows = extract_routed_experts_from_meta_info(answer).tolist()
@@ -211,10 +217,15 @@ def test_a_replica_that_is_killed_under_requests_loses_none_of_them(fleet):
     with ThreadPoolExecutor(16) as threads:
         wanted = list(threads.map(client.ask, [asked(number, name="undisturbed") for number in range(16)]))
         assert client.num_cut == 0
-        lost = running()[0]
-        pid = process_of(lost)  # asking takes so long that sixteen answers may end meanwhile
+        assert fleet.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+        client.has_begun.clear()
         found = [threads.submit(client.ask, asked(number, name="killed")) for number in range(16)]
-        wait_until(lambda: all(load["num_running_reqs"] > 1 for load in fleet.get("/v1/loads").json()["loads"]))
+        wait_until(lambda: sum(num_requests(fleet).values()) == 16)
+        counts = num_requests(fleet)
+        lost = max(counts, key=counts.__getitem__)
+        pid = process_of(lost)
+        assert fleet.post("/continue_generation").status_code == 200
+        client.has_begun.wait()
         os.kill(pid, signal.SIGKILL)
         answers = [one.result() for one in found]
     for one, other in zip(answers, wanted, strict=True):
