@@ -47,7 +47,7 @@ class JournalLink:
     def _run(self) -> None:
         lost_at = time.monotonic()
         while not self._stopped.is_set():
-            if self._serve_once():
+            if self._serve_once() and not self._stopped.is_set():
                 lost_at = time.monotonic()
                 log.warning("the journal is lost: tokens wait for another")
             if time.monotonic() - lost_at >= self.wait_s:
@@ -62,6 +62,8 @@ class JournalLink:
             return False
         with connection:
             self._connection = connection
+            if self._stopped.is_set():  # after `stop` has closed the one before
+                return False
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             receiving = threading.Thread(target=self._receive, args=(connection,), name="journal-in", daemon=True)
             with suppress(OSError, EOFError):

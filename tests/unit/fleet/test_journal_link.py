@@ -1,0 +1,50 @@
+"""The connection to a journal ends when it is to, whatever it is doing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from rayserve_moe.fleet import journal_link
+from tests.support.journals import OwnJournal
+
+WITHIN_S = 60.0
+
+
+@pytest.fixture
+def journal():
+    journal = OwnJournal()
+    yield journal
+    journal.end()
+
+
+def test_it_stops_while_it_connects(journal, monkeypatch):
+    """It waits for the journal's proof when it is stopped, and is connected later."""
+    is_connecting, may_connect = threading.Event(), threading.Event()
+    connect = journal_link.connect_proven
+
+    def connect_late(*address, **how):
+        is_connecting.set()
+        assert may_connect.wait(WITHIN_S)
+        return connect(*address, **how)
+
+    monkeypatch.setattr(journal_link, "connect_proven", connect_late)
+    client = journal.client(1)
+    assert is_connecting.wait(WITHIN_S)
+    stopping = threading.Thread(target=client.link.stop, daemon=True)
+    stopping.start()
+    assert client.link._stopped.wait(WITHIN_S)
+    may_connect.set()
+    stopping.join(WITHIN_S)
+    assert not stopping.is_alive()
+
+
+def test_one_that_is_stopped_does_not_say_that_the_journal_is_lost(journal, caplog):
+    client = journal.client(1)
+    with caplog.at_level(logging.WARNING):
+        while not client.is_up:
+            threading.Event().wait(0.005)
+        client.link.stop()
+    assert "lost" not in caplog.text
