@@ -17,6 +17,7 @@ from tests.http.conftest import assert_idle, served
 from tests.http.test_bad_inputs import check_error
 from tests.support.engines import ONE_ROW
 from tests.support.serving import KEY
+from tests.support.steps import unhurried
 
 LONG = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "n": 16}
 NATIVE_LONG = {"input_ids": [[5, 6], [7]], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True, "n": 8}}
@@ -60,22 +61,42 @@ def test_every_prompt_is_taken_back_when_one_cannot_be_served(http, engine):
     assert_idle(engine)
 
 
+FILLING = {"max_tokens": 400, "ignore_eos": True}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": [[5]] * 3, "max_tokens": 400, "ignore_eos": True}),
-        ("/generate", {"input_ids": [[5]] * 3, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}),
+        ("/v1/completions", {"prompt": [[5]] * 2, "max_tokens": 4}),
+        ("/generate", {"input_ids": [[5]] * 2, "sampling_params": {"max_new_tokens": 4}}),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_answers_429_and_recovers(small_http, small_engine, path, body, stream):
-    """One runs, one waits, and the third of one request is one too many: all three are taken back."""
-    answer = small_http.post(path, json={**body, "stream": stream})
-    assert check_error(answer, 429)["type"] == "overloaded_error"
-    assert int(answer.headers["retry-after"]) >= 1
-    assert small_http.get("/health").status_code == 200
-    assert_idle(small_engine)
+    """One runs and one waits, or one place is left for two prompts, of which none is taken then."""
+    for prompts in ([[5]], [[5]] * 2):
+        asked = {"json": {**FILLING, "prompt": prompts, "stream": True}}
+        with unhurried(small_engine.loop), small_http.stream("POST", "/v1/completions", **asked) as filling:
+            next(filling.iter_lines())
+            answer = small_http.post(path, json={**body, "stream": stream})
+            assert check_error(answer, 429)["type"] == "overloaded_error"
+            assert int(answer.headers["retry-after"]) >= 1
+            assert small_http.get("/health").status_code == 200
+        assert_idle(small_engine)
     assert small_http.post("/v1/completions", json=SHORT).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "body"),
+    [
+        ("/v1/completions", "prompt", {"max_tokens": 4}),
+        ("/generate", "input_ids", {}),
+    ],
+)
+def test_more_prompts_than_are_ever_taken_are_refused_for_good(small_http, small_engine, path, name, body):
+    answer = small_http.post(path, json={name: [[5]] * 3, **body})
+    assert "3 prompts" in check_error(answer, 400)["message"] and answer.json()["error"]["param"] == name
+    assert_idle(small_engine)
 
 
 def test_the_api_key_guards_everything_but_health(engine):

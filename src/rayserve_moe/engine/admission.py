@@ -35,6 +35,11 @@ class Capacity:
     live: Sized
     most: int
 
+    def check_size(self, wanted: int) -> None:
+        """RequestError where so many requests would never be taken."""
+        if wanted > self.most:
+            raise RequestError(f"{wanted} prompts are more than the {self.most} that a replica takes at once", "prompt")
+
     def check(self, wanted: int = 1) -> None:
         """EngineBusyError where so many more requests would not be taken now; from any thread."""
         if wanted and (number := len(self.live)) + wanted > self.most:

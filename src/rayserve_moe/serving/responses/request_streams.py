@@ -138,6 +138,7 @@ async def open_streams(
     `param_names` maps the engine's names of fields to the route's. Between many choices other tasks run.
     """
     with refusals_named(param_names or {}):
+        state.loop.capacity.check_size(len(requests))
         requests = [with_thinking_limit(request, state.chat_output) for request in requests]
     kept = await kept_request(requests, state.card, capacity=state.loop.capacity)
     requests = requests if kept is None else kept.requests
