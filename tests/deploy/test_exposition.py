@@ -8,6 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.deploy.fleet_metrics import metrics_of_a_fleet
 from tests.deploy.manifests import ROOT
 
 DOCS = (ROOT / "docs" / "metrics.md").read_text()
@@ -109,8 +110,9 @@ def test_the_docs_list_every_metric_and_those_of_vllm(families):
     only_with_limits |= {f"{PREFIX}rank_imbalance_ratio"}
     only_with_workers = {f"{PREFIX}{n}_total" for n in ("rebuilds", "rebuild_seconds", "rebuild_phase_seconds")}
     only_with_workers |= {f"{PREFIX}{n}" for n in ("requests_carried_over_total", "hosts_missing")}
-    only_sometimes = only_with_limits | only_with_workers
+    only_in_fleets = {f.name + "_total" * (f.type == "counter"): f.type for f in metrics_of_a_fleet()}
+    only_sometimes = only_with_limits | only_with_workers | only_in_fleets.keys()
     assert {name: kind for name, kind in listed if name not in only_sometimes} == told
-    assert only_sometimes <= dict(listed).keys()
+    assert only_sometimes <= dict(listed).keys() and only_in_fleets.items() <= dict(listed).items()
     mapped = re.findall(rf"^\| `vllm:\w+` \| .*?`({PREFIX}\w+)`", DOCS, re.MULTILINE)
     assert len(mapped) > 10 and set(mapped) <= dict(listed).keys()

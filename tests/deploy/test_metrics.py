@@ -11,6 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.deploy.fleet_metrics import metrics_of_a_fleet
 from tests.deploy.manifests import JOBS, ROOT, SERVED, Manifest, container_of
 from tests.http.conftest import served
 from tests.support.serving import KEY
@@ -29,7 +30,7 @@ RULES = [pytest.param({"expr": rule["expr"]}, id=rule["alert"]) for rule in ALER
 @pytest.fixture(scope="module")
 def kinds(url):
     """What it is, by the name of the sample; a counter by labels has samples once it counted something."""
-    families = list(text_string_to_metric_families(httpx.get(f"{url}/metrics").text))
+    families = [*text_string_to_metric_families(httpx.get(f"{url}/metrics").text), *metrics_of_a_fleet()]
     return {sample.name: family.type for family in families for sample in family.samples} | {
         f"{family.name}_total": "counter" for family in families if family.type == "counter"
     }
@@ -87,7 +88,7 @@ def test_board_and_alerts_ask_for_metrics_that_the_server_has(target, kinds):
 
 def test_the_board_filters_and_names_by_labels_that_samples_have():
     labels = {rule["target_label"] for rule in SCRAPE["relabel_configs"] if "target_label" in rule}
-    labels |= {"job", "instance", "placement", "reason", "status", "le"}
+    labels |= {"job", "instance", "placement", "reason", "status", "le", "replica"}
     for target in (param.values[0] for param in QUERIES + RULES):
         assert set(re.findall(r"[{,]\s*(\w+)\s*=", target["expr"])) <= labels
         for names in re.findall(r"\bby \(([^)]*)\)", target["expr"]):

@@ -67,7 +67,10 @@ def test_replicas_answer_alike_whichever_is_asked(fleet):
         assert [load["replica"] for load in loads["loads"]] == ["a", "b"] and loads["missing"] == []
         assert set(fleet[name].get("/server_info").json()["replicas"]) == {"a", "b"}
         text = fleet[name].get("/metrics").text
-        assert 'rayserve_moe_replica_up{replica="b"} 1.0' in text and text.count("# TYPE rayserve_moe_steps_total") == 1
+        assert (
+            'rayserve_moe_replica_up{model_name="tiny",replica="b"} 1.0' in text
+            and text.count("# TYPE rayserve_moe_steps_total") == 1
+        )
         assert 'rayserve_moe_steps_total{model_name="tiny",replica="a"}' in text
         state = fleet[name].get("/experts/state", params={"replica": "b"}).json()
         assert state["replica"] == "b" and state["replicas"] == ["a", "b"]
@@ -129,7 +132,7 @@ def test_a_replica_that_does_not_answer_is_named_and_nothing_counts_as_done(flee
     assert answer.status_code == (400 if path == UPDATE else 503) and "replica b did not answer" in answer.text
     loads = fleet["a"].get("/v1/loads").json()
     assert loads["missing"] == ["b"] and [load["replica"] for load in loads["loads"]] == ["a"]
-    assert 'rayserve_moe_replica_up{replica="b"} 0.0' in fleet["a"].get("/metrics").text
+    assert 'rayserve_moe_replica_up{model_name="tiny",replica="b"} 0.0' in fleet["a"].get("/metrics").text
     fleet.calls.silent = set()
     assert versions(fleet) == {"a": "0", "b": "0"}
     fleet.sync()

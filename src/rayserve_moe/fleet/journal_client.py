@@ -73,10 +73,10 @@ class JournalClient:
         self.link = JournalLink(self, address, key=key, wait_s=wait_s)
 
     def statistics(self) -> dict[str, float]:
-        """The journal's entries and bytes, requests that were resumed here, and answers that it has lost."""
-        lost = float(self.num_dropped + self.num_lost)
-        found = {"entries": self.num_entries, "bytes": self.num_bytes, "resumed": self.num_resumed}
-        return {"up": float(self.is_up), "lost": lost, **{name: float(value) for name, value in found.items()}}
+        """The journal's entries, bytes, and requests it had to drop, those resumed here, and answers lost with it."""
+        found = {"entries": self.num_entries, "bytes": self.num_bytes, "dropped": self.num_dropped}
+        found |= {"up": self.is_up, "resumed": self.num_resumed, "lost": self.num_lost}
+        return {name: float(value) for name, value in found.items()}
 
     def open(self, identity: bytes, asked: AskedRequest) -> Ticket:
         """Begin to keep a request. One of its name that still runs here goes on, and is not kept any longer."""

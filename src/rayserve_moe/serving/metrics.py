@@ -68,8 +68,11 @@ JOURNAL_GAUGES = {
 }
 JOURNAL_COUNTERS = {
     "resumed": "requests that were gone on with at this replica",
-    "lost": "requests that the journal had to drop, and answers that were lost with it",
+    "dropped": "requests that had no place in the journal",
+    "lost": "answers that were lost with a journal",
 }
+SHARED = frozenset(f"{PREFIX}_journal_{name}" for name in ("entries", "bytes", "requests_dropped"))
+"""What all replicas say of their one journal."""
 
 
 class EngineMetrics(Collector):
@@ -255,14 +258,19 @@ class Collected(Collector):
 def merged(by_replica: Mapping[str, Sequence[Metric]], missing: Sequence[str] = ()) -> list[Metric]:
     """Return the metrics of several replicas as one list: each sample has its replica as a label, each name one family.
 
-    `replica_up` is 0 for those that are missing.
+    What they share is there once, as the one with the largest number says. `replica_up` is 0 for those that are
+    missing.
     """
     families: dict[str, Metric] = {}
     for replica, metrics in by_replica.items():
         for metric in metrics:
             family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-            family.samples += [one._replace(labels={**one.labels, REPLICA: replica}) for one in metric.samples]
-    up = GaugeMetricFamily(f"{PREFIX}_replica_up", "1 for a replica that answers", labels=[REPLICA])
+            if metric.name in SHARED:
+                family.samples = max(family.samples, metric.samples, key=lambda found: [one.value for one in found])
+            else:
+                family.samples += [one._replace(labels={**one.labels, REPLICA: replica}) for one in metric.samples]
+    model = next((one.labels[MODEL] for family in families.values() for one in family.samples), "")
+    up = GaugeMetricFamily(f"{PREFIX}_replica_up", "1 for a replica that answers", labels=[MODEL, REPLICA])
     for replica, value in [*((name, 1) for name in by_replica), *((name, 0) for name in missing)]:
-        up.add_metric([replica], value)
+        up.add_metric([model, replica], value)
     return [up, *families.values()]
