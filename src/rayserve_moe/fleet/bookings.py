@@ -30,10 +30,10 @@ class Bookings:
         self._num_pages = 0
         self._load: dict[str, tuple[float, Load]] = {}
 
-    def add(self, replica_id: str, digests: Sequence[bytes], *, num_new_tokens: int, now: float) -> None:
-        """Note a request that was sent to a replica, the pages of its prompt, and the tokens it computes of it."""
+    def add(self, replica_id: str, digests: Sequence[bytes], *, load: Load, now: float) -> None:
+        """Note a request that was sent to a replica, the pages of its prompt, and what load it is there."""
         booked = self.load(replica_id, now=now)
-        self._load[replica_id] = now, Load(booked.num_requests + 1, booked.queued_tokens + num_new_tokens)
+        self._load[replica_id] = now, Load(*map(sum, zip(booked, load, strict=True)))
         if digests:
             self._sent.append(_Sent(now, replica_id, tuple(digests)))
             self._pages[replica_id].update(digests)

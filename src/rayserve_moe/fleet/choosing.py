@@ -24,11 +24,15 @@ NEARLY = 1.01
 
 
 class Prompt(NamedTuple):
-    """The prompt of a request, as far as a router understands it: tokens, and the digests of its whole pages."""
+    """The prompt of a request, as far as a router understands it: tokens, and the digests of its whole pages.
+
+    `num_choices` are the answers that it is asked for.
+    """
 
     num_tokens: int = 0
     digests: Sequence[bytes] = ()
     page_size: int = 1
+    num_choices: int = 1
 
 
 UNKNOWN = Prompt()
@@ -59,7 +63,8 @@ class Choosing:
         costs = {name: (tokens + ANSWER_TOKENS) * self._load(name, now) for name, tokens in new.items()}
         least = min(costs.values())
         chosen = self._draw.choice([name for name, cost in costs.items() if cost <= least * NEARLY])
-        self.bookings.add(chosen, prompt.digests, num_new_tokens=new[chosen], now=now)
+        load = Load(prompt.num_choices, new[chosen])
+        self.bookings.add(chosen, prompt.digests, load=load, now=now)
         return chosen
 
     def num_cached(self, replica_id: str, prompt: Prompt) -> int:

@@ -21,6 +21,7 @@ from rayserve_moe.serving.middleware.json_body import chat_from
 from rayserve_moe.serving.routes.chat_prompt import template_options
 from rayserve_moe.serving.schemas import messages as messages_schema
 from rayserve_moe.serving.schemas import responses as responses_schema
+from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
 from rayserve_moe.serving.schemas.openai import ChatBody
 from rayserve_moe.text.chat import render_chat
 from rayserve_moe.text.segments import SegmentEncoder
@@ -61,11 +62,13 @@ class PromptReader:
         ids = self._ids_of(fields) if isinstance(fields, dict) else None
         if ids is None or not page_size:
             return UNKNOWN
+        num_choices = _num_choices(fields)
         if any(fields.get(name) is not None for name in _PRIVATE):
-            return Prompt(len(ids))
+            return Prompt(len(ids), num_choices=num_choices)
         salt = fields.get("cache_salt") or fields.get("extra_key") or ""
         salt = salt[0] if isinstance(salt, list) else salt
-        return Prompt(len(ids), prompt_digests(self._key, salt, token_ids=ids, page_size=page_size), page_size)
+        digests = prompt_digests(self._key, salt, token_ids=ids, page_size=page_size)
+        return Prompt(len(ids), digests, page_size, num_choices)
 
     def _ids_of(self, fields: dict[str, Any]) -> np.ndarray | None:
         for name in _IDS:
@@ -94,6 +97,14 @@ class PromptReader:
             template_kwargs=template_options(body),
         )
         return self._encoder.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+def _num_choices(fields: dict[str, Any]) -> int:
+    sampling = fields.get("sampling_params") or fields
+    sampling = sampling[0] if isinstance(sampling, list) else sampling
+    given = next((given for name in _IDS if (given := fields.get(name))), None)
+    num_prompts = len(given) if isinstance(given, list) and isinstance(given[0], str | list) else 1
+    return min(num_prompts * max(1, int(sampling.get("n") or 1)), MAX_CHOICES)
 
 
 def _of_messages(fields: dict[str, Any]) -> dict[str, Any]:

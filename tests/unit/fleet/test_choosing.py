@@ -87,6 +87,17 @@ def test_different_prompts_spread_at_once():
     assert set(chosen.values()) == {4}
 
 
+def test_a_request_for_several_choices_weighs_as_much_as_they_do():
+    fleet = Fleet()
+    many = fleet.choose(prompt_of(500)._replace(num_choices=16))
+    chosen = Counter(fleet.choose(prompt_of(500, start=1000 * turn)) for turn in range(1, 13))
+    assert many not in chosen and set(chosen.values()) == {4}
+
+
+def test_what_has_run_for_a_second_is_reported_nearly_whole():
+    assert LoadAverage(0.0).add(Load(100, 100), 1.0) > (95, 95)
+
+
 def test_equal_replicas_are_drawn():
     chosen = Counter(Fleet(seed).choose(prompt_of(300)) for seed in range(200))
     assert min(chosen[name] for name in REPLICAS) > 25

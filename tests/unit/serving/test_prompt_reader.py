@@ -11,6 +11,7 @@ from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.fleet.choosing import UNKNOWN, Prompt
 from rayserve_moe.scheduling.page_digests import prompt_digests
 from rayserve_moe.serving.prompt_reader import PromptReader
+from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
 from rayserve_moe.text.chat import encode_chat
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -46,8 +47,25 @@ def test_ids_are_taken_as_they_are(reader, name, salt):
 
 
 def test_of_several_prompts_the_first_one_counts(reader):
-    assert read(reader, {"input_ids": [IDS, [1, 2]], "cache_salt": ["a", "b"]}) == prompt_of(IDS, "a")
-    assert read(reader, {"prompt": ["six times seven", "x"]}) == read(reader, {"prompt": "six times seven"})
+    both = read(reader, {"input_ids": [IDS, [1, 2]], "cache_salt": ["a", "b"]})
+    assert both == prompt_of(IDS, "a")._replace(num_choices=2)
+    texts = read(reader, {"prompt": ["six times seven", "x"]})
+    assert texts == read(reader, {"prompt": "six times seven"})._replace(num_choices=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_choices"),
+    [
+        ({"n": 3}, 3),
+        ({"n": None}, 1),
+        ({"sampling_params": {"n": 4}}, 4),
+        ({"sampling_params": [{"n": 4}, {"n": 4}], "input_ids": [IDS, IDS]}, 8),
+        ({"n": 10**9}, MAX_CHOICES),
+        ({"n": -1}, 1),
+    ],
+)
+def test_choices_are_counted(reader, fields, num_choices):
+    assert read(reader, {"input_ids": IDS, **fields}).num_choices == num_choices
 
 
 @pytest.mark.parametrize("name", ["text", "prompt"])
