@@ -1,162 +1,44 @@
-"""The command `rayserve-moe`."""
+"""The command `rayserve-moe`. Each of its commands is a module with `add_arguments` and `run`, loaded when used."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-from rayserve_moe.config.given_files import GivenFileError, read_json_object
-from rayserve_moe.config.load import set_environment_defaults
-from rayserve_moe.rollouts import batch_job
-from rayserve_moe.serving import chat_client
-from rayserve_moe.serving.routes.models import package_version
-from rayserve_moe.serving.start import command as start
-from rayserve_moe.serving.start import scale
-from rayserve_moe.tools.check_table import render
-from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, Limits, check, estimator_of, use_host_alone
-from rayserve_moe.tools.estimate.dump import dump_environment
-from rayserve_moe.tools.plan_slice import command as plan_slice
-from rayserve_moe.tools.presets import preset_names
-from rayserve_moe.tools.served_cases import NoTopologyError, ServedCase, case_of_config, case_of_model
-
-DOES_NOT_FIT, WRONG_USE = 1, 2
-DEFAULT_CONTEXT = 4096
+WRONG_USE = 2
+COMMANDS = {
+    "compile-check": ("tools.check_command", "compile a server's programs for a TPU topology"),
+    "plan-slice": ("tools.plan_slice.command", "estimate slices and settings for a model's traffic"),
+    "rollout": ("rollouts.batch_job", "sample the prompts of a file into Parquet shards"),
+    "serve": ("serving.start.command", "serve a config or a model on this machine, until stopped"),
+    "scale": ("serving.start.scale", "change how many replicas an application has"),
+    "chat": ("serving.chat_client", "talk to a server in a terminal"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 2 for wrong use, others as the command has them.
-
-    `compile-check` ends with 1 where something does not fit or is copied, `rollout` as `rollouts.batch_job` says,
-    `serve` as `serving.start.supervisor` does.
-    """
+    """Run a command; returns the exit status: 0, 2 for wrong use, others as the command has them."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="rayserve-moe", description="Mixture-of-Experts models on TPU slices.")
-    parser.add_argument("--version", action="version", version=f"rayserve-moe {package_version()}")
+    version = importlib.import_module("rayserve_moe").__version__
+    parser.add_argument("--version", action="version", version=f"rayserve-moe {version}")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_compile_check(commands.add_parser("compile-check", help="compile a server's programs for a TPU topology"))
-    plan_slice.add_arguments(
-        commands.add_parser("plan-slice", help="estimate slices and settings for a model's traffic")
-    )
-    rollout = commands.add_parser("rollout", help="sample the prompts of a file into Parquet shards")
-    batch_job.add_arguments(rollout)
-    start.add_arguments(commands.add_parser("serve", help="serve a config or a model on this machine, until stopped"))
-    scale.add_arguments(commands.add_parser("scale", help="change how many replicas an application has"))
-    chat_client.add_arguments(commands.add_parser("chat", help="talk to a server in a terminal"))
+    run = None
+    for name, (module, meaning) in COMMANDS.items():
+        command = commands.add_parser(name, help=meaning)
+        if name in arguments[:1]:
+            loaded = importlib.import_module(f"rayserve_moe.{module}")
+            loaded.add_arguments(command)
+            run = loaded.run
     options = parser.parse_args(arguments)
-    runs = {
-        "chat": chat_client.run,
-        "compile-check": _compile_check,
-        "plan-slice": plan_slice.run,
-        "rollout": batch_job.run,
-        "scale": scale.run,
-        "serve": start.run,
-    }
+    assert run is not None, "the parser wants one"
     try:
-        return runs[options.command](options)
+        return run(options)
     except ValueError as error:
         sys.stderr.write(f"rayserve-moe {options.command}: {error}\n")
         return WRONG_USE
-
-
-SETTING_OF_OPTION = {
-    "redundant_experts": "num_redundant_experts",
-    "expert_backend": "expert_backend",
-    "expert_selection": "expert_selection",
-    "context": "max_model_len",
-    "batch": "max_running_requests",
-    "prefill_tokens": "max_step_tokens",
-    "page_size": "page_size",
-    "dtype": "dtype",
-    "kv_cache_dtype": "kv_cache_dtype",
-    "slices": "num_slices",
-    "expert_dtype": "expert_dtype",
-    "return_routed_experts": "enable_return_routed_experts",
-    "speculative_algorithm": "speculative_algorithm",
-    "speculative_draft_model_path": "speculative_draft_model_path",
-}
-"""Options of `compile-check` that stand for settings, with their keys."""
-
-
-def _add_compile_check(parser: argparse.ArgumentParser) -> None:
-    names = ", ".join(preset_names())
-    parser.add_argument("--config", help="a Serve config: its programs, on its topology (or that of --topology)")
-    parser.add_argument("--model", default="", help=f"a directory with config.json, or one of {names}")
-    parser.add_argument("--topology", default="", help="such as v6e:2x4, as the TPU compiler spells it")
-    parser.add_argument("--dp", type=int, default=0, help="data ranks (default: all devices / tp)")
-    parser.add_argument("--tp", type=int, default=0, help="devices that share the heads (default: 1, or devices / dp)")
-    parser.add_argument("--slices", type=int, help="slices of that topology that it is served on (default: 1)")
-    parser.add_argument("--redundant-experts", type=int, help="expert slots beyond one per expert, and what moves them")
-    parser.add_argument("--expert-backend", help="as the setting expert_backend")
-    parser.add_argument("--expert-selection", help="as the setting expert_selection")
-    parser.add_argument("--context", type=int, help="tokens per sequence (default: 4096)")
-    parser.add_argument("--batch", type=int, help="sequences per data rank (default: 16)")
-    parser.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024)")
-    parser.add_argument("--page-size", type=int, help="tokens per KV page (default: 128)")
-    parser.add_argument(
-        "--dtype", help="of weights, and of KV unless --kv-cache-dtype says another (default: the model's)"
-    )
-    parser.add_argument("--kv-cache-dtype", help="as the setting kv_cache_dtype")
-    parser.add_argument("--expert-dtype", help="as the setting expert_dtype")
-    parser.add_argument("--return-routed-experts", action="store_true", default=None, help="capture routing in steps")
-    parser.add_argument("--speculative-algorithm", help="as the setting speculative_algorithm: verify steps and drafts")
-    parser.add_argument("--speculative-draft-model-path", help="a directory with the config.json of a head")
-    parser.add_argument("--layers", type=int, default=0, help="only so many layers (default: all)")
-    parser.add_argument("--programs", default="", help="names of programs, separated by commas (default: all)")
-    parser.add_argument("--limits", help="a JSON file with the most that fields of the report may be, by case, program")
-    parser.add_argument("--estimate", action="store_true", help="estimate the time of each step from its schedules")
-    parser.add_argument("--jobs", type=int, default=1, help="programs that are compiled at a time (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-
-
-def _compile_check(options: argparse.Namespace) -> int:
-    if options.estimate and options.jobs > 1:
-        raise ValueError("--estimate reads the schedules of one program after the other: leave out --jobs")
-    with tempfile.TemporaryDirectory(prefix="rayserve-moe-schedules-") as folder:
-        return _check_dumping_to(Path(folder), options)
-
-
-def _check_dumping_to(folder: Path, options: argparse.Namespace) -> int:
-    set_environment_defaults(COMPILER_ENVIRONMENT | (dump_environment(folder) if options.estimate else {}))
-    use_host_alone()
-    try:
-        case = _case(options)
-    except NoTopologyError as skipped:
-        sys.stderr.write(f"skipped: {skipped}\n")
-        return 0
-    limits = _limits(Path(options.limits)).get(case.name) if options.limits else None
-    names = tuple(name.strip() for name in options.programs.split(",") if name.strip())
-    estimator = estimator_of(case, dump=folder) if options.estimate else None
-    report = check(case, names=names, limits=limits, num_threads=max(1, options.jobs), estimator=estimator)
-    text = json.dumps(report.as_json(), indent=2) if options.json else render(report)
-    sys.stdout.write(text + "\n")
-    sys.stderr.writelines(f"{fault}\n" for fault in report.faults)
-    return DOES_NOT_FIT if report.faults else 0
-
-
-def _limits(file: Path) -> dict[str, Limits]:
-    try:
-        return read_json_object(file)
-    except GivenFileError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
-def _case(options: argparse.Namespace) -> ServedCase:
-    given = {name: value for name in SETTING_OF_OPTION if (value := getattr(options, name)) is not None}
-    if options.config:
-        of_model = [*given, *(name for name in ("dp", "tp") if getattr(options, name))]
-        if of_model:
-            raise ValueError(f"--{of_model[0].replace('_', '-')} goes with --model: a config has settings of its own")
-        return case_of_config(options.config, topology=options.topology, model=options.model, num_layers=options.layers)
-    if not (options.model and options.topology):
-        raise ValueError("give --config, or --model and --topology")
-    values = {"max_model_len": DEFAULT_CONTEXT, **{SETTING_OF_OPTION[name]: value for name, value in given.items()}}
-    values["enable_eplb"] = bool(options.redundant_experts)
-    return case_of_model(
-        options.model, options.topology, dp=options.dp, tp=options.tp, num_layers=options.layers, **values
-    )
 
 
 if __name__ == "__main__":

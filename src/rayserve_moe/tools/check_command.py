@@ -1,0 +1,118 @@
+"""`rayserve-moe compile-check`: compiles a server's programs for a TPU topology, and reports on them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from rayserve_moe.config.given_files import GivenFileError, read_json_object
+from rayserve_moe.config.load import set_environment_defaults
+from rayserve_moe.tools.check_table import render
+from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, Limits, check, estimator_of, use_host_alone
+from rayserve_moe.tools.estimate.dump import dump_environment
+from rayserve_moe.tools.presets import preset_names
+from rayserve_moe.tools.served_cases import NoTopologyError, ServedCase, case_of_config, case_of_model
+
+DOES_NOT_FIT = 1
+DEFAULT_CONTEXT = 4096
+SETTING_OF_OPTION = {
+    "redundant_experts": "num_redundant_experts",
+    "expert_backend": "expert_backend",
+    "expert_selection": "expert_selection",
+    "context": "max_model_len",
+    "batch": "max_running_requests",
+    "prefill_tokens": "max_step_tokens",
+    "page_size": "page_size",
+    "dtype": "dtype",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "slices": "num_slices",
+    "expert_dtype": "expert_dtype",
+    "return_routed_experts": "enable_return_routed_experts",
+    "speculative_algorithm": "speculative_algorithm",
+    "speculative_draft_model_path": "speculative_draft_model_path",
+}
+"""Options that stand for settings, with their keys."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    names = ", ".join(preset_names())
+    parser.add_argument("--config", help="a Serve config: its programs, on its topology (or that of --topology)")
+    parser.add_argument("--model", default="", help=f"a directory with config.json, or one of {names}")
+    parser.add_argument("--topology", default="", help="such as v6e:2x4, as the TPU compiler spells it")
+    parser.add_argument("--dp", type=int, default=0, help="data ranks (default: all devices / tp)")
+    parser.add_argument("--tp", type=int, default=0, help="devices that share the heads (default: 1, or devices / dp)")
+    parser.add_argument("--slices", type=int, help="slices of that topology that it is served on (default: 1)")
+    parser.add_argument("--redundant-experts", type=int, help="expert slots beyond one per expert, and what moves them")
+    parser.add_argument("--expert-backend", help="as the setting expert_backend")
+    parser.add_argument("--expert-selection", help="as the setting expert_selection")
+    parser.add_argument("--context", type=int, help="tokens per sequence (default: 4096)")
+    parser.add_argument("--batch", type=int, help="sequences per data rank (default: 16)")
+    parser.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024)")
+    parser.add_argument("--page-size", type=int, help="tokens per KV page (default: 128)")
+    parser.add_argument(
+        "--dtype", help="of weights, and of KV unless --kv-cache-dtype says another (default: the model's)"
+    )
+    parser.add_argument("--kv-cache-dtype", help="as the setting kv_cache_dtype")
+    parser.add_argument("--expert-dtype", help="as the setting expert_dtype")
+    parser.add_argument("--return-routed-experts", action="store_true", default=None, help="capture routing in steps")
+    parser.add_argument("--speculative-algorithm", help="as the setting speculative_algorithm: verify steps and drafts")
+    parser.add_argument("--speculative-draft-model-path", help="a directory with the config.json of a head")
+    parser.add_argument("--layers", type=int, default=0, help="only so many layers (default: all)")
+    parser.add_argument("--programs", default="", help="names of programs, separated by commas (default: all)")
+    parser.add_argument("--limits", help="a JSON file with the most that fields of the report may be, by case, program")
+    parser.add_argument("--estimate", action="store_true", help="estimate the time of each step from its schedules")
+    parser.add_argument("--jobs", type=int, default=1, help="programs that are compiled at a time (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compile and print the report; returns 0, or 1 where something does not fit or is copied."""
+    if options.estimate and options.jobs > 1:
+        raise ValueError("--estimate reads the schedules of one program after the other: leave out --jobs")
+    with tempfile.TemporaryDirectory(prefix="rayserve-moe-schedules-") as folder:
+        return _check_dumping_to(Path(folder), options)
+
+
+def _check_dumping_to(folder: Path, options: argparse.Namespace) -> int:
+    set_environment_defaults(COMPILER_ENVIRONMENT | (dump_environment(folder) if options.estimate else {}))
+    use_host_alone()
+    try:
+        case = _case(options)
+    except NoTopologyError as skipped:
+        sys.stderr.write(f"skipped: {skipped}\n")
+        return 0
+    limits = _limits(Path(options.limits)).get(case.name) if options.limits else None
+    names = tuple(name.strip() for name in options.programs.split(",") if name.strip())
+    estimator = estimator_of(case, dump=folder) if options.estimate else None
+    report = check(case, names=names, limits=limits, num_threads=max(1, options.jobs), estimator=estimator)
+    text = json.dumps(report.as_json(), indent=2) if options.json else render(report)
+    sys.stdout.write(text + "\n")
+    sys.stderr.writelines(f"{fault}\n" for fault in report.faults)
+    return DOES_NOT_FIT if report.faults else 0
+
+
+def _limits(file: Path) -> dict[str, Limits]:
+    try:
+        return read_json_object(file)
+    except GivenFileError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _case(options: argparse.Namespace) -> ServedCase:
+    given = {name: value for name in SETTING_OF_OPTION if (value := getattr(options, name)) is not None}
+    if options.config:
+        of_model = [*given, *(name for name in ("dp", "tp") if getattr(options, name))]
+        if of_model:
+            raise ValueError(f"--{of_model[0].replace('_', '-')} goes with --model: a config has settings of its own")
+        return case_of_config(options.config, topology=options.topology, model=options.model, num_layers=options.layers)
+    if not (options.model and options.topology):
+        raise ValueError("give --config, or --model and --topology")
+    values = {"max_model_len": DEFAULT_CONTEXT, **{SETTING_OF_OPTION[name]: value for name, value in given.items()}}
+    values["enable_eplb"] = bool(options.redundant_experts)
+    return case_of_model(
+        options.model, options.topology, dp=options.dp, tp=options.tp, num_layers=options.layers, **values
+    )
