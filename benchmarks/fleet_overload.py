@@ -146,12 +146,12 @@ async def open_loop(serve: ServeProcess, *, rate: float, max_tokens: int, second
 def figures(watched: Watched, *, seconds: float, over: float, peaks: Sequence[float]) -> dict[str, Any]:
     """What has become of requests, and memory by part: at the start and the end, and its slope in the second half.
 
-    Answers that came after the arrivals' end do not count for goodput.
+    Goodput, as the peaks, does not count the first `WARM_S`, nor answers that came after the arrivals' end.
     """
     kinds = Counter("429 without Retry-After" if _is_bare(one) else one.kind for one in watched.requests)
     refused = [one.ended_at - one.asked_at for one in watched.requests if one.kind == "429"]
     times = np.array([one.ended_at - one.asked_at for one in watched.health])
-    goodput = rate_of(watched.requests, over - seconds, over)
+    goodput = rate_of(watched.requests, over - seconds + WARM_S, over)
     return {
         "peaks_s": list(peaks),
         "arrivals_s": len(watched.requests) / seconds,

@@ -82,7 +82,8 @@ class Router(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.num_asked += 1
+        with self.server.counting:
+            self.server.num_asked += 1
         answer = json.dumps({"replica_id": self.server.replica_id}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
@@ -98,7 +99,7 @@ class RouterServer(ThreadingHTTPServer):
 
     def __init__(self, replica_id: str) -> None:
         super().__init__(("127.0.0.1", 0), Router)
-        self.replica_id, self.num_asked = replica_id, 0
+        self.replica_id, self.num_asked, self.counting = replica_id, 0, threading.Lock()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def close(self) -> None:

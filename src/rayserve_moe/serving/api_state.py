@@ -16,7 +16,7 @@ from rayserve_moe.fleet.member import lost_sentence
 from rayserve_moe.requests import ModelCard
 from rayserve_moe.serving.errors import ApiError, path_of
 from rayserve_moe.serving.fleet import Fleet
-from rayserve_moe.serving.journalling import KEPT_PATHS
+from rayserve_moe.serving.kept_paths import KEPT_PATHS
 from rayserve_moe.serving.middleware.admission import Admission
 from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.serving.response_store import ResponseStore

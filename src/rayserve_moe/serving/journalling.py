@@ -23,15 +23,10 @@ from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
 from rayserve_moe.fleet.journal_tickets import Found, Ticket
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, ModelCard
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.kept_paths import KEPT_PATHS
 from rayserve_moe.serving.start.haproxy_config import UNNAMED
 
 HANDED_OVER = FinishReason("error", message="this replica ends: resume this request, and another goes on with it")
-KEPT_PATHS = frozenset(
-    {
-        *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
-        *("/inference/v1/generate", "/skyrl/v1/generate"),
-    }
-)
 _IDENTITY_BYTES = 16
 
 

@@ -20,7 +20,8 @@ def test_answers_count_in_the_time_in_which_they_come() -> None:
 def test_refusals_without_a_time_to_come_back_and_growing_memory_are_named() -> None:
     watched = Watched()
     watched.requests = [
-        Seen(COMPLETED, 0.0, 50.0),
+        Seen(COMPLETED, 0.0, fleet_overload.WARM_S - 1),
+        Seen(COMPLETED, 0.0, fleet_overload.WARM_S + 20),
         Seen("429", 1.0, 1.1, True),
         Seen("429", 2.0, 2.3),
         Seen(HANG, 0, 99),
@@ -30,8 +31,11 @@ def test_refusals_without_a_time_to_come_back_and_growing_memory_are_named() -> 
     watched.resident = [(60.0 * n, dict.fromkeys(fleet_overload.PARTS, 100 * MIB)) for n in range(4)]
     watched.resident += [(60.0 * n, dict.fromkeys(fleet_overload.PARTS, (100 + n) * MIB)) for n in range(4, 8)]
     found = figures(watched, seconds=60.0, over=60.0, peaks=[0.03, 0.01])
-    assert found["answers"] == {COMPLETED: 1, "429": 1, "429 without Retry-After": 1, HANG: 1}
-    assert found["goodput_of_peak"] == pytest.approx(1 / 60 / 0.02) and found["health_failed"] == 1
+    assert found["answers"] == {COMPLETED: 2, "429": 1, "429 without Retry-After": 1, HANG: 1}
+    assert (
+        found["goodput_of_peak"] == pytest.approx(1 / (60 - fleet_overload.WARM_S) / 0.02)
+        and found["health_failed"] == 1
+    )
     assert found["health_worst_ms"] == pytest.approx(200) and found["clients_late_worst_ms"] == pytest.approx(1)
     assert found["resident"]["journal"]["second_half_mib_per_min"] == pytest.approx(1.0)
     asked = {"num_replicas": 2, "factor": 10.0, "seconds": 60.0, "client_cpu_s": 1.0, "wall_s": 70.0}

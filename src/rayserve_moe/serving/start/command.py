@@ -21,7 +21,7 @@ from pathlib import Path
 import yaml
 
 from rayserve_moe.checkpoints.hub import hub_model
-from rayserve_moe.config.derive import keeps_journal, most_open_requests
+from rayserve_moe.config.derive import keeps_journal, most_live_requests, most_open_requests
 from rayserve_moe.config.load import inherited_environment, temporary_folder
 from rayserve_moe.serving.start.environment import LAUNCHER, environment_of, token_path
 from rayserve_moe.serving.start.given_model import config_of_model, is_config
@@ -139,10 +139,15 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         resume_ttl_s=max(one.server.resume_ttl_s for one in settings),
     ).write(folder)
     most = sum(most_open_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size) for one in settings)
+    places = {
+        name: most_live_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size)
+        for name, one in config.settings.items()
+    }
     limits = FrontLimits(
         health_port=ports.health,
         max_connections=2 * most,
         max_connections_per_source=most,
+        places=places,
         host="*" if config.host in _EVERYWHERE else config.host,
     )
     write_launcher(folder / LAUNCHER, limits)

@@ -1,0 +1,59 @@
+"""HAProxy refuses for a full application: what a replica refuses costs 2.6 ms of CPU on its way there and back.
+
+It does so where both hold: there are as many requests as the replicas take, and one of them has refused one of late. A
+few still reach a replica, so that its metrics show the refusals and the first free place is found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from rayserve_moe.serving.kept_paths import KEPT_PATHS
+
+OF_LATE_MS = 100
+"""For so long a refusal by a replica stands for others."""
+RETRY_AFTER_S = 1
+BUSY = {
+    "message": "the server is busy: its queue of waiting requests is full",
+    "type": "overloaded_error",
+    "param": None,
+    "code": "queue_full",
+}
+"""The error that replicas answer with."""
+_APP = re.compile(r"^    use_backend (http-(\S+)) if is_\1$", re.MULTILINE)
+_ROUTING = re.compile(r"^    # (?:Set txn\.ingress_request_router_app to|Static routing based on path)", re.MULTILINE)
+_ROUTED = "-via-ingress-request-router"
+
+
+def refusing(text: str, places: Mapping[str, int]) -> str:
+    """Return an edited configuration that refuses for the applications named, whose replicas take so many requests."""
+    backends = _APP.findall(text)  # those of longer paths first
+    rules, longer = [], ""
+    for number, (backend, name) in enumerate(backends):
+        if name in places:
+            routed = backend + _ROUTED
+            counted = routed if f"backend {routed}\n" in text else backend
+            rules += _rules(number, counted, is_asked=f"is_{backend}{longer}", places=places[name])
+        longer += f" !is_{backend}"
+    if not rules:
+        return text
+    paths = " ".join(sorted(KEPT_PATHS))
+    acls = [f"    acl for_generation path -m end {paths}", "    acl goes_on req.hdr(last-event-id) -m found"]
+    return _ROUTING.sub(lambda found: "\n".join([*acls, *rules, found[0]]), text, count=1)
+
+
+def _rules(number: int, backend: str, *, is_asked: str, places: int) -> list[str]:
+    refused_at = f"proc.refused_at_{number}"
+    is_full = f"{{ be_conn({backend}),sub(txn.places) ge 0 }}"
+    has_refused = f"{{ date(0,ms),sub({refused_at}) lt {OF_LATE_MS} }}"
+    refuse = f"http-request return status 429 content-type application/json hdr Retry-After {RETRY_AFTER_S}"
+    condition = f"METH_POST for_generation {is_asked} {is_full} {has_refused} !goes_on"
+    error = {"error": BUSY}
+    return [
+        f"    http-request set-var(txn.places) nbsrv({backend}),mul({places}) if METH_POST for_generation {is_asked}",
+        f"    {refuse} string '{json.dumps({'type': 'error'} | error)}' if {condition} {{ path -m end /v1/messages }}",
+        f"    {refuse} string '{json.dumps(error)}' if {condition}",
+        f"    http-response set-var({refused_at}) date(0,ms) if {{ status 429 }} {{ be_name -m str {backend} }}",
+    ]
