@@ -103,7 +103,7 @@ class Front:
 def running(directory: Path, *, num_places: int = PLACES, is_routed: bool = True) -> Iterator[Front]:
     front = Front(directory, num_places=num_places, is_routed=is_routed)
     health_port = free_port()
-    with running_haproxy(front.config, front_limits(health_port, places={"moe": PLACES})):
+    with running_haproxy(front.config, front_limits(health_port, capacity={"moe": PLACES})):
         wait_until_open(health_port)
         wait_until(lambda: httpx.get(f"http://127.0.0.1:{health_port}/health").status_code == 200)
         try:
@@ -164,7 +164,7 @@ def test_connections_alone_refuse_none(tmp_path: Path) -> None:
         assert {one.result().status_code for one in held} == {200}
 
 
-def test_an_application_whose_places_are_not_known_is_left_alone(tmp_path: Path) -> None:
+def test_an_application_whose_capacity_is_not_known_is_left_alone(tmp_path: Path) -> None:
     text = ray_config(tmp_path, replicas=(30000,)).read_text()
-    limits = front_limits(8001, places={"other": 1})
+    limits = front_limits(8001, capacity={"other": 1})
     assert "for_generation" not in edited(text, limits=limits, answers="/answers")

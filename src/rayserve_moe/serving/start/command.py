@@ -139,7 +139,7 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         resume_ttl_s=max(one.server.resume_ttl_s for one in settings),
     ).write(folder)
     most = sum(most_open_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size) for one in settings)
-    places = {
+    capacity = {
         name: most_live_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size)
         for name, one in config.settings.items()
     }
@@ -147,7 +147,7 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         health_port=ports.health,
         max_connections=2 * most,
         max_connections_per_source=most,
-        places=places,
+        capacity=capacity,
         host="*" if config.host in _EVERYWHERE else config.host,
     )
     write_launcher(folder / LAUNCHER, limits)

@@ -56,7 +56,7 @@ class FrontLimits:
     max_connections_per_source: int
     head_timeout_s: int = 10
     body_timeout_s: int = 60
-    places: Mapping[str, int] = field(default_factory=dict)
+    capacity: Mapping[str, int] = field(default_factory=dict)
     """Requests that a replica takes, by application (see `haproxy_overload`)."""
     host: str = ""
     """Where the HTTP frontend listens (`*` everywhere); empty where Ray has it listen, as HAProxy's own pages do."""
@@ -91,7 +91,7 @@ def edited(text: str, *, limits: FrontLimits, answers: str) -> str:
             raise UnknownTemplateError(
                 f"HAProxy's configuration has {pattern!r} {number} times instead of once: Ray's template has changed"
             )
-    text = refusing(_FALLBACK.sub(r"\1 disabled", _REPLICA.sub(r"\g<1>1\2", text)), limits.places)
+    text = refusing(_FALLBACK.sub(r"\1 disabled", _REPLICA.sub(r"\g<1>1\2", text)), limits.capacity)
     return MARK + text.rstrip("\n") + "\n" + _health_listener(limits, apps[-1] if apps else "default_backend")
 
 

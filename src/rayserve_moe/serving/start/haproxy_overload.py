@@ -27,15 +27,15 @@ _ROUTING = re.compile(r"^    # (?:Set txn\.ingress_request_router_app to|Static 
 _ROUTED = "-via-ingress-request-router"
 
 
-def refusing(text: str, places: Mapping[str, int]) -> str:
+def refusing(text: str, capacity: Mapping[str, int]) -> str:
     """Return an edited configuration that refuses for the applications named, whose replicas take so many requests."""
     backends = _APP.findall(text)  # those of longer paths first
     rules, longer = [], ""
     for number, (backend, name) in enumerate(backends):
-        if name in places:
+        if name in capacity:
             routed = backend + _ROUTED
             counted = routed if f"backend {routed}\n" in text else backend
-            rules += _rules(number, counted, is_asked=f"is_{backend}{longer}", places=places[name])
+            rules += _rules(number, counted, is_asked=f"is_{backend}{longer}", capacity=capacity[name])
         longer += f" !is_{backend}"
     if not rules:
         return text
@@ -44,15 +44,16 @@ def refusing(text: str, places: Mapping[str, int]) -> str:
     return _ROUTING.sub(lambda found: "\n".join([*acls, *rules, found[0]]), text, count=1)
 
 
-def _rules(number: int, backend: str, *, is_asked: str, places: int) -> list[str]:
+def _rules(number: int, backend: str, *, is_asked: str, capacity: int) -> list[str]:
     refused_at = f"proc.refused_at_{number}"
-    is_full = f"{{ be_conn({backend}),sub(txn.places) ge 0 }}"
+    is_full = f"{{ be_conn({backend}),sub(txn.capacity) ge 0 }}"
     has_refused = f"{{ date(0,ms),sub({refused_at}) lt {OF_LATE_MS} }}"
     refuse = f"http-request return status 429 content-type application/json hdr Retry-After {RETRY_AFTER_S}"
-    condition = f"METH_POST for_generation {is_asked} {is_full} {has_refused} !goes_on"
+    is_asked = f"METH_POST for_generation {is_asked}"
+    condition = f"{is_asked} {is_full} {has_refused} !goes_on"
     error = {"error": BUSY}
     return [
-        f"    http-request set-var(txn.places) nbsrv({backend}),mul({places}) if METH_POST for_generation {is_asked}",
+        f"    http-request set-var(txn.capacity) nbsrv({backend}),mul({capacity}) if {is_asked}",
         f"    {refuse} string '{json.dumps({'type': 'error'} | error)}' if {condition} {{ path -m end /v1/messages }}",
         f"    {refuse} string '{json.dumps(error)}' if {condition}",
         f"    http-response set-var({refused_at}) date(0,ms) if {{ status 429 }} {{ be_name -m str {backend} }}",
