@@ -22,8 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for wrong use, others as the command has them."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="rayserve-moe", description="Mixture-of-Experts models on TPU slices.")
-    version = importlib.import_module("rayserve_moe").__version__
-    parser.add_argument("--version", action="version", version=f"rayserve-moe {version}")
+    version = f"rayserve-moe {importlib.import_module('rayserve_moe').__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     run = None
     for name, (module, meaning) in COMMANDS.items():

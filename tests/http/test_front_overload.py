@@ -12,10 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ray.serve._private.haproxy import HAProxyManager
 
 from rayserve_moe.engine.admission import EngineBusyError
 from rayserve_moe.serving.errors import as_api_error
 from rayserve_moe.serving.start.haproxy_config import edited
+from rayserve_moe.serving.start.haproxy_overload import safe_name
 from tests.http.asking import wait_until
 from tests.support.front import RouterServer, front_limits, ray_config, running_haproxy, wait_until_open
 from tests.support.ports import free_port
@@ -122,6 +124,8 @@ def test_a_full_fleet_is_refused_for_until_a_place_is_free(is_routed: bool, tmp_
         held = front.hold(PLACES)
         answer = front.refusal_by_front()
         assert answer.json() == REFUSAL.body() and answer.headers["retry-after"] == "1"
+        named = [front.post(x_request_id="mine") for _ in range(2)]
+        assert {one.headers.get("x-request-id") for one in named if one.status_code == 429} == {"mine"}
         assert front.refusal_by_front("/v1/messages").json() == {"type": "error", **REFUSAL.body()}
         front.replica.is_released.set()
         assert [one.result().status_code for one in held] == [200] * PLACES
@@ -162,6 +166,11 @@ def test_connections_alone_refuse_none(tmp_path: Path) -> None:
         held = front.hold(PLACES + 3)
         front.replica.is_released.set()
         assert {one.result().status_code for one in held} == {200}
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "Qwen/Qwen3", "a model", "a#b", "\u00fc"])
+def test_applications_are_known_by_rays_names(name: str) -> None:
+    assert safe_name(name) == HAProxyManager.get_safe_name(name)
 
 
 def test_an_application_whose_capacity_is_not_known_is_left_alone(tmp_path: Path) -> None:

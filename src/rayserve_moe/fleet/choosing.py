@@ -63,8 +63,7 @@ class Choosing:
         costs = {name: (tokens + ANSWER_TOKENS) * self._load(name, now) for name, tokens in new.items()}
         least = min(costs.values())
         chosen = self._draw.choice([name for name, cost in costs.items() if cost <= least * NEARLY])
-        load = Load(prompt.num_choices, new[chosen])
-        self.bookings.add(chosen, prompt.digests, load=load, now=now)
+        self.bookings.add(chosen, prompt.digests, load=Load(prompt.num_choices, new[chosen]), now=now)
         return chosen
 
     def num_cached(self, replica_id: str, prompt: Prompt) -> int:

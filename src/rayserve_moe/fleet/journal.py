@@ -46,6 +46,7 @@ class Journal:
     def __init__(self, table: JournalTable, *, key: bytes) -> None:
         self.table, self._key = table, key
         self._name = secrets.token_hex(8)
+        self._writers: set[asyncio.StreamWriter] = set()
 
     async def serve(self, host: str, port: int) -> asyncio.Server:
         """Listen; returns the server. OSError where the port is taken."""
@@ -54,14 +55,19 @@ class Journal:
         return server
 
     async def _expire(self) -> None:
+        sent: list[int] = []
         while True:
             await asyncio.sleep(EXPIRE_S)
             self.table.expire()
+            if sent != (sent := self._totals):  # for replicas that write nothing
+                for writer in self._writers:
+                    writer.write(framed([UNASKED, [], [], sent]))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await prove_listening(reader, writer, key=self._key)
             writer.write(framed([UNASKED, self._name]))
+            self._writers.add(writer)
             while True:
                 message = message_in(await reader.readexactly(length_in(await reader.readexactly(LENGTH_BYTES))))
                 reply = self._kept(message, writer) if len(message) == 2 else self._found(message, writer)
@@ -71,6 +77,7 @@ class Journal:
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             log.info("a replica has gone")
         finally:
+            self._writers.discard(writer)
             self.table.lose(writer)
             writer.transport.abort()
 

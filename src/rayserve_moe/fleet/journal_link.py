@@ -47,7 +47,10 @@ class JournalLink:
     def _run(self) -> None:
         lost_at = time.monotonic()
         while not self._stopped.is_set():
-            if self._serve_once() and not self._stopped.is_set():
+            was_connected = self._serve_once()
+            if self._stopped.is_set():
+                break  # nothing is lost
+            if was_connected:
                 lost_at = time.monotonic()
                 log.warning("the journal is lost: tokens wait for another")
             if time.monotonic() - lost_at >= self.wait_s:

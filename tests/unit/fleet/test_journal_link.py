@@ -8,6 +8,8 @@ import threading
 import pytest
 
 from rayserve_moe.fleet import journal_link
+from rayserve_moe.fleet.journal_records import AskedRequest
+from tests.http.asking import wait_until
 from tests.support.journals import OwnJournal
 
 WITHIN_S = 60.0
@@ -42,9 +44,21 @@ def test_it_stops_while_it_connects(journal, monkeypatch):
 
 
 def test_one_that_is_stopped_does_not_say_that_the_journal_is_lost(journal, caplog):
-    client = journal.client(1)
+    client = journal.client(1, wait_s=0.0)
     with caplog.at_level(logging.WARNING):
-        while not client.is_up:
-            threading.Event().wait(0.005)
+        wait_until(lambda: client.is_up)
+        caplog.clear()  # it may have gone without one before the first connection
         client.link.stop()
-    assert "lost" not in caplog.text
+    assert not caplog.records
+
+
+def test_a_replica_that_writes_nothing_knows_what_the_journal_keeps(journal):
+    clients = [journal.client(epoch) for epoch in (1, 2)]
+    wait_until(lambda: all(client.is_up for client in clients))
+    asked = AskedRequest(
+        "/generate", b"{}", "", "", prompts=(b"\0\0\0\0",), seeds=(0,), choices=(1,), weight_version="0"
+    )
+    clients[0].open(b"x" * 16, asked)
+    wait_until(lambda: clients[1].statistics()["entries"] == 1)
+    for client in clients:
+        client.link.stop()
