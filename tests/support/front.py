@@ -68,6 +68,7 @@ class Server(ThreadingHTTPServer):
     """
 
     num_unnamed = 0
+    request_queue_size = 1024
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Replica)
@@ -96,6 +97,8 @@ class Router(BaseHTTPRequestHandler):
 
 class RouterServer(ThreadingHTTPServer):
     """A router that names one replica, and how often it was asked."""
+
+    request_queue_size = 1024
 
     def __init__(self, replica_id: str) -> None:
         super().__init__(("127.0.0.1", 0), Router)
