@@ -97,11 +97,11 @@ def _fleet(simulated: Mapping[str, Any]) -> dict[str, Chart]:
         return [Series(policy, sorted(points, key=lambda point: point[0])) for policy, points in found.items()]
 
     asked = f"{simulated['replica']}, {simulated['asked']}"
-    by_rate, by_number = ("rate", {"num_replicas": number}), ("num_replicas", {"rate": rate})
+    by_rate, by_number = ("requests_s", {"num_replicas": number}), ("num_replicas", {"rate": rate})
     return {
         "goodput": Chart(
             f"{number} replicas: {asked}",
-            "requests/s asked of each",
+            "requests/s that came to each",
             "good requests/s of each",
             lines(*by_rate, "goodput_s", 1.0),
         ),

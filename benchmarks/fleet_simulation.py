@@ -5,7 +5,8 @@
 
 Scheduler, prefix trees, page events, index and router are the product's. Steps take what `plan-slice` estimates for a
 TPU slice, or what `python -m benchmarks.fleet_validation` has measured. A request is good where its first token comes
-within `--ttft` seconds and its others within `--tpot` on average; those of the first half warm the caches.
+within `--ttft` seconds and its others within `--tpot` on average; those of the first half warm the caches. A thousand
+replicas take 4 GB with NUMPY_MADVISE_HUGEPAGE=0, and 8 to 18 minutes on one core.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ PARTS = {part: {"median": 2.0, "min": 1.0, "max": 3.0} for part in ("schedule", 
 W1 = {"workload": asdict(WORKLOADS["W1"]), "runs": {"ours": [{"seconds": 2.0}]}}
 RANKS = {"balanced": {"1.0": [{"imbalance": 1.25, "kept_share": 0.75}]}}
 FLEET_ROWS = [
-    {"num_replicas": n, "rate": r, "policy": p, "goodput_s": r / 2, "ttft_p99_s": 1.0, "hits": 0.5}
+    {"num_replicas": n, "rate": r, "policy": p, "requests_s": r, "goodput_s": r / 2, "ttft_p99_s": 1.0, "hits": 0.5}
     for n, r in ((4, 2.0), (4, 1.0), (1, 2.0))
     for p in ("round robin", "prefix")
 ]
