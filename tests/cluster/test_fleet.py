@@ -225,7 +225,7 @@ def test_a_replica_that_is_killed_under_requests_loses_none_of_them(fleet):
         lost = max(counts, key=counts.__getitem__)
         pid = process_of(lost)
         assert fleet.post("/continue_generation").status_code == 200
-        client.has_begun.wait()
+        assert client.has_begun.wait(WITHIN_S)
         os.kill(pid, signal.SIGKILL)
         answers = [one.result() for one in found]
     for one, other in zip(answers, wanted, strict=True):

@@ -95,7 +95,7 @@ def test_a_request_for_several_choices_weighs_as_much_as_they_do():
 
 
 def test_what_has_run_for_a_second_is_reported_nearly_whole():
-    assert LoadAverage(0.0).add(Load(100, 100), 1.0) > (95, 95)
+    assert min(LoadAverage(0.0).add(Load(100, 100), 1.0)) > 95
 
 
 def test_equal_replicas_are_drawn():
