@@ -184,7 +184,8 @@ def test_the_token_route_keeps_the_end_of_a_prompt(http):
 
 
 def test_a_sampling_mask_comes_in_meta_info(http):
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "top_k": 4, "return_sampling_mask": True}
+    asked = {"max_tokens": 3, "ignore_eos": True, "top_k": 4, "return_sampling_mask": True}
+    body = {"messages": [{"role": "user", "content": "x"}], **asked}
     meta = ask(http, CHAT, **body, return_meta_info=True)["choices"][0]["meta_info"]
     assert [len(ids) for ids in meta["output_token_sampling_mask"]] == [4] * 3
     assert check_error(http.post(CHAT, json=body), 400)

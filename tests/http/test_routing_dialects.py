@@ -257,7 +257,8 @@ def test_a_server_flag_alone_returns_the_lists_of_vllm(checkpoint, http):
         assert answer["prompt_routed_experts"] == asked["prompt_routed_experts"]
         assert answer["choices"][0]["routed_experts"] == asked["choices"][0]["routed_experts"]
         assert len(answer["choices"][0]["routed_experts"]) == 4 and len(answer["prompt_routed_experts"]) == len(PROMPT)
-        chat = ask(by_default, CHAT, messages=[{"role": "user", "content": "x"}], max_tokens=2)
+        sampling = {key: value for key, value in body.items() if key != "prompt"}
+        chat = ask(by_default, CHAT, messages=[{"role": "user", "content": "x"}], **sampling)
         assert chat["prompt_routed_experts"] and chat["choices"][0]["routed_experts"]
         assert "prompt_routed_experts" not in ask(by_default, COMPLETIONS, **body, return_routed_experts=False)
         assert "meta_info" in ask(by_default, COMPLETIONS, **body, routed_experts_format="sglang")["choices"][0]
