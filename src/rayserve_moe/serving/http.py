@@ -28,16 +28,7 @@ from rayserve_moe.serving.routes.text_tokens import text_tokens_router
 from rayserve_moe.serving.routes.tokens import token_router
 from rayserve_moe.serving.routes.trainer_control import trainer_control_router
 from rayserve_moe.serving.routes.unsupported import unsupported_router
-from rayserve_moe.serving.schemas.control import (
-    AbortBody,
-    AbortIdsBody,
-    PauseBody,
-    PauseOptions,
-    ResetOptions,
-    UpdateWeightsBody,
-    WeightDirBody,
-    WeightNameBody,
-)
+from rayserve_moe.serving.schemas import control
 from rayserve_moe.serving.schemas.embeddings import EmbeddingBody
 from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.schemas.native import GenerateBody
@@ -60,8 +51,8 @@ GENERATION = (
     ResumeBody,
 )
 TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody)
-CONTROL = (AbortBody, AbortIdsBody, PauseBody, PauseOptions, ResetOptions)
-WEIGHTS = (UpdateWeightsBody, WeightDirBody, WeightNameBody)
+CONTROL = (control.AbortBody, control.AbortIdsBody, control.PauseBody, control.PauseOptions, control.ResetOptions)
+WEIGHTS = (control.UpdateWeightsBody, control.WeightDirBody, control.WeightNameBody)
 BODIES = (*GENERATION, *TEXT, *CONTROL, *WEIGHTS)
 
 

@@ -13,16 +13,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from rayserve_moe.serving.schemas.control import (
-    AbortBody,
-    AbortIdsBody,
-    PauseBody,
-    PauseOptions,
-    ResetOptions,
-    UpdateWeightsBody,
-    WeightDirBody,
-    WeightNameBody,
-)
+from rayserve_moe.serving.schemas import control
 from rayserve_moe.serving.schemas.embeddings import EmbeddingBody
 from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
@@ -50,15 +41,15 @@ OBJECTS: dict[str, type[BaseModel]] = {
     "r": ResponsesBody,
     "score": ScoreBody,
     "e": EmbeddingBody,
-    "abort": AbortBody,
-    "abort-ids": AbortIdsBody,
-    "pause": PauseBody,
-    "vLLM-pause": PauseOptions,
-    "reset": ResetOptions,
+    "abort": control.AbortBody,
+    "abort-ids": control.AbortIdsBody,
+    "pause": control.PauseBody,
+    "vLLM-pause": control.PauseOptions,
+    "reset": control.ResetOptions,
     "resume": ResumeBody,
-    "update": UpdateWeightsBody,
-    "directory": WeightDirBody,
-    "version": WeightNameBody,
+    "update": control.UpdateWeightsBody,
+    "directory": control.WeightDirBody,
+    "version": control.WeightNameBody,
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
 }
