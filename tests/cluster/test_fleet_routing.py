@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.cluster.conftest import SETTINGS
 from tests.support.own_servers import own_server
 
 NUM_CONVERSATIONS, NUM_TURNS = 6, 4
+MOST = 5
+"""Requests that a replica takes."""
 
 
 def post(port: int, path: str, body: bytes) -> tuple[int, Any]:
@@ -37,7 +40,8 @@ def generate(port: int, ids: list[int]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def port(checkpoint: Path):
-    with own_server({**SETTINGS, "model_path": str(checkpoint), "num_replicas": 2}) as server:
+    own = {"model_path": str(checkpoint), "num_replicas": 2, "max_waiting_requests": MOST - 4}
+    with own_server({**SETTINGS, **own}) as server:
         wait_until_routed(server.port)
         yield server.port
 
@@ -65,6 +69,24 @@ def test_every_turn_finds_what_the_turns_before_have_left(port):
             recomputed += known - answer["meta_info"]["cached_tokens"] if turn else 0
             history += answer["output_ids"]
     assert recomputed == 0
+
+
+@pytest.mark.slow
+def test_a_long_prefix_does_not_send_a_request_to_a_replica_that_is_full(port):
+    """Its cache alone would draw all ten, where each takes five."""
+    ids = list(range(3, 243))
+    generate(port, ids)
+    assert post(port, "/pause_generation", b'{"mode": "in_place"}')[0] == 200
+    with ThreadPoolExecutor(2 * MOST) as threads:
+        try:
+            answers = []
+            for _ in range(2 * MOST):
+                answers.append(threads.submit(generate, port, ids))
+                time.sleep(4 * AVERAGED_S)
+        finally:
+            assert post(port, "/continue_generation", b"{}")[0] == 200
+        outputs = [answer.result()["output_ids"] for answer in answers]
+    assert outputs == outputs[:1] * 2 * MOST
 
 
 @pytest.mark.slow

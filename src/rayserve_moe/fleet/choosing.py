@@ -5,6 +5,7 @@ As LMetric (arXiv 2603.15202) multiplies them: a prompt token that is computed d
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -45,25 +46,37 @@ class Choosing:
     def __init__(self, index: PrefixIndex, *, draw: random.Random, clock: Callable[[], float]) -> None:
         self._index, self._draw, self._clock = index, draw, clock
         self._loads: dict[str, Load] = {}
+        self._most: dict[str, int] = {}
         self.bookings = Bookings()
 
     def report(self, replica_id: str, load: Load) -> None:
         """Note a replica's average load as of now."""
         self._loads[replica_id] = load
 
+    def limit(self, replica_id: str, most_requests: int | None) -> None:
+        """Note how many requests a replica takes at once; without a number it counts as never full."""
+        if most_requests is not None:
+            self._most[replica_id] = most_requests
+
     def forget(self, replica_id: str) -> None:
         """Forget load and bookings of a replica that is gone."""
         self._loads.pop(replica_id, None)
+        self._most.pop(replica_id, None)
         self.bookings.forget(replica_id)
 
     def choose(self, prompt: Prompt, replica_ids: Sequence[str]) -> str:
-        """Return one of the replicas, of which there are some, and book the request there."""
+        """Return one of the replicas, of which there are some, and book the request there.
+
+        A full one would refuse it, so it is chosen where all are full only.
+        """
         now = self._clock()
-        new = {name: prompt.num_tokens - self.num_cached(name, prompt) for name in replica_ids}
-        costs = {name: (tokens + ANSWER_TOKENS) * self._load(name, now) for name, tokens in new.items()}
+        loads = {name: self._load(name, now) for name in replica_ids}
+        taking = [name for name, load in loads.items() if not self._is_full(name, load)] or replica_ids
+        new = {name: prompt.num_tokens - self.num_cached(name, prompt) for name in taking}
+        costs = {name: (tokens + ANSWER_TOKENS) * _factor(loads[name]) for name, tokens in new.items()}
         least = min(costs.values())
         chosen = self._draw.choice([name for name, cost in costs.items() if cost <= least * NEARLY])
-        self.bookings.add(chosen, prompt.digests, load=Load(prompt.num_choices, new[chosen]), now=now)
+        self.bookings.add(chosen, prompt.digests, load=Load(prompt.num_choices, new[chosen], 1), now=now)
         return chosen
 
     def num_cached(self, replica_id: str, prompt: Prompt) -> int:
@@ -72,7 +85,14 @@ class Choosing:
         booked = self.bookings.num_pages(replica_id, prompt.digests, now=self._clock())
         return max(held, booked) * prompt.page_size
 
-    def _load(self, replica_id: str, now: float) -> float:
+    def _load(self, replica_id: str, now: float) -> Load:
         reported, sent = self._loads.get(replica_id, Load()), self.bookings.load(replica_id, now=now)
-        num_requests, queued_tokens = map(sum, zip(reported, sent, strict=True))
-        return IDLE_LOAD + num_requests + queued_tokens / QUEUE_TOKENS
+        return Load(*map(sum, zip(reported, sent, strict=True)))
+
+    def _is_full(self, replica_id: str, load: Load) -> bool:
+        """Whether one more request would be too many; averages of a full replica come near its number only."""
+        return load.num_requests > self._most.get(replica_id, math.inf) - 0.5
+
+
+def _factor(load: Load) -> float:
+    return IDLE_LOAD + load.num_choices + load.queued_tokens / QUEUE_TOKENS

@@ -42,6 +42,7 @@ class FleetView:
         for name in replicas.keys() - self._readers.keys():
             address = replicas[name].get(METADATA) or {}
             self.page_size = address.get("page_size", self.page_size)
+            self.choosing.limit(name, address.get("most_requests"))
             self._readers[name] = asyncio.get_running_loop().create_task(self._read(name, address))
 
     def choose(self, prompt: Prompt, replicas: Mapping[str, Mapping[str, Any]]) -> str:

@@ -15,10 +15,11 @@ AVERAGED_S = 0.3
 
 
 class Load(NamedTuple):
-    """Requests in progress, and prompt tokens that are still to be computed."""
+    """Choices in progress, prompt tokens that are still to be computed, and requests: a replica takes so many."""
 
-    num_requests: float = 0.0
+    num_choices: float = 0.0
     queued_tokens: float = 0.0
+    num_requests: float = 0.0
 
 
 def kept_share(seconds: float) -> float:

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.engine.page_watch import PageWatch
 from rayserve_moe.fleet.load_average import Load, LoadAverage
 from rayserve_moe.fleet.page_log import PageLog, PageMessage
@@ -34,8 +35,8 @@ _CLOSING_S = 0.01
 class PageFeed:
     """Follows the prefix cache of an engine until `stop`. `address` is where others read, as a replica's metadata."""
 
-    def __init__(self, pages: PageWatch, *, host: str, key: bytes) -> None:
-        self._pages, self._key = pages, key
+    def __init__(self, pages: PageWatch, capacity: Capacity, *, host: str, key: bytes) -> None:
+        self._pages, self._capacity, self._key = pages, capacity, key
         sizes = {name: getattr(pages, name) for name in ("num_data_ranks", "num_pages", "page_size")}
         self._log = PageLog(key, **sizes)
         self._events = PageEvents(self._wake)
@@ -51,7 +52,8 @@ class PageFeed:
 
     @property
     def address(self) -> dict[str, Any]:
-        return {METADATA: {"host": self._host, "port": self._port, "page_size": self._pages.page_size}}
+        sizes = {"page_size": self._pages.page_size, "most_requests": self._capacity.most}
+        return {METADATA: {"host": self._host, "port": self._port, **sizes}}
 
     def stop(self) -> None:
         """Cut off all readers and end the thread. May be called twice."""
@@ -87,8 +89,8 @@ class PageFeed:
 
     def _report(self) -> None:
         self._loop.call_later(REPORT_S, self._report)
-        load = self._average.add(Load(*self._pages.load()), time.monotonic())
-        rounded = Load(round(load.num_requests, 1), round(load.queued_tokens))
+        load = self._average.add(Load(*self._pages.load(), len(self._capacity.live)), time.monotonic())
+        rounded = Load(round(load.num_choices, 1), round(load.queued_tokens), round(load.num_requests, 1))
         if rounded != self._reported:
             self._reported = rounded
             self._send(rounded)

@@ -198,7 +198,7 @@ def journal_of(settings: Settings) -> JournalClient | None:
 def page_feed(engine: ReplicaEngine) -> PageFeed:
     """Tell routers what the engine of this replica has cached."""
     key = shared_key(serve.get_replica_context().app_name)
-    return PageFeed(engine.loop.control.pages, host=ray.util.get_node_ip_address(), key=key)
+    return PageFeed(engine.loop.control.pages, engine.loop.capacity, host=ray.util.get_node_ip_address(), key=key)
 
 
 def fleet_of(settings: Settings, *, give_up: Callable[[], object]) -> Fleet:

@@ -95,7 +95,31 @@ def test_a_request_for_several_choices_weighs_as_much_as_they_do():
 
 
 def test_what_has_run_for_a_second_is_reported_nearly_whole():
-    assert min(LoadAverage(0.0).add(Load(100, 100), 1.0)) > 95
+    assert min(LoadAverage(0.0).add(Load(100, 100, 100), 1.0)) > 95
+
+
+def test_a_full_replica_is_sent_nothing_while_another_has_a_place():
+    fleet, prompt = Fleet(), prompt_of(8000)
+    fleet.hold("b", prompt, 500)
+    for name in REPLICAS:
+        fleet.choosing.limit(name, 5)
+        fleet.choosing.report(name, Load(5, num_requests=4 if name == "d" else 5))
+    assert fleet.choose(prompt) == "d"  # the last place, which is booked now
+    assert fleet.choose(prompt) == "b"  # all are full: where it costs least, should a place become free there
+    fleet.now += 20 * AVERAGED_S
+    for name, number in zip(REPLICAS, (5, 5, 4, 5), strict=True):
+        fleet.choosing.report(name, Load(5, num_requests=number))
+    assert fleet.choose(prompt) == "c"
+
+
+def test_places_are_counted_in_requests_whatever_their_choices():
+    fleet, prompt = Fleet(), prompt_of(8000)
+    fleet.hold("b", prompt, 500)
+    for name in REPLICAS:
+        fleet.choosing.limit(name, 5)
+    many = prompt._replace(num_choices=16)
+    assert Counter(fleet.choose(many) for _ in range(5)) == {"b": 5}
+    assert fleet.choose(many) != "b"
 
 
 def test_equal_replicas_are_drawn():
@@ -133,16 +157,17 @@ def test_a_request_that_runs_counts_once_booked_or_reported(seconds):
     fleet, average = Fleet(), LoadAverage(0.0)
     first = fleet.choose(prompt_of(3000))
     fleet.now += seconds
-    reported = average.add(Load(1, 3000), fleet.now)
+    reported = average.add(Load(1, 3000, 1), fleet.now)
     booked = fleet.choosing.bookings.load(first, now=fleet.now)
-    assert reported.num_requests + booked.num_requests == pytest.approx(1)
+    assert reported.num_choices + booked.num_choices == pytest.approx(1)
     assert reported.queued_tokens + booked.queued_tokens == pytest.approx(3000)
+    assert reported.num_requests + booked.num_requests == pytest.approx(1)
 
 
 def test_booked_load_ends_where_a_replica_reports_nothing():
     fleet = Fleet()
     first = fleet.choose(prompt_of(3000))
-    assert fleet.choosing.bookings.load(first, now=fleet.now) == (1, 3000)
+    assert fleet.choosing.bookings.load(first, now=fleet.now) == (1, 3000, 1)
     fleet.now += 20 * AVERAGED_S
     assert max(fleet.choosing.bookings.load(first, now=fleet.now)) < 1e-3
 
@@ -173,10 +198,8 @@ def test_a_replica_that_is_gone_leaves_nothing():
     fleet, prompt = Fleet(), prompt_of(2000)
     first = fleet.choose(prompt)
     fleet.choosing.forget(first)
-    assert fleet.choosing.num_cached(first, prompt) == 0 and fleet.choosing.bookings.load(first, now=fleet.now) == (
-        0,
-        0,
-    )
+    assert fleet.choosing.num_cached(first, prompt) == 0
+    assert fleet.choosing.bookings.load(first, now=fleet.now) == Load()
     fleet.now += bookings.PAGES_BOOKED_S
     fleet.choose(prompt_of(10))
     assert len(fleet.choosing.bookings) == 0

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.engine.command_queue import CommandQueue
 from rayserve_moe.engine.page_watch import PageWatch
 from rayserve_moe.fleet import fleet_view, page_feed
@@ -34,7 +35,8 @@ class Replica:
     def __init__(self, key: bytes = KEY) -> None:
         self.scheduler, commands = Scheduler(LIMITS), CommandQueue()
         self.watch = PageWatch(SimpleNamespace(scheduler=self.scheduler), commands)
-        self.feed = PageFeed(self.watch, host="127.0.0.1", key=key)
+        self.live: list[str] = []
+        self.feed = PageFeed(self.watch, Capacity(self.live, 2), host="127.0.0.1", key=key)
         commands.run_all()
 
     def cache(self, num_tokens: int, start: int = 1) -> None:
@@ -169,6 +171,26 @@ def test_load_is_reported(replica):
         await become(lambda: view.index.is_known("0"))
         replica.scheduler.waiting.extend([SimpleNamespace(num_tokens=50, num_computed=0)] * 3)
         await become(lambda: view.choosing._loads["0"].queued_tokens == 150)
-        assert view.choosing._loads["0"].num_requests == 3
+        assert view.choosing._loads["0"].num_choices == 3
 
     follow(check, replica.feed.address)
+
+
+def test_a_replica_that_has_as_many_requests_as_it_takes_is_known_to_be_full():
+    full, other = Replica(), Replica()
+    addresses = {"full": full.feed.address, "other": other.feed.address}
+
+    async def check(view: FleetView) -> None:
+        view.follow(addresses)
+        await become(lambda: view.index.is_known("full") and view.index.is_known("other"))
+        full.cache(8)
+        await become(lambda: view.choosing.num_cached("full", prompt_of(9)) == 8)
+        assert view.choose(prompt_of(9), addresses) == "full"
+        full.live += ["one", "two"]
+        await become(lambda: view.choose(prompt_of(9), addresses) == "other")
+
+    try:
+        follow(check)
+    finally:
+        full.feed.stop()
+        other.feed.stop()
