@@ -15,8 +15,10 @@ from typing import Any
 from rayserve_moe.serving.start.environment import environment_of
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
+from tests.support.certificates import few_certificates
 from tests.support.compiling import DEVICES, QUICK_FLAGS, compiled_once
 from tests.support.ports import reserve_ports
+from tests.support.scopes import place_of
 
 PORTS, RESERVATION = reserve_ports()
 FOLDER = Path(tempfile.mkdtemp(prefix="moe-"))
@@ -32,6 +34,7 @@ os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cp
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": f"{DEVICES} {QUICK_FLAGS}",
+    **few_certificates(FOLDER),
 }
 write_launcher(
     Path(os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]),
@@ -90,6 +93,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With the native kernels only tests over the core model run: what they compute, no other test sees."""
+    items.sort(key=lambda item: place_of(item.nodeid))
     if part := config.getoption("--part"):
         index, num_parts = map(int, part.split("/"))
         groups = sorted({_part_group(item) for item in items})
