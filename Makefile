@@ -7,14 +7,17 @@ CLIENTS := .venv-clients
 # Clients with an environment of their own each: their packages do not go with ours.
 APART := litellm instructor guidellm aiperf
 
-# Two processes share the tests; the longest ones, which come first, are not put behind others.
-SHARED := -n 2 --no-loadscope-reorder
+# Three processes share the tests: one in four seconds of a process is spent in waiting for others. The longest scopes
+# come first (tests/support/scopes.py).
+SHARED := -n 3 --no-loadscope-reorder
 
 # Nothing is asked of the network once `setup` has run. Your own environment wins: `JAX_PLATFORMS=tpu,cpu make serve`.
 export HF_HUB_OFFLINE ?= 1
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 export TRANSFORMERS_VERBOSITY ?= error
+# Every process of a cluster and of the tests would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Which part of the slow tests `test-part` runs: another one after every commit.
 PART ?= $(shell git rev-list --count HEAD)/24
