@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from tests.support.checkpoints import CORE_CONFIG, NATIVE_CORE_CONFIG
 from tests.support.examples import ALL, SAMPLED
 from tests.support.family_cases import FamilyCase
 from tests.support.native import need_native_kernels
+from tests.support.sampled import mark_others_slow
 
 hypothesis.settings.register_profile(
     "sampled", deadline=None, max_examples=SAMPLED, derandomize=bool(os.environ.get("CI"))
@@ -90,9 +92,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return import_module("tests.support.distribution").Distribution(config, log)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With the native kernels only tests over the core model run: what they compute, no other test sees."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Choose variants ahead of `-m`, and parts after it. With the native kernels only tests over the core model run:
+    what they compute, no other test sees."""
+    mark_others_slow(items)
+    yield
     items.sort(key=lambda item: place_of(item.nodeid))
     if part := config.getoption("--part"):
         index, num_parts = map(int, part.split("/"))

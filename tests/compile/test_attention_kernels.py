@@ -47,11 +47,13 @@ HEADS = [(32, 4), (64, 4), (8, 1), (4, 1)]
 MORE_CASES = pytest.mark.slow
 
 
+@pytest.mark.sampled(2)
 @CHIP
 def test_decode_compiles(chip):
     assert_compiles(chip, "ragged_decode", queries=1, heads=32, kv_heads=4, page_size=16)
 
 
+@pytest.mark.sampled(2)
 @CHIP
 def test_prefill_compiles(chip):
     assert_compiles(chip, "ragged_prefill", queries=32, heads=8, kv_heads=1, page_size=128)

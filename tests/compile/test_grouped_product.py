@@ -53,6 +53,7 @@ def kernels_for(
     return Counter(kernels_of(text_of(compile_for(chip, multiply, *shapes))))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, pytest.param(161, marks=pytest.mark.slow)])
 def test_any_number_of_rows_is_multiplied_by_the_compilers_kernel(num_tokens):
     assert kernels_for("v6e", multiply_by_ragged_dot, num_tokens)["ragged-dot-none"] == 3

@@ -75,6 +75,7 @@ def assert_reads_in_place(compiled, pool, num_rows: int = 16 * 128, *, name: str
     assert copies_of(text_of(compiled), [Piece("kv", "bf16", pool.shape[2:], pool.size // 2, is_written=True)]) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "chip", ["v6e", *(pytest.param(c, marks=pytest.mark.slow) for c in TOPOLOGY_OF_CHIP if c != "v6e")]
 )

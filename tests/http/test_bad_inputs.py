@@ -59,6 +59,7 @@ def test_routing_without_the_server_flag_names_the_flag(small_http, path, body):
     assert "enable_return_routed_experts" in error["message"] and error["param"] == "return_routed_experts"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

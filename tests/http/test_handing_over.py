@@ -40,6 +40,7 @@ def answers_of(found: Any) -> list[dict[str, Any]]:
     return found if isinstance(found, list) else [found]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("body", [NATIVE, MANY], ids=["one choice", "three choices"])
 def test_streams_and_plain_answers_go_on_at_the_other_replica_and_the_unnamed_is_completed(pair, body):
     loop = pair.engines["a"].loop

@@ -46,6 +46,7 @@ def rows_of(http, layout, *, max_tokens=NUM_NEW):
     return decode_answer(ask(http, GENERATE, **asked(GENERATE, max_tokens=max_tokens)), layout).rows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("start", [0, 7, len(PROMPT)])
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("path", PATHS)

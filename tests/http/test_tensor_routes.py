@@ -157,6 +157,7 @@ def test_a_delta_changes_the_places_that_it_names(http, tensors, copy_of):
     assert samples(http) == wanted
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", [None, "retract"])
 def test_requests_cross_an_update_as_one_from_disk(http, engine, others, mode, unhurried):
     with running(http, engine, GENERATE, native(rid="mine")) as answer:

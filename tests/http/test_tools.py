@@ -72,6 +72,7 @@ def test_the_openai_package_streams_calls(scripted_client):
     assert message.content == whole.content and message.reasoning_content == whole.reasoning_content
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": False}, {"tools": None}, {"tool_choice": "none"}])
 @pytest.mark.parametrize(
     "reasoning", [{}, {"include_reasoning": False}, {"separate_reasoning": False}, {"stream_reasoning": False}]

@@ -117,6 +117,7 @@ def test_streams_go_on_under_other_weights(http, engine, other_checkpoint):
     assert len(ask(http, COMPLETIONS, prompt=PROMPT, max_tokens=3)["choices"]) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_that_do_not_fit_leave_the_old_ones_serving(http, engine, checkpoint, tmp_path, way):
     before = ask(http, GENERATE, **SHORT)

@@ -83,6 +83,7 @@ def test_adjusting_changes_what_is_sampled(engine: Engine, alone: Outcomes):
     assert all(99 not in outcome.ids for (name, _), outcome in alone.items() if name in ("adjusted 3", "adjusted 5"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_adjusted_outputs_do_not_depend_on_scheduling(engine: Engine, alone: Outcomes, way: Way):
     requests = [*adjusted_requests(), *mixed_workload()[:4]]

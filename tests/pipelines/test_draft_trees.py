@@ -43,6 +43,7 @@ def growing(engine_with: EngineStore) -> Engine:
     return engine_with(**TREES)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(2))
 def test_trees_do_not_show(growing: Engine, seed: int):
     check_mix(growing, seed, count=16)

@@ -53,6 +53,7 @@ def test_scores_are_log_probs_of_the_logits(engine: Engine, alone: Outcomes):
                 np.testing.assert_allclose(scores.top.logprobs, at_ids, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_scores_do_not_depend_on_scheduling(engine: Engine, alone: Outcomes, way: Way):
     requests = [*scoring_requests(), *mixed_workload()[:4]]

@@ -55,6 +55,7 @@ def speculating(engine_with: EngineStore) -> Engine:
     return engine_with(**SPECULATES)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_do_not_show(speculating: Engine, seed: int):
     check_mix(speculating, seed, count=16)

@@ -62,6 +62,7 @@ def updates_of(engine: Engine, way: Way) -> dict[tuple[str, int], list[ChoiceRes
     return updates
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_pieces_join_to_the_one_shot_rows_and_none_is_late(engine: Engine, one_shot: Outcomes, way: Way):
     updates = updates_of(engine, way)

@@ -73,6 +73,7 @@ def each_alone(one_device: HostRunner, card: ModelCard) -> Outcomes:
     return run_alone(one_device, card, workload(), way=WAY)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"chunk_tokens": 7, "num_rows": 3}, {"num_pages": TIGHT, "intervene": preempt_every(23, forgets=True)}],

@@ -28,6 +28,7 @@ def test_what_is_not_finite_stays():
     np.testing.assert_array_equal(found[0, [0, 1, 3]], [np.nan, np.inf, -np.inf])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_words", [70, 129])
 def test_parts_of_a_vocabulary_have_their_own_bits(num_words):
     num_parts, width = 4, -(-num_words // 4)

@@ -97,6 +97,7 @@ def test_advantages_are_of_unit_spread_in_live_groups_and_zero_in_dead_ones():
     assert (advantages[rewards == 1] >= 0).all() and advantages[3].tolist() == [1, 1, -1, -1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spread", ["even", "one expert", "at the edge of a block"])
 def test_experts_in_blocks_are_the_dense_sum_and_so_are_their_gradients(generator, spread):
     tokens, width, inner, experts, top_k = BLOCK + 7, 8, 6, 5, 2

@@ -67,6 +67,7 @@ def scopes_of(run, *args, **named) -> set[str]:
     return {part for name in re.findall(r'loc\("([^"]*)"', text) for part in re.split(r"[/()]", name)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kernels", "backend", "blocks"),
     [

@@ -30,6 +30,7 @@ def shares_of(writer: HostRunner, monkeypatch: pytest.MonkeyPatch, *, num_hosts:
     return shares
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("before", "now"),
     [((4, 1), (3, 1)), ((3, 1), (4, 1)), ((4, 1), (1, 1)), ((1, 1), (2, 1)), ((4, 2), (3, 2)), ((2, 2), (1, 2))],

@@ -93,6 +93,7 @@ def test_experts_in_one_tensor_are_staged_into_the_slots_of_a_placement(
         runner.staged.read(str(other_checkpoint))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [case for case in FAMILY_CASES if not case.variant], ids=lambda case: case.name)
 def test_weights_of_every_family_are_staged_into_the_slots_of_a_placement(tmp_path, case):
     config = {**case.config, "architectures": [getattr(families, case.family).ARCHITECTURE], "vocab_size": 264}
@@ -122,6 +123,7 @@ def test_the_weights_of_a_device_are_weighed(core_checkpoint):
         assert runner.staged.bytes_per_device == held
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_that_does_not_fit_is_refused_and_what_was_staged_is_gone(
     core_checkpoint, other_checkpoint, tmp_path, way

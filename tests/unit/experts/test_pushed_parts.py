@@ -10,6 +10,7 @@ from rayserve_moe.experts.pushed import FEW_TOKENS, _mine_alone
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, FEW_TOKENS])
 def test_own_tokens_are_those_of_the_part(num_tokens, num_parts):

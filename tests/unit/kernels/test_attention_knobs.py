@@ -186,6 +186,7 @@ def batch_of(places: np.ndarray) -> TokenBatch:
     return TokenBatch(*arrays, num_singles=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("knobs", KNOBS.values(), ids=KNOBS)
 def test_a_sequence_in_steps_equals_the_definition_of_every_knob_and_not_the_plain_one(knobs):
     spec = spec_with(knobs)

@@ -123,6 +123,7 @@ def test_masses_are_those_of_jax_whatever_other_rows_there_are(size):
                 np.testing.assert_array_equal(ours, theirs[-count:])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spread", [0.0, 1.0, 40.0])
 @pytest.mark.parametrize("size", [1, 16, 1000, 20_011])
 def test_the_chosen_word_is_the_best_of_those_kept_with_its_noise(size, spread):

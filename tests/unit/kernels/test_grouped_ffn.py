@@ -35,6 +35,7 @@ def largest_difference(slots: np.ndarray, experts: LayerExperts) -> float:
     return float(np.abs(np.asarray(found - expected, np.float32)[slots < SLOTS]).max())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("slots", SLOTS_OF_TOKENS.values(), ids=SLOTS_OF_TOKENS.keys())
 def test_an_expert_that_is_held_whole(slots):
     assert largest_difference(slots, experts_of(128, "float32")) < 1e-4
@@ -54,6 +55,7 @@ def test_shapes_that_the_kernel_does_not_take_go_another_way(monkeypatch):
     assert grouped_ffn.inner_block(128, 100, 2) == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("narrow", "has_blocks"), [("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])

@@ -121,6 +121,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "case"), [*(("norms of heads", case) for case in CASES), *((model, MIXED) for model in list(MODELS)[1:])]
 )
@@ -167,6 +168,7 @@ def tree_of(root: int) -> TokenBatch:
     return replace(batch, positions_T=positions, ancestors_U=masks)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("root", [0, 13, 30, 44])
 @pytest.mark.parametrize("model", ["norms of heads", "a head per head"])
 def test_a_node_of_a_tree_comes_out_as_in_a_sequence_without_the_others(model, root):

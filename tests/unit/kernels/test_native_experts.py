@@ -62,6 +62,7 @@ def rounding_of(weights: ExpertWeights, hidden: jax.Array, slots: np.ndarray, ac
     return np.einsum("TKF,TKFD->TKD", np.asarray(inner, np.float64), down) + down_bias
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_experts_with_biases_and_any_activation_are_those_of_the_blocks(activation, has_biases):
@@ -118,6 +119,7 @@ def test_other_activations_are_refused(activation):
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("score", layers.SCORES)
 @pytest.mark.parametrize(("is_biased", "num_experts"), [(False, 1), (True, 8), (True, 40), (False, 200)])
 def test_scores_are_those_of_jax_row_by_row(score, is_biased, num_experts):
@@ -144,6 +146,7 @@ def test_the_factor_of_a_rotation_multiplies_cosine_and_sine():
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 @pytest.mark.parametrize("has_blocks", [False, True])
 @pytest.mark.parametrize("dtype", NARROW)

@@ -27,6 +27,7 @@ def described(arrays: GroupArrays, case: GroupCase, part: slice) -> GroupVisits:
     return GroupVisits(*map(np.asarray, found))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [FULL_CAUSAL, ScoreConfig(window=7)])
 @pytest.mark.parametrize("case", [CHAINS, TREES], ids=["chains", "trees"])
 @pytest.mark.parametrize("size", [100, 5, 1])

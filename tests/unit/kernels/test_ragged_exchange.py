@@ -24,6 +24,7 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     return Mesh(np.asarray(jax.devices()[: np.prod(shape)]).reshape(shape), names)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_it_is_what_the_numpy_model_says(mesh):
     mesh = mesh_of(*mesh)
@@ -64,6 +65,7 @@ def test_a_peer_may_get_several_slices():
     np.testing.assert_array_equal(found, [[3, 2, -1, 4, -1, 5], [6, 7, -1, -1, 0, 1]])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mesh", "num_slices"), [(MESHES[0], 2), (MESHES[1], 4), (MESHES[2], 2)], ids=str)
 def test_slices_make_no_difference_to_what_arrives(mesh, num_slices):
     mesh = mesh_of(*mesh)

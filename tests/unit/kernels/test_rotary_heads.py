@@ -41,6 +41,7 @@ def heads_by(project, num_tokens: int, config: AttentionConfig, *without: str, *
     return [np.asarray(part) for part in jax.jit(run)(normed)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_tokens", [MANY, 8, 5, 2])
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens, is_flat):

@@ -10,6 +10,7 @@ import pytest
 from rayserve_moe.kernels import slot_order
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("most_compared", [0, 1 << 20])
 @pytest.mark.parametrize(("shape", "num_slots"), [((1, 1), 1), ((7, 3), 1), ((40, 4), 6), ((33, 8), 200)])
 def test_assignments_are_brought_into_the_stable_order_of_their_slots(monkeypatch, most_compared, shape, num_slots):

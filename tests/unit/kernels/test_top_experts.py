@@ -49,6 +49,7 @@ def chosen_by_reference(hidden: jax.Array, stacked: StackedRouter, spec: RouterS
     return jax.jit(choose)(hidden, stacked)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [1e-6, 1.0], ids=["apart", "ties"])
 @pytest.mark.parametrize("name", SPECS)
 def test_ids_are_those_of_the_reference_and_weights_but_for_rounding(name, step):

@@ -206,6 +206,7 @@ MATRIX = [
 RUNS = [*SAMPLE, *(pytest.param(spread, marks=pytest.mark.slow) for spread in MATRIX)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spread", RUNS, ids=str)
 def test_every_data_rank_gets_what_one_device_computes(model, alone, spread):
     seeds = range(spread.data)

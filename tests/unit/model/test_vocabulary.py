@@ -39,6 +39,7 @@ def drawn_table() -> np.ndarray:
     return table
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chunk", [NUM_TOKENS, 2, 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,6 +15,7 @@ from rayserve_moe.scheduling.draft_trees import (
     parents_of,
     right_drafts,
 )
+from tests.support.examples import examples
 
 MOST = 31
 
@@ -48,6 +49,7 @@ def test_each_node_sees_the_path_to_it(drafts, count, levels):
     assert set(paths) == paths_by_definition(drafts, count=count, levels=levels)
 
 
+@examples(30)
 @given(trees())
 @example(np.array([(5, i) for i in range(MOST)], np.int32))
 @example(np.array([(5, 0)] + [(i, 1) for i in range(MOST - 1)], np.int32))

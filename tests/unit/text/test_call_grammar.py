@@ -112,6 +112,7 @@ def _decoded(table: LLTokenizer, ids: list[int], special_ids: dict[str, int]) ->
     return b"".join(text_of.get(i) or table.decode_bytes([i]) for i in ids).decode("utf-8", "replace")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_special", [True, False], ids=["special markers", "plain markers"])
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_of_a_grammar_are_read_back(form, is_special):
