@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, save
 from benchmarks.fleet_table import fleet_routing
 from rayserve_moe.fleet.choosing import Choosing, Prompt
-from rayserve_moe.fleet.load_average import Load, LoadAverage
+from rayserve_moe.fleet.load_average import Load, LoadAverage, Report
 from rayserve_moe.fleet.page_log import PageLog
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 from rayserve_moe.scheduling.page_digests import prompt_digests
@@ -90,7 +90,7 @@ class Replica:
         self.num_computed += new
         self.free_at = max(self.free_at, turn.at) + new / PREFILL_TOKENS_S
         self._cache(turn.token_ids)
-        heappush(self.ends, self.free_at + turn.num_answer * (STEP_S + STEP_OF_ROW_S * load.num_requests))
+        heappush(self.ends, self.free_at + turn.num_answer * (STEP_S + STEP_OF_ROW_S * load.num_choices))
         return self.free_at
 
     def _cache(self, token_ids: np.ndarray) -> None:
@@ -146,7 +146,7 @@ def run(policy: str, turns: list[Turn], *, num_replicas: int, total_pages: int, 
         if turn.at >= reported_at + REPORT_S:
             reported_at = turn.at
             for name, replica in replicas.items():
-                choosing.report(name, replica.average.add(replica.load(turn.at), turn.at))
+                choosing.report(name, Report(replica.average.add(replica.load(turn.at), turn.at)))
         chosen = names[place % len(names)]
         if policy != "round robin":
             digests = (

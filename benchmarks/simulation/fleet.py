@@ -15,7 +15,7 @@ from benchmarks.simulation.replica import ANSWER_ID, KEY, SimulatedReplica
 from benchmarks.simulation.workloads import Conversation, token_ids
 from rayserve_moe.engine.output_dispatch import GROUPING_S_PER_SEQUENCE, LONGEST_GROUPING_S
 from rayserve_moe.fleet.choosing import Choosing, Prompt
-from rayserve_moe.fleet.load_average import LoadAverage
+from rayserve_moe.fleet.load_average import LoadAverage, Report
 from rayserve_moe.fleet.page_feed import REPORT_S
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 from rayserve_moe.scheduling.page_digests import prompt_digests
@@ -115,7 +115,7 @@ class Routing:
             return self._names[next(self._turn) % len(self._names)]
         if self._policy == "two choices":
             some = self._draw.sample(self._names, min(2, len(self._names)))
-            return min(some, key=lambda name: self._replicas[name].load().num_requests)
+            return min(some, key=lambda name: self._replicas[name].load().num_choices)
         digests = []
         if self._policy == "prefix":
             digests = prompt_digests(KEY, "", token_ids=token_ids, page_size=self._page_size)
@@ -126,7 +126,7 @@ class Routing:
         """Have the routers know a replica's load."""
         load = self._averages[name].add(self._replicas[name].load(), now)
         for router in self._routers:
-            router.report(name, load)
+            router.report(name, Report(load))
 
     def follow(self, name: str) -> None:
         """Take the page events of a replica."""

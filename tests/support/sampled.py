@@ -1,9 +1,9 @@
-"""Matrices of which `make test` runs a part: variants of a test that have every value of every parameter among them."""
+"""Matrices of which `make test` runs a part: of each parameter's values as many as others make room for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,21 +12,32 @@ import pytest
 def mark_others_slow(items: Iterable[Any]) -> None:
     """Of a test that is marked `sampled(every)` mark the variants as slow whose places do not add up to a multiple.
 
-    A variant has a place in every parameter, so a value goes with some values of each other one. `items` are pytest's.
+    A variant has a place in each `parametrize`, among the values that are not slow already. So of one `parametrize` one
+    in `every` values is left, and of several every value, with some of the others'. `items` are pytest's.
     """
-    marked = [item for item in items if item.get_closest_marker("sampled")]
-    for _, matrix in groupby(marked, key=lambda item: item.nodeid.partition("[")[0]):
-        variants = list(matrix)
-        (every,) = variants[0].get_closest_marker("sampled").args
-        for variant, places in zip(variants, _places([one.callspec.params for one in variants]), strict=True):
-            if sum(places) % every:
-                variant.add_marker(pytest.mark.slow)
+    for item in items:
+        if (marker := item.get_closest_marker("sampled")) and _sum_of_places(item) % _every(item, marker):
+            item.add_marker(pytest.mark.slow)
 
 
-def _places(variants: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
-    """The places of the values of each variant; parameters that change together have one."""
-    columns: dict[tuple[int, ...], None] = {}
-    for name in variants[0]:
-        seen: dict[int, int] = {}
-        columns[tuple(seen.setdefault(id(variant[name]), len(seen)) for variant in variants)] = None
-    return list(zip(*columns, strict=True))
+def _every(item: Any, marker: pytest.Mark) -> int:
+    if len(marker.args) != 1 or not isinstance(marker.args[0], int) or marker.args[0] < 2:
+        raise pytest.UsageError(f"{item.nodeid}: sampled takes one whole number from 2 on")
+    return marker.args[0]
+
+
+def _sum_of_places(item: Any) -> int:
+    markers = list(item.iter_markers("parametrize"))
+    if not markers:
+        raise pytest.UsageError(f"{item.nodeid}: a test without `parametrize` is not sampled")
+    return sum(_place(item.callspec.params, marker) for marker in markers)
+
+
+def _place(params: dict[str, Any], marker: pytest.Mark) -> int:
+    """The place of a variant among the values of one `parametrize` that are not slow; 0 for those that are."""
+    names, sets = marker.args
+    names = [names] if isinstance(names, str) else list(names)
+    given = [one if hasattr(one, "marks") else pytest.param(*(one if len(names) > 1 else (one,))) for one in sets]
+    quick = [one.values for one in given if not any(mark.name == "slow" for mark in one.marks)]
+    mine = [params[name] for name in names]
+    return next((place for place, values in enumerate(quick) if all(map(operator.is_, values, mine))), 0)

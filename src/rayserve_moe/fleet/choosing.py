@@ -5,13 +5,13 @@ As LMetric (arXiv 2603.15202) multiplies them: a prompt token that is computed d
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rayserve_moe.fleet.bookings import Bookings
-from rayserve_moe.fleet.load_average import Load
+from rayserve_moe.fleet.load_average import Load, Report
+from rayserve_moe.fleet.places import Places
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 
 ANSWER_TOKENS = 256
@@ -27,13 +27,14 @@ NEARLY = 1.01
 class Prompt(NamedTuple):
     """The prompt of a request, as far as a router understands it: tokens, and the digests of its whole pages.
 
-    `num_choices` are the answers that it is asked for.
+    `num_choices` are the answers that it is asked for, of `num_requests` prompts, of which the first one is described.
     """
 
     num_tokens: int = 0
     digests: Sequence[bytes] = ()
     page_size: int = 1
     num_choices: int = 1
+    num_requests: int = 1
 
 
 UNKNOWN = Prompt()
@@ -46,37 +47,33 @@ class Choosing:
     def __init__(self, index: PrefixIndex, *, draw: random.Random, clock: Callable[[], float]) -> None:
         self._index, self._draw, self._clock = index, draw, clock
         self._loads: dict[str, Load] = {}
-        self._most: dict[str, int] = {}
-        self.bookings = Bookings()
+        self.bookings, self.places = Bookings(), Places()
 
-    def report(self, replica_id: str, load: Load) -> None:
-        """Note a replica's average load as of now."""
-        self._loads[replica_id] = load
-
-    def limit(self, replica_id: str, most_requests: int | None) -> None:
-        """Note how many requests a replica takes at once; without a number it counts as never full."""
-        if most_requests is not None:
-            self._most[replica_id] = most_requests
+    def report(self, replica_id: str, report: Report) -> None:
+        """Note what a replica says as of now."""
+        self._loads[replica_id] = report.load
+        self.places.report(replica_id, report.num_requests)
 
     def forget(self, replica_id: str) -> None:
         """Forget load and bookings of a replica that is gone."""
         self._loads.pop(replica_id, None)
-        self._most.pop(replica_id, None)
+        self.places.forget(replica_id)
         self.bookings.forget(replica_id)
 
     def choose(self, prompt: Prompt, replica_ids: Sequence[str]) -> str:
         """Return one of the replicas, of which there are some, and book the request there.
 
-        A full one would refuse it, so it is chosen where all are full only.
+        One that is full would refuse it: where all are, it goes where the most places are.
         """
         now = self._clock()
-        loads = {name: self._load(name, now) for name in replica_ids}
-        taking = [name for name, load in loads.items() if not self._is_full(name, load)] or replica_ids
-        new = {name: prompt.num_tokens - self.num_cached(name, prompt) for name in taking}
-        costs = {name: (tokens + ANSWER_TOKENS) * _factor(loads[name]) for name, tokens in new.items()}
+        free = {name: self.places.num_free(name, now=now) for name in replica_ids}
+        needed = min(prompt.num_requests, max(free.values()))
+        new = {name: prompt.num_tokens - self.num_cached(name, prompt) for name in replica_ids if free[name] >= needed}
+        costs = {name: (tokens + ANSWER_TOKENS) * self._load(name, now) for name, tokens in new.items()}
         least = min(costs.values())
         chosen = self._draw.choice([name for name, cost in costs.items() if cost <= least * NEARLY])
-        self.bookings.add(chosen, prompt.digests, load=Load(prompt.num_choices, new[chosen], 1), now=now)
+        self.bookings.add(chosen, prompt.digests, load=Load(prompt.num_choices, new[chosen]), now=now)
+        self.places.send(chosen, prompt.num_requests, now=now)
         return chosen
 
     def num_cached(self, replica_id: str, prompt: Prompt) -> int:
@@ -85,14 +82,7 @@ class Choosing:
         booked = self.bookings.num_pages(replica_id, prompt.digests, now=self._clock())
         return max(held, booked) * prompt.page_size
 
-    def _load(self, replica_id: str, now: float) -> Load:
+    def _load(self, replica_id: str, now: float) -> float:
         reported, sent = self._loads.get(replica_id, Load()), self.bookings.load(replica_id, now=now)
-        return Load(*map(sum, zip(reported, sent, strict=True)))
-
-    def _is_full(self, replica_id: str, load: Load) -> bool:
-        """Whether one more request would be too many; averages of a full replica come near its number only."""
-        return load.num_requests > self._most.get(replica_id, math.inf) - 0.5
-
-
-def _factor(load: Load) -> float:
-    return IDLE_LOAD + load.num_choices + load.queued_tokens / QUEUE_TOKENS
+        num_choices, queued_tokens = map(sum, zip(reported, sent, strict=True))
+        return IDLE_LOAD + num_choices + queued_tokens / QUEUE_TOKENS

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from rayserve_moe.fleet.choosing import Choosing, Prompt
-from rayserve_moe.fleet.load_average import Load
+from rayserve_moe.fleet.load_average import Report
 from rayserve_moe.fleet.page_feed import METADATA
 from rayserve_moe.fleet.page_wire import prove_connecting, read_frame
 from rayserve_moe.fleet.prefix_index import PrefixIndex
@@ -42,7 +42,7 @@ class FleetView:
         for name in replicas.keys() - self._readers.keys():
             address = replicas[name].get(METADATA) or {}
             self.page_size = address.get("page_size", self.page_size)
-            self.choosing.limit(name, address.get("most_requests"))
+            self.choosing.places.limit(name, address.get("most_requests"))
             self._readers[name] = asyncio.get_running_loop().create_task(self._read(name, address))
 
     def choose(self, prompt: Prompt, replicas: Mapping[str, Mapping[str, Any]]) -> str:
@@ -60,6 +60,7 @@ class FleetView:
             with suppress(OSError, EOFError, TimeoutError, ValueError, TypeError):
                 await self._read_once(replica_id, address["host"], address["port"])
             self.index.lose(replica_id)
+            self.choosing.places.lose(replica_id)
             await asyncio.sleep(RETRY_S)
 
     async def _read_once(self, replica_id: str, host: str, port: int) -> None:
@@ -68,7 +69,7 @@ class FleetView:
             await prove_connecting(reader, writer, key=self._key)
             while True:
                 message = await read_frame(reader)
-                if isinstance(message, Load):
+                if isinstance(message, Report):
                     self.choosing.report(replica_id, message)
                 elif not self.index.apply(replica_id, message):
                     return  # the next connection begins with a snapshot

@@ -15,11 +15,17 @@ AVERAGED_S = 0.3
 
 
 class Load(NamedTuple):
-    """Choices in progress, prompt tokens that are still to be computed, and requests: a replica takes so many."""
+    """Choices in progress, and prompt tokens that are still to be computed."""
 
     num_choices: float = 0.0
     queued_tokens: float = 0.0
-    num_requests: float = 0.0
+
+
+class Report(NamedTuple):
+    """What a replica says of itself: its average load, and the requests that it has at this moment."""
+
+    load: Load = Load()
+    num_requests: int = 0
 
 
 def kept_share(seconds: float) -> float:

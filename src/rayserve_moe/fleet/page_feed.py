@@ -14,7 +14,7 @@ from typing import Any
 
 from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.engine.page_watch import PageWatch
-from rayserve_moe.fleet.load_average import Load, LoadAverage
+from rayserve_moe.fleet.load_average import Load, LoadAverage, Report
 from rayserve_moe.fleet.page_log import PageLog, PageMessage
 from rayserve_moe.fleet.page_wire import frame, prove_listening
 from rayserve_moe.scheduling.page_events import PageEvents
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 METADATA = "page_events"
 """What a replica's metadata call the address of its feed."""
 REPORT_S = 0.1
-"""Between two looks at the load; readers are sent averages that differ."""
+"""Between two looks at the load; readers are sent reports that differ."""
 MOST_UNSENT = 1024
 """Messages that wait for one reader."""
 _AT_ONCE = 64
@@ -44,7 +44,7 @@ class PageFeed:
         self._loop = asyncio.new_event_loop()
         self._host, self._port = host, 0
         self._is_listening = threading.Event()
-        self._average, self._reported = LoadAverage(time.monotonic()), Load()
+        self._average, self._reported = LoadAverage(time.monotonic()), Report()
         self._thread = threading.Thread(target=self._run, name="page-events", daemon=True)
         self._thread.start()
         self._is_listening.wait(_START_S)
@@ -89,13 +89,14 @@ class PageFeed:
 
     def _report(self) -> None:
         self._loop.call_later(REPORT_S, self._report)
-        load = self._average.add(Load(*self._pages.load(), len(self._capacity.live)), time.monotonic())
-        rounded = Load(round(load.num_choices, 1), round(load.queued_tokens), round(load.num_requests, 1))
-        if rounded != self._reported:
-            self._reported = rounded
-            self._send(rounded)
+        load = self._average.add(Load(*self._pages.load()), time.monotonic())
+        rounded = Load(round(load.num_choices, 1), round(load.queued_tokens))
+        report = Report(rounded, len(self._capacity.live))
+        if report != self._reported:
+            self._reported = report
+            self._send(report)
 
-    def _send(self, message: PageMessage | Load) -> None:
+    def _send(self, message: PageMessage | Report) -> None:
         framed = frame(message) if self._unsent else b""
         for unsent, writer in list(self._unsent.items()):
             unsent.put_nowait(framed)

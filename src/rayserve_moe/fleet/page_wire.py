@@ -9,7 +9,7 @@ import secrets
 import msgpack
 
 from rayserve_moe.cluster.handshake import HANDSHAKE_S, NONCE_BYTES, PROOF_BYTES, proof_of
-from rayserve_moe.fleet.load_average import Load
+from rayserve_moe.fleet.load_average import Load, Report
 from rayserve_moe.fleet.page_log import PageMessage
 
 LONGEST_FRAME = 1 << 24
@@ -20,20 +20,21 @@ class WireError(ConnectionError):
     """The other end does not know the key, or sends something else."""
 
 
-def frame(message: PageMessage | Load) -> bytes:
+def frame(message: PageMessage | Report) -> bytes:
     """Return the bytes of a message."""
     packed = msgpack.packb(list(message), use_bin_type=True)
     return len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
 
 
-async def read_frame(reader: asyncio.StreamReader) -> PageMessage | Load:
+async def read_frame(reader: asyncio.StreamReader) -> PageMessage | Report:
     """Read a message. EOFError where the connection has ended, WireError."""
     length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
     if length > LONGEST_FRAME:
         raise WireError(f"a frame of {length} bytes")
     fields = msgpack.unpackb(await reader.readexactly(length), raw=False, strict_map_key=False)
-    if len(fields) == len(Load._fields):
-        return Load(*fields)
+    if len(fields) == len(Report._fields):
+        load, num_requests = fields
+        return Report(Load(*load), num_requests)
     epoch, first, num_to_come, events = fields
     return PageMessage(epoch, first, num_to_come, tuple((kind, rank, body) for kind, rank, body in events))
 

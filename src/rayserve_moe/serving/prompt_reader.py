@@ -62,13 +62,13 @@ class PromptReader:
         ids = self._ids_of(fields) if isinstance(fields, dict) else None
         if ids is None or not page_size:
             return UNKNOWN
-        num_choices = _num_choices(fields)
+        num_choices, num_requests = _counts_of(fields)
         if any(fields.get(name) is not None for name in _PRIVATE):
-            return Prompt(len(ids), num_choices=num_choices)
+            return Prompt(len(ids), num_choices=num_choices, num_requests=num_requests)
         salt = fields.get("cache_salt") or fields.get("extra_key") or ""
         salt = salt[0] if isinstance(salt, list) else salt
         digests = prompt_digests(self._key, salt, token_ids=ids, page_size=page_size)
-        return Prompt(len(ids), digests, page_size, num_choices)
+        return Prompt(len(ids), digests, page_size, num_choices, num_requests)
 
     def _ids_of(self, fields: dict[str, Any]) -> np.ndarray | None:
         for name in _IDS:
@@ -99,12 +99,12 @@ class PromptReader:
         return self._encoder.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
 
-def _num_choices(fields: dict[str, Any]) -> int:
+def _counts_of(fields: dict[str, Any]) -> tuple[int, int]:
     sampling = fields.get("sampling_params") or fields
     sampling = sampling[0] if isinstance(sampling, list) else sampling
     given = next((given for name in _IDS if (given := fields.get(name))), None)
     num_prompts = len(given) if isinstance(given, list) and isinstance(given[0], str | list) else 1
-    return min(num_prompts * max(1, int(sampling.get("n") or 1)), MAX_CHOICES)
+    return min(num_prompts * max(1, int(sampling.get("n") or 1)), MAX_CHOICES), num_prompts
 
 
 def _of_messages(fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from rayserve_moe.fleet import bookings
 from rayserve_moe.fleet.choosing import UNKNOWN, Choosing, Prompt
-from rayserve_moe.fleet.load_average import AVERAGED_S, Load, LoadAverage
+from rayserve_moe.fleet.load_average import AVERAGED_S, Load, LoadAverage, Report
 from rayserve_moe.fleet.page_log import ADDED, WEIGHTS, PageMessage
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 from rayserve_moe.scheduling.page_digests import prompt_digests
@@ -55,7 +57,7 @@ def test_load_outweighs_a_short_prefix_and_not_a_long_one():
     fleet, prompt = Fleet(), prompt_of(8000)
     fleet.hold("b", prompt, 490)
     for name in REPLICAS:
-        fleet.choosing.report(name, Load(10 if name == "b" else 0))
+        fleet.choosing.report(name, Report(Load(10 if name == "b" else 0)))
     assert fleet.choose(prompt) == "b"
     short = prompt_of(100, start=50_000)
     fleet.hold("b", short, 2)
@@ -65,7 +67,7 @@ def test_load_outweighs_a_short_prefix_and_not_a_long_one():
 def test_queued_tokens_are_load():
     fleet = Fleet()
     for name in REPLICAS:
-        fleet.choosing.report(name, Load(4, queued_tokens=100_000 if name != "d" else 0))
+        fleet.choosing.report(name, Report(Load(4, queued_tokens=100_000 if name != "d" else 0)))
     assert fleet.choose(prompt_of(500)) == "d"
 
 
@@ -95,31 +97,68 @@ def test_a_request_for_several_choices_weighs_as_much_as_they_do():
 
 
 def test_what_has_run_for_a_second_is_reported_nearly_whole():
-    assert min(LoadAverage(0.0).add(Load(100, 100, 100), 1.0)) > 95
+    assert min(LoadAverage(0.0).add(Load(100, 100), 1.0)) > 95
+
+
+def full_fleet(taken: Sequence[int], most: int = 5) -> tuple[Fleet, Prompt]:
+    """Replicas that take so many requests, and have these; `b` has cached the prompt."""
+    fleet, prompt = Fleet(), prompt_of(8000)
+    fleet.hold("b", prompt, 500)
+    for name, number in zip(REPLICAS, taken, strict=True):
+        fleet.choosing.places.limit(name, most)
+        fleet.choosing.report(name, Report(Load(number), number))
+    return fleet, prompt
 
 
 def test_a_full_replica_is_sent_nothing_while_another_has_a_place():
-    fleet, prompt = Fleet(), prompt_of(8000)
-    fleet.hold("b", prompt, 500)
-    for name in REPLICAS:
-        fleet.choosing.limit(name, 5)
-        fleet.choosing.report(name, Load(5, num_requests=4 if name == "d" else 5))
-    assert fleet.choose(prompt) == "d"  # the last place, which is booked now
-    assert fleet.choose(prompt) == "b"  # all are full: where it costs least, should a place become free there
-    fleet.now += 20 * AVERAGED_S
-    for name, number in zip(REPLICAS, (5, 5, 4, 5), strict=True):
-        fleet.choosing.report(name, Load(5, num_requests=number))
-    assert fleet.choose(prompt) == "c"
+    fleet, prompt = full_fleet((5, 5, 5, 4))
+    assert fleet.choose(prompt) == "d"  # its last place, which is taken now
+    assert fleet.choose(prompt) == "b"  # all are full
+    fleet.choosing.report("b", Report(Load(4), 4))
+    assert fleet.choose(prompt) == "b"
+
+
+def test_where_all_are_full_it_goes_where_most_places_are():
+    fleet, prompt = full_fleet((5, 5, 5, 5))
+    assert fleet.choose(prompt) == "b"
+    assert fleet.choose(prompt) != "b"
 
 
 def test_places_are_counted_in_requests_whatever_their_choices():
-    fleet, prompt = Fleet(), prompt_of(8000)
-    fleet.hold("b", prompt, 500)
-    for name in REPLICAS:
-        fleet.choosing.limit(name, 5)
+    fleet, prompt = full_fleet((0, 0, 0, 0))
     many = prompt._replace(num_choices=16)
     assert Counter(fleet.choose(many) for _ in range(5)) == {"b": 5}
     assert fleet.choose(many) != "b"
+
+
+def test_several_prompts_need_as_many_places():
+    fleet, prompt = full_fleet((0, 3, 0, 1))
+    assert fleet.choose(prompt._replace(num_requests=5)) in ("a", "c")
+    fleet.choosing.report("d", Report(Load(2), 2))
+    assert fleet.choose(prompt._replace(num_requests=2)) == "b"
+    assert fleet.choose(prompt) != "b"
+
+
+def test_short_requests_and_such_as_take_no_place_leave_a_replica_as_free_as_it_says():
+    fleet, prompt = full_fleet((0, 0, 0, 0))
+    for turn in range(100):
+        fleet.now = turn / 20  # at most four are not reported
+        assert fleet.choose(prompt) == "b"
+
+
+def test_a_replica_whose_feed_is_lost_is_not_taken_for_full():
+    fleet, prompt = full_fleet((5, 5, 5, 4))
+    fleet.choosing.places.lose("b")
+    assert fleet.choosing.places.num_free("b", now=fleet.now) == math.inf
+    assert fleet.choose(prompt) == "b"
+
+
+def test_a_replica_without_a_limit_is_never_full():
+    fleet, prompt = full_fleet((9, 9, 9, 9))
+    fleet.choosing.forget("b")
+    fleet.choosing.places.limit("b", None)
+    fleet.choosing.report("b", Report(Load(9), 10_000))
+    assert {fleet.choose(prompt) for _ in range(20)} == {"b"}
 
 
 def test_equal_replicas_are_drawn():
@@ -132,7 +171,7 @@ def test_what_is_not_understood_goes_by_load_alone(prompt):
     fleet = Fleet()
     fleet.hold("a", prompt_of(1000), 62)
     for name, load in zip(REPLICAS, (3, 2, 0, 1), strict=True):
-        fleet.choosing.report(name, Load(load))
+        fleet.choosing.report(name, Report(Load(load)))
     assert fleet.choose(prompt) == "c"
 
 
@@ -157,17 +196,16 @@ def test_a_request_that_runs_counts_once_booked_or_reported(seconds):
     fleet, average = Fleet(), LoadAverage(0.0)
     first = fleet.choose(prompt_of(3000))
     fleet.now += seconds
-    reported = average.add(Load(1, 3000, 1), fleet.now)
+    reported = average.add(Load(1, 3000), fleet.now)
     booked = fleet.choosing.bookings.load(first, now=fleet.now)
     assert reported.num_choices + booked.num_choices == pytest.approx(1)
     assert reported.queued_tokens + booked.queued_tokens == pytest.approx(3000)
-    assert reported.num_requests + booked.num_requests == pytest.approx(1)
 
 
 def test_booked_load_ends_where_a_replica_reports_nothing():
     fleet = Fleet()
     first = fleet.choose(prompt_of(3000))
-    assert fleet.choosing.bookings.load(first, now=fleet.now) == (1, 3000, 1)
+    assert fleet.choosing.bookings.load(first, now=fleet.now) == (1, 3000)
     fleet.now += 20 * AVERAGED_S
     assert max(fleet.choosing.bookings.load(first, now=fleet.now)) < 1e-3
 
@@ -181,7 +219,7 @@ def test_short_requests_that_end_together_do_not_move_each_other():
     for turn in range(60):
         fleet.now = turn * 0.1
         for name, load in zip("ab" if turn % 2 else "ba", (8, 0), strict=True):
-            fleet.choosing.report(name, averages[name].add(Load(load), fleet.now))
+            fleet.choosing.report(name, Report(averages[name].add(Load(load), fleet.now)))
         chosen = [(name, fleet.choosing.choose(prompt, "ab")) for name, own in prompts.items() for prompt in own]
         assert all(home == replica for home, replica in chosen), turn
 

@@ -48,24 +48,25 @@ def test_ids_are_taken_as_they_are(reader, name, salt):
 
 def test_of_several_prompts_the_first_one_counts(reader):
     both = read(reader, {"input_ids": [IDS, [1, 2]], "cache_salt": ["a", "b"]})
-    assert both == prompt_of(IDS, "a")._replace(num_choices=2)
+    assert both == prompt_of(IDS, "a")._replace(num_choices=2, num_requests=2)
     texts = read(reader, {"prompt": ["six times seven", "x"]})
-    assert texts == read(reader, {"prompt": "six times seven"})._replace(num_choices=2)
+    assert texts == read(reader, {"prompt": "six times seven"})._replace(num_choices=2, num_requests=2)
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_choices"),
+    ("fields", "counts"),
     [
-        ({"n": 3}, 3),
-        ({"n": None}, 1),
-        ({"sampling_params": {"n": 4}}, 4),
-        ({"sampling_params": [{"n": 4}, {"n": 4}], "input_ids": [IDS, IDS]}, 8),
-        ({"n": 10**9}, MAX_CHOICES),
-        ({"n": -1}, 1),
+        ({"n": 3}, (3, 1)),
+        ({"n": None}, (1, 1)),
+        ({"sampling_params": {"n": 4}}, (4, 1)),
+        ({"sampling_params": [{"n": 4}, {"n": 4}], "input_ids": [IDS, IDS]}, (8, 2)),
+        ({"n": 10**9}, (MAX_CHOICES, 1)),
+        ({"n": -1}, (1, 1)),
     ],
 )
-def test_choices_are_counted(reader, fields, num_choices):
-    assert read(reader, {"input_ids": IDS, **fields}).num_choices == num_choices
+def test_choices_and_requests_are_counted(reader, fields, counts):
+    prompt = read(reader, {"input_ids": IDS, **fields})
+    assert (prompt.num_choices, prompt.num_requests) == counts
 
 
 @pytest.mark.parametrize("name", ["text", "prompt"])
