@@ -13,7 +13,7 @@ import pytest
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.middleware.edge_guard import ADMIN_PATHS
 from tests.http.asking import wait_until
-from tests.http.conftest import assert_idle, served
+from tests.http.conftest import POISONED_TOKEN_ID, assert_idle, served
 from tests.http.test_bad_inputs import check_error
 from tests.support.engines import ONE_ROW
 from tests.support.serving import KEY
@@ -61,7 +61,7 @@ def test_every_prompt_is_taken_back_when_one_cannot_be_served(http, engine):
     assert_idle(engine)
 
 
-FILLING = {"max_tokens": 400, "ignore_eos": True}
+FILLING = {"max_tokens": 400, "ignore_eos": True, "logit_bias": {str(POISONED_TOKEN_ID): -100}}
 
 
 @pytest.mark.parametrize(
