@@ -9,12 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from benchmarks.serve_process import HOST
 from rayserve_moe.fleet.load_average import AVERAGED_S
+from rayserve_moe.fleet.page_feed import REPORT_S
 from tests.cluster.conftest import SETTINGS
+from tests.http.asking import wait_until
 from tests.support.own_servers import own_server
 
 NUM_CONVERSATIONS, NUM_TURNS = 6, 4
@@ -36,6 +39,12 @@ def generate(port: int, ids: list[int]) -> dict[str, Any]:
     status, answer = post(port, "/generate", json.dumps({"input_ids": ids, "sampling_params": sampling}).encode())
     assert status == 200, answer
     return answer
+
+
+def num_live(port: int) -> int:
+    """Requests of the fleet, running or waiting."""
+    loads = httpx.get(f"http://{HOST}:{port}/v1/loads", timeout=120).json()
+    return loads["num_running_reqs"] + loads["num_waiting_reqs"]
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +89,10 @@ def test_a_long_prefix_does_not_send_a_request_to_a_replica_that_is_full(port):
     with ThreadPoolExecutor(2 * MOST) as threads:
         try:
             answers = []
-            for _ in range(2 * MOST):
+            for count in range(2 * MOST):
                 answers.append(threads.submit(generate, port, ids))
-                time.sleep(4 * AVERAGED_S)
+                wait_until(lambda count=count: num_live(port) == count + 1 or answers[-1].done(), within_s=120)
+                time.sleep(10 * REPORT_S)  # routers know of it
         finally:
             assert post(port, "/continue_generation", b"{}")[0] == 200
         outputs = [answer.result()["output_ids"] for answer in answers]

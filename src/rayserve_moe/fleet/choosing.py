@@ -55,7 +55,7 @@ class Choosing:
         self.places.report(replica_id, report.num_requests)
 
     def forget(self, replica_id: str) -> None:
-        """Forget load and bookings of a replica that is gone."""
+        """Forget load, places and bookings of a replica that is gone."""
         self._loads.pop(replica_id, None)
         self.places.forget(replica_id)
         self.bookings.forget(replica_id)
