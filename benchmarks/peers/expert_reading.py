@@ -22,7 +22,7 @@ from benchmarks.conditions import RESULTS, load_before_start, machine_facts, not
 from benchmarks.peers.bandwidth import BF16_BYTES, read_bytes_per_s
 from benchmarks.peers.tables import expert_reading as as_table
 from rayserve_moe.checkpoints.synthetic import PRESETS, SyntheticConfig
-from rayserve_moe.execution.native_kernels import register_native_kernels
+from rayserve_moe.execution.native_library import register_native_kernels
 from rayserve_moe.kernels.cpu_native.calls import expert_sums
 from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
 

@@ -30,7 +30,7 @@ from benchmarks.peers.tables import OURS
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, add_workload_options, prompts_of
 from rayserve_moe.checkpoints.files import read_config
-from rayserve_moe.execution.native_kernels import CPU_OPTIONS, OPTIONS
+from rayserve_moe.execution.native_library import OPTIONS, find_compiler, register_native_kernels
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 from rayserve_moe.model.family_table import spec_from_config
@@ -76,8 +76,11 @@ def start(name: str, model: Path, *, peers: Path, facts: dict[str, Any], experts
 def our_facts(engine: Engine) -> dict[str, Any]:
     """How our side was built and what it runs on, as the peers say it of themselves."""
     kernels = engine.runner.config.kernels.name
-    flags = [*OPTIONS, *CPU_OPTIONS, *DEFINITIONS] if kernels == "cpu_native" else []
-    return {"kernels": kernels, "compiler_flags": flags, "cores": sorted(os.sched_getaffinity(0))}
+    if kernels != "cpu_native":
+        return {"kernels": kernels, "cores": sorted(os.sched_getaffinity(0))}
+    level, compiler = register_native_kernels(), Path(find_compiler() or "").name
+    built = {"level": level.name, "compiler": compiler, "compiler_flags": [*OPTIONS, *level.options, *DEFINITIONS]}
+    return {"kernels": kernels, **built, "cores": sorted(os.sched_getaffinity(0))}
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +10,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.execution.native_kernels import (
-    COMPILERS,
-    CPU_OPTIONS,
-    SOURCES,
-    NativeKernelsUnavailable,
-    check_cpu,
-    register_native_kernels,
-)
+from rayserve_moe.config.load import environment_setting
+from rayserve_moe.execution.native_levels import AUTO, NativeKernelsUnavailable, choose_level
+from rayserve_moe.execution.native_library import SOURCES, find_compiler, register_native_kernels
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 from rayserve_moe.rollouts.alignment import decode_answer
 from tests.support.router_reference import RouterReference
@@ -33,17 +27,17 @@ def need_native_kernels() -> None:
 
 
 def build_program(source: Path, *options: str, directory: Path) -> Path:
-    """Build a program over the sources of the kernels; skip on a machine without a compiler or processor for it."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    """Build a program over the sources of the kernels, for the level that the tests run at; skip without a compiler."""
+    compiler = find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     try:
-        check_cpu(Path("/proc/cpuinfo"))
+        level = choose_level(environment_setting("cpu_level") or AUTO)
     except NativeKernelsUnavailable as error:
         pytest.skip(str(error))
     program = directory / source.stem
-    always = ("-std=c++17", "-pthread", "-ffp-contract=off", "-w", *CPU_OPTIONS, *DEFINITIONS, f"-I{SOURCES}")
-    subprocess.run([compiler, *always, *options, str(source), "-o", str(program)], check=True)
+    always = ("-std=c++17", "-pthread", "-fwrapv", "-ffp-contract=off", "-w", *DEFINITIONS, f"-I{SOURCES}")
+    subprocess.run([compiler, *always, *level.options, *options, str(source), "-o", str(program)], check=True)
     return program
 
 

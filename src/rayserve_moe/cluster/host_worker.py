@@ -21,6 +21,7 @@ from rayserve_moe.cluster.worker_tensors import WorkerTensors
 from rayserve_moe.execution.fewer_hosts import pages_beside_copies, pages_with_fewest
 from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.memory import free_bytes
+from rayserve_moe.execution.native_kernels import kernels_in_words
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import WeightReading
 from rayserve_moe.observability.fault_points import reach
@@ -59,7 +60,7 @@ class HostWorker:
         log.info("host %d of %d loads %s", place.host_id, place.num_hosts, source or self._settings.model.path)
         settings, plan = lay_out(self._settings, place, coordinator=coordinator, enter=self._heartbeat.enter)
         self._runner = HostRunner(settings, plan)
-        kernels, served = self._runner.config.kernels.name, self._runner.served
+        kernels, served = kernels_in_words(self._runner.config.kernels), self._runner.served
         how = served.dtype, kernels, served.expert_dtype
         log.info("host %d computes in %s by the kernels %s, with experts in %s", place.host_id, *how)
         self._reading = WeightReading(self._runner.staged)

@@ -27,6 +27,7 @@ ENVIRONMENT_KEYS = {
     "RAYSERVE_MOE_API_KEY": "api_key",
     "RAYSERVE_MOE_ADMIN_API_KEY": "admin_api_key",
     "RAYSERVE_MOE_MODEL_PATH": "model_path",
+    "RAYSERVE_MOE_CPU_LEVEL": "cpu_level",
     "RAYSERVE_MOE_JOURNAL": "journal_address",
     "RAYSERVE_MOE_JOURNAL_KEY": "journal_key",
 }

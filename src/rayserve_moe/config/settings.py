@@ -199,6 +199,9 @@ class CompileSettings:
     cpu_kernels: str = _choice("auto", "off", "native")
     """On a CPU: `native` computes in bfloat16, by kernels that a C++ compiler of the machine builds on first use; `off`
     leaves everything to XLA. `auto` is native for a bfloat16 model on one device, where the machine can do it."""
+    cpu_level: str = _choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon")
+    """Instructions that native kernels use: `auto` is the fastest level of the processor; a lower one computes as on a
+    processor that has no more. All engines of a process share it."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,9 @@
-"""The native CPU kernels are built where that is possible; elsewhere the reason is said, and XLA computes."""
+"""Native CPU kernels are chosen for models that they can compute; XLA computes the others, and the reason is said."""
 
 from __future__ import annotations
 
 import logging
-import shutil
-import stat
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +13,8 @@ from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.config.settings import CacheSettings, CompileSettings, ExpertSettings, ModelSettings, SettingsError
 from rayserve_moe.execution import native_kernels
-from rayserve_moe.execution.native_kernels import CPU_FLAGS, NativeKernelsUnavailable, build, check_cpu, choose_kernels
+from rayserve_moe.execution.native_kernels import choose_kernels
+from rayserve_moe.execution.native_levels import NativeKernelsUnavailable
 from rayserve_moe.execution.weights import first_placement, load_weights, model_config
 from rayserve_moe.kernels.cpu_native.calls import EXPERTS, MLPS, PROJECTIONS
 from rayserve_moe.kernels.cpu_native.layout import pack, pack_columns
@@ -55,82 +53,36 @@ def test_kernels_that_keep_bfloat16_alone_are_not_taken_for_fp8(caplog):
 
 
 @pytest.fixture
-def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A machine without a compiler that has built nothing before."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(native_kernels, "default_cache_directory", lambda: tmp_path / "cache")
-    monkeypatch.setattr(native_kernels, "check_cpu", lambda cpuinfo: None)
-    monkeypatch.setattr(native_kernels, "register_native_kernels", native_kernels.register_native_kernels.__wrapped__)
+def without_library(monkeypatch: pytest.MonkeyPatch):
+    """A machine that cannot have the library."""
+
+    def refuse(requested: str = "auto") -> None:
+        raise NativeKernelsUnavailable("there is no C++ compiler")
+
+    monkeypatch.setattr(native_kernels, "register_native_kernels", refuse)
 
 
-@pytest.mark.usefixtures("without_compiler")
-def test_without_a_compiler_xla_computes(caplog):
+@pytest.mark.usefixtures("without_library")
+def test_without_the_library_xla_computes(caplog):
     with caplog.at_level(logging.INFO):
         assert chosen("auto") is CPU
     assert "no C++ compiler" in caplog.text
-    with pytest.raises(SettingsError, match=r"cpu_kernels native: there is no C\+\+ compiler .*; take auto"):
+    with pytest.raises(SettingsError, match=r"cpu_kernels native: there is no C\+\+ compiler; take auto"):
         chosen("native")
 
 
-def test_what_was_built_needs_no_compiler(monkeypatch, tmp_path):
-    need_native_kernels()
-    built = build(native_kernels.default_cache_directory() / "native")
-    (tmp_path / "native").mkdir()
-    shutil.copy(built, tmp_path / "native")
-    monkeypatch.setenv("PATH", "")
-    assert build(tmp_path / "native") == tmp_path / "native" / built.name
+def test_a_level_that_the_processor_lacks_is_refused(monkeypatch):
+    def lack(requested: str) -> None:
+        raise NativeKernelsUnavailable("the processor does not have avx512f")
 
-
-def fake_compiler(directory: Path, script: str) -> None:
-    compiler = directory / "c++"
-    compiler.write_text(f"#!/bin/sh\n{script}\n")
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-
-
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch, tmp_path):
-    fake_compiler(tmp_path, "echo 'unknown option -mavx512bf16' >&2; exit 1")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NativeKernelsUnavailable, match="fails: unknown option -mavx512bf16"):
-        build(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_a_compiler_that_hangs_is_given_up(monkeypatch, tmp_path):
-    fake_compiler(tmp_path, "exec /bin/sleep 60")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(native_kernels, "BUILD_TIMEOUT_S", 0.2)
-    with pytest.raises(NativeKernelsUnavailable, match="takes longer"):
-        build(tmp_path / "cache")
-
-
-def test_a_directory_that_cannot_be_written_is_no_disaster(monkeypatch, tmp_path):
-    fake_compiler(tmp_path, "exit 0")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(NativeKernelsUnavailable, match="cannot be written"):
-        build(tmp_path / "cache")
-
-
-def test_a_library_that_is_none_is_no_disaster(monkeypatch, tmp_path):
-    (tmp_path / "broken.so").write_text("not a library")
-    monkeypatch.setattr(native_kernels, "check_cpu", lambda cpuinfo: None)
-    monkeypatch.setattr(native_kernels, "build", lambda directory: tmp_path / "broken.so")
-    with pytest.raises(NativeKernelsUnavailable, match="cannot be loaded"):
-        native_kernels.register_native_kernels.__wrapped__()
-
-
-@pytest.mark.parametrize("missing", [*CPU_FLAGS, "all"])
-def test_a_processor_without_the_instructions_is_refused(tmp_path, missing):
-    cpuinfo = tmp_path / "cpuinfo"
-    if missing != "all":
-        cpuinfo.write_text("flags\t\t: " + " ".join(flag for flag in CPU_FLAGS if flag != missing) + "\n")
-    with pytest.raises(NativeKernelsUnavailable, match=CPU_FLAGS[0] if missing == "all" else missing):
-        check_cpu(cpuinfo)
-
-
-def test_a_processor_with_the_instructions_passes(tmp_path):
-    (tmp_path / "cpuinfo").write_text("model name: x\nflags\t\t: sse " + " ".join(CPU_FLAGS) + "\n")
-    check_cpu(tmp_path / "cpuinfo")
+    monkeypatch.setattr(native_kernels, "choose_level", lack)
+    plan = plan_for(jax.devices()[:1])
+    for kernels in ("auto", "native"):
+        compiling = CompileSettings(cpu_kernels=kernels, cpu_level="avx512")
+        with pytest.raises(SettingsError, match="cpu_level avx512: the processor does not have avx512f"):
+            choose_kernels(spec_with(), plan, model=ModelSettings(), compiling=compiling)
+    off = CompileSettings(cpu_kernels="off", cpu_level="avx512")
+    assert choose_kernels(spec_with(), plan, model=ModelSettings(), compiling=off) is CPU
 
 
 def test_they_are_chosen_where_they_help():
@@ -195,6 +147,7 @@ def test_grouped_query_attention_is_computed_with_every_knob(knob):
     ],
 )  # fmt: skip
 def test_every_router_and_expert_is_known(of, knob, value):
+    need_native_kernels()
     groups = {"num_groups": 4, "groups_kept": 4} if knob in {"groups_kept", "num_groups"} else {}
     changed = replace(getattr(spec_with(), of), **{**groups, knob: value})
     spec = replace(spec_with(), **{of: changed})
@@ -203,11 +156,11 @@ def test_every_router_and_expert_is_known(of, knob, value):
 
 @pytest.mark.parametrize(("could", "level"), [(True, logging.WARNING), (False, logging.INFO)])
 def test_falling_back_is_a_warning_where_the_processor_could_do_better(monkeypatch, caplog, could, level):
-    def check(cpuinfo: Path) -> None:
+    def choose(requested: str) -> None:
         if not could:
             raise NativeKernelsUnavailable("the processor does not have it")
 
-    monkeypatch.setattr(native_kernels, "check_cpu", check)
+    monkeypatch.setattr(native_kernels, "choose_level", choose)
     with caplog.at_level(logging.INFO):
         assert chosen("auto", spec_with(hidden_size=145)) is CPU
         assert [record.levelno for record in caplog.records] == [level]

@@ -21,7 +21,7 @@ int main() {
   const uint16_t* panels[1] = {panel.data()};
   native::multiply_rows(left.data(), depth, 40, depth, panels, [&](int64_t, const native::Pair(&sums)[1]) {
     alignas(64) float found[32];
-    _mm512_store_ps(found, sums[0].low), _mm512_store_ps(found + 16, sums[0].high);
+    native::put(found, sums[0].low), native::put(found + 16, sums[0].high);
     for (float each : found) worst = std::fmax(worst, std::fabs(each - 2.0 * depth));
   });
   std::printf("%d %g", native::has_tiles, worst);

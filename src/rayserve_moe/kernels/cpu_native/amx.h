@@ -4,10 +4,12 @@
 // Each element of a result is one chain of sums over its own row and column, in the same order for every number of rows.
 #pragma once
 
+#if NATIVE_TILES
 #include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -22,6 +24,7 @@ namespace native {
 constexpr int64_t kTileRows = 16, kTileDepth = 32;
 constexpr int64_t kAhead = 6144;  // bytes of a panel, and of what lies behind it, that are fetched ahead of their use
 
+#if NATIVE_TILES
 // Asks the system, once for the process, to keep tile registers. False: it refuses, or the processor has none.
 inline bool ask_for_tiles() {
   constexpr long kRequestPermission = 0x1023;
@@ -131,5 +134,14 @@ class TileScope {
 
   int64_t first_ = 0, second_ = 0;
 };
+
+#else
+constexpr bool has_tiles = false;
+
+class TileScope {  // never made
+ public:
+  void multiply(const uint16_t*, int64_t, int64_t, int64_t, const uint16_t*, float*) {}
+};
+#endif
 
 }  // namespace native

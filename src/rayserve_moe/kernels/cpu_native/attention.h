@@ -48,9 +48,9 @@ struct Projection {
 };
 
 inline void add_bias(Pair& result, const bf16* bias, int64_t column, int64_t width) {
-  result.low = _mm512_add_ps(rounded(result.low), wide(bias + column, lanes_of(column, width)));
+  result.low = rounded(result.low) + wide(bias + column, lanes_of(column, width));
   if (column + 16 < width)
-    result.high = _mm512_add_ps(rounded(result.high), wide(bias + column + 16, lanes_of(column + 16, width)));
+    result.high = rounded(result.high) + wide(bias + column + 16, lanes_of(column + 16, width));
 }
 
 // Queries, keys and values of all tokens, each [T, heads * h], before norms and rotation.

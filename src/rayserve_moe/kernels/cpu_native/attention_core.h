@@ -50,35 +50,35 @@ inline Range seen_by(const BlockTokens& tokens, const int32_t* positions, int64_
 }
 
 // Which of 16 keys, from `first` on, lie in a range.
-inline __mmask16 lanes_in(Range here, int64_t first) {
+inline Mask lanes_in(Range here, int64_t first) {
   if (here.begin <= first && first + 16 <= here.end) return 0xffff;
   const auto bits_below = [first](int64_t key) { return (1u << std::clamp<int64_t>(key - first, 0, 16)) - 1; };
-  return __mmask16(bits_below(here.end) & ~bits_below(here.begin));
+  return Mask(bits_below(here.end) & ~bits_below(here.begin));
 }
 
 // One row's running softmax over the keys `here` of a span, of which `count` have scores: its weights, bfloat16, and by
 // what earlier sums shrink.
 inline void weigh(int64_t row, int64_t num_rows, Range here, int64_t count, float scale, SpanBuffers& b) {
-  const __m512 factor = _mm512_set1_ps(scale);
+  const F16 factor = all(scale);
   const auto scores = [&](int64_t key) {
-    return _mm512_loadu_ps(b.scores.data() + (key / kPanel * num_rows + row) * kPanel + key % kPanel);
+    return load(b.scores.data() + (key / kPanel * num_rows + row) * kPanel + key % kPanel);
   };
   const float before = b.largest[row];
-  __m512 most = _mm512_set1_ps(before);
+  F16 peak = all(before);
   for (int64_t key = 0; key < count; key += 16)
-    most = _mm512_mask_max_ps(most, lanes_in(here, key), most, _mm512_mul_ps(scores(key), factor));
-  const float largest = _mm512_reduce_max_ps(most);
-  const __m512 top = _mm512_set1_ps(largest);
-  __m512 sum = _mm512_setzero_ps();
+    peak = either(lanes_in(here, key), most(peak, scores(key) * factor), peak);
+  const float largest = largest_of(peak);
+  const F16 top = all(largest);
+  F16 sum = zeros();
   for (int64_t key = 0; key < count; key += 16) {
-    const __m512 weight = exponential(_mm512_fmsub_ps(scores(key), factor, top));
-    const __m512 seen = rounded(_mm512_maskz_mov_ps(lanes_in(here, key), weight));
+    const F16 weight = exponential(fms(scores(key), factor, top));
+    const F16 seen = rounded(either(lanes_in(here, key), weight, zeros()));
     store(b.weights.data() + row * kSpan + key, seen);
-    sum = _mm512_add_ps(sum, seen);
+    sum = sum + seen;
   }
-  const float shrink = _mm512_cvtss_f32(exponential(_mm512_set1_ps(before - largest)));
+  const float shrink = first_lane(exponential(all(before - largest)));
   float* sums = b.sums.data() + row * 16;
-  _mm512_storeu_ps(sums, _mm512_fmadd_ps(_mm512_loadu_ps(sums), _mm512_set1_ps(shrink), sum));
+  put(sums, fma(load(sums), all(shrink), sum));
   b.largest[row] = largest;
   b.shrinks[row] = shrink;
 }
@@ -92,8 +92,8 @@ inline void add_values(int64_t begin, int64_t end, int64_t count, int64_t width,
       if (shrink < 0) return;  // it sees nothing of the span
       float* total = b.totals.data() + (begin + r) * width + column;
       for (const Pair& sum : sums) {
-        _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), _mm512_set1_ps(shrink), sum.low));
-        _mm512_storeu_ps(total + 16, _mm512_fmadd_ps(_mm512_loadu_ps(total + 16), _mm512_set1_ps(shrink), sum.high));
+        put(total, fma(load(total), all(shrink), sum.low));
+        put(total + 16, fma(load(total + 16), all(shrink), sum.high));
         total += kPanel;
       }
     }, tiles);
@@ -154,8 +154,8 @@ inline void visit_span(Walk& walk, int64_t start, int64_t end, const PagedKeys& 
     float* const target = b.scores.data() + (key / kPanel * rows.count() + begin) * kPanel;
     multiply_rows(walk.queries + begin * kv.key_width, kv.key_width, stop - begin, kv.key_width, panels,
                   [&](int64_t r, const Pair(&products)[1]) {
-                    _mm512_storeu_ps(target + r * kPanel, products[0].low);
-                    _mm512_storeu_ps(target + r * kPanel + 16, products[0].high);
+                    put(target + r * kPanel, products[0].low);
+                    put(target + r * kPanel + 16, products[0].high);
                   }, tiles);
   }
   for (int64_t r = begin; r < stop; ++r) {
@@ -173,12 +173,12 @@ inline void visit_span(Walk& walk, int64_t start, int64_t end, const PagedKeys& 
 // Writes what the rows have summed up, [T, heads, value width].
 inline void end_walk(const QueryRows& rows, const PagedKeys& kv, const SpanBuffers& b, bf16* out) {
   for (int64_t r = 0; r < rows.count(); ++r) {
-    const float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(b.sums.data() + r * 16));
-    const __m512 weight = _mm512_set1_ps(1.0f / std::max(sum, 1.0f));
+    const float sum = total(load(b.sums.data() + r * 16));
+    const F16 weight = all(1.0f / std::max(sum, 1.0f));
     bf16* target = out + rows.place(r) * kv.value_width;
     const float* total = b.totals.data() + r * whole_panels(kv.value_width);
     for (int64_t d = 0; d < kv.value_width; d += 16)
-      store(target + d, _mm512_mul_ps(_mm512_loadu_ps(total + d), weight), lanes_of(d, kv.value_width));
+      store(target + d, (load(total + d) * weight), lanes_of(d, kv.value_width));
   }
 }
 

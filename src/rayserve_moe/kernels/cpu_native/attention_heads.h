@@ -22,35 +22,35 @@ struct HeadNorm {
 };
 
 inline void clip_row(bf16* row, int64_t width, float bound) {
-  const __m512 most = rounded(_mm512_set1_ps(bound)), least = _mm512_sub_ps(_mm512_setzero_ps(), most);
+  const F16 highest = rounded(all(bound)), lowest = zeros() - highest;
   for (int64_t i = 0; i < width; i += 16) {
-    const __mmask16 lanes = lanes_of(i, width);
-    store(row + i, _mm512_max_ps(least, _mm512_min_ps(most, wide(row + i, lanes))), lanes);  // NaN stays
+    const Mask lanes = lanes_of(i, width);
+    store(row + i, most(lowest, least(highest, wide(row + i, lanes))), lanes);  // NaN stays
   }
 }
 
 inline void rotate_halves(bf16* head, const float* cos, const float* sin, int64_t pairs) {
   for (int64_t i = 0; i < pairs; i += 16) {
-    const __mmask16 lanes = lanes_of(i, pairs);
-    const __m512 first = wide(head + i, lanes), second = wide(head + pairs + i, lanes);
-    const __m512 c = _mm512_maskz_loadu_ps(lanes, cos + i), s = _mm512_maskz_loadu_ps(lanes, sin + i);
-    store(head + i, _mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s)), lanes);
-    store(head + pairs + i, _mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s)), lanes);
+    const Mask lanes = lanes_of(i, pairs);
+    const F16 first = wide(head + i, lanes), second = wide(head + pairs + i, lanes);
+    const F16 c = load(lanes, cos + i), s = load(lanes, sin + i);
+    store(head + i, fms(first, c, (second * s)), lanes);
+    store(head + pairs + i, fma(second, c, (first * s)), lanes);
   }
 }
 
 inline void rotate_neighbours(bf16* head, const float* cos, const float* sin, int64_t pairs) {
-  const __m512i upper = _mm512_set1_epi32(int32_t(0xffff0000));
+  const I16 upper = all_i(int32_t(0xffff0000));
   for (int64_t i = 0; i < pairs; i += 16) {
-    const __mmask16 lanes = lanes_of(i, pairs);
-    const __m512i words = _mm512_maskz_loadu_epi32(lanes, head + 2 * i);
-    const __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-    const __m512 second = _mm512_castsi512_ps(_mm512_and_si512(words, upper));
-    const __m512 c = _mm512_maskz_loadu_ps(lanes, cos + i), s = _mm512_maskz_loadu_ps(lanes, sin + i);
-    const __m512 x = rounded(_mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s)));
-    const __m512 y = rounded(_mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s)));
-    const __m512i turned = _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(x), 16), _mm512_castps_si512(y));
-    _mm512_mask_storeu_epi32(head + 2 * i, lanes, turned);
+    const Mask lanes = lanes_of(i, pairs);
+    const I16 words = load_i(lanes, head + 2 * i);
+    const F16 first = from_bits(shifted_left(words, 16));
+    const F16 second = from_bits((words & upper));
+    const F16 c = load(lanes, cos + i), s = load(lanes, sin + i);
+    const F16 x = rounded(fms(first, c, (second * s)));
+    const F16 y = rounded(fma(second, c, (first * s)));
+    const I16 turned = shifted_right(bits(x), 16) | bits(y);
+    put_i(head + 2 * i, lanes, turned);
   }
 }
 

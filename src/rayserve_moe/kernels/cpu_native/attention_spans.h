@@ -7,6 +7,7 @@
 #include "panels.h"
 #include "products.h"
 #include "rows.h"
+#include "transpose.h"
 
 namespace native {
 
@@ -49,72 +50,40 @@ struct SpanBuffers {
   }
 };
 
-// Turns 16 rows of 16 words into 16 rows that hold one word of each.
-inline void transpose(const __m512i (&rows)[16], int32_t* target, int64_t stride) {
-  __m512i a[16], b[16];
-  for (int i = 0; i < 16; i += 2) {
-    a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    a[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
-    a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
-    a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
-    a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm512_storeu_si512(target + i * stride, _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88));
-    _mm512_storeu_si512(target + (i + 4) * stride, _mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0x88));
-    _mm512_storeu_si512(target + (i + 8) * stride, _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd));
-    _mm512_storeu_si512(target + (i + 12) * stride, _mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0xdd));
-  }
-}
-
 // Lays out the 32 keys from `key` on as one panel of a product whose columns are the keys.
 inline void load_keys(int64_t key, const PagedKeys& kv, SpanBuffers& b) {
   const int64_t num_words = kv.key_width / 2;
   const bf16* const* rows = b.rows + key;
   for (int64_t first = 0; first < kPanel; first += 16)
     for (int64_t word = 0; word < num_words; word += 16) {
-      const __mmask16 lanes = lanes_of(word, num_words);
-      __m512i words[16];
+      const Mask lanes = lanes_of(word, num_words);
+      const int32_t* words[16];
       for (int64_t i = 0; i < 16; ++i)
-        words[i] = rows[first + i] ? _mm512_maskz_loadu_epi32(lanes, rows[first + i] + 2 * word) : _mm512_setzero_si512();
-      transpose(words, b.keys.data() + word * kPanel + first, kPanel);
+        words[i] = rows[first + i] ? reinterpret_cast<const int32_t*>(rows[first + i]) + word : nullptr;
+      transpose(words, lanes, b.keys.data() + word * kPanel + first, kPanel);
     }
 }
 
 // Lays out values of `seen` keys, of the first `count`, as panels of a product whose depth is the keys, beside zeros.
 // Whether all are finite.
 inline bool load_values(Range seen, int64_t count, const PagedKeys& kv, SpanBuffers& b) {
-  alignas(64) uint16_t places[2][32];
-  for (int i = 0; i < 32; ++i)
-    for (int half : {0, 1}) places[half][i] = uint16_t(16 * half + i / 2 + i % 2 * 32);
-  const __m512i low = _mm512_load_si512(places[0]), high = _mm512_load_si512(places[1]);
-  const __m512i exponent = _mm512_set1_epi16(0x7f80);
-  __mmask32 not_finite = 0;
-  for (int64_t i = 0; i < count; i += 2)
-    for (int64_t d = 0; d < kv.value_width; d += kPanel) {
-      const int64_t left = kv.value_width - d;
-      const __mmask32 lanes = left >= kPanel ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
-      __m512i pair[2];
-      for (int64_t key : {0, 1}) {
-        const bool is_seen = b.rows[i + key] && i + key >= seen.begin && i + key < seen.end;
-        pair[key] = is_seen ? _mm512_maskz_loadu_epi16(lanes, b.rows[i + key] + kv.value_offset + d)
-                            : _mm512_setzero_si512();
-        not_finite |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(pair[key], exponent), exponent);
-      }
-      bf16* const target = b.values.data() + d * kSpan + i * kPanel;
-      _mm512_storeu_si512(target, _mm512_permutex2var_epi16(pair[0], low, pair[1]));
-      _mm512_storeu_si512(target + kPanel, _mm512_permutex2var_epi16(pair[0], high, pair[1]));
+  bool is_finite = true;
+  for (int64_t i = 0; i < count; i += 2) {
+    const bf16* from[2];
+    for (int64_t key : {0, 1}) {
+      const bool is_seen = b.rows[i + key] && i + key >= seen.begin && i + key < seen.end;
+      from[key] = is_seen ? b.rows[i + key] + kv.value_offset : nullptr;
     }
-  return not_finite == 0;
+    for (int64_t d = 0; d < kv.value_width; d += kPairedNumbers) {
+      PairedRow row[2];
+      for (int64_t key : {0, 1}) {
+        row[key] = paired_row(from[key] ? from[key] + d : nullptr, kv.value_width - d);
+        is_finite &= !has_infinite(row[key]);
+      }
+      put_pairs(b.values.data() + d / kPanel * kPanel * kSpan + i * kPanel + d % kPanel * 2, row[0], row[1]);
+    }
+  }
+  return is_finite;
 }
 
 // The way to a node of a tree (`kernels/ancestors.py`): from position `root` on, key root + d lies at root + nodes[d].

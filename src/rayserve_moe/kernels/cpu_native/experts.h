@@ -22,18 +22,18 @@ inline Activation activation_of(std::string_view name) {
 }
 
 // What down is multiplied with: `ACTIVATIONS` of `kernels/expert_products.py`. NaN stays NaN.
-inline __m512 activate(Activation activation, __m512 gate, __m512 up) {
-  if (activation == Activation::kSilu) return _mm512_mul_ps(gated_by_sigmoid(gate, gate), up);
+inline F16 activate(Activation activation, F16 gate, F16 up) {
+  if (activation == Activation::kSilu) return gated_by_sigmoid(gate, gate) * up;
   if (activation == Activation::kGelu) {  // x (1 + tanh(y)) / 2 is x times the sigmoid of 2 y
-    const __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(gate, gate), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f));
-    const __m512 twice = _mm512_mul_ps(_mm512_mul_ps(gate, cubic), _mm512_set1_ps(1.5957691216f));
-    return _mm512_mul_ps(gated_by_sigmoid(gate, twice), up);
+    const F16 cubic = fma((gate * gate), all(0.044715f), all(1.0f));
+    const F16 twice = ((gate * cubic)) * all(1.5957691216f);
+    return gated_by_sigmoid(gate, twice) * up;
   }
-  const __m512 limit = _mm512_set1_ps(7.0f);
-  gate = _mm512_min_ps(limit, gate);
-  up = _mm512_max_ps(_mm512_set1_ps(-7.0f), _mm512_min_ps(limit, up));
-  const __m512 gated = gated_by_sigmoid(gate, _mm512_mul_ps(gate, _mm512_set1_ps(1.702f)));
-  return _mm512_mul_ps(gated, _mm512_add_ps(up, _mm512_set1_ps(1.0f)));
+  const F16 limit = all(7.0f);
+  gate = least(limit, gate);
+  up = most(all(-7.0f), least(limit, up));
+  const F16 gated = gated_by_sigmoid(gate, (gate * all(1.702f)));
+  return gated * ((up + all(1.0f)));
 }
 
 struct ExpertShapes {
@@ -85,23 +85,23 @@ struct Affine {
   const float* scale;
   const bf16* bias;
   float unit;  // of the scale
-  __mmask16 low, high;
+  Mask low, high;
 
   Affine(const float* scales, const bf16* biases, int64_t column, float unit, int64_t columns = kPanel)
       : scale(scales),
         bias(biases ? biases + column : nullptr),
         unit(unit),
         low(lanes_of(0, columns)),
-        high(columns > 16 ? lanes_of(16, columns) : __mmask16(0)) {}
+        high(columns > 16 ? lanes_of(16, columns) : Mask(0)) {}
 
   Pair operator()(Pair value) const {
     if (scale) {
-      const __m512 of_unit = _mm512_set1_ps(unit);
-      value.low = _mm512_mul_ps(value.low, _mm512_mul_ps(_mm512_maskz_loadu_ps(low, scale), of_unit));
-      value.high = _mm512_mul_ps(value.high, _mm512_mul_ps(_mm512_maskz_loadu_ps(high, scale + 16), of_unit));
+      const F16 of_unit = all(unit);
+      value.low = value.low * ((load(low, scale) * of_unit));
+      value.high = value.high * ((load(high, scale + 16) * of_unit));
     }
     if (!bias) return value;
-    return {_mm512_add_ps(value.low, wide(bias, low)), _mm512_add_ps(value.high, wide(bias + 16, high))};
+    return {(value.low + wide(bias, low)), (value.high + wide(bias + 16, high))};
   }
 };
 
@@ -207,13 +207,13 @@ inline void expert_sums(const ExpertShapes& shapes, const ExpertArrays<Weight>& 
   for_pieces(shapes.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t d = 0; d < shapes.width; d += 16) {
-        const __mmask16 lanes = lanes_of(d, shapes.width);
-        __m512 sum = _mm512_setzero_ps();
+        const Mask lanes = lanes_of(d, shapes.width);
+        F16 sum = zeros();
         for (int64_t pick = t * shapes.top_k; pick < (t + 1) * shapes.top_k; ++pick) {
           if (arrays.slots[pick] < 0 || arrays.slots[pick] >= shapes.num_slots) continue;
-          sum = _mm512_fmadd_ps(_mm512_set1_ps(arrays.gates[pick]), wide(results + pick * shapes.width + d, lanes), sum);
+          sum = fma(all(arrays.gates[pick]), wide(results + pick * shapes.width + d, lanes), sum);
         }
-        _mm512_mask_storeu_ps(arrays.out + t * shapes.width + d, lanes, sum);
+        put(arrays.out + t * shapes.width + d, lanes, sum);
       }
     }
   });

@@ -183,8 +183,8 @@ inline void expand(const LatentShapes& s, const LatentArrays& a, LatentRows& row
       multiply_rows(rows.attended.data() + head * s.latent, s.heads() * s.latent, s.batch.num_tokens, s.latent, panels,
                     [&](int64_t t, const Pair(&result)[1]) {
                       bf16* const target = rows.values.data() + t * width + begin;
-                      store(target, result[0].low, __mmask16(lanes));
-                      if (lanes >> 16) store(target + 16, result[0].high, __mmask16(lanes >> 16));
+                      store(target, result[0].low, Mask(lanes));
+                      if (lanes >> 16) store(target + 16, result[0].high, Mask(lanes >> 16));
                     });
     }
   });

@@ -1,136 +1,18 @@
-// The calls that XLA makes: buffers and attributes checked, then handed to the kernels.
+// The other calls that XLA makes: buffers and attributes checked, then handed to the kernels.
 #include <algorithm>
 #include <numeric>
 #include <string_view>
 #include <vector>
 
-#include "attention.h"
+#include "attention_heads.h"
 #include "buffers.h"
 #include "checks.h"
-#include "experts.h"
-#include "latent_call.h"
 #include "noise.h"
+#include "panels.h"
 
 namespace {
 
 constexpr int64_t kWordsPiece = 1024;  // words of a row that a thread takes together
-
-// Scales of a norm of each head, or of all `width` elements together; false where they fit neither.
-bool is_norm(Bf16& scale, int64_t num_layers, int64_t head_width, int64_t width) {
-  return is_absent_or(scale, {num_layers, head_width}) || is(scale, {num_layers, width});
-}
-
-native::HeadNorm norm_of(Bf16& scale, int64_t layer) {
-  const native::bf16* here = of_layer(scale, layer);
-  return {here, here ? size_of(scale, 1) : 0};
-}
-
-ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, Bf16 k_norm, Bf16 q_bias, Bf16 k_bias,
-                     Bf16 v_bias, Bf16 sinks, F32 mean_squares, F32 cos, F32 sin, S32 kv_slots, S32 positions,
-                     S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, Bf16 pool,
-                     ffi::RemainingArgs trees, int64_t num_singles, float eps, float scale, float clip, bool is_interleaved, bool norms_after,
-                     ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
-  if (!have_dims(2, hidden, page_table, cos) || !have_dims(3, q) || !have_dims(4, pool) ||
-      !have_dims(0, layer, first_page, num_pages))
-    return wrong("attention takes arrays of other numbers of dimensions");
-  native::AttentionShapes s;
-  const int64_t at = layer.typed_data()[0], num_layers = size_of(q, 0), begin = first_page.typed_data()[0];
-  if (at < 0 || at >= num_layers) return wrong("there is no such layer");
-  if (!is_absent_or(windows, {num_layers})) return wrong("each layer has a window");
-  const int64_t head_width = size_of(pool, 3);
-  s.rules = {head_width, size_of(cos, 1), is_interleaved, norms_after, clip, eps};
-  s.num_tokens = size_of(hidden, 0), s.width = size_of(hidden, 1);
-  s.num_kv_heads = native::times(2, size_of(pool, 2)), s.page_size = size_of(pool, 1);
-  s.num_heads = native::times(head_width, size_of(q, 2)), s.num_pages = num_pages.typed_data()[0];
-  s.num_singles = num_singles, s.num_blocks = size_of(page_table, 0) - num_singles;
-  s.block_tokens = s.num_blocks ? native::times(s.num_blocks, s.num_tokens - num_singles) : 0;
-  s.table_width = size_of(page_table, 1), s.scale = scale;
-  s.window = windows.element_count() ? windows.typed_data()[at] : 0;
-  if (!native::fit(s)) return wrong("attention has no such heads, pages, blocks or widths");
-  if (begin < 0 || s.num_pages > size_of(pool, 0) - begin) return wrong("the pool has no such pages");
-  const int64_t q_width = s.q_width(), kv_width = s.kv_width();
-  if (!is(q, {num_layers, s.width, q_width}) || !is(k, {num_layers, s.width, kv_width}) ||
-      !is(v, {num_layers, s.width, kv_width}) || !is(o, {num_layers, q_width, s.width}) ||
-      !is_norm(q_norm, num_layers, head_width, q_width) || !is_norm(k_norm, num_layers, head_width, kv_width) ||
-      !is_absent_or(q_bias, {num_layers, q_width}) || !is_absent_or(k_bias, {num_layers, kv_width}) ||
-      !is_absent_or(v_bias, {num_layers, kv_width}) || !is_absent_or(sinks, {num_layers, s.num_heads}))
-    return wrong("weights of attention do not fit each other");
-  if (!is(cos, {s.num_tokens, s.rules.rotated_pairs}) || !is(sin, {s.num_tokens, s.rules.rotated_pairs}) ||
-      !is(kv_slots, {s.num_tokens}) || !is(positions, {s.num_tokens}) || !is(*out, {s.num_tokens, s.width}) ||
-      !is_absent_or(mean_squares, {s.num_tokens, 2}))
-    return wrong("attention has other numbers of tokens");
-  if (pool_out->untyped_data() != pool.untyped_data()) return wrong("the pool must be updated in place");
-  native::AttentionArrays a;
-  a.hidden = numbers(hidden);
-  a.q = of_layer(q, at), a.k = of_layer(k, at), a.v = of_layer(v, at), a.o = of_layer(o, at);
-  a.q_norm = norm_of(q_norm, at), a.k_norm = norm_of(k_norm, at);
-  a.q_bias = of_layer(q_bias, at), a.k_bias = of_layer(k_bias, at), a.v_bias = of_layer(v_bias, at);
-  a.sinks = of_layer(sinks, at);
-  a.cos = cos.typed_data(), a.sin = sin.typed_data();
-  a.mean_squares = mean_squares.element_count() ? mean_squares.typed_data() : nullptr;
-  a.kv_slots = kv_slots.typed_data(), a.positions = positions.typed_data(), a.page_table = page_table.typed_data();
-  if (!found_ancestors(trees, num_singles, a.ancestors)) return wrong("each single token has ancestors");
-  a.pool = reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * s.page_size * 2 * kv_width;
-  a.out = out->typed_data();
-  if (!native::are_in_pool(s, a)) return wrong("a token's position, slot or page lies outside the pool");
-  native::attention_layer(s, a);
-  return ffi::Error::Success();
-}
-
-// Row `row` of a matrix; null where the array is empty.
-template <class Number, class Buffer>
-const Number* from_row(Buffer& rows, int64_t row, int64_t width) {
-  return rows.element_count() == 0 ? nullptr : static_cast<const Number*>(rows.untyped_data()) + row * width;
-}
-
-// How many scales a column of `depth` rows has, of matrices [slots, depth, columns]: 1 or more than its blocks; 0: they fit not.
-int64_t blocks_of(F32& scales, int64_t slots, int64_t depth, int64_t columns) {
-  if (!have_dims(3, scales) || size_of(scales, 0) != slots || size_of(scales, 2) != columns) return 0;
-  const int64_t blocks = size_of(scales, 1), all = (depth + native::kScaleBlock - 1) / native::kScaleBlock;
-  return blocks == 1 || blocks >= all ? blocks : 0;
-}
-
-// Experts whose matrices are of bfloat16, or of 8 bits with scales.
-template <class Weight, class Matrices>
-ffi::Error Experts(Bf16 hidden, S32 slots, F32 gates, Matrices gate, Matrices up, Matrices down, Bf16 gate_bias,
-                   Bf16 up_bias, Bf16 down_bias, F32 gate_scale, F32 up_scale, F32 down_scale, S32 first_slot,
-                   int64_t num_slots, std::string_view activation, ffi::ResultBuffer<ffi::F32> out) {
-  if (!have_dims(2, hidden, slots) || !have_dims(3, gate) || !have_dims(0, first_slot))
-    return wrong("experts take arrays of other numbers of dimensions");
-  if constexpr (std::is_same_v<Weight, native::Fp8>)
-    for (auto* matrices : {&gate, &up, &down})
-      if (matrices->element_type() != ffi::F8E4M3FN) return wrong("these experts take matrices of e4m3");
-  const native::ExpertShapes shapes{size_of(hidden, 0), size_of(slots, 1), size_of(hidden, 1), size_of(gate, 2),
-                                    num_slots, native::activation_of(activation)};
-  const int64_t first = first_slot.typed_data()[0], all = size_of(gate, 0), size = shapes.width * shapes.inner;
-  const int64_t inner = shapes.inner, width = shapes.width;
-  const int64_t up_blocks = blocks_of(up_scale, all, width, inner), down_blocks = blocks_of(down_scale, all, inner, width);
-  const bool have_scales = up_blocks && down_blocks && blocks_of(gate_scale, all, width, inner) == up_blocks;
-  const bool have_none = gate_scale.element_count() + up_scale.element_count() + down_scale.element_count() == 0;
-  if (!is(slots, {shapes.num_tokens, shapes.top_k}) || !is(gates, {shapes.num_tokens, shapes.top_k}) ||
-      !is(gate, {all, shapes.width, shapes.inner}) || !is(up, {all, shapes.width, shapes.inner}) ||
-      !is(down, {all, shapes.inner, shapes.width}) || !is(*out, {shapes.num_tokens, shapes.width}) ||
-      !is_absent_or(gate_bias, {all, inner}) || !is_absent_or(up_bias, {all, inner}) ||
-      !is_absent_or(down_bias, {all, width}))
-    return wrong("tokens, picks and weights of experts do not fit each other");
-  if (!(sizeof(Weight) == 1 ? have_scales : have_none)) return wrong("columns of 8 bits have scales, and no others");
-  if (num_slots < 0 || first < 0 || num_slots > all - first) return wrong("there are no such expert slots");
-  if (shapes.num_tokens * shapes.top_k > INT32_MAX) return wrong("there are too many picks");
-  if (shapes.width % 2 || shapes.inner % native::kPanel) return wrong("experts take even rows, and inner ones of whole panels");
-  if (shapes.activation == native::Activation::kUnknown) return wrong("experts have no such activation");
-  native::ExpertArrays<Weight> arrays{numbers(hidden), slots.typed_data(), gates.typed_data()};
-  arrays.gate = from_row<Weight>(gate, first, size), arrays.up = from_row<Weight>(up, first, size);
-  arrays.down = from_row<Weight>(down, first, size);
-  arrays.gate_bias = from_row<native::bf16>(gate_bias, first, inner);
-  arrays.up_bias = from_row<native::bf16>(up_bias, first, inner);
-  arrays.down_bias = from_row<native::bf16>(down_bias, first, width);
-  arrays.gate_scale = from_row<float>(gate_scale, first, up_blocks * inner);
-  arrays.up_scale = from_row<float>(up_scale, first, up_blocks * inner);
-  arrays.down_scale = from_row<float>(down_scale, first, down_blocks * width);
-  arrays.out = out->typed_data(), arrays.up_blocks = up_blocks, arrays.down_blocks = down_blocks;
-  native::expert_sums(shapes, arrays);
-  return ffi::Error::Success();
-}
 
 ffi::Error Product(Bf16 left, Bf16 right, ffi::ResultBuffer<ffi::F32> out) {
   if (!have_dims(2, left, right)) return wrong("a product takes two matrices");
@@ -218,7 +100,7 @@ ffi::Error Noise(U32 seeds, U32 choices, U32 positions, S32 first, ffi::ResultBu
     const int64_t row = item / pieces, begin = item % pieces * kWordsPiece, end = std::min(begin + kWordsPiece, words);
     const native::NoiseKey key(seeds.typed_data()[row], choices.typed_data()[row], positions.typed_data()[row]);
     for (int64_t word = begin; word < end; word += 16)
-      _mm512_mask_storeu_ps(out->typed_data() + row * words + word, native::lanes_of(word, end),
+      native::put(out->typed_data() + row * words + word, native::lanes_of(word, end),
                             native::gumbel(key, native::sixteen_from(*first.typed_data() + int32_t(word))));
   });
   return ffi::Error::Success();
@@ -310,25 +192,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeScores, Scores,
                                   .Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeRotation, Rotation,
                               ffi::Ffi::Bind().Arg<S32>().Arg<F32>().Attr<float>("factor").Ret<F32>().Ret<F32>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
-                              ffi::Ffi::Bind()
-                                  .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
-                                  .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
-                                  .Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>()
-                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>().RemainingArgs()
-                                  .Attr<int64_t>("num_singles").Attr<float>("eps").Attr<float>("scale")
-                                  .Attr<float>("clip").Attr<bool>("is_interleaved").Attr<bool>("norms_after")
-                                  .Ret<F32>().Ret<Bf16>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeExperts, (Experts<native::bf16, Bf16>),
-                              ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<F32>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
-                                  .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
-                                  .Attr<int64_t>("num_slots").Attr<std::string_view>("activation").Ret<F32>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeInt8Experts, (Experts<int8_t, S8>),
-                              ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<F32>().Arg<S8>().Arg<S8>().Arg<S8>()
-                                  .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
-                                  .Attr<int64_t>("num_slots").Attr<std::string_view>("activation").Ret<F32>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeFp8Experts, (Experts<native::Fp8, F8>),
-                              ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<F32>().Arg<F8>().Arg<F8>().Arg<F8>()
-                                  .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
-                                  .Attr<int64_t>("num_slots").Attr<std::string_view>("activation").Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeProduct, Product, ffi::Ffi::Bind().Arg<Bf16>().Arg<Bf16>().Ret<F32>());

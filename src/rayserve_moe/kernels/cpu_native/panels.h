@@ -35,8 +35,8 @@ inline const Weight* panel_of(const Weight* matrix, int64_t depth, int64_t width
 
 // Stores what a row of a product has at `column` and behind it, as far as the matrix is wide.
 inline void store_columns(float* target, const Pair& result, int64_t column, int64_t width) {
-  _mm512_mask_storeu_ps(target + column, lanes_of(column, width), result.low);
-  if (column + 16 < width) _mm512_mask_storeu_ps(target + column + 16, lanes_of(column + 16, width), result.high);
+  put(target + column, lanes_of(column, width), result.low);
+  if (column + 16 < width) put(target + column + 16, lanes_of(column + 16, width), result.high);
 }
 
 inline void store_columns(bf16* target, const Pair& result, int64_t column, int64_t width) {

@@ -11,14 +11,16 @@
 // has the bits of a matrix that was held as such.
 #pragma once
 
-#include <immintrin.h>
-
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
 #include <optional>
+#include <type_traits>
 
 #include "amx.h"
+#include "lanes.h"
 #include "scratch.h"
 
 namespace native {
@@ -26,39 +28,22 @@ namespace native {
 using bf16 = uint16_t;
 constexpr int64_t kPanel = NATIVE_PANEL;
 static_assert(kPanel == 32, "a panel is two registers of float32");
-constexpr int kMostRows = 12;
 
 struct Pair {  // 32 neighbouring columns
-  __m512 low, high;
+  F16 low, high;
 };
 
-inline __m512 wide(const bf16* source) {
-  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
+inline F16 wide(const bf16* source) { return widened(source); }
 
-inline __m512 rounded(__m512 value) {
-  const __m256i bits = (__m256i)_mm512_cvtneps_pbh(value);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
+inline F16 rounded(F16 value) { return from_bits(rounded_bits(value)); }
 
-inline void store(bf16* target, __m512 value) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), (__m256i)_mm512_cvtneps_pbh(value));
-}
-
-inline __m512bh both(const bf16* pair) {  // the same two numbers in every lane
-  int32_t bits;
-  std::memcpy(&bits, pair, sizeof bits);
-  return (__m512bh)_mm512_set1_epi32(bits);
-}
+inline void store(bf16* target, F16 value) { narrow_to(target, value); }
 
 struct Lanes {  // pairs of 32 neighbouring columns
-  __m512bh low, high;
+  I16 low, high;
 };
 
-inline Lanes lanes(const bf16* pairs) {
-  return {(__m512bh)_mm512_loadu_si512(pairs), (__m512bh)_mm512_loadu_si512(pairs + 32)};
-}
+inline Lanes lanes(const bf16* pairs) { return {load_i(pairs), load_i(pairs + 32)}; }
 
 struct Fp8 {  // e4m3: 1 bit of sign, 4 of exponent, 3 of mantissa
   int8_t bits;
@@ -71,22 +56,15 @@ template <>
 constexpr float kUnit<Fp8> = 256.0f;
 
 // Float32 of 16 numbers of 8 bits: their upper halves are all that they have, and are bfloat16.
-inline __m512 wide(const int8_t* source) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-}
+inline F16 wide(const int8_t* source) { return widened(source); }
 
 // Their bits are those of float16 of a 256th, whose exponent has one more: subnormal numbers are such as well.
-inline __m512 wide(const Fp8* source) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
-  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
-  return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(int16_t(0xBFFF))));
-}
+inline F16 wide(const Fp8* source) { return widened_e4m3(reinterpret_cast<const int8_t*>(source)); }
 
 template <class Weight>
-inline __m512bh joined(const Weight* pairs) {
-  const __m512i first = _mm512_castps_si512(wide(pairs)), second = _mm512_castps_si512(wide(pairs + 16));
-  return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(first, 16), second);
+inline I16 joined(const Weight* pairs) {
+  const I16 first = bits(wide(pairs)), second = bits(wide(pairs + 16));
+  return (shifted_right(first, 16) | second);
 }
 
 template <class Weight>
@@ -96,10 +74,10 @@ inline Lanes lanes(const Weight* pairs) {
 
 // The same, each column times its scale.
 template <class Weight>
-inline __m512bh joined(const Weight* pairs, const float* scale) {
-  const __m512 by = _mm512_mul_ps(_mm512_loadu_ps(scale), _mm512_set1_ps(kUnit<Weight>));
-  const __m512 first = rounded(_mm512_mul_ps(wide(pairs), by)), second = rounded(_mm512_mul_ps(wide(pairs + 16), by));
-  return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(first), 16), _mm512_castps_si512(second));
+inline I16 joined(const Weight* pairs, const float* scale) {
+  const F16 by = load(scale) * all(kUnit<Weight>);
+  const F16 first = rounded((wide(pairs) * by)), second = rounded((wide(pairs + 16) * by));
+  return (shifted_right(bits(first), 16) | bits(second));
 }
 
 template <class Weight>
@@ -115,23 +93,27 @@ struct BlockScales {
 constexpr int64_t kScaleBlock = NATIVE_SCALE_BLOCK;
 
 // e to the `x`, to about one unit in the last place; NaN stays NaN. Cody and Waite's reduction, Cephes' polynomial.
-inline __m512 exponential(__m512 x) {
-  x = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_max_ps(_mm512_set1_ps(-87.0f), x));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+inline F16 exponential(F16 x) {
+  x = least(all(88.0f), most(all(-87.0f), x));
+  const F16 n = nearest(x * all(1.44269504f));
+  F16 r = fnma(n, all(0.693359375f), x);
+  r = fnma(n, all(-2.12194440e-4f), r);
+  F16 p = all(1.9875691500e-4f);
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, n);
+    p = fma(p, r, all(c));
+  p = fma(p, (r * r), r) + all(1.0f);
+  return scaled(p, n);
 }
 
 // x / (1 + e^-y): `x` times the sigmoid of `y`.
-inline __m512 gated_by_sigmoid(__m512 x, __m512 y) {
-  const __m512 one = _mm512_set1_ps(1.0f);
-  return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), y))));
+inline F16 gated_by_sigmoid(F16 x, F16 y) {
+  const F16 one = all(1.0f);
+  return x / ((one + exponential((zeros() - y))));
 }
+
+#if defined(__AVX512BF16__)
+template <int Panels>
+constexpr int kTileOf = 12 / Panels;  // rows that are multiplied together
 
 // `Rows` rows times one panel of each of `Panels` matrices; `row(i)` is where row i of the left side begins.
 template <int Rows, int Panels, class Weight, class Row, class Done>
@@ -150,11 +132,13 @@ inline void tile(int64_t first, int64_t depth, const Weight* const (&panels)[Pan
     for (int p = 0; p < Panels; ++p) weights[p] = lanes(panels[p] + k * kPanel);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
-      const __m512bh value = both(left[r] + k);
+      int32_t both;  // the same two numbers in every lane
+      std::memcpy(&both, left[r] + k, sizeof both);
+      const __m512bh value = (__m512bh)_mm512_set1_epi32(both);
 #pragma GCC unroll 2
       for (int p = 0; p < Panels; ++p) {
-        low[r][p] = _mm512_dpbf16_ps(low[r][p], value, weights[p].low);
-        high[r][p] = _mm512_dpbf16_ps(high[r][p], value, weights[p].high);
+        low[r][p] = _mm512_dpbf16_ps(low[r][p], value, (__m512bh)weights[p].low);
+        high[r][p] = _mm512_dpbf16_ps(high[r][p], value, (__m512bh)weights[p].high);
       }
     }
   }
@@ -162,16 +146,15 @@ inline void tile(int64_t first, int64_t depth, const Weight* const (&panels)[Pan
   for (int r = 0; r < Rows; ++r) {
     Pair results[Panels];
 #pragma GCC unroll 2
-    for (int p = 0; p < Panels; ++p) results[p] = {low[r][p], high[r][p]};
+    for (int p = 0; p < Panels; ++p) results[p] = {(F16)low[r][p], (F16)high[r][p]};
     done(first + r, results);
   }
 }
-
 // Rows `begin` to `end` times one panel of each matrix, `depth` long: `done(row, results)` gets 32 columns of each.
 template <int Panels, class Weight, class Row, class Done>
 inline void multiply(int64_t begin, int64_t end, int64_t depth, const Weight* const (&panels)[Panels], Row&& row,
                      Done&& done) {
-  constexpr int kRows = kMostRows / Panels;
+  constexpr int kRows = kTileOf<Panels>;
   for (; end - begin >= kRows; begin += kRows) tile<kRows>(begin, depth, panels, row, done);
   switch (end - begin) {
 #define NATIVE_TILE(n) \
@@ -185,6 +168,114 @@ inline void multiply(int64_t begin, int64_t end, int64_t depth, const Weight* co
       break;
   }
 }
+
+#else
+#if defined(__AVX512F__)
+constexpr int kTileRegisters = 24;  // sums of whole panels that registers hold, beside weights and a number of a row
+#elif defined(__AVX2__)
+constexpr int kTileRegisters = 8;
+#else
+constexpr int kTileRegisters = 24;
+#endif
+constexpr int kPanelParts = kPanel / kPartLanes;  // registers of a panel: 2, 4 or 8
+template <int Panels>
+constexpr int kTileOf = kPartLanes == 16 ? 12 : 6;
+
+// No constant: a register that held it would be one less for sums.
+inline uint32_t upper_halves[16] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+                                    0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
+
+// The first or second weights of pairs of rows, of the columns from part * kPartLanes on.
+template <int Which>
+inline __attribute__((always_inline)) PartF weights_of(const bf16* pairs, int part) {
+  PartU both;
+  std::memcpy(&both, pairs + 2 * kPartLanes * part, sizeof both);
+  if (!Which) return (PartF)(both << 16);
+  PartU upper;
+  std::memcpy(&upper, upper_halves, sizeof upper);
+  return (PartF)(both & upper);
+}
+inline __attribute__((always_inline)) PartF part_of(const Fp8* from) {
+  return part_of_e4m3(reinterpret_cast<const int8_t*>(from));
+}
+template <int Which, class Weight>
+inline __attribute__((always_inline)) PartF weights_of(const Weight* pairs, int part) {
+  return part_of(pairs + part * kPartLanes / 16 * 32 + part * kPartLanes % 16 + 16 * Which);
+}
+
+// Sums of `Rows` rows over `Parts` registers of a panel from `begin` on: one chain each, pair by pair.
+template <int Rows, int Parts, class Weight>
+inline void sum_parts(const float* left, int64_t depth, const Weight* panel, int begin, float* out) {
+  PartF sums[Rows][Parts];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < Parts; ++c) sums[r][c] = PartF{};
+  const auto add = [&](auto which, int64_t k) __attribute__((always_inline)) {
+    PartF weights[Parts];
+#pragma GCC unroll 8
+    for (int c = 0; c < Parts; ++c) weights[c] = weights_of<which>(panel + k * kPanel, begin + c);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      const PartF x = left[r * depth + k + which] - PartF{};
+#pragma GCC unroll 8
+      for (int c = 0; c < Parts; ++c) add_product(sums[r][c], x, weights[c]);
+    }
+  };
+  for (int64_t k = 0; k < depth; k += 2) {
+    add(std::integral_constant<int, 0>{}, k);
+    asm volatile("" ::: "memory");  // the weights are loaded again: registers hold sums
+    add(std::integral_constant<int, 1>{}, k);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < Parts; ++c) std::memcpy(out + r * kPanel + (begin + c) * kPartLanes, &sums[r][c], sizeof(PartF));
+}
+
+// `rows` rows, as many as a tile has at most, over all of a panel: [rows][kPanel].
+template <int Rows, class Weight>
+__attribute__((noinline)) inline void sum_panel(const float* left, int64_t depth, const Weight* panel, float* out) {
+  constexpr int kParts = Rows * kPanelParts <= kTileRegisters ? kPanelParts : kPanelParts / 2;
+  for (int begin = 0; begin < kPanelParts; begin += kParts) sum_parts<Rows, kParts>(left, depth, panel, begin, out);
+}
+
+inline void widen_row(const bf16* from, int64_t depth, float* to) {
+  int64_t k = 0;
+  for (; k + 16 <= depth; k += 16) put(to + k, widened(from + k));
+  for (; k < depth; ++k) to[k] = bits_of<float>(uint32_t(from[k]) << 16);
+}
+
+template <class Weight>
+constexpr auto kSums = [] {
+  std::array<void (*)(const float*, int64_t, const Weight*, float*), 13> of{
+      nullptr,          sum_panel<1, Weight>, sum_panel<2, Weight>, sum_panel<3, Weight>,
+      sum_panel<4, Weight>, sum_panel<5, Weight>, sum_panel<6, Weight>};
+  if constexpr (kTileOf<1> == 12)
+    of[7] = sum_panel<7, Weight>, of[8] = sum_panel<8, Weight>, of[9] = sum_panel<9, Weight>, of[10] = sum_panel<10, Weight>,
+    of[11] = sum_panel<11, Weight>, of[12] = sum_panel<12, Weight>;
+  return of;
+}();
+
+// Rows `begin` to `end` times one panel of each matrix, `depth` long: `done(row, results)` gets 32 columns of each.
+template <int Panels, class Weight, class Row, class Done>
+inline void multiply(int64_t begin, int64_t end, int64_t depth, const Weight* const (&panels)[Panels], Row&& row,
+                     Done&& done) {
+  static thread_local Scratch<float> scratch;
+  alignas(64) float sums[Panels][kTileOf<Panels>][kPanel];
+  for (; begin < end; begin += kTileOf<Panels>) {
+    const int64_t count = std::min<int64_t>(end - begin, kTileOf<Panels>);
+    float* const left = scratch.sized((count * depth + 15) / 16 * 16);
+    for (int64_t r = 0; r < count; ++r) widen_row(row(begin + r), depth, left + r * depth);
+    for (int p = 0; p < Panels; ++p) kSums<Weight>[count](left, depth, panels[p], sums[p][0]);
+    for (int64_t r = 0; r < count; ++r) {
+      Pair results[Panels];
+      for (int p = 0; p < Panels; ++p) results[p] = {load(sums[p][r]), load(sums[p][r] + 16)};
+      done(begin + r, results);
+    }
+  }
+}
+#endif
 
 // How many rows of such a depth to multiply with one panel after the other, so that a core's cache keeps them.
 inline int64_t rows_together(int64_t depth) {
@@ -208,7 +299,7 @@ inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, in
       tiles->multiply(left + first * stride, stride, count, depth, panels[p], sums[p][0]);
     for (int64_t r = 0; r < count; ++r) {
       Pair results[Panels];
-      for (int p = 0; p < Panels; ++p) results[p] = {_mm512_load_ps(sums[p][r]), _mm512_load_ps(sums[p][r] + 16)};
+      for (int p = 0; p < Panels; ++p) results[p] = {load(sums[p][r]), load(sums[p][r] + 16)};
       done(first + r, results);
     }
   }
@@ -220,8 +311,8 @@ inline void widen(const Weight* panel, int64_t depth, const BlockScales& scales,
   for (int64_t k = 0; k < depth; k += 2) {
     const Weight* from = panel + k * kPanel;
     const Lanes pairs = scales.first ? lanes(from, scales.first + k / kScaleBlock * scales.stride) : lanes(from);
-    _mm512_store_si512(copy + k * kPanel, (__m512i)pairs.low);
-    _mm512_store_si512(copy + (k + 1) * kPanel, (__m512i)pairs.high);
+    put_i(copy + k * kPanel, pairs.low);
+    put_i(copy + (k + 1) * kPanel, pairs.high);
   }
 }
 
@@ -231,7 +322,7 @@ template <int Panels, class Weight, class Done>
 inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, int64_t depth,
                           const Weight* const (&panels)[Panels], const BlockScales (&scales)[Panels], Done&& done,
                           TileScope* tiles) {
-  if (!tiles && !scales[0].first && num_rows <= kMostRows / Panels) {
+  if (!tiles && !scales[0].first && num_rows <= kTileOf<Panels>) {
     multiply<Panels>(0, num_rows, depth, panels, [&](int64_t r) { return left + r * stride; }, done);
     return;
   }

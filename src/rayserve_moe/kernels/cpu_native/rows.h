@@ -9,36 +9,42 @@
 
 namespace native {
 
-inline __mmask16 lanes_of(int64_t begin, int64_t end) {
-  return end - begin >= 16 ? __mmask16(0xffff) : __mmask16((1u << (end - begin)) - 1);
+inline Mask lanes_of(int64_t begin, int64_t end) {
+  return end - begin >= 16 ? Mask(0xffff) : Mask((1u << (end - begin)) - 1);
 }
 
-inline float narrow(bf16 value) { return _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(int32_t(value) << 16))); }
+inline float narrow(bf16 value) { return bits_of<float>(uint32_t(value) << 16); }
 
 // As `wide` and `store` of products.h, of some lanes: the others are zeros, and stay.
-inline __m512 wide(const bf16* source, __mmask16 lanes) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, source)), 16));
+inline F16 wide(const bf16* source, Mask lanes) {
+  if (__builtin_expect(lanes == kAllLanes, 1)) return wide(source);
+  bf16 numbers[16] = {};
+  copy_lanes(numbers, source, lanes);
+  return wide(numbers);
 }
 
-inline void store(bf16* target, __m512 value, __mmask16 lanes) {
-  _mm256_mask_storeu_epi16(target, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+inline void store(bf16* target, F16 value, Mask lanes) {
+  if (__builtin_expect(lanes == kAllLanes, 1)) return store(target, value);
+  bf16 numbers[16];
+  store(numbers, value);
+  copy_lanes(target, numbers, lanes);
 }
 
 inline float mean_square_of(const bf16* row, int64_t width) {
-  __m512 squares = _mm512_setzero_ps();
+  F16 squares = zeros();
   for (int64_t i = 0; i < width; i += 16) {
-    const __m512 x = wide(row + i, lanes_of(i, width));
-    squares = _mm512_fmadd_ps(x, x, squares);
+    const F16 x = wide(row + i, lanes_of(i, width));
+    squares = fma(x, x, squares);
   }
-  return _mm512_reduce_add_ps(squares) / width;
+  return total(squares) / width;
 }
 
 // Shrinks a row, rounds, then scales.
 inline void scale_row(const bf16* row, const bf16* scale, bf16* out, int64_t width, float shrink) {
   for (int64_t i = 0; i < width; i += 16) {
-    const __mmask16 lanes = lanes_of(i, width);
-    const __m512 shrunk = rounded(_mm512_mul_ps(wide(row + i, lanes), _mm512_set1_ps(shrink)));
-    store(out + i, _mm512_mul_ps(shrunk, wide(scale + i, lanes)), lanes);
+    const Mask lanes = lanes_of(i, width);
+    const F16 shrunk = rounded((wide(row + i, lanes) * all(shrink)));
+    store(out + i, (shrunk * wide(scale + i, lanes)), lanes);
   }
 }
 
@@ -49,21 +55,21 @@ inline void norm_row(const bf16* row, const bf16* scale, bf16* out, int64_t widt
 
 // Replaces logits by their softmax.
 inline void softmax_row(float* out, int64_t experts) {
-  const __m512 nothing = _mm512_set1_ps(-INFINITY);
-  __m512 largest = nothing, total = _mm512_setzero_ps();
+  const F16 nothing = all(-INFINITY);
+  F16 largest = nothing, sums = zeros();
   for (int64_t e = 0; e < experts; e += 16)
-    largest = _mm512_max_ps(largest, _mm512_mask_loadu_ps(nothing, lanes_of(e, experts), out + e));
-  const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    largest = most(largest, load(lanes_of(e, experts), out + e, -INFINITY));
+  const F16 top = all(largest_of(largest));
   for (int64_t e = 0; e < experts; e += 16) {
-    const __mmask16 lanes = lanes_of(e, experts);
-    const __m512 weight = exponential(_mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, out + e), top));
-    _mm512_mask_storeu_ps(out + e, lanes, weight);
-    total = _mm512_mask_add_ps(total, lanes, total, weight);
+    const Mask lanes = lanes_of(e, experts);
+    const F16 weight = exponential((load(lanes, out + e) - top));
+    put(out + e, lanes, weight);
+    sums = either(lanes, sums + weight, sums);
   }
-  const __m512 sum = _mm512_set1_ps(_mm512_reduce_add_ps(total));
+  const F16 sum = all(total(sums));
   for (int64_t e = 0; e < experts; e += 16) {
-    const __mmask16 lanes = lanes_of(e, experts);
-    _mm512_mask_storeu_ps(out + e, lanes, _mm512_div_ps(_mm512_maskz_loadu_ps(lanes, out + e), sum));
+    const Mask lanes = lanes_of(e, experts);
+    put(out + e, lanes, (load(lanes, out + e) / sum));
   }
 }
 
@@ -76,21 +82,21 @@ struct Peak {
 // The largest of logits begin .. end - 1, no less than the lowest finite number, the first place that has it, and
 // whether those before `num_words` are finite.
 inline Peak peak_of(const float* logits, int64_t begin, int64_t end, int64_t num_words) {
-  const __m512i limit = _mm512_set1_epi32(0x7f800000);
-  __m512 best = _mm512_set1_ps(-INFINITY);
-  __mmask16 is_odd = 0;
+  const I16 limit = all_i(0x7f800000);
+  F16 best = all(-INFINITY);
+  Mask is_odd = 0;
   for (int64_t word = begin; word < end; word += 16) {
-    const __mmask16 lanes = lanes_of(word, end);
-    const __m512 here = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes, logits + word);
-    best = _mm512_max_ps(best, here);
-    const __mmask16 words = word < num_words ? lanes_of(word, std::min(end, num_words)) : 0;
-    is_odd |= _mm512_mask_cmpge_epi32_mask(words, _mm512_and_si512(_mm512_castps_si512(here), _mm512_set1_epi32(INT32_MAX)), limit);
+    const Mask lanes = lanes_of(word, end);
+    const F16 here = load(lanes, logits + word, -INFINITY);
+    best = most(best, here);
+    const Mask words = word < num_words ? lanes_of(word, std::min(end, num_words)) : 0;
+    is_odd |= words & is_no_less(bits(here) & all_i(INT32_MAX), limit);
   }
   Peak peak;
   peak.is_finite = !is_odd;
-  const float largest = _mm512_reduce_max_ps(best);
+  const float largest = largest_of(best);
   for (int64_t word = begin; word < end && peak.place == INT32_MAX; word += 16) {
-    const __mmask16 here = _mm512_mask_cmp_ps_mask(lanes_of(word, end), _mm512_maskz_loadu_ps(lanes_of(word, end), logits + word), _mm512_set1_ps(largest), _CMP_EQ_OQ);
+    const Mask here = lanes_of(word, end) & is_same(load(lanes_of(word, end), logits + word), all(largest));
     if (here) peak.place = int32_t(word) + __builtin_ctz(here);
   }
   peak.best = std::max(peak.best, largest);
@@ -99,14 +105,14 @@ inline Peak peak_of(const float* logits, int64_t begin, int64_t end, int64_t num
 
 // The sum of exp((logit - best) / temperature) over the words begin .. end - 1.
 inline float mass_of(const float* logits, int64_t begin, int64_t end, float best, float temperature) {
-  const __m512 top = _mm512_set1_ps(best), divisor = _mm512_set1_ps(temperature);
-  __m512 total = _mm512_setzero_ps();
+  const F16 top = all(best), divisor = all(temperature);
+  F16 sums = zeros();
   for (int64_t word = begin; word < end; word += 16) {
-    const __mmask16 lanes = lanes_of(word, end);
-    const __m512 below = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, logits + word), top);
-    total = _mm512_mask_add_ps(total, lanes, total, exponential(_mm512_div_ps(below, divisor)));
+    const Mask lanes = lanes_of(word, end);
+    const F16 below = load(lanes, logits + word) - top;
+    sums = either(lanes, sums + exponential(below / divisor), sums);
   }
-  return _mm512_reduce_add_ps(total);
+  return total(sums);
 }
 
 struct Router {
@@ -120,24 +126,24 @@ struct Router {
 template <int Rows, int Chunks>
 inline void score_chunks(const bf16* rows, const Router& router, int64_t begin, float* out) {
   const int64_t width = router.width, experts = router.experts;
-  __m512 sums[Rows][Chunks];
-  __mmask16 lanes[Chunks];
+  F16 sums[Rows][Chunks];
+  Mask lanes[Chunks];
 #pragma GCC unroll 4
   for (int c = 0; c < Chunks; ++c) {
     lanes[c] = lanes_of(begin + 16 * c, experts);
 #pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) sums[r][c] = _mm512_setzero_ps();
+    for (int r = 0; r < Rows; ++r) sums[r][c] = zeros();
   }
   for (int64_t d = 0; d < width; ++d) {
-    __m512 column[Chunks];
+    F16 column[Chunks];
 #pragma GCC unroll 4
     for (int c = 0; c < Chunks; ++c)
-      column[c] = _mm512_maskz_loadu_ps(lanes[c], router.matrix + d * experts + begin + 16 * c);
+      column[c] = load(lanes[c], router.matrix + d * experts + begin + 16 * c);
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
-      const __m512 x = _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(rows[r * width + d]) << 16));
+      const F16 x = from_bits(all_i(int32_t(rows[r * width + d]) << 16));
 #pragma GCC unroll 4
-      for (int c = 0; c < Chunks; ++c) sums[r][c] = _mm512_fmadd_ps(x, column[c], sums[r][c]);
+      for (int c = 0; c < Chunks; ++c) sums[r][c] = fma(x, column[c], sums[r][c]);
     }
   }
 #pragma GCC unroll 4
@@ -145,10 +151,10 @@ inline void score_chunks(const bf16* rows, const Router& router, int64_t begin, 
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       const int64_t e = begin + 16 * c;
-      __m512 score = sums[r][c];
-      if (router.bias) score = _mm512_add_ps(score, _mm512_maskz_loadu_ps(lanes[c], router.bias + e));
-      if (router.is_sigmoid) score = gated_by_sigmoid(_mm512_set1_ps(1.0f), score);
-      _mm512_mask_storeu_ps(out + r * experts + e, lanes[c], score);
+      F16 score = sums[r][c];
+      if (router.bias) score = score + load(lanes[c], router.bias + e);
+      if (router.is_sigmoid) score = gated_by_sigmoid(all(1.0f), score);
+      put(out + r * experts + e, lanes[c], score);
     }
 }
 

@@ -4,7 +4,6 @@
 // those that helpers have claimed. So a helper whose core is taken away, or that a fork has lost, costs time alone.
 #pragma once
 
-#include <immintrin.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -13,6 +12,8 @@
 #include <cstdint>
 #include <mutex>
 #include <thread>
+
+#include "lanes.h"
 
 namespace native {
 
@@ -51,7 +52,7 @@ class Crew {
       wake_.notify_all();
     }
     work(turn);
-    while (finished_.load(std::memory_order_acquire) < num_items) _mm_pause();
+    while (finished_.load(std::memory_order_acquire) < num_items) pause();
     busy_.store(false, std::memory_order_release);
   }
 
@@ -89,7 +90,7 @@ class Crew {
       while (claims_.load(std::memory_order_acquire) >> 32 == seen) {
         if (++spins < kSpins) {
           if (spins % kPausesOfYield == 0) sched_yield();
-          _mm_pause();
+          pause();
           continue;
         }
         std::unique_lock<std::mutex> lock(mutex_);

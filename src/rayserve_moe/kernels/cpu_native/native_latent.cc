@@ -1,5 +1,4 @@
 // The call of multi-head latent attention: its buffers checked, then handed to the kernel.
-#pragma once
 
 #include "buffers.h"
 #include "checks.h"

@@ -1,0 +1,82 @@
+// The calls of attention that XLA makes: buffers and attributes checked, then handed to the kernels.
+#include <string_view>
+
+#include "attention.h"
+#include "buffers.h"
+#include "checks.h"
+
+namespace {
+
+// Scales of a norm of each head, or of all `width` elements together; false where they fit neither.
+bool is_norm(Bf16& scale, int64_t num_layers, int64_t head_width, int64_t width) {
+  return is_absent_or(scale, {num_layers, head_width}) || is(scale, {num_layers, width});
+}
+
+native::HeadNorm norm_of(Bf16& scale, int64_t layer) {
+  const native::bf16* here = of_layer(scale, layer);
+  return {here, here ? size_of(scale, 1) : 0};
+}
+
+ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, Bf16 k_norm, Bf16 q_bias, Bf16 k_bias,
+                     Bf16 v_bias, Bf16 sinks, F32 mean_squares, F32 cos, F32 sin, S32 kv_slots, S32 positions,
+                     S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, Bf16 pool,
+                     ffi::RemainingArgs trees, int64_t num_singles, float eps, float scale, float clip, bool is_interleaved, bool norms_after,
+                     ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
+  if (!have_dims(2, hidden, page_table, cos) || !have_dims(3, q) || !have_dims(4, pool) ||
+      !have_dims(0, layer, first_page, num_pages))
+    return wrong("attention takes arrays of other numbers of dimensions");
+  native::AttentionShapes s;
+  const int64_t at = layer.typed_data()[0], num_layers = size_of(q, 0), begin = first_page.typed_data()[0];
+  if (at < 0 || at >= num_layers) return wrong("there is no such layer");
+  if (!is_absent_or(windows, {num_layers})) return wrong("each layer has a window");
+  const int64_t head_width = size_of(pool, 3);
+  s.rules = {head_width, size_of(cos, 1), is_interleaved, norms_after, clip, eps};
+  s.num_tokens = size_of(hidden, 0), s.width = size_of(hidden, 1);
+  s.num_kv_heads = native::times(2, size_of(pool, 2)), s.page_size = size_of(pool, 1);
+  s.num_heads = native::times(head_width, size_of(q, 2)), s.num_pages = num_pages.typed_data()[0];
+  s.num_singles = num_singles, s.num_blocks = size_of(page_table, 0) - num_singles;
+  s.block_tokens = s.num_blocks ? native::times(s.num_blocks, s.num_tokens - num_singles) : 0;
+  s.table_width = size_of(page_table, 1), s.scale = scale;
+  s.window = windows.element_count() ? windows.typed_data()[at] : 0;
+  if (!native::fit(s)) return wrong("attention has no such heads, pages, blocks or widths");
+  if (begin < 0 || s.num_pages > size_of(pool, 0) - begin) return wrong("the pool has no such pages");
+  const int64_t q_width = s.q_width(), kv_width = s.kv_width();
+  if (!is(q, {num_layers, s.width, q_width}) || !is(k, {num_layers, s.width, kv_width}) ||
+      !is(v, {num_layers, s.width, kv_width}) || !is(o, {num_layers, q_width, s.width}) ||
+      !is_norm(q_norm, num_layers, head_width, q_width) || !is_norm(k_norm, num_layers, head_width, kv_width) ||
+      !is_absent_or(q_bias, {num_layers, q_width}) || !is_absent_or(k_bias, {num_layers, kv_width}) ||
+      !is_absent_or(v_bias, {num_layers, kv_width}) || !is_absent_or(sinks, {num_layers, s.num_heads}))
+    return wrong("weights of attention do not fit each other");
+  if (!is(cos, {s.num_tokens, s.rules.rotated_pairs}) || !is(sin, {s.num_tokens, s.rules.rotated_pairs}) ||
+      !is(kv_slots, {s.num_tokens}) || !is(positions, {s.num_tokens}) || !is(*out, {s.num_tokens, s.width}) ||
+      !is_absent_or(mean_squares, {s.num_tokens, 2}))
+    return wrong("attention has other numbers of tokens");
+  if (pool_out->untyped_data() != pool.untyped_data()) return wrong("the pool must be updated in place");
+  native::AttentionArrays a;
+  a.hidden = numbers(hidden);
+  a.q = of_layer(q, at), a.k = of_layer(k, at), a.v = of_layer(v, at), a.o = of_layer(o, at);
+  a.q_norm = norm_of(q_norm, at), a.k_norm = norm_of(k_norm, at);
+  a.q_bias = of_layer(q_bias, at), a.k_bias = of_layer(k_bias, at), a.v_bias = of_layer(v_bias, at);
+  a.sinks = of_layer(sinks, at);
+  a.cos = cos.typed_data(), a.sin = sin.typed_data();
+  a.mean_squares = mean_squares.element_count() ? mean_squares.typed_data() : nullptr;
+  a.kv_slots = kv_slots.typed_data(), a.positions = positions.typed_data(), a.page_table = page_table.typed_data();
+  if (!found_ancestors(trees, num_singles, a.ancestors)) return wrong("each single token has ancestors");
+  a.pool = reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * s.page_size * 2 * kv_width;
+  a.out = out->typed_data();
+  if (!native::are_in_pool(s, a)) return wrong("a token's position, slot or page lies outside the pool");
+  native::attention_layer(s, a);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
+                              ffi::Ffi::Bind()
+                                  .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
+                                  .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
+                                  .Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>()
+                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>().RemainingArgs()
+                                  .Attr<int64_t>("num_singles").Attr<float>("eps").Attr<float>("scale")
+                                  .Attr<float>("clip").Attr<bool>("is_interleaved").Attr<bool>("norms_after")
+                                  .Ret<F32>().Ret<Bf16>());
