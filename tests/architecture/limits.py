@@ -20,7 +20,6 @@ MAX_FUNCTION_LINES = 50
 MAX_CLASS_LINES = 200
 MAX_PUBLIC_METHODS = 12
 MAX_POSITIONAL = 2
-MAX_PACKAGE_LINES = 41_550
 
 MAY_COMPILE = {"execution/compiled_steps.py"}
 MAY_READ_ENVIRONMENT = {"config/load.py"}
@@ -95,23 +94,6 @@ def read_sources(package: Path) -> list[Source]:
     """Read every Python file below `package`, in the order of their paths."""
     files = sorted(package.rglob("*.py"))
     return [Source(file.relative_to(package).as_posix(), file.read_text(encoding="utf-8")) for file in files]
-
-
-def package_is_small(sources: list[Source]) -> str | None:
-    """Say by how much the code of the whole package exceeds its budget, if it does (ADR 0007, 0021)."""
-    total = sum(num_code_lines(source) for source in sources)
-    return f"{total} lines of code, more than {MAX_PACKAGE_LINES}" if total > MAX_PACKAGE_LINES else None
-
-
-def num_code_lines(source: Source) -> int:
-    """Count the lines that hold code: neither blank, nor comment, nor docstring."""
-    texts: set[int] = set()
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            texts |= set(range(node.lineno, node.end_lineno + 1))
-    lines = source.text.splitlines()
-    is_code = (bool(line.strip()) and not line.lstrip().startswith("#") for line in lines)
-    return sum(code for number, code in enumerate(is_code, 1) if number not in texts)
 
 
 def short_file(source: Source) -> Iterator[str]:

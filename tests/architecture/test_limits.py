@@ -107,18 +107,6 @@ def test_every_source_file_keeps_the_rule(name: str) -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_the_package_stays_within_its_budget() -> None:
-    assert SOURCES, "no source files found"
-    assert limits.package_is_small(SOURCES) is None
-
-
-def test_the_budget_can_be_exceeded() -> None:
-    half = limits.MAX_PACKAGE_LINES // 2
-    halves = [limits.Source("a.py", _lines(half)), limits.Source("b.py", _lines(half + 1))]
-    assert limits.package_is_small(halves)
-    assert limits.package_is_small(halves[:1]) is None
-
-
 @pytest.mark.parametrize(("name", "path", "text"), VIOLATIONS)
 def test_a_violation_is_found(name: str, path: str, text: str) -> None:
     assert list(limits.CHECKS[name](limits.Source(path, text)))
