@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PART ?= $(shell git rev-list --count HEAD)/24
 
 .DEFAULT_GOAL := check
-.PHONY: setup fmt check test test-all test-native test-part parity parity-all clients bench compile-check compile-check-full serve
+.PHONY: setup fmt check test test-all test-native test-part emulation parity parity-all clients bench compile-check compile-check-full serve
 
 setup: $(READY)
 
@@ -42,11 +42,11 @@ check: $(READY)
 	$(BIN)/lint-imports --no-logo && $(BIN)/pytest -q tests/architecture/test_limits.py
 
 test: $(READY)
-	$(BIN)/pytest $(SHARED) -m "not slow and not parity"
+	$(BIN)/pytest $(SHARED) -m "not slow and not parity and not emulated"
 
 # Everything, compiled as for users: `test` compiles most programs quickly.
 test-all: $(READY)
-	$(BIN)/pytest $(SHARED) --optimized -m "not parity"
+	$(BIN)/pytest $(SHARED) --optimized -m "not parity and not emulated"
 	$(BIN)/pytest --optimized --cpu-kernels native tests/pipelines
 
 # The laws of the engine over the kernels that a CPU takes by default, and a part of what only `test-all` runs whole.
@@ -55,6 +55,11 @@ test-native: $(READY)
 
 test-part: $(READY)
 	$(BIN)/pytest $(SHARED) --optimized -m "slow and not parity" --part $(PART)
+
+# The kernels of Arm, where there is none: cross-compiled, and run by qemu. Installs both where this user may.
+emulation: $(READY)
+	command -v qemu-aarch64 aarch64-linux-gnu-g++ || apt-get install -y -qq --no-install-recommends qemu-user g++-aarch64-linux-gnu
+	$(BIN)/pytest -m emulated tests/unit/kernels
 
 # One checkpoint of every family; `parity-all` has three, each knob of them turned, and meshes.
 parity: $(TORCH)

@@ -11,7 +11,7 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.config.load import environment_setting
-from rayserve_moe.execution.native_levels import AUTO, NativeKernelsUnavailable, choose_level
+from rayserve_moe.execution.native_levels import AUTO, Level, NativeKernelsUnavailable, choose_level
 from rayserve_moe.execution.native_library import SOURCES, find_compiler, register_native_kernels
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 from rayserve_moe.rollouts.alignment import decode_answer
@@ -26,13 +26,18 @@ def need_native_kernels() -> None:
         pytest.skip(f"no native CPU kernels: {error}")
 
 
-def build_program(source: Path, *options: str, directory: Path) -> Path:
-    """Build a program over the sources of the kernels, for the level that the tests run at; skip without a compiler."""
-    compiler = find_compiler()
+def build_program(
+    source: Path, *options: str, directory: Path, level: Level | None = None, compiler: str | None = None
+) -> Path:
+    """Build a program over the sources of the kernels, for the level that the tests run at unless another is named.
+
+    Skips the test on a machine without a compiler, or whose processor has no level.
+    """
+    compiler = compiler or find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     try:
-        level = choose_level(environment_setting("cpu_level") or AUTO)
+        level = level or choose_level(environment_setting("cpu_level") or AUTO)
     except NativeKernelsUnavailable as error:
         pytest.skip(str(error))
     program = directory / source.stem

@@ -2,7 +2,8 @@
 //
 // A packed [K, N] matrix is N / 32 panels of 32 columns, each [K / 2][32][2]: the pair of weights that one lane of
 // VDPBF16PS takes lies together, and a panel is read from front to back. Every element of a result is one chain of such
-// steps over k = 0, 2, 4, ..., so it has the same bits however many rows are multiplied together. Where the processor
+// steps over k = 0, 2, 4, ..., so it has the same bits however many rows are multiplied together. Arm's BFDOT takes the
+// same pairs. Without either, rows are widened to float32 and each pair is two fused steps of the chain. Where the processor
 // has tiles (amx.h), all that `multiply_rows` computes is computed by them, one row too: they round sums otherwise.
 //
 // Matrices of int8 or e4m3 are multiplied as the bfloat16 numbers that their own are, and have the same bits. Their pairs
@@ -111,20 +112,33 @@ inline F16 gated_by_sigmoid(F16 x, F16 y) {
   return x / ((one + exponential((zeros() - y))));
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 template <int Panels>
-constexpr int kTileOf = 12 / Panels;  // rows that are multiplied together
+constexpr int kTileOf = (kPartLanes == 16 ? 12 : 3) / Panels;  // rows that are multiplied together
+
+// To each lane of `sum` the products of the lane's pairs of bfloat16.
+inline __attribute__((always_inline)) PartF plus_dots(PartF sum, PartI left, PartI right) {
+#if defined(__AVX512BF16__)
+  return (PartF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
+#else
+  return (PartF)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)left, (bfloat16x8_t)right);
+#endif
+}
+template <class F, class I>
+inline __attribute__((always_inline)) Two<F> plus_dots(Two<F> sum, Two<I> left, Two<I> right) {
+  return {plus_dots(sum.low, left.low, right.low), plus_dots(sum.high, left.high, right.high)};
+}
 
 // `Rows` rows times one panel of each of `Panels` matrices; `row(i)` is where row i of the left side begins.
 template <int Rows, int Panels, class Weight, class Row, class Done>
 inline void tile(int64_t first, int64_t depth, const Weight* const (&panels)[Panels], Row&& row, Done&& done) {
   const bf16* left[Rows];
-  __m512 low[Rows][Panels], high[Rows][Panels];
+  F16 low[Rows][Panels], high[Rows][Panels];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
     left[r] = row(first + r);
 #pragma GCC unroll 2
-    for (int p = 0; p < Panels; ++p) low[r][p] = high[r][p] = _mm512_setzero_ps();
+    for (int p = 0; p < Panels; ++p) low[r][p] = high[r][p] = zeros();
   }
   for (int64_t k = 0; k < depth; k += 2) {
     Lanes weights[Panels];
@@ -134,11 +148,11 @@ inline void tile(int64_t first, int64_t depth, const Weight* const (&panels)[Pan
     for (int r = 0; r < Rows; ++r) {
       int32_t both;  // the same two numbers in every lane
       std::memcpy(&both, left[r] + k, sizeof both);
-      const __m512bh value = (__m512bh)_mm512_set1_epi32(both);
+      const I16 value = all_i(both);
 #pragma GCC unroll 2
       for (int p = 0; p < Panels; ++p) {
-        low[r][p] = _mm512_dpbf16_ps(low[r][p], value, (__m512bh)weights[p].low);
-        high[r][p] = _mm512_dpbf16_ps(high[r][p], value, (__m512bh)weights[p].high);
+        low[r][p] = plus_dots(low[r][p], value, weights[p].low);
+        high[r][p] = plus_dots(high[r][p], value, weights[p].high);
       }
     }
   }
@@ -146,7 +160,7 @@ inline void tile(int64_t first, int64_t depth, const Weight* const (&panels)[Pan
   for (int r = 0; r < Rows; ++r) {
     Pair results[Panels];
 #pragma GCC unroll 2
-    for (int p = 0; p < Panels; ++p) results[p] = {(F16)low[r][p], (F16)high[r][p]};
+    for (int p = 0; p < Panels; ++p) results[p] = {low[r][p], high[r][p]};
     done(first + r, results);
   }
 }
@@ -284,7 +298,7 @@ inline int64_t rows_together(int64_t depth) {
 }
 
 // Rows of `left`, `stride` numbers from one to the next, times one panel of each matrix: `done(row, results)`. Null
-// `tiles`: by VDPBF16PS.
+// `tiles`: by `multiply`.
 template <int Panels, class Done>
 inline void multiply_rows(const bf16* left, int64_t stride, int64_t num_rows, int64_t depth,
                           const bf16* const (&panels)[Panels], Done&& done, TileScope* tiles) {
