@@ -126,6 +126,12 @@ def set_compiler_flag(name: str, value: object) -> None:
         os.environ["XLA_FLAGS"] = f"{given} --{name}={value}".strip()
 
 
+def unset_compiler_options(options: Mapping[str, str | bool]) -> dict[str, str | bool]:
+    """Return those options of XLA that the user's XLA_FLAGS does not set."""
+    given = {flag.split("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in options.items() if f"--{name}" not in given}
+
+
 def environment_setting(name: str) -> str:
     """What the environment says of a setting, for clients of a server; empty where it says nothing."""
     return next((os.environ.get(variable, "") for variable, key in ENVIRONMENT_KEYS.items() if key == name), "")

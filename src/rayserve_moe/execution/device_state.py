@@ -67,8 +67,8 @@ class BlockInputSource:
 
     @cached_property
     def nothing(self) -> BlockInputs:
-        """Asks for nothing."""
-        forced, targets = (jnp.full(a.shape, -1, a.dtype, device=a.sharding) for a in self._arrays)
+        """Asks for nothing. It comes from the host: a program that fills an array would be compiled under a step."""
+        forced, targets = (_like(array, np.full(array.shape, -1, array.dtype)) for array in self._arrays)
         return BlockInputs(forced, targets)
 
     def inputs(self, packed: PackedBlocks | None) -> BlockInputs:
@@ -93,6 +93,6 @@ def block_input_shapes(shape: StepShape, config: ModelConfig) -> BlockInputs:
     return BlockInputs(*cast(tuple[jax.Array, jax.Array], shapes))
 
 
-def _like(array: jax.Array, values: np.ndarray) -> jax.Array:
+def _like(array: jax.Array | jax.ShapeDtypeStruct, values: np.ndarray) -> jax.Array:
     """The values that every host has, spread over the devices as `array` is."""
     return jax.make_array_from_callback(array.shape, array.sharding, lambda index: values[index])

@@ -34,6 +34,7 @@ from rayserve_moe.execution.draft_model import draft_of, open_draft, spec_of
 from rayserve_moe.execution.draft_rows import DraftRows, draft_rows, drafts_of
 from rayserve_moe.execution.held_samples import HeldSamples, held_of, held_plans
 from rayserve_moe.execution.inspection import inspection_inputs
+from rayserve_moe.execution.later_shapes import LaterShapes, first_shapes
 from rayserve_moe.execution.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
 from rayserve_moe.execution.pack import PackedStep, Packer
 from rayserve_moe.execution.page_copies import no_copies
@@ -82,6 +83,7 @@ class HostRunner:
             self._mover = MigrationRunner(self.config, dtype=self.dtype, slots_per_step=slots_per_step)
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None
+        self.later: LaterShapes | None = None  # those that are compiled beside the steps
         self._compilations = CompilationCount()
         self._launch = launch_for(list(plan.mesh.local_devices))
         self._copies_to_host = platform_of(plan.mesh) != "cpu"  # where results are in host memory already
@@ -115,10 +117,13 @@ class HostRunner:
         return self.warm_up()
 
     def compile(self, num_pages: int) -> None:
-        """Allocate the pool, and compile every step shape that is not found on disk. It waits for no other host."""
+        """Allocate the pool, and compile what steps need and is not found on disk. It waits for no other host."""
         self._state = allocate(self.served.state(num_pages))
         kept = kept_programs(self._settings.compile, self.config.plan)
-        self._programs = compile_served(self.served, num_pages=num_pages, kept=kept)
+        shapes = first_shapes(self.served)
+        self._programs = compile_served(self.served, num_pages=num_pages, kept=kept, shapes=shapes)
+        self._packer.use(shapes)
+        self.later = LaterShapes(self._programs, self.served, num_pages=num_pages, kept=kept, count=self._compilations)
         times = self._programs.times
         self._report = replace(
             self._report,
@@ -135,6 +140,8 @@ class HostRunner:
         started = time.perf_counter()
         self._run_each_once()
         self._compilations.start_over()
+        assert self.later is not None, "nothing is compiled yet"
+        self.later.begin(self._packer.use)
         return replace(self._report, first_run_s=time.perf_counter() - started)
 
     @property
@@ -251,7 +258,7 @@ class HostRunner:
             self._move(MigrationVectors(*idle_vectors(self.config, slots_per_step=self._mover.slots_per_step)))
         self.programs.read_counts(self.state.expert_counts_ME)
         num_rows, looks = self.served.num_rows, self._settings.replay.shows_hidden
-        for shape in self.served.shapes:
+        for shape in self._packer.shapes:
             plan = filling_plan(shape, longest=self.served.longest, num_rows=num_rows, is_inspected=looks)
             for one in (plan, *(held_plans(plan) if self._settings.structured.enabled else ())):
                 self.execute(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,9 +66,14 @@ class Packer:
         self._block_tokens, self._tells_nexts, self._has_trees = shapes[0].block_tokens, tells_nexts, has_trees
         given = rows_per_rank, num_tables, tells_nexts, has_trees
         self.layouts = {shape: InputLayout(shape, *given) for shape in shapes}
-        decode = [layout for shape, layout in self.layouts.items() if shape.num_blocks == 0]
-        self._decode_layouts = sorted(decode, key=lambda layout: layout.shape.num_singles)
+        self.use(shapes)
         self._places = np.arange(max(shape.num_singles for shape in shapes))
+
+    def use(self, shapes: Sequence[StepShape]) -> None:
+        """Choose from these shapes from now on: some of those that it was made with. Any thread may call."""
+        decode = [self.layouts[shape] for shape in shapes if shape.num_blocks == 0]
+        self._decode_layouts = sorted(decode, key=lambda layout: layout.shape.num_singles)
+        self.shapes = tuple(shapes)
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether the changes of a plan fit beside its tokens; otherwise they have to go ahead of it."""
@@ -101,7 +107,7 @@ class Packer:
         blocks_before, num_blocks = self._on_ranks(blocks, ranks)
         samples_before, num_samples = self._on_ranks(plan.chunk_samples, ranks)
         most_singles = max(*num_singles, *num_samples)
-        shape = choose_shape(tuple(self.layouts), num_singles=most_singles, num_blocks=max(num_blocks))
+        shape = choose_shape(self.shapes, num_singles=most_singles, num_blocks=max(num_blocks))
         layout, at = self.layouts[shape], self.layouts[shape].slices
         vectors = np.repeat(layout.padding[None], self._num_ranks, axis=0)
 

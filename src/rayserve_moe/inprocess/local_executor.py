@@ -78,3 +78,5 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         self._reading.give_up()
+        if self.runner.later is not None:
+            self.runner.later.stop()

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import jax
 
-from rayserve_moe.execution.compiled_steps import Program, lowered, optimized
+from rayserve_moe.execution.compiled_steps import lowered, optimized
 from rayserve_moe.execution.memory import bytes_on_device
+from rayserve_moe.execution.programs import Program
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.report import EstimateReport, Estimator

@@ -1,0 +1,119 @@
+"""Shapes that are compiled beside the steps change no result, and are not missed where they do not compile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.execution import later_shapes
+from tests.support.checkpoints import NATIVE_CORE_CONFIG
+from tests.support.native import need_native_kernels
+from tests.support.workload import draw_prompt
+
+ASKED = {"return_logprob": True, "return_routed_experts": True, "max_new_tokens": 12, "ignore_eos": True}
+NUM_PROMPTS = 5
+"""Neither the smallest nor the largest decode shape."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_native_kernels()
+    return write_checkpoint(tmp_path_factory.mktemp("later") / "model", NATIVE_CORE_CONFIG, seed=3)
+
+
+@contextmanager
+def started(checkpoint: Path, **settings: Any) -> Iterator[Engine]:
+    """An engine that compiles anew."""
+    native = {"cpu_kernels": "native", "enable_return_routed_experts": True, "compile_cache": "off"}
+    with Engine(str(checkpoint), max_running_requests=16, max_model_len=512, **native, **settings) as engine:
+        yield engine
+
+
+def answers_of(engine: Engine) -> list[tuple[Any, ...]]:
+    """Ids, log-probs and rows of prompts that run together, with nothing cached."""
+    engine.loop.flush()
+    generator = np.random.default_rng(5)
+    prompts = [draw_prompt(generator, int(length)) for length in generator.integers(3, 120, NUM_PROMPTS)]
+    answers = engine.generate(input_ids=[list(map(int, prompt)) for prompt in prompts], temperature=0, **ASKED)
+    return [
+        (
+            answer["output_ids"],
+            [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]],
+            answer["meta_info"]["routed_experts"],
+        )
+        for answer in answers
+    ]
+
+
+def test_results_are_the_same_before_and_after_a_shape_is_there(monkeypatch, checkpoint):
+    compile_shape, gate = later_shapes.compile_shape, threading.Event()
+
+    def held(*given: Any, **named: Any) -> Any:
+        gate.wait()
+        return compile_shape(*given, **named)
+
+    monkeypatch.setattr(later_shapes, "compile_shape", held)
+    with started(checkpoint) as engine:
+        runner, later = engine.runner, engine.runner.later
+        assert later is not None
+        first = later_shapes.first_shapes(runner.served)
+        assert 2 <= len(first) < len(runner.served.shapes)
+        before = answers_of(engine)
+        assert set(runner.programs.steps) == set(first)
+        gate.set()
+        during = answers_of(engine)
+        later.wait()
+        assert set(runner.programs.steps) == set(runner.served.shapes)
+        assert before == during == answers_of(engine)
+        assert runner.num_compilations_since_start == 0
+
+
+def test_a_shape_that_does_not_compile_is_replaced_by_a_larger_one(monkeypatch, checkpoint, caplog):
+    def fail(*given: Any, **named: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("no such instruction")
+
+    monkeypatch.setattr(later_shapes, "compile_shape", fail)
+    with started(checkpoint) as engine:
+        assert engine.runner.later is not None
+        engine.runner.later.wait()
+        assert len(answers_of(engine)) == NUM_PROMPTS
+    assert "larger ones take their place: no such instruction" in caplog.text
+
+
+def test_an_engine_that_ends_compiles_nothing_more(monkeypatch, checkpoint):
+    compiled, begun, ends = [], threading.Event(), threading.Event()
+    stop = later_shapes.LaterShapes.stop
+
+    def hold(shape: Any, *given: Any, **named: Any) -> Any:
+        compiled.append(shape)
+        begun.set()
+        ends.wait()
+        raise jax.errors.JaxRuntimeError("stopped")
+
+    def stop_while_compiling(later: later_shapes.LaterShapes) -> None:
+        later._stops.set()
+        ends.set()
+        stop(later)
+
+    monkeypatch.setattr(later_shapes, "compile_shape", hold)
+    monkeypatch.setattr(later_shapes.LaterShapes, "stop", stop_while_compiling)
+    with started(checkpoint):
+        begun.wait()
+    assert len(compiled) == 1
+
+
+def test_xla_compiles_all_shapes_ahead(core_checkpoint, is_native):
+    if is_native:
+        pytest.skip("of XLA's own kernels")
+    settings = {"dtype": "float32", "cpu_kernels": "off", "max_model_len": 512}
+    with Engine(str(core_checkpoint), max_running_requests=4, **settings) as engine:
+        assert later_shapes.first_shapes(engine.runner.served) == engine.runner.served.shapes
