@@ -103,13 +103,13 @@ def test_a_pause_may_wait_for_what_runs(http, engine, unhurried):
     while not engine.loop.statistics()["requests_live"]:
         pass
     assert http.post("/pause", json={"mode": "wait"}).json() == {"status": "paused"}
-    first.join(60)
+    first.join()
     assert answers["first"]["meta_info"]["finish_reason"]["type"] == "length"
     second = threading.Thread(target=generate, args=("second",))
     second.start()
     assert http.post("/pause?wait_for_inflight_requests=true").json() == {"status": "paused"}
     http.post("/resume")
-    second.join(60)
+    second.join()
     assert answers["second"]["meta_info"]["finish_reason"]["type"] == "length"
 
 
