@@ -19,6 +19,12 @@ export TRANSFORMERS_VERBOSITY ?= error
 # Every process of a cluster and of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+# `make test CPU=avx2` (or avx512) limits XLA and native kernels to the instructions of such a processor.
+ifdef CPU
+export RAYSERVE_MOE_CPU_LEVEL := $(CPU)
+export XLA_FLAGS := $(strip $(XLA_FLAGS) $(patsubst %,--xla_cpu_max_isa=%,$(filter AVX2 AVX512,$(subst avx,AVX,$(CPU)))))
+endif
+
 # Which part of the slow tests `test-part` runs: another one after every commit.
 PART ?= $(shell git rev-list --count HEAD)/24
 

@@ -17,7 +17,7 @@ from rayserve_moe.serving.start.environment import environment_of
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from tests.support.certificates import few_certificates
-from tests.support.compiling import DEVICES, QUICK_FLAGS, compiled_once
+from tests.support.compiling import compiled_once, process_flags
 from tests.support.ports import reserve_ports
 from tests.support.scopes import place_of
 
@@ -34,7 +34,7 @@ os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cp
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"{DEVICES} {QUICK_FLAGS}",
+    "XLA_FLAGS": process_flags(),
     **few_certificates(FOLDER),
 }
 write_launcher(
@@ -82,7 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before any program is compiled."""
     if config.getoption("--optimized"):
-        os.environ["XLA_FLAGS"] = DEVICES
+        os.environ["XLA_FLAGS"] = process_flags(is_quick=False)
         hypothesis.settings.load_profile("all")
 
 

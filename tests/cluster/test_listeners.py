@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.serve_process import ServeProcess
 from tests.cluster.conftest import SETTINGS
+from tests.support.compiling import user_flags
 from tests.support.listening import EVERY, documented, found, role_of
 
 
@@ -17,8 +18,9 @@ from tests.support.listening import EVERY, documented, found, role_of
 def test_nothing_listens_that_is_not_documented(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown listener fails, as does one that is reached from elsewhere without protection, and a stale row."""
     for name in list(os.environ):
-        if name.startswith(("RAY_", "XLA_FLAGS")):
+        if name.startswith("RAY_"):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("XLA_FLAGS", user_flags())
     with tempfile.TemporaryDirectory(prefix="l-", dir="/tmp") as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)
         monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", f"{folder}/token")

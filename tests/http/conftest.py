@@ -64,8 +64,8 @@ def small_engine(poisoned_checkpoint):
 
 @pytest.fixture
 def poisoned_states(poisoned_checkpoint):
-    """A server of hidden states, with a token whose states are no numbers."""
-    with Engine(model_path=str(poisoned_checkpoint), **ONE_ROW, enable_return_hidden_states=True) as engine:
+    """A server of hidden states, with a token whose states are no numbers; its programs are those of `engine`."""
+    with Engine(model_path=str(poisoned_checkpoint), **SERVED) as engine:
         with served(engine) as url, httpx.Client(base_url=url, timeout=600) as client:
             yield client
         assert_idle(engine)

@@ -22,7 +22,7 @@ def state(engine):
 
 @pytest.fixture
 def client(state):
-    with running(create_api(state)) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with running(create_api(state)) as url, httpx.Client(base_url=url, timeout=600) as client:
         yield client
 
 
@@ -48,7 +48,7 @@ def test_what_runs_is_counted_until_its_last_byte_and_completed(client, state, s
     wait_until(lambda: state.traffic.num_open == 1 and not state.loop.is_idle)
     state.traffic.drain()
     assert client.post("/continue_generation").status_code == 200
-    asking.join(timeout=60)
+    asking.join()
     assert found[0].status_code == 200
     assert '"type":"length"' in found[0].text
     wait_until(lambda: state.traffic.num_open == 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from urllib.parse import urlsplit
 
 import httpx
@@ -13,11 +15,11 @@ import pytest
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.middleware.edge_guard import ADMIN_PATHS
 from tests.http.asking import wait_until
-from tests.http.conftest import POISONED_TOKEN_ID, assert_idle, served
+from tests.http.conftest import assert_idle, served
 from tests.http.test_bad_inputs import check_error
 from tests.support.engines import ONE_ROW
 from tests.support.serving import KEY
-from tests.support.steps import unhurried
+from tests.support.steps import held_steps
 
 LONG = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "n": 16}
 NATIVE_LONG = {"input_ids": [[5, 6], [7]], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True, "n": 8}}
@@ -61,7 +63,8 @@ def test_every_prompt_is_taken_back_when_one_cannot_be_served(http, engine):
     assert_idle(engine)
 
 
-FILLING = {"max_tokens": 400, "ignore_eos": True, "logit_bias": {str(POISONED_TOKEN_ID): -100}}
+def _has_requests(engine, *, number):
+    return engine.loop.statistics()["requests_live"] == number
 
 
 @pytest.mark.parametrize(
@@ -73,15 +76,18 @@ FILLING = {"max_tokens": 400, "ignore_eos": True, "logit_bias": {str(POISONED_TO
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_answers_429_and_recovers(small_http, small_engine, path, body, stream):
-    """One runs and one waits, or one place is left for two prompts, of which none is taken then."""
+    """The engine holds one prompt of its two, or both; no step runs meanwhile, so none of them can end."""
     for prompts in ([[5]], [[5]] * 2):
-        asked = {"json": {**FILLING, "prompt": prompts, "stream": True}}
-        with unhurried(small_engine.loop), small_http.stream("POST", "/v1/completions", **asked) as filling:
-            next(filling.iter_lines())
+        with ThreadPoolExecutor(1) as beside, held_steps(small_engine.loop) as gate:
+            filling = beside.submit(small_http.post, "/v1/completions", json={**SHORT, "prompt": prompts})
+            gate.meet()
+            wait_until(partial(_has_requests, small_engine, number=len(prompts)))
             answer = small_http.post(path, json={**body, "stream": stream})
             assert check_error(answer, 429)["type"] == "overloaded_error"
             assert int(answer.headers["retry-after"]) >= 1
             assert small_http.get("/health").status_code == 200
+            assert not filling.done()
+        assert filling.result().status_code == 200
         assert_idle(small_engine)
     assert small_http.post("/v1/completions", json=SHORT).status_code == 200
 

@@ -22,9 +22,20 @@ OPTIMIZED: Options = {
 QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
 
 
+def user_flags() -> str:
+    """Return the flags of XLA_FLAGS that the tests did not set, such as those of `make test CPU=avx2`."""
+    ours = {DEVICES, *QUICK_FLAGS.split()}
+    return " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in ours)
+
+
+def process_flags(*, is_quick: bool = True) -> str:
+    """Return XLA_FLAGS of a test process with eight devices: the user's flags, then ours, which win."""
+    return " ".join(filter(None, (user_flags(), DEVICES, QUICK_FLAGS if is_quick else "")))
+
+
 def flags_of_children() -> str:
-    """XLA_FLAGS for a process that has its own devices, not those that this one emulates: compiling is as here."""
-    return os.environ["XLA_FLAGS"].removeprefix(DEVICES).strip()
+    """Return XLA_FLAGS for a process with devices of its own, which compiles as this process does."""
+    return " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if flag != DEVICES)
 
 
 def compiled_once(directory: Path) -> dict[str, str]:

@@ -22,7 +22,7 @@ from rayserve_moe.serving.start.haproxy_config import UNNAMED, FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, write_launcher
 from tests.support.ports import free_port
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 300.0
 
 
 class Replica(BaseHTTPRequestHandler):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.serve_process import ServeProcess
+from tests.support.compiling import user_flags
 
 
 @contextmanager
@@ -18,8 +19,9 @@ def own_server(settings: dict[str, Any]) -> Iterator[ServeProcess]:
     """Serve; commands that are started meanwhile find this server."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="f-", dir="/tmp") as folder:
         for name in list(os.environ):
-            if name.startswith(("RAY_", "XLA_FLAGS")):
+            if name.startswith("RAY_"):
                 patch.delenv(name)
+        patch.setenv("XLA_FLAGS", user_flags())
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_AUTH_TOKEN_PATH", f"{folder}/token")
         with ServeProcess(settings) as server:

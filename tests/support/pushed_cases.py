@@ -43,7 +43,7 @@ from rayserve_moe.kernels.rotary_heads import project_rows_at_once
 from rayserve_moe.kernels.streamed_heads import norm_and_project
 from rayserve_moe.kernels.top_experts import choose_experts
 from tests.support.checkpoints import CORE_CONFIG
-from tests.support.compiling import DEVICES
+from tests.support.compiling import process_flags
 from tests.support.drive import preempt_every, run_alone, run_together
 from tests.support.expert_cases import MoeCase, MoeRun, dense, placements_for, plan_of
 from tests.support.interpreting import FAULTS_FOUND, INTERPRETED, Outcome, watch
@@ -72,7 +72,7 @@ LONGEST_S, LONGEST_WHOLE_S = 300.0, 1800.0
 
 def run_cases(*names: str) -> dict[str, Outcome]:
     """Run cases in a process of its own, which ranks that do not meet may end or hang."""
-    environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": DEVICES}
+    environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": process_flags(is_quick=False)}
     command = [sys.executable, "-m", "tests.support.pushed_cases", *names]
     longest_s = sum(LONGEST_WHOLE_S if name in WHOLE else LONGEST_S for name in names)
     try:

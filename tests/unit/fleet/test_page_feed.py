@@ -56,7 +56,7 @@ def prompt_of(num_tokens: int, start: int = 1) -> Prompt:
 
 
 async def become(condition) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
