@@ -29,7 +29,7 @@ endif
 PART ?= $(shell git rev-list --count HEAD)/24
 
 .DEFAULT_GOAL := check
-.PHONY: setup fmt check test test-all test-native test-part emulation parity parity-all clients bench compile-check compile-check-full serve
+.PHONY: setup fmt check test test-all test-native test-part emulation parity parity-all clients bench compile-check compile-check-full wheel serve
 
 setup: $(READY)
 
@@ -94,6 +94,11 @@ compile-check: $(READY)
 
 compile-check-full: $(READY)
 	$(BIN)/python -m benchmarks.compile_gate
+
+# Brings the kernels of every level along: it serves without a compiler, on machines with a C library as new as this one's.
+wheel: $(READY)
+	$(BIN)/python -m rayserve_moe.tools.build_kernels --all
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 
 serve: $(READY)
 	$(BIN)/rayserve-moe serve configs/qwen3_moe.yaml

@@ -1,0 +1,52 @@
+"""`python -m rayserve_moe.tools.build_kernels`: builds the native CPU kernels ahead of the first start, or for a wheel.
+
+Without options it builds the level that this processor runs at, where `serve` looks for it. `--all --into DIR` builds
+every level of this kind of machine, linked so that a wheel can bring it to others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rayserve_moe.config.load import default_cache_directory, environment_setting
+from rayserve_moe.execution.native_levels import AUTO, LEVELS, NativeKernelsUnavailable, choose_level
+from rayserve_moe.execution.native_library import SHIPPED, build, find_or_build
+
+FAILED = 1
+PORTABLE = ("-static-libstdc++", "-static-libgcc")
+"""A shipped library asks nothing of the machine but its C library."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build, and say what was built; returns 1 if nothing could be, with the reason on stderr."""
+    parser = argparse.ArgumentParser(prog="build_kernels", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="every level of this kind of machine, portably")
+    parser.add_argument("--into", type=Path, help=f"directory; of --all: {SHIPPED.name} beside the sources")
+    options = parser.parse_args(arguments)
+    try:
+        if options.all:
+            for level in LEVELS.get(platform.machine(), ()):
+                _say(level.name, lambda level=level: build(level, options.into or SHIPPED, options=PORTABLE))
+        else:
+            level = choose_level(environment_setting("cpu_level") or AUTO)
+            into = options.into or default_cache_directory() / "native"
+            _say(level.name, lambda: find_or_build(level, into))
+    except NativeKernelsUnavailable as error:
+        sys.stderr.write(f"native CPU kernels: {error}; XLA computes without them, in more time\n")
+        return FAILED
+    return 0
+
+
+def _say(name: str, build_library: Callable[[], Path]) -> None:
+    started = time.perf_counter()
+    library = build_library()
+    sys.stdout.write(f"native CPU kernels ({name}) in {time.perf_counter() - started:.0f} s: {library}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
