@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import yaml
@@ -29,10 +31,22 @@ from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from rayserve_moe.serving.start.ports import Ports, StartError, choose_ports, is_free, owner_of
 from rayserve_moe.serving.start.processes import all_processes, end, own_by_path, read_process
-from rayserve_moe.serving.start.state import Plan, ensure_token, locked, private_folder, running_plans
+from rayserve_moe.serving.start.state import (
+    CHECK,
+    FORK_SOCKET,
+    PROGRESS,
+    Plan,
+    ensure_token,
+    locked,
+    log_folder,
+    private_folder,
+    running_plans,
+)
 from rayserve_moe.serving.start.validation import CheckedConfig, as_deployed, check_config
 
 FAILED = 1
+BEGUN = time.time()
+"""When this process has loaded the command."""
 _ORPHAN_GRACE_S = 1.0
 _EVERYWHERE = ("0.0.0.0", "::")
 
@@ -72,6 +86,8 @@ def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
     if token is not None:
         ensure_token(token)
     folder, ports = _prepare(config)
+    shutil.rmtree(log_folder(folder), ignore_errors=True)
+    private_folder(log_folder(folder))
     settings = config.settings.values()
     online = {"HF_HUB_OFFLINE": "0"} if any(hub_model(one.model.path) for one in settings) else {}
     environment = environment_of(
@@ -95,6 +111,9 @@ def _prepare(config: CheckedConfig) -> tuple[Path, Ports]:
             raise StartError(f"port {config.port} is served already, by process {others[folder].pid}")
         end_orphans(folder)
         _check_front(config)
+        for name in (FORK_SOCKET, CHECK):  # of a start that was killed
+            (folder / name).unlink(missing_ok=True)
+        (folder / PROGRESS).write_bytes(b"")
         claimed = {plan.first_port for plan in others.values()}
         ports = choose_ports(config.port, claimed=claimed, is_free=is_free)
         _write(folder, ports, config)
@@ -129,6 +148,7 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
     shown = "127.0.0.1" if config.host in _EVERYWHERE else config.host
     Plan(
         pid=this.pid,
+        begun=BEGUN,
         started=this.started,
         first_port=ports.first,
         config=as_deployed(config),

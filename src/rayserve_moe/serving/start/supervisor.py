@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,10 +28,16 @@ from rayserve_moe.serving.start.processes import (
     end,
     own_by_path,
 )
-from rayserve_moe.serving.start.state import Plan, remove
+from rayserve_moe.serving.start.state import Plan, log_folder, remove
 
 FAILED = 1
-STANDBY = "haproxy_standby"
+DEPLOYMENT_FAILED, UNANSWERED = 3, 4
+"""Exit statuses of the deployment: it has said why it cannot serve, and a request had to be ended at its stop."""
+STANDBY, FORK_SERVER = "haproxy_standby", "fork_server"
+RAY_JOB_ID, RAY_RAYLET_PID = "RAY_JOB_ID", "RAY_RAYLET_PID"
+"""Variables that Ray reads when its library is loaded, in the fork server: a worker's job, and the process whose end is
+its own. A worker of no job takes the tasks of any; this process ends with its raylet, and all workers with it."""
+NO_JOB = "ffffffff"
 _GRACE_S = 3.0
 """For processes to end by themselves after a drain."""
 _FLUSH_S = 5.0
@@ -55,11 +62,12 @@ def main() -> int:
     status, is_orderly = FAILED, False
     try:
         plan = Plan.read(folder)
-        with (folder / _LOG).open("wb") as log:
+        logs = log_folder(folder)
+        with (logs / _LOG).open("wb") as log:
             ray = _start("cluster", folder, output=log)
         # Handles of Serve work outside of an event loop only so.
         deployment = _start("deployment", folder, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
-        names = ("journal", STANDBY) if plan.journal_max_bytes else (STANDBY,)
+        names = (FORK_SERVER, *(("journal",) if plan.journal_max_bytes else ()), STANDBY)
         kept = {name: _start(name, folder) for name in names}
         status, is_orderly = _watch(ray, deployment, kept, plan=plan, folder=folder)
     finally:
@@ -76,9 +84,13 @@ def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: s
     """Start a module of this package in a session of its own: a terminal's Ctrl-C reaches this process alone."""
     command = [sys.executable, "-m", f"{__package__}.{name}", str(folder)]
     environment = {**inherited_environment(), **more}
-    child = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-    )
+    with ExitStack() as files:
+        if name == FORK_SERVER:
+            environment |= {RAY_JOB_ID: NO_JOB, RAY_RAYLET_PID: str(os.getpid())}
+            output = files.enter_context((log_folder(folder) / f"{name}.log").open("ab"))
+        child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
     return child.pid
 
 
@@ -103,15 +115,32 @@ def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folde
             kept[name] = _start(name, folder)
         if deployment in ended:
             _end_standby(kept)
-            return (FAILED if ended[deployment] else 0), True
+            return _status(ended[deployment], is_stopping=deadline is not None, folder=folder), True
         if ray in ended:
-            lines = (folder / _LOG).read_text(encoding="utf-8", errors="replace").split("\n")
+            log = log_folder(folder) / _LOG
+            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
             last = [" ".join(line.split()) for line in lines if line.strip()][-_LAST_LINES:]
-            sys.stderr.write(f"rayserve-moe serve: Ray has ended: {' | '.join(last) or 'no output'}\n")
+            sys.stderr.write(
+                f"rayserve-moe serve: Ray has ended: {' | '.join(last) or 'no output'}; logs: {log.parent}\n"
+            )
             return FAILED, False
         if found is None:
             sys.stderr.write("rayserve-moe serve: the drain did not end in time\n")
             return FAILED, False
+
+
+def _status(ended: int, *, is_stopping: bool, folder: Path) -> int:
+    """Return the exit status for that of the deployment; says so where it ended without a word."""
+    if ended in (0, UNANSWERED):
+        sys.stderr.write("rayserve-moe serve: stopped\n")
+        return FAILED if ended else 0
+    if is_stopping and ended != DEPLOYMENT_FAILED:
+        return 0
+    if ended != DEPLOYMENT_FAILED:
+        sys.stderr.write(
+            f"rayserve-moe serve: the process that deploys has ended with status {ended}; logs: {log_folder(folder)}\n"
+        )
+    return FAILED
 
 
 def _end_standby(kept: dict[str, int]) -> None:
