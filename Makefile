@@ -1,7 +1,9 @@
 # Each target sets up what it needs: Python 3.11 and make are enough.
 PYTHON ?= $(shell command -v python3.11 2>/dev/null || command -v python3 2>/dev/null)
 BIN := .venv/bin
+# Stamps of what .venv has: the package and what serving needs, what the tests need, torch.
 READY := .venv/.ready
+TEST := .venv/.test
 TORCH := .venv/.torch
 CLIENTS := .venv-clients
 # Clients with an environment of their own each: their packages do not go with ours.
@@ -27,33 +29,38 @@ PART ?= $(shell git rev-list --count HEAD)/24
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+.venv/bin/python:
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]' && touch $@
 
-$(TORCH): $(READY)
+$(READY): pyproject.toml scripts/install.sh | .venv/bin/python
+	scripts/install.sh $(BIN)/python -e . && touch $@
+
+$(TEST): pyproject.toml scripts/install.sh | .venv/bin/python
+	scripts/install.sh $(BIN)/python -e '.[test]' && touch $(READY) $@
+
+$(TORCH): $(TEST)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 && touch $@
 
-fmt: $(READY)
+fmt: $(TEST)
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-check: $(READY)
+check: $(TEST)
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/ty check --python .venv
 	$(BIN)/lint-imports --no-logo && $(BIN)/pytest -q tests/architecture/test_limits.py
 
-test: $(READY)
+test: $(TEST)
 	$(BIN)/pytest $(SHARED) -m "not slow and not parity"
 
 # Everything, compiled as for users: `test` compiles most programs quickly.
-test-all: $(READY)
+test-all: $(TEST)
 	$(BIN)/pytest $(SHARED) --optimized -m "not parity"
 	$(BIN)/pytest --optimized --cpu-kernels native tests/pipelines
 
 # The laws of the engine over the kernels that a CPU takes by default, and a part of what only `test-all` runs whole.
-test-native: $(READY)
+test-native: $(TEST)
 	$(BIN)/pytest $(SHARED) --optimized --cpu-kernels native -m "not slow" tests/pipelines
 
-test-part: $(READY)
+test-part: $(TEST)
 	$(BIN)/pytest $(SHARED) --optimized -m "slow and not parity" --part $(PART)
 
 # One checkpoint of every family; `parity-all` has three, each knob of them turned, and meshes.
@@ -77,11 +84,11 @@ $(CLIENTS)-%/.ready: tests/clients/apart/%.txt
 bench: $(TORCH)
 	$(BIN)/python -m benchmarks.run
 
-compile-check: $(READY)
+compile-check: $(TEST)
 	$(BIN)/pytest tests/compile -m "not slow"
 	$(BIN)/python -m benchmarks.compile_gate --layers 2
 
-compile-check-full: $(READY)
+compile-check-full: $(TEST)
 	$(BIN)/python -m benchmarks.compile_gate
 
 serve: $(READY)
