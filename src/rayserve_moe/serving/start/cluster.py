@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,20 @@ from ray.scripts.scripts import start
 
 from rayserve_moe.serving.start.ports import Ports
 from rayserve_moe.serving.start.processes import join_parent
-from rayserve_moe.serving.start.state import Plan
+from rayserve_moe.serving.start.state import DEPLOYED, Plan
 from rayserve_moe.serving.start.worker_launcher import write_worker_launcher
+
+LATEST_DASHBOARD_S = 30.0
+"""When the dashboard starts, deployed or not."""
+POLL_S = 0.1
 
 
 def main() -> None:
     """Start Ray on the ports of a plan; returns only with an exception."""
     join_parent()
-    Node.start_api_server = _beside(Node.start_api_server)
-    start.main(args=options_of(Plan.read(Path(sys.argv[1])).ports), prog_name="ray start")
+    folder = Path(sys.argv[1])
+    Node.start_api_server = _later(Node.start_api_server, folder / DEPLOYED)
+    start.main(args=options_of(Plan.read(folder).ports), prog_name="ray start")
 
 
 def options_of(ports: Ports) -> list[str]:
@@ -54,13 +60,19 @@ def adapt(parameters: RayParams, _: bool) -> None:
     parameters.ray_client_server_port = None
 
 
-def _beside(start_dashboard: Any) -> Any:
-    """Return the method of Ray's node that starts the dashboard, in a thread: the raylet does not need it."""
+def _later(start_dashboard: Any, deployed: Path) -> Any:
+    """Return the method of Ray's node that starts the dashboard: in a thread, once the config has been deployed.
+
+    Neither the raylet nor Serve waits for the dashboard, and until then both cores are busy.
+    """
 
     def start_api_server(node: Node, **options: Any) -> None:
         node._webui_url = f"127.0.0.1:{node._ray_params.dashboard_port}"
 
         def run() -> None:
+            deadline = time.monotonic() + LATEST_DASHBOARD_S
+            while not deployed.exists() and time.monotonic() < deadline:
+                time.sleep(POLL_S)
             start_dashboard(node, **options)
             threading.Event().wait()  # the dashboard ends with the thread that started it
 

@@ -33,6 +33,7 @@ from rayserve_moe.serving.start.ports import Ports, StartError, choose_ports, is
 from rayserve_moe.serving.start.processes import all_processes, end, own_by_path, read_process
 from rayserve_moe.serving.start.state import (
     CHECK,
+    DEPLOYED,
     FORK_SOCKET,
     PROGRESS,
     Plan,
@@ -111,7 +112,7 @@ def _prepare(config: CheckedConfig) -> tuple[Path, Ports]:
             raise StartError(f"port {config.port} is served already, by process {others[folder].pid}")
         end_orphans(folder)
         _check_front(config)
-        for name in (FORK_SOCKET, CHECK):  # of a start that was killed
+        for name in (FORK_SOCKET, CHECK, DEPLOYED):  # of a start that was killed
             (folder / name).unlink(missing_ok=True)
         (folder / PROGRESS).write_bytes(b"")
         claimed = {plan.first_port for plan in others.values()}

@@ -29,7 +29,7 @@ from ray.serve.schema import ApplicationStatusOverview, ServeDeploySchema
 from rayserve_moe.serving.start.console import Console, ProgressLines, model_of, what_to_try
 from rayserve_moe.serving.start.ports import is_free
 from rayserve_moe.serving.start.processes import join_parent
-from rayserve_moe.serving.start.state import APPLICATION, Plan, log_folder, read_check
+from rayserve_moe.serving.start.state import APPLICATION, DEPLOYED, Plan, log_folder, read_check
 from rayserve_moe.serving.start.supervisor import DEPLOYMENT_FAILED, UNANSWERED
 
 _POLL_S = 0.1
@@ -92,6 +92,7 @@ def _serve(plan: Plan, folder: Path) -> int:
     if not _wait_until_checked(plan, folder, stop):
         return 0
     _deploy(plan)
+    (folder / DEPLOYED).touch()
     console.say(f"loading {', '.join(map(model_of, _ours(plan)))}")
     if not _wait_until_served(plan, stop, progress):
         return 0
@@ -104,7 +105,6 @@ def _serve(plan: Plan, folder: Path) -> int:
 
 def _connect(plan: Plan, stop: StopSignal) -> bool:
     """Join the cluster of the plan, once it is there; False on SIGTERM."""
-    console.say("starting Ray")
     while is_free(plan.ports.cluster):
         if stop.is_set:
             return False

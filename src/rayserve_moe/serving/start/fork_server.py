@@ -86,8 +86,7 @@ def main() -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / FORK_SOCKET))
     listener.listen(MOST_WAITING)
-    for name in IMPORTED:
-        importlib.import_module(name)
+    import_all()
     gc.collect()
     gc.freeze()  # a collection in a worker would copy the pages that all of them share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers are not awaited here
@@ -95,6 +94,11 @@ def main() -> None:
         listener.close()
         _check(folder)
         return
+    if random_of_child() == random_of_child():
+        sys.stderr.write("Ray's random numbers began before the fork: workers are started one by one\n")
+        (folder / FORK_SOCKET).unlink()
+        listener.close()
+        signal.pause()
     while True:
         connection, _ = listener.accept()
         with connection:
@@ -103,6 +107,34 @@ def main() -> None:
             break
     listener.close()
     _run(command)
+
+
+def import_all() -> None:
+    """Import what workers need, without a random number of Ray's library: its state would be that of every fork."""
+    importlib.import_module("ray.actor").ActorClassID = ClassIds
+    for name in IMPORTED:
+        importlib.import_module(name)
+
+
+class ClassIds:
+    """Stands for Ray's type of ids of actor classes, which are drawn where a class is defined."""
+
+    @staticmethod
+    def from_random() -> object:
+        """Return an id from random bytes of the system."""
+        kind = importlib.import_module("ray._raylet").ActorClassID
+        return kind(os.urandom(kind.size()))
+
+
+def random_of_child() -> bytes:
+    """Return the first random id that Ray's library draws in a fork."""
+    reading, writing = os.pipe()
+    if not os.fork():
+        os.write(writing, importlib.import_module("ray._raylet").ObjectID.from_random().binary())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        return file.read()
 
 
 def _check(folder: Path) -> None:

@@ -29,6 +29,8 @@ APPLICATION = "rayserve_moe.serving.app:build"
 _PLAN = "plan.json"
 PROGRESS = "progress"
 """What processes report to the console (see `observability.progress`)."""
+DEPLOYED = "deployed"
+"""There once the config has been deployed."""
 FORK_SOCKET, WORKER_LAUNCHER, CHECK = "f", "worker.py", "model-check"
 """Where the fork server listens, what has it fork a worker, and what its check of the models has found."""
 _LONGEST_PATH = 37

@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from rayserve_moe.config.load import inherited_environment
 from rayserve_moe.serving.start.processes import (
@@ -51,6 +51,14 @@ _LAST_LINES = 4
 """Of that log, printed where Ray has ended."""
 
 
+class Ended(NamedTuple):
+    """The exit status of the command, whether the other processes may end by themselves, and whether it was stopped."""
+
+    status: int
+    is_orderly: bool = False
+    is_stopped: bool = False
+
+
 def main() -> int:
     """Run the deployment of a state folder to its end; returns the exit status of the command.
 
@@ -59,9 +67,10 @@ def main() -> int:
     folder = Path(sys.argv[1])
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     adopt_orphans()
-    status, is_orderly = FAILED, False
+    end_of = Ended(FAILED)
     try:
         plan = Plan.read(folder)
+        _say("starting Ray")
         logs = log_folder(folder)
         with (logs / _LOG).open("wb") as log:
             ray = _start("cluster", folder, output=log)
@@ -69,15 +78,23 @@ def main() -> int:
         deployment = _start("deployment", folder, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
         names = (FORK_SERVER, *(("journal",) if plan.journal_max_bytes else ()), STANDBY)
         kept = {name: _start(name, folder) for name in names}
-        status, is_orderly = _watch(ray, deployment, kept, plan=plan, folder=folder)
+        end_of = _watch(ray, deployment, kept, plan=plan, folder=folder)
     finally:
-        if is_orderly:
+        if end_of.is_orderly:
             end(lambda: own_by_path(folder, _family(), user=os.getuid()), first=signal.SIGUSR1, grace_s=_FLUSH_S)
-        left = end(_family, first=signal.SIGTERM, grace_s=_GRACE_S if is_orderly else 0.0)
+        left = end(_family, first=signal.SIGTERM, grace_s=_GRACE_S if end_of.is_orderly else 0.0)
         if left:
             sys.stderr.write(f"rayserve-moe serve: process {left[0].pid} ({left[0].title}) does not end\n")
         remove(folder)
-    return status
+    if end_of.is_stopped:
+        _say("stopped")
+    return end_of.status
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # the terminal may be gone
+        sys.stdout.write(f"rayserve-moe serve: {line}\n")
+        sys.stdout.flush()
 
 
 def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: str) -> int:
@@ -94,8 +111,8 @@ def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: s
     return child.pid
 
 
-def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folder: Path) -> tuple[int, bool]:
-    """Wait for the end of the deployment; returns the exit status, and whether the others may end by themselves.
+def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folder: Path) -> Ended:
+    """Wait for the end of the deployment.
 
     `kept` are processes that are started again where they end. None serves in HAProxy's place once a drain has begun.
     """
@@ -103,7 +120,7 @@ def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folde
     while True:
         found = _next_signal(deadline)
         if found in (signal.SIGTERM, signal.SIGINT) and deadline is not None:  # a terminal may send its own twice
-            return 128 + found, False
+            return Ended(128 + found)
         if found in STOPS and deadline is None:
             deadline = time.monotonic() + plan.drain_timeout_s + _DRAIN_SLACK_S
             os.kill(deployment, signal.SIGTERM)
@@ -115,7 +132,7 @@ def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folde
             kept[name] = _start(name, folder)
         if deployment in ended:
             _end_standby(kept)
-            return _status(ended[deployment], is_stopping=deadline is not None, folder=folder), True
+            return _ended(ended[deployment], is_stopping=deadline is not None, folder=folder)
         if ray in ended:
             log = log_folder(folder) / _LOG
             lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -123,24 +140,22 @@ def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folde
             sys.stderr.write(
                 f"rayserve-moe serve: Ray has ended: {' | '.join(last) or 'no output'}; logs: {log.parent}\n"
             )
-            return FAILED, False
+            return Ended(FAILED)
         if found is None:
             sys.stderr.write("rayserve-moe serve: the drain did not end in time\n")
-            return FAILED, False
+            return Ended(FAILED)
 
 
-def _status(ended: int, *, is_stopping: bool, folder: Path) -> int:
-    """Return the exit status for that of the deployment; says so where it ended without a word."""
-    if ended in (0, UNANSWERED):
-        sys.stderr.write("rayserve-moe serve: stopped\n")
-        return FAILED if ended else 0
-    if is_stopping and ended != DEPLOYMENT_FAILED:
-        return 0
-    if ended != DEPLOYMENT_FAILED:
-        sys.stderr.write(
-            f"rayserve-moe serve: the process that deploys has ended with status {ended}; logs: {log_folder(folder)}\n"
-        )
-    return FAILED
+def _ended(status: int, *, is_stopping: bool, folder: Path) -> Ended:
+    """Return the end of the command for the exit status of the deployment; says so where that has said nothing."""
+    if status in (0, UNANSWERED):
+        return Ended(FAILED if status else 0, is_orderly=True, is_stopped=True)
+    if is_stopping and status != DEPLOYMENT_FAILED:  # stopped where it could not catch the signal
+        return Ended(0, is_orderly=True, is_stopped=True)
+    if status != DEPLOYMENT_FAILED:
+        fault = f"the process that deploys has ended with status {status}; logs: {log_folder(folder)}"
+        sys.stderr.write(f"rayserve-moe serve: {fault}\n")
+    return Ended(FAILED, is_orderly=True)
 
 
 def _end_standby(kept: dict[str, int]) -> None:

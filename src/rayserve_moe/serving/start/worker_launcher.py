@@ -1,7 +1,7 @@
 """What the raylet runs to start a Python worker: has it forked by the fork server, or starts it as Ray does.
 
-`write_worker_launcher` writes the script. Ray's own way is taken for a worker with a runtime environment, which other
-modules may belong to, and where the fork server does not answer. Nothing here loads Ray.
+`write_worker_launcher` writes the script. Ray's own way is taken for a worker with a runtime environment, which may
+have other modules, and where the fork server does not answer. Nothing here loads Ray.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ ANSWER_S = 60.0
 """For the fork server to import its modules, and to fork."""
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 _PYTHON = "PYTHON"
+_OF_SERVE = "RAY_SERVE_INTERNAL_DEPLOYMENT_"
+"""Begins the names of variables that Serve gives its actors, and reads when they ask for their context."""
 
 
 def write_worker_launcher(folder: Path) -> Path:
@@ -36,27 +38,35 @@ def write_worker_launcher(folder: Path) -> Path:
 def main(folder: str) -> None:
     """Have the worker of this command line started; returns once it is."""
     arguments = sys.argv[1:]
-    if is_plain(arguments):
+    added = added_variables(arguments)
+    if added is not None:
         own = (_CONTEXT, _LANGUAGE)
         command = tuple(argument for argument in arguments if not argument.startswith(own))
         with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ANSWER_S)
             connection.connect(str(Path(folder, FORK_SOCKET)))
-            WorkerCommand(command, inherited_environment(), os.getcwd()).send(connection)
+            WorkerCommand(command, {**inherited_environment(), **added}, os.getcwd()).send(connection)
             return
     os.execv(sys.executable, [sys.executable, _own_launcher(), *arguments])
 
 
-def is_plain(arguments: Sequence[str]) -> bool:
-    """Whether a command line is that of a Python program without a runtime environment of its own."""
+def added_variables(arguments: Sequence[str]) -> dict[str, str] | None:
+    """Return the variables that a Python worker gets besides those of the raylet; None where it cannot be forked.
+
+    That is any other program, and one whose runtime environment has more than variables of Serve's own.
+    """
     languages = [one.removeprefix(_LANGUAGE) for one in arguments if one.startswith(_LANGUAGE)]
-    contexts = [one.removeprefix(_CONTEXT) for one in arguments if one.startswith(_CONTEXT)]
     if languages != [_PYTHON] or not arguments[0].endswith(".py"):
-        return False
+        return None
     try:
-        return not any(value for context in contexts for value in json.loads(context or "{}").values())
-    except (ValueError, AttributeError):
-        return False
+        contexts = [json.loads(one.removeprefix(_CONTEXT) or "{}") for one in arguments if one.startswith(_CONTEXT)]
+        context = {name: value for each in contexts for name, value in each.items() if value}
+        variables = dict(context.pop("env_vars", {}))
+    except (ValueError, AttributeError, TypeError):
+        return None
+    if context.pop("py_executable", sys.executable) != sys.executable or context:
+        return None
+    return variables if all(name.startswith(_OF_SERVE) for name in variables) else None
 
 
 def _own_launcher() -> str:

@@ -13,31 +13,38 @@ from pathlib import Path
 import pytest
 
 from rayserve_moe.serving.start.fork_server import WorkerCommand
-from rayserve_moe.serving.start.worker_launcher import is_plain, write_worker_launcher
+from rayserve_moe.serving.start.worker_launcher import added_variables, write_worker_launcher
 
+SERVE_OWN = "RAY_SERVE_INTERNAL_DEPLOYMENT_NAME"
 PLAIN = ["default_worker.py", "--node-id=1", "--language=PYTHON"]
 
 
 @pytest.mark.parametrize(
-    ("more", "plain"),
+    ("context", "added"),
     [
-        ([], True),
-        (["--serialized-runtime-env-context={}"], True),
-        (['--serialized-runtime-env-context={"env_vars": {}, "command_prefix": []}'], True),
-        (['--serialized-runtime-env-context={"env_vars": {"A": "1"}}'], False),
-        (['--serialized-runtime-env-context={"py_executable": "/other/python"}'], False),
-        (["--serialized-runtime-env-context=nonsense"], False),
+        (None, {}),
+        ({}, {}),
+        ({"env_vars": {}, "command_prefix": [], "py_executable": sys.executable}, {}),
+        (
+            {"env_vars": {SERVE_OWN: "1"}, "py_executable": sys.executable},
+            {SERVE_OWN: "1"},
+        ),
+        ({"env_vars": {SERVE_OWN: "1", "JAX_PLATFORMS": "tpu"}}, None),
+        ({"py_executable": "/other/python"}, None),
+        ({"command_prefix": ["cd", "/job"]}, None),
+        ([], None),
     ],
 )
-def test_a_runtime_environment_takes_the_way_of_ray(more: list[str], plain: bool) -> None:
-    assert is_plain([*PLAIN, *more]) == plain
+def test_a_runtime_environment_of_others_takes_the_way_of_ray(context: object, added: dict[str, str] | None) -> None:
+    more = [] if context is None else [f"--serialized-runtime-env-context={json.dumps(context)}"]
+    assert added_variables([*PLAIN, *more]) == added
 
 
 @pytest.mark.parametrize(
     "arguments", [["-m", "ray.util.client.server", "--language=PYTHON"], ["a.py"], ["a.py", "--language=JAVA"]]
 )
 def test_what_is_no_python_worker_takes_the_way_of_ray(arguments: list[str]) -> None:
-    assert not is_plain(arguments)
+    assert added_variables(arguments) is None
 
 
 def test_a_command_arrives_whole_with_the_files_of_its_sender(tmp_path: Path) -> None:
@@ -89,3 +96,13 @@ def test_without_a_fork_server_the_worker_is_started_as_ray_does(tmp_path: Path)
         check=True,
     )
     assert json.loads(done.stdout) == ["--node-id=1"]
+
+
+def test_forks_draw_random_ids_of_their_own() -> None:
+    """Placement groups and tasks have random ids: two workers that share a state would share them."""
+    code = (
+        "from rayserve_moe.serving.start.fork_server import import_all, random_of_child\n"
+        "import_all()\n"
+        "assert len({random_of_child() for _ in range(4)}) == 4"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=300, check=True)
