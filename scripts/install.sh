@@ -1,7 +1,8 @@
 #!/bin/sh
 # Installs into a virtual environment: `scripts/install.sh PYTHON [arguments of pip install]`.
 # By uv where it can be had: it takes seconds where pip takes minutes. uv does not read pip's configuration, so the
-# indexes, folders, constraints and certificate that pip would use are passed on. Where uv fails, pip is asked.
+# indexes, folders, constraints and certificate that pip would use are passed on. Where uv fails, pip is asked. Bytecode is
+# left to the first import: compiling that of all packages takes longer than all the rest.
 set -eu
 python=$1
 shift
@@ -19,7 +20,7 @@ configured() {
 by_uv() {
     uv=$(dirname "$python")/uv
     [ -x "$uv" ] || by_pip uv || return
-    set -- "$@" --python "$python" --quiet --compile-bytecode --index-strategy unsafe-best-match
+    set -- "$@" --python "$python" --quiet --index-strategy unsafe-best-match
     for value in $(configured index-url); do set -- "$@" --default-index "$value"; done
     for value in $(configured extra-index-url); do set -- "$@" --index "$value"; done
     for value in $(configured find-links); do set -- "$@" --find-links "$value"; done
