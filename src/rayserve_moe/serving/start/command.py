@@ -93,7 +93,7 @@ def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
     online = {"HF_HUB_OFFLINE": "0"} if any(hub_model(one.model.path) for one in settings) else {}
     environment = environment_of(
         ports,
-        {**online, **inherited},
+        {**online, **inherited, "PATH": f"{Path(sys.executable).parent}:{inherited.get('PATH', os.defpath)}"},
         folder=folder,
         jax_platforms="" if any(one.cluster.tpu_topology for one in settings) else "cpu",
         longest_answer_s=max(one.server.drain_timeout_s for one in settings),
