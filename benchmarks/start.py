@@ -21,7 +21,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,8 @@ def main() -> None:
     if arguments.cache is not None:
         runs = {"programs on disk": starts}
     runs = {name: found for name, found in runs.items() if found}
-    result = {name: [vars(start) for start in found] for name, found in runs.items()}
+    shown = sorted({each.name for each in fields(Start)} - {"processes"})  # whose titles have this machine's paths
+    result = {name: [{key: getattr(one, key) for key in shown} for one in found] for name, found in runs.items()}
     save({"machine": machine_facts(load_before), "config": str(arguments.config), "runs": result}, arguments.out)
     for name, found in runs.items():
         print(f"{name}, {len(found)} starts\n\n{stage_table(found)}\n")
