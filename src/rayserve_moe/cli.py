@@ -20,7 +20,13 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for wrong use, 130 after Ctrl-C, others as the command has them."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rayserve-moe", description="Mixture-of-Experts models on TPU slices.")
     version = f"rayserve-moe {importlib.import_module('rayserve_moe').__version__}"
     parser.add_argument("--version", action="version", version=version)
@@ -38,8 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return WRONG_USE
     try:
         return run(options)
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except ValueError as error:
         sys.stderr.write(f"rayserve-moe {options.command}: {error}\n")
         return WRONG_USE

@@ -30,7 +30,7 @@ from rayserve_moe.serving.start.given_model import config_of_model, is_config
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from rayserve_moe.serving.start.ports import Ports, StartError, choose_ports, is_free, owner_of
-from rayserve_moe.serving.start.processes import all_processes, end, own_by_path, read_process
+from rayserve_moe.serving.start.processes import AWAITED, all_processes, end, own_by_path, read_process
 from rayserve_moe.serving.start.state import (
     CHECK,
     DEPLOYED,
@@ -66,15 +66,21 @@ def run(options: argparse.Namespace) -> int:
         if is_config(options.config):
             if options.settings:
                 raise StartError(f"{options.settings[0]}: a config has settings of its own")
-            os.execve(*_prepared(Path(options.config)))
+            _become(_prepared(Path(options.config)))
         with tempfile.TemporaryDirectory(prefix="rayserve-config-") as folder:
             file = Path(folder) / "config.yaml"
             file.write_text(yaml.safe_dump(config_of_model(options.config, options.settings)), encoding="utf-8")
             arguments = _prepared(file)
-        os.execve(*arguments)
+        _become(arguments)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"rayserve-moe serve: {' '.join(str(error).split())}\n")
     return FAILED
+
+
+def _become(arguments: tuple[str, list[str], dict[str, str]]) -> None:
+    """Run the supervisor in this process; a signal that comes before it listens is kept for it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    os.execve(*arguments)
 
 
 def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
