@@ -1,8 +1,11 @@
 # Each target sets up what it needs: Python 3.11 and make are enough.
 PYTHON ?= $(shell command -v python3.11 2>/dev/null || command -v python3 2>/dev/null)
 BIN := .venv/bin
+# Stamps: .venv has the package and what serving needs, what the tests need, torch; native CPU kernels are built.
 READY := .venv/.ready
+TEST := .venv/.test
 TORCH := .venv/.torch
+KERNELS := .venv/.kernels
 CLIENTS := .venv-clients
 # Clients with an environment of their own each: their packages do not go with ours.
 APART := litellm instructor guidellm aiperf
@@ -31,39 +34,49 @@ PART ?= $(shell git rev-list --count HEAD)/24
 .DEFAULT_GOAL := check
 .PHONY: setup fmt check test test-all test-native test-part emulation parity parity-all clients bench compile-check compile-check-full wheel serve
 
-setup: $(READY)
+setup: $(KERNELS)
 
-$(READY): pyproject.toml
+.venv/bin/python:
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]' && touch $@
 
-$(TORCH): $(READY)
+$(READY): pyproject.toml scripts/install.sh | .venv/bin/python
+	scripts/install.sh $(BIN)/python -e . && touch $@
+
+$(TEST): pyproject.toml scripts/install.sh | .venv/bin/python
+	scripts/install.sh $(BIN)/python -e '.[test]' && touch $(READY) $@
+
+# Without a compiler XLA computes, and says so at the start.
+$(KERNELS): $(READY) $(wildcard src/rayserve_moe/kernels/cpu_native/*.h src/rayserve_moe/kernels/cpu_native/*.cc)
+	$(BIN)/python -m rayserve_moe.tools.build_kernels || true
+	touch $@
+
+$(TORCH): $(TEST)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 && touch $@
 
-fmt: $(READY)
+fmt: $(TEST)
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-check: $(READY)
+check: $(TEST)
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/ty check --python .venv
 	$(BIN)/lint-imports --no-logo && $(BIN)/pytest -q tests/architecture/test_limits.py
 
-test: $(READY)
+test: $(TEST)
 	$(BIN)/pytest $(SHARED) -m "not slow and not parity and not emulated"
 
 # Everything, compiled as for users: `test` compiles most programs quickly.
-test-all: $(READY)
+test-all: $(TEST)
 	$(BIN)/pytest $(SHARED) --optimized -m "not parity and not emulated"
 	$(BIN)/pytest --optimized --cpu-kernels native tests/pipelines
 
 # The laws of the engine over the kernels that a CPU takes by default, and a part of what only `test-all` runs whole.
-test-native: $(READY)
+test-native: $(TEST)
 	$(BIN)/pytest $(SHARED) --optimized --cpu-kernels native -m "not slow" tests/pipelines
 
-test-part: $(READY)
+test-part: $(TEST)
 	$(BIN)/pytest $(SHARED) --optimized -m "slow and not parity" --part $(PART)
 
 # The kernels of Arm, where there is none: cross-compiled, and run by qemu. Installs both where this user may.
-emulation: $(READY)
+emulation: $(TEST)
 	command -v qemu-aarch64 aarch64-linux-gnu-g++ || apt-get install -y -qq --no-install-recommends qemu-user g++-aarch64-linux-gnu
 	$(BIN)/pytest -m emulated tests/unit/kernels
 
@@ -88,11 +101,11 @@ $(CLIENTS)-%/.ready: tests/clients/apart/%.txt
 bench: $(TORCH)
 	$(BIN)/python -m benchmarks.run
 
-compile-check: $(READY)
+compile-check: $(TEST)
 	$(BIN)/pytest tests/compile -m "not slow"
 	$(BIN)/python -m benchmarks.compile_gate --layers 2
 
-compile-check-full: $(READY)
+compile-check-full: $(TEST)
 	$(BIN)/python -m benchmarks.compile_gate
 
 # Brings the kernels of every level along: it serves without a compiler, on machines with a C library as new as this one's.
@@ -100,5 +113,5 @@ wheel: $(READY)
 	$(BIN)/python -m rayserve_moe.tools.build_kernels --all
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 
-serve: $(READY)
+serve: $(KERNELS)
 	$(BIN)/rayserve-moe serve configs/qwen3_moe.yaml

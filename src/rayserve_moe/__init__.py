@@ -6,9 +6,13 @@ Public names load on first use, so that importing one plain package loads neithe
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 __version__ = "0.1.0"
+
+# transformers says that PyTorch is missing when it is imported. Nothing here needs PyTorch.
+logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 _HOME_OF = {
     "CompletionOutput": "rayserve_moe.inprocess.outputs",

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-WRONG_USE = 2
+WRONG_USE, INTERRUPTED = 2, 130
 COMMANDS = {
     "compile-check": ("tools.check_command", "compile a server's programs for a TPU topology"),
     "plan-slice": ("tools.plan_slice.command", "estimate slices and settings for a model's traffic"),
@@ -19,12 +19,18 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 2 for wrong use, others as the command has them."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run a command; returns the exit status: 0, 2 for wrong use, 130 after Ctrl-C, others as the command has them."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rayserve-moe", description="Mixture-of-Experts models on TPU slices.")
     version = f"rayserve-moe {importlib.import_module('rayserve_moe').__version__}"
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     run = None
     for name, (module, meaning) in COMMANDS.items():
         command = commands.add_parser(name, help=meaning)
@@ -33,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             loaded.add_arguments(command)
             run = loaded.run
     options = parser.parse_args(arguments)
-    assert run is not None, "the parser wants one"
+    if run is None:
+        parser.print_help()
+        return WRONG_USE
     try:
         return run(options)
     except ValueError as error:

@@ -142,13 +142,14 @@ def documented_module(source: Source) -> Iterator[str]:
 
 
 def empty_init(source: Source) -> Iterator[str]:
-    """A package file re-exports names; only the root one exports lazily, and defines no other function."""
+    """A package file re-exports names; only the root one exports lazily, and calls what has to come before imports."""
     if not source.path.endswith("__init__.py"):
         return
     for node in source.tree.body:
         if isinstance(node, ast.ImportFrom | ast.Import | ast.Assign) or _is_docstring(node):
             continue
-        if source.path == "__init__.py" and getattr(node, "name", None) in {"__getattr__", "__dir__"}:
+        is_lazy = isinstance(node, ast.Expr) or getattr(node, "name", None) in {"__getattr__", "__dir__"}
+        if source.path == "__init__.py" and is_lazy:
             continue
         yield f"{node.lineno}: code in a package file"
 

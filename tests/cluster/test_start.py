@@ -23,6 +23,7 @@ from tests.support.started import StartedServer, listening_elsewhere, started
 NUM_EACH = 16
 MAX_TOKENS = 200
 LONG_S = 120.0
+MOST_LINES = 25
 
 
 @pytest.fixture
@@ -192,6 +193,58 @@ def test_a_model_that_does_not_load_ends_the_command_with_its_sentence(folder, s
         assert server.wait() == 1
         assert "SettingsError: expert_backend local is for one device" in server.sentences[-1], server.sentences
         assert "Traceback" not in server.sentences[-1]
+
+
+@pytest.mark.slow
+def test_the_console_of_a_start_is_short_and_our_own(folder, settings):
+    """Ray, Serve and HAProxy write to files; the last lines say what to do, and that it has stopped."""
+    with started(folder, settings, port=free_port()) as server:
+        server.wait_until_said("serving at")
+        wait_until(lambda: "stop     Ctrl-C" in server.output, within_s=LONG_S)
+        lines = server.output.splitlines()
+        assert len(lines) <= MOST_LINES, lines
+        assert all(line.startswith(("rayserve-moe serve: ", "  ")) for line in lines), lines
+        assert any("reading weights" in line for line in lines)
+        assert f"{server.url}/experts" in server.output
+        logs = server.state.with_name(f"logs-{server.port}")
+        assert (logs / "ray.log").stat().st_size and any((logs / "ray").glob("worker*"))
+        server.stop(signal.SIGINT)
+        assert server.wait() == 0
+        assert server.output.splitlines()[-1] == "rayserve-moe serve: stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["starting Ray", "starting Ray Serve", "loading"])
+def test_a_signal_at_any_stage_of_a_start_ends_it_in_silence(folder, settings, stage):
+    with started(folder, settings, port=free_port()) as server:
+        server.wait_until_said(stage)
+        family = server.family()
+        server.stop(signal.SIGINT)
+        assert server.wait() == 0
+        assert server.output.splitlines()[-1] == "rayserve-moe serve: stopped"
+        assert "Traceback" not in server.output and "***" not in server.output
+        assert [process for process in family if alive(process)] == []
+
+
+@pytest.mark.slow
+def test_workers_are_replaced_after_the_process_that_forks_them_was_killed(folder, settings):
+    with started(folder, settings, port=free_port()) as server:
+        server.wait_until_said("serving at")
+        family = server.family()
+        forking = [process for process in family if "rayserve_moe.serving.start.fork_server" in process.arguments]
+        replicas = [process for process in family if process.title.startswith("ray::ServeReplica")]
+        send(forking + replicas, signal.SIGKILL)
+        server.wait_until_said("fork_server has ended")
+        wait_until(lambda: not any(map(alive, replicas)), within_s=LONG_S)
+        wait_until(lambda: answers(server.url), within_s=LONG_S)
+
+
+def answers(url: str) -> bool:
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+    try:
+        return httpx.post(f"{url}/generate", json=body, timeout=LONG_S).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def name_of(server: StartedServer) -> str:

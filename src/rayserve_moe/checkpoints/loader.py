@@ -7,6 +7,7 @@ filled part by part on all cores. Parts of a remote checkpoint are read ahead, m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -42,9 +43,12 @@ from rayserve_moe.checkpoints.pieces import (
 from rayserve_moe.checkpoints.staged import StagedParameter, on_devices
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
 from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.observability.progress import Counter
 
 Scales = dict[tuple[str, Region], np.ndarray]
 """Scales of quantised matrices by role and region, float32, from when those are read until they are asked for."""
+REPORTED_BYTES = 64 << 20
+"""Least number of bytes between two reports of progress."""
 
 
 def load_parameters(
@@ -71,6 +75,8 @@ def load_parameters(
     verify(source.files, tree, rules=source.rules, ignored=source.ignored)
 
     scales: Scales = {}
+    num_bytes = sum(_num_bytes(spec) for _, spec in walk(tree))
+    progress = Counter("reading weights", num_bytes, step=max(REPORTED_BYTES, num_bytes // 20))
     with opened_pieces(source.files, _all_pieces(source, tree, sharding_of), num_threads=num_threads) as pieces:
 
         def load(spec: ParamSpec) -> jax.Array | StagedParameter:
@@ -79,12 +85,19 @@ def load_parameters(
                 found = ((scales.pop((spec.role, region)), held) for region, held in regions_of(spec, sharding).items())
             shards = found if spec.is_scale else _shards(source, spec, sharding, pieces=pieces, scales=scales)
             if in_host_memory:
-                return StagedParameter(spec, sharding, tuple(shards))
-            return on_devices(spec, sharding, shards=shards)
+                parameter = StagedParameter(spec, sharding, tuple(shards))
+            else:
+                parameter = on_devices(spec, sharding, shards=shards)
+            progress.add(_num_bytes(spec))
+            return parameter
 
         loaded = _mapped(load, tree)
     source.files.check_unchanged()
     return loaded
+
+
+def _num_bytes(spec: ParamSpec) -> int:
+    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
 
 
 def _check_slots(spec: ParamSpec, expert_of_slot: np.ndarray | None) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from rayserve_moe.cluster.process_end import wait_for_end
+from rayserve_moe.config.load import variable
 
 RAYLET = "raylet"
+RAYLET_PID = "RAY_RAYLET_PID"
+"""Names the raylet in the environment of its workers: one that was forked for it has another parent."""
 FAILED = 1
 
 
@@ -18,9 +22,16 @@ def end_with_raylet() -> None:
     Ray's own workers notice at their next call to the raylet, which can take minutes: until then a replica that is
     replaced already keeps its connections, and a worker its devices.
     """
-    parent = os.getppid()
-    if Path(f"/proc/{parent}/comm").read_text(encoding="utf-8").strip() == RAYLET:
-        threading.Thread(target=_end_after, args=(parent,), name=RAYLET, daemon=True).start()
+    for pid in (os.getppid(), int(variable(RAYLET_PID) or 0)):
+        if pid and _is_raylet(pid):
+            threading.Thread(target=_end_after, args=(pid,), name=RAYLET, daemon=True).start()
+            return
+
+
+def _is_raylet(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == RAYLET
+    return False
 
 
 def _end_after(raylet: int) -> None:

@@ -19,6 +19,7 @@ import yaml
 
 from rayserve_moe.config.derive import group_sizes
 from rayserve_moe.config.given_files import is_url
+from rayserve_moe.config.other_engines import EXPLAINED
 from rayserve_moe.config.settings import TPU_PAGE_SIZE, ParallelSettings, Settings, SettingsError
 from rayserve_moe.config.speculation import check_speculation, in_own_terms
 from rayserve_moe.config.topology import check_slices
@@ -47,19 +48,6 @@ class _Key:
     kind: type
     bounds: tuple[float, float] | None = None
     choices: tuple[str, ...] = ()
-
-
-_HEADS = (
-    "attention heads are split over all devices of a data-parallel group by themselves: set data_parallel_size (the "
-    "groups), and devices_per_host for fewer devices"
-)
-_EXPERTS = "experts always lie over all devices: leave it out"
-EXPLAINED = {
-    **dict.fromkeys(("tp_size", "tensor_parallel_size", "attention_tp_size"), _HEADS),
-    **dict.fromkeys(("ep_size", "expert_parallel_size", "enable_expert_parallel", "moe_tp_size"), _EXPERTS),
-    **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "layers are not split into stages here: leave it out"),
-}
-"""Settings of other engines that have no counterpart, and what to do instead. 1 is what a single device does anyway."""
 
 
 def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Settings:
@@ -140,6 +128,17 @@ def environment_setting(name: str) -> str:
 def inherited_environment() -> dict[str, str]:
     """All variables of this process, for those that it starts."""
     return dict(os.environ)
+
+
+def replace_environment(variables: Mapping[str, str]) -> None:
+    """Give this process these variables and no others, as if it had been started with them."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def variable(name: str) -> str:
+    """Return a variable of this process, empty where it is not set."""
+    return os.environ.get(name, "")
 
 
 def temporary_folder() -> Path:

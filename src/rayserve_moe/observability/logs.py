@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from logging.handlers import MemoryHandler
 
 from rayserve_moe.config.settings import LoggingSettings
+from rayserve_moe.observability.progress import ConsoleWarnings
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the HTTP request that runs, empty outside of one."""
@@ -52,7 +53,8 @@ LINES = {"text": TextLines, "json": JsonLines}
 def use_logging(settings: LoggingSettings, *, handlers: Sequence[logging.Handler] = ()) -> None:
     """Have this process write the package's lines to `handlers`, or to standard error where there are none.
 
-    Other loggers' lines through these handlers take the same format. The package's lines are few, and skip buffers.
+    Its warnings and errors go to the console of the start command too. Other loggers' lines through these handlers
+    take the same format. The package's lines are few, and skip buffers.
     """
     writers = [handler.target if isinstance(handler, MemoryHandler) else handler for handler in handlers]
     chosen = [writer for writer in writers if writer is not None] or [logging.StreamHandler()]
@@ -60,7 +62,7 @@ def use_logging(settings: LoggingSettings, *, handlers: Sequence[logging.Handler
         writer.setFormatter(LINES[settings.format]())
         writer.addFilter(_note_request)
     log = logging.getLogger(_ROOT)
-    log.handlers[:] = chosen
+    log.handlers[:] = [*chosen, ConsoleWarnings()]
     log.setLevel(settings.level.upper())
 
 

@@ -6,26 +6,37 @@ python -m rayserve_moe.serving.start.cluster STATE_FOLDER
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 from ray.scripts.scripts import start
 
 from rayserve_moe.serving.start.ports import Ports
 from rayserve_moe.serving.start.processes import join_parent
-from rayserve_moe.serving.start.state import Plan
+from rayserve_moe.serving.start.state import DEPLOYED, Plan
+from rayserve_moe.serving.start.worker_launcher import write_worker_launcher
+
+LATEST_DASHBOARD_S = 30.0
+"""When the dashboard starts, deployed or not."""
+POLL_S = 0.1
 
 
 def main() -> None:
     """Start Ray on the ports of a plan; returns only with an exception."""
     join_parent()
-    start.main(args=options_of(Plan.read(Path(sys.argv[1])).ports), prog_name="ray start")
+    folder = Path(sys.argv[1])
+    Node.start_api_server = _later(Node.start_api_server, folder / DEPLOYED)
+    start.main(args=options_of(Plan.read(folder).ports), prog_name="ray start")
 
 
 def options_of(ports: Ports) -> list[str]:
     """Return the options of `ray start`; each process chooses a port that is 0."""
     numbers = {
         "port": ports.cluster,
-        "ray-client-server-port": ports.client,
         "dashboard-port": ports.dashboard,
         "node-manager-port": 0,
         "object-manager-port": 0,
@@ -37,6 +48,37 @@ def options_of(ports: Ports) -> list[str]:
         "max-worker-port": 0,
     }
     return ["--head", "--block", "--dashboard-host=127.0.0.1", *(f"--{name}={port}" for name, port in numbers.items())]
+
+
+def adapt(parameters: RayParams, _: bool) -> None:
+    """Have workers forked (see `fork_server`), and leave out what one machine has no use for.
+
+    That is the autoscaler's monitor and the server for remote drivers. Called in the process of `main`.
+    """
+    parameters.setup_worker_path = str(write_worker_launcher(Path(sys.argv[1])))
+    parameters.no_monitor = True
+    parameters.ray_client_server_port = None
+
+
+def _later(start_dashboard: Any, deployed: Path) -> Any:
+    """Return the method of Ray's node that starts the dashboard: in a thread, once the config has been deployed.
+
+    Neither the raylet nor Serve waits for the dashboard, and until then both cores are busy.
+    """
+
+    def start_api_server(node: Node, **options: Any) -> None:
+        node._webui_url = f"127.0.0.1:{node._ray_params.dashboard_port}"
+
+        def run() -> None:
+            deadline = time.monotonic() + LATEST_DASHBOARD_S
+            while not deployed.exists() and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            start_dashboard(node, **options)
+            threading.Event().wait()  # the dashboard ends with the thread that started it
+
+        threading.Thread(target=run, name="dashboard", daemon=True).start()
+
+    return start_api_server
 
 
 if __name__ == "__main__":

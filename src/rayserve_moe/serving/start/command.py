@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import yaml
@@ -28,11 +30,24 @@ from rayserve_moe.serving.start.given_model import config_of_model, is_config
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from rayserve_moe.serving.start.ports import Ports, StartError, choose_ports, is_free, owner_of
-from rayserve_moe.serving.start.processes import all_processes, end, own_by_path, read_process
-from rayserve_moe.serving.start.state import Plan, ensure_token, locked, private_folder, running_plans
+from rayserve_moe.serving.start.processes import AWAITED, all_processes, end, own_by_path, read_process
+from rayserve_moe.serving.start.state import (
+    CHECK,
+    DEPLOYED,
+    FORK_SOCKET,
+    PROGRESS,
+    Plan,
+    ensure_token,
+    locked,
+    log_folder,
+    private_folder,
+    running_plans,
+)
 from rayserve_moe.serving.start.validation import CheckedConfig, as_deployed, check_config
 
 FAILED = 1
+BEGUN = time.time()
+"""When this process has loaded the command."""
 _ORPHAN_GRACE_S = 1.0
 _EVERYWHERE = ("0.0.0.0", "::")
 
@@ -51,15 +66,21 @@ def run(options: argparse.Namespace) -> int:
         if is_config(options.config):
             if options.settings:
                 raise StartError(f"{options.settings[0]}: a config has settings of its own")
-            os.execve(*_prepared(Path(options.config)))
+            _become(_prepared(Path(options.config)))
         with tempfile.TemporaryDirectory(prefix="rayserve-config-") as folder:
             file = Path(folder) / "config.yaml"
             file.write_text(yaml.safe_dump(config_of_model(options.config, options.settings)), encoding="utf-8")
             arguments = _prepared(file)
-        os.execve(*arguments)
+        _become(arguments)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"rayserve-moe serve: {' '.join(str(error).split())}\n")
     return FAILED
+
+
+def _become(arguments: tuple[str, list[str], dict[str, str]]) -> None:
+    """Run the supervisor in this process; a signal that comes before it listens is kept for it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    os.execve(*arguments)
 
 
 def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
@@ -72,11 +93,13 @@ def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
     if token is not None:
         ensure_token(token)
     folder, ports = _prepare(config)
+    shutil.rmtree(log_folder(folder), ignore_errors=True)
+    private_folder(log_folder(folder))
     settings = config.settings.values()
     online = {"HF_HUB_OFFLINE": "0"} if any(hub_model(one.model.path) for one in settings) else {}
     environment = environment_of(
         ports,
-        {**online, **inherited},
+        {**online, **inherited, "PATH": f"{Path(sys.executable).parent}:{inherited.get('PATH', os.defpath)}"},
         folder=folder,
         jax_platforms="" if any(one.cluster.tpu_topology for one in settings) else "cpu",
         longest_answer_s=max(one.server.drain_timeout_s for one in settings),
@@ -95,6 +118,9 @@ def _prepare(config: CheckedConfig) -> tuple[Path, Ports]:
             raise StartError(f"port {config.port} is served already, by process {others[folder].pid}")
         end_orphans(folder)
         _check_front(config)
+        for name in (FORK_SOCKET, CHECK, DEPLOYED):  # of a start that was killed
+            (folder / name).unlink(missing_ok=True)
+        (folder / PROGRESS).write_bytes(b"")
         claimed = {plan.first_port for plan in others.values()}
         ports = choose_ports(config.port, claimed=claimed, is_free=is_free)
         _write(folder, ports, config)
@@ -129,6 +155,7 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
     shown = "127.0.0.1" if config.host in _EVERYWHERE else config.host
     Plan(
         pid=this.pid,
+        begun=BEGUN,
         started=this.started,
         first_port=ports.first,
         config=as_deployed(config),

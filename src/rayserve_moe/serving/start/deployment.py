@@ -19,17 +19,20 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray._private import worker
 from ray.exceptions import RayError
 from ray.serve._private.common import ReplicaState
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview, ServeDeploySchema
 
+from rayserve_moe.serving.start.console import Console, ProgressLines, model_of, what_to_try
 from rayserve_moe.serving.start.ports import is_free
 from rayserve_moe.serving.start.processes import join_parent
-from rayserve_moe.serving.start.state import APPLICATION, Plan
+from rayserve_moe.serving.start.state import APPLICATION, DEPLOYED, Plan, log_folder, read_check
+from rayserve_moe.serving.start.supervisor import DEPLOYMENT_FAILED, UNANSWERED
 
-_POLL_S = 0.5
+_POLL_S = 0.1
 _WATCH_S = 2.0
 _ANSWER_S = 10.0
 _FLUSH_S = 5.0
@@ -38,6 +41,9 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens URLs of this machine, without the proxies of the environment."""
 _GONE = (RayError, RayServeException)
 """Errors of a call to a lost replica: nothing runs in it."""
+
+
+console = Console()
 
 
 class DeploymentFailed(RuntimeError):
@@ -60,30 +66,71 @@ class StopSignal:
 
 
 def main() -> int:
-    """Serve the plan of a state folder until SIGTERM; returns the exit status, 1 with a line on stderr."""
+    """Serve the plan of a state folder until SIGTERM; returns the exit status, 3 with a line on the console."""
     join_parent()
-    plan = Plan.read(Path(sys.argv[1]))
-    started = time.monotonic()
+    folder = Path(sys.argv[1])
+    console.redirect(log_folder(folder) / "deployment.log")
+    plan = Plan.read(folder)
     try:
-        stop = StopSignal()
-        _say("starting Ray")
-        while is_free(plan.ports.cluster):
-            if stop.is_set:
-                return 0
-            time.sleep(_POLL_S)
-        ray.init(address=f"127.0.0.1:{plan.ports.cluster}", logging_level=logging.WARNING)
-        stop.listen()
-        _say("starting Ray Serve")
-        _deploy(plan)
-        _say("loading the model")
-        if _wait_until_served(plan, stop):
-            _say(f"serving at {plan.url} after {time.monotonic() - started:.0f} s; jobs: {_jobs(plan)}")
-            _watch(plan, stop)
-            return _drain(plan)
+        return _serve(plan, folder)
     except (DeploymentFailed, RayError, RayServeException, ConnectionError, TimeoutError) as error:
-        sys.stderr.write(f"rayserve-moe serve: {' '.join(str(error).split())}\n")
-        return 1
-    return 0
+        progress = ProgressLines(folder, console)
+        progress.look(is_serving=True)
+        console.say(f"{' '.join(str(error).split())}; logs: {log_folder(folder)}")
+        return DEPLOYMENT_FAILED
+
+
+def _serve(plan: Plan, folder: Path) -> int:
+    """Start Serve, deploy, watch and drain. Returns the exit status."""
+    stop, progress = StopSignal(), ProgressLines(folder, console)
+    if not _connect(plan, stop):
+        return 0
+    stop.listen()
+    _link_logs(folder)
+    console.say("starting Ray Serve")
+    _start_serve(plan)
+    if not _wait_until_checked(plan, folder, stop):
+        return 0
+    _deploy(plan)
+    (folder / DEPLOYED).touch()
+    console.say(f"loading {', '.join(map(model_of, _ours(plan)))}")
+    if not _wait_until_served(plan, stop, progress):
+        return 0
+    console.say(f"serving at {plan.url} after {time.time() - plan.begun:.0f} s")
+    for line in what_to_try(plan, folder):
+        console.write(line)
+    _watch(plan, stop, progress)
+    return _drain(plan)
+
+
+def _connect(plan: Plan, stop: StopSignal) -> bool:
+    """Join the cluster of the plan, once it is there; False on SIGTERM."""
+    while is_free(plan.ports.cluster):
+        if stop.is_set:
+            return False
+        time.sleep(_POLL_S)
+    ray.init(address=f"127.0.0.1:{plan.ports.cluster}", logging_level=logging.WARNING, log_to_driver=False)
+    return not stop.is_set
+
+
+def _link_logs(folder: Path) -> None:
+    """Link Ray's own logs into the log folder."""
+    node = worker.global_worker.node
+    if node is not None:
+        with suppress(FileExistsError):
+            (log_folder(folder) / "ray").symlink_to(node.get_logs_dir_path())
+
+
+def _wait_until_checked(plan: Plan, folder: Path, stop: StopSignal) -> bool:
+    """Wait for the check of the models; False on SIGTERM. DeploymentFailed with what it has found."""
+    deadline = time.monotonic() + plan.start_timeout_s
+    while (fault := read_check(folder)) is None and not stop.is_set:
+        if time.monotonic() > deadline:
+            raise DeploymentFailed("the model was not checked in time")
+        time.sleep(_POLL_S)
+    if fault:
+        raise DeploymentFailed(fault)
+    return not stop.is_set
 
 
 def cause_of(message: str) -> str:
@@ -92,17 +139,11 @@ def cause_of(message: str) -> str:
     return causes[-1] if causes else message
 
 
-def _say(line: str) -> None:
-    with suppress(OSError):  # the terminal may be gone
-        sys.stdout.write(f"rayserve-moe serve: {line}\n")
-        sys.stdout.flush()
+def _ours(plan: Plan) -> list[dict[str, Any]]:
+    return [one for one in plan.config["applications"] if one["import_path"] == APPLICATION]
 
 
-def _jobs(plan: Plan) -> str:
-    return f"RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:{plan.ports.dashboard}"
-
-
-def _deploy(plan: Plan) -> None:
+def _start_serve(plan: Plan) -> None:
     schema = ServeDeploySchema.model_validate(plan.config)
     serve.start(
         proxy_location=schema.proxy_location,
@@ -111,12 +152,15 @@ def _deploy(plan: Plan) -> None:
         logging_config=schema.logging_config,
         controller_options=schema.controller_options,
     )
+
+
+def _deploy(plan: Plan) -> None:
     client = _get_global_client()
     assert client is not None, "Serve has been started"
-    client.deploy_apps(schema)
+    client.deploy_apps(ServeDeploySchema.model_validate(plan.config))
 
 
-def _wait_until_served(plan: Plan, stop: StopSignal) -> bool:
+def _wait_until_served(plan: Plan, stop: StopSignal, progress: ProgressLines) -> bool:
     """Wait for every application to run and for its HTTP port to answer; False on SIGTERM.
 
     DeploymentFailed where one cannot be started, or has been unhealthy for as long as a start may take.
@@ -124,6 +168,7 @@ def _wait_until_served(plan: Plan, stop: StopSignal) -> bool:
     names = {application["name"] for application in plan.config["applications"]}
     seen = time.monotonic()
     while not stop.is_set:
+        progress.look()
         found = serve.status().applications
         if names == {name for name, application in found.items() if application.status == "RUNNING"} and _answers(plan):
             return True
@@ -134,10 +179,11 @@ def _wait_until_served(plan: Plan, stop: StopSignal) -> bool:
     return False
 
 
-def _watch(plan: Plan, stop: StopSignal) -> None:
+def _watch(plan: Plan, stop: StopSignal, progress: ProgressLines) -> None:
     """Return on SIGTERM. DeploymentFailed once an application has had no replica for as long as a start may take."""
     seen = time.monotonic()
     while not stop.is_set:
+        progress.look(is_serving=True)
         found = serve.status().applications
         if all(map(has_replica, found.values())):
             seen = time.monotonic()
@@ -173,9 +219,7 @@ def _messages(application: ApplicationStatusOverview) -> str:
 
 def _answers(plan: Plan) -> bool:
     """Whether `/health` of every application answers 200 through the proxy."""
-    prefixes = [
-        one.get("route_prefix") or "/" for one in plan.config["applications"] if one["import_path"] == APPLICATION
-    ]
+    prefixes = [one.get("route_prefix") or "/" for one in _ours(plan)]
     try:
         for prefix in prefixes:
             _DIRECT.open(f"{plan.url}{prefix.rstrip('/')}/health", timeout=_ANSWER_S).close()
@@ -187,14 +231,14 @@ def _answers(plan: Plan) -> bool:
 def _drain(plan: Plan) -> int:
     """Have replicas refuse new requests, and wait for open ones up to `drain_timeout_s`; then end those with an error.
 
-    Returns 0, or 1 where a request had to be ended.
+    Returns 0, or 4 where a request had to be ended.
     """
-    _say(f"draining for up to {plan.drain_timeout_s:g} s; the next signal stops at once")
+    console.say(f"draining for up to {plan.drain_timeout_s:g} s; the next signal stops at once")
     if _wait(lambda: _ask_all(plan, "drain") == 0, plan.drain_timeout_s):
         return 0
     _ask_all(plan, "give_up")
     _wait(lambda: _ask_all(plan, "drain") == 0, _FLUSH_S)
-    return 1
+    return UNANSWERED
 
 
 def _ask_all(plan: Plan, method: str) -> int:
@@ -203,16 +247,15 @@ def _ask_all(plan: Plan, method: str) -> int:
     A lost replica counts as 0, and one too busy to answer as 1.
     """
     total = 0
-    for application in plan.config["applications"]:
-        if application["import_path"] == APPLICATION:
-            try:
-                answers = serve.get_app_handle(application["name"]).broadcast(method)
-                found = answers.results(timeout_s=_ANSWER_S, return_exceptions=True)
-            except TimeoutError as error:
-                found = [error]
-            except _GONE:
-                found = []
-            total += sum(map(_num_running, found))
+    for application in _ours(plan):
+        try:
+            answers = serve.get_app_handle(application["name"]).broadcast(method)
+            found = answers.results(timeout_s=_ANSWER_S, return_exceptions=True)
+        except TimeoutError as error:
+            found = [error]
+        except _GONE:
+            found = []
+        total += sum(map(_num_running, found))
     return total
 
 

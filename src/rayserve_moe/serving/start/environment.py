@@ -6,12 +6,15 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from rayserve_moe.observability.progress import PROGRESS_VARIABLE
 from rayserve_moe.serving.start.ports import Ports, StartError
+from rayserve_moe.serving.start.state import PROGRESS
 
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_START_HOOK": "rayserve_moe.serving.start.cluster.adapt",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -83,6 +86,7 @@ def environment_of(
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": folder / "server-state",
         "RAY_SERVE_HAPROXY_BINARY_PATH": folder / LAUNCHER,
+        PROGRESS_VARIABLE: folder / PROGRESS,
     }
     defaults = {**DEFAULTS, "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_answer_s))}
     if journal_key:

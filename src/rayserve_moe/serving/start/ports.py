@@ -47,8 +47,6 @@ class Ports:
     """Ray's dashboard, where jobs are submitted."""
     cluster = _port(6)
     """Ray's control service."""
-    client = _port(7)
-    """Ray's service for remote clients."""
     grpc = _port(8)
     """gRPC ingress, where a config has one without a port."""
     journal = _port(9)

@@ -1,7 +1,8 @@
 """Files of a start, for its own processes and for the next start, in a folder that only its owner can enter.
 
     <Ray's temporary folder>/rayserve-<user id>/      lock
-        <HTTP port>/       plan.json, haproxy (the launcher), and HAProxy's own files
+        <HTTP port>/       plan.json, launchers of HAProxy and of workers, sockets, and HAProxy's own files
+        logs-<HTTP port>/  what Ray and the processes of the last start have written, with a link to Ray's own logs
 
 A deployment is identified by its user and its HTTP port. The processes of a folder whose start has ended may be ended.
 """
@@ -26,6 +27,12 @@ from rayserve_moe.serving.start.processes import Process, read_process
 APPLICATION = "rayserve_moe.serving.app:build"
 """Import path of our applications."""
 _PLAN = "plan.json"
+PROGRESS = "progress"
+"""What processes report to the console (see `observability.progress`)."""
+DEPLOYED = "deployed"
+"""There once the config has been deployed."""
+FORK_SOCKET, WORKER_LAUNCHER, CHECK = "f", "worker.py", "model-check"
+"""Where the fork server listens, what has it fork a worker, and what its check of the models has found."""
 _LONGEST_PATH = 37
 """HAProxy's sockets lie a node's id (56) below, and may have 97 characters."""
 
@@ -45,6 +52,8 @@ class Plan:
     url: str
     drain_timeout_s: float
     start_timeout_s: float
+    begun: float = 0.0
+    """When the command began, in seconds since the epoch."""
     journal_max_bytes: int = 0
     resume_ttl_s: float = 0.0
 
@@ -70,9 +79,25 @@ class Plan:
 
     def write(self, folder: Path) -> None:
         """Write it to a state folder, whole or not at all."""
-        draft = folder / f"{_PLAN}.part"
-        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        draft.replace(folder / _PLAN)
+        _write_whole(folder / _PLAN, json.dumps(asdict(self)))
+
+
+def log_folder(folder: Path) -> Path:
+    """Return where the processes of a state folder write; it stays when they have ended, until the next start."""
+    return folder.with_name(f"logs-{folder.name}")
+
+
+def write_check(folder: Path, fault: str) -> None:
+    """Write why the models of a plan cannot be served; an empty text says that they can."""
+    _write_whole(folder / CHECK, fault)
+
+
+def read_check(folder: Path) -> str | None:
+    """Return what `write_check` has written, None as long as it has not."""
+    try:
+        return (folder / CHECK).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
 
 
 def private_folder(path: Path) -> Path:
@@ -99,6 +124,12 @@ def remove(folder: Path) -> None:
     """Remove a state folder under the lock: the next start uses the same path."""
     with suppress(OSError), locked(folder.parent):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    draft = path.with_name(f"{path.name}.part")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
 
 
 def running_plans(root: Path) -> dict[Path, Plan]:

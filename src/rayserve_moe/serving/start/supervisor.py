@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from rayserve_moe.config.load import inherited_environment
 from rayserve_moe.serving.start.processes import (
@@ -27,10 +28,16 @@ from rayserve_moe.serving.start.processes import (
     end,
     own_by_path,
 )
-from rayserve_moe.serving.start.state import Plan, remove
+from rayserve_moe.serving.start.state import Plan, log_folder, remove
 
 FAILED = 1
-STANDBY = "haproxy_standby"
+DEPLOYMENT_FAILED, UNANSWERED = 3, 4
+"""Exit statuses of the deployment: it has said why it cannot serve, and a request had to be ended at its stop."""
+STANDBY, FORK_SERVER = "haproxy_standby", "fork_server"
+RAY_JOB_ID, RAY_RAYLET_PID = "RAY_JOB_ID", "RAY_RAYLET_PID"
+"""Variables that Ray reads when its library is loaded, in the fork server: a worker's job, and the process whose end is
+its own. A worker of no job takes the tasks of any; this process ends with its raylet, and all workers with it."""
+NO_JOB = "ffffffff"
 _GRACE_S = 3.0
 """For processes to end by themselves after a drain."""
 _FLUSH_S = 5.0
@@ -44,6 +51,14 @@ _LAST_LINES = 4
 """Of that log, printed where Ray has ended."""
 
 
+class Ended(NamedTuple):
+    """The exit status of the command, whether the other processes may end by themselves, and whether it was stopped."""
+
+    status: int
+    is_orderly: bool = False
+    is_stopped: bool = False
+
+
 def main() -> int:
     """Run the deployment of a state folder to its end; returns the exit status of the command.
 
@@ -52,38 +67,52 @@ def main() -> int:
     folder = Path(sys.argv[1])
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     adopt_orphans()
-    status, is_orderly = FAILED, False
+    end_of = Ended(FAILED)
     try:
         plan = Plan.read(folder)
-        with (folder / _LOG).open("wb") as log:
+        _say("starting Ray")
+        logs = log_folder(folder)
+        with (logs / _LOG).open("wb") as log:
             ray = _start("cluster", folder, output=log)
         # Handles of Serve work outside of an event loop only so.
         deployment = _start("deployment", folder, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
-        names = ("journal", STANDBY) if plan.journal_max_bytes else (STANDBY,)
+        names = (FORK_SERVER, *(("journal",) if plan.journal_max_bytes else ()), STANDBY)
         kept = {name: _start(name, folder) for name in names}
-        status, is_orderly = _watch(ray, deployment, kept, plan=plan, folder=folder)
+        end_of = _watch(ray, deployment, kept, plan=plan, folder=folder)
     finally:
-        if is_orderly:
+        if end_of.is_orderly:
             end(lambda: own_by_path(folder, _family(), user=os.getuid()), first=signal.SIGUSR1, grace_s=_FLUSH_S)
-        left = end(_family, first=signal.SIGTERM, grace_s=_GRACE_S if is_orderly else 0.0)
+        left = end(_family, first=signal.SIGTERM, grace_s=_GRACE_S if end_of.is_orderly else 0.0)
         if left:
             sys.stderr.write(f"rayserve-moe serve: process {left[0].pid} ({left[0].title}) does not end\n")
         remove(folder)
-    return status
+    if end_of.is_stopped:
+        _say("stopped")
+    return end_of.status
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # the terminal may be gone
+        sys.stdout.write(f"rayserve-moe serve: {line}\n")
+        sys.stdout.flush()
 
 
 def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: str) -> int:
     """Start a module of this package in a session of its own: a terminal's Ctrl-C reaches this process alone."""
     command = [sys.executable, "-m", f"{__package__}.{name}", str(folder)]
     environment = {**inherited_environment(), **more}
-    child = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-    )
+    with ExitStack() as files:
+        if name == FORK_SERVER:
+            environment |= {RAY_JOB_ID: NO_JOB, RAY_RAYLET_PID: str(os.getpid())}
+            output = files.enter_context((log_folder(folder) / f"{name}.log").open("ab"))
+        child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
     return child.pid
 
 
-def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folder: Path) -> tuple[int, bool]:
-    """Wait for the end of the deployment; returns the exit status, and whether the others may end by themselves.
+def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folder: Path) -> Ended:
+    """Wait for the end of the deployment.
 
     `kept` are processes that are started again where they end. None serves in HAProxy's place once a drain has begun.
     """
@@ -91,7 +120,7 @@ def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folde
     while True:
         found = _next_signal(deadline)
         if found in (signal.SIGTERM, signal.SIGINT) and deadline is not None:  # a terminal may send its own twice
-            return 128 + found, False
+            return Ended(128 + found)
         if found in STOPS and deadline is None:
             deadline = time.monotonic() + plan.drain_timeout_s + _DRAIN_SLACK_S
             os.kill(deployment, signal.SIGTERM)
@@ -103,15 +132,30 @@ def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folde
             kept[name] = _start(name, folder)
         if deployment in ended:
             _end_standby(kept)
-            return (FAILED if ended[deployment] else 0), True
+            return _ended(ended[deployment], is_stopping=deadline is not None, folder=folder)
         if ray in ended:
-            lines = (folder / _LOG).read_text(encoding="utf-8", errors="replace").split("\n")
+            log = log_folder(folder) / _LOG
+            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
             last = [" ".join(line.split()) for line in lines if line.strip()][-_LAST_LINES:]
-            sys.stderr.write(f"rayserve-moe serve: Ray has ended: {' | '.join(last) or 'no output'}\n")
-            return FAILED, False
+            sys.stderr.write(
+                f"rayserve-moe serve: Ray has ended: {' | '.join(last) or 'no output'}; logs: {log.parent}\n"
+            )
+            return Ended(FAILED)
         if found is None:
             sys.stderr.write("rayserve-moe serve: the drain did not end in time\n")
-            return FAILED, False
+            return Ended(FAILED)
+
+
+def _ended(status: int, *, is_stopping: bool, folder: Path) -> Ended:
+    """Return the end of the command for the exit status of the deployment; says so where that has said nothing."""
+    if status in (0, UNANSWERED):
+        return Ended(FAILED if status else 0, is_orderly=True, is_stopped=True)
+    if is_stopping and status != DEPLOYMENT_FAILED:  # stopped where it could not catch the signal
+        return Ended(0, is_orderly=True, is_stopped=True)
+    if status != DEPLOYMENT_FAILED:
+        fault = f"the process that deploys has ended with status {status}; logs: {log_folder(folder)}"
+        sys.stderr.write(f"rayserve-moe serve: {fault}\n")
+    return Ended(FAILED, is_orderly=True)
 
 
 def _end_standby(kept: dict[str, int]) -> None:

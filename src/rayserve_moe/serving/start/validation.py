@@ -1,37 +1,33 @@
-"""Checks a Serve config before anything is started. Errors are one line."""
+"""Checks of a Serve config that need neither Ray nor jax, before anything is started. Errors are one line.
+
+`model_check` checks the rest, with the libraries that the server loads anyway.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from ray.serve.schema import (
-    DeploymentSchema,
-    HTTPOptionsSchema,
-    ServeApplicationSchema,
-    ServeDeploySchema,
-    gRPCOptionsSchema,
-)
 
-from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.config.given_files import is_url
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
-from rayserve_moe.execution.card import check_tensors, describe_model
+from rayserve_moe.serving.start import serve_keys
 from rayserve_moe.serving.start.ports import StartError
 from rayserve_moe.serving.start.state import APPLICATION
 
 DEPLOYMENT = "moe-server"
-LOOPBACK = "127.0.0.1"
+LOOPBACK, HTTP_PORT = "127.0.0.1", 8000
+"""Where Serve listens by default."""
 
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """A Serve config that can be deployed, with the settings of our applications in it, by name."""
+    """A Serve config whose keys and settings are right, with the settings of our applications in it, by name."""
 
     document: dict[str, Any]
     settings: dict[str, Settings]
@@ -40,27 +36,22 @@ class CheckedConfig:
 
 
 def check_config(path: Path) -> CheckedConfig:
-    """Read a config file and the checkpoints it names. ValueError, naming file or key, for what would fail later."""
+    """Read a config file and check keys, settings and paths. ValueError, naming file or key, for what is wrong."""
     document = _read(path)
-    for place, mapping, schema in _sections(document):
-        _refuse_unknown(mapping, schema, place=f"{path}: {place}")
-    try:
-        http = ServeDeploySchema.model_validate(document).http_options.model_dump()
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise StartError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    if not 0 < http["port"] < 2**16:
-        raise StartError(f"{path}: http_options.port must lie in [1, {2**16 - 1}], found {http['port']}")
+    for place, mapping, known in _sections(document):
+        _refuse_unknown(mapping, known, place=f"{path}: {place}")
+    http = document.get("http_options") or {}
+    port = _checked_port(path, http)
     ours = {
         application.get("name", "default"): settings_from(application.get("args") or {})
-        for application in document["applications"]
+        for application in _applications(path, document)
         if application["import_path"] == APPLICATION
     }
     if not ours:
         raise StartError(f"{path}: no application has import_path {APPLICATION}")
     for settings in ours.values():
-        check_tensors(open_checkpoint(describe_model(settings).runner.model.path))
-    return CheckedConfig(document, ours, http.get("host") or LOOPBACK, http["port"])
+        _check_directory(settings.model.path)
+    return CheckedConfig(document, ours, http.get("host") or LOOPBACK, port)
 
 
 def as_deployed(config: CheckedConfig) -> dict[str, Any]:
@@ -81,7 +72,9 @@ def as_deployed(config: CheckedConfig) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, RecursionError) as error:
+    except OSError as error:
+        raise StartError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    except (UnicodeError, RecursionError) as error:
         raise StartError(f"{path}: {error}") from error
     except yaml.YAMLError as error:
         raise StartError(f"{path}: {' '.join(str(error).split())}") from error
@@ -90,23 +83,59 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
-def _sections(document: dict[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], type[BaseModel]]]:
-    """Yield the mappings of a config with their places and schemas; Serve itself ignores unknown keys."""
-    yield "", document, ServeDeploySchema
-    yield "http_options.", document.get("http_options") or {}, HTTPOptionsSchema
-    yield "grpc_options.", document.get("grpc_options") or {}, gRPCOptionsSchema
+def _sections(document: dict[str, Any]) -> Iterator[tuple[str, object, Sequence[str]]]:
+    """Yield the mappings of a config with their places and known keys; Serve itself ignores unknown keys."""
+    yield "", document, serve_keys.TOP
+    yield "http_options.", document.get("http_options") or {}, serve_keys.HTTP_OPTIONS
+    yield "grpc_options.", document.get("grpc_options") or {}, serve_keys.GRPC_OPTIONS
     applications = document.get("applications")
     for number, application in enumerate(applications if isinstance(applications, list) else []):
-        yield f"applications.{number}.", application, ServeApplicationSchema
+        yield f"applications.{number}.", application, serve_keys.APPLICATION
         deployments = application.get("deployments") if isinstance(application, dict) else None
         for other, deployment in enumerate(deployments if isinstance(deployments, list) else []):
-            yield f"applications.{number}.deployments.{other}.", deployment, DeploymentSchema
+            yield f"applications.{number}.deployments.{other}.", deployment, serve_keys.DEPLOYMENT
 
 
-def _refuse_unknown(mapping: object, schema: type[BaseModel], *, place: str) -> None:
-    known = list(schema.model_fields)
+def _refuse_unknown(mapping: object, known: Sequence[str], *, place: str) -> None:
     for name in mapping if isinstance(mapping, dict) else ():
         if name not in known:
             nearest = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(sorted(known))}"
             raise StartError(f"{place}{name}: unknown key; {hint}")
+
+
+def _checked_port(path: Path, http: object) -> int:
+    if not isinstance(http, dict):
+        raise StartError(f"{path}: http_options must be a mapping")
+    port = http.get("port", HTTP_PORT)
+    if isinstance(port, str) and port.isdigit():
+        port = int(port)
+    if type(port) is not int:
+        raise StartError(f"{path}: http_options.port must be an integer, found {port!r}")
+    if not 0 < port < 2**16:
+        raise StartError(f"{path}: http_options.port must lie in [1, {2**16 - 1}], found {port}")
+    return port
+
+
+def _applications(path: Path, document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the applications of a config, each with a name and an import path of text, and its arguments a mapping."""
+    applications = document.get("applications")
+    if not isinstance(applications, list):
+        raise StartError(f"{path}: applications must be a list")
+    for number, application in enumerate(applications):
+        place = f"{path}: applications.{number}"
+        if not isinstance(application, dict) or not isinstance(application.get("import_path"), str):
+            raise StartError(f"{place}: an application is a mapping with an import_path")
+        if not isinstance(application.get("args") or {}, dict):
+            raise StartError(f"{place}.args: must be a mapping")
+        for other, deployment in enumerate(application.get("deployments") or []):
+            if not isinstance(deployment, dict) or "name" not in deployment:
+                raise StartError(f"{place}.deployments.{other}: a deployment is a mapping with a name")
+    return applications
+
+
+def _check_directory(model_path: str) -> None:
+    """Raise StartError for a path of this machine, absolute or below `.` or `~`, where there is no directory."""
+    is_local = model_path[:1] in ("/", ".", "~") and not is_url(model_path)
+    if is_local and not Path(model_path).expanduser().is_dir():
+        raise StartError(f"model_path {model_path}: no such checkpoint directory")

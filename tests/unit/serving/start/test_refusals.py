@@ -7,15 +7,25 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
+from ray.serve.schema import (
+    DeploymentSchema,
+    HTTPOptionsSchema,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+    gRPCOptionsSchema,
+)
 
 from rayserve_moe import cli
 from rayserve_moe.checkpoints.model_path import TRAINED
+from rayserve_moe.serving.start import serve_keys
 from rayserve_moe.serving.start.deployment import cause_of
+from rayserve_moe.serving.start.model_check import check_models
 from rayserve_moe.serving.start.validation import as_deployed, check_config
 from tests.support.broken_weights import WAYS, broken_copy
 
@@ -73,25 +83,58 @@ def refused(tmp_path, root, capsys, monkeypatch):
     [
         ({"applications__0__args": {**ARGS, "max_model_length": 5}}, "did you mean 'max_model_len'?"),
         ({"applications__0__args": {"model_path": "/no/such/model"}}, "/no/such/model"),
-        ({"applications__0__args": {**ARGS, "max_model_len": 10**6}}, "exceeds the checkpoint's"),
-        ({"applications__0__args": {"model_path": "trained:poet"}}, "no trained checkpoint 'poet'"),
         ({"applications__0__import_path": "some.other:app"}, "no application has import_path"),
         ({"http_option": {"port": 1}}, "http_option: unknown key; did you mean 'http_options'?"),
         ({"http_options__prt": 1}, "http_options.prt: unknown key; did you mean 'port'?"),
         ({"applications__0__arg": {}}, "applications.0.arg: unknown key; did you mean 'args'?"),
         ({"applications__0__deployments": [{"nme": "moe-server"}]}, "deployments.0.nme: unknown key; did you mean"),
-        ({"http_options__port": "many"}, "http_options.port: Input should be a valid integer"),
+        ({"http_options__port": "many"}, "http_options.port must be an integer, found 'many'"),
         ({"http_options__port": 10**6}, "http_options.port must lie in [1, 65535], found 1000000"),
         ({"http_options__host": "192.0.2.1"}, "http_options 192.0.2.1, port 8000: Cannot assign requested address"),
         ({"http_options__host": "no.such.host.invalid"}, "http_options no.such.host.invalid, port 8000: "),
-        ({"applications": None}, "applications: Field required"),
+        ({"applications": None}, "applications must be a list"),
         ({"applications__0__import_path": None}, "import_path"),
         ({"applications": [5]}, "applications.0"),
-        ({"applications": "moe"}, "applications: Input should be a valid list"),
+        ({"applications": "moe"}, "applications must be a list"),
+        ({"applications__0__args": 5}, "applications.0.args: must be a mapping"),
+        ({"applications__0__deployments": [5]}, "applications.0.deployments.0"),
     ],
 )
 def test_a_wrong_config_is_one_line(refused, changes, message):
     assert message in refused(config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("keys", "schema"),
+    [
+        (serve_keys.TOP, ServeDeploySchema),
+        (serve_keys.HTTP_OPTIONS, HTTPOptionsSchema),
+        (serve_keys.GRPC_OPTIONS, gRPCOptionsSchema),
+        (serve_keys.APPLICATION, ServeApplicationSchema),
+        (serve_keys.DEPLOYMENT, DeploymentSchema),
+    ],
+)
+def test_known_keys_are_those_of_serve(keys, schema):
+    assert set(keys) == set(schema.model_fields)
+
+
+HEAVY = ("ray", "jax", "transformers", "pydantic", "fastapi")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], [], ["serve", "--help"], ["serve", "/no/such.yaml"], ["serve", "synthetic:tiny", "--no-key=1"]],
+)
+def test_what_is_said_at_once_loads_no_heavy_library(arguments):
+    """Neither help nor a refusal waits for seconds of imports."""
+    code = (
+        f"import sys; sys.argv = ['rayserve-moe', *{arguments!r}]\n"
+        "from rayserve_moe import cli\n"
+        "try:\n    cli.main()\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("text", ["", "a: [", "- 1\n", "applications: &a [*a]\n", "\0", "[" * 100_000])
@@ -117,20 +160,44 @@ def test_a_missing_file_is_one_line(capsys):
         ("model.safetensors", "broken", "safetensors"),
     ],
 )
-def test_an_unusable_checkpoint_is_one_line(refused, tmp_path, file, content, message):
+def test_an_unusable_checkpoint_is_one_sentence(tmp_path, file, content, message):
     model = tmp_path / "model"
     shutil.copytree(TRAINED["calculator"], model)
     (model / file).unlink()
     if content is not None:
         (model / file).write_text(content)
-    assert message in refused(config(applications__0__args={"model_path": str(model)}))
+    assert message in fault_of({"model_path": str(model)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({**ARGS, "max_model_len": 10**6}, "exceeds the checkpoint's"),
+        ({"model_path": "trained:poet"}, "no trained checkpoint 'poet'"),
+    ],
+)
+def test_settings_that_the_checkpoint_does_not_allow_are_one_sentence(arguments, message):
+    assert message in fault_of(arguments)
+
+
+def test_a_value_that_serve_refuses_is_one_sentence():
+    with pytest.raises(ValueError, match="proxy_location: "):
+        check_models(config(proxy_location="Nowhere"))
+
+
+def fault_of(arguments: dict) -> str:
+    """What the check of models says of these settings."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  checkpoints and settings have errors of their own
+        check_models(config(applications__0__args=arguments))
+    (line,) = str(caught.value).splitlines()
+    return line
 
 
 @pytest.mark.parametrize("way", ["tensor missing", "tensor too many", "wrong shape", "wrong dtype"])
-def test_tensors_that_do_not_fit_the_config_are_one_line(refused, tmp_path, way):
-    """Before anything is started: a slice is not to be reserved for them."""
+def test_tensors_that_do_not_fit_the_config_are_one_sentence(tmp_path, way):
+    """Before anything is deployed: a slice is not to be reserved for them."""
     model = broken_copy(TRAINED["calculator"], way, tmp_path / "model")
-    line = refused(config(applications__0__args={"model_path": str(model)}))
+    line = fault_of({"model_path": str(model)})
     assert WAYS[way][1] in line and "the checkpoint does not fit its config" in line
 
 

@@ -1,0 +1,118 @@
+"""Progress of a start and warnings of this package, from any process of a machine to the console of its start command.
+
+Processes append lines of JSON to one file, which the start command reads; without such a file nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayserve_moe.config.load import variable
+
+PROGRESS_VARIABLE = "RAYSERVE_MOE_PROGRESS"
+"""Names the file, in the environment of all processes of a start."""
+LONGEST_LINE = 2000
+"""Characters of a text: a line is appended in one write."""
+MOST_BYTES = 4 << 20
+"""Size from which the reader empties the file."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage of a start is. `total` is 0 where it is unknown."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A warning or an error that this package has logged, with its level's name."""
+
+    level: str
+    message: str
+
+
+def report(stage: str, done: int = 0, *, total: int = 0, detail: str = "") -> None:
+    """Say how far a stage of the start is; a detail such as `0 found on disk` follows the numbers.
+
+    A call costs one short write. Where the write fails, the console says less.
+    """
+    _append({"stage": stage, "done": done, "total": total, "detail": detail[:LONGEST_LINE]})
+
+
+class ConsoleWarnings(logging.Handler):
+    """Sends warnings and errors to the console of the start command."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _append({"level": record.levelname, "message": record.getMessage()[:LONGEST_LINE]})
+
+
+class ProgressReader:
+    """Reads what was appended since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def read(self) -> Iterator[Progress | Warned]:
+        """Yield what whole lines say; others are skipped."""
+        try:
+            with self._path.open("r+b") as file:
+                if self._offset > MOST_BYTES:
+                    file.truncate(0)
+                    self._offset = 0
+                file.seek(self._offset)
+                written = file.read()
+        except OSError:
+            return
+        lines = written[: written.rfind(b"\n") + 1]
+        self._offset += len(lines)
+        for line in lines.splitlines():
+            try:
+                fields = json.loads(line)
+                yield Progress(**fields) if "stage" in fields else Warned(**fields)
+            except (ValueError, TypeError):
+                continue
+
+
+class Counter:
+    """Reports every `step` that a sum grows by, from any thread, and its end."""
+
+    def __init__(self, stage: str, total: int, *, step: int, detail: str = "") -> None:
+        self._stage, self._total, self._step, self._detail = stage, total, step, detail
+        self._lock = threading.Lock()
+        self._done = self._reported = 0
+
+    def add(self, amount: int) -> None:
+        """Add what was done."""
+        with self._lock:
+            self._done += amount
+            if self._done - self._reported < self._step and self._done < self._total:
+                return
+            self._reported = self._done
+        report(self._stage, self._done, total=self._total, detail=self._detail)
+
+
+def _append(fields: dict[str, object]) -> None:
+    path = variable(PROGRESS_VARIABLE)
+    if not path:
+        return
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(file, json.dumps(fields).encode() + b"\n")
+        finally:
+            os.close(file)
+    except OSError:
+        return

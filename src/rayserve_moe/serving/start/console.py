@@ -1,0 +1,109 @@
+"""What a start says on the console: its stages, how far each is, warnings, and what to do once it serves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rayserve_moe.observability.progress import Progress, ProgressReader, Warned
+from rayserve_moe.serving.start.state import APPLICATION, PROGRESS, Plan, log_folder
+
+BETWEEN_S = 10.0
+"""Between two lines of one stage."""
+_UNITS = {"reading weights": (1e6, "MB")}
+"""Stages whose numbers are large: what to divide by, and what that is called."""
+
+
+class Console:
+    """Writes the lines of one process of the start; from `redirect` on, everything else goes to a file."""
+
+    def __init__(self) -> None:
+        self._file = sys.stdout
+
+    def redirect(self, log: Path) -> None:
+        """Have this process's other output, also that of its libraries, go to a file."""
+        self._file.flush()
+        kept = os.dup(1)
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+        self._file = os.fdopen(kept, "w", encoding="utf-8", errors="replace")
+
+    def say(self, line: str) -> None:
+        """Write a line; the terminal may be gone."""
+        self.write(f"rayserve-moe serve: {line}")
+
+    def write(self, line: str) -> None:
+        """Write a line as it is."""
+        with suppress(OSError):
+            self._file.write(f"{line}\n")
+            self._file.flush()
+
+
+class ProgressLines:
+    """Turns reports of all processes into lines: the first and the last of a stage, and one every `BETWEEN_S`."""
+
+    def __init__(self, folder: Path, console: Console) -> None:
+        self._reader, self._console = ProgressReader(folder / PROGRESS), console
+        self._said: dict[str, tuple[Progress, float]] = {}
+        self._latest: dict[str, Progress] = {}
+
+    def look(self, *, is_serving: bool = False) -> None:
+        """Say what is new. Once the server serves, only warnings are said."""
+        now = time.monotonic()
+        for found in self._reader.read():
+            if isinstance(found, Warned):
+                self._console.say(f"{found.level.lower()}: {found.message}")
+            elif not is_serving:
+                self._latest[found.stage] = found
+        for stage, latest in self._latest.items():
+            said, at = self._said.get(stage, (None, -BETWEEN_S))
+            is_last = bool(latest.total) and latest.done >= latest.total
+            if latest != said and (is_last or now - at >= BETWEEN_S):
+                self._said[stage] = latest, now
+                self._console.say(line_of(latest))
+
+
+def line_of(progress: Progress) -> str:
+    """Write a report as `compiling 12/39 (0 found on disk)`."""
+    scale, unit = _UNITS.get(progress.stage, (1, ""))
+    if unit:
+        numbers = f" {progress.done / scale:.1f}/{progress.total / scale:.1f} {unit}"
+    else:
+        numbers = f" {progress.done}/{progress.total}" if progress.total else f" {progress.done}" * bool(progress.done)
+    return f"{progress.stage}{numbers}" + (f" ({progress.detail})" if progress.detail else "")
+
+
+def what_to_try(plan: Plan, folder: Path) -> Sequence[str]:
+    """Return the last lines of a start: what is served, what to ask it, and how to stop it."""
+    ours = [one for one in plan.config["applications"] if one["import_path"] == APPLICATION]
+    first = ours[0]
+    url = f"{plan.url}{(first.get('route_prefix') or '/').rstrip('/')}"
+    lines = [f"  model    {model_of(one)}" for one in ours]
+    body = f'{{"model": "{name_of(first)}", "prompt": "37+45=", "max_tokens": 8}}'
+    return [
+        *lines,
+        f"  try      curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  experts  {url}/experts",
+        f"  chat     rayserve-moe chat --url {url}",
+        f"  jobs     RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:{plan.ports.dashboard}",
+        f"  logs     {log_folder(folder)}",
+        "  stop     Ctrl-C, or SIGTERM to this process",
+    ]
+
+
+def name_of(application: dict) -> str:
+    """Return the name that requests give for the model of an application."""
+    arguments = application.get("args") or {}
+    given = arguments.get("served_model_name")
+    return str(given or str(arguments.get("model_path", "")).rstrip("/").rpartition("/")[2].rpartition(":")[2])
+
+
+def model_of(application: dict) -> str:
+    """Return the name of an application's model, and where it comes from."""
+    return f"{name_of(application)} ({(application.get('args') or {}).get('model_path', '')})"
