@@ -37,6 +37,7 @@ from rayserve_moe.execution.served_model import ServedModel, draft_sizes, inspec
 from rayserve_moe.execution.step_types import DeviceState, StepOutput, StepShape
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.kernels.registry import Kernels
+from rayserve_moe.observability.progress import report
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -165,6 +166,7 @@ def compile_served(
         left_out = set().union(*(names_for(shape, served) for shape in served.shapes))
         left_out -= set().union(*(names_for(shape, served) for shape in shapes))
         programs = [program for program in programs if program.name not in left_out]
+    compiler.total = len(programs)
     compiled = compile_programs(programs, compiler.compile)
     migration = None if served.staging is None else MigrationPrograms(compiled[FETCH], compiled[SWAP])
     steps = {shape: compiled[name] for shape in served.shapes if (name := step_name(shape)) in compiled}
@@ -221,6 +223,8 @@ class _Compiler:
     def __init__(self, served: ServedModel, kept: KeptPrograms | None) -> None:
         self.seconds: list[float] = []
         self.num_found = 0
+        self.total = 0
+        """Programs of which each is reported as it is done; 0: none is."""
         self._plan, self._kernels, self._kept = served.config.plan, served.config.kernels, kept
 
     def compile(self, program: Program) -> Any:
@@ -234,4 +238,6 @@ class _Compiler:
         else:
             self.num_found += 1
         self.seconds.append(time.perf_counter() - begun)
+        if self.total:
+            report("compiling", len(self.seconds), total=self.total, detail=f"{self.num_found} found on disk")
         return compiled
