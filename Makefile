@@ -32,7 +32,7 @@ endif
 PART ?= $(shell git rev-list --count HEAD)/24
 
 .DEFAULT_GOAL := check
-.PHONY: setup fmt check test test-all test-native test-part emulation parity parity-all clients bench compile-check compile-check-full wheel serve
+.PHONY: setup fmt check test test-all test-native test-level test-part emulation parity parity-all clients bench compile-check compile-check-full wheel serve
 
 setup: $(KERNELS)
 
@@ -72,12 +72,17 @@ test-all: $(TEST)
 test-native: $(TEST)
 	$(BIN)/pytest $(SHARED) --optimized --cpu-kernels native -m "not slow" tests/pipelines
 
+# The kernels, and the laws of the engine over them, at a lower level than this processor's: `make test-level CPU=avx2`.
+test-level: $(TEST)
+	$(BIN)/pytest $(SHARED) -m "not slow and not emulated" -k native tests/unit/kernels tests/unit/execution
+	$(BIN)/pytest $(SHARED) --optimized --cpu-kernels native -m "not slow" tests/pipelines
+
 test-part: $(TEST)
 	$(BIN)/pytest $(SHARED) --optimized -m "slow and not parity" --part $(PART)
 
 # The kernels of Arm, where there is none: cross-compiled, and run by qemu. Installs both where this user may.
 emulation: $(TEST)
-	command -v qemu-aarch64 aarch64-linux-gnu-g++ || apt-get install -y -qq --no-install-recommends qemu-user g++-aarch64-linux-gnu
+	command -v qemu-aarch64 aarch64-linux-gnu-g++ || apt-get install -y -qq --no-install-recommends qemu-user g++-aarch64-linux-gnu || true
 	$(BIN)/pytest -m emulated tests/unit/kernels
 
 # One checkpoint of every family; `parity-all` has three, each knob of them turned, and meshes.
