@@ -24,6 +24,7 @@ DATA = {
     "choose_experts",
     "add_norm",
     "norm_and_project",
+    "compiler_options",
 }
 FUNCTIONS = [field.name for field in dataclasses.fields(CPU) if field.name not in DATA]
 
