@@ -30,7 +30,7 @@ from benchmarks.peers.tables import OURS
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, add_workload_options, prompts_of
 from rayserve_moe.checkpoints.files import read_config
-from rayserve_moe.execution.native_library import OPTIONS, find_compiler, register_native_kernels
+from rayserve_moe.execution.native_library import OPTIONS, find_compilers, register_native_kernels
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 from rayserve_moe.model.family_table import spec_from_config
@@ -78,7 +78,7 @@ def our_facts(engine: Engine) -> dict[str, Any]:
     kernels = engine.runner.config.kernels.name
     if kernels != "cpu_native":
         return {"kernels": kernels, "cores": sorted(os.sched_getaffinity(0))}
-    level, compiler = register_native_kernels(), Path(find_compiler() or "").name
+    level, compiler = register_native_kernels(), Path(next(iter(find_compilers()), "")).name
     built = {"level": level.name, "compiler": compiler, "compiler_flags": [*OPTIONS, *level.options, *DEFINITIONS]}
     return {"kernels": kernels, **built, "cores": sorted(os.sched_getaffinity(0))}
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.config.load import environment_setting
-from rayserve_moe.execution.native_levels import AUTO, Level, NativeKernelsUnavailable, choose_level
-from rayserve_moe.execution.native_library import SOURCES, find_compiler, register_native_kernels
+from rayserve_moe.execution.native_levels import Level, NativeKernelsUnavailable, choose_level
+from rayserve_moe.execution.native_library import SOURCES, find_compilers, register_native_kernels, requested_level
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 from rayserve_moe.rollouts.alignment import decode_answer
 from tests.support.router_reference import RouterReference
@@ -33,11 +32,11 @@ def build_program(
 
     Skips the test on a machine without a compiler, or whose processor has no level.
     """
-    compiler = compiler or find_compiler()
+    compiler = compiler or next(iter(find_compilers()), None)
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     try:
-        level = level or choose_level(environment_setting("cpu_level") or AUTO)
+        level = level or choose_level(requested_level())
     except NativeKernelsUnavailable as error:
         pytest.skip(str(error))
     program = directory / source.stem

@@ -12,14 +12,12 @@ from rayserve_moe.checkpoints.places import exists, one_revision, place_of
 from rayserve_moe.checkpoints.range_cache import cache_for
 from rayserve_moe.checkpoints.remote import NUM_CONNECTIONS, RemoteDirectory, opened_anywhere
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
+from rayserve_moe.config import given_files
 from rayserve_moe.config.given_files import GivenFileError, is_url
 
 SYNTHETIC_PREFIX = "synthetic:"
-TRAINED_PREFIX = "trained:"
-TRAINED = {
-    name: Path(__file__).parent / name.replace("-", "_")
-    for name in ("calculator", "calculator-eagle3", "calculator-nextn")
-}
+TRAINED_PREFIX = f"{given_files.TRAINED}:"
+TRAINED = {name: Path(__file__).parent / name.replace("-", "_") for name in given_files.TRAINED_NAMES}
 """Checkpoints that come with the package, as `examples/train_calculator.py` makes them; and draft models for
 `speculative_draft_model_path`, as `examples/train_drafts.py` does."""
 SMALL_FILES = (

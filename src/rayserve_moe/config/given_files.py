@@ -23,6 +23,9 @@ MOST_JSON_BYTES = 32 << 20
 MOST_BYTES_AT_ONCE = 16 << 20
 """Bytes copied between two checks of whether reading was given up."""
 LONGEST_MESSAGE = 300
+TRAINED = "trained"
+TRAINED_NAMES = ("calculator", "calculator-eagle3", "calculator-nextn")
+"""Checkpoints that come with the package, named as `trained:calculator`."""
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _CLIMBS = re.compile(r"/\.{1,2}(/|$)|%|\\")

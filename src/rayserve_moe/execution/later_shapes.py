@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import jax
 
@@ -75,7 +76,8 @@ class LaterShapes:
         atexit.unregister(self.stop)
 
     def _run(self, missing: Sequence[StepShape], use: Callable[[Sequence[StepShape]], None]) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with suppress(OSError):  # a sandbox may refuse it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         started, num_programs, num_found = time.perf_counter(), 0, 0
         for shape in missing:
             if self._stops.is_set():

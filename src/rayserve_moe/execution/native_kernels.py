@@ -7,7 +7,7 @@ import logging
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import CacheSettings, CompileSettings, ModelSettings, SettingsError
 from rayserve_moe.execution.native_levels import AUTO, NativeKernelsUnavailable, choose_level
-from rayserve_moe.execution.native_library import loaded_level, register_native_kernels
+from rayserve_moe.execution.native_library import loaded_level, register_native_kernels, requested_level
 from rayserve_moe.kernels.cpu_native.layout import shape_problem
 from rayserve_moe.kernels.registry import CPU_NATIVE, KERNELS, Kernels
 from rayserve_moe.model.spec import AttentionSpec, ModelSpec
@@ -38,11 +38,11 @@ def choose_kernels(
     of_platform = KERNELS[platform]
     if wanted == "off" or (wanted == "auto" and (platform != "cpu" or plan.mesh.size > 1)):
         return of_platform
-    if compiling.cpu_level != AUTO:
+    if (level := requested_level(compiling.cpu_level)) != AUTO:
         try:
-            choose_level(compiling.cpu_level)
+            choose_level(level)
         except NativeKernelsUnavailable as error:
-            raise SettingsError(f"cpu_level {compiling.cpu_level}: {error}") from error
+            raise SettingsError(f"cpu_level {level}: {error}") from error
     try:
         if cache and cache.kv_dtype == "fp8":
             raise NativeKernelsUnavailable("they keep keys and values in bfloat16, and kv_cache_dtype is fp8")
@@ -52,9 +52,7 @@ def choose_kernels(
     except NativeKernelsUnavailable as error:
         if wanted == "native":
             raise SettingsError(f"cpu_kernels native: {error}; take auto") from error
-        is_loss = _has_instructions(compiling.cpu_level) and not _is_float32(
-            spec, dtype=model.dtype, is_asked_for=False
-        )
+        is_loss = _has_instructions(level) and not _is_float32(spec, dtype=model.dtype, is_asked_for=False)
         log.log(logging.WARNING if is_loss else logging.INFO, "native CPU kernels are not used: %s", error)
         return of_platform
     return CPU_NATIVE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -16,9 +17,11 @@ import jax
 
 from rayserve_moe.config.load import default_cache_directory, environment_setting
 from rayserve_moe.execution.native_levels import AUTO, Level, NativeKernelsUnavailable, choose_level
+from rayserve_moe.execution.program_files import check_ours, make_private
 from rayserve_moe.kernels import cpu_native
 from rayserve_moe.kernels.cpu_native.calls import TARGETS
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
+from rayserve_moe.observability.progress import report
 
 SOURCES = Path(next(iter(cpu_native.__path__)))
 SHIPPED = SOURCES / "built"
@@ -27,28 +30,45 @@ COMPILERS = ("clang++", "c++", "g++")
 """Clang first: its code for AVX2 is up to 1.2 times as fast as GCC's on prompts."""
 OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fwrapv", "-ffp-contract=off", "-w")
 BUILD_TIMEOUT_S = 900.0
+log = logging.getLogger(__name__)
 _LOADING = Lock()
 _loaded: list[Level] = []
 """The level that this process computes at, once it has loaded a library."""
 
 
-def register_native_kernels(requested: str = AUTO) -> Level:
-    """Load the library and register its kernels with jax, once in a process; returns its level.
+def requested_level(setting: str = AUTO) -> str:
+    """Return the level that a setting names; for `auto` the one that the environment names, or `auto`."""
+    return (environment_setting("cpu_level") or AUTO) if setting == AUTO else setting
 
-    `requested` is a level's name; `auto` is what the environment asks for (`cpu_level`), else the processor's fastest.
+
+def register_native_kernels(setting: str = AUTO) -> Level:
+    """Load the library of the level that `cpu_level` is set to, once in a process; returns it.
+
     Raises: NativeKernelsUnavailable if the machine cannot, or the process has loaded another level.
     """
-    requested = (environment_setting("cpu_level") or AUTO) if requested == AUTO else requested
+    requested = requested_level(setting)
     with _LOADING:
         level = choose_level(requested) if requested != AUTO or not _loaded else _loaded[0]
         if not _loaded:
-            _register(find_or_build(level, default_cache_directory() / "native"))
+            _load(level, default_cache_directory() / "native")
             _loaded.append(level)
         elif level != _loaded[0]:
             raise NativeKernelsUnavailable(
                 f"this process computes at level {_loaded[0].name} already: another one takes a process of its own"
             )
         return level
+
+
+def _load(level: Level, directory: Path) -> None:
+    """Load a level's library; one in `directory` that cannot be loaded is built anew."""
+    library = find_or_build(level, directory)
+    try:
+        _register(library)
+    except NativeKernelsUnavailable as error:
+        if library.parent != directory:
+            raise
+        log.warning("%s; it is built anew", error)
+        _register(build(level, directory))
 
 
 def _register(library: Path) -> None:
@@ -68,13 +88,20 @@ def loaded_level() -> str:
 def find_or_build(level: Level, directory: Path) -> Path:
     """Return the path of a level's library: shipped, in `directory`, or built there now.
 
-    Raises: NativeKernelsUnavailable.
+    Raises: NativeKernelsUnavailable, also if another user could have written what is in `directory`.
     """
     name = library_name(level)
-    for library in (SHIPPED / name, directory / name):
-        if library.exists():
-            return library
-    return build(level, directory)
+    if (SHIPPED / name).exists():
+        return SHIPPED / name
+    library = directory / name
+    try:
+        make_private(directory)
+        check_ours(library.lstat(), library)
+    except FileNotFoundError:
+        return build(level, directory)
+    except OSError as error:
+        raise NativeKernelsUnavailable(f"the kernels cannot be kept: {error}") from error
+    return library
 
 
 def library_name(level: Level) -> str:
@@ -86,35 +113,48 @@ def library_name(level: Level) -> str:
     return f"kernels-{level.name}-{recipe.hexdigest()[:16]}.so"
 
 
-def find_compiler() -> str | None:
-    """Return the path of a C++ compiler, or None."""
-    return next(filter(None, map(shutil.which, COMPILERS)), None)
+def find_compilers() -> list[str]:
+    """Return the paths of the C++ compilers of this machine, the preferred one first."""
+    return [path for path in map(shutil.which, COMPILERS) if path is not None]
 
 
 def build(level: Level, directory: Path, *, compiler: str | None = None, options: tuple[str, ...] = ()) -> Path:
-    """Compile a level's library into `directory`; each source on a core of its own. Returns its path.
+    """Compile a level's library into `directory`, which has to exist; each source on a core of its own.
 
-    Another `compiler` than this machine's takes its `options` in addition.
-    Raises: NativeKernelsUnavailable with the compiler's last line.
+    Compilers of this machine are tried one after the other unless one is named; they take the `options` in addition.
+    Returns the library's path.
+    Raises: NativeKernelsUnavailable with the last line of the last compiler.
     """
-    compiler = compiler or find_compiler()
-    if compiler is None:
+    compilers = find_compilers() if compiler is None else [compiler]
+    if not compilers:
         raise NativeKernelsUnavailable(f"there is no C++ compiler ({', '.join(COMPILERS)})")
+    report("building native kernels", detail=f"{level.name}, once; tens of seconds")
+    for number, each in enumerate(compilers, 1):
+        try:
+            return _build_by(each, level, directory, options)
+        except NativeKernelsUnavailable as error:
+            if number == len(compilers):
+                raise
+            log.warning("%s; the next compiler is tried", error)
+    raise AssertionError("the last compiler returns or raises")
+
+
+def _build_by(compiler: str, level: Level, directory: Path, options: tuple[str, ...]) -> Path:
     library = directory / library_name(level)
     flags = [*OPTIONS, *level.options, *DEFINITIONS, *options, f"-isystem{jax.ffi.include_dir()}"]
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as here:
             sources = sorted(SOURCES.glob("*.cc"))
             objects = [str(Path(here) / f"{source.stem}.o") for source in sources]
+            commands = [
+                [compiler, *flags, "-c", str(source), "-o", target]
+                for source, target in zip(sources, objects, strict=True)
+            ]
             with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-                commands = [
-                    [compiler, *flags, "-c", str(source), "-o", target]
-                    for source, target in zip(sources, objects, strict=True)
-                ]
                 list(pool.map(_run, commands))
             partial = Path(here) / library.name
             _run([compiler, "-shared", "-pthread", *options, *objects, "-o", str(partial)])
+            partial.chmod(0o700)
             partial.replace(library)
     except OSError as error:
         raise NativeKernelsUnavailable(f"the kernels cannot be written: {error}") from error
@@ -123,7 +163,7 @@ def build(level: Level, directory: Path, *, compiler: str | None = None, options
 
 def _run(command: list[str]) -> None:
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=BUILD_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise NativeKernelsUnavailable(f"{command[0]} takes longer than {BUILD_TIMEOUT_S:.0f} s") from error
     except subprocess.CalledProcessError as error:

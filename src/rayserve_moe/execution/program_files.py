@@ -28,10 +28,7 @@ class ProgramFiles:
 
     def __init__(self, directory: Path, *, most_bytes: int) -> None:
         self._directory, self._most_bytes = directory, most_bytes
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
-        _check_ours(directory.lstat(), directory)
+        make_private(directory)
         with tempfile.TemporaryFile(dir=directory):
             pass  # a directory that takes no file says so now
 
@@ -40,7 +37,7 @@ class ProgramFiles:
         path = self._directory / key
         try:
             with open(path, "rb", opener=_open_here) as file:
-                _check_ours(os.fstat(file.fileno()), path)
+                check_ours(os.fstat(file.fileno()), path)
                 stored = file.read()
             os.utime(path)
         except FileNotFoundError:
@@ -87,12 +84,21 @@ class ProgramFiles:
         return found
 
 
+def make_private(directory: Path) -> None:
+    """Make a directory that only this user can write to. OSError where that is not possible, or others can write."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    check_ours(directory.lstat(), directory)
+
+
 def _open_here(path: str, flags: int) -> int:
     """Open no link, and wait for no writer."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def _check_ours(status: os.stat_result, path: Path) -> None:
+def check_ours(status: os.stat_result, path: Path) -> None:
+    """Raise PermissionError for a file or directory that another user could have written, and for links."""
     is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
     if not is_plain or status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
         raise PermissionError(

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rayserve_moe.config.load import default_cache_directory, environment_setting
-from rayserve_moe.execution.native_levels import AUTO, LEVELS, NativeKernelsUnavailable, choose_level
-from rayserve_moe.execution.native_library import SHIPPED, build, find_or_build
+from rayserve_moe.config.load import default_cache_directory
+from rayserve_moe.execution.native_levels import LEVELS, NativeKernelsUnavailable, choose_level
+from rayserve_moe.execution.native_library import SHIPPED, build, find_or_build, requested_level
 
 FAILED = 1
 PORTABLE = ("-static-libstdc++", "-static-libgcc")
@@ -30,10 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.all:
+            into = options.into or SHIPPED
+            into.mkdir(parents=True, exist_ok=True)
             for level in LEVELS.get(platform.machine(), ()):
-                _say(level.name, lambda level=level: build(level, options.into or SHIPPED, options=PORTABLE))
+                _say(level.name, lambda level=level: build(level, into, options=PORTABLE))
         else:
-            level = choose_level(environment_setting("cpu_level") or AUTO)
+            level = choose_level(requested_level())
             into = options.into or default_cache_directory() / "native"
             _say(level.name, lambda: find_or_build(level, into))
     except NativeKernelsUnavailable as error:
@@ -43,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(name: str, build_library: Callable[[], Path]) -> None:
+    sys.stdout.write(f"native CPU kernels ({name}) are built, unless they are there: half a minute\n")
+    sys.stdout.flush()
     started = time.perf_counter()
     library = build_library()
     sys.stdout.write(f"native CPU kernels ({name}) in {time.perf_counter() - started:.0f} s: {library}\n")

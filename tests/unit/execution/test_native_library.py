@@ -29,23 +29,31 @@ def unloaded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native_library, "_loaded", [])
 
 
-def fake_compiler(directory: Path, script: str) -> None:
-    compiler = directory / "c++"
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A private directory of libraries."""
+    directory = tmp_path / "cache"
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+def fake_compiler(directory: Path, script: str, name: str = "c++") -> None:
+    compiler = directory / name
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
 
 
-def test_without_a_compiler_the_reason_names_those_that_were_looked_for(monkeypatch, tmp_path):
+def test_without_a_compiler_the_reason_names_those_that_were_looked_for(monkeypatch, tmp_path, cache):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NativeKernelsUnavailable, match=r"no C\+\+ compiler \(clang\+\+, c\+\+, g\+\+\)"):
-        build(LEVEL, tmp_path / "cache")
+        build(LEVEL, cache)
 
 
 def test_what_was_built_needs_no_compiler(monkeypatch, tmp_path):
     need_native_kernels()
     level = register_native_kernels()
     built = find_or_build(level, default_cache_directory() / "native")
-    (tmp_path / "native").mkdir()
+    (tmp_path / "native").mkdir(mode=0o700)
     shutil.copy(built, tmp_path / "native")
     monkeypatch.setenv("PATH", "")
     assert find_or_build(level, tmp_path / "native") == tmp_path / "native" / built.name
@@ -55,7 +63,7 @@ def test_what_the_package_brings_along_comes_first(monkeypatch, tmp_path):
     monkeypatch.setattr(native_library, "SHIPPED", tmp_path)
     monkeypatch.setenv("PATH", "")
     (tmp_path / library_name(LEVEL)).write_bytes(b"")
-    assert find_or_build(LEVEL, tmp_path / "cache").parent == tmp_path
+    assert find_or_build(LEVEL, cache).parent == tmp_path
 
 
 def test_a_library_is_named_by_its_sources_and_options(monkeypatch, tmp_path):
@@ -66,28 +74,64 @@ def test_a_library_is_named_by_its_sources_and_options(monkeypatch, tmp_path):
     assert library_name(LEVEL) not in names
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch, tmp_path):
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch, tmp_path, cache):
     fake_compiler(tmp_path, "echo 'unknown option -mavx2' >&2; exit 1")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NativeKernelsUnavailable, match="fails: unknown option -mavx2"):
-        build(LEVEL, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+        build(LEVEL, cache)
+    assert list(cache.iterdir()) == []
 
 
-def test_a_compiler_that_hangs_is_given_up(monkeypatch, tmp_path):
+def test_a_compiler_that_hangs_is_given_up(monkeypatch, tmp_path, cache):
     fake_compiler(tmp_path, "exec /bin/sleep 60")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(native_library, "BUILD_TIMEOUT_S", 0.2)
     with pytest.raises(NativeKernelsUnavailable, match="takes longer"):
-        build(LEVEL, tmp_path / "cache")
+        build(LEVEL, cache)
 
 
-def test_a_directory_that_cannot_be_written_is_no_disaster(monkeypatch, tmp_path):
-    fake_compiler(tmp_path, "exit 0")
+def test_a_compiler_that_fails_leaves_the_work_to_the_next(monkeypatch, tmp_path, cache, caplog):
+    fake_compiler(tmp_path, "printf '\\377 no header' >&2; exit 1", "clang++")
+    fake_compiler(tmp_path, 'for last; do :; done; echo built > "$last"', "g++")
     monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(NativeKernelsUnavailable, match="cannot be written"):
-        build(LEVEL, tmp_path / "cache")
+    assert build(LEVEL, cache).read_text() == "built\n"
+    assert "no header; the next compiler is tried" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written_is_no_disaster(tmp_path):
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(NativeKernelsUnavailable, match="cannot be kept"):
+        find_or_build(LEVEL, tmp_path / "file")
+
+
+@pytest.mark.parametrize("loose", ["directory", "file"])
+def test_what_others_could_have_written_is_not_loaded(cache, loose):
+    library = cache / library_name(LEVEL)
+    library.write_bytes(b"")
+    library.chmod(0o666 if loose == "file" else 0o600)
+    cache.chmod(0o777 if loose == "directory" else 0o700)
+    with pytest.raises(NativeKernelsUnavailable, match="writable for no other user"):
+        find_or_build(LEVEL, cache)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_damaged_library_is_built_anew(monkeypatch, tmp_path, cache):
+    need = library_name(LEVEL)
+    (cache / need).write_bytes(b"")
+    (cache / need).chmod(0o600)
+    built: list[Level] = []
+
+    def build_again(level: Level, directory: Path) -> Path:
+        built.append(level)
+        return directory / need
+
+    monkeypatch.setattr(native_library, "choose_level", lambda requested: LEVEL)
+    monkeypatch.setattr(native_library, "default_cache_directory", lambda: tmp_path / "home")
+    monkeypatch.setattr(native_library, "find_or_build", lambda level, directory: directory / need)
+    monkeypatch.setattr(native_library, "build", build_again)
+    with pytest.raises(NativeKernelsUnavailable, match="cannot be loaded"):
+        register_native_kernels()
+    assert built == [LEVEL] and loaded_level() == ""
 
 
 @pytest.mark.usefixtures("unloaded")

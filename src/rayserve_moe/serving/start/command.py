@@ -65,7 +65,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         if is_config(options.config):
             if options.settings:
-                raise StartError(f"{options.settings[0]}: a config has settings of its own")
+                raise StartError(
+                    f"{options.settings[0]}: settings of a config stand in it, under applications[].args; flags are "
+                    "for `serve MODEL`"
+                )
             _become(_prepared(Path(options.config)))
         with tempfile.TemporaryDirectory(prefix="rayserve-config-") as folder:
             file = Path(folder) / "config.yaml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -82,6 +83,7 @@ def line_of(progress: Progress) -> str:
 def what_to_try(plan: Plan, folder: Path) -> Sequence[str]:
     """Return the last lines of a start: what is served, what to ask it, and how to stop it."""
     ours = [one for one in plan.config["applications"] if one["import_path"] == APPLICATION]
+    programs = "" if shutil.which("rayserve-moe") else f"{Path(sys.executable).parent}/"
     first = ours[0]
     url = f"{plan.url}{(first.get('route_prefix') or '/').rstrip('/')}"
     lines = [f"  model    {model_of(one)}" for one in ours]
@@ -90,8 +92,8 @@ def what_to_try(plan: Plan, folder: Path) -> Sequence[str]:
         *lines,
         f"  try      curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         f"  experts  {url}/experts",
-        f"  chat     rayserve-moe chat --url {url}",
-        f"  jobs     RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:{plan.ports.dashboard}",
+        f"  chat     {programs}rayserve-moe chat --url {url}",
+        f"  jobs     RAY_AUTH_MODE=token {programs}ray job submit --address http://127.0.0.1:{plan.ports.dashboard}",
         f"  logs     {log_folder(folder)}",
         "  stop     Ctrl-C, or SIGTERM to this process",
     ]

@@ -14,6 +14,7 @@ DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
     "RAY_START_HOOK": "rayserve_moe.serving.start.cluster.adapt",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_health_check_initial_delay_ms": "1000",

@@ -13,9 +13,10 @@ from typing import Any
 
 import yaml
 
-from rayserve_moe.config.given_files import is_url
+from rayserve_moe.config.given_files import TRAINED, TRAINED_NAMES, is_url
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
+from rayserve_moe.execution.native_levels import AUTO, NativeKernelsUnavailable, choose_level
 from rayserve_moe.serving.start import serve_keys
 from rayserve_moe.serving.start.ports import StartError
 from rayserve_moe.serving.start.state import APPLICATION
@@ -50,7 +51,8 @@ def check_config(path: Path) -> CheckedConfig:
     if not ours:
         raise StartError(f"{path}: no application has import_path {APPLICATION}")
     for settings in ours.values():
-        _check_directory(settings.model.path)
+        _check_model(settings.model.path)
+        _check_level(settings)
     return CheckedConfig(document, ours, http.get("host") or LOOPBACK, port)
 
 
@@ -134,8 +136,27 @@ def _applications(path: Path, document: Mapping[str, Any]) -> list[dict[str, Any
     return applications
 
 
-def _check_directory(model_path: str) -> None:
-    """Raise StartError for a path of this machine, absolute or below `.` or `~`, where there is no directory."""
-    is_local = model_path[:1] in ("/", ".", "~") and not is_url(model_path)
-    if is_local and not Path(model_path).expanduser().is_dir():
+def _check_model(model_path: str) -> None:
+    """Raise StartError for a model that the package does not bring along, or a path of this machine, absolute or below
+    `.` or `~`, that is no checkpoint."""
+    prefix, _, name = model_path.partition(":")
+    if prefix == TRAINED and name not in TRAINED_NAMES:
+        raise StartError(f"model_path {model_path}: no such model; there are {', '.join(TRAINED_NAMES)}")
+    if model_path[:1] not in ("/", ".", "~") or is_url(model_path):
+        return
+    directory = Path(model_path).expanduser()
+    if not directory.is_dir():
         raise StartError(f"model_path {model_path}: no such checkpoint directory")
+    if not (directory / "config.json").is_file():
+        raise StartError(f"model_path {model_path}: there is no config.json in this directory")
+
+
+def _check_level(settings: Settings) -> None:
+    """Raise StartError for instructions that the processor lacks; TPU hosts are other machines than this one."""
+    level = settings.compile.cpu_level
+    if level == AUTO or settings.compile.cpu_kernels == "off" or settings.cluster.tpu_topology:
+        return
+    try:
+        choose_level(level)
+    except NativeKernelsUnavailable as error:
+        raise StartError(f"cpu_level {level}: {error}") from error

@@ -52,7 +52,7 @@ def test_nothing_needs_to_be_explained_of_a_single_device(name):
 
 def test_a_config_takes_no_options(tmp_path, capsys):
     assert main(["serve", str(tmp_path / "a.yaml"), "--port", "1"]) == 1
-    assert "a config has settings of its own" in capsys.readouterr().err
+    assert "settings of a config stand in it" in capsys.readouterr().err
 
 
 def test_the_version_is_told(capsys):

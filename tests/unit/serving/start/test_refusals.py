@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -199,6 +200,17 @@ def test_tensors_that_do_not_fit_the_config_are_one_sentence(tmp_path, way):
     model = broken_copy(TRAINED["calculator"], way, tmp_path / "model")
     line = fault_of({"model_path": str(model)})
     assert WAYS[way][1] in line and "the checkpoint does not fit its config" in line
+
+
+def test_what_no_library_is_needed_for_is_refused_at_once(refused, tmp_path):
+    elsewhere = "avx2" if platform.machine() == "aarch64" else "neon"
+    assert f"has no level {elsewhere}: take one of" in refused(
+        config(applications__0__args={**ARGS, "cpu_level": elsewhere})
+    )
+    assert "no such model; there are calculator" in refused(
+        config(applications__0__args={"model_path": "trained:poet"})
+    )
+    assert "no config.json in this directory" in refused(config(applications__0__args={"model_path": str(tmp_path)}))
 
 
 def test_a_port_that_is_taken_is_named_with_its_owner(refused):
