@@ -61,7 +61,12 @@ def num_cores() -> int:
 
 
 def conditions(engine: Engine, *, size: str, repeats: int, load_before: float) -> dict[str, Any]:
-    """Begin a result of one of our engines: all of the above, dtype and devices; `size` is what its model is called."""
+    """Begin a result of one of our engines: all of the above, dtype and devices; `size` is what its model is called.
+
+    Returns once the engine compiles nothing more beside its steps.
+    """
+    if engine.runner.later is not None:
+        engine.runner.later.wait()
     return {
         "size": size,
         "repeats": repeats,
