@@ -161,6 +161,7 @@ def test_falling_back_is_a_warning_where_the_processor_could_do_better(monkeypat
             raise NativeKernelsUnavailable("the processor does not have it")
 
     monkeypatch.setattr(native_kernels, "choose_level", choose)
+    monkeypatch.delenv("RAYSERVE_MOE_CPU_LEVEL", raising=False)
     with caplog.at_level(logging.INFO):
         assert chosen("auto", spec_with(hidden_size=145)) is CPU
         assert [record.levelno for record in caplog.records] == [level]
