@@ -17,6 +17,7 @@ from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.execution import later_shapes
 from tests.support.checkpoints import NATIVE_CORE_CONFIG
 from tests.support.native import need_native_kernels
+from tests.support.runners import new_runner
 from tests.support.workload import draw_prompt
 
 ASKED = {"return_logprob": True, "return_routed_experts": True, "max_new_tokens": 12, "ignore_eos": True}
@@ -32,9 +33,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def started(checkpoint: Path, **settings: Any) -> Iterator[Engine]:
-    """An engine that compiles anew."""
-    native = {"cpu_kernels": "native", "enable_return_routed_experts": True, "compile_cache": "off"}
-    with Engine(str(checkpoint), max_running_requests=16, max_model_len=512, **native, **settings) as engine:
+    """An engine whose programs only those of this file share."""
+    native = {"cpu_kernels": "native", "enable_return_routed_experts": True, "num_pages": 64}
+    kept = {"compile_cache": str(checkpoint.parent / "programs")}
+    with Engine(str(checkpoint), max_running_requests=16, max_model_len=512, **native, **kept, **settings) as engine:
         yield engine
 
 
@@ -111,9 +113,7 @@ def test_an_engine_that_ends_compiles_nothing_more(monkeypatch, checkpoint):
     assert len(compiled) == 1
 
 
-def test_xla_compiles_all_shapes_ahead(core_checkpoint, is_native):
-    if is_native:
-        pytest.skip("of XLA's own kernels")
-    settings = {"dtype": "float32", "cpu_kernels": "off", "max_model_len": 512}
-    with Engine(str(core_checkpoint), max_running_requests=4, **settings) as engine:
-        assert later_shapes.first_shapes(engine.runner.served) == engine.runner.served.shapes
+@pytest.mark.float32("XLA's own kernels")
+def test_xla_compiles_all_shapes_ahead(core_checkpoint):
+    served = new_runner(core_checkpoint, dtype="float32", cpu_kernels="off", max_model_len=512).served
+    assert later_shapes.first_shapes(served) == served.shapes

@@ -15,7 +15,6 @@ DEFAULTS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    "RAY_START_HOOK": "rayserve_moe.serving.start.cluster.adapt",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -36,6 +35,8 @@ DEFAULTS = {
 }
 """Of a cluster on one machine. Requests reach the replica through HAProxy (ADR 0010). A raylet that is gone refuses
 every health check at once, and is lost after 3 s instead of 14; one that is only slow has 15 s."""
+OF_START = {"RAY_START_HOOK": "rayserve_moe.serving.start.cluster.adapt"}
+"""Of a cluster that the start command starts, beside DEFAULTS: its workers are forked (ADR 0036)."""
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Makes Ray's processes listen on 127.0.0.1 alone, except on the port by which replicas call each other, which Serve
 opens on every interface: the token protects it."""
@@ -89,7 +90,7 @@ def environment_of(
         "RAY_SERVE_HAPROXY_BINARY_PATH": folder / LAUNCHER,
         PROGRESS_VARIABLE: folder / PROGRESS,
     }
-    defaults = {**DEFAULTS, "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_answer_s))}
+    defaults = {**DEFAULTS, **OF_START, "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_answer_s))}
     if journal_key:
         own["RAYSERVE_MOE_JOURNAL"], own["RAYSERVE_MOE_JOURNAL_KEY"] = f"127.0.0.1:{ports.journal}", journal_key
     if jax_platforms:
