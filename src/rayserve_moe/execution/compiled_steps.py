@@ -224,7 +224,7 @@ class _Compiler:
         self.seconds: list[float] = []
         self.num_found = 0
         self.total = 0
-        """Programs of which each is reported as it is done; 0: none is."""
+        """Number of programs to report progress against; 0: no reports."""
         self._plan, self._kernels, self._kept = served.config.plan, served.config.kernels, kept
 
     def compile(self, program: Program) -> Any:

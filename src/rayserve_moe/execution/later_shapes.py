@@ -25,7 +25,7 @@ from rayserve_moe.execution.step_types import StepShape
 from rayserve_moe.kernels.registry import CPU_NATIVE
 
 NICENESS = 10
-"""Of the compiling thread: steps come first, and it still gets on beside them."""
+"""Niceness of the compiling thread: steps come first, and it still progresses beside them."""
 log = logging.getLogger(__name__)
 
 

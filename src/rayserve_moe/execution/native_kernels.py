@@ -1,4 +1,4 @@
-"""Which kernels compute a model, and in what dtype."""
+"""Choice of a model's kernels and of the dtype that they compute in."""
 
 from __future__ import annotations
 

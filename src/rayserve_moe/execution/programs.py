@@ -93,12 +93,12 @@ def step_name(shape: StepShape) -> str:
 
 
 def sampler_name(num_singles: int, has_evidence: bool) -> str:
-    """Name of the program that draws held samples of a step with so many single tokens."""
+    """Return the name of the program that draws held samples of a step with `num_singles` single tokens."""
     return f"evidence_{num_singles}" if has_evidence else f"sample_{num_singles}"
 
 
 def inspection_name(num_tokens: int) -> str:
-    """Return the name of the program that looks at tokens of a step of so many."""
+    """Return the name of the program that inspects tokens of a step with `num_tokens` tokens."""
     return f"{INSPECT}_{num_tokens}"
 
 

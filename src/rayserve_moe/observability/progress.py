@@ -25,7 +25,7 @@ MOST_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage of a start is. `total` is 0 where it is unknown."""
+    """Progress of one stage of a start; `total` is 0 if it is unknown."""
 
     stage: str
     done: int = 0

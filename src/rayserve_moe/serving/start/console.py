@@ -1,4 +1,4 @@
-"""What a start says on the console: its stages, how far each is, warnings, and what to do once it serves."""
+"""Console output of a start: stages with their progress, warnings, and what to try once it serves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Console:
         self._file = sys.stdout
 
     def redirect(self, log: Path) -> None:
-        """Have this process's other output, also that of its libraries, go to a file."""
+        """Send all other output of this process, its libraries' included, to a file."""
         self._file.flush()
         kept = os.dup(1)
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
