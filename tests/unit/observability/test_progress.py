@@ -1,4 +1,4 @@
-"""What a process reports is what the console of its start reads."""
+"""The console of a start reads each report of its processes."""
 
 from __future__ import annotations
 

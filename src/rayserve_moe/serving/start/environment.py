@@ -36,7 +36,7 @@ DEFAULTS = {
 """Of a cluster on one machine. Requests reach the replica through HAProxy (ADR 0010). A raylet that is gone refuses
 every health check at once, and is lost after 3 s instead of 14; one that is only slow has 15 s."""
 OF_START = {"RAY_START_HOOK": "rayserve_moe.serving.start.cluster.adapt"}
-"""Of a cluster that the start command starts, beside DEFAULTS: its workers are forked (ADR 0036)."""
+"""Added to DEFAULTS in the start command's own cluster, which forks its workers (ADR 0036)."""
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Makes Ray's processes listen on 127.0.0.1 alone, except on the port by which replicas call each other, which Serve
 opens on every interface: the token protects it."""

@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def import_all() -> None:
-    """Import what workers need, without a random number of Ray's library: its state would be that of every fork."""
+    """Import the modules of workers. Ray's library draws no random number here: every fork would repeat it."""
     vars(importlib.import_module("ray.actor"))["ActorClassID"] = ClassIds
     for name in IMPORTED:
         importlib.import_module(name)

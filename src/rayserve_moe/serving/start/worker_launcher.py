@@ -1,4 +1,4 @@
-"""What the raylet runs to start a Python worker: has it forked by the fork server, or starts it as Ray does.
+"""Launcher of Python workers for the raylet: asks the fork server for a fork, or starts the worker as Ray does.
 
 `write_worker_launcher` writes the script. Ray's own way is taken for a worker with a runtime environment, which may
 have other modules, and where the fork server does not answer. Nothing here loads Ray.

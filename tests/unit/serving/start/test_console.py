@@ -1,4 +1,4 @@
-"""What a start says on its console."""
+"""Console output of a start."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_a_value_that_serve_refuses_is_one_sentence():
 
 
 def fault_of(arguments: dict) -> str:
-    """What the check of models says of these settings."""
+    """Return the error of the check of models for these settings."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011  checkpoints and settings have errors of their own
         check_models(config(applications__0__args=arguments))
     (line,) = str(caught.value).splitlines()
