@@ -20,7 +20,7 @@ PROGRESS_VARIABLE = "RAYSERVE_MOE_PROGRESS"
 LONGEST_LINE = 2000
 """Characters of a text: a line is appended in one write."""
 MOST_BYTES = 4 << 20
-"""Size from which the reader empties the file."""
+"""Size from which the reader empties a file that it has read to the end."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,15 @@ class ProgressReader:
         """Yield what whole lines say; others are skipped."""
         try:
             with self._path.open("r+b") as file:
-                if self._offset > MOST_BYTES:
-                    file.truncate(0)
-                    self._offset = 0
                 file.seek(self._offset)
                 written = file.read()
+                lines = written[: written.rfind(b"\n") + 1]
+                self._offset += len(lines)
+                if MOST_BYTES < self._offset == os.fstat(file.fileno()).st_size:
+                    file.truncate(0)
+                    self._offset = 0
         except OSError:
             return
-        lines = written[: written.rfind(b"\n") + 1]
-        self._offset += len(lines)
         for line in lines.splitlines():
             try:
                 fields = json.loads(line)
