@@ -3,9 +3,11 @@
     python -m benchmarks.peers.install [--peers DIR]
     python -m benchmarks.peers.run --size small [--sides vllm,llamacpp] [--peers DIR] [--workloads W1,W2] [--repeats 5]
     python -m benchmarks.peers.run --size mid --sides llamacpp --experts int8 --workloads W1,W2
+    RAYSERVE_MOE_CPU_LEVEL=avx2 python -m benchmarks.peers.run --size small --sides llamacpp,xla --out FILE.json
 
-The size is that of a synthetic preset, `olmoe-mid` as well. The first command makes each peer as fast as
-it runs here, and writes down how: that stands in the result, with the environment that it runs in. Who is not asked is
+The size is that of a synthetic preset, `olmoe-mid` as well. The side `xla` is our engine without native kernels, in
+float32 as it then serves. The first command makes each peer as fast as it runs here, and writes down how: that stands
+in the result, with the environment that it runs in. Who is not asked is
 stopped. The sides take turns repeat by repeat, so that the machine's slow changes meet all of them; leave it idle all
 the same. The read bandwidth is the best that was measured before, between and after the workloads. Whether a peer
 computes the same model: `python -m benchmarks.peers.agreement`. Where our experts are in int8, llama.cpp has all of its
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +31,7 @@ from benchmarks.peers.folders import add_peers_option, installed
 from benchmarks.peers.process import PeerProcess
 from benchmarks.peers.tables import OURS
 from benchmarks.table import tables
-from benchmarks.workloads import WORKLOADS, add_workload_options, prompts_of
+from benchmarks.workloads import WORKLOADS, Workload, add_workload_options, prompts_of
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.execution.native_library import OPTIONS, find_compilers, register_native_kernels
 from rayserve_moe.inprocess.engine import Engine
@@ -36,13 +39,27 @@ from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 
-HERE, INT8 = Path(__file__).parent, "int8"
+HERE, INT8, XLA = Path(__file__).parent, "int8", "xla"
 SCRIPTS = {"vllm": "vllm_peer.py", "llamacpp": "llamacpp_peer.py"}
 VLLM_LATENT_WIDTH = 512 + 64
 """The one width of a cached row for which vLLM has latent attention on a processor."""
 
 
-def measure(name: str, engine: Engine, *, peers: dict[str, PeerProcess], repeats: int) -> dict[str, Any]:
+class XlaEngine:
+    """Our engine without native kernels, as one more side."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.facts = {"version": "in float32", "cores": sorted(os.sched_getaffinity(0))}
+        self._engine = engine
+
+    def run(
+        self, workload: Workload, prompts: list[list[int]], *, seed: int
+    ) -> tuple[dict[str, float], list[list[int]]]:
+        """Generate; returns the run and the ids of every choice."""
+        return run_engine(self._engine, workload, prompts=prompts, seed=seed)
+
+
+def measure(name: str, engine: Engine, *, peers: Mapping[str, PeerProcess | XlaEngine], repeats: int) -> dict[str, Any]:
     """Run a workload `repeats` times on each side in turn, after an uncounted turn of each."""
     workload = WORKLOADS[name]
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in (OURS, *peers)}
@@ -101,9 +118,10 @@ def main() -> None:
     arguments = parse_arguments()
     load_before, path = load_before_start(), checkpoint_of(arguments.size)
     spec, bandwidths, workloads = spec_from_config(read_config(path)), [read_bytes_per_s()], {}
-    found = {name: facts_for(installed(arguments.peers.resolve(), name), name, spec) for name in arguments.sides}
+    others = [name for name in arguments.sides if name != XLA]
+    found = {name: facts_for(installed(arguments.peers.resolve(), name), name, spec) for name in others}
     with ExitStack() as stack:
-        peers = {
+        peers: dict[str, PeerProcess | XlaEngine] = {
             name: stack.enter_context(
                 start(name, path, peers=arguments.peers.resolve(), facts=facts, experts=arguments.experts)
             )
@@ -112,6 +130,9 @@ def main() -> None:
         engine = stack.enter_context(
             Engine(str(path), dtype="bfloat16", expert_dtype=arguments.experts, max_model_len=1024)
         )
+        if XLA in arguments.sides:
+            xla = Engine(str(path), dtype="float32", cpu_kernels="off", max_model_len=1024)
+            peers[XLA] = XlaEngine(stack.enter_context(xla))
         result = conditions(engine, size=arguments.size, repeats=arguments.repeats, load_before=load_before)
         result["ours"] |= our_facts(engine)
         for name in arguments.workloads:
@@ -119,7 +140,7 @@ def main() -> None:
             bandwidths.append(read_bytes_per_s())
     bandwidth, experts = max(bandwidths), arguments.experts
     result["peers"] = {
-        "facts": {name: peer.facts | found[name] for name, peer in peers.items()},
+        "facts": {name: peer.facts | found.get(name, {}) for name, peer in peers.items()},
         "read_bytes_per_s": bandwidth,
         "limits": {
             str(count): most_tokens_per_s(spec, count, bytes_per_s=bandwidth, expert_dtype=experts)

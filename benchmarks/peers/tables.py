@@ -12,7 +12,7 @@ from benchmarks.markdown import markdown_table
 from benchmarks.workloads import Workload
 
 OURS = "ours"
-NAMES = {"ours": "ours", "vllm": "vLLM", "llamacpp": "llama.cpp"}
+NAMES = {"ours": "ours", "vllm": "vLLM", "llamacpp": "llama.cpp", "xla": "ours by XLA"}
 DECODING = {"W1": 1.0, "W2": 16.0}
 """Workloads that mostly decode, with their streams."""
 PREFILLING = "W3"
