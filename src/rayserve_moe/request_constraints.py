@@ -18,6 +18,7 @@ _KINDS = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
 _LONGEST_PATTERN = 256
 _MOST_SPACES = 4
 """How much longer a schema may be with spaces than without."""
+_EMPTY = "it is empty: leave it out for an answer that keeps to nothing"
 _SGLANG_ANY = "$$ANY$$"
 """SGLang's schema for any object."""
 
@@ -25,8 +26,8 @@ _SGLANG_ANY = "$$ANY$$"
 def constraint_of(given: Given, *, longest: int = LONGEST_CONSTRAINT) -> Constraint | None:
     """Read the constraint of checked values, under the names of `ConstraintFields`; None without one.
 
-    RequestError names a field whose value is not understood, and a second one where there are two. A text that is
-    several times as long as the `longest` may be without spaces is refused unread: nothing else runs while it is read.
+    RequestError names a field whose value is empty or not understood, and a second one where there are two. A text that
+    is several times as long as the `longest` may be without spaces is refused unread: nothing else runs meanwhile.
     """
     for name, value in given.items():
         texts = value.values() if isinstance(value, Mapping) else (value,)
@@ -67,25 +68,27 @@ def _read(name: str, value: Any) -> Constraint | None:
     return _READERS[name](value, name)
 
 
-def _schema(value: Any, param: str) -> Constraint | None:
+def _schema(value: Any, param: str) -> Constraint:
     if value == "":
-        return None
+        raise RequestError(_EMPTY, param)
     value = ANY_OBJECT if value == _SGLANG_ANY else value
     return Constraint("json_schema", schema_text(value, param=param), param)
 
 
-def _regex(value: Any, param: str) -> Constraint | None:
+def _regex(value: Any, param: str) -> Constraint:
     return _text("regex", value, param)
 
 
-def _grammar(value: Any, param: str) -> Constraint | None:
+def _grammar(value: Any, param: str) -> Constraint:
     return _text("grammar", value, param)
 
 
-def _text(kind: str, value: Any, param: str) -> Constraint | None:
+def _text(kind: str, value: Any, param: str) -> Constraint:
     if not isinstance(value, str):
         raise RequestError("should be a string", param)
-    return Constraint(kind, value, param) if value else None
+    if not value:
+        raise RequestError(_EMPTY, param)
+    return Constraint(kind, value, param)
 
 
 def _choice(value: Any, param: str) -> Constraint:
@@ -94,9 +97,9 @@ def _choice(value: Any, param: str) -> Constraint:
     return Constraint("choice", json.dumps(value, ensure_ascii=False), param)
 
 
-def _tags(value: Any, param: str) -> Constraint | None:
+def _tags(value: Any, param: str) -> Constraint:
     if value == "":
-        return None
+        raise RequestError(_EMPTY, param)
     try:
         value = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -141,7 +144,7 @@ def _response_format(value: Any, param: str) -> Constraint | None:
     return _schema(schema, param)
 
 
-def _structured_outputs(value: Any, param: str) -> Constraint | None:
+def _structured_outputs(value: Any, param: str) -> Constraint:
     """vLLM's: one kind, and options of JSON."""
     if not isinstance(value, Mapping):
         raise RequestError("should be an object", param)
@@ -161,7 +164,7 @@ def _structured_outputs(value: Any, param: str) -> Constraint | None:
     pattern = "" if given.get("disable_any_whitespace") else given.get("whitespace_pattern")
     if pattern is not None and (not isinstance(pattern, str) or len(pattern) > _LONGEST_PATTERN):
         raise RequestError(f"`whitespace_pattern` should be a string of at most {_LONGEST_PATTERN} characters", param)
-    return constraint and with_whitespace(constraint, pattern)
+    return with_whitespace(constraint, pattern)
 
 
 def _closed(schema: Any) -> Any:

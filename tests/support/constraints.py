@@ -12,6 +12,7 @@ from rayserve_moe.checkpoints.synthetic_tokenizer import EOS_ID, write_tokenizer
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.constraints.matchers import Vocabulary
+from rayserve_moe.engine.guides import vocabulary_of
 from rayserve_moe.requests import Constraint
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.support.checkpoints import CORE_CONFIG
@@ -36,8 +37,7 @@ def synthetic_tokenizer() -> Tokenizer:
 @cache
 def vocabulary() -> Vocabulary:
     """What matchers for the core model are made for."""
-    tokenizer_json = synthetic_tokenizer().backing.backend_tokenizer.to_str()
-    return Vocabulary(tokenizer_json, CORE_CONFIG.vocab_size, (EOS_ID,))
+    return vocabulary_of(synthetic_tokenizer(), CORE_CONFIG.vocab_size, eos_ids=(EOS_ID,))
 
 
 @cache

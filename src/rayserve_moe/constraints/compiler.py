@@ -17,7 +17,7 @@ from rayserve_moe.constraint_fields import Constraint
 from rayserve_moe.constraints.grammar_text import grammar_of
 from rayserve_moe.constraints.matchers import Vocabulary, built_matcher, fault_of
 from rayserve_moe.constraints.refusals import refusal
-from rayserve_moe.constraints.token_guide import TokenGuide, end_rules
+from rayserve_moe.constraints.token_guide import AfterText, TokenGuide, end_rules
 from rayserve_moe.constraints.trial_process import TrialProcess, TrialTimeoutError
 from rayserve_moe.requests import RequestError, SamplingParams
 
@@ -33,13 +33,14 @@ class CompiledConstraint:
     vocabulary: Vocabulary
     max_mask_ms: float
     first_ms: float
-    after_ids: tuple[int, ...] = ()
+    after: str = ""
 
     def guide(self, sampling: SamplingParams) -> TokenGuide:
         """A guide from the start of an answer on."""
         rules = end_rules(sampling, eos_ids=self.vocabulary.eos_ids, num_ids=self.vocabulary.num_ids)
+        after = AfterText(self.after.encode(), self.vocabulary.token_bytes) if self.after else None
         times = {"max_mask_ms": self.max_mask_ms, "first_ms": self.first_ms}
-        return TokenGuide(self.matcher.deep_copy(), rules, after_ids=self.after_ids, **times)
+        return TokenGuide(self.matcher.deep_copy(), rules, after=after, **times)
 
 
 class ConstraintCompiler:
@@ -99,8 +100,7 @@ class ConstraintCompiler:
         matcher = built_matcher(self._tokens, grammar)
         # Guides copy what it has found, so that the engine's thread does not look for their first mask.
         assert not fault_of(matcher, mask_words=self._vocabulary.mask_words)[0], "what was tried can begin an answer"
-        after_ids = tuple(self._tokens.tokenize_str(constraint.after, parse_special=True)) if constraint.after else ()
-        return CompiledConstraint(matcher, self._vocabulary, self._settings.max_mask_ms, milliseconds, after_ids)
+        return CompiledConstraint(matcher, self._vocabulary, self._settings.max_mask_ms, milliseconds, constraint.after)
 
     def _drop_failed(self, constraint: Constraint, done: Future[CompiledConstraint]) -> None:
         """Forget what was refused: it may have been for want of time."""

@@ -21,6 +21,8 @@ WHITESPACE = "( |\\n {0,32})"
 model may write nothing else until its limit."""
 MAX_DEPTH = 64
 """Of a schema."""
+NOTHING_FORCED = '%llguidance {"no_forcing": true}\n'
+"""Lets a model choose the tokens of a text that the grammar leaves no choice of, as it does everywhere else."""
 ENGINE_OPTIONS = "x-guidance"
 """A key of schemas that sets options of the engine."""
 
@@ -33,13 +35,9 @@ def grammar_of(constraint: Constraint, *, limits: StructuredSettings) -> str:
         grammar = _GRAMMARS[constraint.kind](constraint, limits)
     except RecursionError as error:
         raise RequestError("it is nested too deeply", constraint.param) from error
-    return _within(constraint.within, grammar) if constraint.within else grammar
-
-
-def _within(lark: str, grammar: str) -> str:
-    """A grammar that another one has in the place of `@content`."""
     first, *others = _parts(grammar)
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": "content"}, *others]})
+    whole = NOTHING_FORCED + (constraint.within or "start: @content\n")
+    return json.dumps({"grammars": [{"lark_grammar": whole}, {**first, "name": "content"}, *others]})
 
 
 def _parts(grammar: str) -> list[dict[str, Any]]:

@@ -1,4 +1,8 @@
-"""Matchers of the grammar engine: what tokens a tokenizer has, and which of them a grammar lets follow."""
+"""Matchers of the grammar engine: what each token writes, and which tokens a grammar lets follow.
+
+The engine is given bytes, not a tokenizer: what a grammar wants written may be written by any tokens that write it,
+added tokens and pieces of words alike, whatever the tokenizer would choose for that text.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +28,50 @@ MOST_OPTIONAL makes them, with something to spare, which is twice the engine's o
 
 
 class Vocabulary(NamedTuple):
-    """What matchers are made for: a tokenizer as the JSON of the tokenizers library, the ids that a model has, and
-    those that end an answer."""
+    """What matchers are made for: what every id of a model writes, and which ids end an answer or write no text.
 
-    tokenizer_json: str
-    num_ids: int
+    `token_bytes[i]` are the bytes that id i adds to an answer, empty for an id of no token. Of `special_ids` they are
+    names: a grammar has such an id only where it asks for it.
+    """
+
+    token_bytes: tuple[bytes, ...]
+    special_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
 
-    def tokens(self) -> LLTokenizer:
-        """The engine's own form of it; takes seconds for large vocabularies."""
-        return LLTokenizer(self.tokenizer_json, n_vocab=self.num_ids, eos_token=list(self.eos_ids))
+    @property
+    def num_ids(self) -> int:
+        """Ids that the model has."""
+        return len(self.token_bytes)
 
     @property
     def mask_words(self) -> int:
         """Numbers of 32 bits that hold one of every id."""
         return -(-self.num_ids // 32)
+
+    def tokens(self) -> LLTokenizer:
+        """Return the engine's own form of it; takes about a second for large vocabularies."""
+        nameless = {i for i, written in enumerate(self.token_bytes) if not written}
+        special = sorted({*self.special_ids, *self.eos_ids, *nameless})
+        written = [each or b"<[%d]>" % i for i, each in enumerate(self.token_bytes)]
+        given = _GivenTokens(written, special, self.eos_ids[0])
+        given.engine = LLTokenizer(given, eos_token=list(self.eos_ids))
+        return given.engine
+
+
+class _GivenTokens:
+    """Tokens under the names by which the grammar engine asks for them."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
+        self.engine: LLTokenizer | None = None
+
+    def __call__(self, text: str) -> list[int]:
+        """Return some ids that write a text. Grammars that force no ids do without."""
+        assert self.engine is not None, "a text is asked for before the tokens are there"
+        return self.engine.greedy_tokenize(text)
 
 
 def built_matcher(tokens: LLTokenizer, grammar: str) -> LLMatcher:

@@ -12,7 +12,6 @@ from llguidance import LLMatcher
 from rayserve_moe.requests import FinishReason, SamplingParams
 
 STOP = FinishReason("stop")
-NO_IDS = np.zeros(0, np.int32)
 
 
 def _failed(sentence: str) -> FinishReason:
@@ -63,6 +62,27 @@ def end_rules(sampling: SamplingParams, *, eos_ids: Collection[int], num_ids: in
     )
 
 
+class AfterText:
+    """Looks for the first output with which a text has been written, whatever tokens write it.
+
+    White space behind the text may lie in its last token; a text that ends inside another token is not found.
+    """
+
+    def __init__(self, text: bytes, token_bytes: Sequence[bytes]) -> None:
+        self._text, self._token_bytes = text, token_bytes
+        self._num_read, self._tail = 0, b""
+
+    def find_end(self, output_ids: np.ndarray) -> int | None:
+        """Return the number of outputs up to the end of the text, None where it is not there yet. Ids only grow."""
+        for token_id in output_ids[self._num_read :].tolist():
+            self._num_read += 1
+            self._tail += self._token_bytes[token_id]
+            if self._tail.endswith(self._text) or self._tail.rstrip().endswith(self._text):
+                return self._num_read
+            self._tail = self._tail[-2 * len(self._text) :]
+        return None
+
+
 class TokenGuide:
     """Follows the outputs of one choice with a matcher of its own, as a `scheduling.sequence.Guide`.
 
@@ -77,22 +97,25 @@ class TokenGuide:
         rules: EndRules,
         *,
         max_mask_ms: float,
-        after_ids: Sequence[int] = (),
+        after: AfterText | None = None,
         first_ms: float = 0.0,
     ) -> None:
-        """Outputs up to `after_ids`, where there are such, may be anything but an end."""
+        """Outputs up to the text `after`, where there is one, may be anything but an end."""
         self._matcher, self._rules, self._max_mask_ms = matcher, rules, max_mask_ms
         self._has_stops, self._no_eos, self._no_ends = bool(rules.stops.any()), ~rules.eos, ~(rules.eos | rules.stops)
         self._mask = np.zeros(len(rules.eos), np.int32)
         self._address = self._mask.ctypes.data  # to look for it takes as long as a step of the grammar
-        self._after_ids = np.asarray(after_ids, np.int32)
+        self._after = after
         self._num_consumed, self.last_ms, self._allowance_ms = 0, first_ms, max_mask_ms
 
     def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
         """Return bits int32 [W] of what may follow, valid until the next call; or how the choice ends, since nothing
         may."""
-        if len(self._after_ids) and not self._has_begun(output_ids):
-            return self._no_ends
+        if self._after is not None:
+            begin = self._after.find_end(output_ids)
+            if begin is None:
+                return self._no_ends
+            self._num_consumed, self._after = begin, None
         begun = time.thread_time()
         is_followed = self._follow(output_ids)
         self.last_ms = 1e3 * (time.thread_time() - begun)
@@ -109,15 +132,6 @@ class TokenGuide:
             return False
         matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
         return not matcher.is_error()
-
-    def _has_begun(self, output_ids: np.ndarray) -> bool:
-        """Whether the ids that the grammar comes after are there; then they are not looked for any more."""
-        count = len(self._after_ids)
-        ends = len(output_ids) - count + 1
-        found = [i for i in range(max(ends, 0)) if np.array_equal(output_ids[i : i + count], self._after_ids)]
-        if found:
-            self._num_consumed, self._after_ids = found[0] + count, NO_IDS
-        return bool(found)
 
     def _within_rules(self, num_outputs: int) -> np.ndarray | FinishReason:
         rules, matcher, mask = self._rules, self._matcher, self._mask

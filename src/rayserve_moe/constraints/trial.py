@@ -1,6 +1,7 @@
 """A process that tries grammars, so that one that takes too long can be ended: building cannot be cancelled.
 
-It reads a vocabulary, then grammars, and answers each with its fault, as lines of JSON; it ends with its input.
+It reads a vocabulary, its bytes as Latin-1, then grammars, and answers each with its fault, as lines of JSON. It ends
+with its input.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ NICE = 10
 def main() -> None:
     """Try what comes in."""
     os.nice(NICE)
-    tokenizer_json, num_ids, eos_ids = json.loads(sys.stdin.readline())
-    vocabulary = Vocabulary(tokenizer_json, num_ids, tuple(eos_ids))
+    written, special_ids, eos_ids = json.loads(sys.stdin.readline())
+    vocabulary = Vocabulary(tuple(each.encode("latin-1") for each in written), tuple(special_ids), tuple(eos_ids))
     tokens = vocabulary.tokens()
     _answer(["ready"])
     for line in sys.stdin:

@@ -57,7 +57,8 @@ class TrialProcess:
         self.close()
         command = [sys.executable, "-m", "rayserve_moe.constraints.trial"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._send([self._vocabulary.tokenizer_json, self._vocabulary.num_ids, self._vocabulary.eos_ids])
+        token_bytes, *ids = self._vocabulary
+        self._send([[each.decode("latin-1") for each in token_bytes], *ids])
         self._receive(time.monotonic() + START_S)
 
     def _send(self, value: Any) -> None:

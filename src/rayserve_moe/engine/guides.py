@@ -20,8 +20,13 @@ def constraint_compiler(
     """A compiler for the tokenizer of a model; None where constraints are switched off, or answers have no end."""
     if not settings.enabled or not card.eos_token_ids:
         return None
-    tokenizer_json = tokenizer.backing.backend_tokenizer.to_str()
-    return ConstraintCompiler(Vocabulary(tokenizer_json, card.vocab_size, card.eos_token_ids), settings)
+    return ConstraintCompiler(vocabulary_of(tokenizer, card.vocab_size, eos_ids=card.eos_token_ids), settings)
+
+
+def vocabulary_of(tokenizer: Tokenizer, num_ids: int, *, eos_ids: Sequence[int]) -> Vocabulary:
+    """Return what matchers need to know of a tokenizer, for a model with `num_ids` ids."""
+    special = tuple(sorted(token_id for token_id in tokenizer.special_ids if token_id < num_ids))
+    return Vocabulary(tuple(map(tokenizer.token_bytes, range(num_ids))), special, tuple(eos_ids))
 
 
 def guides_of(

@@ -1,4 +1,7 @@
-"""Words that an answer must not have, as token ids: vLLM's way, each as it stands and after a space."""
+"""Words that an answer must not have, as token ids: each as it stands and after a space, as vLLM has them.
+
+vLLM leaves out the form after a space where that has another number of tokens; here it is banned too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ MOST_WORDS = 256
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ids of each word; those after a space too, where they are as many and begin differently.
+    """Return the ids of each word; those after a space too, where they are other ids.
 
     RequestError for a word without a token, and for too many.
     """
@@ -23,7 +26,7 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
             raise RequestError("should hold words, none of them empty", "bad_words")
         spaced = tuple(tokenizer.encode(f" {plain}", add_special_tokens=False))
         found.append(ids)
-        if spaced and spaced[0] != ids[0] and len(spaced) == len(ids):
+        if spaced[-len(ids) :] != ids:
             found.append(spaced)
     if len(found) > MOST_WORDS:
         raise RequestError(f"should be at most {MOST_WORDS} words, those after a space included", "bad_words")

@@ -9,12 +9,20 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rayserve_moe.text.chat_history import argument_forms, with_calls, with_reasoning
+from rayserve_moe.text.chat_history import (
+    argument_forms,
+    with_calls,
+    with_known_role,
+    with_missing_content,
+    with_reasoning,
+)
 from rayserve_moe.text.tokenizer import Tokenizer
 
 # What a template may be given by name besides its own variables; every other option of transformers is ours to set.
 _OPEN_OPTIONS = {"documents", "add_generation_prompt", "continue_final_message", "kwargs"}
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - _OPEN_OPTIONS
+MOST_TRIED = 64
+"""Messages of a refused conversation that are tried one by one, to name the one at fault."""
 _REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -50,17 +58,45 @@ def render_chat(
     options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})}
     if tools:
         options["tools"] = [dict(tool) for tool in tools]
+    try:
+        return _rendered(tokenizer, conversation, options)
+    except _REFUSALS as error:
+        place = _refused_message(tokenizer, conversation, options)
+        raise ChatTemplateError(f"{place}the chat template refused the messages: {error}") from error
+
+
+def _rendered(tokenizer: Tokenizer, conversation: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    """Render in the first form of the messages that the template takes; raises one of `_REFUSALS`, of the first."""
     template = template_text(tokenizer)
-    conversation = [with_reasoning(message, template=template) for message in conversation]
-    has_calls = any(message.get("tool_calls") for message in conversation)
+    given = [with_reasoning(with_known_role(message, template=template), template=template) for message in conversation]
+    has_calls = any(message.get("tool_calls") for message in given)
+    lacks_content = any(message.get("content") is None for message in given)
+    chosen = with_missing_content(str(tokenizer.backing.get_chat_template(None, options.get("tools"))))
     refusal: Exception | None = None
-    for as_objects in argument_forms(template)[: 1 + has_calls]:
-        written = [with_calls(message, as_objects=as_objects) for message in conversation]
+    for fills in (False, True)[: 1 + lacks_content]:
+        for as_objects in argument_forms(template)[: 1 + has_calls]:
+            written = [with_calls(message, as_objects=as_objects) for message in given]
+            if fills:
+                written = [{**message, "content": message.get("content") or ""} for message in written]
+            try:
+                backing = tokenizer.backing
+                return str(backing.apply_chat_template(written, tokenize=False, chat_template=chosen, **options))
+            except _REFUSALS as error:
+                refusal = refusal or error
+    assert refusal is not None, "some form was tried"
+    raise refusal
+
+
+def _refused_message(tokenizer: Tokenizer, conversation: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    """Name the first message with which a template refuses a conversation; empty for a long one, and where it is the
+    whole that is refused."""
+    until = {**options, "add_generation_prompt": False, "continue_final_message": False}
+    for count in range(1, len(conversation) + 1) if len(conversation) <= MOST_TRIED else ():
         try:
-            return str(tokenizer.backing.apply_chat_template(written, tokenize=False, **options))
-        except _REFUSALS as error:
-            refusal = refusal or error
-    raise ChatTemplateError(f"the chat template refused the messages: {refusal}") from refusal
+            _rendered(tokenizer, conversation[:count], until)
+        except _REFUSALS:
+            return f"messages[{count - 1}]: "
+    return ""
 
 
 def template_text(tokenizer: Tokenizer) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _READS_TEXT = re.compile(r"arguments['\"\])]*\s+is\s+string")
+_ASKS_FOR_NONE = re.compile(r"(\bcontent['\"]?\]?)(\s+is\s+(?:not\s+)?none\b)")
 
 
 def argument_forms(template: str) -> tuple[bool, bool]:
@@ -19,8 +20,22 @@ def argument_forms(template: str) -> tuple[bool, bool]:
     return (False, True) if _READS_TEXT.search(template) else (True, False)
 
 
+def with_missing_content(template: str) -> str:
+    """Return a template for which content that a message lacks is none, where it asks whether content is.
+
+    transformers leaves out what is null before it renders, and such templates would drop the calls of that message.
+    """
+    return _ASKS_FOR_NONE.sub(r"\1|default(none)\2", template)
+
+
+def with_known_role(message: Mapping[str, Any], *, template: str) -> dict[str, Any]:
+    """Return a message of the role `developer` as one of `system` for templates that do not know that role."""
+    is_unknown = message["role"] == "developer" and "developer" not in template
+    return {**message, "role": "system"} if is_unknown else dict(message)
+
+
 def with_calls(message: Mapping[str, Any], *, as_objects: bool) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as objects, or as JSON text."""
+    """Return a message whose calls have their arguments as objects, or as JSON text; none at all are `{}`."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return dict(message)
@@ -44,6 +59,8 @@ def _with_arguments(call: Any, as_objects: bool) -> Any:
     if not isinstance(function, dict):
         return call
     given = function.get("arguments")
+    if given is None or given == "":
+        given = {}
     if as_objects and isinstance(given, str):
         given = _object(given)
     elif not as_objects and isinstance(given, dict):

@@ -10,6 +10,7 @@ from typing import Literal
 from rayserve_moe.request_fields import Repetition
 from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts, SamplingParams, TopLogprobs
 from rayserve_moe.text.repetitions import RepetitionDetector
+from rayserve_moe.text.special_stops import SpecialStops
 from rayserve_moe.text.stop_patterns import PatternScanner
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -103,14 +104,17 @@ class ChoiceText:
         kept_ids: frozenset[int] = frozenset(),
     ) -> None:
         """`kept_ids` are special tokens that are text even where such are left out."""
-        skips = sampling.skip_special_tokens
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skips, kept_ids=kept_ids)
+        hidden = tokenizer.special_ids - kept_ids if sampling.skip_special_tokens else frozenset()
+        self._stops = SpecialStops(tokenizer, sampling.stop, hidden_ids=hidden)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, hidden_ids=hidden, characters=self._stops.characters, continues=num_prompt_tokens > 0
+        )
         keeps = "rest" if sampling.no_stop_trim else "stop" if sampling.include_stop_str_in_output else None
         self._scanner: StopStringScanner | PatternScanner | None = None
         if sampling.stop_regex:
-            self._scanner = PatternScanner(sampling.stop_regex, sampling.stop, keeps=keeps)
+            self._scanner = PatternScanner(sampling.stop_regex, self._stops.stops, keeps=keeps)
         elif sampling.stop:
-            self._scanner = StopStringScanner(sampling.stop, keeps=keeps)
+            self._scanner = StopStringScanner(self._stops.stops, keeps=keeps)
         wanted = sampling.repetition_detection
         self._repetition = None if wanted is None else RepetitionDetector(Repetition(*wanted))
         self._has_repeated = False
@@ -122,7 +126,7 @@ class ChoiceText:
     def ending(self) -> FinishReason | None:
         """How the text has ended it, if it has; the engine may still be generating."""
         if self._scanner is not None and self._scanner.matched is not None:
-            return FinishReason("stop", matched=self._scanner.matched)
+            return FinishReason("stop", matched=self._stops.given(self._scanner.matched))
         return REPEATED if self._has_repeated else None
 
     def feed(self, update: ChoiceResult) -> ChoiceResult:
@@ -158,7 +162,7 @@ class ChoiceText:
     def _take_token(self, token_id: int, *, may_end: bool) -> str:
         piece = self._detokenizer.push(token_id)
         if self._scanner is not None:
-            piece = self._scanner.push(piece, may_end=may_end)
+            piece = self._shown(self._scanner.push(piece, may_end=may_end))
         if self.ending is None and self._repetition is not None and self._repetition.push(token_id) and may_end:
             self._has_repeated = True
             piece += self._rest()
@@ -172,7 +176,11 @@ class ChoiceText:
         rest = self._detokenizer.flush()
         if self._scanner is None:
             return rest
-        return self._scanner.push(rest, may_end=self._num_kept > self._stops_after) + self._scanner.flush()
+        return self._shown(self._scanner.push(rest, may_end=self._num_kept > self._stops_after) + self._scanner.flush())
+
+    def _shown(self, piece: str) -> str:
+        matched = self._scanner.matched if self._scanner is not None and self._keeps_stops else None
+        return self._stops.shown(piece, matched=matched)
 
     def _cut(self, update: ChoiceResult, num_kept: int) -> None:
         """Drop what was generated after the stop string, and name it as the reason; an error stays an error."""

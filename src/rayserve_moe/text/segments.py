@@ -26,7 +26,9 @@ class SegmentEncoder:
         added = tokenizer.backing.added_tokens_decoder
         self._id_of = {str(token): token_id for token_id, token in added.items()}
         takes_more = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
-        separates = bool(added) and not takes_more and tokenizer.backing.backend_tokenizer.normalizer is None
+        fast = tokenizer.backing.backend_tokenizer
+        looks_back = fast.normalizer is not None or "Metaspace" in str(fast.pre_tokenizer)
+        separates = bool(added) and not takes_more and not looks_back
         names = sorted(map(re.escape, self._id_of), key=len, reverse=True)
         self._borders = re.compile(f"({'|'.join(names)})") if separates else None
         self._known: OrderedDict[str, np.ndarray] = OrderedDict()

@@ -19,15 +19,26 @@ def longest_token_bytes(backing: PreTrainedTokenizerFast, token_bytes: Iterable[
     takes the blanks around it along.
     """
     fast, added = backing.backend_tokenizer, backing.added_tokens_decoder.values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    if _falls_back(fast):
+        return max(len(token.encode("utf-8", "replace")) for token in backing.get_vocab())
     needed = set(pre_tokenizers.ByteLevel.alphabet()) - _never_left(fast, added)
     has_every_byte = isinstance(fast.model, models.BPE) and all(fast.token_to_id(one) is not None for one in needed)
     steps = [] if fast.pre_tokenizer is None else list(_steps(json.loads(fast.pre_tokenizer.__getstate__())))
     is_spelled_in_bytes = any(step["type"] == "ByteLevel" for step in steps)
     if not (has_every_byte and is_spelled_in_bytes and all(map(_keeps_everything, steps))):
         return None
-    if any(token.lstrip or token.rstrip for token in added):
-        return None
     return max(map(len, (*token_bytes, *(token.content.encode("utf-8", "replace") for token in added))))
+
+
+def _falls_back(fast: Tokenizer) -> bool:
+    """Whether every byte of a normalized text lies in a token, since bytes that no other token has are tokens."""
+    if not isinstance(fast.model, models.BPE) or not fast.model.byte_fallback:
+        return False
+    steps = [] if fast.pre_tokenizer is None else _steps(json.loads(fast.pre_tokenizer.__getstate__()))
+    has_every_byte = all(fast.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+    return has_every_byte and all(map(_keeps_everything, steps))
 
 
 def _never_left(fast: Tokenizer, added: Collection[AddedToken]) -> set[str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import codecs
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from tokenizers import decoders
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from rayserve_moe.config.given_files import GivenFileError, one_line, opened, read_json_object
+from rayserve_moe.text.token_forms import TextDecoder, TokenBytes, UnknownFormError, byte_of, form_of
 from rayserve_moe.text.token_length import longest_token_bytes
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -27,19 +26,25 @@ class TextTooLongError(ValueError):
 
 
 class Tokenizer:
-    """A byte-level tokenizer read from a checkpoint directory; nothing is fetched from elsewhere.
+    """A tokenizer read from a checkpoint directory, in one of the forms of `token_forms`; nothing else is fetched.
 
     It may be shared by threads; others run while one of them encodes.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Load it. TokenizerError where there is none, or its decoder is not byte-level."""
+        """Load it. TokenizerError where there is none, or it has another form."""
         self.directory = Path(directory)
         self.backing = _load(self.directory)
         self.special_ids = frozenset(self.backing.all_special_ids) | _special_added_ids(self.backing)
         self.eos_token_ids = _eos_token_ids(self.backing, self.directory)
-        self._bytes_by_id = {token_id: _bytes_of(token) for token, token_id in self.backing.get_vocab().items()}
         self._fast = self.backing.backend_tokenizer
+        try:
+            self._form = form_of(self._fast.decoder)
+        except UnknownFormError as error:
+            raise TokenizerError(f"{self.directory}: {error}") from error
+        vocabulary = self.backing.get_vocab()
+        self._bytes_by_id = {token_id: self._form.token_bytes(token) for token, token_id in vocabulary.items()}
+        self._byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if byte_of(token) is not None)
         self._fast.no_truncation()
         self._fast.no_padding()
         self._longest_bytes = longest_token_bytes(self.backing, self._bytes_by_id.values())
@@ -84,6 +89,10 @@ class Tokenizer:
         """Bytes that one id adds to the output, special tokens spelled out; empty for an id of no token."""
         return self._bytes_by_id.get(token_id, b"")
 
+    def decoder(self, token_bytes: TokenBytes, *, continues: bool) -> TextDecoder:
+        """Return a decoder of ids that write `token_bytes`, of a text by itself or of one that `continues` another."""
+        return self._form.decoder(token_bytes, byte_ids=self._byte_ids, continues=continues)
+
     def token_text(self, token_id: int) -> str:
         """Text of one id on its own; bytes that are not whole characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
@@ -92,29 +101,42 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Turns the ids of one output into pieces of text whose concatenation is `Tokenizer.decode` of all ids.
 
-    Bytes that may still become a character are held back until they do, cannot any more, or the output ends. The
-    cost of a token does not depend on how many came before.
+    What may still become another text is held back until that is settled, or the output ends. The cost of a token does
+    not depend on how many came before.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        hidden_ids: Set[int] | None = None,
+        characters: Mapping[int, str] | None = None,
+        continues: bool = False,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids - kept_ids if skip_special_tokens else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        """Begin an output, or one that `continues` a prompt and so keeps the space that it begins with.
+
+        `hidden_ids` add no text, None: all special ones; those of them with `characters` are these instead.
+        """
+        hidden = dict.fromkeys(tokenizer.special_ids if hidden_ids is None else hidden_ids, b"")
+        hidden |= {token_id: text.encode() for token_id, text in (characters or {}).items()}
+        written = tokenizer.token_bytes
+
+        def token_bytes(token_id: int) -> bytes:
+            return hidden[token_id] if token_id in hidden else written(token_id)
+
+        self._decoder = tokenizer.decoder(token_bytes, continues=continues)
 
     def push(self, token_id: int) -> str:
         """Take the next id; return the characters that it completes, perhaps none."""
-        return self.extend((token_id,))
+        return self._decoder.extend((token_id,))
 
     def extend(self, token_ids: Iterable[int]) -> str:
         """Take the next ids at once; returns the text that pushing each of them would."""
-        skipped, token_bytes = self._skipped, self._tokenizer.token_bytes
-        return self._decoder.decode(b"".join(token_bytes(each) for each in token_ids if each not in skipped))
+        return self._decoder.extend(token_ids)
 
     def flush(self) -> str:
         """End the output; bytes of an unfinished character come out as U+FFFD."""
-        return self._decoder.decode(b"", final=True)
+        return self._decoder.flush()
 
 
 def _load(directory: Path) -> PreTrainedTokenizerFast:
@@ -129,11 +151,6 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
         raise TokenizerError(one_line(f"{directory}: no usable tokenizer: {error}")) from error
     if not isinstance(backing, PreTrainedTokenizerFast):
         raise TokenizerError(f"{directory}: {type(backing).__name__} is not a tokenizer of the tokenizers library")
-    decoder = backing.backend_tokenizer.decoder
-    if not isinstance(decoder, decoders.ByteLevel):
-        raise TokenizerError(
-            f"{directory}: its tokenizer decodes by {type(decoder).__name__}; only ByteLevel is supported"
-        )
     return backing
 
 
@@ -183,20 +200,3 @@ def _listed_eos(file: Path) -> list[int]:
     if not all(type(token_id) is int and 0 <= token_id <= MOST_TOKEN_ID for token_id in listed):
         raise TokenizerError(f"{file}: eos_token_id must be an id or a list of ids, not {reprlib.repr(listed)}")
     return listed
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Invert the byte-level alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onwards."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_of_character()
-
-
-def _bytes_of(token: str) -> bytes:
-    """Spell a vocabulary entry in bytes: by the byte alphabet, or as it stands where it uses other characters."""
-    if all(character in _BYTE_OF for character in token):
-        return bytes(_BYTE_OF[character] for character in token)
-    return token.encode("utf-8", "replace")

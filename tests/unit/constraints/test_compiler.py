@@ -13,16 +13,17 @@ import rayserve_moe.checkpoints
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraint_fields import Constraint
 from rayserve_moe.constraints.compiler import ConstraintCompiler
-from rayserve_moe.constraints.matchers import Vocabulary
+from rayserve_moe.engine.guides import vocabulary_of
 from rayserve_moe.requests import SamplingParams
+from rayserve_moe.text.tokenizer import Tokenizer
 
-TOKENIZER = Path(rayserve_moe.checkpoints.__file__).parent / "calculator" / "tokenizer.json"
+CALCULATOR = Path(rayserve_moe.checkpoints.__file__).parent / "calculator"
 
 
 @pytest.fixture
 def compiler() -> Iterator[ConstraintCompiler]:
     settings = StructuredSettings(max_mask_ms=10_000.0, timeout_s=600.0)
-    compiler = ConstraintCompiler(Vocabulary(TOKENIZER.read_text(encoding="utf-8"), 256, (0,)), settings)
+    compiler = ConstraintCompiler(vocabulary_of(Tokenizer(CALCULATOR), 256, eos_ids=(0,)), settings)
     yield compiler
     compiler.close()
 

@@ -57,10 +57,13 @@ def test_without_a_start_command_nothing_is_written(tmp_path: Path, monkeypatch:
 
 
 def test_warnings_are_sent_and_other_lines_are_not(file: Path) -> None:
-    log = logging.Logger("a logger without parents, whose handlers another test may have set")
-    log.addHandler(ConsoleWarnings())
-    log.info("loaded")
-    log.warning("pages of %d", 16)
+    log, handler = logging.getLogger("tests without the package's handlers"), ConsoleWarnings()
+    log.addHandler(handler)
+    try:
+        log.info("loaded")
+        log.warning("pages of %d", 16)
+    finally:
+        log.removeHandler(handler)
     assert list(ProgressReader(file).read()) == [Warned("WARNING", "pages of 16")]
 
 

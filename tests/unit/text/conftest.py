@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.text.tokenizer import Tokenizer
+from tests.support.tokenizer_forms import write_fallback_tokenizer
 
 VOCAB_SIZE = 270
 
@@ -34,4 +35,12 @@ def extended(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Token
     backing.add_tokens([AddedToken("<|turn|>", special=True), AddedToken("<|spécial▁|>", special=True)])
     path = tmp_path_factory.mktemp("extended")
     backing.save_pretrained(path)
+    return Tokenizer(path)
+
+
+@pytest.fixture(scope="session", params=["Mixtral's", "Gemma's"])
+def fallback(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Falls back to bytes for what has no token, with a space in front of a text or without."""
+    path = tmp_path_factory.mktemp("fallback")
+    write_fallback_tokenizer(path, adds_space=request.param == "Mixtral's")
     return Tokenizer(path)

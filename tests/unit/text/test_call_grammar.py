@@ -8,12 +8,10 @@ from itertools import count, islice
 import jsonschema
 import numpy as np
 import pytest
-from llguidance import LLTokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.grammar_text import grammar_of
-from rayserve_moe.constraints.matchers import built_matcher
+from rayserve_moe.constraints.matchers import Vocabulary, built_matcher
 from rayserve_moe.requests import Constraint
 from rayserve_moe.text.chat_output import parameters_of
 from rayserve_moe.text.tool_calls.call_grammar import FORMS, call_grammar, form_of
@@ -58,80 +56,81 @@ MARKERS = sorted({marker for name in FORMS for marker in CALL_FORMATS[name.split
 EOS = "</s>"
 
 
-def tokens(special: list[str]) -> tuple[LLTokenizer, dict[str, int]]:
-    """A token for every byte, and special ones."""
-    tokenizer = Tokenizer(models.BPE(vocab=ID_OF, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens([EOS, *special])
-    ids = {token: tokenizer.token_to_id(token) for token in special}
-    count = tokenizer.get_vocab_size()
-    return LLTokenizer(tokenizer.to_str(), n_vocab=count, eos_token=[tokenizer.token_to_id(EOS)]), ids
+MARKED_AS = ["special", "added", "spelled"]
+"""How tokenizers have markers: as special tokens, as added tokens that are text like any other, or not at all."""
 
 
-def draw(form: str, *, is_special: bool, allows_several: bool, seed: int) -> str | None:
+def tokens(form: str, marked_as: str) -> tuple[Vocabulary, dict[str, int]]:
+    """A token for every byte, and markers; the ids of those that are special."""
+    plain = [bytes([byte]) for byte in range(256)]
+    own = sorted(CALL_FORMATS[form.split()[0]].markers)
+    markers = {"special": [EOS, *MARKERS], "added": [EOS, *own], "spelled": [EOS]}[marked_as]
+    ids = {token: len(plain) + i for i, token in enumerate(markers)}
+    special = ids if marked_as == "special" else {}
+    written = (*plain, *(token.encode() for token in ids))
+    return Vocabulary(written, tuple(special.values()), (ids[EOS],)), {m: i for m, i in special.items() if m != EOS}
+
+
+def draw(form: str, *, marked_as: str, allows_several: bool, seed: int) -> str | None:
     """A random answer, which ends where it may; None for one that goes on for too long."""
-    table, special_ids = tokens(MARKERS if is_special else [])
+    vocabulary, special_ids = tokens(form, marked_as)
+    table, markers = vocabulary.tokens(), range(257, vocabulary.num_ids)
     lark, schemas = call_grammar(FORMS[form], FUNCTIONS, special_ids=special_ids, allows_several=allows_several)
     if FORMS[form].parameter is None:
         schemas = [schema | {"additionalProperties": False} for schema in schemas]
     text = json.dumps({"lark": lark, "schemas": schemas})
     matcher = built_matcher(table, grammar_of(Constraint("calls", text), limits=StructuredSettings()))
     assert not matcher.is_error(), matcher.get_error()
-    generator, ids = np.random.default_rng(seed), []
+    generator, ids, written = np.random.default_rng(seed), [], b""
     for _ in range(2000):
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        assert not matcher.is_error(), (matcher.get_error(), table.decode_bytes(ids))
+        assert not matcher.is_error(), (matcher.get_error(), written)
         allowed = np.flatnonzero(bits)
         if table.eos_token in allowed and (len(allowed) == 1 or generator.random() < 0.3):
-            return table.decode_bytes(ids).decode() if not special_ids else _decoded(table, ids, special_ids)
+            return written.decode("utf-8", "replace")
         allowed = allowed[allowed != table.eos_token]
-        ends = np.intersect1d(allowed, [*special_ids.values(), *_ENDING])
-        following = np.intersect1d(allowed, [ID_OF[byte] for byte in _after(table.decode_bytes(ids[-30:]))])
+        ends = np.intersect1d(allowed, [*markers, *_ENDING])
+        following = np.intersect1d(allowed, _after(written[-30:]))
         if len(following) and generator.random() < 0.95:
             allowed = following
         elif len(ends) and generator.random() < 0.3:
             allowed = ends
         ids.append(int(generator.choice(allowed)))
-        assert matcher.consume_token(ids[-1])
+        written += vocabulary.token_bytes[ids[-1]]
+        assert matcher.consume_token(ids[-1]), (written, ids[-1])
     return None
 
 
-ID_OF = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-_ENDING = [ID_OF[character] for character in "<{[0Ċ"]
+_ENDING = list(b"<{[0\n")
 """Bytes that values may end before, or that look like values of other types."""
 _ENDS = [b"\n</parameter>", b"</parameter>", b"</arg_value>", b"<|end|>"]
 
 
-def _after(written: bytes) -> list[str]:
-    """The characters that go on with a marker, where one has begun."""
-    return [chr(end[length]) for end in _ENDS for length in range(1, len(end)) if written.endswith(end[:length])]
-
-
-def _decoded(table: LLTokenizer, ids: list[int], special_ids: dict[str, int]) -> str:
-    text_of = {token_id: token.encode() for token, token_id in special_ids.items()}
-    return b"".join(text_of.get(i) or table.decode_bytes([i]) for i in ids).decode("utf-8", "replace")
+def _after(written: bytes) -> list[int]:
+    """The bytes that go on with a marker, where one has begun."""
+    return [end[length] for end in _ENDS for length in range(1, len(end)) if written.endswith(end[:length])]
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("is_special", [True, False], ids=["special markers", "plain markers"])
+@pytest.mark.parametrize("marked_as", MARKED_AS)
 @pytest.mark.parametrize("form", FORMS)
-def test_calls_of_a_grammar_are_read_back(form, is_special):
+def test_calls_of_a_grammar_are_read_back(form, marked_as):
     for allows_several, num_answers in ((False, 1), (True, 2)):
-        for answer in answers(form, is_special=is_special, allows_several=allows_several, num_answers=num_answers):
+        for answer in answers(form, marked_as=marked_as, allows_several=allows_several, num_answers=num_answers):
             check(form, answer, allows_several=allows_several)
 
 
-def answers(form: str, *, is_special: bool, allows_several: bool, num_answers: int) -> list[str]:
+def answers(form: str, *, marked_as: str, allows_several: bool, num_answers: int) -> list[str]:
     """So many random answers that end."""
-    drawn = (draw(form, is_special=is_special, allows_several=allows_several, seed=seed) for seed in count())
+    drawn = (draw(form, marked_as=marked_as, allows_several=allows_several, seed=seed) for seed in count())
     return list(islice((answer for answer in drawn if answer is not None), num_answers))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_special", [True, False], ids=["special markers", "plain markers"])
+@pytest.mark.parametrize("marked_as", MARKED_AS)
 @pytest.mark.parametrize("form", [*TAGGED, HARMONY])
-def test_two_hundred_calls_of_a_grammar_are_read_back(form, is_special):
-    for answer in answers(form, is_special=is_special, allows_several=True, num_answers=200):
+def test_two_hundred_calls_of_a_grammar_are_read_back(form, marked_as):
+    for answer in answers(form, marked_as=marked_as, allows_several=True, num_answers=200):
         check(form, answer, allows_several=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from rayserve_moe.finish_reason import LENGTH
 from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts, SamplingParams
 from rayserve_moe.text.choice_text import ChoiceText, StopStringScanner
+from rayserve_moe.text.token_forms import ByteLevelForm
 
 # A narrow alphabet, so that stop strings are met, begun and missed often; é and € span several tokens.
 LETTERS = st.sampled_from("abé€")
@@ -131,6 +133,7 @@ class Spelled:
 
     def __init__(self, pieces: list[str]) -> None:
         self.token_bytes = [piece.encode() for piece in pieces].__getitem__
+        self.decoder = partial(ByteLevelForm().decoder, byte_ids=frozenset())
 
 
 @pytest.mark.parametrize(
@@ -280,3 +283,29 @@ def test_long_stop_strings_cost_no_more_than_short_ones():
         return time.process_time() - started
 
     assert seconds(1000) < 10 * max(seconds(5) for _ in range(3))
+
+
+SPECIAL_STOPS = {
+    "a token": ("<|turn|>", "ab", "ab<|turn|>"),
+    "a token and text": ("b<|turn|>", "a", "ab<|turn|>"),
+    "two tokens": ("<|turn|></s>", "ab", "ab<|turn|></s>"),
+}
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3]], ids=["whole", "streamed"])
+@pytest.mark.parametrize("keeps", ["nothing", "the stop string"])
+@pytest.mark.parametrize("name", SPECIAL_STOPS)
+def test_a_stop_string_with_special_tokens_ends_a_text_that_leaves_them_out(extended, name, keeps, cuts):
+    """Special tokens that belong to no stop string stay out of the text."""
+    stop, text, with_stop = SPECIAL_STOPS[name]
+    ids = extended.encode("a", add_special_tokens=False) + extended.encode("<|spécial▁|>b<|turn|></s>cd")
+    sampling = SamplingParams(stop=(stop, "never<|spécial▁|>"), **KEEPS[keeps])
+    deltas = _feed(extended, sampling, _updates(ids, cuts))
+    assert _text(deltas) == (with_stop if keeps == "the stop string" else text)
+    assert deltas[-1].finish == FinishReason("stop", stop)
+
+
+def test_a_stop_string_with_a_special_token_changes_no_other_text(extended):
+    ids = extended.encode("a<|turn|>b<|turn|>")
+    deltas = _feed(extended, SamplingParams(stop=("<|turn|>c",)), _updates(ids, [1]))
+    assert _text(deltas) == "ab" and deltas[-1].finish == LENGTH

@@ -81,7 +81,7 @@ UNUSABLE = {
     "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), ["tokenizer.json", "missing"]),
     "not JSON": (lambda path: (path / "tokenizer.json").write_text("{"), ["no usable tokenizer"]),
     "another JSON": (lambda path: (path / "tokenizer.json").write_text("{}"), ["no usable tokenizer"]),
-    "no decoder": (_decoder(None), ["NoneType", "ByteLevel"]),
+    "no decoder": (_decoder(None), ["by nothing", "ByteLevel"]),
     "another decoder": (_decoder({"type": "Fuse"}), ["Fuse", "ByteLevel"]),
     "generation config": (lambda path: (path / "generation_config.json").write_text("[]"), ["generation_config.json"]),
     "end of words": (

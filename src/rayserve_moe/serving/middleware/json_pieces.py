@@ -23,6 +23,7 @@ PIECE_BYTES = 32768
 
 _MARK = re.compile(rb'[\[\]{}"NI]')
 _STRING_PART = re.compile(rb'(?:[^"\\]++|\\.){0,4096}+', re.DOTALL)
+_SURROUNDINGS = 20
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _QUOTE = ord('"')
 _CLOSING = {ord("["): ord("]"), ord("{"): ord("}")}
@@ -136,8 +137,8 @@ def _parse_piece(raw: bytes, values: Iterator[object]) -> object:
     try:
         text = raw.decode("utf-8")
         parsed = json.loads(text, parse_constant=lambda _: next(values), object_pairs_hook=_object_of_pairs)
-        if _SURROGATE_ESCAPE.search(text):
-            json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8")
+        if _SURROGATE_ESCAPE.search(text) and (lone := _lone_surrogate(json.loads(text))):
+            raise JsonFault(f"half of a surrogate pair stands alone in {lone}: no text has such a character")
     except UnicodeError as error:
         raise JsonFault("it is not valid Unicode text in UTF-8") from error
     except json.JSONDecodeError as error:
@@ -147,6 +148,16 @@ def _parse_piece(raw: bytes, values: Iterator[object]) -> object:
     except ValueError as error:
         raise JsonFault("a number in it has too many digits") from error
     return parsed
+
+
+def _lone_surrogate(parsed: object) -> str:
+    """Return the surroundings of the first lone surrogate in any string or key, escaped; empty without one."""
+    try:
+        json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        around = error.object[max(error.start - _SURROUNDINGS, 0) : error.start + _SURROUNDINGS]
+        return ascii(around)
+    return ""
 
 
 def _object_of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:

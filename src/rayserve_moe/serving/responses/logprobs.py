@@ -22,8 +22,8 @@ class CompletionLogprobs:
         self._listed, self._offset = request.logprob_token_ids, 0
         self._name = token_name if body.return_tokens_as_token_ids else tokenizer.token_text
         self._echo_pending = body.echo
-        skip_special_tokens = request.sampling.skip_special_tokens
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        hidden_ids = None if request.sampling.skip_special_tokens else frozenset()
+        self._detokenizer = IncrementalDetokenizer(tokenizer, hidden_ids=hidden_ids, continues=True)
 
     def write(self, delta: ChoiceResult) -> dict:
         """Return the object for the tokens in `delta`."""
@@ -32,7 +32,7 @@ class CompletionLogprobs:
         if self._echo_pending:
             self._echo_pending = False
             prompt_ids = self._request.prompt_ids.tolist()
-            detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
+            detokenizer = IncrementalDetokenizer(self._tokenizer, hidden_ids=frozenset())
             scored = prompt_logprobs_of(delta.prompt_scores, prompt_ids, num_top=num_top)
             self._add(written, zip(prompt_ids, scored, strict=True), detokenizer)
             self._offset += len(detokenizer.flush())
@@ -121,5 +121,5 @@ def _content(
 
 def echoed_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Return the text of a prompt, special tokens spelled out."""
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(tokenizer, hidden_ids=frozenset())
     return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()

@@ -53,7 +53,7 @@ class MessagesWriter:
                 events += self._events_of(part)
         if not self._has_begun:
             self._has_begun = True
-            events.insert(0, self._opening())
+            events.insert(0, self._opening(so_far))
         return events
 
     def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
@@ -62,9 +62,9 @@ class MessagesWriter:
         changed = {"type": "message_delta", "delta": self._stop, "usage": usage}
         return [*self._closed(), changed, {"type": "message_stop"}]
 
-    def _opening(self) -> dict:
+    def _opening(self, so_far: ChoiceResult) -> dict:
         started = {**self._message, "content": [], "stop_reason": None, "stop_sequence": None}
-        usage = {"input_tokens": len(self._request.prompt_ids), "output_tokens": 0}
+        usage = _usage(usage_of([self._request], [so_far])) | {"output_tokens": 0}
         return {"type": "message_start", "message": {**started, "usage": usage}}
 
     def _events_of(self, choice: dict) -> Iterator[dict]:

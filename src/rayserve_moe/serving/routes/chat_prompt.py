@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request
 
+from rayserve_moe.config.given_files import one_line
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.routes.request_parts import encoded, prompt_ids_of, truncation_of
@@ -89,4 +90,4 @@ def _rendered(state: ApiState, body: ChatBody | TokenizeBody) -> np.ndarray:
     except ReservedOptionError as error:
         raise ApiError(400, str(error), param="chat_template_kwargs") from error
     except ChatTemplateError as error:
-        raise ApiError(400, "the checkpoint's chat template cannot render these messages", param="messages") from error
+        raise ApiError(400, one_line(str(error)), param="messages") from error

@@ -203,7 +203,7 @@ class _Writer:
 
     def _value(self, form: ParameterForm, schema: Any, root: Mapping[str, Any]) -> str:
         found = value_forms(resolved(schema, root), root)
-        marker = without([form.end.strip()])
+        marker = without([form.end.strip(), *self._form.after.split()])
         choices = []
         if found.texts:
             choices.append(self._text_until(form.end, [f"{text} & {marker}" for text in found.texts]))
