@@ -53,7 +53,7 @@ class Vocabulary(NamedTuple):
         nameless = {i for i, written in enumerate(self.token_bytes) if not written}
         special = sorted({*self.special_ids, *self.eos_ids, *nameless})
         written = [each or b"<[%d]>" % i for i, each in enumerate(self.token_bytes)]
-        given = _GivenTokens(written, special, self.eos_ids[0])
+        given = _GivenTokens(written, special_token_ids=special, eos_token_id=self.eos_ids[0])
         given.engine = LLTokenizer(given, eos_token=list(self.eos_ids))
         return given.engine
 
@@ -64,7 +64,7 @@ class _GivenTokens:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
+    def __init__(self, tokens: list[bytes], *, special_token_ids: list[int], eos_token_id: int) -> None:
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
         self.engine: LLTokenizer | None = None
 

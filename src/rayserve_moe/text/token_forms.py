@@ -98,7 +98,7 @@ class ByteFallbackForm:
 
     def decoder(self, token_bytes: TokenBytes, *, byte_ids: frozenset[int], continues: bool) -> TextDecoder:
         """A text that continues another keeps the spaces that it begins with."""
-        return _FallbackDecoder(token_bytes, byte_ids, 0 if continues else self.num_stripped)
+        return _FallbackDecoder(token_bytes, byte_ids=byte_ids, num_stripped=0 if continues else self.num_stripped)
 
 
 def byte_of(token: str) -> int | None:
@@ -128,7 +128,7 @@ class _BytesDecoder:
 class _FallbackDecoder:
     """Holds back a run of single bytes until it ends: what comes may make U+FFFD of all of it."""
 
-    def __init__(self, token_bytes: TokenBytes, byte_ids: frozenset[int], num_stripped: int) -> None:
+    def __init__(self, token_bytes: TokenBytes, *, byte_ids: frozenset[int], num_stripped: int) -> None:
         self._token_bytes, self._byte_ids, self._num_stripped = token_bytes, byte_ids, num_stripped
         self._run = b""
 

@@ -23,7 +23,6 @@ PIECE_BYTES = 32768
 
 _MARK = re.compile(rb'[\[\]{}"NI]')
 _STRING_PART = re.compile(rb'(?:[^"\\]++|\\.){0,4096}+', re.DOTALL)
-_SURROUNDINGS = 20
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _QUOTE = ord('"')
 _CLOSING = {ord("["): ord("]"), ord("{"): ord("}")}
@@ -138,7 +137,7 @@ def _parse_piece(raw: bytes, values: Iterator[object]) -> object:
         text = raw.decode("utf-8")
         parsed = json.loads(text, parse_constant=lambda _: next(values), object_pairs_hook=_object_of_pairs)
         if _SURROGATE_ESCAPE.search(text) and (lone := _lone_surrogate(json.loads(text))):
-            raise JsonFault(f"half of a surrogate pair stands alone in {lone}: no text has such a character")
+            raise JsonFault(f"{lone} in a string or a key is half of a surrogate pair, without its other half")
     except UnicodeError as error:
         raise JsonFault("it is not valid Unicode text in UTF-8") from error
     except json.JSONDecodeError as error:
@@ -151,12 +150,11 @@ def _parse_piece(raw: bytes, values: Iterator[object]) -> object:
 
 
 def _lone_surrogate(parsed: object) -> str:
-    """Return the surroundings of the first lone surrogate in any string or key, escaped; empty without one."""
+    """Return the escape of the first lone surrogate in any string or key; empty without one."""
     try:
         json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        around = error.object[max(error.start - _SURROUNDINGS, 0) : error.start + _SURROUNDINGS]
-        return ascii(around)
+        return f"\\u{ord(error.object[error.start]):04x}"
     return ""
 
 
