@@ -32,7 +32,7 @@ endif
 PART ?= $(shell git rev-list --count HEAD)/24
 
 .DEFAULT_GOAL := check
-.PHONY: setup fmt check test test-all test-native test-level test-part emulation parity parity-all clients bench compile-check compile-check-full wheel serve
+.PHONY: setup fmt check test test-all test-native test-level test-part emulation published parity parity-all clients bench compile-check compile-check-full wheel serve
 
 setup: $(KERNELS)
 
@@ -61,11 +61,11 @@ check: $(TEST)
 	$(BIN)/lint-imports --no-logo && $(BIN)/pytest -q tests/architecture/test_limits.py
 
 test: $(TEST)
-	$(BIN)/pytest $(SHARED) -m "not slow and not parity and not emulated"
+	$(BIN)/pytest $(SHARED) -m "not slow and not parity and not emulated and not published"
 
 # Everything, compiled as for users: `test` compiles most programs quickly.
 test-all: $(TEST)
-	$(BIN)/pytest $(SHARED) --optimized -m "not parity and not emulated"
+	$(BIN)/pytest $(SHARED) --optimized -m "not parity and not emulated and not published"
 	$(BIN)/pytest --optimized --cpu-kernels native tests/pipelines
 
 # The laws of the engine over the kernels that a CPU takes by default, and a part of what only `test-all` runs whole.
@@ -84,6 +84,11 @@ test-part: $(TEST)
 emulation: $(TEST)
 	command -v qemu-aarch64 aarch64-linux-gnu-g++ || apt-get install -y -qq --no-install-recommends qemu-user g++-aarch64-linux-gnu || true
 	$(BIN)/pytest -m emulated tests/unit/kernels
+
+# Text and tool calls over tokenizers as they are published; those that npm cannot fetch are skipped.
+published: $(TEST)
+	$(BIN)/python -m tests.support.published
+	$(BIN)/pytest $(SHARED) -m published tests/published
 
 # One checkpoint of every family; `parity-all` has three, each knob of them turned, and meshes.
 parity: $(TORCH)

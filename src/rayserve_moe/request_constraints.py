@@ -33,7 +33,8 @@ def constraint_of(given: Given, *, longest: int = LONGEST_CONSTRAINT) -> Constra
         texts = value.values() if isinstance(value, Mapping) else (value,)
         if any(isinstance(text, str) and len(text) > _MOST_SPACES * longest for text in texts):
             raise RequestError(f"it is longer than {longest} bytes", name)
-    found = [read for name in _READERS if (value := given.get(name)) is not None and (read := _read(name, value))]
+    stated = {name: value for name, value in given.items() if value != "" or name not in _EMPTY_IS_NONE}
+    found = [read for name in _READERS if (value := stated.get(name)) is not None and (read := _read(name, value))]
     if len(found) > 1:
         raise RequestError(f"`{found[0].param}` is given too: an answer keeps to one constraint", found[1].param)
     return with_whitespace(found[0], given.get("guided_whitespace_pattern")) if found else None
@@ -199,5 +200,7 @@ _READERS = {
     "ebnf": _grammar,
     "structural_tag": _tags,
 }
+_EMPTY_IS_NONE = {"json_schema", "regex", "ebnf", "structural_tag"}
+"""SGLang's fields, which its clients leave empty for none."""
 CONSTRAINT_NAMES = frozenset(ConstraintFields.__dataclass_fields__)
 """Names of all fields that are read here."""

@@ -17,9 +17,21 @@ NUM_REQUESTS, NUM_TOKENS = 4, 8
 CACHED = "models--local--tiny"
 
 
+def program_of(name: str, program: str) -> Path:
+    """Where a program of a client's environment is, once it is installed."""
+    return ROOT / f".venv-clients-{name}" / "bin" / program
+
+
+# Before any fixture: a server takes its time to start.
+pytestmark = pytest.mark.skipif(
+    not any(program_of(name, "python").exists() for name in ("litellm", "instructor", "guidellm", "aiperf")),
+    reason="`make clients` installs them",
+)
+
+
 def run(name: str, program: str, *arguments: str, **environment: str) -> str:
     """Run a program of a client's environment; returns what it writes."""
-    path = ROOT / f".venv-clients-{name}" / "bin" / program
+    path = program_of(name, program)
     if not path.exists():
         pytest.skip("`make clients` installs it")
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}

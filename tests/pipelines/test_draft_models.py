@@ -169,6 +169,7 @@ def test_drafts_of_models_do_not_show_while_experts_move(drafting_engine):
 TREE = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
 
 
+@pytest.mark.slow
 @pytest.mark.float32("drafts are held to numpy")
 @pytest.mark.parametrize("kind", SOME)
 def test_trees_are_the_best_that_the_files_give(drafting_engine, kind: str):

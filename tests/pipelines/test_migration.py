@@ -135,7 +135,7 @@ def crowd() -> list[GenerationRequest]:
 
 CASES = [
     pytest.param((2, 2), "all_to_all", few_requests, marks=pytest.mark.slow),
-    ((2, 2), "fused", few_requests),
+    pytest.param((2, 2), "fused", few_requests, marks=pytest.mark.slow),
     *(
         pytest.param(mesh, backend, crowd, marks=pytest.mark.slow)
         for mesh in [(2, 2), (4, 1), (4, 2), (8, 1)]

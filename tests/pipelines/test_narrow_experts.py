@@ -125,7 +125,7 @@ def test_an_update_to_the_same_weights_leaves_every_bit(narrow, checkpoint, othe
 @pytest.mark.parametrize(
     ("mesh", "backend"),
     [
-        ((2, 2), "all_to_all"),
+        pytest.param((2, 2), "all_to_all", marks=pytest.mark.slow),
         *(
             pytest.param(mesh, backend, marks=pytest.mark.slow)
             for mesh in [(2, 2), (4, 1), (1, 4)]

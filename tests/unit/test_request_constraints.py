@@ -117,3 +117,19 @@ def test_spaces_do_not_count_for_the_limit() -> None:
     schema = {"enum": ["a" * 10] * (LONGEST // 20)}
     found = constraint_of({"guided_json": json.dumps(schema, indent=16)}, longest=LONGEST)
     assert found is not None and json.loads(found.text) == schema
+
+
+EMPTY = ["guided_json", "guided_regex", "guided_grammar"]
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_constraint_is_refused(name):
+    with pytest.raises(RequestError, match="empty") as caught:
+        constraint_of({name: ""})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "grammar", "structural_tag"])
+def test_an_empty_kind_of_structured_outputs_is_refused(kind):
+    with pytest.raises(RequestError, match="empty"):
+        constraint_of({"structured_outputs": {kind: ""}})

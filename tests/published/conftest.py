@@ -1,0 +1,23 @@
+"""Published tokenizers, where they have been fetched: `make published`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from rayserve_moe.text.tokenizer import Tokenizer
+from tests.support.published import NAMES, folder_of, is_there
+
+
+@cache
+def _opened(name: str) -> Tokenizer:
+    return Tokenizer(folder_of(name))
+
+
+@pytest.fixture(params=NAMES)
+def published(request: pytest.FixtureRequest) -> Tokenizer:
+    """One of them after the other."""
+    if not is_there(request.param):
+        pytest.skip("`make published` fetches it")
+    return _opened(request.param)

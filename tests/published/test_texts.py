@@ -1,0 +1,94 @@
+"""Any text through a published tokenizer is what transformers makes of it, whole, streamed and cut anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from rayserve_moe.text.segments import SegmentEncoder
+from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
+
+pytestmark = pytest.mark.published
+NUM_TEXTS, NUM_CUT_EVERYWHERE = 4000, 100
+PIECES = [
+    *("the cat ", "Hello, ", "don't ", "x = [1, 2]; ", "été ", "e\u0301", "Å", "ﬁ", "日本語", "한국어"),
+    *(
+        "\u1112\u1161\u11ab",
+        "👩\u200d👩\u200d👧",
+        "🇩🇪",
+        "👋🏽",
+        "שלום ",
+        "مرحبا ",
+        "\u202eabc\u202c",
+        "\r\n",
+        "\n\n",
+        "\t",
+    ),
+    *("\0", "\u0085", "\u2028", "\ufeff", "\ufffd", " ", "  ", " " * 50, "1234567", "3.14"),
+    *("<|im_start|>", "<tool_call>", "</s>", "[INST]", "<0x41>", "\u2581", "Ġ"),
+]
+
+
+def texts(count: int, *, seed: int) -> Iterator[str]:
+    """Random texts of words, scripts, spaces, controls, and names of special tokens."""
+    generator = np.random.default_rng(seed)
+    for _ in range(count):
+        chosen = generator.choice(len(PIECES), generator.integers(0, 12))
+        others = [chr(code) for code in generator.integers(0x20, 0x3000, generator.integers(0, 4)).tolist()]
+        parts = [*(PIECES[place] for place in chosen), *others]
+        generator.shuffle(parts)
+        yield "".join(parts)
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], *, cuts: list[int], skips: bool) -> str:
+    detokenizer = IncrementalDetokenizer(tokenizer, hidden_ids=None if skips else frozenset())
+    begins, ends = [0, *cuts], [*cuts, len(ids)]
+    pieces = [detokenizer.extend(ids[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    return "".join(pieces) + detokenizer.flush()
+
+
+def random_cuts(generator: np.random.Generator, length: int) -> list[int]:
+    return sorted(generator.integers(0, length + 1, generator.integers(0, 5)).tolist())
+
+
+def test_texts_are_encoded_and_streamed_as_transformers_has_them(published: Tokenizer) -> None:
+    generator, segments = np.random.default_rng(1), SegmentEncoder(published)
+    for text in texts(NUM_TEXTS, seed=0):
+        ids = published.encode(text)
+        assert ids == published.backing(text).input_ids
+        assert segments.encode(text).tolist() == ids
+        for skips in (False, True):
+            whole = published.decode(ids, skip_special_tokens=skips)
+            assert streamed(published, ids, cuts=random_cuts(generator, len(ids)), skips=skips) == whole, (text, ids)
+
+
+def test_texts_are_streamed_at_every_cut(published: Tokenizer) -> None:
+    for text in texts(NUM_CUT_EVERYWHERE, seed=2):
+        ids = published.encode(text)
+        whole = published.decode(ids)
+        assert all(streamed(published, ids, cuts=[cut], skips=True) == whole for cut in range(len(ids)))
+
+
+def test_any_ids_have_the_text_of_transformers(published: Tokenizer) -> None:
+    """Most of them are no text: characters cut anywhere, bytes of no character, special tokens, ids of no token."""
+    generator = np.random.default_rng(3)
+    most = published.vocab_size + 100
+    of_bytes = [token_id for token_id in range(published.vocab_size) if len(published.token_bytes(token_id)) == 1]
+    for _ in range(NUM_TEXTS):
+        ids = generator.integers(0, most, generator.integers(1, 12)).tolist()
+        ids += generator.choice(of_bytes, generator.integers(0, 8)).tolist()
+        generator.shuffle(ids)
+        for skips in (False, True):
+            cuts = random_cuts(generator, len(ids))
+            whole = published.decode(ids, skip_special_tokens=skips)
+            assert streamed(published, ids, cuts=cuts, skips=skips) == whole, ids
+
+
+def test_a_text_that_is_too_long_is_refused_by_its_length(published: Tokenizer) -> None:
+    """No text is refused that has few enough tokens."""
+    for text in texts(500, seed=4):
+        assert not published.exceeds(len(published.encode(text, add_special_tokens=False)), text)
+    spaces = " " * 10_000
+    assert not published.exceeds(len(published.encode(spaces)), spaces)
