@@ -10,7 +10,7 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from rayserve_moe.constraints.optional_properties import ITEMS_PER_OPTIONAL, MOST_OPTIONAL
 
@@ -54,14 +54,13 @@ class Vocabulary(NamedTuple):
         special = sorted({*self.special_ids, *self.eos_ids, *nameless})
         written = [each or b"<[%d]>" % i for i, each in enumerate(self.token_bytes)]
         given = _GivenTokens(written, special_token_ids=special, eos_token_id=self.eos_ids[0])
-        given.engine = LLTokenizer(given, eos_token=list(self.eos_ids))
+        given.engine = LLTokenizer(TokenizerWrapper(given), eos_token=list(self.eos_ids))
         return given.engine
 
 
 class _GivenTokens:
     """Tokens under the names by which the grammar engine asks for them."""
 
-    is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokens: list[bytes], *, special_token_ids: list[int], eos_token_id: int) -> None:
