@@ -22,7 +22,7 @@ from rayserve_moe.text.tool_calls.splitter import OutputSplitter, split_text
 from rayserve_moe.text.tool_calls.tape import ToolCall
 
 pytestmark = pytest.mark.published
-NUM_ANSWERS, MOST_TOKENS = 20, 150
+MOST_TOKENS = 150
 FUNCTIONS = [
     {"name": "now", "parameters": None},
     {
@@ -39,8 +39,9 @@ NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
 TOOLS = parameters_of([{"type": "function", "function": function} for function in FUNCTIONS])
 
 
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", FORMS)
-def test_calls_are_followed_and_read_back(published: Tokenizer, form: str) -> None:
+def test_calls_are_followed_and_read_back(published: Tokenizer, form: str, count: int) -> None:
     """Tokens are drawn at random, added ones rather than others: markers are some of them."""
     special_ids = {published.token_text(token_id): token_id for token_id in published.special_ids}
     vocabulary = vocabulary_of(published, published.vocab_size, eos_ids=published.eos_token_ids)
@@ -52,7 +53,7 @@ def test_calls_are_followed_and_read_back(published: Tokenizer, form: str) -> No
     assert not matcher.is_error(), matcher.get_error()
     generator = np.random.default_rng(0)
     added = np.array(sorted(published.backing.added_tokens_decoder.keys() - set(published.eos_token_ids)))
-    drawn = [draw(matcher.deep_copy(), published, added=added, generator=generator) for _ in range(NUM_ANSWERS)]
+    drawn = [draw(matcher.deep_copy(), published, added=added, generator=generator) for _ in range(count)]
     whole = [ids for ids in drawn if ids is not None]
     for ids in whole:
         check(form, published.decode(ids, skip_special_tokens=False))

@@ -11,7 +11,8 @@ from rayserve_moe.text.segments import SegmentEncoder
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 pytestmark = pytest.mark.published
-NUM_TEXTS, NUM_CUT_EVERYWHERE = 4000, 100
+FEW_OR_MANY = pytest.mark.parametrize("count", [1500, pytest.param(100_000, marks=pytest.mark.slow)])
+CUT_EVERYWHERE = pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
 PIECES = [
     *("the cat ", "Hello, ", "don't ", "x = [1, 2]; ", "été ", "e\u0301", "Å", "ﬁ", "日本語", "한국어"),
     *(
@@ -53,9 +54,10 @@ def random_cuts(generator: np.random.Generator, length: int) -> list[int]:
     return sorted(generator.integers(0, length + 1, generator.integers(0, 5)).tolist())
 
 
-def test_texts_are_encoded_and_streamed_as_transformers_has_them(published: Tokenizer) -> None:
+@FEW_OR_MANY
+def test_texts_are_encoded_and_streamed_as_transformers_has_them(published: Tokenizer, count: int) -> None:
     generator, segments = np.random.default_rng(1), SegmentEncoder(published)
-    for text in texts(NUM_TEXTS, seed=0):
+    for text in texts(count, seed=0):
         ids = published.encode(text)
         assert ids == published.backing(text).input_ids
         assert segments.encode(text).tolist() == ids
@@ -64,19 +66,21 @@ def test_texts_are_encoded_and_streamed_as_transformers_has_them(published: Toke
             assert streamed(published, ids, cuts=random_cuts(generator, len(ids)), skips=skips) == whole, (text, ids)
 
 
-def test_texts_are_streamed_at_every_cut(published: Tokenizer) -> None:
-    for text in texts(NUM_CUT_EVERYWHERE, seed=2):
+@CUT_EVERYWHERE
+def test_texts_are_streamed_at_every_cut(published: Tokenizer, count: int) -> None:
+    for text in texts(count, seed=2):
         ids = published.encode(text)
         whole = published.decode(ids)
         assert all(streamed(published, ids, cuts=[cut], skips=True) == whole for cut in range(len(ids)))
 
 
-def test_any_ids_have_the_text_of_transformers(published: Tokenizer) -> None:
+@FEW_OR_MANY
+def test_any_ids_have_the_text_of_transformers(published: Tokenizer, count: int) -> None:
     """Most of them are no text: characters cut anywhere, bytes of no character, special tokens, ids of no token."""
     generator = np.random.default_rng(3)
     most = published.vocab_size + 100
     of_bytes = [token_id for token_id in range(published.vocab_size) if len(published.token_bytes(token_id)) == 1]
-    for _ in range(NUM_TEXTS):
+    for _ in range(count):
         ids = generator.integers(0, most, generator.integers(1, 12)).tolist()
         ids += generator.choice(of_bytes, generator.integers(0, 8)).tolist()
         generator.shuffle(ids)
