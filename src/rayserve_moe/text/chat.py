@@ -61,7 +61,7 @@ def render_chat(
     try:
         return _rendered(tokenizer, conversation, options)
     except _REFUSALS as error:
-        place = _refused_message(tokenizer, conversation, options)
+        place = _refused_message(tokenizer, conversation, options, refusal=str(error))
         raise ChatTemplateError(f"{place}the chat template refused the messages: {error}") from error
 
 
@@ -87,15 +87,20 @@ def _rendered(tokenizer: Tokenizer, conversation: Sequence[dict[str, Any]], opti
     raise refusal
 
 
-def _refused_message(tokenizer: Tokenizer, conversation: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """Name the first message with which a template refuses a conversation; empty for a long one, and where it is the
-    whole that is refused."""
+def _refused_message(
+    tokenizer: Tokenizer, conversation: Sequence[dict[str, Any]], options: Mapping[str, Any], *, refusal: str
+) -> str:
+    """Name the first message with which a template refuses a conversation in these words.
+
+    Empty for a long conversation, and where it is the whole that is refused.
+    """
     until = {**options, "add_generation_prompt": False, "continue_final_message": False}
     for count in range(1, len(conversation) + 1) if len(conversation) <= MOST_TRIED else ():
         try:
             _rendered(tokenizer, conversation[:count], until)
-        except _REFUSALS:
-            return f"messages[{count - 1}]: "
+        except _REFUSALS as error:
+            if str(error) == refusal:
+                return f"messages[{count - 1}]: "
     return ""
 
 

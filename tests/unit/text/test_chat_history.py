@@ -127,3 +127,15 @@ def test_the_message_that_a_template_refuses_is_named(made):
     whole = made("{% if messages | length == 2 and add_generation_prompt %}{{ raise_exception('two') }}{% endif %}")
     with pytest.raises(ChatTemplateError, match=r"^the chat template refused the messages: two"):
         render_chat(whole, [user, user])
+
+
+def test_no_message_is_blamed_that_is_refused_only_without_the_others(made):
+    """A template may want a user's message before anything else is said."""
+    no_user = "{% if messages | selectattr('role', 'eq', 'user') | list | length == 0 %}"
+    needs_user = no_user + "{{ raise_exception('nobody asks') }}{% endif %}"
+    no_tools = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": role, "content": "x"} for role in ("system", "user", "tool")]
+    with pytest.raises(ChatTemplateError, match=r"^messages\[2\]: .*no tools"):
+        render_chat(made(needs_user + no_tools), messages)
