@@ -89,6 +89,8 @@ def draw(form: str, *, marked_as: str, allows_several: bool, seed: int) -> str |
         if table.eos_token in allowed and (len(allowed) == 1 or generator.random() < 0.3):
             return written.decode("utf-8", "replace")
         allowed = allowed[allowed != table.eos_token]
+        if len(allowed) > _FREE and marked_as == "added":
+            allowed = np.setdiff1d(allowed, markers)
         ends = np.intersect1d(allowed, [*markers, *_ENDING])
         following = np.intersect1d(allowed, _after(written[-30:]))
         if len(following) and generator.random() < 0.95:
@@ -101,6 +103,8 @@ def draw(form: str, *, marked_as: str, allows_several: bool, seed: int) -> str |
     return None
 
 
+_FREE = 100
+"""Tokens that may follow in free text. Within quotes of JSON a format has no way to write its own markers."""
 _ENDING = list(b"<{[0\n")
 """Bytes that values may end before, or that look like values of other types."""
 _ENDS = [b"\n</parameter>", b"</parameter>", b"</arg_value>", b"<|end|>"]
