@@ -5,13 +5,12 @@
     python -m benchmarks.peers.run --size mid --sides llamacpp --experts int8 --workloads W1,W2
     RAYSERVE_MOE_CPU_LEVEL=avx2 python -m benchmarks.peers.run --size small --sides llamacpp,xla --out FILE.json
 
-The size is that of a synthetic preset, `olmoe-mid` as well. The side `xla` is our engine without native kernels, in
-float32 as it then serves. The first command makes each peer as fast as it runs here, and writes down how: that stands
-in the result, with the environment that it runs in. Who is not asked is
-stopped. The sides take turns repeat by repeat, so that the machine's slow changes meet all of them; leave it idle all
-the same. The read bandwidth is the best that was measured before, between and after the workloads. Whether a peer
-computes the same model: `python -m benchmarks.peers.agreement`. Where our experts are in int8, llama.cpp has all of its
-matrices in Q8_0: int8, with a scale for every 32 weights.
+`--size` names a synthetic preset. The side `xla` is our engine without native kernels, in float32. The first command
+builds each peer for this processor and records its build flags and environment in the result. Processes of the other
+sides are stopped during a run. The sides alternate repeat by repeat, so that slow changes of the machine affect all of
+them; leave the machine idle nevertheless. The read bandwidth is the maximum of measurements before, between and after
+the workloads. `python -m benchmarks.peers.agreement` checks that a peer computes the same model. With experts in int8,
+llama.cpp has all matrices in Q8_0: int8 with a scale for every 32 weights.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ VLLM_LATENT_WIDTH = 512 + 64
 
 
 class XlaEngine:
-    """Our engine without native kernels, as one more side."""
+    """Our engine without native kernels, with the interface of a peer."""
 
     def __init__(self, engine: Engine) -> None:
         self.facts = {"version": "in float32", "cores": sorted(os.sched_getaffinity(0))}

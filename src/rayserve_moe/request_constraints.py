@@ -201,6 +201,6 @@ _READERS = {
     "structural_tag": _tags,
 }
 _EMPTY_IS_NONE = {"json_schema", "regex", "ebnf", "structural_tag"}
-"""SGLang's fields, which its clients leave empty for none."""
+"""SGLang's fields: its clients send an empty string for no constraint."""
 CONSTRAINT_NAMES = frozenset(ConstraintFields.__dataclass_fields__)
 """Names of all fields that are read here."""

@@ -83,6 +83,14 @@ def test_a_message_whose_call_was_demanded_has_stopped_for_it(scripted_http, cho
     }
 
 
+def test_both_events_of_a_stream_count_a_cached_prompt_alike(scripted_http):
+    body = ANTHROPIC | {"messages": [{"role": "user", "content": "a long prompt " * 10}]}
+    ask(scripted_http, MESSAGES, **body)
+    events = typed_events(scripted_http, MESSAGES, **body)
+    begun, ended = events[0]["message"]["usage"], events[-2]["usage"]
+    assert ended["cache_read_input_tokens"] > 0 and begun == ended | {"output_tokens": 0}
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_streamed_message_is_the_whole_one(scripted_http, script):
     body = ANTHROPIC | {"system": "", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}

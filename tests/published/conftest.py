@@ -1,4 +1,4 @@
-"""Published tokenizers, where they have been fetched: `make published`."""
+"""Fixtures of published tokenizers, fetched by `make published`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _opened(name: str) -> Tokenizer:
 
 @pytest.fixture(params=NAMES)
 def published(request: pytest.FixtureRequest) -> Tokenizer:
-    """One of them after the other."""
+    """Yield each published tokenizer."""
     if not is_there(request.param):
         pytest.skip("`make published` fetches it")
     return _opened(request.param)

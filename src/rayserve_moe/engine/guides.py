@@ -24,7 +24,7 @@ def constraint_compiler(
 
 
 def vocabulary_of(tokenizer: Tokenizer, num_ids: int, *, eos_ids: Sequence[int]) -> Vocabulary:
-    """Return what matchers need to know of a tokenizer, for a model with `num_ids` ids."""
+    """Return the vocabulary of a tokenizer for a model with `num_ids` ids."""
     special = tuple(sorted(token_id for token_id in tokenizer.special_ids if token_id < num_ids))
     return Vocabulary(tuple(map(tokenizer.token_bytes, range(num_ids))), special, tuple(eos_ids))
 

@@ -20,7 +20,7 @@ PROGRESS_VARIABLE = "RAYSERVE_MOE_PROGRESS"
 LONGEST_LINE = 2000
 """Characters of a text: a line is appended in one write."""
 MOST_BYTES = 4 << 20
-"""Size from which the reader empties a file that it has read to the end."""
+"""Size in bytes above which the reader truncates a file that it has read completely."""
 
 
 @dataclass(frozen=True)

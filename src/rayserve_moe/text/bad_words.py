@@ -1,6 +1,6 @@
-"""Words that an answer must not have, as token ids: each as it stands and after a space, as vLLM has them.
+"""Token ids of banned words, each at the start of a text and after a space.
 
-vLLM leaves out the form after a space where that has another number of tokens; here it is banned too.
+Unlike vLLM, the form after a space is banned even if it has another number of tokens.
 """
 
 from __future__ import annotations

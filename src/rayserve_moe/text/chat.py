@@ -22,7 +22,7 @@ from rayserve_moe.text.tokenizer import Tokenizer
 _OPEN_OPTIONS = {"documents", "add_generation_prompt", "continue_final_message", "kwargs"}
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - _OPEN_OPTIONS
 MOST_TRIED = 64
-"""Messages of a refused conversation that are tried one by one, to name the one at fault."""
+"""Maximum length of a rejected conversation whose messages are rendered one by one to find the faulty one."""
 _REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -66,7 +66,10 @@ def render_chat(
 
 
 def _rendered(tokenizer: Tokenizer, conversation: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """Render in the first form of the messages that the template takes; raises one of `_REFUSALS`, of the first."""
+    """Render the first form of the messages that the template accepts.
+
+    Raises: the first form's error, one of `_REFUSALS`.
+    """
     template = template_text(tokenizer)
     given = [with_reasoning(with_known_role(message, template=template), template=template) for message in conversation]
     has_calls = any(message.get("tool_calls") for message in given)
@@ -90,9 +93,9 @@ def _rendered(tokenizer: Tokenizer, conversation: Sequence[dict[str, Any]], opti
 def _refused_message(
     tokenizer: Tokenizer, conversation: Sequence[dict[str, Any]], options: Mapping[str, Any], *, refusal: str
 ) -> str:
-    """Name the first message with which a template refuses a conversation in these words.
+    """Return a prefix that names the first message which causes this refusal.
 
-    Empty for a long conversation, and where it is the whole that is refused.
+    It is empty if the conversation is long or if only the whole conversation is refused.
     """
     until = {**options, "add_generation_prompt": False, "continue_final_message": False}
     for count in range(1, len(conversation) + 1) if len(conversation) <= MOST_TRIED else ():

@@ -21,21 +21,21 @@ def argument_forms(template: str) -> tuple[bool, bool]:
 
 
 def with_missing_content(template: str) -> str:
-    """Return a template for which content that a message lacks is none, where it asks whether content is.
+    """Return the template with missing content treated as none in its `is none` tests.
 
-    transformers leaves out what is null before it renders, and such templates would drop the calls of that message.
+    transformers removes null fields before it renders; without this change such templates drop the message's calls.
     """
     return _ASKS_FOR_NONE.sub(r"\1|default(none)\2", template)
 
 
 def with_known_role(message: Mapping[str, Any], *, template: str) -> dict[str, Any]:
-    """Return a message of the role `developer` as one of `system` for templates that do not know that role."""
+    """Return the message with the role `system` if it is `developer` and the template does not mention that role."""
     is_unknown = message["role"] == "developer" and "developer" not in template
     return {**message, "role": "system"} if is_unknown else dict(message)
 
 
 def with_calls(message: Mapping[str, Any], *, as_objects: bool) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as objects, or as JSON text; none at all are `{}`."""
+    """Return a message whose calls have arguments as objects or as JSON text; missing arguments become `{}`."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return dict(message)

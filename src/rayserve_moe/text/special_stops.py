@@ -1,7 +1,6 @@
-"""Stop strings that hold special tokens, of answers whose text leaves such tokens out.
+"""Stop strings with special tokens, for answers whose text omits special tokens.
 
-Each of these tokens is one character in the text that stop strings are looked for in, and is taken out after that. The
-characters are noncharacters of Unicode, which no text has.
+The scanned text holds a Unicode noncharacter for each such token. The client's text omits these characters.
 """
 
 from __future__ import annotations
@@ -15,28 +14,28 @@ _FIRST, _NUM_CHARACTERS = 0xFDD0, 32
 
 
 class SpecialStops:
-    """Stop strings, and special tokens that they hold, as characters. Without such tokens nothing changes."""
+    """Stop strings whose special tokens are replaced by noncharacters."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, hidden_ids: frozenset[int]) -> None:
-        """`hidden_ids` are the special tokens that a text leaves out. Of many different ones the first 32 count."""
+        """Map the special tokens in `stops` that the text omits (`hidden_ids`) to characters, at most 32."""
         texts = {tokenizer.token_text(token_id): token_id for token_id in hidden_ids} if any(stops) else {}
         inside = sorted((text for text in texts if text and any(text in stop for stop in stops)), key=len, reverse=True)
         self._text_of = {chr(_FIRST + i): text for i, text in enumerate(inside[:_NUM_CHARACTERS])}
         self.characters = {texts[text]: character for character, text in self._text_of.items()}
-        """A character for each of these tokens, by id."""
+        """Replacement character by token id."""
         self._given = {self._hide(stop): stop for stop in stops}
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings, with characters in the place of tokens."""
+        """Return the stop strings with replacement characters."""
         return tuple(self._given)
 
     def given(self, matched: str) -> str:
-        """Return a stop string as it was given."""
+        """Return the original of a replaced stop string."""
         return self._given.get(matched, matched)
 
     def shown(self, text: str, *, matched: str | None = None) -> str:
-        """Return a text without the characters, but for those of a stop string in it that was `matched` and kept."""
+        """Remove replacement characters; in a kept stop string that `matched`, restore the special tokens."""
         if not self._text_of:
             return text
         before, found, rest = text.rpartition(matched) if matched else (text, "", "")

@@ -1,51 +1,59 @@
-"""Forms that published tokenizers have: what a token of the vocabulary writes, and how text comes from tokens.
+"""Forms of published tokenizers: the bytes of a vocabulary entry, and incremental decoding of ids to text.
 
-A form is read from the decoder of `tokenizer.json`. Text is what the tokenizers library makes of all ids at once.
+The decoder in `tokenizer.json` selects the form. Decoded pieces join to the tokenizers library's decoding of all ids.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tokenizers import decoders
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 TokenBytes = Callable[[int], bytes]
 
 
 class TextDecoder(Protocol):
-    """Turns the ids of one text into pieces of it, which join to the whole."""
+    """Incremental decoder of one text."""
 
     def extend(self, token_ids: Iterable[int]) -> str:
-        """Take the next ids; return the text that is certain now."""
+        """Decode the next ids and return the text that later ids cannot change."""
         ...
 
     def flush(self) -> str:
-        """End the text; return what was held back."""
+        """End the text and return the held-back rest."""
         ...
 
 
 class TokenForm(Protocol):
-    """How a tokenizer writes its tokens."""
+    """Interface of a tokenizer form."""
 
     def token_bytes(self, token: str) -> bytes:
-        """Bytes that an entry of the vocabulary writes inside a text."""
+        """Return the bytes that a vocabulary entry adds inside a text."""
         ...
 
     def decoder(self, token_bytes: TokenBytes, *, byte_ids: frozenset[int], continues: bool) -> TextDecoder:
-        """A decoder of a text, or of one that `continues` another. Of `byte_ids` each writes a single byte."""
+        """Return a decoder of a text; if it `continues` another text, leading spaces stay.
+
+        Each id in `byte_ids` adds a single byte.
+        """
         ...
 
 
 class UnknownFormError(ValueError):
-    """A decoder of a kind that is not read here."""
+    """Raised for an unsupported decoder."""
 
 
 def form_of(decoder: decoders.Decoder | None) -> TokenForm:
-    """Return the form of a tokenizer by its decoder. UnknownFormError names the kinds of one that is not known."""
+    """Return the form that a decoder belongs to.
+
+    Raises: UnknownFormError with the decoder's step types.
+    """
     steps = _steps(json.loads(decoder.__getstate__())) if decoder is not None else []
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -60,59 +68,55 @@ def form_of(decoder: decoders.Decoder | None) -> TokenForm:
 
 
 def _steps(described: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The steps of a decoder, in order."""
+    """Return the steps of a decoder in order."""
     if described["type"] != "Sequence":
         return [dict(described)]
     return [step for inner in described["decoders"] for step in _steps(inner)]
 
 
 class ByteLevelForm:
-    """Tokens are spelled in an alphabet of 256 characters, one for each byte: GPT-2's, and tiktoken's."""
+    """Byte-level form: an alphabet of 256 characters, one per byte (GPT-2, converted tiktoken files)."""
 
     def token_bytes(self, token: str) -> bytes:
-        """By the alphabet, or as it stands where it uses other characters."""
+        """Return the bytes by the alphabet, or the UTF-8 of an entry with other characters."""
         if all(character in _BYTE_OF for character in token):
             return bytes(_BYTE_OF[character] for character in token)
         return token.encode("utf-8", "replace")
 
     def decoder(self, token_bytes: TokenBytes, *, byte_ids: frozenset[int], continues: bool) -> TextDecoder:
-        """A text has the same pieces whether it continues another or not."""
+        """Return a UTF-8 decoder; `continues` changes nothing."""
         return _BytesDecoder(token_bytes)
 
 
 @dataclass(frozen=True)
 class ByteFallbackForm:
-    """SentencePiece's: tokens are text with `space` for spaces, and `<0x00>` to `<0xFF>` write what no token has.
+    """SentencePiece form: text with `space` in place of spaces, and byte tokens `<0x00>` to `<0xFF>`.
 
-    Where a run of such bytes is not UTF-8, each of its bytes is U+FFFD. A text begins without its first
-    `num_stripped` spaces, since the tokenizer adds one in front.
+    If a run of byte tokens is not valid UTF-8, every byte of the run decodes to U+FFFD. The decoder removes up to
+    `num_stripped` leading spaces, because the tokenizer adds a space before a text.
     """
 
     space: str
     num_stripped: int
 
     def token_bytes(self, token: str) -> bytes:
-        """The byte of a token that is one, else its text."""
+        """Return the byte of a byte token, or the UTF-8 of the text."""
         value = byte_of(token)
         return token.replace(self.space, " ").encode("utf-8", "replace") if value is None else bytes([value])
 
     def decoder(self, token_bytes: TokenBytes, *, byte_ids: frozenset[int], continues: bool) -> TextDecoder:
-        """A text that continues another keeps the spaces that it begins with."""
+        """Return a decoder that holds back runs of byte tokens."""
         return _FallbackDecoder(token_bytes, byte_ids=byte_ids, num_stripped=0 if continues else self.num_stripped)
 
 
 def byte_of(token: str) -> int | None:
-    """Return the byte that a token of the form `<0xAB>` stands for; None for another one."""
-    if len(token.encode()) != 6 or not (token.startswith("<0x") and token.endswith(">")):
-        return None
-    try:
-        return int(token[3:5], 16)
-    except ValueError:
-        return None
+    """Return the byte of a token such as `<0xAB>`, or None for other tokens."""
+    found = _BYTE_TOKEN.fullmatch(token)
+    return None if found is None else int(found[1], 16)
 
 
 class _BytesDecoder:
-    """Holds back bytes that may still become a character until they do, cannot any more, or the text ends."""
+    """UTF-8 decoder that holds back incomplete characters."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
@@ -126,7 +130,7 @@ class _BytesDecoder:
 
 
 class _FallbackDecoder:
-    """Holds back a run of single bytes until it ends: what comes may make U+FFFD of all of it."""
+    """Decoder that holds back a run of byte tokens, because a later byte may invalidate the run."""
 
     def __init__(self, token_bytes: TokenBytes, *, byte_ids: frozenset[int], num_stripped: int) -> None:
         self._token_bytes, self._byte_ids, self._num_stripped = token_bytes, byte_ids, num_stripped
@@ -153,7 +157,7 @@ class _FallbackDecoder:
             return "\ufffd" * len(run)
 
     def _stripped(self, text: str) -> str:
-        """Take off the spaces that a text begins with, as many as are still to go."""
+        """Remove leading spaces of the whole text, up to the remaining number."""
         while self._num_stripped and text:
             if text[0] != " ":
                 self._num_stripped = 0

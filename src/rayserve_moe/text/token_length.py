@@ -33,7 +33,7 @@ def longest_token_bytes(backing: PreTrainedTokenizerFast, token_bytes: Iterable[
 
 
 def _falls_back(fast: Tokenizer) -> bool:
-    """Whether every byte of a normalized text lies in a token, since bytes that no other token has are tokens."""
+    """Return True if byte fallback covers every byte of a normalized text."""
     if not isinstance(fast.model, models.BPE) or not fast.model.byte_fallback:
         return False
     steps = [] if fast.pre_tokenizer is None else _steps(json.loads(fast.pre_tokenizer.__getstate__()))

@@ -26,13 +26,16 @@ class TextTooLongError(ValueError):
 
 
 class Tokenizer:
-    """A tokenizer read from a checkpoint directory, in one of the forms of `token_forms`; nothing else is fetched.
+    """Tokenizer of a checkpoint directory, in a form of `token_forms`; it fetches nothing.
 
     It may be shared by threads; others run while one of them encodes.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Load it. TokenizerError where there is none, or it has another form."""
+        """Load the tokenizer.
+
+        Raises: TokenizerError if it is missing or has an unsupported form.
+        """
         self.directory = Path(directory)
         self.backing = _load(self.directory)
         self.special_ids = frozenset(self.backing.all_special_ids) | _special_added_ids(self.backing)
@@ -90,7 +93,7 @@ class Tokenizer:
         return self._bytes_by_id.get(token_id, b"")
 
     def decoder(self, token_bytes: TokenBytes, *, continues: bool) -> TextDecoder:
-        """Return a decoder of ids that write `token_bytes`, of a text by itself or of one that `continues` another."""
+        """Return a decoder of ids to text; a text that `continues` another keeps its leading spaces."""
         return self._form.decoder(token_bytes, byte_ids=self._byte_ids, continues=continues)
 
     def token_text(self, token_id: int) -> str:
@@ -101,8 +104,7 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Turns the ids of one output into pieces of text whose concatenation is `Tokenizer.decode` of all ids.
 
-    What may still become another text is held back until that is settled, or the output ends. The cost of a token does
-    not depend on how many came before.
+    Text that later ids may change is held back. The cost of a token does not depend on the number of earlier tokens.
     """
 
     def __init__(
@@ -113,9 +115,9 @@ class IncrementalDetokenizer:
         characters: Mapping[int, str] | None = None,
         continues: bool = False,
     ) -> None:
-        """Begin an output, or one that `continues` a prompt and so keeps the space that it begins with.
+        """Begin an output; if it `continues` a prompt, its leading space stays.
 
-        `hidden_ids` add no text, None: all special ones; those of them with `characters` are these instead.
+        `hidden_ids` add no text (None: all special ids). `characters` replace some of them in the text.
         """
         hidden = dict.fromkeys(tokenizer.special_ids if hidden_ids is None else hidden_ids, b"")
         hidden |= {token_id: text.encode() for token_id, text in (characters or {}).items()}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic_tokenizer import EOS_ID
+from rayserve_moe.constraints.token_guide import AfterText
 from rayserve_moe.requests import Constraint, FinishReason, SamplingParams
 from rayserve_moe.scheduling.sequence import Guide
 from tests.support.constraints import compiler, synthetic_tokenizer, vocabulary
@@ -108,3 +109,22 @@ def test_a_constraint_may_begin_after_a_text():
     assert not {EOS_ID, 300} & allowed(guide.next_mask(ids_of("b</")))
     assert allowed(guide.next_mask(ids_of("b</t>"))) == {A}
     assert allowed(guide.next_mask(ids_of("b</t>a"))) == {EOS_ID, 300}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "end"),
+    [
+        (["a", "</think>", "{"], 2),
+        (["</", "think", ">", "{"], 3),
+        (["x</think>\n\n", "{"], 1),
+        (["</think>{"], None),
+        (["</think", "x>"], None),
+    ],
+)
+def test_a_text_is_found_in_whatever_tokens_write_it(pieces: list[str], end: int | None) -> None:
+    """The result does not depend on how many outputs each call brings."""
+    token_bytes, ids = [piece.encode() for piece in pieces], np.arange(len(pieces), dtype=np.int32)
+    assert AfterText(b"</think>", token_bytes).find_end(ids) == end
+    one_by_one = AfterText(b"</think>", token_bytes)
+    found = [one_by_one.find_end(ids[:count]) for count in range(1, (end or len(ids)) + 1)]
+    assert found[-1] == end and not any(found[:-1])

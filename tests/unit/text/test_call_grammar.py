@@ -57,11 +57,11 @@ EOS = "</s>"
 
 
 MARKED_AS = ["special", "added", "spelled"]
-"""How tokenizers have markers: as special tokens, as added tokens that are text like any other, or not at all."""
+"""Kinds of markers in tokenizers: special tokens, added tokens that are not special, or no tokens."""
 
 
 def tokens(form: str, marked_as: str) -> tuple[Vocabulary, dict[str, int]]:
-    """A token for every byte, and markers; the ids of those that are special."""
+    """Return a token for every byte and marker, and the ids of special markers."""
     plain = [bytes([byte]) for byte in range(256)]
     own = sorted(CALL_FORMATS[form.split()[0]].markers)
     markers = {"special": [EOS, *MARKERS], "added": [EOS, *own], "spelled": [EOS]}[marked_as]
@@ -104,14 +104,14 @@ def draw(form: str, *, marked_as: str, allows_several: bool, seed: int) -> str |
 
 
 _FREE = 100
-"""Tokens that may follow in free text. Within quotes of JSON a format has no way to write its own markers."""
+"""Number of allowed tokens above which text is free; JSON strings cannot contain the format's markers."""
 _ENDING = list(b"<{[0\n")
 """Bytes that values may end before, or that look like values of other types."""
 _ENDS = [b"\n</parameter>", b"</parameter>", b"</arg_value>", b"<|end|>"]
 
 
 def _after(written: bytes) -> list[int]:
-    """The bytes that go on with a marker, where one has begun."""
+    """Return the bytes that continue a begun marker."""
     return [end[length] for end in _ENDS for length in range(1, len(end)) if written.endswith(end[:length])]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,10 +95,3 @@ def test_a_byte_is_one_only_in_its_own_form(token, byte):
 def test_another_form_is_refused(decoder):
     with pytest.raises(UnknownFormError, match="only ByteLevel"):
         form_of(decoder)
-
-
-def test_random_ids_have_the_text_of_the_whole(fallback):
-    generator = np.random.default_rng(0)
-    for _ in range(2000):
-        ids = generator.integers(0, LAST, generator.integers(1, 12)).tolist()
-        assert streamed(fallback, ids, skips=True) == fallback.decode(ids)
