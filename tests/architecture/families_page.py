@@ -12,6 +12,7 @@ from typing import Any
 
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from tests.support.family_cases import FAMILY_CASES, config_of
+from tests.support.published_forms import FORM_OF_FAMILY, FORMS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 INTRODUCTION = """# Model families
@@ -29,8 +30,11 @@ as SentencePiece's do (Mixtral, Gemma). A checkpoint without that file (`tiktoke
 `tekken.json` alone) is refused. `make published` holds the tokenizers of Qwen3, DeepSeek-V3, gpt-oss, Llama 3.1,
 Mistral Nemo, Claude, Gemma 3 and Llama 2 to transformers.
 
-| Architecture | Model | What it needs | Served for |
-|---|---|---|---|
+A model of each family is started with a small tokenizer in the published form of its own, which "Tokenizer" describes;
+the published tokenizer is named where `make published` has it.
+
+| Architecture | Model | What it needs | Served for | Tokenizer |
+|---|---|---|---|---|
 """
 SEPARATE = ("layout", "fused_qkv")
 
@@ -48,7 +52,12 @@ def _row(name: str, module: ModuleType) -> str:
             knobs |= dict.fromkeys(_knobs(spec_from_config(config_of(case))))
     said = (module.__doc__ or "").split("\n")[0].rstrip(".")
     served_for = ", ".join(f"`{key}` {values}" for key, values in _served_for(module))
-    return f"| `{name}` | {said} | {', '.join(f'`{knob}`' for knob in knobs)} | {served_for} |\n"
+    return f"| `{name}` | {said} | {', '.join(f'`{knob}`' for knob in knobs)} | {served_for} | {_tokenizer(family)} |\n"
+
+
+def _tokenizer(family: str) -> str:
+    form = FORMS[FORM_OF_FAMILY[family]]
+    return f"{form.said}: {form.published}" if form.published else form.said
 
 
 def _knobs(spec: Any) -> Iterator[str]:

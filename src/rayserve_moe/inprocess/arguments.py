@@ -13,6 +13,7 @@ from rayserve_moe.request_builder import build_request, param_names, read_given
 from rayserve_moe.request_fields import SGLANG, VLLM
 from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, SharedSampling
 from rayserve_moe.text.tokenizer import Tokenizer
+from rayserve_moe.text.truncation import truncation_to
 
 FORCED = "forced_routed_experts"
 OPTIONS = {"return_logprob", "logprob_start_len", "rid", FORCED, *param_names(SGLANG, GenerationRequest).values()}
@@ -32,8 +33,9 @@ class SamplingParams(SharedSampling):
 
     `max_tokens` 0 runs the prompt only, None continues to the end of the context. `logprobs` k returns the log-prob of
     every token and of the k likeliest ones beside it, or of the `logprob_token_ids`, `prompt_logprobs` those of the
-    prompt. Nothing ends within the first `min_tokens` tokens. Routing rows before position
-    `routed_experts_prompt_start` are left out.
+    prompt. Nothing ends within the first `min_tokens` tokens. `truncate_prompt_tokens` k keeps the last k tokens of the
+    prompt, -1 as many as allow one output token. Routing rows before position `routed_experts_prompt_start` are
+    left out.
     """
 
     max_tokens: int | None = 16
@@ -50,6 +52,7 @@ class SamplingParams(SharedSampling):
     logprobs_mode: str | None = None
     thinking_token_budget: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     routed_experts_prompt_start: int = 0
 
 
@@ -136,7 +139,13 @@ def request_with(
     prompt_ids: np.ndarray, params: SamplingParams, *, card: ModelCard, options: Mapping[str, Any]
 ) -> GenerationRequest:
     """Ask the engine for a prompt of `LLM`, and for its routing wherever the engine captures that."""
-    given = read_given({**asdict(params), **options}, options=_OPTIONS_OF_LLM)
+    named = {**asdict(params), **options}
+    keeps = max(1, card.max_model_len - (params.max_tokens != 0))
+    num_tokens = named.pop("truncate_prompt_tokens")
+    truncation = truncation_to(num_tokens, max_model_len=card.max_model_len, keeps=keeps, keeps_end=True)
+    if truncation is not None:
+        prompt_ids = truncation.cut(prompt_ids)
+    given = read_given(named, options=_OPTIONS_OF_LLM)
     for name in _SCORES:
         if given.get(name, 0) < 0:
             raise RequestError(f"{name} must be None or at least 0: all of the vocabulary is never returned", name)

@@ -92,6 +92,10 @@ class Tokenizer:
         """Bytes that one id adds to the output, special tokens spelled out; empty for an id of no token."""
         return self._bytes_by_id.get(token_id, b"")
 
+    def is_byte(self, token_id: int) -> bool:
+        """Return True if an id is a byte token such as `<0xAB>`, whose text is held back until its run ends."""
+        return token_id in self._byte_ids
+
     def decoder(self, token_bytes: TokenBytes, *, continues: bool) -> TextDecoder:
         """Return a decoder of ids to text; a text that `continues` another keeps its leading spaces."""
         return self._form.decoder(token_bytes, byte_ids=self._byte_ids, continues=continues)

@@ -89,6 +89,21 @@ def test_rows_before_a_start_are_left_out(llm: LLM) -> None:
         llm.generate({"prompt_token_ids": IDS}, SamplingParams(routed_experts_prompt_start=6))
 
 
+def test_the_end_of_a_long_prompt_is_kept(llm: LLM) -> None:
+    def kept(ids: list[int], **params: Any) -> list[int]:
+        return only(llm.generate({"prompt_token_ids": ids}, SamplingParams(ignore_eos=True, **params))).prompt_token_ids
+
+    context = llm.engine.card.max_model_len
+    ids = [5 + place % 50 for place in range(context + 20)]
+    assert kept(ids, truncate_prompt_tokens=7, max_tokens=1) == ids[-7:]
+    assert kept(ids, truncate_prompt_tokens=-1, max_tokens=1) == ids[1 - context :]
+    assert kept(ids, truncate_prompt_tokens=-1, max_tokens=0) == ids[-context:]
+    assert kept(IDS, truncate_prompt_tokens=len(IDS) + 1, max_tokens=None)[: len(IDS)] == IDS
+    for wrong in (0, -2, context + 1, 1.5, "7", True):
+        with pytest.raises(RequestError, match="truncate_prompt_tokens"):
+            kept(ids, truncate_prompt_tokens=wrong)
+
+
 @pytest.mark.parametrize(
     ("missing", "has_prompt", "has_generated"),
     [((), True, True), (((1, 2),), False, True), (((4, 6),), False, False), (((6, 7),), True, False)],

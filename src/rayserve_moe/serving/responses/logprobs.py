@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import codecs
+import itertools
+from collections.abc import Callable, Sequence, Set
 
 from rayserve_moe.engine.answers import TokenLogprob, output_logprobs, prompt_logprobs_of
 from rayserve_moe.requests import ChoiceResult, GenerationRequest
@@ -17,43 +19,34 @@ class CompletionLogprobs:
     its first token has no log-prob. With `return_tokens_as_token_ids` tokens are called `token_id:N`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, *, body: CompletionBody) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, request: GenerationRequest, *, body: CompletionBody, prompt_text: str | None
+    ) -> None:
+        """Begin a choice; `prompt_text` is the prompt as it was sent, None if it was sent as ids."""
         self._tokenizer, self._request, self._num_top = tokenizer, request, body.logprobs or 0
-        self._listed, self._offset = request.logprob_token_ids, 0
+        self._listed = request.logprob_token_ids
         self._name = token_name if body.return_tokens_as_token_ids else tokenizer.token_text
-        self._echo_pending = body.echo
-        hidden_ids = None if request.sampling.skip_special_tokens else frozenset()
-        self._detokenizer = IncrementalDetokenizer(tokenizer, hidden_ids=hidden_ids, continues=True)
+        self._echo_pending, self._prompt_text = body.echo, prompt_text
+        hidden_ids = tokenizer.special_ids if request.sampling.skip_special_tokens else frozenset()
+        self._offsets = TextOffsets(tokenizer, hidden_ids=hidden_ids, continues=True)
 
     def write(self, delta: ChoiceResult) -> dict:
         """Return the object for the tokens in `delta`."""
-        written: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        num_top = self._num_top
+        token_ids, offsets = list(delta.token_ids), []
+        scored: list[list[TokenLogprob] | None] = []
         if self._echo_pending:
             self._echo_pending = False
             prompt_ids = self._request.prompt_ids.tolist()
-            detokenizer = IncrementalDetokenizer(self._tokenizer, hidden_ids=frozenset())
-            scored = prompt_logprobs_of(delta.prompt_scores, prompt_ids, num_top=num_top)
-            self._add(written, zip(prompt_ids, scored, strict=True), detokenizer)
-            self._offset += len(detokenizer.flush())
-        self._add(
-            written,
-            zip(delta.token_ids, output_logprobs(delta, num_top=num_top, listed_ids=self._listed), strict=True),
-            self._detokenizer,
-        )
-        return written
-
-    def _add(
-        self,
-        written: dict[str, list],
-        entries: Iterable[tuple[int, list[TokenLogprob] | None]],
-        detokenizer: IncrementalDetokenizer,
-    ) -> None:
-        for token_id, likeliest in entries:
-            written["tokens"].append(self._name(token_id))
-            written["token_logprobs"].append(likeliest and likeliest[0].logprob)
-            written["top_logprobs"].append(likeliest and self._by_name(likeliest))
-            written["text_offset"].append(self._advance(token_id, detokenizer.push(token_id)))
+            token_ids = [*prompt_ids, *token_ids]
+            scored += prompt_logprobs_of(delta.prompt_scores, prompt_ids, num_top=self._num_top)
+            offsets, self._offsets.start = prompt_offsets(self._tokenizer, prompt_ids, text=self._prompt_text)
+        scored += output_logprobs(delta, num_top=self._num_top, listed_ids=self._listed)
+        return {
+            "tokens": list(map(self._name, token_ids)),
+            "token_logprobs": [likeliest and likeliest[0].logprob for likeliest in scored],
+            "top_logprobs": [likeliest and self._by_name(likeliest) for likeliest in scored],
+            "text_offset": offsets + list(map(self._offsets.push, delta.token_ids)),
+        }
 
     def _by_name(self, tokens: Sequence[TokenLogprob]) -> dict[str, float]:
         """Log-probs by text: the highest of tokens with the same text."""
@@ -63,11 +56,47 @@ class CompletionLogprobs:
             by_name[name] = max(token.logprob, by_name.get(name, token.logprob))
         return by_name
 
-    def _advance(self, token_id: int, piece: str) -> int:
-        """Return the offset of the token: `piece` may also hold the end of a character that earlier tokens began."""
-        before = self._offset
-        self._offset += len(piece)
-        return max(before, self._offset - len(self._tokenizer.token_text(token_id)))
+
+class TextOffsets:
+    """Offsets of tokens in their text, in characters. A token that completes a character begins before it."""
+
+    def __init__(self, tokenizer: Tokenizer, *, hidden_ids: Set[int], continues: bool) -> None:
+        """Begin a text, or `continues` one; `hidden_ids` add nothing to it."""
+        self.start = 0
+        """Offset of the text itself."""
+        self._tokenizer, self._hidden_ids = tokenizer, hidden_ids
+        self._detokenizer = IncrementalDetokenizer(tokenizer, hidden_ids=hidden_ids, continues=continues)
+        self._length = 0
+        self._held = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_held = 0
+
+    def push(self, token_id: int) -> int:
+        """Take the next token and return its offset."""
+        piece, before = self._detokenizer.push(token_id), self._length + self._num_held
+        if piece:
+            self._length, self._num_held = self._length + len(piece), 0
+            self._held.reset()
+            return self.start + max(before, self._length - len(self._tokenizer.token_text(token_id)))
+        if self._tokenizer.is_byte(token_id) and token_id not in self._hidden_ids:
+            self._num_held += len(self._held.decode(self._tokenizer.token_bytes(token_id)))
+        return self.start + before
+
+    def finish(self) -> int:
+        """End the text and return the offset of its end."""
+        return self.start + self._length + len(self._detokenizer.flush())
+
+
+def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], *, text: str | None) -> tuple[list[int], int]:
+    """Return the offset of each token of an echoed prompt, and that of the answer.
+
+    A prompt that was sent as `text` is echoed as it came: tokens that the tokenizer added have no characters there.
+    """
+    num_added = 0 if text is None else num_added_ids(tokenizer, token_ids, text=text)
+    counted = TextOffsets(tokenizer, hidden_ids=frozenset(), continues=False)
+    offsets = [0] * num_added + list(map(counted.push, token_ids[num_added:]))
+    if text is None:
+        return offsets, counted.finish()
+    return [min(offset, len(text)) for offset in offsets], len(text)  # a normalizer may have changed its length
 
 
 def token_name(token_id: int) -> str:
@@ -123,3 +152,13 @@ def echoed_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Return the text of a prompt, special tokens spelled out."""
     detokenizer = IncrementalDetokenizer(tokenizer, hidden_ids=frozenset())
     return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+
+
+def num_added_ids(tokenizer: Tokenizer, token_ids: Sequence[int], *, text: str) -> int:
+    """Return the number of first special tokens that the tokenizer added: those that `text` does not spell out."""
+    leading = list(itertools.takewhile(tokenizer.special_ids.__contains__, token_ids))
+    return next(
+        count
+        for count in range(len(leading) + 1)
+        if text.startswith("".join(map(tokenizer.token_text, leading[count:])))
+    )

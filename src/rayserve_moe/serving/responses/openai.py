@@ -46,9 +46,13 @@ class OpenAIWriter:
         if isinstance(body, ChatBody):
             parts = ChatParts(state.chat_output, body, request_of_choice=request_of_choice)
             self._role, self._parts = body.answering_role, parts if parts.is_active else None
+        self._prompt_texts = _prompt_texts(body, request_of_choice) if isinstance(body, CompletionBody) else []
         self._logprobs: list[CompletionLogprobs] = []
         if isinstance(body, CompletionBody) and body.logprobs is not None:
-            self._logprobs = [CompletionLogprobs(self._tokenizer, r, body=body) for r in request_of_choice]
+            self._logprobs = [
+                CompletionLogprobs(self._tokenizer, request, body=body, prompt_text=text)
+                for request, text in zip(request_of_choice, self._prompt_texts, strict=True)
+            ]
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict:
         """Return the answer of a request that does not stream."""
@@ -144,7 +148,10 @@ class OpenAIWriter:
             return ""
         if isinstance(self._body, ChatBody):
             return self._body.continued_text
-        return echoed_text(self._tokenizer, self._request_of_choice[choice].prompt_ids.tolist())
+        sent = self._prompt_texts[choice]
+        return (
+            echoed_text(self._tokenizer, self._request_of_choice[choice].prompt_ids.tolist()) if sent is None else sent
+        )
 
     def _choice(
         self, choice: int, delta: ChoiceResult, text: dict, *, so_far: ChoiceResult, is_first: bool = True
@@ -205,6 +212,15 @@ def _best(choices: list[dict], results: Sequence[ChoiceResult], *, body: Complet
     samples = [range(first, first + num_samples) for first in range(0, len(choices), num_samples)]
     kept = [place for each in samples for place in sorted(each, key=means.__getitem__, reverse=True)[:n]]
     return [choices[place] | {"index": index} for index, place in enumerate(kept)]
+
+
+def _prompt_texts(body: CompletionBody, request_of_choice: Sequence[GenerationRequest]) -> list[str | None]:
+    """Return the prompt of each choice as it was sent; None for token ids, and for a prompt that may be truncated."""
+    texts = [
+        prompt if isinstance(prompt, str) and body.truncate_prompt_tokens is None else None for prompt in body.prompt
+    ]
+    text_of = dict(zip(dict.fromkeys(map(id, request_of_choice)), texts, strict=True))
+    return [text_of[id(request)] for request in request_of_choice]
 
 
 def usage_of(request_of_choice: Sequence[GenerationRequest], results: Sequence[ChoiceResult]) -> dict:

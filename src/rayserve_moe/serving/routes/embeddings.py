@@ -20,7 +20,7 @@ from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import GENERATION, takes
 from rayserve_moe.serving.responses.request_streams import open_streams
 from rayserve_moe.serving.responses.streaming import json_answer, while_connected
-from rayserve_moe.serving.routes.request_parts import check_model, prompt_ids_of, truncation_to
+from rayserve_moe.serving.routes.request_parts import check_model, checked_truncation, prompt_ids_of
 from rayserve_moe.serving.schemas.embeddings import EmbeddingBody
 
 _NO_TOKEN = SamplingParams(max_new_tokens=0, seed=0)
@@ -43,7 +43,7 @@ def embeddings_router(state: ApiState) -> APIRouter:
             message = f"`dimensions` should be {state.card.hidden_size}: no model here was trained for shorter vectors"
             raise ApiError(400, message, param="dimensions")
         cut, longest = body.truncate_prompt_tokens, state.card.max_model_len
-        truncation = truncation_to(state, cut, side=body.truncation_side, keeps=longest)
+        truncation = checked_truncation(state, cut, side=body.truncation_side, keeps=longest)
         how = {"add_special_tokens": body.add_special_tokens, "truncation": truncation}
         prompts = await prompt_ids_of(state, body.input, param="input", request=request, **how)
         answer_id = body.rid or f"embd-{uuid.uuid4().hex}"

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from starlette.requests import Request
@@ -16,9 +16,11 @@ from rayserve_moe.requests import ModelCard, RoutedExperts
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.admission import INLINE_BYTES
+from rayserve_moe.serving.responses.request_streams import refusals_named
 from rayserve_moe.serving.schemas.openai import OpenAIGeneration
 from rayserve_moe.serving.schemas.prompt_types import Prompt
 from rayserve_moe.text.tokenizer import TextTooLongError
+from rayserve_moe.text.truncation import Truncation, truncation_to
 
 FORCED = "forced_routed_experts"
 _BYTES_PER_ID = 8
@@ -32,36 +34,23 @@ def check_model(state: ApiState, model: str | None) -> None:
         )
 
 
-class Truncation(NamedTuple):
-    """How many tokens of a prompt are kept, and whether those are the last ones."""
-
-    num_tokens: int
-    keeps_end: bool
-
-    def cut(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return what is kept of a prompt."""
-        return ids[max(0, len(ids) - self.num_tokens) :] if self.keeps_end else ids[: self.num_tokens]
-
-
 def truncation_of(state: ApiState, body: OpenAIGeneration) -> Truncation | None:
-    """What a body says of long prompts. -1 keeps as much as leaves a token of output, where any is wanted.
+    """Return the body's truncation of long prompts; -1 allows one output token if any is wanted.
 
-    ApiError 400 for more tokens than the context has.
+    Raises: ApiError 400 for more tokens than the context has.
     """
     keeps = max(1, state.card.max_model_len - (dict(body)["max_tokens"] != 0))
-    return truncation_to(state, body.truncate_prompt_tokens, side=body.truncation_side, keeps=keeps)
+    return checked_truncation(state, body.truncate_prompt_tokens, side=body.truncation_side, keeps=keeps)
 
 
-def truncation_to(state: ApiState, num_tokens: int | None, *, side: str | None, keeps: int) -> Truncation | None:
-    """How prompts are cut to so many tokens; -1 stands for `keeps`. ApiError 400 for more than the context has."""
-    longest = state.card.max_model_len
-    if num_tokens is None:
-        return None
-    if num_tokens == 0 or num_tokens > longest:
-        sentence = f"`truncate_prompt_tokens` should be -1, or lie in [1, {longest}], the context"
-        raise ApiError(400, sentence, param="truncate_prompt_tokens")
-    side = side or state.tokenizer.backing.truncation_side
-    return Truncation(keeps if num_tokens < 0 else num_tokens, side == "left")
+def checked_truncation(state: ApiState, num_tokens: int | None, *, side: str | None, keeps: int) -> Truncation | None:
+    """Return the truncation to `num_tokens`, on the tokenizer's side if `side` is None; -1 stands for `keeps`.
+
+    Raises: ApiError 400 for more tokens than the context has.
+    """
+    keeps_end = (side or state.tokenizer.backing.truncation_side) == "left"
+    with refusals_named({}):
+        return truncation_to(num_tokens, max_model_len=state.card.max_model_len, keeps=keeps, keeps_end=keeps_end)
 
 
 async def prompt_ids_of(

@@ -20,7 +20,7 @@ from rayserve_moe.serving.responses.answering import respond, rollout_type
 from rayserve_moe.serving.responses.request_streams import open_streams, refusals_named
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.responses.tokens import TokenWriter
-from rayserve_moe.serving.routes.request_parts import check_model, forced_routing_of, prompt_ids_of, truncation_to
+from rayserve_moe.serving.routes.request_parts import check_model, checked_truncation, forced_routing_of, prompt_ids_of
 from rayserve_moe.serving.schemas.tokens import IN_SAMPLING, START, TokenBody
 
 _PARAM_NAMES = {
@@ -61,7 +61,7 @@ def token_router(state: ApiState) -> APIRouter:
 async def _request(state: ApiState, body: TokenBody, http_request: Request) -> GenerationRequest:
     """Return the engine's request. Routing is wanted unless it is switched off, or the server captures none."""
     num_tokens, keeps = body.sampling_params.truncate_prompt_tokens, max(1, state.card.max_model_len - 1)
-    truncation = truncation_to(state, num_tokens, side="left", keeps=keeps)
+    truncation = checked_truncation(state, num_tokens, side="left", keeps=keeps)
     prompts = await prompt_ids_of(
         state, [body.token_ids], param="token_ids", request=http_request, truncation=truncation
     )
