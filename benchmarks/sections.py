@@ -35,7 +35,7 @@ from benchmarks.rollout_tables import rollout_job, rollout_reading
 from benchmarks.routing_table import bfloat16_routing
 from benchmarks.selection_table import balanced_selection
 from benchmarks.speculation_table import speculation, speculation_calculator
-from benchmarks.structured_table import hostile_schemas, schema_suite, structured_output
+from benchmarks.structured_table import hostile_schemas, published_text, schema_suite, structured_output
 from benchmarks.weight_table import weight_updates
 from benchmarks.workloads import Workload
 
@@ -332,5 +332,6 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "schema_suite": schema_suite,
     "structured_output": structured_output,
     "hostile_schemas": hostile_schemas,
+    "published_text": published_text,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

@@ -86,3 +86,14 @@ def _beside(model: str, found: Mapping[str, Any]) -> str:
     quiet = ["none", "", "", spread(found["quiet_gaps_ms"])]
     heading = [f"schema ({model})", "answer", "after at most, ms", "longest gap of a stream beside it, ms"]
     return markdown_table(heading, [quiet, *rows])
+
+
+def published_text(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the costs of text by tokenizer; a pair is p50 and p99."""
+    heading = ["tokenizer", "ids", "opening s", "table s", "grammar ms", "mask us", "streamed token us"]
+    pairs = ("grammar_ms", "mask_us", "token_us")
+    rows = [
+        [name, f"{of['ids']:,}", of["open_s"], of["table_s"], *(" ".join(map(str, of[pair])) for pair in pairs)]
+        for name, of in found.items()
+    ]
+    return markdown_table(heading, rows)
