@@ -63,10 +63,10 @@ def rank_lines(tokens: Sequence[bytes]) -> bytes:
     return b"".join(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens))
 
 
-def write_tiktoken(directory: Path, code: str, **more: Any) -> Path:
+def write_tiktoken(directory: Path, code: str, *, num_merges: int = 400, **more: Any) -> Path:
     """Write a checkpoint's rank file and the configuration beside it."""
     directory.mkdir(exist_ok=True)
-    tokens = trained_tokens()
+    tokens = trained_tokens(num_merges)
     config: dict[str, Any] = {"tokenizer_class": code.partition(".")[2], "auto_map": {"AutoTokenizer": [code, None]}}
     if code == HUNYUAN:
         config |= {"eos_token": "<|eos|>", "pad_token": "<|pad|>", "additional_special_tokens": ["<|extra_0|>"]}
@@ -83,9 +83,9 @@ def write_tiktoken(directory: Path, code: str, **more: Any) -> Path:
     return directory
 
 
-def tiktoken_encoding(code: str) -> tiktoken.Encoding:
+def tiktoken_encoding(code: str, *, num_merges: int = 400) -> tiktoken.Encoding:
     """Return the encoding that a checkpoint's tokenizer code makes of the file of `write_tiktoken`."""
-    tokens = trained_tokens()
+    tokens = trained_tokens(num_merges)
     if code == HUNYUAN:
         names = ["endoftext", "startoftext", "bos", "eos", "pad", *(f"extra_{number}" for number in range(205))]
         special = {f"<|{name}|>": len(tokens) + place for place, name in enumerate(names)}

@@ -111,9 +111,9 @@ def read_rank_file(file: Path, config: Mapping[str, Any]) -> RankedTokens:
 
     Raises: GivenFileError if a file is damaged, or if nothing is known about the checkpoint's tokenizer code.
     """
-    with blamed(file.name):
+    with _blamed(file.name):
         ranked = _tekken_tokens(read_json_object(file)) if file.name == TEKKEN_FILE else _tiktoken_tokens(file, config)
-    with blamed(CONFIG_FILE):
+    with _blamed(CONFIG_FILE):
         named = _added_tokens(config)
         others = sorted(named.keys() - ranked.special.keys())
         if others:
@@ -125,7 +125,7 @@ def read_rank_file(file: Path, config: Mapping[str, Any]) -> RankedTokens:
 
 
 @contextmanager
-def blamed(name: str) -> Generator[None]:
+def _blamed(name: str) -> Generator[None]:
     """Put a file's name before the message of a GivenFileError."""
     try:
         yield

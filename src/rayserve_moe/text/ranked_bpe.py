@@ -50,7 +50,7 @@ def ranked_tokenizer(ranked: RankedTokens) -> Tokenizer:
     bytes, because inside a token BPE takes the same steps wherever the token is. Hence ids equal those of tiktoken,
     which knows ranks alone.
 
-    Raises: GivenFileError if two tokens are spelled alike.
+    Raises: GivenFileError if a special token is empty, or spelled like another token.
     """
     spelled, known = list(map(spelling_of, ranked.tokens)), set(ranked.tokens)
     special = {token.content: token_id for token_id, token in ranked.special.items()}

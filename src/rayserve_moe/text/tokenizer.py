@@ -10,7 +10,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from rayserve_moe.config.given_files import GivenFileError, one_line, opened, read_json_object
-from rayserve_moe.text.rank_files import CONFIG_FILE, RANK_FILES, blamed, code_named, read_rank_file
+from rayserve_moe.text.rank_files import CONFIG_FILE, RANK_FILES, code_named, read_rank_file
 from rayserve_moe.text.ranked_bpe import ranked_backing
 from rayserve_moe.text.token_forms import TextDecoder, TokenBytes, UnknownFormError, byte_of, form_of
 from rayserve_moe.text.token_length import longest_token_bytes
@@ -164,7 +164,13 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
 
 def _backing_of(file: Path) -> Any:
     """Return the tokenizer of a `tokenizer.json` or a rank file. Code of the checkpoint is never run."""
-    directory, config = file.parent, _tokenizer_config(file.parent)
+    directory, config_file = file.parent, file.parent / CONFIG_FILE
+    try:
+        config = read_json_object(config_file) if config_file.exists() else {}
+    except GivenFileError as error:
+        if file.name in RANK_FILES:
+            raise GivenFileError(f"{CONFIG_FILE}: {error}") from error
+        config = {}  # transformers reads it less strictly
     if file.name in RANK_FILES:
         return ranked_backing(read_rank_file(file, config), directory, config=config)
     if code_named(config) is not None:
@@ -173,12 +179,6 @@ def _backing_of(file: Path) -> Any:
     return AutoTokenizer.from_pretrained(
         directory, config=_config_of(directory), local_files_only=True, trust_remote_code=False
     )
-
-
-def _tokenizer_config(directory: Path) -> dict[str, Any]:
-    file = directory / CONFIG_FILE
-    with blamed(CONFIG_FILE):
-        return read_json_object(file) if file.exists() else {}
 
 
 def _config_of(directory: Path) -> PreTrainedConfig | None:

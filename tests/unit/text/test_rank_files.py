@@ -284,6 +284,23 @@ def test_a_configuration_that_does_not_fit_is_one_clear_error(tmp_path, changes,
     assert str(path) in str(refusal.value)
 
 
+def test_a_configuration_is_read_strictly_for_a_rank_file_alone(tmp_path):
+    path, twice = write_tiktoken(tmp_path, KIMI), '{"pad_token": "<pad>", "pad_token": "<pad>"}'
+    (path / "tokenizer_config.json").write_text(twice)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: .*the same key twice"):
+        Tokenizer(path)
+    write_tokenizer(path, 300)
+    (path / "tokenizer_config.json").write_text(twice)
+    assert Tokenizer(path).vocab_size == 300
+
+
+def test_a_tekken_file_without_a_first_token_adds_none(tmp_path):
+    path = write_tekken(tmp_path, tekken_content(names=["</s>"]))
+    tokenizer = Tokenizer(path)
+    assert tokenizer.backing.bos_token is None and tokenizer.eos_token_ids == (0,)
+    assert tokenizer.encode("the") == tokenizer.encode("the", add_special_tokens=False) != []
+
+
 def test_a_rank_file_without_a_configuration_is_one_clear_error(tmp_path):
     path = write_tiktoken(tmp_path, KIMI)
     (path / "tokenizer_config.json").unlink()
