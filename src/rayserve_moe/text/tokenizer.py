@@ -69,6 +69,11 @@ class Tokenizer:
         (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def encode_with_offsets(self, text: str, *, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
+        """Return the ids of a text, and the character of `text` that each begins at; 0 for added special tokens."""
+        encoding = self._fast.encode(text, add_special_tokens=add_special_tokens)
+        return encoding.ids, [start for start, _ in encoding.offsets]
+
     def exceeds(self, num_tokens: int, text: str) -> bool:
         """Whether `text` certainly has more than `num_tokens` tokens, judged by its length: False says nothing.
 

@@ -89,14 +89,20 @@ class TextOffsets:
 def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], *, text: str | None) -> tuple[list[int], int]:
     """Return the offset of each token of an echoed prompt, and that of the answer.
 
-    A prompt that was sent as `text` is echoed as it came: tokens that the tokenizer added have no characters there.
+    A prompt that was sent as `text` is echoed as it came: tokens that the tokenizer added have no characters there, and
+    offsets count in it even if a normalizer changes its length.
     """
     num_added = 0 if text is None else num_added_ids(tokenizer, token_ids, text=text)
     counted = TextOffsets(tokenizer, hidden_ids=frozenset(), continues=False)
     offsets = [0] * num_added + list(map(counted.push, token_ids[num_added:]))
-    if text is None:
-        return offsets, counted.finish()
-    return [min(offset, len(text)) for offset in offsets], len(text)  # a normalizer may have changed its length
+    end = counted.finish()
+    if text is None or text == echoed_text(tokenizer, token_ids[num_added:]):
+        return offsets, end
+    for add_special_tokens in (True, False):
+        found, starts = tokenizer.encode_with_offsets(text, add_special_tokens=add_special_tokens)
+        if found == list(token_ids):
+            return starts, len(text)
+    return [min(offset, len(text)) for offset in offsets], len(text)
 
 
 def token_name(token_id: int) -> str:

@@ -33,10 +33,14 @@ def split_harmony(*, has_calls: bool, has_reasoning: bool) -> Split:
     def split(tape: Tape) -> Steps[None]:
         seen: set[Kind] = set()
         while True:
+            begin = tape.position
             yield from skip(tape)
             if tape.position == len(tape.text):
+                if not seen:
+                    tape.emit("content", tape.text[begin:])
                 return
-            begin = tape.position
+            if seen:
+                begin = tape.position
             try:
                 channel, recipient = yield from _read_header(tape)
                 if recipient is not None:

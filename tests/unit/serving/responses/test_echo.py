@@ -50,6 +50,17 @@ def test_offsets_count_in_the_text_that_was_sent(tokenizer: Tokenizer) -> None:
                 assert not is_whole or text.startswith(spelled[place], offsets[place]), (text, spelled, offsets)
 
 
+def test_offsets_count_in_a_text_that_is_normalized(tokenizer: Tokenizer) -> None:
+    """Composed letters and added spaces change the length of the text that is encoded."""
+    for text in ("e\u0301 cafe\u0301 the cat", "\u1112\u1161\u11ab the cat", " <|im_start|>the cat"):
+        ids = tokenizer.encode(text)
+        offsets = offsets_of(tokenizer, text, output_ids=[])
+        last = max(
+            place for place, token_id in enumerate(ids) if tokenizer.token_text(token_id).lstrip() in ("c", "cat")
+        )
+        assert text[offsets[last] :].lstrip().startswith("c") and offsets[last] >= len(text) - 4, (text, offsets)
+
+
 def test_a_first_token_that_the_text_spells_itself_is_not_hidden(tokenizer: Tokenizer) -> None:
     bos = tokenizer.backing.bos_token
     if bos is None:

@@ -233,6 +233,8 @@ def test_harmony_channels():
     "text",
     [
         "Hello",
+        "   ",
+        " \n Hello ",
         "<|channel|>",
         "<|channel|>odd<|message|>x<|end|>",
         "<|channel|>final<|end|>",
@@ -243,6 +245,11 @@ def test_harmony_channels():
 def test_harmony_without_sense_is_content(text):
     """vllm 46464, 51977; harmony 38, 60."""
     assert split("harmony", text) == ("", text, [])
+
+
+def test_space_between_harmony_messages_is_no_content():
+    text = "\n<|channel|>final<|message|>Hello<|end|>\n <|start|>odd"
+    assert split("harmony", text) == ("", "Hello<|start|>odd", [])
 
 
 def test_content_goes_around_calls():
