@@ -128,6 +128,20 @@ def test_tokens_are_counted_as_the_chat_counts_them(scripted_http):
     assert counted == {"input_tokens": ask(scripted_http, CHAT, messages=USER, tools=TOOLS)["usage"]["prompt_tokens"]}
 
 
+def test_a_last_message_of_the_assistant_is_gone_on_with(scripted_http):
+    begun = [*USER, {"role": "assistant", "content": "Let me"}]
+    chat = {"messages": begun, "max_tokens": 1, "continue_final_message": True}
+    told = ask(scripted_http, MESSAGES, model=MODEL, messages=begun, max_tokens=1)
+    counted = scripted_http.post(f"{MESSAGES}/count_tokens", json={"model": MODEL, "messages": begun}).json()
+    assert told["usage"]["input_tokens"] + told["usage"].get("cache_read_input_tokens", 0) == counted["input_tokens"]
+    assert counted["input_tokens"] == ask(scripted_http, CHAT, **chat)["usage"]["prompt_tokens"]
+    for text in ("", []):
+        ended = [*USER, {"role": "assistant", "content": text}]
+        closed = scripted_http.post(f"{MESSAGES}/count_tokens", json={"model": MODEL, "messages": ended}).json()
+        chat = {"messages": [*USER, {"role": "assistant", "content": ""}], "max_tokens": 1}
+        assert closed["input_tokens"] == ask(scripted_http, CHAT, **chat)["usage"]["prompt_tokens"]
+
+
 def test_history_reaches_the_template(scripted_http):
     history = [
         {"role": "user", "content": "hi"},

@@ -57,12 +57,19 @@ def chat_fields(body: CountTokensBody) -> dict[str, Any]:
     for place, message in enumerate(body.messages):
         messages += _messages_of(message, f"messages.{place}")
     fields: dict[str, Any] = {"messages": messages, "model": body.model, **_tools(body), **_thinking(body)}
+    if messages and _is_begun_answer(messages[-1]):
+        fields["continue_final_message"] = True
     config = body.output_config or {}
     fields |= {"reasoning_effort": config.get("effort"), "response_format": _format(config.get("format"))}
     if isinstance(body, MessagesBody):
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None, "stream": body.stream}
         fields |= {name: getattr(body, name) for name in _AS_THEY_ARE}
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _is_begun_answer(message: dict[str, Any]) -> bool:
+    """Return True for a last message of the assistant that says something: the model goes on with it."""
+    return message["role"] == "assistant" and bool(message.get("content")) and "tool_calls" not in message
 
 
 def text_of_blocks(value: Any, param: str) -> str:
