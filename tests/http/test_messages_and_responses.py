@@ -176,6 +176,33 @@ def test_history_reaches_the_template(scripted_http):
     assert told["usage"]["input_tokens"] == wanted
 
 
+def test_several_texts_of_a_message_are_its_parts(scripted_http):
+    """The template joins parts; those of a result are its lines, and empty ones of a message are left out."""
+    texts = ("be brief", "be kind")
+    parts = [{"type": "text", "text": text} for text in texts]
+    spoken = [{"role": role, "content": parts} for role in ("user", "assistant", "user")]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "\n".join(texts)},
+    ]
+    chat = [{"role": "system", "content": parts}, *spoken, *called]
+    wanted = ask(scripted_http, "/tokenize", messages=chat)["count"]
+    messages = [
+        *({**message, "content": [*parts, {"type": "text", "text": ""}]} for message in spoken),
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": parts}]},
+    ]
+    assert ask(scripted_http, f"{MESSAGES}/count_tokens", messages=messages, system=parts) == {"input_tokens": wanted}
+    items = [
+        *({"role": message["role"], "content": message["content"]} for message in (chat[0], *spoken)),
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": parts},
+    ]
+    told = ask(scripted_http, RESPONSES, input=items, max_output_tokens=1)
+    assert told["usage"]["input_tokens"] == wanted
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "named"),
     [

@@ -6,16 +6,16 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rayserve_moe.text.chat_history import (
-    argument_forms,
-    with_calls,
-    with_known_role,
+    conversation_for,
+    filled,
+    filled_tool,
+    with_arguments,
     with_missing_content,
-    with_reasoning,
 )
+from rayserve_moe.text.chat_traits import REFUSALS, traits_of
 from rayserve_moe.text.tokenizer import Tokenizer
 
 # What a template may be given by name besides its own variables; every other option of transformers is ours to set.
@@ -23,7 +23,6 @@ _OPEN_OPTIONS = {"documents", "add_generation_prompt", "continue_final_message",
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - _OPEN_OPTIONS
 MOST_TRIED = 64
 """Maximum length of a rejected conversation whose messages are rendered one by one to find the faulty one."""
-_REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class ChatTemplateError(ValueError):
@@ -42,15 +41,18 @@ def render_chat(
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """Render OpenAI messages to the text of a prompt.
+    """Render OpenAI messages to the text of a prompt, each in the form that the checkpoint's template reads.
 
-    Content may be a string, or a list of text parts, which are joined by newlines. `tools` and `template_kwargs`
-    (`chat_template_kwargs` on the wire) reach the template as they are, calls and reasoning as it reads them.
+    Content may be text, or a list of text parts. `tools` and `template_kwargs` (`chat_template_kwargs` on the wire)
+    reach the template as they are.
+
+    Raises: ChatTemplateError if the template refuses the messages; it names the first message that is refused.
     """
     if not getattr(tokenizer.backing, "chat_template", None):
         raise ChatTemplateError(f"{tokenizer.directory}: the checkpoint has no chat template; send a plain prompt")
-    conversation = [_plain(message, position) for position, message in enumerate(messages)]
-    if not conversation:
+    for position, message in enumerate(messages):
+        _check_message(message, position)
+    if not messages:
         raise ChatTemplateError("messages: at least one message is needed")
     reserved = sorted(_RESERVED.intersection(template_kwargs or {}))
     if reserved:
@@ -59,52 +61,80 @@ def render_chat(
     if tools:
         options["tools"] = [dict(tool) for tool in tools]
     try:
-        return _rendered(tokenizer, conversation, options)
-    except _REFUSALS as error:
-        place = _refused_message(tokenizer, conversation, options, refusal=str(error))
+        return _rendered(tokenizer, messages, options)
+    except REFUSALS as error:
+        place = _refused_place(tokenizer, messages, options, refusal=str(error))
         raise ChatTemplateError(f"{place}the chat template refused the messages: {error}") from error
 
 
-def _rendered(tokenizer: Tokenizer, conversation: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """Render the first form of the messages that the template accepts.
+def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    """Render messages and tools as they are given, else with empty text in place of what they lack.
 
-    Raises: the first form's error, one of `_REFUSALS`.
+    Raises: one of `REFUSALS`, for the messages that lack nothing.
     """
-    template = template_text(tokenizer)
-    given = [with_reasoning(with_known_role(message, template=template), template=template) for message in conversation]
-    has_calls = any(message.get("tool_calls") for message in given)
-    lacks_content = any(message.get("content") is None for message in given)
-    chosen = with_missing_content(str(tokenizer.backing.get_chat_template(None, options.get("tools"))))
-    refusal: Exception | None = None
-    for fills in (False, True)[: 1 + lacks_content]:
-        for as_objects in argument_forms(template)[: 1 + has_calls]:
-            written = [with_calls(message, as_objects=as_objects) for message in given]
-            if fills:
-                written = [{**message, "content": message.get("content") or ""} for message in written]
+    tools = options.get("tools")
+    template = with_missing_content(str(tokenizer.backing.get_chat_template(None, tools)))
+    traits = traits_of(template, special_tokens=tokenizer.backing.special_tokens_map)
+    conversation = conversation_for(template, messages, traits=traits)
+    whole = [filled(message) for message in conversation]
+    described = {**options, "tools": [filled_tool(tool) for tool in tools]} if tools else options
+    forms = [(written, given) for given in (options, described) for written in (conversation, whole)]
+    for place, (written, given) in enumerate(forms):
+        if (written, given) not in forms[:place]:
             try:
-                backing = tokenizer.backing
-                return str(backing.apply_chat_template(written, tokenize=False, chat_template=chosen, **options))
-            except _REFUSALS as error:
-                refusal = refusal or error
-    assert refusal is not None, "some form was tried"
+                return _applied(tokenizer, written, given, template=template, as_text=traits.takes_argument_text)
+            except REFUSALS as error:
+                refusal = error
     raise refusal
 
 
-def _refused_message(
-    tokenizer: Tokenizer, conversation: Sequence[dict[str, Any]], options: Mapping[str, Any], *, refusal: str
+def _applied(
+    tokenizer: Tokenizer,
+    conversation: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    *,
+    template: str,
+    as_text: bool,
 ) -> str:
-    """Return a prefix that names the first message which causes this refusal.
+    """Render a conversation with the arguments of calls as text or as objects, else in the other form.
+
+    Raises: one of `REFUSALS`, for the first form.
+    """
+    forms = [not as_text, as_text] if any(message.get("tool_calls") for message in conversation) else [True]
+    refusals: list[Exception] = []
+    for as_objects in forms:
+        written = [with_arguments(message, as_objects=as_objects) for message in conversation]
+        try:
+            backing = tokenizer.backing
+            return str(backing.apply_chat_template(written, tokenize=False, chat_template=template, **options))
+        except REFUSALS as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _refused_place(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, refusal: str
+) -> str:
+    """Return a prefix that names the first message which causes this refusal, or the tools if only they do.
 
     It is empty if the conversation is long or if only the whole conversation is refused.
     """
+    without_tools = {name: value for name, value in options.items() if name != "tools"}
+    if "tools" in options and _refusal_of(tokenizer, messages, without_tools) is None:
+        return "tools: "
     until = {**options, "add_generation_prompt": False, "continue_final_message": False}
-    for count in range(1, len(conversation) + 1) if len(conversation) <= MOST_TRIED else ():
-        try:
-            _rendered(tokenizer, conversation[:count], until)
-        except _REFUSALS as error:
-            if str(error) == refusal:
-                return f"messages[{count - 1}]: "
+    for count in range(1, len(messages) + 1) if len(messages) <= MOST_TRIED else ():
+        if _refusal_of(tokenizer, messages[:count], until) == refusal:
+            return f"messages[{count - 1}]: "
     return ""
+
+
+def _refusal_of(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
+    try:
+        _rendered(tokenizer, messages, options)
+    except REFUSALS as error:
+        return str(error)
+    return None
 
 
 def template_text(tokenizer: Tokenizer) -> str:
@@ -129,17 +159,18 @@ def encode_chat(
     return tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
 
 
-def _plain(message: Mapping[str, Any], position: int) -> dict[str, Any]:
-    """Copy a message with its content as one string (or None, for an assistant that only calls tools)."""
+def _check_message(message: Mapping[str, Any], position: int) -> None:
+    """Raise ChatTemplateError for a message without role, or with content that is no text."""
     if "role" not in message:
         raise ChatTemplateError(f"messages[{position}]: role is missing")
     content = message.get("content")
-    if content is not None and not isinstance(content, str):
-        content = "\n".join(_part_text(part, position) for part in content)
-    return {**message, "content": content}
-
-
-def _part_text(part: Any, position: int) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise ChatTemplateError(f"messages[{position}]: content should be text or a list of text parts")
+    if not all(map(_is_text_part, content)):
         raise ChatTemplateError(f"messages[{position}]: only content parts of type text are supported")
-    return part["text"]
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)

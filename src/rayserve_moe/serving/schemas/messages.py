@@ -53,7 +53,8 @@ class MessagesBody(CountTokensBody):
 
 def chat_fields(body: CountTokensBody) -> dict[str, Any]:
     """Return the same request as fields of `/v1/chat/completions`. ApiError 400 for a block that is no text or tool."""
-    messages = [{"role": "system", "content": text}] if (text := _system_text(body.system)) else []
+    system = _content(_texts(body.system, "system"))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for place, message in enumerate(body.messages):
         messages += _messages_of(message, f"messages.{place}")
     fields: dict[str, Any] = {"messages": messages, "model": body.model, **_tools(body), **_thinking(body)}
@@ -72,16 +73,17 @@ def _is_begun_answer(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and bool(message.get("content")) and "tool_calls" not in message
 
 
-def text_of_blocks(value: Any, param: str) -> str:
-    """Join the text of a string, or of blocks of type text."""
+def _texts(value: Any, param: str) -> list[str]:
+    """Return a string, or the texts of blocks of type text, without those that are empty."""
     if value is None or isinstance(value, str):
-        return value or ""
+        return [value] if value else []
     blocks = value if isinstance(value, list) else [value]
-    return "\n".join(_text(block, param) for block in blocks)
+    return [text for block in blocks if (text := _text(block, param))]
 
 
-def _system_text(system: Any) -> str:
-    return text_of_blocks(system, "system")
+def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    """Return the content of a chat's message: several texts are its parts."""
+    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
 def _text(block: Any, param: str) -> str:
@@ -96,7 +98,7 @@ def _messages_of(message: dict[str, Any], param: str) -> Iterator[dict[str, Any]
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"`{param}.role` should be user, assistant or system", param=f"{param}.role")
     if isinstance(content, str) or role == "system":
-        yield {"role": role, "content": text_of_blocks(content, f"{param}.content")}
+        yield {"role": role, "content": _content(_texts(content, f"{param}.content"))}
         return
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise ApiError(400, f"`{param}.content` should be a string or a list of blocks", param=f"{param}.content")
@@ -105,11 +107,11 @@ def _messages_of(message: dict[str, Any], param: str) -> Iterator[dict[str, Any]
         return
     for block in content:
         if block.get("type") == "tool_result":
-            text = text_of_blocks(block.get("content"), f"{param}.content")
+            text = "\n".join(_texts(block.get("content"), f"{param}.content"))
             yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text}
-    texts = [_text(block, f"{param}.content") for block in content if block.get("type") != "tool_result"]
-    if texts:
-        yield {"role": "user", "content": "\n".join(texts)}
+    said = [block for block in content if block.get("type") != "tool_result"]
+    if said:
+        yield {"role": "user", "content": _content(_texts(said, f"{param}.content"))}
 
 
 def _assistant(blocks: Sequence[dict[str, Any]], param: str) -> dict[str, Any]:
@@ -127,8 +129,8 @@ def _assistant(blocks: Sequence[dict[str, Any]], param: str) -> dict[str, Any]:
             case "redacted_thinking":
                 continue
             case _:
-                spoken.append(_text(block, param))
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(spoken) or ("" if not calls else None)}
+                spoken += _texts(block, param)
+    message: dict[str, Any] = {"role": "assistant", "content": _content(spoken) or ("" if not calls else None)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     return {**message, "tool_calls": calls} if calls else message

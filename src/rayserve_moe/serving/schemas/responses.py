@@ -127,7 +127,7 @@ def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def _messages_of_item(item: dict[str, Any], param: str) -> Iterator[dict[str, Any]]:
     match item.get("type", "message"):
         case "message":
-            yield {"role": item.get("role"), "content": _text_of(item.get("content"), param)}
+            yield {"role": item.get("role"), "content": _content(item, param)}
         case "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             if not all(isinstance(value, str) for value in function.values()):
@@ -144,15 +144,27 @@ def _messages_of_item(item: dict[str, Any], param: str) -> Iterator[dict[str, An
             raise ApiError(400, f"`{param}`: items of this type are not supported here", param=param)
 
 
+def _content(item: dict[str, Any], param: str) -> str | list[dict[str, str]]:
+    """Return the content of a chat's message: several texts are its parts, those of an answer its lines."""
+    texts = _texts_of(item.get("content"), param)
+    if item.get("role") == "assistant" or len(texts) < 2:
+        return "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
 def _text_of(content: Any, param: str) -> str:
+    return "\n".join(_texts_of(content, param))
+
+
+def _texts_of(content: Any, param: str) -> list[str]:
     if content is None or isinstance(content, str):
-        return content or ""
+        return [content or ""]
     parts = content if isinstance(content, list) else [content]
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
             raise ApiError(400, f"`{param}` should hold text: other parts are not supported here", param=param)
-    return "\n".join(part["text"] for part in parts)
+    return [part["text"] for part in parts]
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:
