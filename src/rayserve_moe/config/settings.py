@@ -303,8 +303,8 @@ class ClusterSettings:
     """Seconds for which more replicas have to be wanted before they are started."""
     downscale_delay_s: float = _number(300.0, (0, DAY_S))
     """Seconds for which fewer have to be wanted before some drain and end."""
-    transport: str = _choice("auto", "compiled_graph", "sockets", "actor_calls")
-    """`compiled_graph`, `sockets` or `actor_calls`; `auto` takes the graph on TPU hosts, sockets on others: processes
+    transport: str = _choice("auto", "compiled_graph", "sockets")
+    """`compiled_graph` or `sockets`; `auto` takes the graph on TPU hosts, sockets on others: processes
     that wait in the graph poll, which costs emulated hosts the very cores that compute."""
     idle_release_s: float = _number(2.0, (0, DAY_S))
     """Seconds without work after which busy-polling transports are torn down."""
