@@ -247,6 +247,10 @@ def every_section() -> dict:
             "quiet_gaps_ms": [1.0],
             "schemas": {"large": {"outcome": "400", "answered_ms": 7.0, "gaps_ms": [32.0]}},
         }},
+        "published_text": {"qwen3": {
+            "ids": 151_669, "open_s": 0.5, "table_s": 0.62, "grammar_ms": [4.0, 8.0], "mask_us": [27.0, 900.0],
+            "token_us": [0.75, 2.5],
+        }},
         "house": {"before": size, "after": size},
         "http": {
             **w2,
@@ -373,6 +377,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("structured_output", "0.80 (0.80-0.80)"),
         ("hostile_schemas", "32.0 (32.0-32.0)"),
         ("house", "1,200 (4)"),
+        ("published_text", "27.0 900.0"),
         ("loading", "1.25 (1.25-1.25)"),
         ("speculation", "0.80 (0.80-0.80)"),
         ("speculation_calculator", "1.50"),
