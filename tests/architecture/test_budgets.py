@@ -1,4 +1,4 @@
-"""Budgets of change: what a newcomer opens for one request, and how wide records are (docs/adr/0039).
+"""Budgets of change: what a newcomer opens for one request, and how wide records are (docs/adr/0040).
 
 They only go down: a figure below its budget has to become the budget.
 """
