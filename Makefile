@@ -85,7 +85,7 @@ emulation: $(TEST)
 	command -v qemu-aarch64 aarch64-linux-gnu-g++ || apt-get install -y -qq --no-install-recommends qemu-user g++-aarch64-linux-gnu || true
 	$(BIN)/pytest -m emulated tests/unit/kernels
 
-# Text and tool calls over tokenizers as they are published; those that npm cannot fetch are skipped.
+# Text and tool calls over tokenizers as they are published; those that npm and pip cannot fetch are skipped.
 published: $(TEST)
 	$(BIN)/python -m tests.support.published
 	$(BIN)/pytest $(SHARED) -m "published and not slow" tests/published

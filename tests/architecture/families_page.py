@@ -26,9 +26,12 @@ away from their defaults in the models on which every family is compared with tr
 The reference kernels compute every family in float32 and bfloat16 on any mesh, and the native CPU kernels in bfloat16.
 
 A checkpoint's `tokenizer.json` may be byte-level (GPT-2's, tiktoken's and tekken's in that file), or fall back to bytes
-as SentencePiece's do (Mixtral, Gemma). A checkpoint without that file (`tiktoken.model` of Kimi-K2 and Moonlight,
-`tekken.json` alone) is refused. `make published` holds the tokenizers of Qwen3, DeepSeek-V3, gpt-oss, Llama 3.1,
-Mistral Nemo, Claude, Gemma 3 and Llama 2 to transformers.
+as SentencePiece's do (Mixtral, Gemma). Without that file, `tiktoken.model` of Kimi-K2 and Moonlight, `hy.tiktoken` of
+Hunyuan-A13B, or `tekken.json` of Mistral is read ([ADR 0039](adr/0039-tokenizers-of-rank-files.md)). A SentencePiece
+`tokenizer.model` alone is refused. Code in a checkpoint is never run.
+
+`make published` holds the tokenizers of Qwen3, DeepSeek-V3, gpt-oss, Llama 3.1, Mistral Nemo, Claude, Gemma 3 and
+Llama 2 to transformers, and the rank files of Kimi-K2 and Mistral to tiktoken.
 
 A model of each family is started with a small tokenizer in the published form of its own, which "Tokenizer" describes;
 the published tokenizer is named where `make published` has it.

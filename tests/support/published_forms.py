@@ -93,7 +93,7 @@ FORMS = {
     "deepseek": PublishedForm(
         families=("deepseek_v2", "deepseek_v3"),
         said="byte-level, three splits, adds its first token",
-        published="DeepSeek-V3's",
+        published="DeepSeek-V3's, and Kimi-K2's `tiktoken.model`",
         tokenizer_class="LlamaTokenizerFast",
         special=(f"<{_BAR}begin{SPACE}of{SPACE}sentence{_BAR}>", f"<{_BAR}end{SPACE}of{SPACE}sentence{_BAR}>"),
         plain=(f"<{_BAR}User{_BAR}>", f"<{_BAR}Assistant{_BAR}>", f"<{_BAR}tool{SPACE}sep{_BAR}>", *_THINK),
@@ -189,12 +189,13 @@ FORMS = {
     ),
     "hunyuan": PublishedForm(
         families=("hunyuan_v1_moe",),
-        said="byte-level",
+        said="byte-level, NFC; or `hy.tiktoken`",
         tokenizer_class="PreTrainedTokenizerFast",
         special=("<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", "<|extra_0|>", "<|extra_4|>"),
         plain=(*_THINK, "<answer>", "</answer>"),
         bos="<|startoftext|>",
         eos="<|eos|>",
+        normalizer=normalizers.NFC(),
         splits=(ONE_DIGIT,),
         config={"pad_token": "<|pad|>"},
     ),

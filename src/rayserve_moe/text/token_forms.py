@@ -74,6 +74,11 @@ def _steps(described: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [step for inner in described["decoders"] for step in _steps(inner)]
 
 
+def spelling_of(token: bytes) -> str:
+    """Return a token in the byte-level alphabet, a character for each byte."""
+    return token.decode("latin-1").translate(_CHARACTER_OF)
+
+
 class ByteLevelForm:
     """Byte-level form: an alphabet of 256 characters, one per byte (GPT-2, converted tiktoken files)."""
 
@@ -174,3 +179,4 @@ def _byte_of_character() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_of_character()
+_CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}

@@ -10,6 +10,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from rayserve_moe.config.given_files import GivenFileError, one_line, opened, read_json_object
+from rayserve_moe.text.rank_files import CONFIG_FILE, RANK_FILES, code_named, read_rank_file
+from rayserve_moe.text.ranked_bpe import ranked_backing
 from rayserve_moe.text.token_forms import TextDecoder, TokenBytes, UnknownFormError, byte_of, form_of
 from rayserve_moe.text.token_length import longest_token_bytes
 
@@ -146,18 +148,41 @@ class IncrementalDetokenizer:
 
 
 def _load(directory: Path) -> PreTrainedTokenizerFast:
-    # Without this file transformers would make up an empty tokenizer from config.json alone.
-    for file in {directory / TOKENIZER_FILE, *directory.glob("*.json"), *directory.glob("*.jinja")}:
-        _check_opens(file)
-    try:
-        backing = AutoTokenizer.from_pretrained(
-            directory, config=_config_of(directory), local_files_only=True, trust_remote_code=False
+    # Without such a file transformers would make up an empty tokenizer from config.json alone.
+    file = next((directory / name for name in (TOKENIZER_FILE, *RANK_FILES) if (directory / name).exists()), None)
+    if file is None:
+        raise TokenizerError(
+            f"{directory}: {TOKENIZER_FILE} is missing, and so are {', '.join(RANK_FILES)}. A SentencePiece "
+            "tokenizer.model is not read; save_pretrained of transformers makes a tokenizer.json of it"
         )
+    for file_read in {file, *directory.glob("*.json"), *directory.glob("*.jinja")}:
+        _check_opens(file_read)
+    try:
+        backing = _backing_of(file)
     except Exception as error:  # the tokenizers library raises nothing more special
         raise TokenizerError(one_line(f"{directory}: no usable tokenizer: {error}")) from error
     if not isinstance(backing, PreTrainedTokenizerFast):
         raise TokenizerError(f"{directory}: {type(backing).__name__} is not a tokenizer of the tokenizers library")
     return backing
+
+
+def _backing_of(file: Path) -> Any:
+    """Return the tokenizer of a `tokenizer.json` or a rank file. Code of the checkpoint is never run."""
+    directory, config_file = file.parent, file.parent / CONFIG_FILE
+    try:
+        config = read_json_object(config_file) if config_file.exists() else {}
+    except GivenFileError as error:
+        if file.name in RANK_FILES:
+            raise GivenFileError(f"{CONFIG_FILE}: {error}") from error
+        config = {}  # transformers reads it less strictly
+    if file.name in RANK_FILES:
+        return ranked_backing(read_rank_file(file, config), directory, config=config)
+    if code_named(config) is not None:
+        # The class that transformers would take is in that code.
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    return AutoTokenizer.from_pretrained(
+        directory, config=_config_of(directory), local_files_only=True, trust_remote_code=False
+    )
 
 
 def _config_of(directory: Path) -> PreTrainedConfig | None:

@@ -24,7 +24,10 @@ from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.text.rank_files import RANK_FILES
+from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.tools import presets
+from tests.support.rank_files import HUNYUAN, KIMI, tekken_content, write_tekken, write_tiktoken
 
 MESH = jax.make_mesh((4,), ("devices",), devices=jax.devices()[:4])
 
@@ -323,6 +326,19 @@ def test_config_and_tokenizer_are_copied_once_and_follow_the_original(server, in
     assert all((folder / name).read_bytes() == (indexed / name).read_bytes() for name in there)
     (folder / "merges.txt").write_text("of an earlier version")
     assert with_small_files(place, cache_directory=tmp_path) == folder and not (folder / "merges.txt").exists()
+
+
+@pytest.mark.parametrize("file", RANK_FILES)
+def test_a_rank_file_behind_a_url_is_the_tokenizer(tmp_path, file):
+    code = {"tiktoken.model": KIMI, "hy.tiktoken": HUNYUAN}.get(file)
+    model = tmp_path / "served" / "model"
+    model.mkdir(parents=True)
+    write_tekken(model, tekken_content()) if code is None else write_tiktoken(model, code)
+    with RangeServer(model.parent) as running:
+        place = located(f"{running.url}/model", cache_directory=tmp_path)
+        folder = with_small_files(place, cache_directory=tmp_path)
+    assert (folder / file).read_bytes() == (model / file).read_bytes()
+    assert Tokenizer(folder).encode("the cat 你好") == Tokenizer(model).encode("the cat 你好")
 
 
 @pytest.mark.parametrize(
