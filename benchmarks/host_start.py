@@ -23,9 +23,9 @@ from benchmarks.kill_table import SETTINGS
 from benchmarks.markdown import markdown_table
 from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.cluster import group_executor
+from rayserve_moe.cluster.group_executor import PhaseClock
 from rayserve_moe.cluster.replica_engine import start_replica_engine
 from rayserve_moe.config.load import default_cache_directory, settings_from
-from rayserve_moe.observability.phase_clock import PhaseClock
 
 REST, ALL = "describing", "all"
 Seconds = dict[str, float]

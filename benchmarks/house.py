@@ -1,7 +1,9 @@
-"""How large the package is to a reader: lines, files, places of request flags, and the types of one HTTP completion.
+"""What a change of the package costs a reader: modules of one request, modules with one importer, wide classes, lines.
 
-python -m benchmarks.house after      into benchmarks/results/house.json, under that name
-PYTHONPATH=<another work tree>/src:. python -m benchmarks.house before      the same of another commit
+    python -m benchmarks.house [NAME]                                        into benchmarks/results/house.json, as NAME
+    PYTHONPATH=<another work tree>/src:. python -m benchmarks.house before   the same of another commit
+
+`tests/architecture/test_budgets.py` holds the package to budgets of these figures.
 """
 
 from __future__ import annotations
@@ -9,16 +11,17 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import re
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 import rayserve_moe
-from benchmarks.tracer import Tracer, names_of
+from benchmarks.tracer import Trace, Tracer
 from rayserve_moe import Engine
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
@@ -28,88 +31,109 @@ OUT = Path(__file__).parent / "results" / "house.json"
 PACKAGE = Path(rayserve_moe.__file__).parent
 ROOT = PACKAGE.parents[1]
 """Of the work tree that is measured."""
-FLAGS = ("num_top_logprobs", "cache_salt", "stream_routed_experts")
+BESIDE = ("rollouts", "tools")
+"""Packages that nothing of the server imports."""
+MAX_ATTRIBUTES = 16
+"""Attributes of a class above which it counts as wide."""
 SETTINGS = {"max_running_requests": 8, "max_step_tokens": 64, "precompile_bs_paddings": [8], "max_model_len": 512}
 BODY = {"model": "tiny", "prompt": "one completion", "max_tokens": 4, "temperature": 0}
 
 
 def main() -> None:
-    """Measure the package that is imported, and keep it under the name that is given."""
-    (name,) = sys.argv[1:]
+    """Measure the imported package and keep the figures under a name, by default `today`."""
+    name = (sys.argv[1:] or ["today"])[0]
     kept = json.loads(OUT.read_text(encoding="utf-8"))["house"] if OUT.exists() else {}
-    kept[name] = {"commit": _commit(), **size_of(ROOT), "completion": completion()}
+    kept[name] = {"commit": _commit(), **size_of(PACKAGE), "completion": figures_of(completion())}
     OUT.write_text(json.dumps({"house": kept}, indent=1) + "\n", encoding="utf-8")
-    print(OUT)
+    print(json.dumps(kept[name], indent=1))
 
 
-def size_of(root: Path) -> dict[str, Any]:
-    """Lines by package, files, the largest class, places of the flags, words of the README, lines of the tests."""
-    package = root / "src" / "rayserve_moe"
-    files = sorted(package.rglob("*.py"))
-    texts = {file.relative_to(package).as_posix(): file.read_text(encoding="utf-8") for file in files}
-    lines: dict[str, dict[str, int]] = {}
-    for path, text in texts.items():
-        total = lines.setdefault(path.partition("/")[0], {})
-        for kind, count in {"files": 1, **lines_of(text)}.items():
-            total[kind] = total.get(kind, 0) + count
-    classes = [
-        (node.end_lineno - node.lineno + 1, node.name)
-        for text in texts.values()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ClassDef)
-    ]
+def size_of(package: Path) -> dict[str, Any]:
+    """Return lines and files by package, the modules with one importer, and the wide classes."""
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(package.rglob("*.py"))}
+    lines: dict[str, dict[str, int]] = defaultdict(lambda: {"files": 0, "lines": 0})
+    for file in trees:
+        total = lines[file.relative_to(package).parts[0].removesuffix(".py")]
+        total["files"] += 1
+        total["lines"] += len(file.read_text(encoding="utf-8").splitlines())
     return {
-        "lines": lines,
-        "files": len(texts),
-        "types": len(classes),
-        "largest_class": max(classes)[::-1],
-        "flags": {flag: _places(flag, texts) for flag in FLAGS},
-        "readme_words": len((root / "README.md").read_text(encoding="utf-8").split()),
-        "test_lines": sum(
-            len(file.read_text(encoding="utf-8").splitlines()) for file in (root / "tests").rglob("*.py")
-        ),
+        "lines": dict(lines),
+        "server_lines": sum(total["lines"] for name, total in lines.items() if name not in BESIDE),
+        "one_importer": len(imported_once(package, trees)),
+        "wide_classes": {name: count for tree in trees.values() for name, count in wide_classes(tree)},
     }
 
 
-def lines_of(text: str) -> dict[str, int]:
-    """Count the lines of a file by kind: code, docstrings, comments that stand alone, blank."""
-    documented: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            documented |= set(range(node.lineno, node.end_lineno + 1))
-    counts = {"code": 0, "docstrings": len(documented), "comments": 0, "blank": 0}
-    for number, line in enumerate(text.splitlines(), 1):
-        if number not in documented:
-            stripped = line.strip()
-            counts["comments" if stripped.startswith("#") else "code" if stripped else "blank"] += 1
-    return counts
+def imported_once(package: Path, trees: dict[Path, ast.Module]) -> list[str]:
+    """Return the modules that exactly one other module imports."""
+    modules = {_module(package, file): tree for file, tree in trees.items()}
+    importers: dict[str, set[str]] = defaultdict(set)
+    for importer, tree in modules.items():
+        for node in ast.walk(tree):
+            for name in _imported(node):
+                found = name if name in modules else name.rpartition(".")[0]
+                if found in modules:
+                    importers[found].add(importer)
+    return sorted(name for name, users in importers.items() if len(users) == 1)
 
 
-def completion() -> dict[str, Any]:
-    """Trace one warm `/v1/completions` over an engine of this process: packages, functions, types."""
+def wide_classes(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield the name and the number of attributes of each class with more than `MAX_ATTRIBUTES`.
+
+    Attributes are fields of the class body and names that a method assigns to `self`.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and (count := len(set(_attributes(node)))) > MAX_ATTRIBUTES:
+            yield node.name, count
+
+
+def completion() -> Trace:
+    """Trace one warm `/v1/completions` over an engine of this process."""
     tracer = Tracer()
     with tracer.installed(), Engine("synthetic:tiny", enable_return_routed_experts=True, **SETTINGS) as engine:
         api = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings()))
         asyncio.run(_complete(api))
         with tracer.recording() as trace:
             asyncio.run(_complete(api))
+    return trace
+
+
+def figures_of(trace: Trace) -> dict[str, Any]:
+    """Return the numbers of modules, functions and types that a trace has, and its packages."""
     return {
-        "packages": trace.packages,
+        "modules": len(trace.modules),
         "functions": len(trace.functions),
-        "types": trace.types,
-        "created": names_of(trace.created),
+        "types_created": len(trace.created),
+        "packages": trace.packages,
     }
+
+
+def _attributes(node: ast.ClassDef) -> Iterator[str]:
+    for child in node.body:
+        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
+            yield child.target.id
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            for inner in ast.walk(child):
+                is_stored = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+                if is_stored and isinstance(inner.value, ast.Name) and inner.value.id == "self":
+                    yield inner.attr
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def _module(package: Path, file: Path) -> str:
+    path = file.relative_to(package.parent).with_suffix("").as_posix()
+    return path.replace("/", ".").removesuffix(".__init__")
 
 
 async def _complete(api: Any) -> None:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://here", timeout=600) as client:
         answer = await client.post("/v1/completions", json=BODY)
         answer.raise_for_status()
-
-
-def _places(name: str, texts: dict[str, str]) -> dict[str, int]:
-    found = [len(re.findall(rf"\b{name}\b", text)) for text in texts.values()]
-    return {"places": sum(found), "files": sum(count > 0 for count in found)}
 
 
 def _commit() -> str:

@@ -1,4 +1,4 @@
-"""The size of the package to a reader, before and after, as tables."""
+"""What a change of the package costs a reader, as tables with one column per measured commit."""
 
 from __future__ import annotations
 
@@ -7,56 +7,30 @@ from typing import Any
 
 from benchmarks.markdown import markdown_table
 
-KINDS = ("code", "docstrings", "comments", "blank")
-
 
 def house(measured: Mapping[str, Any]) -> str:
-    """One row per figure and one column per commit, then the lines of every package, and what each step of work did."""
-    return f"{_figures(measured)}\n\n{_lines(measured)}\n\n{_steps(measured)}"
-
-
-def _figures(measured: Mapping[str, Any]) -> str:
+    """Return a row per figure, then the lines of every package."""
+    heading = ["", *(f"{name} ({each['commit']})" for name, each in measured.items())]
     columns = [_figures_of(each) for each in measured.values()]
     rows = [[name, *(figures[name] for figures in columns)] for name in columns[0]]
-    return markdown_table(["", *(f"{name} ({each['commit']})" for name, each in measured.items())], rows)
+    packages = sorted({package for each in measured.values() for package in each["lines"]})
+    lines = [[f"`{package}`", *(_lines_of(each, package) for each in measured.values())] for package in packages]
+    return f"{markdown_table(heading, rows)}\n\n{markdown_table(['lines (files)', *heading[1:]], lines)}"
 
 
 def _figures_of(each: Mapping[str, Any]) -> dict[str, str]:
-    lines, completion = each["lines"].values(), each["completion"]
-    totals = {kind: sum(of_package[kind] for of_package in lines) for kind in KINDS}
-    name, length = each["largest_class"]
-    flags = {
-        f"places (files) of `{flag}`": f"{found['places']} ({found['files']})" for flag, found in each["flags"].items()
-    }
+    widest = max(each["wide_classes"].items(), key=lambda item: item[1], default=("", 0))
     return {
-        "lines of src": f"{sum(totals.values()):,}",
-        **{f"of them {kind}": f"{count:,}" for kind, count in totals.items()},
-        "files": str(each["files"]),
-        "types": str(each["types"]),
-        "largest class, lines": f"{length} (`{name}`)",
-        **flags,
-        "one HTTP completion: packages": str(len(completion["packages"])),
-        "functions that it calls": str(completion["functions"]),
-        "types that it creates": str(len(completion["created"])),
-        "types that it creates or calls methods of": str(len(completion["types"])),
-        "words of the README": f"{each['readme_words']:,}",
-        "lines of the tests": f"{each['test_lines']:,}",
+        "one plain completion: modules": str(each["completion"]["modules"]),
+        "functions that it calls": str(each["completion"]["functions"]),
+        "types that it creates": str(each["completion"]["types_created"]),
+        "modules with one importer": str(each["one_importer"]),
+        "classes of more than 16 attributes": str(len(each["wide_classes"])),
+        "the widest": f"{widest[0]}, {widest[1]}",
+        "lines of the server": f"{each['server_lines']:,}",
     }
 
 
-def _steps(measured: Mapping[str, Any]) -> str:
-    steps = [step for each in measured.values() for step in each.get("steps", ())]
-    return markdown_table(["step", "lines of src"], [[step["step"], f"{step['lines']:+}"] for step in steps])
-
-
-def _lines(measured: Mapping[str, Any]) -> str:
-    packages = sorted({package for each in measured.values() for package in each["lines"]})
-    rows = []
-    for package in packages:
-        row: list[object] = [f"`{package}`"]
-        for each in measured.values():
-            counts = each["lines"].get(package)
-            row += [counts["files"], counts["code"], counts["docstrings"]] if counts else ["", "", ""]
-        rows.append(row)
-    columns = [f"{kind}, {name}" for name in measured for kind in ("files", "code", "docstrings")]
-    return markdown_table(["package", *columns], rows)
+def _lines_of(each: Mapping[str, Any], package: str) -> str:
+    total = each["lines"].get(package)
+    return f"{total['lines']:,} ({total['files']})" if total else ""

@@ -25,8 +25,8 @@ from benchmarks.kill_table import SETTINGS
 from benchmarks.markdown import markdown_table
 from benchmarks.narrow import num_ended, submit_all
 from rayserve_moe.checkpoints.model_path import resolve_model_path
+from rayserve_moe.cluster.group_executor import DELAY_S
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
-from rayserve_moe.cluster.standbys import DELAY_S
 from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.requests import ChoiceResult
 

@@ -34,6 +34,11 @@ class Trace:
         return list(dict.fromkeys(name.split(".")[0].split("/")[0] for name in self.functions))
 
     @property
+    def modules(self) -> list[str]:
+        """Modules whose functions have run."""
+        return list(dict.fromkeys(name.split(".")[0] for name in self.functions))
+
+    @property
     def types(self) -> list[str]:
         """Types that were created or used, by module and name, sorted."""
         return names_of({**self.created, **self.used})

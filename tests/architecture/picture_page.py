@@ -24,7 +24,7 @@ KINDS = {
         "#e3f0fb",
         (
             "engine text constraints scheduling replay balancing observability config request_builder requests "
-            "request_constraints constraint_fields finish_reason model_card reasoning_span token_evidence "
+            "request_constraints constraint_fields finish_reason reasoning_span token_evidence "
             "processor_arguments request_fields"
         ),
     ),

@@ -11,7 +11,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
-from rayserve_moe.cluster import host_watch
+from rayserve_moe.cluster import host_group
 
 TIMEOUT_S = 300.0
 SETTINGS = {
@@ -30,7 +30,7 @@ SETTINGS = {
 def a_slow_machine_is_no_loss() -> Iterator[None]:
     """A host that shares two cores with all other tests is silent for seconds at times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_watch, "SILENCE_S", 30.0)
+        patch.setattr(host_group, "SILENCE_S", 30.0)
         yield
 
 

@@ -10,7 +10,7 @@ import pytest
 from rayserve_moe.cli import main
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.tools.check_table import render
+from rayserve_moe.tools.check_command import render
 from rayserve_moe.tools.compile_check import CheckReport, check
 from rayserve_moe.tools.hlo_report import Collective
 from rayserve_moe.tools.presets import preset_names, read_config

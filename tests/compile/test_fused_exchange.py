@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,15 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rayserve_moe.experts.fused import fused_ep_moe_from_topk
+from rayserve_moe.experts.backends import EXPERT_BACKENDS
+from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.experts.slot_mapping import PlacedExperts
+from rayserve_moe.experts.tokens import RoutedTokens
+from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
+from rayserve_moe.kernels.registry import KERNELS
+from rayserve_moe.parallel.sharding import DATA, TENSOR, ParallelPlan
 from rayserve_moe.tools.hlo_report import collectives_of
 from rayserve_moe.tools.hlo_text import ProgramText, read_program
 
@@ -26,15 +34,30 @@ CASES = [
 
 @cache
 def compiled(topology: str, tokens_per_device: int) -> ProgramText:
+    """Compile one layer by the backend `fused`: an expert's weights on its device, tokens split over all devices."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = Mesh(np.asarray(devices).reshape(-1, 1), ("data", "tensor"))
-    split, num_tokens = NamedSharding(mesh, PartitionSpec(("data", "tensor"))), tokens_per_device * len(devices)
-    up, down = (NUM_EXPERTS, WIDTH, INNER), (NUM_EXPERTS, INNER, WIDTH)
-    shapes = [((num_tokens, WIDTH), jnp.bfloat16), *((shape, jnp.bfloat16) for shape in (up, down, up))]
-    shapes += [((num_tokens, TOP_K), jnp.int32), ((num_tokens, TOP_K), jnp.float32)]
-    arguments = [jax.ShapeDtypeStruct(*shape, sharding=split) for shape in shapes]
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(partial(fused_ep_moe_from_topk, mesh)).lower(*arguments)
+    plan = ParallelPlan(Mesh(np.asarray(devices).reshape(-1, 1), (DATA, TENSOR)))
+    config = ExpertConfig(RouterSpec(NUM_EXPERTS, TOP_K, renormalize=True), KERNELS["tpu"], plan, backend="fused")
+
+    def on_device(routed: RoutedTokens, weights: ExpertWeights) -> jax.Array:
+        return EXPERT_BACKENDS[config.backend](routed, PlacedExperts(weights, jnp.int32(0), None), config=config)
+
+    split, num_tokens = PartitionSpec((DATA, TENSOR)), tokens_per_device * len(devices)
+    layer = jax.shard_map(on_device, mesh=plan.mesh, in_specs=(split, split), out_specs=split, check_vma=False)
+
+    def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(plan.mesh, split))
+
+    choices, up, down = (num_tokens, TOP_K), (NUM_EXPERTS, WIDTH, INNER), (NUM_EXPERTS, INNER, WIDTH)
+    routed = RoutedTokens(
+        array((num_tokens, WIDTH), jnp.bfloat16),
+        array(choices, jnp.int32),
+        array(choices, jnp.float32),
+        array((num_tokens,), jnp.bool_),
+    )
+    weights = ExpertWeights(*(array(shape, jnp.bfloat16) for shape in (up, up, down)))
+    with jax.set_mesh(plan.mesh):
+        lowered = jax.jit(layer).lower(routed, weights)
     return read_program(lowered.compile(compiler_options=COMPILER_OPTIONS_OF_PLATFORM["tpu"]).as_text() or "")
 
 

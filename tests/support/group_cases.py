@@ -28,7 +28,7 @@ from rayserve_moe.engine.model_drafts import ModelProposer
 from rayserve_moe.kernels import attention_reference, paged_attention, paged_sizes, paged_tiles, paged_writes
 from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.flat_rows import flat_kv, flat_latents
-from rayserve_moe.kernels.paged_tokens import GroupTokens
+from rayserve_moe.kernels.paged_tiles import GroupTokens
 from rayserve_moe.kernels.paged_writes import GroupWrites
 from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION
 from tests.support.draft_models import AUX_KEY, write_eagle_head

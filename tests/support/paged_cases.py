@@ -29,8 +29,8 @@ from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.kernels import attention_reference, paged_attention, paged_sizes
 from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
 from rayserve_moe.kernels.flat_rows import flat_kv, flat_latents
+from rayserve_moe.kernels.paged_attention import visits_of
 from rayserve_moe.kernels.paged_stream import PageStream
-from rayserve_moe.kernels.paged_visits import visits_of
 from rayserve_moe.kernels.paged_writes import RowWrites
 from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION
 from tests.support.drive import run_together

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rayserve_moe.constraints.thinking_budget import ThinkingBudget
 from rayserve_moe.constraints.token_guide import EMPTY
+from rayserve_moe.engine.guides import ThinkingBudget
 from rayserve_moe.reasoning_span import ReasoningMarkers, ReasoningSpan, ThinkingLimit
 
 NUM_IDS = 8

@@ -1,10 +1,11 @@
-"""The executor of a slice: one worker actor per host, driven over a step transport."""
+"""The executor of a slice: one worker actor per host, driven over a step transport, and standbys for lost workers."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,6 @@ from rayserve_moe.cluster.host_layout import place_of
 from rayserve_moe.cluster.host_worker import RemoteHostWorker
 from rayserve_moe.cluster.programs_ahead import ProgramsAhead
 from rayserve_moe.cluster.slice_placement import SliceReservation
-from rayserve_moe.cluster.standbys import Standbys
 from rayserve_moe.cluster.weight_keepers import SharesLostError
 from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.config.given_files import Reach, is_url, one_line
@@ -33,7 +33,6 @@ from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.staged_weights import too_late
 from rayserve_moe.observability.fault_points import reach
-from rayserve_moe.observability.phase_clock import PhaseClock
 from rayserve_moe.requests import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
@@ -241,3 +240,67 @@ class GroupExecutor:
         if waits:
             options |= {"num_cpus": 0, "resources": {}}
         return cast(ActorHandle, RemoteHostWorker.options(**options).remote(self._settings, place))
+
+
+DELAY_S = 3.0
+"""From serving to starting them: the first steps of a new group recompute what running requests had, and need the
+cores."""
+ANSWER_S = 2.0
+
+
+class Standbys:
+    """One per host, started in a thread of its own a while after a group serves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[int, ActorHandle] = {}
+        self._timer: threading.Timer | None = None
+
+    def start_soon(self, starters: Mapping[int, Callable[[], ActorHandle]], *, delay_s: float = DELAY_S) -> None:
+        """Call the starters, by host, after a while, unless standbys are taken or ended first."""
+        self._timer = threading.Timer(delay_s, self._start, (starters,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def take(self) -> dict[int, ActorHandle]:
+        """Those that answer, by host; they are no longer waiting."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            waiting, self._waiting = self._waiting, {}
+        return {host_id: worker for host_id, worker in waiting.items() if _answers(worker)}
+
+    def end(self) -> None:
+        """End all that wait."""
+        for worker in self.take().values():
+            ray.kill(worker)
+
+    def _start(self, starters: Mapping[int, Callable[[], ActorHandle]]) -> None:
+        with self._lock, suppress(RayError):
+            if self._timer is threading.current_thread():
+                self._waiting = {host_id: start() for host_id, start in starters.items()}
+
+
+def _answers(worker: ActorHandle) -> bool:
+    try:
+        ray.get(worker.process.remote(), timeout=ANSWER_S)
+    except RayError:
+        ray.kill(worker)
+        return False
+    return True
+
+
+class PhaseClock:
+    """The present `phase`, and the `seconds` of those that have ended, by name. One thread enters, any may read."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._since = time.monotonic()
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, which ends the one before."""
+        now = time.monotonic()
+        if self.phase not in ("", "serving"):
+            self.seconds[self.phase] += now - self._since
+        self.phase, self._since = phase, now

@@ -1,4 +1,4 @@
-"""Transports of step plans and results between engine and hosts: a compiled graph, sockets, or plain actor calls."""
+"""Transports of step plans and results between engine and hosts: a compiled graph, or sockets."""
 
 from __future__ import annotations
 
@@ -38,20 +38,6 @@ class StepTransport(Protocol):
         ...
 
 
-class ActorCalls:
-    """One actor call per host and step: slower, and nothing polls."""
-
-    def __init__(self, workers: list[ActorHandle], *, timeout_s: float) -> None:
-        self._workers, self._timeout_s = workers, timeout_s
-
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        results = ray.get([worker.execute.remote(plan) for worker in self._workers], timeout=self._timeout_s)
-        return results[0]
-
-    def release(self) -> None:
-        """Idle actors cost nothing."""
-
-
 class CompiledGraph:
     """A compiled graph over all hosts, for as long as there is steady work.
 
@@ -61,7 +47,6 @@ class CompiledGraph:
 
     def __init__(self, workers: list[ActorHandle], *, timeout_s: float) -> None:
         self._workers, self._timeout_s = workers, timeout_s
-        self._calls = ActorCalls(workers, timeout_s=timeout_s)
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile-graph")
         self._graph: Future[Any] | None = None
         self._num_steps = 0
@@ -75,7 +60,7 @@ class CompiledGraph:
         if self._graph is None and self._num_steps > BUSY_STEPS:
             self._graph = self._compiler.submit(self._compile)
         if self._graph is None or not self._graph.done():
-            return self._calls.execute(plan)
+            return ray.get([worker.execute.remote(plan) for worker in self._workers], timeout=self._timeout_s)[0]
         result, *_ = ray.get(self._graph.result().execute(plan), timeout=self._timeout_s)
         return _owned(result) if result is not None else None
 
@@ -107,6 +92,5 @@ def _owned(value: Any) -> Any:
 
 TRANSPORTS: dict[str, Callable[..., StepTransport]] = {
     "compiled_graph": CompiledGraph,
-    "actor_calls": ActorCalls,
     "sockets": Sockets.to,
 }

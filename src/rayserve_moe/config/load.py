@@ -19,7 +19,6 @@ import yaml
 
 from rayserve_moe.config.derive import group_sizes
 from rayserve_moe.config.given_files import is_url
-from rayserve_moe.config.other_engines import EXPLAINED
 from rayserve_moe.config.settings import TPU_PAGE_SIZE, ParallelSettings, Settings, SettingsError
 from rayserve_moe.config.speculation import check_speculation, in_own_terms
 from rayserve_moe.config.topology import check_slices
@@ -300,3 +299,16 @@ def _check_parallel(parallel: ParallelSettings) -> None:
     for name, (count, divisor_name, divisor) in counts.items():
         if count % divisor:
             raise SettingsError(f"{divisor_name} {divisor} does not divide {name} = {count}")
+
+
+_HEADS = (
+    "attention heads are split over all devices of a data-parallel group by themselves: set data_parallel_size (the "
+    "groups), and devices_per_host for fewer devices"
+)
+_EXPERTS = "experts always lie over all devices: leave it out"
+EXPLAINED = {
+    **dict.fromkeys(("tp_size", "tensor_parallel_size", "attention_tp_size"), _HEADS),
+    **dict.fromkeys(("ep_size", "expert_parallel_size", "enable_expert_parallel", "moe_tp_size"), _EXPERTS),
+    **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "layers are not split into stages here: leave it out"),
+}
+"""Settings of other engines that have no counterpart, and what to do instead. 1 is what a single device does anyway."""

@@ -8,15 +8,98 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rayserve_moe.config.server_settings import ServerSettings as ServerSettings
+from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
 from rayserve_moe.config.setting_fields import DAY_S
 from rayserve_moe.config.setting_fields import choice as _choice
 from rayserve_moe.config.setting_fields import named as _named
 from rayserve_moe.config.setting_fields import number as _number
-from rayserve_moe.config.speculation_settings import DRAFT_MODELS as DRAFT_MODELS
-from rayserve_moe.config.speculation_settings import MOST_DRAFTS as MOST_DRAFTS
-from rayserve_moe.config.speculation_settings import SpeculationSettings as SpeculationSettings
 from rayserve_moe.request_fields import LONGEST_CONSTRAINT
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The HTTP edge."""
+
+    api_key: str = ""
+    """Bearer token that every route but `/health` and the empty page `/experts` asks for; empty for none."""
+    admin_api_key: str = ""
+    """Bearer token for what concerns all clients: weight updates, pauses, flushes, aborting everything; good for all
+    other routes too. Empty: `api_key` is enough for these."""
+    max_body_bytes: int = _number(16 << 20, (1, 1 << 30))
+    """Longest request body."""
+    max_intake_bytes: int = _number(256 << 20, (1, 1 << 40))
+    """Bytes of bodies and prompts that are read, parsed and tokenized at once; what comes beyond is answered 429."""
+    drain_timeout_s: float = _number(120.0, (0, DAY_S))
+    """Seconds running requests get to finish at shutdown."""
+    hand_over_after_s: float = _number(DAY_S, (0, DAY_S))
+    """Seconds after which a replica that Serve stops ends requests that the journal keeps, so that clients resume them
+    at another that runs; in any case it does 5 s before `drain_timeout_s` is over."""
+    tool_call_parser: str = _choice("auto", "none", *TOOL_CALL_PARSERS)
+    """How tool calls are read from answers of chats: `auto` by the tokenizer's `response_template`, else by the markers
+    in the chat template; `none` leaves them in the content; or a parser by its name in vLLM or SGLang."""
+    prefix_routing: str = _choice("auto", "on", "off")
+    """`on`: requests go through routers that know which prefixes every replica has cached, one that `rayserve-moe
+    scale` adds included; `auto` is that where there are several replicas at the start."""
+    journal: str = _choice("auto", "on", "off")
+    """`on`: requests that clients name outlive their replica, by a journal of what is committed; `auto` is that where
+    there are several replicas at the start, and a journal."""
+    journal_address: str = ""
+    """`HOST:PORT` of the journal; the start command runs one, and says so by RAYSERVE_MOE_JOURNAL."""
+    journal_key: str = ""
+    """What replicas and the journal prove to each other that they know; the start command draws one."""
+    journal_max_bytes: int = _number(1 << 30, (1 << 20, 1 << 40))
+    """Memory of the journal that the start command runs: the oldest answers make way, then requests are not kept."""
+    resume_ttl_s: float = _number(120.0, (0, DAY_S))
+    """Seconds that a request can be resumed after its last byte was sent, or its connection or replica was lost."""
+    reasoning_parser: str = _choice("auto", "none", *REASONING_PARSERS)
+    """How reasoning is separated from the content of answers of chats, in the same way."""
+    exclude_tools_when_tool_choice_none: bool = False
+    """Keep tools from the chat template where `tool_choice` is none. What the model writes is content either way."""
+
+
+MOST_DRAFTS = 7
+DRAFT_MODELS = ("EAGLE", "EAGLE3", "NEXTN")
+"""Values of `speculative_algorithm` that take a draft model."""
+
+
+@dataclass(frozen=True)
+class SpeculationSettings:
+    """Tokens that are drafted, and verified several at a time: they change how fast answers are, not what they are."""
+
+    algorithm: str = _choice("off", "NGRAM", "SIBLINGS", *DRAFT_MODELS, key="speculative_algorithm")
+    """`NGRAM` drafts what followed the last tokens of a sequence before, `SIBLINGS` also what did in other answers to
+    its prompt; `EAGLE`, `EAGLE3` and `NEXTN` what a draft model says; `off` or null none."""
+    draft_model_path: str = _named("", "speculative_draft_model_path")
+    """Where the head of `EAGLE` or `EAGLE3` lies, as `model_path`; `NEXTN` is a layer of the checkpoint without one."""
+    eagle_topk: int = _number(1, (1, 8), "speculative_eagle_topk")
+    """Drafts that may follow each draft; beyond 1 they are a tree. Not for models with sliding windows."""
+    num_steps: int = _number(0, (0, 7), "speculative_num_steps")
+    """Drafts of a sequence in one step at most that follow each other; 0 is 7. Chains have 0, 1, 3, 5 or 7 in a step,
+    whichever measured times favour."""
+    num_draft_tokens: int = _number(0, (0, 32), "speculative_num_draft_tokens")
+    """Rows that are verified: of a chain `speculative_num_steps` and one more, of a tree all its nodes with the token
+    that it begins at, 32 at most; a tree needs it."""
+    shortest_match: int = _number(2, (1, 64), "speculative_ngram_min_match_window_size")
+    """Tokens at the end of a sequence that must have stood elsewhere before anything is drafted."""
+    longest_match: int = _number(8, (1, 64), "speculative_ngram_max_match_window_size")
+    """Tokens at the end of a sequence that are looked for at most."""
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a sequence in one step at most; 0 without speculation."""
+        if self.has_trees:
+            return self.num_draft_tokens - 1
+        return 0 if self.algorithm == "off" else self.num_steps or max(self.num_draft_tokens - 1, 0) or MOST_DRAFTS
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether drafts are trees."""
+        return self.algorithm != "off" and self.eagle_topk > 1
+
+    @property
+    def num_levels(self) -> int:
+        """Drafts of a sequence in one step at most that follow each other."""
+        return min(self.num_steps or MOST_DRAFTS, self.most_drafts) if self.has_trees else self.most_drafts
 
 
 class SettingsError(ValueError):
@@ -220,8 +303,8 @@ class ClusterSettings:
     """Seconds for which more replicas have to be wanted before they are started."""
     downscale_delay_s: float = _number(300.0, (0, DAY_S))
     """Seconds for which fewer have to be wanted before some drain and end."""
-    transport: str = _choice("auto", "compiled_graph", "sockets", "actor_calls")
-    """`compiled_graph`, `sockets` or `actor_calls`; `auto` takes the graph on TPU hosts, sockets on others: processes
+    transport: str = _choice("auto", "compiled_graph", "sockets")
+    """`compiled_graph` or `sockets`; `auto` takes the graph on TPU hosts, sockets on others: processes
     that wait in the graph poll, which costs emulated hosts the very cores that compute."""
     idle_release_s: float = _number(2.0, (0, DAY_S))
     """Seconds without work after which busy-polling transports are torn down."""

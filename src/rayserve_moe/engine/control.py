@@ -1,27 +1,33 @@
-"""Controls a running engine for a trainer: pause, resume, update of weights."""
+"""Controls a running engine for a trainer: pause, resume, and updates of weights in one or two phases."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from rayserve_moe.config.given_files import is_url
-from rayserve_moe.engine.command_queue import CommandQueue
+from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.page_watch import PageWatch
 from rayserve_moe.engine.recovery import Recovery
-from rayserve_moe.engine.staged_updates import StagedUpdates
 from rayserve_moe.engine.step_cycle import NO_ROWS, StepCycle
 from rayserve_moe.engine.tensor_updates import BetweenSteps, TensorUpdates
-from rayserve_moe.engine.weight_orders import LOST_WHILE_CHANGING, LOST_WHILE_READING, WeightOrder, WeightOutcome
-from rayserve_moe.requests import FinishReason, ModelCard, RequestError
+from rayserve_moe.engine.weight_orders import (
+    LOST_WHILE_CHANGING,
+    LOST_WHILE_READING,
+    NOTHING_STAGED,
+    WeightOrder,
+    WeightOutcome,
+)
+from rayserve_moe.requests import FinishReason, ModelCard, RequestError, WeightsRefusedError
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.starting_over import add_choices
@@ -225,3 +231,77 @@ def replace_lost(control: EngineControl, recovery: Recovery) -> None:
     """Have hosts replaced whose loss was noticed outside of a step, unless others serve; in the engine thread."""
     if (failure := recovery.loss) is not None:
         control.note_loss(failure)
+
+
+@dataclass
+class StagedUpdates:
+    """Calls from any thread; each runs in the thread of updates, one at a time."""
+
+    executor: Executor
+    commands: CommandQueue
+    between: BetweenSteps
+    tensors: TensorUpdates
+    updates: ThreadPoolExecutor
+    _generation: int | None = None
+
+    def run(self, order: WeightOrder) -> Future[WeightOutcome]:
+        """Both phases."""
+        return self.updates.submit(self._run, order)
+
+    def stage(self, model_path: str) -> Future[str]:
+        """Have every host read and check a checkpoint; the result is why it is refused, empty where it is staged."""
+        return self.updates.submit(self._stage, model_path)
+
+    def swap(self, order: WeightOrder) -> Future[WeightOutcome]:
+        """Have what is staged serve."""
+        return self.updates.submit(self._swap, order)
+
+    def drop(self) -> Future[None]:
+        """Forget what is staged."""
+        return self.updates.submit(self._drop)
+
+    def _run(self, order: WeightOrder) -> WeightOutcome:
+        if refusal := self._stage(order.model_path):
+            return WeightOutcome(False, refusal, self.between.version())
+        return self._swap(order)
+
+    def _stage(self, model_path: str) -> str:
+        self._drop()
+        self.tensors.end_open()
+        with ExitStack() as undo:
+            undo.callback(self._let_go)
+            expert_of_slot, generation = self.commands.call(self.between.hold).result()
+            try:
+                self._reach(model_path, expert_of_slot, generation)
+            except WeightsRefusedError as refusal:
+                return str(refusal)
+            self._generation = generation
+            undo.pop_all()
+        return ""
+
+    def _reach(self, model_path: str, expert_of_slot: np.ndarray | None, generation: int) -> None:
+        """Have hosts read; WeightsRefusedError where one is lost."""
+        try:
+            self.executor.stage_weights(model_path, expert_of_slot)
+        except ExecutorFailure as failure:
+            self.commands.call(partial(self.between.note_loss, failure, generation=generation)).result()
+            raise WeightsRefusedError(LOST_WHILE_READING) from failure
+
+    def _swap(self, order: WeightOrder) -> WeightOutcome:
+        generation, self._generation = self._generation, None
+        if generation is None:
+            return WeightOutcome(False, NOTHING_STAGED, self.between.version())
+        try:
+            return self.commands.call(partial(self.between.swap, order, generation)).result()
+        finally:
+            self._let_go()
+
+    def _drop(self) -> None:
+        if self._generation is not None:
+            self._generation = None
+            self.executor.tensors.drop()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        with suppress(EngineStoppedError):
+            self.commands.call(self.between.let_go)

@@ -12,25 +12,30 @@ from concurrent.futures import Future
 from functools import partial
 
 from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfig, planning_config
-from rayserve_moe.config.derive import most_live_requests
-from rayserve_moe.config.settings import Settings
+from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens, verify_rows
+from rayserve_moe.config.settings import Settings, SpeculationSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.engine.admission import Capacity, check_request, ending_ids, processed_of
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.committed import restore
 from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
-from rayserve_moe.engine.cycle_setup import step_cycle_for
 from rayserve_moe.engine.eplb_control import EplbControl
-from rayserve_moe.engine.eplb_steps import eplb_steps_for
+from rayserve_moe.engine.eplb_steps import EplbSteps, eplb_steps_for
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
+from rayserve_moe.engine.expert_reach import ExpertReach
 from rayserve_moe.engine.guides import guides_of
+from rayserve_moe.engine.model_drafts import proposer_for
 from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
 from rayserve_moe.engine.recovery import RebuildBounds, Rebuilder, Recovery, progress_of, step_start
-from rayserve_moe.engine.speculation import DraftTotals
+from rayserve_moe.engine.routing_capture import RoutingCapture
+from rayserve_moe.engine.speculation import DraftTotals, Speculation
 from rayserve_moe.engine.step_clock import selection_statistics
+from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine.step_losses import StepLosses
 from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest, ModelCard, RequestError
-from rayserve_moe.scheduling.scheduler import Scheduler
+from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Guide, Sequence
+from rayserve_moe.scheduling.step_plan import StartReport
 
 log = logging.getLogger(__name__)
 Outputs = Iterable[ChoiceResult]
@@ -277,3 +282,62 @@ def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[
     for sequence in sequences if sampling.processor_arguments else ():
         sequence.processed = processed_of(sampling, card)
     return sequences
+
+
+def step_cycle_for(
+    executor: Executor,
+    card: ModelCard,
+    *,
+    settings: Settings,
+    started: StartReport,
+    eplb: EplbSteps,
+    recovery: Recovery | None,
+) -> StepCycle:
+    """The cycle of an engine whose executor has `started`, with all that its settings switch on."""
+    scheduler, cache, num_ranks = settings.scheduler, settings.cache, settings.parallel.data_parallel_size
+    limits = StepLimits(
+        num_rows=scheduler.max_running_requests,
+        step_tokens=scheduler.max_step_tokens,
+        chunk_tokens=prefill_chunk_tokens(scheduler),
+        page_size=cache.page_size,
+        num_pages=started.num_pages,
+        page_groups=started.page_groups,
+        max_tokens=card.max_model_len,
+        num_data_ranks=num_ranks,
+        caches_prefixes=cache.enable_prefix_caching,
+        verify_rows=verify_rows(scheduler, settings.speculation),
+    )
+    capture = None
+    if card.returns_routing:
+        capture = RoutingCapture(
+            card.routing,
+            num_pages=started.num_pages,
+            page_size=cache.page_size,
+            num_data_ranks=num_ranks,
+            weight_version=card.weight_version,
+        )
+    target = Scheduler(limits, weight_version=card.weight_version)
+    cycle = StepCycle(
+        target,
+        executor,
+        capture=capture,
+        overlaps=scheduler.overlap_steps,
+        eplb=eplb,
+        speculation=_speculation_for(settings.speculation, target, card=card),
+    )
+    if recovery is not None:
+        cycle.losses = StepLosses(recovery, target, capture=capture, eplb=eplb)
+    return cycle
+
+
+def _speculation_for(settings: SpeculationSettings, target: Scheduler, *, card: ModelCard) -> Speculation | None:
+    """What decides on drafts, where there are any."""
+    if not settings.most_drafts:
+        return None
+    return Speculation(
+        target.table,
+        proposer_for(settings),
+        most_drafts=settings.most_drafts,
+        reach=ExpertReach(card.routing.num_experts, card.routing.top_k),
+        are_trees=settings.has_trees,
+    )

@@ -1,15 +1,18 @@
-"""Guides of constrained requests: one for each choice, from what its constraint was compiled to."""
+"""Guides of requests: grammars, limits of reasoning, and forbidden words; one guide for each choice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.constraints.matchers import Vocabulary
-from rayserve_moe.constraints.thinking_budget import ThinkingBudget
-from rayserve_moe.constraints.word_bans import WordBans
-from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError
+from rayserve_moe.constraints.timed_guide import TimedGuide
+from rayserve_moe.constraints.token_guide import EMPTY, id_bits
+from rayserve_moe.reasoning_span import ReasoningSpan, ThinkingLimit
+from rayserve_moe.requests import FinishReason, GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.sequence import Guide
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -71,3 +74,65 @@ def _wanting(request: GenerationRequest) -> str | None:
         "logprobs_mode": request.raw_logprobs,
     }
     return next((name for name, is_wanted in wants.items() if is_wanted), None)
+
+
+class ThinkingBudget(TimedGuide):
+    """Follows the outputs of one choice within what another guide leaves.
+
+    Tokens count from the start of the output where the prompt has begun reasoning, else from the marker that begins it.
+    """
+
+    def __init__(
+        self, limit: ThinkingLimit, *, num_ids: int, allowed_ids: Collection[int] = (), inner: Guide | None = None
+    ) -> None:
+        """`allowed_ids`, where there are such, are the only ids there are."""
+        self._limit, self._inner, self._allowed_ids = limit, inner, frozenset(allowed_ids)
+        self._span = ReasoningSpan(limit.markers)
+        self._any = np.full(-(-num_ids // 32), -1, np.int32)
+
+    def _mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
+        span = self._span
+        span.follow(output_ids[span.num_outputs :].tolist())
+        within = self._any if self._inner is None else self._inner.next_mask(output_ids)
+        if isinstance(within, FinishReason) or span.begun_at is None:
+            return within
+        if span.num_outputs - span.begun_at < self._limit.num_tokens:
+            return within
+        # A marker that is begun is gone on with: broken off, it would be reasoning beyond the limit.
+        forced = self._limit.markers.end_ids[span.num_written_of_end]
+        if self._allowed_ids and forced not in self._allowed_ids:
+            return EMPTY
+        return id_bits((forced,), num_words=len(self._any))
+
+
+class WordBans(TimedGuide):
+    """Follows the outputs of one choice within what another guide leaves."""
+
+    def __init__(
+        self,
+        words: Sequence[tuple[int, ...]],
+        *,
+        num_ids: int,
+        allowed_ids: Collection[int] = (),
+        inner: Guide | None = None,
+    ) -> None:
+        """`words` are token ids each; `allowed_ids`, where there are such, are the only ids there are."""
+        num_words = -(-num_ids // 32)
+        self._longer = [word for word in words if len(word) > 1]
+        single = id_bits({word[0] for word in words if len(word) == 1}, num_words=num_words)
+        ids = allowed_ids or range(num_ids)
+        self._left = id_bits(ids, num_words=num_words) & ~single
+        self._inner = inner
+
+    def _mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
+        mask = self._left
+        if self._inner is not None:
+            within = self._inner.next_mask(output_ids)
+            if isinstance(within, FinishReason):
+                return within
+            mask = mask & within
+        tail = output_ids.tolist()[-max(map(len, self._longer), default=0) :]
+        completed = {word[-1] for word in self._longer if tuple(tail[-len(word) + 1 :]) == word[:-1]}
+        if completed:
+            mask = mask & ~id_bits(completed, num_words=len(mask))
+        return mask if mask.any() else EMPTY

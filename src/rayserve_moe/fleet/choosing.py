@@ -5,13 +5,15 @@ As LMetric (arXiv 2603.15202) multiplies them: a prompt token that is computed d
 
 from __future__ import annotations
 
+import math
 import random
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from rayserve_moe.fleet.bookings import Bookings
-from rayserve_moe.fleet.load_average import Load, Report
-from rayserve_moe.fleet.places import Places
+from rayserve_moe.fleet.load_average import Load, Report, kept_share
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 
 ANSWER_TOKENS = 256
@@ -86,3 +88,115 @@ class Choosing:
         reported, sent = self._loads.get(replica_id, Load()), self.bookings.load(replica_id, now=now)
         num_choices, queued_tokens = map(sum, zip(reported, sent, strict=True))
         return IDLE_LOAD + num_choices + queued_tokens / QUEUE_TOKENS
+
+
+PAGES_BOOKED_S = 5.0
+"""A prompt counts as cached where it was sent for this long: until its pages are there, or something kept them away."""
+MOST_BOOKED_PAGES = 1 << 19
+
+
+@dataclass(frozen=True)
+class _Sent:
+    at: float
+    replica_id: str
+    digests: tuple[bytes, ...]
+
+
+class Bookings:
+    """Bookings of one router. Times are of one clock, in seconds; memory is bounded, the oldest goes first."""
+
+    def __init__(self) -> None:
+        self._sent: deque[_Sent] = deque()
+        self._pages: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
+        self._num_pages = 0
+        self._load: dict[str, tuple[float, Load]] = {}
+
+    def add(self, replica_id: str, digests: Sequence[bytes], *, load: Load, now: float) -> None:
+        """Note a request that was sent to a replica, the pages of its prompt, and what load it is there."""
+        booked = self.load(replica_id, now=now)
+        self._load[replica_id] = now, Load(*map(sum, zip(booked, load, strict=True)))
+        if digests:
+            self._sent.append(_Sent(now, replica_id, tuple(digests)))
+            self._pages[replica_id].update(digests)
+            self._num_pages += len(digests)
+        self._expire(now)
+
+    def forget(self, replica_id: str) -> None:
+        """Drop what is booked for a replica that is gone."""
+        self._pages.pop(replica_id, None)
+        self._load.pop(replica_id, None)
+
+    def load(self, replica_id: str, *, now: float) -> Load:
+        """What was sent to a replica, as far as the average load that it reports does not include it yet."""
+        at, booked = self._load.get(replica_id, (now, Load()))
+        return Load(*(kept_share(now - at) * each for each in booked))
+
+    def num_pages(self, replica_id: str, digests: Sequence[bytes], *, now: float) -> int:
+        """How many pages at the start of a prompt a replica will have."""
+        self._expire(now)
+        pages = self._pages.get(replica_id)
+        return 0 if not pages else bisect_left(range(len(digests)), True, key=lambda place: digests[place] not in pages)
+
+    def __len__(self) -> int:
+        return self._num_pages
+
+    def _expire(self, now: float) -> None:
+        while self._sent and (self._sent[0].at <= now - PAGES_BOOKED_S or self._num_pages > MOST_BOOKED_PAGES):
+            oldest = self._sent.popleft()
+            self._num_pages -= len(oldest.digests)
+            pages = self._pages.get(oldest.replica_id)
+            if pages is not None:
+                pages.subtract(oldest.digests)
+                for digest in oldest.digests:
+                    if pages[digest] <= 0:
+                        del pages[digest]
+
+
+REPORTED_WITHIN_S = 0.2
+"""A replica whose number of requests has changed says so within this time: twice the interval of its reports."""
+
+
+class Places:
+    """Places of the replicas of one router. Times are of one clock, in seconds.
+
+    What is not known to be full is not: a replica without a limit or a report has places without end.
+    """
+
+    def __init__(self) -> None:
+        self._most: dict[str, int] = {}
+        self._taken: dict[str, int] = {}
+        self._sent: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+
+    def limit(self, replica_id: str, most_requests: int | None) -> None:
+        """Note how many requests a replica takes at once, if it says so."""
+        if most_requests is not None:
+            self._most[replica_id] = most_requests
+
+    def report(self, replica_id: str, num_requests: int) -> None:
+        """Note how many requests a replica has, those included that were sent to it."""
+        self._taken[replica_id] = num_requests
+        self._sent.pop(replica_id, None)
+
+    def send(self, replica_id: str, num_requests: int, *, now: float) -> None:
+        """Note that requests are sent to a replica."""
+        self._sent[replica_id] = [*self._recent(replica_id, now), (now, num_requests)]
+
+    def lose(self, replica_id: str) -> None:
+        """Forget the report of a replica that sends no others."""
+        self._taken.pop(replica_id, None)
+
+    def forget(self, replica_id: str) -> None:
+        """Forget a replica that is gone."""
+        for known in (self._most, self._taken, self._sent):
+            known.pop(replica_id, None)
+
+    def num_free(self, replica_id: str, *, now: float) -> float:
+        """Requests that a replica takes yet; infinite where that is not known."""
+        most, taken = self._most.get(replica_id), self._taken.get(replica_id)
+        if most is None or taken is None:
+            return math.inf
+        return most - taken - sum(number for _, number in self._recent(replica_id, now))
+
+    def _recent(self, replica_id: str, now: float) -> list[tuple[float, int]]:
+        """What may be missing in the last report. What is older and was not reported has ended, or taken no place."""
+        return [(at, number) for at, number in self._sent.get(replica_id, ()) if at > now - REPORTED_WITHIN_S]

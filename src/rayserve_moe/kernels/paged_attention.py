@@ -4,19 +4,16 @@ The pool is that of `flat_rows`. Pages are copied into the core's memory a block
 before are multiplied, across the sequences of a step: what is within reach of a block of queries, and nothing else.
 """
 
-# B query blocks   Q queries per block   U single tokens   H query heads   h head width   v value width
-# P page-table width   N pages   X lanes of a row   C sets of heads   R query heads of a set   M rows of a block
-# K lanes of keys   V lanes of values
-
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -35,7 +32,6 @@ from rayserve_moe.kernels.paged_sizes import (
     tile_queries_for,
 )
 from rayserve_moe.kernels.paged_tiles import attend_tile, sink_rows, tile_scratch
-from rayserve_moe.kernels.paged_visits import Visits, visits_of
 from rayserve_moe.kernels.paged_writes import NEW_ROWS
 
 
@@ -235,3 +231,27 @@ def _for_cores(array: jax.Array, num_cores: int, fill: int = 0) -> jax.Array:
     """An array of blocks with as many more as cores need to have equally many."""
     more = -len(array) % num_cores
     return jnp.pad(array, ((0, more), *((0, 0),) * (array.ndim - 1)), constant_values=fill) if more else array
+
+
+class Visits(NamedTuple):
+    """What positions say of each visit, int32: it sees keys from `first_W` to ahead of `end_W`, none of padding alone.
+
+    `filled_X` [W + 1] is the first visit that sees any, from each on; W: none.
+    """
+
+    first_W: jax.Array
+    end_W: jax.Array
+    filled_X: jax.Array
+
+
+def visits_of(positions_BQ: jax.Array, config: ScoreConfig, *, tile_queries: int) -> Visits:
+    """Visits of `tile_queries` queries each."""
+    positions_Wq = positions_BQ.reshape(-1, tile_queries)
+    is_real_Wq = positions_Wq >= 0
+    first_Wq = config.first_key(positions_Wq)
+    first_W = jnp.min(jnp.where(is_real_Wq, 0 if first_Wq is None else first_Wq, np.iinfo(np.int32).max), axis=1)
+    end_W = jnp.max(positions_Wq, axis=1) + 1
+    first_W = jnp.where(end_W > 0, first_W, 0)
+    places_W = jnp.where(end_W > 0, np.arange(len(positions_Wq), dtype=np.int32), len(positions_Wq))
+    filled_X = jax.lax.cummin(jnp.append(places_W, len(positions_Wq)), reverse=True)
+    return Visits(first_W, end_W, filled_X)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 
 from rayserve_moe.execution.compiled_steps import lowered, optimized
-from rayserve_moe.execution.memory import bytes_on_device
+from rayserve_moe.execution.memory import bytes_on_device, local_elements
 from rayserve_moe.execution.programs import Program
 from rayserve_moe.execution.served_model import ServedModel
+from rayserve_moe.execution.step_types import DeviceState
+from rayserve_moe.execution.weights import parameter_tree
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.report import EstimateReport, Estimator
 from rayserve_moe.tools.hlo_report import (
     ActivationCopy,
     Collective,
     CopyOfPiece,
+    Piece,
     activation_copies,
     collectives_of,
     copies_of,
@@ -26,8 +32,6 @@ from rayserve_moe.tools.hlo_report import (
     ops_per_layer,
 )
 from rayserve_moe.tools.hlo_text import ProgramText, read_program
-from rayserve_moe.tools.pieces import pieces_of
-from rayserve_moe.tools.slice_crossings import Crossing, crossings_of
 
 
 @dataclass(frozen=True)
@@ -164,3 +168,66 @@ def _bandwidth(topology: str) -> float:
     """Bytes that a device reads in a second; infinite for a chip of unknown bandwidth."""
     chip = CHIPS.get(topology.split(":")[0])
     return chip.device_hbm_bytes if chip else float("inf")
+
+
+LEAST_PIECE_BYTES = 64 << 10
+"""Norms and biases are small enough to be copied."""
+
+
+def pieces_of(served: ServedModel, state: DeviceState) -> list[Piece]:
+    """A layer's weights by kind, and half of a layer's pages or more."""
+    model = served.config
+    pieces = []
+    for group, specs in parameter_tree(model, dtype=served.dtype).items():
+        for spec in specs.values():
+            local = model.plan.sharding(spec.axes).shard_shape(spec.shape)[spec.num_stacked_dims :]
+            size = jnp.dtype(spec.dtype).itemsize
+            num_elements = math.prod(local)
+            if num_elements * size >= LEAST_PIECE_BYTES:
+                pieces.append(Piece(group, _hlo_dtype(spec.dtype), local, num_elements))
+    pool = state.kv_pages
+    per_layer = local_elements(pool) // model.spec.num_layers
+    rows = pool.sharding.shard_shape(pool.shape)[2:]
+    return [*pieces, Piece("kv", _hlo_dtype(str(pool.dtype)), rows, per_layer // 2, is_written=True)]
+
+
+def _hlo_dtype(dtype: str) -> str:
+    """How the text of a program spells a dtype."""
+    short = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "s8"}
+    return short.get(dtype) or dtype.replace("float8_", "f8")
+
+
+RUNTIME = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_FOR_OTHERS = {"ALL_GATHER", "ALL_REDUCE", "RAGGED_ALL_TO_ALL"}
+"""Of these, all that is handed over can be for others; of the rest each slice has a part that is its own."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One kind of transfer between slices: what a device hands over for each other slice, and how often in a run, at
+    least.
+
+    An exchange of ragged rows hands over its whole operand; its sizes at run time say how many rows are sent.
+    """
+
+    transfer: str
+    shape: str
+    num_bytes: int
+    times: int
+    is_least: bool
+
+
+def crossings_of(program: ProgramText, *, num_slices: int) -> list[Crossing]:
+    """All transfers between slices in a run of the program; like ones are added up."""
+    counts: Counter[Crossing] = Counter()
+    for execution in program.executions():
+        instruction = execution.instruction
+        if instruction.opcode != "send" or RUNTIME not in instruction.attributes:
+            continue
+        found, given = _TRANSFER.search(instruction.attributes), instruction.shapes[0]
+        kind = found.group(1) if found else ""
+        num_bytes = given.num_bytes if kind in _FOR_OTHERS else given.num_bytes // num_slices
+        shape = f"{given.dtype}[{','.join(map(str, given.dims))}]"
+        counts[Crossing(kind.lower().replace("_", "-"), shape, num_bytes, 0, execution.is_least)] += execution.times
+    return [replace(kind, times=times) for kind, times in counts.items()]

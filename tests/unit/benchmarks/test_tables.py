@@ -95,11 +95,10 @@ def every_section() -> dict:
     moves = {"slots": 5, "steps": 9, "quiet_step_s": 0.25, "busy_step_s": 0.5, "longest_gap": 3, "longest_quiet_gap": 1}
     updated = {"update_s": 2.0, "swap_s": 0.5, "step_s": 0.25, "longest_quiet_s": 0.5, "longest_s": 0.75}
     counted = {"tokens": 50_000, "realised": [1.03125, 1.0], "promised": [1.0, 1.0]}
-    lines = {"model": dict.fromkeys(("files", "code", "docstrings", "comments", "blank"), 4)}
     size = {
-        "commit": "abc", "lines": lines, "files": 4, "types": 2, "largest_class": ["Scheduler", 194],
-        "flags": {"cache_salt": {"places": 27, "files": 13}}, "readme_words": 1200, "test_lines": 9000,
-        "completion": {"packages": ["serving"], "functions": 9, "types": ["a.B", "a.C"], "created": ["a.B"]},
+        "commit": "abc", "lines": {"engine": {"files": 4, "lines": 1200}}, "server_lines": 1200, "one_importer": 7,
+        "wide_classes": {"Sequence": 44},
+        "completion": {"modules": 81, "functions": 416, "types_created": 24, "packages": ["serving"]},
     }  # fmt: skip
     conversation = {"seconds": 1.0, "prompt_tokens": 900, "computed": 303, "ideal": 300, "ideal_unpaged": 250}
     return {
@@ -248,6 +247,10 @@ def every_section() -> dict:
             "quiet_gaps_ms": [1.0],
             "schemas": {"large": {"outcome": "400", "answered_ms": 7.0, "gaps_ms": [32.0]}},
         }},
+        "published_text": {"qwen3": {
+            "ids": 151_669, "open_s": 0.5, "table_s": 0.62, "grammar_ms": [4.0, 8.0], "mask_us": [27.0, 900.0],
+            "token_us": [0.75, 2.5],
+        }},
         "house": {"before": size, "after": size},
         "http": {
             **w2,
@@ -373,7 +376,8 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("structured_output", "0.50 (0.50-0.50)"),
         ("structured_output", "0.80 (0.80-0.80)"),
         ("hostile_schemas", "32.0 (32.0-32.0)"),
-        ("house", "27 (13)"),
+        ("house", "1,200 (4)"),
+        ("published_text", "27.0 900.0"),
         ("loading", "1.25 (1.25-1.25)"),
         ("speculation", "0.80 (0.80-0.80)"),
         ("speculation_calculator", "1.50"),

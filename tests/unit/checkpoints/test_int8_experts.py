@@ -15,9 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from rayserve_moe.checkpoints import parts
-from rayserve_moe.checkpoints.channels import quantize_columns
 from rayserve_moe.checkpoints.files import SINGLE_FILE, CheckpointError, open_checkpoint
-from rayserve_moe.checkpoints.loader import StagedParameter, WeightSource, load_parameters
+from rayserve_moe.checkpoints.loader import StagedParameter, WeightSource, load_parameters, quantize_columns
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.model.expert_parameters import SCALE_OF
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from rayserve_moe.cluster import heartbeat, host_watch
+from rayserve_moe.cluster import heartbeat, host_group
 from rayserve_moe.cluster.fencing import _start_of, end_process
 from rayserve_moe.cluster.heartbeat import COMPILING, JOINING, LEAST_STEPS, SERVING, Beat, Heartbeat, read_beat
-from rayserve_moe.cluster.host_watch import HostWatch
+from rayserve_moe.cluster.host_group import HostWatch
 
 KEY = secrets.token_bytes(32)
 TIMEOUT_S = 60.0
@@ -44,7 +44,7 @@ def beating(phase: str = SERVING) -> Iterator[tuple[int, tuple[str, int]]]:
 
 
 def test_an_end_is_noticed_at_once_and_silence_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_watch, "SILENCE_S", 1.5)
+    monkeypatch.setattr(host_group, "SILENCE_S", 1.5)
     losses: queue.SimpleQueue[str] = queue.SimpleQueue()
     with beating() as (first, address), beating() as (second, other):
         watch = HostWatch([address, other], key=KEY, on_loss=losses.put)

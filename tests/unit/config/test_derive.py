@@ -71,7 +71,6 @@ def test_the_compute_dtype_is_the_users_or_follows_platform_and_checkpoint(setti
         ("auto", "", "sockets"),
         ("auto", "2x4", "compiled_graph"),
         ("compiled_graph", "", "compiled_graph"),
-        ("actor_calls", "2x4", "actor_calls"),
         ("sockets", "2x4", "sockets"),
     ],
 )

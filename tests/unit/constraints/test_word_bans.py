@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.constraints.token_guide import EMPTY
-from rayserve_moe.constraints.word_bans import WordBans
+from rayserve_moe.engine.guides import WordBans
 from rayserve_moe.requests import FinishReason
 
 NUM_IDS = 40

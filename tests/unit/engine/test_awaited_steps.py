@@ -13,9 +13,8 @@ import pytest
 from rayserve_moe.engine import step_cycle
 from rayserve_moe.engine.model_drafts import ModelProposer
 from rayserve_moe.engine.speculation import Speculation
-from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine.step_cycle import StepCycle, settled
 from rayserve_moe.requests import FinishReason
-from rayserve_moe.scheduling import awaited
 from rayserve_moe.scheduling.rank_step import CANDIDATES
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
@@ -200,19 +199,19 @@ def one_too_near(table: Any, schedule: Any, **given: Any) -> Any:
     before = table.num_tokens.copy()
     table.num_tokens[:] = before - 1
     try:
-        return awaited.settled(table, schedule, **given)
+        return settled(table, schedule, **given)
     finally:
         table.num_tokens[:] = before
 
 
 def one_too_far(table: Any, schedule: Any, **given: Any) -> Any:
-    found = awaited.settled(table, schedule, **given)
+    found = settled(table, schedule, **given)
     return replace(found, plan=replace(found.plan, chunk_starts=found.plan.chunk_starts + 1))
 
 
 def drafts_of_another_row(table: Any, schedule: Any, *, before: Any, result: Any) -> Any:
     rolled = result if result.drafts is None else replace(result, drafts=np.roll(result.drafts, 1, axis=0))
-    return awaited.settled(table, schedule, before=before, result=rolled)
+    return settled(table, schedule, before=before, result=rolled)
 
 
 @pytest.mark.parametrize("fault", [one_too_near, one_too_far, drafts_of_another_row])
@@ -242,13 +241,13 @@ def test_what_needs_each_token_on_the_host_is_found_before_it_runs():
     target = scheduler(num_rows=2)
     for number in range(30):
         target.add(choices(str(number), 3))
-    assert not awaited.wants_every_token(target)
+    assert not step_cycle.wants_every_token(target)
     within = CANDIDATES + 1
     for place, expected in ((within + 1, False), (within, True)):
         each = target.waiting[place]
         each.asked = np.zeros(1, np.int32)
-        assert awaited.wants_every_token(target) == expected
+        assert step_cycle.wants_every_token(target) == expected
         each.asked = None
     target.waiting[0].asked = np.zeros(1, np.int32)
     target.schedule()
-    assert target.table.num_held == 1 and awaited.wants_every_token(target)
+    assert target.table.num_held == 1 and step_cycle.wants_every_token(target)

@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 
 from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.config.settings import ExpertSettings, SchedulerSettings
-from rayserve_moe.execution.buckets import choose_shape, device_of, filling_plan, step_cost, step_shapes
-from rayserve_moe.execution.shape_choice import CPU, SMALL_MODEL, TPUS
+from rayserve_moe.execution.buckets import (
+    CPU,
+    SMALL_MODEL,
+    TPUS,
+    choose_shape,
+    device_of,
+    filling_plan,
+    step_cost,
+    step_shapes,
+)
 from rayserve_moe.execution.step_types import StepShape
 from rayserve_moe.execution.weights import model_config
 from rayserve_moe.model.family_table import spec_from_config

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rayserve_moe.fleet import bookings
+from rayserve_moe.fleet import choosing
 from rayserve_moe.fleet.choosing import UNKNOWN, Choosing, Prompt
 from rayserve_moe.fleet.load_average import AVERAGED_S, Load, LoadAverage, Report
 from rayserve_moe.fleet.page_log import ADDED, WEIGHTS, PageMessage
@@ -187,7 +187,7 @@ def test_booked_pages_expire():
     fleet, prompt = Fleet(), prompt_of(2000)
     first = fleet.choose(prompt)
     assert fleet.choosing.num_cached(first, prompt) == 124 * PAGE
-    fleet.now += bookings.PAGES_BOOKED_S
+    fleet.now += choosing.PAGES_BOOKED_S
     assert fleet.choosing.num_cached(first, prompt) == 0 and len(fleet.choosing.bookings) == 0
 
 
@@ -225,7 +225,7 @@ def test_short_requests_that_end_together_do_not_move_each_other():
 
 
 def test_bookings_are_bounded(monkeypatch):
-    monkeypatch.setattr(bookings, "MOST_BOOKED_PAGES", 300)
+    monkeypatch.setattr(choosing, "MOST_BOOKED_PAGES", 300)
     fleet = Fleet()
     for turn in range(50):
         fleet.choose(prompt_of(1000, start=turn * 1000))
@@ -238,6 +238,6 @@ def test_a_replica_that_is_gone_leaves_nothing():
     fleet.choosing.forget(first)
     assert fleet.choosing.num_cached(first, prompt) == 0
     assert fleet.choosing.bookings.load(first, now=fleet.now) == Load()
-    fleet.now += bookings.PAGES_BOOKED_S
+    fleet.now += choosing.PAGES_BOOKED_S
     fleet.choose(prompt_of(10))
     assert len(fleet.choosing.bookings) == 0

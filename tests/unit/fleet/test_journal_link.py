@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rayserve_moe.fleet import journal_link
+from rayserve_moe.fleet import journal_client
 from rayserve_moe.fleet.journal_records import AskedRequest
 from tests.http.asking import wait_until
 from tests.support.journals import OwnJournal
@@ -25,14 +25,14 @@ def journal():
 def test_it_stops_while_it_connects(journal, monkeypatch):
     """It waits for the journal's proof when it is stopped, and is connected later."""
     is_connecting, may_connect = threading.Event(), threading.Event()
-    connect = journal_link.connect_proven
+    connect = journal_client.connect_proven
 
     def connect_late(*address, **how):
         is_connecting.set()
         assert may_connect.wait(WITHIN_S)
         return connect(*address, **how)
 
-    monkeypatch.setattr(journal_link, "connect_proven", connect_late)
+    monkeypatch.setattr(journal_client, "connect_proven", connect_late)
     client = journal.client(1)
     assert is_connecting.wait(WITHIN_S)
     stopping = threading.Thread(target=client.link.stop, daemon=True)

@@ -13,11 +13,11 @@ import pytest
 from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.engine.command_queue import CommandQueue
 from rayserve_moe.engine.page_watch import PageWatch
-from rayserve_moe.fleet import fleet_view, page_feed
+from rayserve_moe.fleet import page_feed, serve_router
 from rayserve_moe.fleet.choosing import Prompt
-from rayserve_moe.fleet.fleet_view import FleetView
 from rayserve_moe.fleet.page_feed import METADATA, PageFeed
 from rayserve_moe.fleet.page_log import ADDED, EVENTS, PageMessage
+from rayserve_moe.fleet.serve_router import FleetView
 from rayserve_moe.scheduling.page_digests import prompt_digests
 from rayserve_moe.scheduling.rank_step import StepLimits
 from rayserve_moe.scheduling.scheduler import Scheduler, change_weights
@@ -115,7 +115,7 @@ def test_a_request_goes_to_the_replica_that_has_its_prefix(replica):
 
 
 def test_a_replica_that_is_gone_counts_as_empty_and_still_can_be_chosen(replica, monkeypatch):
-    monkeypatch.setattr(fleet_view, "RETRY_S", 0.05)
+    monkeypatch.setattr(serve_router, "RETRY_S", 0.05)
     replica.cache(8)
 
     async def check(view: FleetView) -> None:
@@ -151,7 +151,7 @@ def test_a_reader_that_stops_reading_is_cut_off_and_holds_up_nobody(replica, mon
 
     async def check(view: FleetView) -> None:
         reader, writer = await asyncio.open_connection(address["host"], address["port"])
-        await fleet_view.prove_connecting(reader, writer, key=KEY)
+        await serve_router.prove_connecting(reader, writer, key=KEY)
         await become(lambda: len(replica.feed._unsent) == 1)
         large = PageMessage("epoch", 0, EVENTS, ((ADDED, 0, bytes(1 << 20)),))
         for _ in range(40):

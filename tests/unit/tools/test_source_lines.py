@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rayserve_moe.tools.hlo_text import read_program
-from rayserve_moe.tools.source_lines import source_lines
+from rayserve_moe.tools.hlo_text import read_program, source_lines
 
 TEXT = """\
 HloModule traced, is_scheduled=true

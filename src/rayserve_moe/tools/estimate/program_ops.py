@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from rayserve_moe.tools.estimate.dump import Schedules
 from rayserve_moe.tools.estimate.kernel_work import PARALLEL, StepWork, work_of
 from rayserve_moe.tools.estimate.links import Slice, groups_of
-from rayserve_moe.tools.estimate.loop_trips import trips_of
-from rayserve_moe.tools.estimate.traffic import bytes_by_shape
 from rayserve_moe.tools.hlo_report import COLLECTIVES, HBM
 from rayserve_moe.tools.hlo_text import ArrayShape, Instruction, ProgramText, condition_of
 
@@ -213,3 +211,74 @@ def _iterations(instruction: Instruction) -> int:
 
 def _largest(shapes: Iterable[ArrayShape]) -> ArrayShape:
     return max(shapes, key=lambda shape: shape.num_bytes)
+
+
+_INDEX = re.compile(r"index=(\d+)")
+_CONSTANT = re.compile(r"^(-?\d+)\)")
+
+
+def trips_of(program: ProgramText, loop: Instruction, *, beside: dict[str, Instruction]) -> int:
+    """Trips of a `while`: the constant it counts to, or those that it takes until its counter is one.
+
+    What only a run knows are rounds: one is enough where routing is even, so a loop that counts from one has none.
+    `beside` are the instructions of the loop's computation by name.
+    """
+    trips = program.trips(loop)
+    return trips if trips is not None else max(0, 1 - _counts_from(program, loop, beside))
+
+
+def _counts_from(program: ProgramText, loop: Instruction, beside: dict[str, Instruction]) -> int:
+    """The constant that a loop's counter starts from; 0 where there is none."""
+    condition = {part.name: part for part in program.computations[condition_of(loop)]}
+    root = next(part for part in condition.values() if part.is_root)
+    counter = condition.get(root.operands[0]) if root.operands else None
+    index = _INDEX.search(counter.attributes) if counter else None
+    state = beside.get(loop.operands[0])
+    if index is None or state is None or state.opcode != "tuple":
+        return 0
+    start = beside.get(state.operands[int(index.group(1))])
+    while start is not None and start.opcode == "copy":
+        start = beside.get(start.operands[0])
+    value = _CONSTANT.match(start.attributes) if start is not None and start.opcode == "constant" else None
+    return int(value.group(1)) if value else 0
+
+
+_TAKES_A_PART = {"gather", "dynamic-slice", "slice"}
+_WRITES_A_PART = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations that change a part of their first operand in place, and which operand is as large as that part."""
+
+
+def bytes_by_shape(program: ProgramText, instruction: Instruction, *, operands: list[Instruction]) -> int:
+    """Bytes that an op reads from HBM and writes to it: operands and results that lie there, once each.
+
+    Of an operand that only a gather or slice looks at, as much as it takes; of one that is changed in place, as much as
+    changes.
+    """
+    inside = {part.name: part for part in program.fused(instruction)} if instruction.opcode == "fusion" else {}
+    parameters = {int(part.attributes.split(")")[0]): part for part in inside.values() if part.opcode == "parameter"}
+    total = 0
+    for place, operand in enumerate(operands):
+        whole = sum(shape.num_bytes for shape in operand.shapes if shape.space == HBM)
+        parameter = parameters.get(place)
+        total += min(whole, _part_of(parameter, inside)) if parameter else whole
+    written = sum(shape.num_bytes for shape in instruction.shapes if shape.space == HBM)
+    parts = [_num_bytes(inside.get(part.operands[_WRITES_A_PART[part.opcode]])) for part in _changes(inside)]
+    return total + (min(written, sum(parts)) if parts else written)
+
+
+def _part_of(parameter: Instruction, inside: dict[str, Instruction]) -> int:
+    """Bytes that a fusion looks at of one of its parameters."""
+    users = [part for part in inside.values() if parameter.name in part.operands]
+    if all(user.opcode in _TAKES_A_PART and user.operands[0] == parameter.name for user in users):
+        return sum(_num_bytes(user) for user in users)
+    if all(user.opcode in _WRITES_A_PART and user.operands[0] == parameter.name for user in users):
+        return 0
+    return _num_bytes(parameter)
+
+
+def _changes(inside: dict[str, Instruction]) -> list[Instruction]:
+    return [part for part in inside.values() if part.opcode in _WRITES_A_PART and len(part.operands) > 1]
+
+
+def _num_bytes(instruction: Instruction | None) -> int:
+    return sum(shape.num_bytes for shape in instruction.shapes) if instruction else 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe.cli import main
-from rayserve_moe.config.load import settings_from
-from rayserve_moe.config.other_engines import EXPLAINED
+from rayserve_moe.config.load import EXPLAINED, settings_from
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.serving.start.given_model import config_of_model, is_config
+from rayserve_moe.serving.start.command import config_of_model, is_config
 from rayserve_moe.serving.start.ports import StartError
 
 

@@ -1,0 +1,77 @@
+"""Budgets of change: what a newcomer opens for one request, and how wide records are (docs/adr/0040).
+
+They only go down: a figure below its budget has to become the budget.
+"""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from benchmarks import house
+
+BUDGETS = {"modules": 81, "functions": 416, "one_importer": 124}
+SLACK = {"functions": 5}
+"""Functions that the other threads of a request may or may not call, by how they take turns."""
+WIDE_CLASSES = {
+    "Sequence": 44,
+    "ResponsesBody": 39,
+    "RowTable": 32,
+    "Kernels": 27,
+    "GenerationRequest": 25,
+    "Refs": 25,
+    "StepPlan": 24,
+    "HostRunner": 24,
+    "ClusterSettings": 22,
+    "ParamSpec": 20,
+    "SyntheticConfig": 20,
+    "JournalClient": 19,
+    "ProgramReport": 19,
+    "EngineLoop": 18,
+    "ModelSpec": 18,
+    "Speculation": 18,
+    "StepResult": 18,
+    "ChoiceResult": 17,
+    "RankStep": 17,
+}
+"""Classes that are wider than `house.MAX_ATTRIBUTES`, with their attributes; no further class may be."""
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, int]:
+    size = house.size_of(house.PACKAGE)
+    return house.figures_of(house.completion()) | {"one_importer": size["one_importer"]}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_figure_is_its_budget(figures: dict[str, int], name: str) -> None:
+    slack = SLACK.get(name, 0)
+    assert figures[name] <= BUDGETS[name] + slack, "the change costs every later reader"
+    assert figures[name] >= BUDGETS[name] - slack, "it became cheaper: lower the budget"
+
+
+def test_no_class_is_wider_than_it_was() -> None:
+    assert house.size_of(house.PACKAGE)["wide_classes"] == WIDE_CLASSES
+
+
+@pytest.mark.parametrize("count", [house.MAX_ATTRIBUTES, house.MAX_ATTRIBUTES + 1])
+def test_fields_and_assigned_attributes_are_counted_once_each(count: int) -> None:
+    fields = "".join(f"    a{i}: int\n" for i in range(count - 1))
+    body = f"class Row:\n{fields}    def move(self):\n        self.a0 = self.last = 1\n        other.b = 2\n"
+    assert list(house.wide_classes(ast.parse(body))) == [("Row", count)] * (count > house.MAX_ATTRIBUTES)
+
+
+def test_modules_with_one_importer_are_found(tmp_path) -> None:
+    package = tmp_path / "rayserve_moe"
+    package.mkdir()
+    texts = {
+        "a": "from rayserve_moe.b import f",
+        "b": "import rayserve_moe.c",
+        "c": "",
+        "d": "from rayserve_moe import c",
+    }
+    for name, text in texts.items():
+        (package / f"{name}.py").write_text(text)
+    trees = {file: ast.parse(file.read_text()) for file in package.glob("*.py")}
+    assert house.imported_once(package, trees) == ["rayserve_moe.b"]
