@@ -17,6 +17,8 @@ class History(NamedTuple):
     options: Mapping[str, Any] = {}
     continues: bool = False
     """True if the answer continues the last message."""
+    opens_answer: bool = True
+    """False if the prompt ends with the last message."""
 
 
 def _said(role: str, content: Any, **others: Any) -> Message:
@@ -141,6 +143,9 @@ HISTORIES: Mapping[str, History] = {
     "last message continued": History([USER, _said("assistant", "In the m19")], continues=True),
     "last message continued after reasoning": History(
         [USER, _said("assistant", "In the m19", reasoning_content=THOUGHT)], continues=True
+    ),
+    "no answer opened": History(
+        [USER, _said("assistant", "In the hall. m13", reasoning_content=THOUGHT)], opens_answer=False
     ),
     "ends with the assistant": History([USER, ANSWER]),
     "tools": History([SYSTEM, USER], tools=[_tool(61), _tool(64)]),

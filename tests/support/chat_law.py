@@ -123,7 +123,7 @@ def expected(tokenizer: Tokenizer, history: History, *, reading: Reading) -> str
         messages,
         tokenize=False,
         chat_template=template,
-        add_generation_prompt=not history.continues,
+        add_generation_prompt=history.opens_answer and not history.continues,
         continue_final_message=history.continues,
         **options,
     )
@@ -180,7 +180,7 @@ def prompt_of(tokenizer: Tokenizer, history: History) -> str:
         history.messages,
         tools=history.tools,
         template_kwargs={**history.options, **continued},
-        add_generation_prompt=not history.continues,
+        add_generation_prompt=history.opens_answer and not history.continues,
     )
 
 
