@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+TokenBytes = Callable[[int], bytes]
 
 
 class ReasoningMarkers(NamedTuple):
@@ -22,15 +25,20 @@ class ThinkingLimit(NamedTuple):
 
 
 class ReasoningSpan:
-    """Follows the outputs of one answer; markers are no reasoning.
+    """Follows the outputs of one answer, by the bytes that they write: any tokens may spell a marker.
 
-    `begun_at` is how many outputs stood before the reasoning that has not ended, None outside of any; `num_ended` are
-    the tokens of what has.
+    A marker ends with a token, but for white space, and the tokens within it are no reasoning. `begun_at` is how many
+    outputs stood before the reasoning that has not ended, None outside of any; `num_ended` are the tokens of what has.
     """
 
-    def __init__(self, markers: ReasoningMarkers) -> None:
-        self._markers, self._tail = markers, [0] * 0
-        self._longest = max(len(markers.begin_ids), len(markers.end_ids))
+    def __init__(self, markers: ReasoningMarkers, token_bytes: TokenBytes) -> None:
+        """Begin an answer; `token_bytes` returns the bytes of an id."""
+        self._token_bytes, self._end_ids = token_bytes, markers.end_ids
+        self._begin, self._end = (b"".join(map(token_bytes, ids)) for ids in (markers.begin_ids, markers.end_ids))
+        self._max_tail = 2 * max(len(self._begin), len(self._end))
+        self._tail: list[tuple[int, bytes]] = []
+        """Last outputs since a marker, with their bytes."""
+        self._num_tail_bytes = 0
         self.num_outputs, self.num_ended = 0, 0
         self.begun_at: int | None = 0 if markers.is_begun else None
 
@@ -38,22 +46,36 @@ class ReasoningSpan:
         """Take note of the next outputs."""
         for token_id in ids:
             self.num_outputs += 1
-            self._tail = [*self._tail[1 - self._longest :], token_id] if self._longest > 1 else [token_id]
-            marker = self._markers.begin_ids if self.begun_at is None else self._markers.end_ids
-            if tuple(self._tail[-len(marker) :]) != marker:
+            written = self._token_bytes(token_id)
+            self._tail.append((token_id, written))
+            self._num_tail_bytes += len(written)
+            while self._num_tail_bytes - len(self._tail[0][1]) > self._max_tail:
+                self._num_tail_bytes -= len(self._tail.pop(0)[1])
+            marker = self._begin if self.begun_at is None else self._end
+            text = b"".join(each for _, each in self._tail)
+            if not text.endswith(marker):
+                text = text.rstrip()
+            if not marker or not text.endswith(marker):
                 continue
             if self.begun_at is not None:
-                self.num_ended += max(0, self.num_outputs - len(marker) - self.begun_at)
-            self.begun_at, self._tail = self.num_outputs if self.begun_at is None else None, []
+                num_before = self.num_outputs - self.begun_at - self._num_tokens_from(len(text) - len(marker))
+                self.num_ended += max(0, num_before)
+            self.begun_at = self.num_outputs if self.begun_at is None else None
+            self._tail, self._num_tail_bytes = [], 0
 
     @property
     def num_written_of_end(self) -> int:
-        """How many ids of the marker that ends reasoning the last outputs are."""
-        end_ids = self._markers.end_ids
-        fits = (n for n in range(len(end_ids) - 1, 0, -1) if tuple(self._tail[-n:]) == end_ids[:n])
+        """Return how many ids of the marker that ends reasoning the last outputs are."""
+        last = [token_id for token_id, _ in self._tail]
+        fits = (n for n in range(len(self._end_ids) - 1, 0, -1) if tuple(last[-n:]) == self._end_ids[:n])
         return next(fits, 0)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of reasoning so far."""
+        """Return the tokens of reasoning so far."""
         return self.num_ended + (0 if self.begun_at is None else self.num_outputs - self.begun_at)
+
+    def _num_tokens_from(self, place: int) -> int:
+        """Return how many of the last outputs begin at a byte of the tail or after it."""
+        begins = itertools.accumulate((len(written) for _, written in self._tail[:-1]), initial=0)
+        return sum(begin >= place for begin in begins)

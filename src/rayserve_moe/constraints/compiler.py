@@ -56,7 +56,7 @@ class ConstraintCompiler:
     """Compiles constraints, each once as long as it is kept. All methods may be called from any thread."""
 
     def __init__(self, vocabulary: Vocabulary, settings: StructuredSettings) -> None:
-        self._vocabulary, self._settings = vocabulary, settings
+        self.vocabulary, self._settings = vocabulary, settings
         self._lock = threading.Lock()
         self._kept: OrderedDict[Constraint, Future[CompiledConstraint]] = OrderedDict()
         self._num_bytes = 0
@@ -90,7 +90,7 @@ class ConstraintCompiler:
 
     @cached_property
     def _tokens(self) -> LLTokenizer:
-        return self._vocabulary.tokens()
+        return self.vocabulary.tokens()
 
     def _compiled(self, constraint: Constraint, deadline: float) -> CompiledConstraint:
         grammar = grammar_of(constraint, limits=self._settings)
@@ -108,8 +108,8 @@ class ConstraintCompiler:
             raise RequestError("its first token takes too long to find, which would hold others", constraint.param)
         matcher = built_matcher(self._tokens, grammar)
         # Guides copy what it has found, so that the engine's thread does not look for their first mask.
-        assert not fault_of(matcher, mask_words=self._vocabulary.mask_words)[0], "what was tried can begin an answer"
-        return CompiledConstraint(matcher, self._vocabulary, self._settings.max_mask_ms, milliseconds, constraint.after)
+        assert not fault_of(matcher, mask_words=self.vocabulary.mask_words)[0], "what was tried can begin an answer"
+        return CompiledConstraint(matcher, self.vocabulary, self._settings.max_mask_ms, milliseconds, constraint.after)
 
     def _drop_failed(self, constraint: Constraint, done: Future[CompiledConstraint]) -> None:
         """Forget what was refused: it may have been for want of time."""
@@ -135,7 +135,7 @@ class TrialProcess:
     """Tries grammars, one at a time, from one thread. It starts with the first one."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
 
@@ -167,7 +167,7 @@ class TrialProcess:
         self.close()
         command = [sys.executable, "-m", "rayserve_moe.constraints.trial"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        token_bytes, *ids = self._vocabulary
+        token_bytes, *ids = self.vocabulary
         self._send([[each.decode("latin-1") for each in token_bytes], *ids])
         self._receive(time.monotonic() + START_S)
 

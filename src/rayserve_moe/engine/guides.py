@@ -54,7 +54,7 @@ def guides_of(
         guides = [compiled.guide(sampling) for _ in guides]
     allowed = sampling.allowed_token_ids
     if (limit := request.thinking) is not None:
-        guides = [ThinkingBudget(limit, num_ids=num_ids, allowed_ids=allowed, inner=guide) for guide in guides]
+        guides = [ThinkingBudget(limit, compiler.vocabulary, allowed_ids=allowed, inner=guide) for guide in guides]
     if not words:
         return guides
     return [WordBans(words, num_ids=num_ids, allowed_ids=allowed, inner=guide) for guide in guides]
@@ -79,16 +79,21 @@ def _wanting(request: GenerationRequest) -> str | None:
 class ThinkingBudget(TimedGuide):
     """Follows the outputs of one choice within what another guide leaves.
 
-    Tokens count from the start of the output where the prompt has begun reasoning, else from the marker that begins it.
+    Tokens count from the start of the output if the prompt has begun reasoning, else from the marker that begins it.
     """
 
     def __init__(
-        self, limit: ThinkingLimit, *, num_ids: int, allowed_ids: Collection[int] = (), inner: Guide | None = None
+        self,
+        limit: ThinkingLimit,
+        vocabulary: Vocabulary,
+        *,
+        allowed_ids: Collection[int] = (),
+        inner: Guide | None = None,
     ) -> None:
-        """`allowed_ids`, where there are such, are the only ids there are."""
+        """Begin a choice; `allowed_ids`, if there are any, are the only ids that may be sampled."""
         self._limit, self._inner, self._allowed_ids = limit, inner, frozenset(allowed_ids)
-        self._span = ReasoningSpan(limit.markers)
-        self._any = np.full(-(-num_ids // 32), -1, np.int32)
+        self._span = ReasoningSpan(limit.markers, vocabulary.token_bytes.__getitem__)
+        self._any = np.full(vocabulary.mask_words, -1, np.int32)
 
     def _mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
         span = self._span

@@ -91,7 +91,7 @@ class ChatOutput:
         """How many tokens of an answer are reasoning; 0 where that is not known."""
         if (markers := self.reasoning_markers(prompt_ids)) is None:
             return 0
-        span = ReasoningSpan(markers)
+        span = ReasoningSpan(markers, self._tokenizer.token_bytes)
         span.follow(output_ids)
         return span.num_tokens
 
