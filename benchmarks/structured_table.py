@@ -89,11 +89,11 @@ def _beside(model: str, found: Mapping[str, Any]) -> str:
 
 
 def published_text(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the costs of text by tokenizer; a pair is p50 and p99."""
-    heading = ["tokenizer", "ids", "opening s", "table s", "grammar ms", "mask us", "streamed token us"]
+    """Return the costs of text by tokenizer: p50, and p99 in parentheses."""
+    heading = ["tokenizer", "ids", "opening, s", "table, s", "grammar, ms", "mask, us", "streamed token, us"]
     pairs = ("grammar_ms", "mask_us", "token_us")
     rows = [
-        [name, f"{of['ids']:,}", of["open_s"], of["table_s"], *(" ".join(map(str, of[pair])) for pair in pairs)]
+        [name, f"{of['ids']:,}", of["open_s"], of["table_s"], *("{} ({})".format(*of[pair]) for pair in pairs)]
         for name, of in found.items()
     ]
     return markdown_table(heading, rows)
