@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -34,39 +35,35 @@ class ReasoningSpan:
     def __init__(self, markers: ReasoningMarkers, token_bytes: TokenBytes) -> None:
         """Begin an answer; `token_bytes` returns the bytes of an id."""
         self._token_bytes, self._end_ids = token_bytes, markers.end_ids
-        self._begin, self._end = (b"".join(map(token_bytes, ids)) for ids in (markers.begin_ids, markers.end_ids))
-        self._max_tail = 2 * max(len(self._begin), len(self._end))
-        self._tail: list[tuple[int, bytes]] = []
-        """Last outputs since a marker, with their bytes."""
-        self._num_tail_bytes = 0
+        self._begin, self._end = (
+            b"".join(map(token_bytes, ids)).rstrip() for ids in (markers.begin_ids, markers.end_ids)
+        )
+        self._tail: deque[int] = deque(maxlen=max(len(self._begin), len(self._end), len(self._end_ids)))
+        """Last outputs since a marker, as many as can spell one."""
         self.num_outputs, self.num_ended = 0, 0
         self.begun_at: int | None = 0 if markers.is_begun else None
 
     def follow(self, ids: Sequence[int]) -> None:
-        """Take note of the next outputs."""
+        """Record the next outputs."""
         for token_id in ids:
             self.num_outputs += 1
-            written = self._token_bytes(token_id)
-            self._tail.append((token_id, written))
-            self._num_tail_bytes += len(written)
-            while self._num_tail_bytes - len(self._tail[0][1]) > self._max_tail:
-                self._num_tail_bytes -= len(self._tail.pop(0)[1])
+            self._tail.append(token_id)
             marker = self._begin if self.begun_at is None else self._end
-            text = b"".join(each for _, each in self._tail)
-            if not text.endswith(marker):
-                text = text.rstrip()
+            if not self._token_bytes(token_id).rstrip().endswith(marker[-1:]):
+                continue
+            text = b"".join(map(self._token_bytes, self._tail)).rstrip()
             if not marker or not text.endswith(marker):
                 continue
             if self.begun_at is not None:
                 num_before = self.num_outputs - self.begun_at - self._num_tokens_from(len(text) - len(marker))
                 self.num_ended += max(0, num_before)
             self.begun_at = self.num_outputs if self.begun_at is None else None
-            self._tail, self._num_tail_bytes = [], 0
+            self._tail.clear()
 
     @property
     def num_written_of_end(self) -> int:
         """Return how many ids of the marker that ends reasoning the last outputs are."""
-        last = [token_id for token_id, _ in self._tail]
+        last = list(self._tail)
         fits = (n for n in range(len(self._end_ids) - 1, 0, -1) if tuple(last[-n:]) == self._end_ids[:n])
         return next(fits, 0)
 
@@ -77,5 +74,5 @@ class ReasoningSpan:
 
     def _num_tokens_from(self, place: int) -> int:
         """Return how many of the last outputs begin at a byte of the tail or after it."""
-        begins = itertools.accumulate((len(written) for _, written in self._tail[:-1]), initial=0)
-        return sum(begin >= place for begin in begins)
+        begins = itertools.accumulate((len(self._token_bytes(token_id)) for token_id in self._tail), initial=0)
+        return sum(begin >= place for begin in itertools.islice(begins, len(self._tail)))
