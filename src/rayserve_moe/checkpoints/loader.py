@@ -209,9 +209,9 @@ def fill_part(
 
 
 def _scales_in_files(source: WeightSource, spec: ParamSpec, piece: Piece) -> np.ndarray | None:
-    """What a piece in the same dtype and blocks was multiplied by when it was decoded: [Z, columns of the piece].
+    """Return the scales of a piece stored in the same dtype and blocks, float32 [Z, columns of the piece].
 
-    None where the file has none, or other ones: then the values are quantised anew.
+    None if the file has no such scales; the values are then quantised anew.
     """
     if not spec.scale_block or not spec.transposed:
         return None
@@ -220,31 +220,32 @@ def _scales_in_files(source: WeightSource, spec: ParamSpec, piece: Piece) -> np.
 
 
 FP8_ROUNDING, FP8_BIAS, FP8_STEP = 20, 120 << 3, np.float32(2.0**-9)
-"""Bits of a float32 that e4m3 has not; what its exponents are less, in its last place; its least number."""
+"""From float32 to e4m3: dropped mantissa bits, difference of exponent biases at the place of e4m3's exponent, and
+e4m3's smallest positive number."""
 
 
 class QuantizedColumns(NamedTuple):
-    """Numbers of 8 bits, int8 [I, O] (bits of e4m3 as such), and what they are multiplied by, float32 [Z, O].
-
-    Z is 1, or the number of blocks of rows.
-    """
+    """Columns quantised to 8 bits, and their scales. Z is 1, or the number of row blocks."""
 
     values_IO: np.ndarray
+    """int8 [I, O]; e4m3 numbers are stored as their bits."""
     scales_ZO: np.ndarray
+    """float32 [Z, O]; a value times its scale is the decoded number."""
 
 
 def quantize_columns(
     values_IO: np.ndarray, dtype: str = "int8", *, block: int = 0, scales_ZO: np.ndarray | None = None
 ) -> QuantizedColumns:
-    """Round finite floating values to what `dtype` has of the largest of their column, ties to even.
+    """Quantise finite floating values with one scale per column, ties to even.
 
-    With a `block` the largest is that of a square of so many rows and columns, unless `scales_ZO` are given: those that
-    values were multiplied by brings the numbers back that were. In int8 the error is at most half of the scale, in e4m3
-    a sixteenth of the number, or 2**-10 of the scale where that is more. What is zeros alone has scale 0.
+    A scale maps the largest magnitude of its column to the largest number of `dtype`. With a `block`, each square of
+    `block` rows and columns has its own scale. `scales_ZO` replaces the computed scales; the scales of decoded values
+    restore the original 8-bit numbers. The error is at most half of the scale in int8; in e4m3 it is at most a
+    sixteenth of the number or 2**-10 of the scale, whichever is larger. A column or block of zeros has scale 0.
     """
     wide_IO = cast(values_IO, np.dtype(np.float32))
     if scales_ZO is None:
-        scales_ZO = _largest(wide_IO, block) / np.float32(LARGEST_OF[dtype])
+        scales_ZO = _max_magnitudes(wide_IO, block) / np.float32(LARGEST_OF[dtype])
     divisors = np.where(scales_ZO > 0, scales_ZO, np.float32(1))
     steps_IO = wide_IO / (np.repeat(divisors, block, axis=0)[: len(wide_IO)] if block else divisors)
     np.clip(steps_IO, -LARGEST_OF[dtype], LARGEST_OF[dtype], out=steps_IO)
@@ -252,21 +253,21 @@ def quantize_columns(
     return QuantizedColumns(values, scales_ZO)
 
 
-def _largest(values_IO: np.ndarray, block: int) -> np.ndarray:
-    """The largest magnitude of each column, [1, O], or of the block that a column is in, [Z, O]."""
-    largest_IO = np.abs(values_IO)
+def _max_magnitudes(values_IO: np.ndarray, block: int) -> np.ndarray:
+    """Return the largest magnitude of each column, [1, O], or of each column's block, [Z, O]."""
+    magnitudes_IO = np.abs(values_IO)
     if not block or not values_IO.size:
-        return np.max(largest_IO, axis=0, keepdims=True, initial=0)
+        return np.max(magnitudes_IO, axis=0, keepdims=True, initial=0)
     rows, columns = (np.arange(0, size, block) for size in values_IO.shape)
-    largest = np.maximum.reduceat(np.maximum.reduceat(largest_IO, rows, axis=0), columns, axis=1)
+    largest = np.maximum.reduceat(np.maximum.reduceat(magnitudes_IO, rows, axis=0), columns, axis=1)
     return np.repeat(largest, block, axis=1)[:, : values_IO.shape[1]]
 
 
 def _fp8_bits(values: np.ndarray) -> np.ndarray:
-    """The bits of float32 values of at most 448 in e4m3, rounded to nearest, ties to even, as int8.
+    """Return the e4m3 bits, as int8, of float32 values of magnitude at most 448, rounded to nearest, ties to even.
 
-    Zeros have no sign: TPUs before tpu7x have a NaN in the place of one with a sign (`kernels.narrow_weights`). By
-    integer operations, as in `casting`: a cast of ml_dtypes holds the interpreter lock.
+    Zeros have no sign: TPUs before tpu7x read a negative zero as NaN (`kernels.narrow_weights`). Integer operations
+    replace a cast of ml_dtypes, which holds the interpreter lock, as in `casting`.
     """
     bits = values.view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
@@ -274,7 +275,7 @@ def _fp8_bits(values: np.ndarray) -> np.ndarray:
     code += magnitude
     code >>= FP8_ROUNDING
     code -= np.uint32(FP8_BIAS)
-    # Below the normal numbers steps are even, and 8 of them are the code of the least normal one.
+    # Subnormal numbers are evenly spaced; 8 steps give the code of the smallest normal number.
     small = magnitude.view(np.float32) < np.float32(2.0**-6)
     if small.any():
         code[small] = np.rint(magnitude.view(np.float32)[small] / FP8_STEP).astype(np.uint32)

@@ -1,4 +1,4 @@
-"""Reads pieces of tensors for many threads: once if several devices hold a piece, and ahead if it is remote.
+"""Reads of tensor pieces for many threads: once if several devices hold a piece, and ahead if it is remote.
 
 The number of bytes in flight is bounded.
 """
@@ -28,10 +28,10 @@ Value = TypeVar("Value")
 
 
 class ReadAhead(Generic[Key, Value]):
-    """Reads keys in their order on `num_threads` threads; `take` returns what was read, from any thread.
+    """Background reads of keys, in their order, on `num_threads` threads.
 
-    Keys are taken about in that order, as often as they are listed. Read but not taken are `most_bytes` at most, and
-    one key. Leave the context to end it: what is not being read then never is.
+    Any thread may call `take`, in about that order, once per listing of a key. Values that were read and not taken hold
+    at most `max_bytes` plus one key. Leaving the context cancels all reads that have not begun.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class ReadAhead(Generic[Key, Value]):
         keys: Iterable[tuple[Key, int]],
         *,
         num_threads: int,
-        most_bytes: int,
+        max_bytes: int,
     ) -> None:
-        self._read, self._keys, self._most_bytes = read, iter(keys), most_bytes
+        self._read, self._keys, self._max_bytes = read, iter(keys), max_bytes
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="read-ahead")
         self._begun: dict[Key, deque[tuple[Future[Value], int]]] = defaultdict(deque)
         self._changed = threading.Condition()
         self._num_bytes = 0
-        self.most_bytes_seen = 0
+        self.max_bytes_seen = 0
 
     def take(self, key: Key) -> Value:
-        """What was read for a key; waits for it, and raises what its reading raised."""
+        """Return the value of a key once it is read; an error of its read is raised here."""
         with self._changed:
             while not self._begun[key]:
                 self._begin_more(at_least_one=True)
@@ -63,8 +63,11 @@ class ReadAhead(Generic[Key, Value]):
                 self._begin_more()
 
     def _begin_more(self, *, at_least_one: bool = False) -> None:
-        """Begin what the bound allows; the lock is held. KeyError where nothing is left and one more is needed."""
-        while self._num_bytes < self._most_bytes or at_least_one:
+        """Begin reads within the bound, and one beyond it with `at_least_one`. The caller holds the lock.
+
+        Raises: KeyError if `at_least_one` and no key is left.
+        """
+        while self._num_bytes < self._max_bytes or at_least_one:
             key, num_bytes = next(self._keys, (None, 0))
             if key is None:
                 if at_least_one:
@@ -72,7 +75,7 @@ class ReadAhead(Generic[Key, Value]):
                 return
             at_least_one = False
             self._num_bytes += num_bytes
-            self.most_bytes_seen = max(self.most_bytes_seen, self._num_bytes)
+            self.max_bytes_seen = max(self.max_bytes_seen, self._num_bytes)
             self._begun[key].append((self._pool.submit(self._read, key), num_bytes))
 
     def __enter__(self) -> Self:
@@ -87,12 +90,12 @@ class ReadAhead(Generic[Key, Value]):
 
 
 KEPT_BYTES = 4 << 30
-"""Most bytes kept for later devices; beyond that a slice is read again, most likely from the page cache."""
+"""Maximum bytes kept for later devices; beyond that a slice is read again, most likely from the page cache."""
 AHEAD_BYTES = NUM_CONNECTIONS * RANGE_BYTES
-"""Most bytes of a remote checkpoint that are read and not taken yet."""
+"""Maximum bytes of a remote checkpoint that are read and not taken yet."""
 
-MOST_BEGUN = 256
-"""Parts that wait for a thread."""
+MAX_WAITING = 256
+"""Maximum number of parts that wait for a thread."""
 
 Range = tuple[int, int]
 Region = tuple[Range, ...]
@@ -102,7 +105,7 @@ Ahead = ReadAhead[Piece, np.ndarray]
 
 
 def as_read(files: CheckpointFiles, piece: Piece) -> Piece:
-    """The piece that is read for one: of a remote tensor whole rows, since they lie together, and are read once."""
+    """Return the piece to read for `piece`: whole rows of a remote tensor, which are contiguous and read once."""
     name, region = piece
     if not files.is_remote or name in files.quantized or not region:
         return piece
@@ -125,7 +128,7 @@ def read_piece(files: CheckpointFiles, piece: Piece) -> np.ndarray:
 
 
 class PieceSource(Protocol):
-    """Where the pieces of parameters are taken from."""
+    """Source of the pieces of parameters."""
 
     def take(self, piece: Piece) -> np.ndarray:
         """Return a piece in the file's orientation."""
@@ -133,9 +136,9 @@ class PieceSource(Protocol):
 
 
 class PieceReader:
-    """Reads pieces in any order, in any thread, keeping those that will be needed again, in the smaller of two dtypes.
+    """Reader of pieces in any order, from any thread. It keeps pieces needed again, in the smaller of two dtypes.
 
-    `wanted` are pieces `as_read`, as often as they will be taken.
+    `wanted` lists results of `as_read`, once per later `take`.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class PieceReader:
         self.kept_bytes = 0
 
     def take(self, piece: Piece) -> np.ndarray:
-        """Return a piece in the file's orientation and dtype, or in the parameter's where that is smaller."""
+        """Return a piece in the file's orientation, in the smaller of the file's and the parameter's dtypes."""
         whole = as_read(self._files, piece)
         values = self._take(whole)
         if whole == piece:
@@ -191,7 +194,7 @@ class PieceReader:
 
 @dataclass(frozen=True)
 class OpenedPieces:
-    """The threads that fill shards, and what reads ahead for them where the checkpoint is remote."""
+    """The threads that fill shards, and the read-ahead of a remote checkpoint."""
 
     pool: ThreadPoolExecutor
     ahead: Ahead | None
@@ -199,9 +202,9 @@ class OpenedPieces:
 
 @contextmanager
 def opened_pieces(files: CheckpointFiles, pieces: Iterable[Piece], *, num_threads: int) -> Generator[OpenedPieces]:
-    """Threads for a load that takes `pieces`, of which those of a remote checkpoint begin to be read.
+    """Open the threads of a load that takes `pieces`, and begin to read the pieces of a remote checkpoint.
 
-    `num_threads` is one per core where it is 0.
+    A `num_threads` of 0 is one per core.
     """
     with ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0)), thread_name_prefix="shards") as pool:
         if not files.is_remote:
@@ -209,18 +212,18 @@ def opened_pieces(files: CheckpointFiles, pieces: Iterable[Piece], *, num_thread
             return
         sized = ((piece, _num_values(piece) * DTYPES[files.tensors[piece[0]].dtype].itemsize) for piece in pieces)
         with ReadAhead(
-            lambda piece: read_piece(files, piece), sized, num_threads=NUM_CONNECTIONS, most_bytes=AHEAD_BYTES
+            lambda piece: read_piece(files, piece), sized, num_threads=NUM_CONNECTIONS, max_bytes=AHEAD_BYTES
         ) as ahead:
             yield OpenedPieces(pool, ahead)
 
 
 def fill_all(pool: ThreadPoolExecutor, parts: Iterable[Region], *, fill: Callable[[Region], None]) -> None:
-    """Fill parts in their order, all threads together; raises the first error once none is being filled."""
+    """Fill parts in their order on all threads. The first error is raised once no part is being filled."""
     begun: deque[Future[None]] = deque()
     try:
         for part in parts:
             begun.append(pool.submit(fill, part))
-            if len(begun) > MOST_BEGUN:
+            if len(begun) > MAX_WAITING:
                 begun.popleft().result()
         while begun:
             begun.popleft().result()

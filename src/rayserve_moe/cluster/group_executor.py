@@ -233,7 +233,7 @@ class GroupExecutor:
         self.on_loss()
 
     def _start_worker(self, reservation: SliceReservation, host_id: int, *, waits: bool = False) -> ActorHandle:
-        """A worker on a host; one that `waits` for another's end takes nothing of what is reserved there."""
+        """Start a worker on a host. A worker that `waits` for another's end uses no resources reserved there."""
         place = place_of(host_id, self._places.parallel, cluster=self._cluster, parts=self._places.parts)
         # A step is a task: recording each of them in the cluster's task events is not worth its cost.
         options = {**reservation.actor_options(host_id), "enable_task_events": False}
@@ -243,13 +243,14 @@ class GroupExecutor:
 
 
 DELAY_S = 3.0
-"""From serving to starting them: the first steps of a new group recompute what running requests had, and need the
-cores."""
+"""Seconds from serving to the start of standbys. The first steps of a new group need the cores: they recompute the
+pages of running requests."""
 ANSWER_S = 2.0
+"""Seconds that a standby may take to answer before it is killed."""
 
 
 class Standbys:
-    """One per host, started in a thread of its own a while after a group serves."""
+    """Standby workers, one per host, started on a separate thread some time after a group serves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -257,13 +258,13 @@ class Standbys:
         self._timer: threading.Timer | None = None
 
     def start_soon(self, starters: Mapping[int, Callable[[], ActorHandle]], *, delay_s: float = DELAY_S) -> None:
-        """Call the starters, by host, after a while, unless standbys are taken or ended first."""
+        """Call the starters, by host, after `delay_s` seconds, unless `take` or `end` is called first."""
         self._timer = threading.Timer(delay_s, self._start, (starters,))
         self._timer.daemon = True
         self._timer.start()
 
     def take(self) -> dict[int, ActorHandle]:
-        """Those that answer, by host; they are no longer waiting."""
+        """Return the standbys that answer, by host, and keep none of them."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -271,7 +272,7 @@ class Standbys:
         return {host_id: worker for host_id, worker in waiting.items() if _answers(worker)}
 
     def end(self) -> None:
-        """End all that wait."""
+        """Kill all standbys."""
         for worker in self.take().values():
             ray.kill(worker)
 
@@ -291,7 +292,7 @@ def _answers(worker: ActorHandle) -> bool:
 
 
 class PhaseClock:
-    """The present `phase`, and the `seconds` of those that have ended, by name. One thread enters, any may read."""
+    """The current `phase`, and the total `seconds` of ended phases by name. One thread enters, any thread may read."""
 
     def __init__(self) -> None:
         self.phase = ""
@@ -299,7 +300,7 @@ class PhaseClock:
         self._since = time.monotonic()
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, which ends the one before."""
+        """Begin a phase and end the previous one."""
         now = time.monotonic()
         if self.phase not in ("", "serving"):
             self.seconds[self.phase] += now - self._since

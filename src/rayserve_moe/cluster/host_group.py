@@ -195,7 +195,7 @@ class HostGroup:
 
 
 def coordinate(num_hosts: int) -> tuple[Coordinator | None, str]:
-    """The service by which hosts find each other, and where it is; none, and empty, where there is one host."""
+    """Return the service by which hosts find each other, and its address; None and an empty address for one host."""
     if num_hosts == 1:
         return None, ""
     for attempt in range(1, NUM_PORTS_TRIED + 1):
@@ -212,17 +212,17 @@ def coordinate(num_hosts: int) -> tuple[Coordinator | None, str]:
 
 
 SILENCE_S, SILENCE_AT_START_S = 3.0, 30.0
-"""Longest silence of a host that serves, and of one that starts: a thread that compiles may keep all others waiting."""
+"""Maximum silence of a host that serves, and of a starting host, where a compiling thread may block all others."""
 POLL_S = 0.25
 OWN_DELAY_S = 1.0
-"""From here on it is this process that was late, and what it has not heard counts against no host."""
+"""If the watch itself is delayed by more than this, its delay does not count as silence of a host."""
 PHASE_LIMITS_S = {JOINING: 60.0}
-"""Longest times of phases in which nothing but another host is waited for. A long compilation is no fault."""
+"""Maximum times of phases that only wait for another host. A long compilation is no fault."""
 CONNECT_S = 10.0
 
 
 class HostWatch:
-    """Calls `on_loss` once, from its thread, with what is wrong with a host; `loss` is the same."""
+    """Watch over the heartbeats of hosts. Its thread sets `loss` to the fault of a host, and calls `on_loss` once."""
 
     def __init__(
         self,
@@ -245,12 +245,12 @@ class HostWatch:
         self._thread.start()
 
     def await_loss(self, timeout_s: float) -> str | None:
-        """What is wrong with a host, as soon as it is known, or None after `timeout_s`."""
+        """Return the fault of a host as soon as it is known, or None after `timeout_s`."""
         self._found.wait(timeout_s)
         return self.loss
 
     def close(self) -> None:
-        """Notice nothing from now on. May be called twice."""
+        """Stop watching. May be called twice."""
         self._is_closed.set()
 
     def _run(self) -> None:
@@ -278,7 +278,7 @@ class HostWatch:
             self._found.set()
 
     def _heard(self, connection: Connection) -> str | None:
-        """Read a beat; returns what is wrong, if anything."""
+        """Read a beat and return the fault of its host, or None."""
         host_id = self._hosts[connection]
         try:
             beat = read_beat(connection.recv_bytes())
@@ -291,5 +291,5 @@ class HostWatch:
         limit_s = beat.limit_s or self._limits_s.get(beat.phase, 0.0)
         if not limit_s or beat.seconds <= limit_s:
             return None
-        what = f"step {beat.step_id}" if beat.step_id >= 0 else beat.phase
-        return f"host {host_id} hangs in {what}: {beat.seconds:.1f} s of {limit_s:.1f}"
+        activity = f"step {beat.step_id}" if beat.step_id >= 0 else beat.phase
+        return f"host {host_id} hangs in {activity}: {beat.seconds:.1f} s of {limit_s:.1f}"

@@ -311,4 +311,4 @@ EXPLAINED = {
     **dict.fromkeys(("ep_size", "expert_parallel_size", "enable_expert_parallel", "moe_tp_size"), _EXPERTS),
     **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "layers are not split into stages here: leave it out"),
 }
-"""Settings of other engines that have no counterpart, and what to do instead. 1 is what a single device does anyway."""
+"""Settings of other engines without a counterpart, and the advice for each. The value 1 is ignored on one device."""

@@ -23,83 +23,85 @@ class ServerSettings:
     api_key: str = ""
     """Bearer token that every route but `/health` and the empty page `/experts` asks for; empty for none."""
     admin_api_key: str = ""
-    """Bearer token for what concerns all clients: weight updates, pauses, flushes, aborting everything; good for all
-    other routes too. Empty: `api_key` is enough for these."""
+    """Bearer token for routes that affect all clients: weight updates, pauses, flushes, aborting everything. It opens
+    all other routes too. If it is empty, `api_key` opens these routes."""
     max_body_bytes: int = _number(16 << 20, (1, 1 << 30))
-    """Longest request body."""
+    """Maximum size of a request body."""
     max_intake_bytes: int = _number(256 << 20, (1, 1 << 40))
-    """Bytes of bodies and prompts that are read, parsed and tokenized at once; what comes beyond is answered 429."""
+    """Bytes of bodies and prompts that are read, parsed and tokenized at once; a request beyond is answered 429."""
     drain_timeout_s: float = _number(120.0, (0, DAY_S))
     """Seconds running requests get to finish at shutdown."""
     hand_over_after_s: float = _number(DAY_S, (0, DAY_S))
     """Seconds after which a replica that Serve stops ends requests that the journal keeps, so that clients resume them
-    at another that runs; in any case it does 5 s before `drain_timeout_s` is over."""
+    on another replica. It ends them at the latest 5 s before `drain_timeout_s` is over."""
     tool_call_parser: str = _choice("auto", "none", *TOOL_CALL_PARSERS)
-    """How tool calls are read from answers of chats: `auto` by the tokenizer's `response_template`, else by the markers
-    in the chat template; `none` leaves them in the content; or a parser by its name in vLLM or SGLang."""
+    """Parser of tool calls in chat answers: `auto` uses the tokenizer's `response_template`, else the markers in the
+    chat template; `none` leaves tool calls in the content; other values are names of parsers in vLLM or SGLang."""
     prefix_routing: str = _choice("auto", "on", "off")
-    """`on`: requests go through routers that know which prefixes every replica has cached, one that `rayserve-moe
-    scale` adds included; `auto` is that where there are several replicas at the start."""
+    """`on`: routers choose replicas by their cached prefixes, including replicas that `rayserve-moe scale` adds.
+    `auto`: `on` if there are several replicas at the start."""
     journal: str = _choice("auto", "on", "off")
-    """`on`: requests that clients name outlive their replica, by a journal of what is committed; `auto` is that where
+    """`on`: requests with a client-supplied id outlive their replica, by a journal of committed tokens. `auto`: `on` if
     there are several replicas at the start, and a journal."""
     journal_address: str = ""
-    """`HOST:PORT` of the journal; the start command runs one, and says so by RAYSERVE_MOE_JOURNAL."""
+    """`HOST:PORT` of the journal. The start command runs a journal and sets RAYSERVE_MOE_JOURNAL."""
     journal_key: str = ""
-    """What replicas and the journal prove to each other that they know; the start command draws one."""
+    """Secret by which replicas and the journal authenticate each other; the start command generates one."""
     journal_max_bytes: int = _number(1 << 30, (1 << 20, 1 << 40))
-    """Memory of the journal that the start command runs: the oldest answers make way, then requests are not kept."""
+    """Memory of the journal that the start command runs. A full journal drops the oldest answers, then keeps no more
+    requests."""
     resume_ttl_s: float = _number(120.0, (0, DAY_S))
     """Seconds that a request can be resumed after its last byte was sent, or its connection or replica was lost."""
     reasoning_parser: str = _choice("auto", "none", *REASONING_PARSERS)
-    """How reasoning is separated from the content of answers of chats, in the same way."""
+    """Parser of reasoning in chat answers, with values as for `tool_call_parser`."""
     exclude_tools_when_tool_choice_none: bool = False
-    """Keep tools from the chat template where `tool_choice` is none. What the model writes is content either way."""
+    """Omit tools from the chat template if `tool_choice` is none. The answer is content in either case."""
 
 
-MOST_DRAFTS = 7
+MAX_DRAFTS = 7
 DRAFT_MODELS = ("EAGLE", "EAGLE3", "NEXTN")
 """Values of `speculative_algorithm` that take a draft model."""
 
 
 @dataclass(frozen=True)
 class SpeculationSettings:
-    """Tokens that are drafted, and verified several at a time: they change how fast answers are, not what they are."""
+    """Speculative decoding: drafted tokens are verified several at a time. It changes the speed of answers only."""
 
     algorithm: str = _choice("off", "NGRAM", "SIBLINGS", *DRAFT_MODELS, key="speculative_algorithm")
-    """`NGRAM` drafts what followed the last tokens of a sequence before, `SIBLINGS` also what did in other answers to
-    its prompt; `EAGLE`, `EAGLE3` and `NEXTN` what a draft model says; `off` or null none."""
+    """Source of drafts: `NGRAM` takes tokens that followed an earlier occurrence of a sequence's last tokens;
+    `SIBLINGS` also searches other answers to its prompt; `EAGLE`, `EAGLE3` and `NEXTN` use a draft model; `off` or null
+    disables drafts."""
     draft_model_path: str = _named("", "speculative_draft_model_path")
-    """Where the head of `EAGLE` or `EAGLE3` lies, as `model_path`; `NEXTN` is a layer of the checkpoint without one."""
+    """Path of the `EAGLE` or `EAGLE3` head, as `model_path`. `NEXTN` uses a layer of the checkpoint instead."""
     eagle_topk: int = _number(1, (1, 8), "speculative_eagle_topk")
     """Drafts that may follow each draft; beyond 1 they are a tree. Not for models with sliding windows."""
     num_steps: int = _number(0, (0, 7), "speculative_num_steps")
-    """Drafts of a sequence in one step at most that follow each other; 0 is 7. Chains have 0, 1, 3, 5 or 7 in a step,
-    whichever measured times favour."""
+    """Maximum depth of a sequence's drafts in one step; 0 is 7. Measured times choose 0, 1, 3, 5 or 7 drafts of a
+    chain for each step."""
     num_draft_tokens: int = _number(0, (0, 32), "speculative_num_draft_tokens")
-    """Rows that are verified: of a chain `speculative_num_steps` and one more, of a tree all its nodes with the token
-    that it begins at, 32 at most; a tree needs it."""
+    """Rows verified per sequence: for a chain `speculative_num_steps` plus 1; for a tree all its nodes and the token at
+    its root, at most 32. A tree needs this setting."""
     shortest_match: int = _number(2, (1, 64), "speculative_ngram_min_match_window_size")
-    """Tokens at the end of a sequence that must have stood elsewhere before anything is drafted."""
+    """Minimum length of a match with the end of a sequence, tokens, before anything is drafted."""
     longest_match: int = _number(8, (1, 64), "speculative_ngram_max_match_window_size")
-    """Tokens at the end of a sequence that are looked for at most."""
+    """Maximum length of a match with the end of a sequence, tokens."""
 
     @property
     def most_drafts(self) -> int:
-        """Drafts of a sequence in one step at most; 0 without speculation."""
+        """Return the maximum number of drafts per sequence and step; 0 without speculation."""
         if self.has_trees:
             return self.num_draft_tokens - 1
-        return 0 if self.algorithm == "off" else self.num_steps or max(self.num_draft_tokens - 1, 0) or MOST_DRAFTS
+        return 0 if self.algorithm == "off" else self.num_steps or max(self.num_draft_tokens - 1, 0) or MAX_DRAFTS
 
     @property
     def has_trees(self) -> bool:
-        """Whether drafts are trees."""
+        """Return True if drafts are trees."""
         return self.algorithm != "off" and self.eagle_topk > 1
 
     @property
     def num_levels(self) -> int:
-        """Drafts of a sequence in one step at most that follow each other."""
-        return min(self.num_steps or MOST_DRAFTS, self.most_drafts) if self.has_trees else self.most_drafts
+        """Return the maximum depth of a sequence's drafts in one step."""
+        return min(self.num_steps or MAX_DRAFTS, self.most_drafts) if self.has_trees else self.most_drafts
 
 
 class SettingsError(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.config.settings import DRAFT_MODELS, MOST_DRAFTS, SettingsError, SpeculationSettings
+from rayserve_moe.config.settings import DRAFT_MODELS, MAX_DRAFTS, SettingsError, SpeculationSettings
 
 ALGORITHM, NUM_STEPS = "speculative_algorithm", "speculative_num_steps"
 NOT_SERVED = ("STANDALONE", "DFLASH", "DSPARK", "UNO")
@@ -51,9 +51,9 @@ def check_speculation(settings: SpeculationSettings, *, selection: str) -> None:
         raise SettingsError("speculative_num_draft_tokens counts the token before the drafts too: 2 or more, or 0")
     if settings.has_trees:
         _check_tree(settings)
-    elif tokens > MOST_DRAFTS + 1:
+    elif tokens > MAX_DRAFTS + 1:
         raise SettingsError(
-            f"speculative_num_draft_tokens must be at most {MOST_DRAFTS + 1} where drafts are a chain, found {tokens}: "
+            f"speculative_num_draft_tokens must be at most {MAX_DRAFTS + 1} where drafts are a chain, found {tokens}: "
             "for a tree set speculative_eagle_topk"
         )
     elif steps and tokens and tokens != steps + 1:

@@ -1,6 +1,6 @@
-"""Compiles constraints of requests in threads, each beside a process that tries the grammar first.
+"""Compilation of request constraints in threads, each beside a process that tries the grammar first.
 
-A trial that takes too long ends with its process, not with the server.
+A trial that takes too long ends its process, not the server.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rayserve_moe.constraints.refusals import refusal
 from rayserve_moe.constraints.token_guide import AfterText, TokenGuide, end_rules
 from rayserve_moe.requests import RequestError, SamplingParams
 
-MOST_KEPT, MOST_KEPT_BYTES = 256, 16 << 20
-"""Compiled constraints that are kept for later requests: how many, and how long they may be together."""
+MAX_KEPT, MAX_KEPT_BYTES = 256, 16 << 20
+"""Maximum number and total length of compiled constraints that are kept for later requests."""
 
 
 @dataclass(frozen=True)
 class CompiledConstraint:
-    """A constraint that an answer can begin with; every choice gets a guide of its own."""
+    """A constraint that an answer can begin with; `guide` makes one guide per choice."""
 
     matcher: LLMatcher
     vocabulary: Vocabulary
@@ -45,7 +45,7 @@ class CompiledConstraint:
     after: str = ""
 
     def guide(self, sampling: SamplingParams) -> TokenGuide:
-        """A guide from the start of an answer on."""
+        """Return a guide for an answer, from its start."""
         rules = end_rules(sampling, eos_ids=self.vocabulary.eos_ids, num_ids=self.vocabulary.num_ids)
         after = AfterText(self.after.encode(), self.vocabulary.token_bytes) if self.after else None
         times = {"max_mask_ms": self.max_mask_ms, "first_ms": self.first_ms}
@@ -53,7 +53,7 @@ class CompiledConstraint:
 
 
 class ConstraintCompiler:
-    """Compiles constraints, each once as long as it is kept. All methods may be called from any thread."""
+    """Compiler of constraints, each once while it is kept. All methods may be called from any thread."""
 
     def __init__(self, vocabulary: Vocabulary, settings: StructuredSettings) -> None:
         self.vocabulary, self._settings = vocabulary, settings
@@ -67,7 +67,7 @@ class ConstraintCompiler:
             self._idle.put(trial)
 
     def submit(self, constraint: Constraint) -> Future[CompiledConstraint]:
-        """Have a constraint compiled; the future raises RequestError where it cannot be, or not in time."""
+        """Compile a constraint on a thread; the future raises RequestError if that fails or takes too long."""
         deadline = time.monotonic() + self._settings.timeout_s
         with self._lock:
             known = self._kept.get(constraint)
@@ -77,13 +77,13 @@ class ConstraintCompiler:
             future = self._threads.submit(self._compiled, constraint, deadline)
             self._kept[constraint] = future
             self._num_bytes += len(constraint.text)
-            while len(self._kept) > MOST_KEPT or self._num_bytes > MOST_KEPT_BYTES:
+            while len(self._kept) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
                 self._forget(next(iter(self._kept)))
         future.add_done_callback(lambda done: self._drop_failed(constraint, done))
         return future
 
     def close(self) -> None:
-        """Compile nothing any more. May be called twice."""
+        """Stop compiling. May be called twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for trial in self._trials:
             trial.close()
@@ -107,12 +107,12 @@ class ConstraintCompiler:
         if milliseconds > self._settings.max_mask_ms:
             raise RequestError("its first token takes too long to find, which would hold others", constraint.param)
         matcher = built_matcher(self._tokens, grammar)
-        # Guides copy what it has found, so that the engine's thread does not look for their first mask.
+        # Guides copy the first mask from this matcher, so that the engine thread does not compute it.
         assert not fault_of(matcher, mask_words=self.vocabulary.mask_words)[0], "what was tried can begin an answer"
         return CompiledConstraint(matcher, self.vocabulary, self._settings.max_mask_ms, milliseconds, constraint.after)
 
     def _drop_failed(self, constraint: Constraint, done: Future[CompiledConstraint]) -> None:
-        """Forget what was refused: it may have been for want of time."""
+        """Forget a failed compilation: the cause may have been the timeout."""
         if done.cancelled() or done.exception() is not None:
             with self._lock:
                 if self._kept.get(constraint) is done:
@@ -124,7 +124,7 @@ class ConstraintCompiler:
 
 
 START_S = 60.0
-"""What it may take to import the grammar engine and read a tokenizer."""
+"""Timeout of a trial process's start: it imports the grammar engine and reads a tokenizer."""
 
 
 class TrialTimeoutError(Exception):
@@ -132,7 +132,7 @@ class TrialTimeoutError(Exception):
 
 
 class TrialProcess:
-    """Tries grammars, one at a time, from one thread. It starts with the first one."""
+    """Process that tries grammars, one at a time, for one thread. It starts with the first grammar."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -140,8 +140,10 @@ class TrialProcess:
         self._unread = b""
 
     def fault_of(self, grammar: str, *, deadline: float) -> tuple[str, float]:
-        """Return what `matchers.fault_of` does. TrialTimeoutError after the monotonic `deadline`, or where the process
-        ends over it, as it does when it finds no memory."""
+        """Return the result of `matchers.fault_of` for a grammar.
+
+        Raises: TrialTimeoutError after the monotonic `deadline`, or if the process ends first, for lack of memory.
+        """
         if self._process is None or self._process.poll() is not None:
             self._start()
         try:
@@ -177,7 +179,7 @@ class TrialProcess:
         self._process.stdin.flush()
 
     def _receive(self, deadline: float) -> Any:
-        """The next line of JSON. TimeoutError after the deadline, EOFError where none will come."""
+        """Return the next line of JSON. Raises: TimeoutError after the deadline, EOFError if the process has ended."""
         assert self._process is not None and self._process.stdout is not None, "it was started"
         pipe = self._process.stdout.fileno()
         while b"\n" not in self._unread:

@@ -1,4 +1,4 @@
-"""Controls a running engine for a trainer: pause, resume, and updates of weights in one or two phases."""
+"""Control of a running engine by a trainer: pause, resume, and weight updates in one or two phases."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class EngineControl:
 
 
 def following_version(control: EngineControl) -> str:
-    """The number after the last version, or, where that is no number, how many updates there have been."""
+    """Return the number after the last version, or the number of this update if the last version is no number."""
     last = control.card.weight_version
     return str(int(last) + 1 if last.isdecimal() else control.num_updates + 1)
 
@@ -235,7 +235,7 @@ def replace_lost(control: EngineControl, recovery: Recovery) -> None:
 
 @dataclass
 class StagedUpdates:
-    """Calls from any thread; each runs in the thread of updates, one at a time."""
+    """Weight updates from a checkpoint, in two phases. Calls may come from any thread; the update thread runs them."""
 
     executor: Executor
     commands: CommandQueue
@@ -245,19 +245,19 @@ class StagedUpdates:
     _generation: int | None = None
 
     def run(self, order: WeightOrder) -> Future[WeightOutcome]:
-        """Both phases."""
+        """Stage a checkpoint, then serve it."""
         return self.updates.submit(self._run, order)
 
     def stage(self, model_path: str) -> Future[str]:
-        """Have every host read and check a checkpoint; the result is why it is refused, empty where it is staged."""
+        """Have every host read and check a checkpoint; the result is the reason of a refusal, empty if it is staged."""
         return self.updates.submit(self._stage, model_path)
 
     def swap(self, order: WeightOrder) -> Future[WeightOutcome]:
-        """Have what is staged serve."""
+        """Serve the staged checkpoint."""
         return self.updates.submit(self._swap, order)
 
     def drop(self) -> Future[None]:
-        """Forget what is staged."""
+        """Drop the staged checkpoint."""
         return self.updates.submit(self._drop)
 
     def _run(self, order: WeightOrder) -> WeightOutcome:
@@ -269,7 +269,7 @@ class StagedUpdates:
         self._drop()
         self.tensors.end_open()
         with ExitStack() as undo:
-            undo.callback(self._let_go)
+            undo.callback(self._release)
             expert_of_slot, generation = self.commands.call(self.between.hold).result()
             try:
                 self._reach(model_path, expert_of_slot, generation)
@@ -280,7 +280,7 @@ class StagedUpdates:
         return ""
 
     def _reach(self, model_path: str, expert_of_slot: np.ndarray | None, generation: int) -> None:
-        """Have hosts read; WeightsRefusedError where one is lost."""
+        """Have every host read a checkpoint. Raises: WeightsRefusedError if a host refuses it or is lost."""
         try:
             self.executor.stage_weights(model_path, expert_of_slot)
         except ExecutorFailure as failure:
@@ -294,14 +294,14 @@ class StagedUpdates:
         try:
             return self.commands.call(partial(self.between.swap, order, generation)).result()
         finally:
-            self._let_go()
+            self._release()
 
     def _drop(self) -> None:
         if self._generation is not None:
             self._generation = None
             self.executor.tensors.drop()
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         with suppress(EngineStoppedError):
             self.commands.call(self.between.let_go)

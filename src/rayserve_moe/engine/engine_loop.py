@@ -267,8 +267,8 @@ def _fault_of(scheduler: Scheduler) -> AssertionError | None:
 
 
 def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[Guide | None]) -> list[Sequence]:
-    """One sequence per choice, all with one seed: the request's, or one drawn now. A guide withholds ends itself, and
-    has the end of sequence end what it guides."""
+    """Build one sequence per choice, all with the request's seed or one random seed. With a constraint, the guide
+    withholds end tokens, and the end of sequence stops the sequence even with `ignore_eos`."""
     sampling = request.sampling
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
     is_guided = request.constraint is not None
@@ -293,7 +293,7 @@ def step_cycle_for(
     eplb: EplbSteps,
     recovery: Recovery | None,
 ) -> StepCycle:
-    """The cycle of an engine whose executor has `started`, with all that its settings switch on."""
+    """Build the step cycle of an engine whose executor has `started`, with the features that its settings enable."""
     scheduler, cache, num_ranks = settings.scheduler, settings.cache, settings.parallel.data_parallel_size
     limits = StepLimits(
         num_rows=scheduler.max_running_requests,
@@ -331,7 +331,7 @@ def step_cycle_for(
 
 
 def _speculation_for(settings: SpeculationSettings, target: Scheduler, *, card: ModelCard) -> Speculation | None:
-    """What decides on drafts, where there are any."""
+    """Return the speculation for a scheduler, or None if the settings allow no drafts."""
     if not settings.most_drafts:
         return None
     return Speculation(

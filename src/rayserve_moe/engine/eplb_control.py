@@ -209,7 +209,7 @@ class MigrationHistory:
             self.totals["begun"] += 1
 
     def records(self) -> list[MigrationRecord]:
-        """The last migrations, oldest first, as of now."""
+        """Return the last migrations, oldest first, as of now."""
         with self._lock:
             self._settle()
             return list(self._records)
@@ -234,7 +234,7 @@ class MigrationHistory:
 
 
 def _in_expert_order(tokens: np.ndarray, ep_size: int) -> np.ndarray:
-    """Tokens per rank [layers, ranks] where experts lie over the ranks in their own order, without replicas."""
+    """Return tokens per rank [layers, ranks] of experts in their own order over the ranks, without replicas."""
     loads = np.zeros((len(tokens), ep_size))
     np.add.at(loads.T, np.arange(tokens.shape[1]) * ep_size // tokens.shape[1], tokens.T)
     return loads
@@ -242,57 +242,73 @@ def _in_expert_order(tokens: np.ndarray, ep_size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MigrationRecord:
-    """A migration: at which step and when (unix seconds) it began, what it moves, and the gain its plan expects.
-
-    Imbalances are means over layers. `outcome` is `under way`, `finished`, `replaced` by a later one, or `failed`: then
-    layers that were done stay so, and the others are as before.
-    """
+    """A migration of experts. Imbalances are means over layers."""
 
     version: int
+    """Version of the placement it moves to."""
     step: int
+    """Step at which it began."""
     time: float
+    """Time at which it began, unix seconds."""
     moved_slots: int
+    """Number of slots that it moves."""
     layers: int
+    """Number of layers that it changes."""
     imbalance_before: float
+    """Imbalance before it."""
     imbalance_after: float
+    """Imbalance after it that the plan expects."""
     plan_seconds: float
+    """Seconds of its planning."""
     outcome: str
+    """`under way`, `finished`, `replaced` by a later migration, or `failed`. A failed migration leaves the finished
+    layers in their new placement and the others unchanged."""
 
 
 @dataclass(frozen=True)
 class ActorView:
-    """The planner: whether it answers, how often it was lost and found again, and refused plans by reason."""
+    """State of the planner."""
 
     alive: bool
+    """True if it answers."""
     restarts: int
+    """Number of times it was lost and found again."""
     refused: dict[str, int]
+    """Number of refused plans, by reason."""
 
 
 @dataclass(frozen=True)
 class BalancingView:
-    """Expert balancing as it is now; L layers, E experts, and `ep_size` ranks.
+    """Current state of expert balancing, for L layers, E experts and `ep_size` ranks.
 
-    `tokens` [L][E] are the sums of the window, and rank loads [L][ep_size] are its tokens per rank: where experts lay
-    in their own order without replicas, under the placement in force, and under the one before the last migration.
-    An imbalance [L] is the hottest rank's load over the mean; 1.0 where nothing was counted.
+    Rank loads are tokens of the window per rank. An imbalance is the maximum rank load over the mean, or 1.0
+    without tokens.
     """
 
     enabled: bool
+    """True if experts move."""
     num_layers: int
     num_experts: int
     num_slots: int
     ep_size: int
     layer_ids: list[int]
     tokens: list[list[float]]
+    """Tokens of the window per layer and expert, [L][E]."""
     rank_load_identity: list[list[float]]
+    """Rank loads with experts in their own order and without replicas, [L][ep_size]."""
     rank_load_now: list[list[float]]
+    """Rank loads under the current placement, [L][ep_size]."""
     rank_load_before: list[list[float]]
+    """Rank loads under the placement before the last migration, [L][ep_size]."""
     imbalance_before: list[float]
+    """Imbalance under the placement before the last migration, [L]."""
     imbalance_now: list[float]
+    """Imbalance under the current placement, [L]."""
     progress: MigrationProgress
     history: list[MigrationRecord]
+    """The last migrations, oldest first."""
     actor: ActorView
 
     def as_json(self) -> dict[str, Any]:
-        """Dictionaries, lists and numbers, under these names."""
+        """Return the fields as dictionaries, lists and numbers, under the same names."""
         return {**asdict(self), "progress": self.progress.as_json()}

@@ -1,4 +1,4 @@
-"""Guides of requests: grammars, limits of reasoning, and forbidden words; one guide for each choice."""
+"""Guides of requests: grammars, reasoning budgets and forbidden words, with one guide per choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rayserve_moe.text.tokenizer import Tokenizer
 def constraint_compiler(
     tokenizer: Tokenizer, card: ModelCard, *, settings: StructuredSettings
 ) -> ConstraintCompiler | None:
-    """A compiler for the tokenizer of a model; None where constraints are switched off, or answers have no end."""
+    """Return a compiler for a model's tokenizer; None if constraints are off or the model has no end of sequence."""
     if not settings.enabled or not card.eos_token_ids:
         return None
     return ConstraintCompiler(vocabulary_of(tokenizer, card.vocab_size, eos_ids=card.eos_token_ids), settings)
@@ -35,9 +35,9 @@ def vocabulary_of(tokenizer: Tokenizer, num_ids: int, *, eos_ids: Sequence[int])
 def guides_of(
     request: GenerationRequest, compiler: ConstraintCompiler | None, *, num_ids: int
 ) -> Sequence[Guide | None]:
-    """A guide for every choice of a request, None for those of one that may answer anything.
+    """Return one guide per choice of a request, or one None per choice if the request restricts no answers.
 
-    Waits for the constraint where it is not compiled yet. RequestError where it cannot be.
+    Waits until the constraint is compiled. Raises: RequestError if it cannot be compiled or structured output is off.
     """
     constraint, sampling, words = request.constraint, request.sampling, request.bad_word_ids
     guides: list[Guide | None] = [None] * sampling.n
@@ -61,7 +61,7 @@ def guides_of(
 
 
 def _wanting(request: GenerationRequest) -> str | None:
-    """The field for which samples of a request are held; None where none are."""
+    """Return the request field that needs deferred sampling, or None."""
     if request.constraint is not None:
         return request.constraint.param
     wants = {
@@ -77,7 +77,7 @@ def _wanting(request: GenerationRequest) -> str | None:
 
 
 class ThinkingBudget(TimedGuide):
-    """Follows the outputs of one choice within what another guide leaves.
+    """Guide that limits the reasoning tokens of one choice, within the mask of an `inner` guide.
 
     Tokens count from the start of the output if the prompt has begun reasoning, else from the marker that begins it.
     """
@@ -90,7 +90,7 @@ class ThinkingBudget(TimedGuide):
         allowed_ids: Collection[int] = (),
         inner: Guide | None = None,
     ) -> None:
-        """Begin a choice; `allowed_ids`, if there are any, are the only ids that may be sampled."""
+        """Begin a choice. If `allowed_ids` is not empty, only its ids may be sampled."""
         self._limit, self._inner, self._allowed_ids = limit, inner, frozenset(allowed_ids)
         self._span = ReasoningSpan(limit.markers, vocabulary.token_bytes.__getitem__)
         self._any = np.full(vocabulary.mask_words, -1, np.int32)
@@ -103,7 +103,7 @@ class ThinkingBudget(TimedGuide):
             return within
         if span.num_outputs - span.begun_at < self._limit.num_tokens:
             return within
-        # A marker that is begun is gone on with: broken off, it would be reasoning beyond the limit.
+        # A started marker is completed: broken off, it would be reasoning beyond the limit.
         forced = self._limit.markers.end_ids[span.num_written_of_end]
         if self._allowed_ids and forced not in self._allowed_ids:
             return EMPTY
@@ -111,7 +111,7 @@ class ThinkingBudget(TimedGuide):
 
 
 class WordBans(TimedGuide):
-    """Follows the outputs of one choice within what another guide leaves."""
+    """Guide that forbids words in one choice, within the mask of an `inner` guide."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class WordBans(TimedGuide):
         allowed_ids: Collection[int] = (),
         inner: Guide | None = None,
     ) -> None:
-        """`words` are token ids each; `allowed_ids`, where there are such, are the only ids there are."""
+        """Begin a choice. `words` hold token ids. If `allowed_ids` is not empty, only its ids may be sampled."""
         num_words = -(-num_ids // 32)
         self._longer = [word for word in words if len(word) > 1]
         single = id_bits({word[0] for word in words if len(word) == 1}, num_words=num_words)

@@ -91,8 +91,9 @@ class Choosing:
 
 
 PAGES_BOOKED_S = 5.0
-"""A prompt counts as cached where it was sent for this long: until its pages are there, or something kept them away."""
+"""Seconds for which a sent prompt counts as cached at its replica, whether or not its pages are reported."""
 MOST_BOOKED_PAGES = 1 << 19
+"""Maximum number of booked pages of all replicas."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,10 @@ class _Sent:
 
 
 class Bookings:
-    """Bookings of one router. Times are of one clock, in seconds; memory is bounded, the oldest goes first."""
+    """Requests in flight between a router and its replicas: expected cache entries, and unreported load.
+
+    Times are seconds of one clock. Memory is bounded; the oldest booking is dropped first.
+    """
 
     def __init__(self) -> None:
         self._sent: deque[_Sent] = deque()
@@ -112,7 +116,7 @@ class Bookings:
         self._load: dict[str, tuple[float, Load]] = {}
 
     def add(self, replica_id: str, digests: Sequence[bytes], *, load: Load, now: float) -> None:
-        """Note a request that was sent to a replica, the pages of its prompt, and what load it is there."""
+        """Record a request that was sent to a replica, with the pages of its prompt and its load."""
         booked = self.load(replica_id, now=now)
         self._load[replica_id] = now, Load(*map(sum, zip(booked, load, strict=True)))
         if digests:
@@ -122,20 +126,20 @@ class Bookings:
         self._expire(now)
 
     def forget(self, replica_id: str) -> None:
-        """Drop what is booked for a replica that is gone."""
+        """Drop the bookings of a replica that is gone."""
         self._pages.pop(replica_id, None)
         self._load.pop(replica_id, None)
 
     def load(self, replica_id: str, *, now: float) -> Load:
-        """What was sent to a replica, as far as the average load that it reports does not include it yet."""
+        """Return the load sent to a replica that its reported average does not include yet."""
         at, booked = self._load.get(replica_id, (now, Load()))
         return Load(*(kept_share(now - at) * each for each in booked))
 
     def num_pages(self, replica_id: str, digests: Sequence[bytes], *, now: float) -> int:
-        """How many pages at the start of a prompt a replica will have."""
+        """Return the number of pages at the start of a prompt that are booked at a replica."""
         self._expire(now)
         pages = self._pages.get(replica_id)
-        return 0 if not pages else bisect_left(range(len(digests)), True, key=lambda place: digests[place] not in pages)
+        return 0 if not pages else bisect_left(range(len(digests)), True, key=lambda index: digests[index] not in pages)
 
     def __len__(self) -> int:
         return self._num_pages
@@ -153,50 +157,50 @@ class Bookings:
 
 
 REPORTED_WITHIN_S = 0.2
-"""A replica whose number of requests has changed says so within this time: twice the interval of its reports."""
+"""A replica reports a changed number of requests within this time: twice the interval of its reports."""
 
 
 class Places:
-    """Places of the replicas of one router. Times are of one clock, in seconds.
+    """Request capacity of the replicas of one router. Times are seconds of one clock.
 
-    What is not known to be full is not: a replica without a limit or a report has places without end.
+    A replica without a limit or a report has infinite capacity.
     """
 
     def __init__(self) -> None:
-        self._most: dict[str, int] = {}
+        self._max_requests: dict[str, int] = {}
         self._taken: dict[str, int] = {}
         self._sent: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
 
-    def limit(self, replica_id: str, most_requests: int | None) -> None:
-        """Note how many requests a replica takes at once, if it says so."""
-        if most_requests is not None:
-            self._most[replica_id] = most_requests
+    def limit(self, replica_id: str, max_requests: int | None) -> None:
+        """Record the maximum number of concurrent requests of a replica; None leaves it unchanged."""
+        if max_requests is not None:
+            self._max_requests[replica_id] = max_requests
 
     def report(self, replica_id: str, num_requests: int) -> None:
-        """Note how many requests a replica has, those included that were sent to it."""
+        """Record the number of requests that a replica has, including all that were sent to it."""
         self._taken[replica_id] = num_requests
         self._sent.pop(replica_id, None)
 
     def send(self, replica_id: str, num_requests: int, *, now: float) -> None:
-        """Note that requests are sent to a replica."""
+        """Record that requests are sent to a replica."""
         self._sent[replica_id] = [*self._recent(replica_id, now), (now, num_requests)]
 
     def lose(self, replica_id: str) -> None:
-        """Forget the report of a replica that sends no others."""
+        """Forget the report of a replica that sends no further reports."""
         self._taken.pop(replica_id, None)
 
     def forget(self, replica_id: str) -> None:
         """Forget a replica that is gone."""
-        for known in (self._most, self._taken, self._sent):
+        for known in (self._max_requests, self._taken, self._sent):
             known.pop(replica_id, None)
 
     def num_free(self, replica_id: str, *, now: float) -> float:
-        """Requests that a replica takes yet; infinite where that is not known."""
-        most, taken = self._most.get(replica_id), self._taken.get(replica_id)
-        if most is None or taken is None:
+        """Return the number of further requests that a replica accepts; infinite if it is not known."""
+        max_requests, taken = self._max_requests.get(replica_id), self._taken.get(replica_id)
+        if max_requests is None or taken is None:
             return math.inf
-        return most - taken - sum(number for _, number in self._recent(replica_id, now))
+        return max_requests - taken - sum(number for _, number in self._recent(replica_id, now))
 
     def _recent(self, replica_id: str, now: float) -> list[tuple[float, int]]:
-        """What may be missing in the last report. What is older and was not reported has ended, or taken no place."""
+        """Return sent requests that the last report may lack. Older ones have ended or used no capacity."""
         return [(at, number) for at, number in self._sent.get(replica_id, ()) if at > now - REPORTED_WITHIN_S]

@@ -1,7 +1,7 @@
-"""A replica's requests as the journal has them: committed tokens are queued, and delivered once the journal keeps them.
+"""A replica's client of the journal: committed tokens are queued, and delivered once the journal keeps them.
 
-The engine thread only queues; two threads of the connection send and receive. Without a connection tokens wait for a
-while, then replicas go on without a journal; the next one gets all that still runs.
+The engine thread only queues; two threads of the connection send and receive. Without a connection tokens wait for
+`WAIT_S` seconds, then the replica continues without a journal. The next journal receives all running requests.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ _CONNECT_S = 1.0
 
 
 class Outbox(Protocol):
-    """What is sent and received (`journal_client.JournalClient`)."""
+    """Outgoing messages and handlers of a journal connection, as in `journal_client.JournalClient`."""
 
     def greet(self, name: str) -> list[Any]: ...
     def next_messages(self) -> list[list[Any]] | None: ...
@@ -269,7 +269,7 @@ class Outbox(Protocol):
 
 
 class JournalLink:
-    """Connects, again after every loss, until `stop`. After `wait_s` without success the outbox goes without."""
+    """Connection to the journal, reopened after a loss until `stop`. After `wait_s` the outbox continues without it."""
 
     def __init__(self, outbox: Outbox, address: tuple[str, int], *, key: bytes, wait_s: float) -> None:
         self._outbox, self._address, self._key = outbox, address, key
@@ -299,14 +299,14 @@ class JournalLink:
             self._stopped.wait(_RETRY_S)
 
     def _serve_once(self) -> bool:
-        """Connect, and send until the connection is lost; whether there was one."""
+        """Connect, and send until the connection is lost. Return False if no connection served."""
         try:
             connection = connect_proven(self._address, key=self._key, deadline=time.monotonic() + _CONNECT_S)
         except (OSError, EOFError):
             return False
         with connection:
             self._connection = connection
-            if self._stopped.is_set():  # after `stop` has closed the one before
+            if self._stopped.is_set():  # `stop` has closed the previous connection only
                 return False
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             receiving = threading.Thread(target=self._receive, args=(connection,), name="journal-in", daemon=True)

@@ -1,7 +1,7 @@
-"""Ray Serve's ingress request router, which is private to Ray: all that is known of it is in this module.
+"""Ray Serve's ingress request router. It is private to Ray, and only this module knows its interface.
 
-HAProxy asks it, with the body of every POST, for a replica, and reads its answer by a pattern. One that is missing or
-of another form would be a 503 for the client, so whatever goes wrong with a body, the request goes by load alone.
+HAProxy requests a replica with the body of every POST, and reads the answer by a pattern. A missing or malformed answer
+is a 503 for the client, so after any fault of a body the request is routed by load alone.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def with_prefix_router(server: Application, make_reader: Callable[[bytes], BodyR
 
 
 def unknown_ray() -> str | None:
-    """What of this Ray Serve is other than this module knows it, if anything."""
+    """Return a difference between this Ray Serve and the version that this module knows, or None."""
     if not constants.RAY_SERVE_ENABLE_HA_PROXY:
         return "RAY_SERVE_ENABLE_HA_PROXY is off"
     if not ray.__version__.startswith(KNOWN_RAY):
@@ -151,11 +151,11 @@ def unknown_ray() -> str | None:
 
 
 RETRY_S = 0.5
-"""From the end of a connection to the next one."""
+"""Seconds from the end of a connection to the next attempt."""
 
 
 class FleetView:
-    """Follows the replicas that `choose` is given; call it, and everything else, on one event loop."""
+    """Cached prefixes and load of the replicas passed to `choose`. All methods run on one event loop."""
 
     def __init__(self, key: bytes, *, draw: random.Random) -> None:
         self._key = key
@@ -165,7 +165,7 @@ class FleetView:
         self.page_size = 0
 
     def follow(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Connect to the feeds of these replicas, by their metadata, and forget all others."""
+        """Connect to the feeds of replicas, given by id with their metadata, and forget all other replicas."""
         if replicas.keys() == self._readers.keys():
             return
         for gone in self._readers.keys() - replicas.keys():
@@ -179,7 +179,7 @@ class FleetView:
             self._readers[name] = asyncio.get_running_loop().create_task(self._read(name, address))
 
     def choose(self, prompt: Prompt, replicas: Mapping[str, Mapping[str, Any]]) -> str:
-        """Return the id of one of the replicas, of which there are some, by their metadata; never raises for others."""
+        """Return the id of a replica for a prompt. `replicas` maps at least one id to its metadata."""
         self.follow(replicas)
         return self.choosing.choose(prompt, list(replicas))
 
@@ -188,7 +188,7 @@ class FleetView:
         self.follow({})
 
     async def _read(self, replica_id: str, address: Mapping[str, Any]) -> None:
-        """Connect, and again whenever the connection ends; without an address the replica counts as empty."""
+        """Connect, and reconnect whenever the connection ends. A replica without an address counts as empty."""
         while address:
             with suppress(OSError, EOFError, TimeoutError, ValueError, TypeError):
                 await self._read_once(replica_id, address["host"], address["port"])

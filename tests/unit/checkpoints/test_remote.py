@@ -145,7 +145,7 @@ def test_what_is_in_flight_is_bounded(server, monkeypatch):
     seen = []
     end = pieces.ReadAhead.__exit__
     monkeypatch.setattr(
-        pieces.ReadAhead, "__exit__", lambda self, *rest: (seen.append(self.most_bytes_seen), end(self, *rest))
+        pieces.ReadAhead, "__exit__", lambda self, *rest: (seen.append(self.max_bytes_seen), end(self, *rest))
     )
     monkeypatch.setattr(pieces, "AHEAD_BYTES", 5_000)
     files = open_checkpoint(f"{server.url}/model")
