@@ -284,7 +284,7 @@ def joined_ranges(ranges: tuple) -> tuple:
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked; `param` names the field at fault, where there is one."""
+    """A request that cannot be served as requested; `param` names the field at fault, or is None."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -292,12 +292,12 @@ class RequestError(ValueError):
 
 
 class WeightsRefusedError(ValueError):
-    """A checkpoint whose weights cannot take the place of those that serve. The message does not tell where it lies."""
+    """A checkpoint whose weights cannot replace the served weights. The message does not contain its path."""
 
 
 @dataclass(frozen=True)
 class RoutingLayout:
-    """What a routing row of this model looks like: layers that route, experts, assignments per token."""
+    """Layout of a routing row of this model: layers that route, experts, assignments per token."""
 
     num_hidden_layers: int
     layer_ids: tuple[int, ...]
@@ -306,18 +306,18 @@ class RoutingLayout:
 
     @property
     def row_shape(self) -> tuple[int, int]:
-        """Shape of one stored row: MoE layers only, by assignments."""
+        """Return the shape of one stored row, [MoE layers, top_k]."""
         return len(self.layer_ids), self.top_k
 
     @property
     def dtype(self) -> np.dtype:
-        """uint8 up to 256 experts, uint16 above."""
+        """Return uint8 up to 256 experts, uint16 above."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What the layers above the engine need to know of the model being served."""
+    """Properties of the served model for the layers above the engine."""
 
     name: str
     max_model_len: int
@@ -331,10 +331,10 @@ class ModelCard:
     takes_forced_routing: bool = True
     logprobs_mode: str = PROCESSED
     longest_constraint: int = LONGEST_CONSTRAINT
-    """Bytes that a schema, an expression or a grammar of a request may have."""
+    """Maximum bytes of a schema, an expression or a grammar of a request."""
     routing_by_default: str = "off"
-    """Form in which OpenAI's routes return routing where a request says nothing of it; `off` for none."""
+    """Form in which OpenAI's routes return routing if a request does not set it; `off` for none."""
     hidden_size: int = 0
-    """Numbers of a hidden state; 0 where such do not leave the devices."""
+    """Length of a hidden state; 0 if hidden states do not leave the devices."""
     processors: tuple[tuple[ProcessorArgument, ...], ...] = ()
     """Arguments of each logit processor."""

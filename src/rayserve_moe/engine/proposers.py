@@ -147,43 +147,47 @@ PROPOSERS = {"NGRAM": NgramProposer, "SIBLINGS": SiblingProposer}
 
 
 NO_DRAFTS = np.zeros(0, np.int32)
-MOST_PLACES = 64
-"""Of an end, that are looked at for different continuations."""
+MAX_MATCHES = 64
+"""Maximum number of matches that are searched for different continuations."""
 
 
 def continuations(
     token_ids: np.ndarray, text: np.ndarray, *, count: int, shortest: int, longest: int, width: int = 1
 ) -> list[np.ndarray]:
-    """Return up to `count` tokens that followed in `text` where the end of `token_ids` stood there; all int32 [N].
+    """Return up to `width` different continuations of the end of `token_ids` in `text`, each int32 [`count` or fewer].
 
-    The longest end that is found counts, of `longest` tokens at most and `shortest` at least; of several places the
-    last ones that as many tokens follow, else the last: of `width` different continuations. `text` may be `token_ids`
-    itself: then the end is not found at the end, and what runs into it continues with what it drafted, as in a loop.
+    The longest end of `token_ids` that occurs in `text` is matched, with at most `longest` tokens. The result is empty
+    if the match is shorter than `shortest`. The latest matches with `count` following tokens come first, then the
+    latest others. `text` may be `token_ids` itself: then the end does not match itself, and a continuation that reaches
+    the end of the text repeats, as in a loop.
     """
-    places, matched = _places_of_end(token_ids, text, longest=longest)
-    if not len(places) or matched < shortest:
+    ends, matched = _match_ends(token_ids, text, longest=longest)
+    if not len(ends) or matched < shortest:
         return []
-    has_enough = places + count < len(text)
+    has_enough = ends + count < len(text)
     found: dict[bytes, np.ndarray] = {}
-    for place in [*places[has_enough][::-1], *places[~has_enough][::-1]][:MOST_PLACES]:
-        following = text[place + 1 : place + 1 + count]
+    for end in [*ends[has_enough][::-1], *ends[~has_enough][::-1]][:MAX_MATCHES]:
+        following = text[end + 1 : end + 1 + count]
         if text is token_ids and len(following):
-            following = np.resize(text[place + 1 :], count)
+            following = np.resize(text[end + 1 :], count)
         found.setdefault(following.tobytes(), following)
         if len(found) == width:
             break
     return list(found.values())
 
 
-def _places_of_end(token_ids: np.ndarray, text: np.ndarray, *, longest: int) -> tuple[np.ndarray, int]:
-    """Where in `text`, all but its last token, the longest end of `token_ids` that it has ends, and its length."""
-    places, matched = np.flatnonzero(text[:-1] == token_ids[-1]), 1
-    if not len(places):
-        return places, 0
+def _match_ends(token_ids: np.ndarray, text: np.ndarray, *, longest: int) -> tuple[np.ndarray, int]:
+    """Return the indices in `text` at which the longest matching end of `token_ids` ends, and its length.
+
+    The last token of `text` is not matched.
+    """
+    ends, matched = np.flatnonzero(text[:-1] == token_ids[-1]), 1
+    if not len(ends):
+        return ends, 0
     while matched < min(longest, len(token_ids)):
-        longer = places[places >= matched]
+        longer = ends[ends >= matched]
         longer = longer[text[longer - matched] == token_ids[-1 - matched]]
         if not len(longer):
             break
-        places, matched = longer, matched + 1
-    return places, matched
+        ends, matched = longer, matched + 1
+    return ends, matched

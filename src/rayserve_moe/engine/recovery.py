@@ -170,26 +170,27 @@ class Recovery:
 
 
 def progress_of(recovery: Recovery | None) -> RebuildProgress | None:
-    """How far a rebuild is; None while none runs, or none can."""
+    """Return the progress of the running rebuild, or None without one."""
     return None if recovery is None else recovery.progress
 
 
 def step_start(started_at: float | None, recovery: Recovery | None) -> float | None:
-    """When the step began that runs, of which a rebuild is no part; None while none runs."""
+    """Return when the running step began, or the last rebuild ended if later; None without a step or in a rebuild."""
     if started_at is None or recovery is None:
         return started_at
     return None if recovery.progress is not None else max(started_at, recovery.ended_at)
 
 
 TOKENS_IN_FLIGHT = 2
-"""A step fails at most so many tokens after the last that is known of a sequence in it."""
+"""Maximum number of tokens between the last committed token of a sequence and a failing step with it."""
 
 
 class Blame:
-    """Follows errors of steps. A sequence is suspected once two steps with it raised one and it got no token between.
+    """Search for the sequence that makes steps fail.
 
-    One suspect is the culprit. Several are tried by halves: while there is a `trial`, its sequences alone may run, and
-    they are cleared once each has got further than the error lies. A lost host blames no sequence.
+    A sequence is suspected if two steps with it raise an error and it receives no token between them. A single suspect
+    is the culprit. Several suspects are bisected: during a `trial` only its sequences may run, and they are cleared
+    once each has passed the position of the error. A lost host blames no sequence.
     """
 
     def __init__(self) -> None:
@@ -198,7 +199,7 @@ class Blame:
         self._tokens_at_error: dict[Sequence, int] = {}
 
     def note_error(self, computed: Several[Sequence]) -> Sequence | None:
-        """Note that a step that `computed` these raised an error; returns the one to blame, once it is known."""
+        """Record an error of a step that `computed` these sequences; return the culprit once it is known."""
         suspects = [each for each in computed if self._tokens_at_error.get(each) == each.num_tokens]
         self._tokens_at_error = {each: each.num_tokens for each in computed}
         self._try(suspects if len(suspects) > 1 else [])
@@ -206,14 +207,14 @@ class Blame:
 
     @property
     def is_cleared(self) -> bool:
-        """Whether every sequence of the trial has ended, or got further than the error."""
+        """Return True if every sequence of the trial has ended or passed the error."""
         return all(
             each.finish is not None or each.num_tokens >= self._tokens_at_error[each] + TOKENS_IN_FLIGHT
             for each in self.trial
         )
 
     def move_on(self) -> None:
-        """After a trial that was cleared: try what is left of the suspects, or none where nothing is."""
+        """Begin the next trial with the remaining suspects, after a cleared one; end the search without any."""
         rest = [each for each in self._rest if each.finish is None]
         self._try(rest)
 

@@ -229,20 +229,22 @@ class Speculation:
 
 
 LADDER = (1, 3, 5, 7)
-"""Drafts of a sequence that steps are planned with, besides none."""
+"""Numbers of drafts per sequence that steps are planned with, besides 0."""
 KEPT_TIMES = 9
 FORGETTING = 0.9
-"""What is left of older outcomes after each verification of a row."""
+"""Weight of older outcomes after each verification of a row."""
 PRIOR_TRIALS = 2.0
 SLACK = 2.0
-"""How many times as long as is known a step may take by itself."""
+"""Maximum seconds of a step, relative to the seconds expected from other steps."""
 MARGIN = 1.02
-"""What drafts must promise of the tokens per second without them."""
+"""Minimum tokens per second with drafts, relative to steps without drafts."""
 
 
 class StepTimes:
-    """Median seconds of recent steps without prompts, by their number of rows rounded to three bits; the least of the
-    first two."""
+    """Median seconds of recent steps without prompts, by number of rows rounded up to three significant bits.
+
+    The first two measurements of a size give their minimum.
+    """
 
     def __init__(self) -> None:
         self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
@@ -250,18 +252,18 @@ class StepTimes:
         self._doubted: set[int] = set()
 
     def add(self, num_rows: int, seconds: float, *, known: Mapping[int, float] | None = None) -> float:
-        """Note one step; returns its seconds, or fewer, where something else held it up.
+        """Record one step and return its seconds, or a limit if they exceed it: then the excess is an outside delay.
 
-        That is what goes far beyond other steps, of these or of those `known`, in which its rows would fit. Where it is
-        the first of its size it is not taken for what such steps take.
+        The limit is the minimum over all recorded and `known` sizes of SLACK times their seconds, scaled up to
+        `num_rows`. The first measurement of a size is not recorded if it exceeds the limit.
         """
         size = _rounded(num_rows)
         of_others = {**self._known, **(known or {})}.items()
-        most = min((SLACK * one * max(1.0, num_rows / rows) for rows, one in of_others), default=seconds)
-        if seconds > most and size not in self._known and size not in self._doubted:
+        max_s = min((SLACK * one * max(1.0, num_rows / rows) for rows, one in of_others), default=seconds)
+        if seconds > max_s and size not in self._known and size not in self._doubted:
             self._doubted.add(size)
-            return most
-        seconds = min(seconds, most)
+            return max_s
+        seconds = min(seconds, max_s)
         times, is_new = self._times[size], size not in self._known
         times.append(seconds)
         self._known[size] = median(times) if len(times) > 2 else min(times)
@@ -270,13 +272,16 @@ class StepTimes:
         return seconds
 
     def known(self) -> Mapping[int, float]:
-        """Seconds by rounded number of rows, ascending."""
+        """Return the seconds by rounded number of rows, ascending."""
         return self._known
 
 
 def seconds_of(num_rows: int, known: Mapping[int, float], *, reach: ExpertReach) -> float:
-    """Seconds of a step: between its neighbours in `known`, and beyond them as the last two rise, with the work that
-    `reach` tells of so many rows. `known` is ascending and not empty."""
+    """Return the expected seconds of a step, from the seconds by rounded number of rows in `known`.
+
+    They are interpolated by the work that `reach` gives for a number of rows. Larger steps continue the slope of the
+    last two sizes; smaller ones take as long as the first size. `known` is ascending and not empty.
+    """
     sizes, size = list(known), _rounded(num_rows)
     above = bisect_left(sizes, size)
     if above == 0 or len(sizes) == 1:
@@ -292,7 +297,7 @@ def seconds_of(num_rows: int, known: Mapping[int, float], *, reach: ExpertReach)
 
 
 class Acceptance:
-    """How often drafts of each row are right, of those whose predecessors were; a new row has the mean of all."""
+    """Share of right drafts of each row, among drafts with right predecessors; a new row has the mean of all rows."""
 
     def __init__(self, num_rows: int) -> None:
         self._right, self._tried = np.zeros(num_rows), np.zeros(num_rows)
@@ -300,7 +305,7 @@ class Acceptance:
         self._right_of_all, self._tried_of_all = 0.5 * PRIOR_TRIALS, PRIOR_TRIALS
 
     def of(self, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
-        """The share of each row, float [N]."""
+        """Return the share of each row, float [N]. A changed generation makes a row new."""
         is_new = self._owners[rows] != generations
         self._right[rows[is_new]] = self._tried[rows[is_new]] = 0.0
         self._owners[rows] = generations
@@ -308,7 +313,7 @@ class Acceptance:
         return (self._right[rows] + PRIOR_TRIALS * mean) / (self._tried[rows] + PRIOR_TRIALS)
 
     def note(self, rows: np.ndarray, drafted: np.ndarray, *, right: np.ndarray) -> None:
-        """Note of rows how many drafts they had, and how many were right: the first wrong one ends the trial."""
+        """Record the drafts and right drafts of each row; drafts after the first wrong one do not count."""
         tried = right + (right < drafted)
         self._right[rows] = FORGETTING * self._right[rows] + right
         self._tried[rows] = FORGETTING * self._tried[rows] + tried
@@ -326,14 +331,16 @@ def choose_drafts(  # noqa: PLR0913 (what is known, by keyword)
     reach: ExpertReach,
     levels: np.ndarray | None = None,
 ) -> int:
-    """Return the number of drafts per sequence, of LADDER or 0, with the most tokens per second.
+    """Return the number of drafts per sequence with the most tokens per second, from LADDER or 0.
 
-    Where drafts are trees of `levels` int [N], of which each has a right draft with `acceptance`: all, or 0.
+    `num_rows` sequences decode. N of them have drafts: `available` int [N], each right with probability `acceptance`
+    float [N]. With trees of `levels` int [N], each level has a right draft with probability `acceptance`, and the
+    result is all drafts or 0. `plain` and `verifying` are the known seconds of steps without and with drafts by number
+    of rows; `plain` is not empty.
 
-    `num_rows` sequences decode; those that have drafts have `available` int [N] of them, each right with `acceptance`
-    [N]. `plain` and `verifying` are the known times of steps without and with drafts, `plain` not empty. Of more rows
-    than were ever verified only the least number is considered: what was never measured is tried in small steps, and
-    expected to take as long as the one before until two have been measured, for a part is lost to all of them alike.
+    Only the first number of drafts that exceeds the largest verified step is considered, so unmeasured sizes are tried
+    in small increments. Such a step is expected to take as long as the size before it until two sizes are measured,
+    because part of the cost is common to all of them.
     """
     alone, largest, at = seconds_of(num_rows, plain, reach=reach), max(verifying, default=0), _rounded(num_rows)
     known = {size: seconds for size, seconds in sorted({**plain, **verifying}.items()) if size > at}
@@ -344,16 +351,16 @@ def choose_drafts(  # noqa: PLR0913 (what is known, by keyword)
     gained = acceptance * (1 - acceptance**in_turn) / np.maximum(1 - acceptance, 1e-9)
     sizes, tokens = num_rows + counts.sum(axis=1), num_rows + gained.sum(axis=1)
     best, best_rate = 0, MARGIN * num_rows / alone
-    for most, size, expected in zip(ladder.tolist(), sizes.tolist(), tokens.tolist(), strict=True):
+    for num_drafts, size, expected in zip(ladder.tolist(), sizes.tolist(), tokens.tolist(), strict=True):
         rate = expected / seconds_of(size, known if size > first and known else with_alone, reach=reach)
         if rate > best_rate:
-            best, best_rate = most, rate
+            best, best_rate = num_drafts, rate
         if _rounded(size) > largest:
             break
     return best
 
 
 def _rounded(count: int) -> int:
-    """`count` with three significant bits, upwards."""
+    """Return `count` rounded up to three significant bits."""
     step = 1 << max(0, count.bit_length() - 3)
     return -(-count // step) * step

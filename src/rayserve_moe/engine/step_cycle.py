@@ -1,6 +1,7 @@
-"""The engine's steps: plan one, submit it, commit the result of the one before.
+"""The engine's step cycle: plan a step, submit it, commit the result of the previous step.
 
-A step may follow drafts whose result is not back yet; it is settled when the result is.
+A step may be submitted while the drafts of the previous step are still on the devices. Its plan is completed after the
+previous step commits.
 """
 
 from __future__ import annotations
@@ -235,9 +236,10 @@ class StepCycle:
 def _ways(
     speculation: Speculation | None, scheduler: Scheduler, in_flight: Schedule | None, *, overlaps: bool
 ) -> tuple[bool, bool]:
-    """Whether the next step may have drafts, and whether it overlaps with others: where some `overlap`.
+    """Return whether the next step may have drafts, and whether it overlaps with the step in flight.
 
-    Where drafts begin, a step without them comes first, after which there are some.
+    An overlapped step has drafts only if the step in flight drafts and defers no samples. Otherwise a step without
+    drafts comes first.
     """
     if speculation is None or not speculation.is_on:
         return False, overlaps
@@ -254,7 +256,7 @@ def _settled(
     table: RowTable,
     capture: RoutingCapture | None,
 ) -> Schedule | None:
-    """The step in flight as it has turned out, now that the one before it is committed."""
+    """Return the step in flight, completed by `settled` if it has awaited chunks; `before` is committed."""
     if schedule is None or not awaits(schedule.plan):
         return schedule
     schedule = settled(table, schedule, before=before, result=result)
@@ -268,24 +270,27 @@ def _streams_routing(request: GenerationRequest) -> bool:
 
 
 def awaits(plan: StepPlan) -> bool:
-    """Whether some of its chunks are awaited."""
+    """Return True if some chunks of the plan have awaited start positions."""
     return plan.ancestors is not None and bool((plan.chunk_starts <= AWAITED).any())
 
 
 def wants_every_token(scheduler: Scheduler) -> bool:
-    """Whether what runs, or may run in the next step, has something for which its tokens have to be on the host."""
+    """Return True if a running or next waiting sequence needs each token on the host before the next step.
+
+    These are sequences with deferred sampling or a token probe.
+    """
     table = scheduler.table
     if table.num_held or table.num_inspected:
         return True
-    most = CANDIDATES + sum(len(rank.free_rows) for rank in scheduler.open_ranks)
-    return any(each.is_held or each.inspection is not None for each in islice(scheduler.waiting, most))
+    max_num_next = CANDIDATES + sum(len(rank.free_rows) for rank in scheduler.open_ranks)
+    return any(each.is_held or each.inspection is not None for each in islice(scheduler.waiting, max_num_next))
 
 
 def settled(table: RowTable, schedule: Schedule, *, before: Schedule, result: StepResult) -> Schedule:
-    """A submitted step with awaited chunks as it has turned out, now that the one `before` is committed.
+    """Return the schedule with start positions and drafts filled in after the step `before` is committed.
 
-    Starts, drafts and what rows have computed are as if it had been planned now; of sequences that have left their rows
-    nothing counts (`samples_that_count`).
+    Its plan and the `num_computed` of `table`, which this updates, are as if the step had been planned after the
+    commit. Samples of sequences that have left their rows do not count (`samples_that_count`).
     """
     plan = schedule.plan
     (chunks,) = np.nonzero(plan.chunk_starts <= AWAITED)
@@ -302,9 +307,9 @@ def settled(table: RowTable, schedule: Schedule, *, before: Schedule, result: St
     is_draft = token_ids[tokens] == DRAFTED
     if is_draft.any():
         assert result.drafts is not None, "drafts were asked for"
-        places = np.zeros(len(generations), np.intp)
+        locations = np.zeros(len(generations), np.intp)
         drafted = before.sampling_rows
         of_drafted = drafted[np.concatenate([[True], drafted[1:] != drafted[:-1]])]
-        places[of_drafted] = np.arange(len(of_drafted))
-        token_ids[tokens[is_draft]] = result.drafts[places[rows[is_draft]], depths[is_draft] - 1]
+        locations[of_drafted] = np.arange(len(of_drafted))
+        token_ids[tokens[is_draft]] = result.drafts[locations[rows[is_draft]], depths[is_draft] - 1]
     return replace(schedule, plan=replace(plan, chunk_starts=starts, token_ids=token_ids))

@@ -1,4 +1,4 @@
-"""Chooses the step shapes to compile, and the one that a plan runs in.
+"""Choice of the step shapes to compile, and of the shape that a plan runs in.
 
 The choice weighs seconds lost to padding against seconds spent on compiling.
 """
@@ -29,36 +29,37 @@ ROUND_BITS = 3
 
 @dataclass(frozen=True)
 class Device:
-    """What a device does in a second, and what one more shape costs at the start.
-
-    `block_s` is what an attention block costs in a layer even where it is padding. `compile_s` is by how much one more
-    shape prolongs the start, others being compiled beside it; it has to earn that back within `horizon_s` of steps.
-    Where `fills_blocks`, an expert computes whole blocks of rows, as large as its mean load in a full step. A step has
-    at least `least_singles` single tokens, if only of padding.
-    """
+    """Throughput of a device, and the cost of one more compiled shape."""
 
     bytes_per_s: float
+    """Memory bandwidth."""
     flops: float
+    """Floating-point operations per second."""
     block_s: float
+    """Seconds of an attention block in one layer, padding or not."""
     compile_s: float
+    """Seconds that one more shape adds to the start while others compile in parallel."""
     horizon_s: float
+    """Seconds of steps within which a shape has to save its `compile_s`."""
     fills_blocks: bool = False
-    least_singles: int = 1
+    """True if an expert computes whole blocks of rows, each as large as its mean load in a full step."""
+    min_singles: int = 1
+    """Minimum number of single tokens of a step, padding included."""
 
 
 CPU = Device(1.2e10, 1.2e11, 3e-5, compile_s=2.5, horizon_s=300.0, fills_blocks=True)
-"""What our float32 steps reach on two cores of an AMD EPYC, all emulated devices together.
+"""Measured throughput of float32 steps on two cores of an AMD EPYC, the sum of all emulated devices.
 
-Such a server is for a first look and for tests: a shape has five minutes to earn its few seconds back.
+Such a server is for trials and tests, so a shape has to save its compile time within five minutes.
 """
 
 CPU_NATIVE = Device(2e10, 2.5e11, 3e-5, compile_s=2.5, horizon_s=300.0)
-"""The same for steps of the native kernels, which read bfloat16 and compute only rows that are there."""
+"""The same for steps of the native kernels, which read bfloat16 and compute no padding rows."""
 
 CPUS = {"cpu": CPU, "cpu_native": CPU_NATIVE}
-"""By the name of a table of kernels."""
+"""CPU devices by the name of their kernel table."""
 
-_TPU = partial(Device, block_s=1e-6, compile_s=15.0, horizon_s=3600.0, least_singles=2)
+_TPU = partial(Device, block_s=1e-6, compile_s=15.0, horizon_s=3600.0, min_singles=2)
 TPUS = {
     "v5e": _TPU(8.19e11, 1.97e14),
     "v5p": _TPU(2.765e12, 4.59e14),
@@ -67,42 +68,46 @@ TPUS = {
 }
 """Memory bandwidth and bfloat16 peak as Google publishes them for each generation; a 7x chip is two devices.
 
-A step of a whole model compiles in about a minute, four of them at a time. XLA turns the products of a single row into
-others, with six operations more in a layer than for two rows.
+A step of a whole model compiles in about a minute, four steps at a time. For a single row XLA rewrites the matrix
+products, with six more operations in a layer than for two rows.
 """
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """How long the steps of one model take, per data rank.
+    """Cost model for the steps of one model, per data rank.
 
-    The longer of reading weights and of multiplying, then what attention blocks cost. Padding meets all dense weights,
-    and the head where it is a single token; experts compute it only where they fill blocks. Keys and values are left
-    out: reading them takes as long in every shape.
-
-    Weights are numbers of elements over all layers: `dense_weights` meet every token, `head_weights` single tokens,
-    `expert_weights` are those of one expert. They take `itemsize` bytes, those of experts `expert_itemsize`.
-    `tensor_size` devices share the tokens of a data rank, and all `data_size` ranks share the experts.
+    A step takes the maximum of the seconds of reading weights and of multiplying, plus the seconds of its attention
+    blocks. Padding is multiplied with all dense weights, and single-token padding with the head. Experts compute
+    padding only if the device `fills_blocks`. Keys and values are left out, because reading them takes equally long in
+    every shape. Weights are numbers of elements over all layers.
     """
 
     device: Device
     num_layers: int
     dense_weights: float
+    """Weights that every token is multiplied with."""
     head_weights: float
+    """Weights that only single tokens are multiplied with."""
     expert_weights: float
+    """Weights of one expert."""
     num_experts: int
     top_k: int
     itemsize: int
+    """Bytes of a weight outside experts."""
     expert_itemsize: int
+    """Bytes of an expert weight."""
     tensor_size: int = 1
+    """Devices that share the tokens of a data rank."""
     data_size: int = 1
+    """Data ranks, which share the experts."""
 
     def decode_seconds(self, real: np.ndarray, size: np.ndarray) -> np.ndarray:
-        """Steps of nothing but single tokens, counted in tokens."""
+        """Return the seconds of steps of single tokens only, whose items are tokens."""
         return self._seconds(real, num_tokens=size, num_blocks=size, num_singles=size)
 
     def prefill_seconds(self, *, num_singles: int, block_tokens: int) -> Seconds:
-        """Steps counted in full prefill blocks, in shapes that also hold `num_singles` single tokens."""
+        """Return the cost function of steps in full prefill blocks, for shapes with `num_singles` single tokens."""
 
         def seconds(real: np.ndarray, size: np.ndarray) -> np.ndarray:
             return self._seconds(
@@ -144,7 +149,7 @@ SMALL_MODEL = StepCost(
     itemsize=4,
     expert_itemsize=4,
 )
-"""The `small` synthetic checkpoint on a CPU: stands in where no model is at hand."""
+"""Cost of the `small` synthetic checkpoint on a CPU, the default without a model."""
 
 
 def choose_sizes(
@@ -155,11 +160,12 @@ def choose_sizes(
     horizon_s: float,
     candidates: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """The sizes to compile for steps of 1 to `largest` items, ascending; the last of them is `largest`.
+    """Return the sizes to compile for steps of 1 to `largest` items, ascending; the last size is `largest`.
 
-    A step runs in the smallest size that holds it. Its number of items is log-uniform: as likely from 1 to 2 as from 2
-    to 4. Chosen from `candidates` (round numbers where there are none) so that what padding costs in as many steps as
-    take `horizon_s` seconds without it, plus `compile_s` for every size, is the least; among equals the fewest sizes.
+    A step runs in the smallest size that holds it. Its number of items is log-uniform: 1 to 2 is as likely as 2 to 4.
+    The sizes come from `candidates`, or from `round_sizes` if that is empty. They minimize the seconds of padding plus
+    `compile_s` per size, over the number of steps that take `horizon_s` seconds without padding. Ties go to fewer
+    sizes.
     """
     real = np.arange(1, largest + 1)
     chances, unpadded = np.log1p(1 / real), seconds(real, real)
@@ -178,16 +184,16 @@ def choose_sizes(
 
 
 def round_sizes(largest: int) -> list[int]:
-    """Numbers below `largest` of at most ROUND_BITS significant bits, then `largest`: 1 to 8, 10, 12, 14, 16, 20, ...
+    """Return 1 to 8, 10, 12, 14, 16, 20, ...: numbers with ROUND_BITS significant bits below `largest`, then `largest`.
 
-    Neighbours are a quarter apart at most. Small changes of the costs leave the choice as it is, and with it what is
-    kept on disk.
+    From 4 on, neighbours differ by at most a quarter. With such coarse candidates small changes of the costs keep the
+    chosen sizes, and so the programs on disk stay valid.
     """
     return [n for n in range(1, largest) if n % (1 << max(0, n.bit_length() - ROUND_BITS)) == 0] + [largest]
 
 
 PREFILL_SHARE = 0.25
-"""Part of the time that goes to steps with prompts in them."""
+"""Share of time in steps with prompts."""
 
 TPU_OF_KIND = {
     "TPU v5 lite": "v5e",
@@ -203,11 +209,12 @@ TPU_OF_KIND = {
 def step_shapes(
     scheduler: SchedulerSettings, cost: StepCost = SMALL_MODEL, *, verify_rows: int = 0
 ) -> tuple[StepShape, ...]:
-    """All shapes to compile, smallest first: those that are worth it by `cost`.
+    """Return all shapes to compile by `cost`, smallest first.
 
-    Decode-only shapes up to one that holds every row (on a TPU at least two), or as the settings list them, and beyond
-    up to `verify_rows` for drafts, each twice the one before at most; then mixed shapes, which hold every row as a
-    single token beside prefill blocks, up to the step's budget.
+    Decode-only shapes come first. The largest holds every row, unless the settings list the sizes; on a TPU each has at
+    least two rows. Further decode-only shapes for drafts reach up to `verify_rows`, each at most twice the previous
+    one. Then follow mixed shapes with every row as a single token beside prefill blocks, up to the token budget of a
+    step.
     """
     rows, block, device = scheduler.max_running_requests, PREFILL_BLOCK_TOKENS, cost.device
     decode_sizes = scheduler.decode_batch_sizes or choose_sizes(
@@ -216,7 +223,7 @@ def step_shapes(
         compile_s=device.compile_s,
         horizon_s=device.horizon_s * (1 - PREFILL_SHARE),
     )
-    decode_sizes = [max(size, device.least_singles) for size in decode_sizes]
+    decode_sizes = [max(size, device.min_singles) for size in decode_sizes]
     num_singles = max(decode_sizes)
     prefill_sizes = choose_sizes(
         -(-scheduler.max_step_tokens // block),
@@ -233,18 +240,19 @@ FIRST_TOKEN = TokenInspection(np.zeros(1, np.intp), np.zeros((1, 1), np.int32))
 
 
 def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks: int) -> StepShape:
-    """Take the shape with the fewest tokens that holds the plan; the scheduler never plans more than the largest."""
+    """Return the shape with the fewest tokens that holds the plan; the scheduler never exceeds the largest shape."""
     fitting = [s for s in shapes if s.num_singles >= num_singles and s.num_blocks >= num_blocks]
     assert fitting, f"no compiled shape holds {num_singles} single tokens and {num_blocks} prefill blocks"
     return min(fitting, key=lambda s: s.num_tokens)
 
 
-def filling_plan(shape: StepShape, *, longest: int, num_rows: int, is_inspected: bool = False) -> StepPlan:
-    """A plan that needs exactly this shape: a chunk for every prefill block, else single tokens of all rows at most.
+def filling_plan(shape: StepShape, *, max_model_len: int, num_rows: int, is_inspected: bool = False) -> StepPlan:
+    """Return a plan that needs exactly this shape: one chunk per prefill block, else single tokens of up to all rows.
 
-    Of single tokens all but the first are padding: rows without a sequence share the null page, and a kernel that
-    writes rows itself may not be given two tokens of one page. Where it `is_inspected` its first token is looked at."""
-    blocks = [min(shape.block_tokens, longest)] * shape.num_blocks
+    Single tokens after the first are padding: rows without a sequence share the null page, and a kernel that writes
+    rows itself must not receive two tokens of one page. If `is_inspected`, the plan probes its first token.
+    """
+    blocks = [min(shape.block_tokens, max_model_len)] * shape.num_blocks
     lengths = np.asarray(blocks or [1] * min(shape.num_singles, num_rows), np.int32)
     is_first = np.arange(len(lengths)) == 0
     return StepPlan(
@@ -260,7 +268,7 @@ def filling_plan(shape: StepShape, *, longest: int, num_rows: int, is_inspected:
 
 
 def step_cost(config: ModelConfig, *, dtype: str) -> StepCost:
-    """What steps of a model cost on the devices it lies on."""
+    """Return the cost of a model's steps on its devices."""
     spec, plan = config.spec, config.plan
     tree = parameter_specs(spec, dtype=dtype)
     params = [param for group in tree.keys() - {"embedding", "mlp_norm"} for param in tree[group].values()]
@@ -284,7 +292,10 @@ def step_cost(config: ModelConfig, *, dtype: str) -> StepCost:
 
 
 def device_of(device: jax.Device, *, num_devices: int, kernels: str = "cpu") -> Device:
-    """What a device can do: a CPU by its table of kernels, shared by emulated devices; unknown TPUs count as v5e."""
+    """Return the throughput of a device.
+
+    Emulated devices share the CPU of their kernel table. Unknown TPUs count as v5e.
+    """
     if device.platform == "cpu":
         cpu = CPUS[kernels]
         return replace(cpu, bytes_per_s=cpu.bytes_per_s / num_devices, flops=cpu.flops / num_devices)

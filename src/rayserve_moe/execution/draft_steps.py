@@ -1,7 +1,7 @@
-"""What a draft model computes on the devices: beside every step its own features, and on demand the drafts after it.
+"""Device computation of a draft model: its features in every step, and on demand the drafts after the step.
 
-Its pool has the pages of the target's, so that a prefix that is found there is found here; and behind them pages of
-rows, in which drafts that no step has verified yet leave their keys and values.
+Its pool has the pages of the target's pool, so a cached prefix of the target is cached here too. Scratch pages per row
+follow, which hold the keys and values of drafts before a step verifies them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def extended(
 
 
 def _known_ends(step: DeviceInput) -> jax.Array:
-    """Places in T of the last tokens of blocks, [B], beyond T where what follows is not known."""
+    """Return the indices in T of the last tokens of blocks, [B]; T if the next token is not known."""
     batch, num_singles, num_tokens = step.batch, step.batch.num_singles, len(step.batch.token_ids_T)
     positions_BQ = batch.positions_T[num_singles:].reshape(batch.num_prefill_blocks, -1)
     block_tokens = positions_BQ.shape[1]
@@ -84,9 +84,13 @@ def draft_ahead(
     shape: TreeShape,
     partitions: tuple[ModelWeights, DeviceState],
 ) -> tuple[DeviceState, jax.Array]:
-    """The tokens, int32 [N, S, K], that may follow those which rows have sampled last; of a tree [N, S, K, 2], as
-    `scheduling.draft_trees` has them. `rows_NS` int32 are rows of each data rank, those that do not exist are padding.
-    Weights and state lie in `partitions`."""
+    """Return the state and the drafts after the last samples of rows.
+
+    `rows_NS` int32 are rows of each data rank; rows that do not exist are padding. Weights and state are sharded by
+    `partitions`.
+
+    Returns: drafts int32 [N, S, K], or trees int32 [N, S, K, 2] in the form of `scheduling.draft_trees`.
+    """
     plan, whole = config.layer.plan, PartitionSpec()
 
     def on_device(weights: ModelWeights, state: DeviceState, rows_NS: jax.Array) -> tuple[DeviceState, jax.Array]:
@@ -94,9 +98,7 @@ def draft_ahead(
             drafts_SK2, pages = grown_tree(weights, state, rows_S=rows_NS[plan.data_rank()], config=config, shape=shape)
             state = replace(state, draft=draft_of(state)._replace(kv_pages=pages))
             return state, plan.gather_data_ranks(drafts_SK2[None], dim=0)
-        drafts_KA, pages = _chain(
-            weights, state, rows_NS[plan.data_rank()], config=config, most_drafts=shape.num_drafts
-        )
+        drafts_KA, pages = _chain(weights, state, rows_NS[plan.data_rank()], config=config, num_drafts=shape.num_drafts)
         drafts_NSK = jnp.moveaxis(drafts_KA.reshape(shape.num_drafts, *rows_NS.shape), 0, -1)
         rank, draft = plan.data_rank(), draft_of(state)
         drafts_RK = draft.drafts_RK.at[rows_NS[rank]].set(drafts_NSK[rank], mode="drop")
@@ -112,14 +114,14 @@ def draft_ahead(
 
 
 def _chain(
-    weights: ModelWeights, state: DeviceState, rows_S: jax.Array, *, config: DraftConfig, most_drafts: int
+    weights: ModelWeights, state: DeviceState, rows_S: jax.Array, *, config: DraftConfig, num_drafts: int
 ) -> tuple[jax.Array, jax.Array]:
-    """On one device: the drafts of all data ranks, [K, A], and the pool."""
+    """Return the drafts of all data ranks, int32 [K, A], and the pool; runs on one device."""
     plan, draft, both = config.layer.plan, draft_of(state), weights_of_both(weights)
     num_rows, page_size = len(state.last_tokens_R), draft.kv_pages.shape[1]
     positions_S = jnp.where(rows_S < num_rows, draft.positions_R.at[rows_S].get(mode="clip"), -1)
     table_SP = with_scratch(
-        state, rows_S, positions_S=positions_S, num_scratch=scratch_pages(most_drafts - 1, page_size)
+        state, rows_S, positions_S=positions_S, num_scratch=scratch_pages(num_drafts - 1, page_size)
     )
 
     def drawn(features_SD: jax.Array, position_S: jax.Array) -> jax.Array:
@@ -145,40 +147,43 @@ def _chain(
     features_SD = draft.features_RD.at[rows_S].get(mode="clip")
     first_A = drawn(features_SD, positions_S + 2)
     carry = features_SD, draft.kv_pages, first_A
-    (_, pages, _), others_KA = jax.lax.scan(ahead, carry, jnp.arange(most_drafts - 1))
+    (_, pages, _), others_KA = jax.lax.scan(ahead, carry, jnp.arange(num_drafts - 1))
     return jnp.concatenate([first_A[None], others_KA]), pages
 
 
 def draft_axes(config: DraftConfig) -> tuple[tuple[str | None, ...], ...]:
-    """Logical axes of the arrays of a draft's state over all data ranks."""
+    """Return the logical axes of the arrays of a draft's state over all data ranks."""
     model = config.layer
     row = cache_row(model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.has_flat_rows)
     return row.pool_axes, ROW_AXES, ROW_AXES[:1], ROW_AXES
 
 
 class Level(NamedTuple):
-    """The nodes of a level that have children: tokens, scores, places among all that were found, masks of ancestors
-    among the nodes that the draft model has read, [S, C]; and features of what they follow [S, C, D]."""
+    """The nodes of a tree level that are extended by children."""
 
     ids_SC: jax.Array
     scores_SC: jax.Array
     places_SC: jax.Array
+    """Index of each node among all found drafts."""
     ancestors_SC: jax.Array
+    """Bit masks of ancestors among the nodes that the draft model has read."""
     features_SCD: jax.Array
+    """Features of each node's parent."""
 
 
 class Found(NamedTuple):
-    """Drafts, their scores, and the places of those that they follow among all, -1 for none; all [S, ...]."""
+    """Found drafts of a tree, arrays [S, ...]."""
 
     ids: jax.Array
     scores: jax.Array
     parents: jax.Array
+    """Index of each draft's parent among all found drafts, -1 for none."""
 
 
 def grown_tree(
     weights: ModelWeights, state: DeviceState, *, rows_S: jax.Array, config: DraftConfig, shape: TreeShape
 ) -> tuple[jax.Array, jax.Array]:
-    """On one device: the drafts of rows of a data rank, int32 [S, K, 2], and the draft model's pool."""
+    """Return the drafts of rows of a data rank, int32 [S, K, 2], and the draft model's pool; runs on one device."""
     draft, count, num_rows = draft_of(state), shape.num_children, len(rows_S)
     positions_S = jnp.where(rows_S < len(state.last_tokens_R), draft.positions_R.at[rows_S].get(mode="clip"), -1)
     num_scratch = scratch_pages((shape.num_levels - 1) * count, draft.kv_pages.shape[1])
@@ -220,7 +225,7 @@ def grown_tree(
 
 
 def _best_level(found: Found, masks_SC: jax.Array, features_SCD: jax.Array, *, first_place: jax.Array) -> Level:
-    """The nodes of a level that have children: the best that were found below nodes with such masks and features."""
+    """Return the best found nodes as the next level; `masks_SC` and `features_SCD` belong to their parents."""
     count = masks_SC.shape[1]
     scores_SC, best_SC = jax.lax.top_k(found.scores, count)
     above_SC = best_SC // count
@@ -243,8 +248,10 @@ def _children(  # noqa: PLR0913 (what is bound once comes first)
     config: DraftConfig,
     count: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of rows of this data rank the `count` tokens that may stand at `positions_X` by a feature, [X, C] each: ids, and
-    log-probabilities, which are 0 at most."""
+    """Return the `count` likeliest samples at `positions_X`, given features of rows of this data rank.
+
+    Returns: token ids int32 [X, C] and log-probs [X, C], at most 0.
+    """
     plan = config.layer.plan
     sampling, _ = sampling_of(state, rows_X, positions_S=positions_X)
     sampling = gather_rows(replace(sampling, num_top_S=jnp.full_like(sampling.num_top_S, count)), plan)
@@ -259,7 +266,7 @@ def _children(  # noqa: PLR0913 (what is bound once comes first)
 def _batch(
     ids_SC: jax.Array, positions_SC: jax.Array, ancestors_SC: jax.Array, table_SP: jax.Array, page_size: int
 ) -> TokenBatch:
-    """Nodes as single tokens, those without a place in the page table as padding."""
+    """Return the nodes as a batch of single tokens; nodes without a slot in the page table become padding."""
     places_SC = places_of(positions_SC, ancestors_SC)
     has_place_SC = (positions_SC >= 0) & (places_SC < table_SP.shape[1] * page_size)
     pages_SC = jnp.take_along_axis(table_SP, jnp.where(has_place_SC, places_SC, 0) // page_size, axis=1)
@@ -277,9 +284,9 @@ def _batch(
 
 
 def _best_of(found: Found, count: int) -> jax.Array:
-    """The best drafts, int32 [S, K, 2]: tokens, and which of them each follows, from 1 on; 0: none.
+    """Return the best `count` drafts, int32 [S, K, 2]: token, and index of its parent among them from 1 on (0: none).
 
-    What a draft follows is no worse and stands ahead of it, so that it comes first among equals too.
+    A parent has no lower score than its child and a smaller index in `found`, so it precedes the child in a tie too.
     """
     num_rows, num_found = found.ids.shape
     _, best_SK = jax.lax.top_k(found.scores, count)

@@ -258,7 +258,7 @@ class HostRunner:
         self.programs.read_counts(self.state.expert_counts_ME)
         num_rows, looks = self.served.num_rows, self._settings.replay.shows_hidden
         for shape in self._packer.shapes:
-            plan = filling_plan(shape, longest=self.served.longest, num_rows=num_rows, is_inspected=looks)
+            plan = filling_plan(shape, max_model_len=self.served.longest, num_rows=num_rows, is_inspected=looks)
             for one in (plan, *(held_plans(plan) if self._settings.structured.enabled else ())):
                 self.execute(one)
         self.execute(StepPlan(step_id=-1))
@@ -295,24 +295,25 @@ def _drafting(plan: StepPlan, served: ServedModel) -> DraftRows | None:
 
 
 def _with_drafts(result: StepResult, output: StepOutput, drafting: DraftRows) -> StepResult:
-    """The result with drafts, for which this waits."""
+    """Wait for the drafts of a step and return its result with them."""
     assert output.drafts_NSK is not None, "drafts were asked for"
     begun = time.perf_counter()
     return replace(result, drafts=drafts_of(output.drafts_NSK, drafting.places), draft_s=time.perf_counter() - begun)
 
 
 class DraftRows(NamedTuple):
-    """Rows of each data rank, int32 [data ranks, rows], padded by one that does not exist, and where those that a plan
-    samples for stand among them all, in its order."""
+    """Rows that a draft model drafts for after a step."""
 
     rows_NS: np.ndarray
+    """Rows of each data rank, int32 [data ranks, rows], padded by the first row id beyond the table."""
     places: np.ndarray
+    """Index in the flattened `rows_NS` of each row that the plan samples, in the order of the plan."""
 
 
 def draft_rows(plan: StepPlan, *, sizes: tuple[int, ...], rows_per_rank: int, num_ranks: int) -> DraftRows | None:
-    """The rows that a plan wants drafts for, in the smallest of the `sizes` that holds them; None for none.
+    """Return the rows that a plan wants drafts for, padded to the smallest fitting of `sizes`, or None without any.
 
-    Samples that wait for masks are not there yet: nothing is drafted after them.
+    A plan with deferred sampling has no drafts, because its samples do not exist yet.
     """
     sampled = plan.chunk_rows[plan.chunk_samples]
     if not plan.wants_drafts or plan.holds_samples or not len(sampled):
@@ -327,7 +328,7 @@ def draft_rows(plan: StepPlan, *, sizes: tuple[int, ...], rows_per_rank: int, nu
     return DraftRows(rows_NS, ranks * size + within)
 
 
-def drafts_of(drafts_NSK: jax.Array, places: np.ndarray) -> np.ndarray:
-    """Drafts int32 [rows, K], or trees [rows, K, 2], of the rows at `places` among those of all data ranks."""
+def drafts_of(drafts_NSK: jax.Array, locations: np.ndarray) -> np.ndarray:
+    """Return the drafts of the rows at `locations` among all data ranks, int32 [rows, K], or trees [rows, K, 2]."""
     of_all = np.asarray(drafts_NSK)
-    return np.ascontiguousarray(of_all.reshape(-1, *of_all.shape[2:])[places])
+    return np.ascontiguousarray(of_all.reshape(-1, *of_all.shape[2:])[locations])

@@ -258,18 +258,19 @@ def weight_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> 
 
 
 GROUP_TOKENS = 128
-"""Tokens whose logits exist at the same time."""
+"""Number of tokens whose logits exist at the same time."""
 
 
 @jax.named_scope("prompt_scores")
 def score_prompts(
     params: Parameters, hidden_XD: jax.Array, *, targets_NX: jax.Array, wants_top_NX: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores [N, 2, X] of targets (-1: none), and likeliest tokens [N, 2, X, J] where they are wanted, as `StepOutput`
-    has them: of all data ranks.
+    """Return the prompt scores of all data ranks in the form of `StepOutput`; a target of -1 is not scored.
 
-    They are log_softmax(logits) of the model itself: temperature 1, no penalty, no bias. Where no data rank has a
-    target the head does not run: all devices have to agree on that, so they decide by the targets of all ranks.
+    Returns: scores int32 [N, 2, X], and the likeliest tokens int32 [N, 2, X, J] of the targets with `wants_top_NX`.
+
+    Scores are log_softmax(logits) of the model itself: temperature 1, no penalty, no bias. The head does not run if no
+    data rank has a target. All devices have to agree on that, so each decides by the targets of all ranks.
     """
     (num_ranks, num_tokens), part = targets_NX.shape, words_of(config)
     num_top = min(MAX_TOP_LOGPROBS, config.spec.vocab_size)
@@ -314,7 +315,7 @@ def score_prompts(
 
 
 def _in_groups(values_NX: jax.Array, size: int, padding: float) -> jax.Array:
-    """Groups of `size` tokens of every data rank, [G, W]."""
+    """Return the values in groups of `size` tokens of every data rank, [G, W]."""
     padded_XN = _padded(values_NX.T, -values_NX.shape[1] % size, padding)
     return padded_XN.reshape(-1, size, len(values_NX)).swapaxes(1, 2).reshape(-1, size * len(values_NX))
 

@@ -272,28 +272,30 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StartReport:
-    """The result of starting an executor: KV pages of one data rank, how experts are spread, and seconds of each part.
-
-    `page_groups` are the groups of layers, where there are several or some have a window.
-    `compile_s` is by the wall; `compile_sum_s` adds up `num_programs` programs that are compiled beside each other, of
-    which `num_programs_found` were on disk. `first_run_s` is running every program once. `dtype` is that of
-    the weights, but for tensors by the names of `float32_tensors`, in which `*` stands for numbers. Experts lie where
-    `placement` says, None: in their own order.
-    """
+    """The result of starting an executor."""
 
     num_pages: int
+    """KV pages of one data rank."""
     load_s: float = 0.0
     compile_s: float = 0.0
+    """Wall-clock seconds of compilation."""
     compile_sum_s: float = 0.0
+    """Sum of the seconds of all programs, which compile in parallel."""
     first_run_s: float = 0.0
+    """Seconds of running every program once."""
     num_programs: int = 0
     num_programs_found: int = 0
+    """Programs that are read from disk instead of compiled."""
     num_expert_ranks: int = 1
     num_redundant_experts: int = 0
     page_groups: tuple[PageGroup, ...] = ()
+    """Groups of layers with the same window."""
     dtype: str = ""
+    """Dtype of all weights except `float32_tensors`."""
     float32_tensors: tuple[str, ...] = ()
+    """Names of float32 tensors, in which `*` stands for a number."""
     placement: ExpertPlacement | None = None
+    """Placement of the experts; None for their own order."""
 
     def __str__(self) -> str:
         windowed = "".join(f", {size} for a window of {window}" for window, size in self.page_groups if window)
@@ -304,7 +306,7 @@ class StartReport:
         )
 
     def statistics(self) -> dict[str, float]:
-        """All but the pages and how experts are spread, by name."""
+        """Return the numbers of the report as `start_<field>`, without pages and expert counts."""
         numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
         left_out = ("num_pages", "num_expert_ranks", "num_redundant_experts")
         return {f"start_{name}": float(value) for name, value in numbers.items() if name not in left_out}
@@ -313,9 +315,9 @@ class StartReport:
 def slowest_start(reports: Sequence[StartReport]) -> StartReport:
     """Combine the reports of hosts that started in parallel: the worst of each number."""
     columns = zip(*(asdict(report).items() for report in reports), strict=True)
-    least = ("num_pages", "num_programs_found")
+    min_fields = ("num_pages", "num_programs_found")
     worst = {
-        column[0][0]: (min if column[0][0] in least else max)(value for _, value in column)
+        column[0][0]: (min if column[0][0] in min_fields else max)(value for _, value in column)
         for column in columns
         if column[0][1] is not None
     }

@@ -62,13 +62,13 @@ def test_a_step_on_a_tpu_has_two_single_tokens_at_least():
         scheduler, cost = SchedulerSettings(max_running_requests=rows), replace(SMALL_MODEL, device=TPUS["v6e"])
         shapes = step_shapes(scheduler, cost)
         assert min(shape.num_singles for shape in shapes) >= 2 and len(set(shapes)) == len(shapes)
-        assert filling_plan(shapes[0], longest=64, num_rows=rows).num_chunks == min(rows, shapes[0].num_singles)
+        assert filling_plan(shapes[0], max_model_len=64, num_rows=rows).num_chunks == min(rows, shapes[0].num_singles)
 
 
 def test_what_fills_a_shape_has_one_token_of_the_null_page_or_blocks():
     """Two tokens of one page may not be given to a kernel that writes their rows."""
     for shape in (StepShape(1, 0, BLOCK), StepShape(8, 0, BLOCK), StepShape(8, 3, BLOCK)):
-        plan = filling_plan(shape, longest=64, num_rows=8)
+        plan = filling_plan(shape, max_model_len=64, num_rows=8)
         is_real = plan.chunk_starts >= 0
         assert is_real[0] and is_real.sum() == (shape.num_blocks or 1)
         assert plan.num_chunks == (shape.num_blocks or shape.num_singles)

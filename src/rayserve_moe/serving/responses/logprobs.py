@@ -61,7 +61,7 @@ class TextOffsets:
     """Offsets of tokens in their text, in characters. A token that completes a character begins before it."""
 
     def __init__(self, tokenizer: Tokenizer, *, hidden_ids: Set[int], continues: bool) -> None:
-        """Begin a text, or `continues` one; `hidden_ids` add nothing to it."""
+        """Begin a text, or continue one if `continues`; `hidden_ids` add no characters."""
         self.start = 0
         """Offset of the text itself."""
         self._tokenizer, self._hidden_ids = tokenizer, hidden_ids
@@ -87,10 +87,10 @@ class TextOffsets:
 
 
 def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], *, text: str | None) -> tuple[list[int], int]:
-    """Return the offset of each token of an echoed prompt, and that of the answer.
+    """Return the offset of each token of an echoed prompt, and the offset of the answer.
 
-    A prompt that was sent as `text` is echoed as it came: tokens that the tokenizer added have no characters there, and
-    offsets count in it even if a normalizer changes its length.
+    A prompt sent as `text` is echoed unchanged. Tokens added by the tokenizer have no characters in it, and offsets
+    count its characters even if a normalizer changes its length. `text` is None for a prompt sent as ids.
     """
     num_added = 0 if text is None else num_added_ids(tokenizer, token_ids, text=text)
     counted = TextOffsets(tokenizer, hidden_ids=frozenset(), continues=False)
@@ -106,7 +106,7 @@ def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], *, text: str 
 
 
 def token_name(token_id: int) -> str:
-    """Return what a token is called where ids are wanted for texts."""
+    """Return the name of a token for answers with ids instead of texts."""
     return f"token_id:{token_id}"
 
 
@@ -155,13 +155,13 @@ def _content(
 
 
 def echoed_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Return the text of a prompt, special tokens spelled out."""
+    """Return the text of a prompt with its special tokens spelled out."""
     detokenizer = IncrementalDetokenizer(tokenizer, hidden_ids=frozenset())
     return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
 
 def num_added_ids(tokenizer: Tokenizer, token_ids: Sequence[int], *, text: str) -> int:
-    """Return the number of first special tokens that the tokenizer added: those that `text` does not spell out."""
+    """Return the number of leading special tokens that `text` does not spell out: the tokenizer added them."""
     leading = list(itertools.takewhile(tokenizer.special_ids.__contains__, token_ids))
     return next(
         count

@@ -1,4 +1,4 @@
-"""What all generating routes do with a checked body before the engine gets it."""
+"""Preparation of a checked body for the engine, shared by all generating routes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _BYTES_PER_ID = 8
 
 
 def check_model(state: ApiState, model: str | None) -> None:
-    """ApiError 404 for any model but the one that is served."""
+    """Check the requested model.
+
+    Raises: ApiError 404 for a model that is not served.
+    """
     if model not in (None, state.card.name):
         raise ApiError(
             404, f"no such model: this server serves `{state.card.name}`", param="model", code="model_not_found"
@@ -35,9 +38,9 @@ def check_model(state: ApiState, model: str | None) -> None:
 
 
 def truncation_of(state: ApiState, body: OpenAIGeneration) -> Truncation | None:
-    """Return the body's truncation of long prompts; -1 allows one output token if any is wanted.
+    """Return the body's truncation of long prompts; -1 leaves space for one output token unless `max_tokens` is 0.
 
-    Raises: ApiError 400 for more tokens than the context has.
+    Raises: ApiError 400 for a number that is neither -1 nor from 1 to the context length.
     """
     keeps = max(1, state.card.max_model_len - (dict(body)["max_tokens"] != 0))
     return checked_truncation(state, body.truncate_prompt_tokens, side=body.truncation_side, keeps=keeps)
@@ -46,7 +49,7 @@ def truncation_of(state: ApiState, body: OpenAIGeneration) -> Truncation | None:
 def checked_truncation(state: ApiState, num_tokens: int | None, *, side: str | None, keeps: int) -> Truncation | None:
     """Return the truncation to `num_tokens`, on the tokenizer's side if `side` is None; -1 stands for `keeps`.
 
-    Raises: ApiError 400 for more tokens than the context has.
+    Raises: ApiError 400 for a number that is neither -1 nor from 1 to the context length.
     """
     keeps_end = (side or state.tokenizer.backing.truncation_side) == "left"
     with refusals_named({}):
@@ -62,7 +65,10 @@ async def prompt_ids_of(
     add_special_tokens: bool = True,
     truncation: Truncation | None = None,
 ) -> list[np.ndarray]:
-    """Turn prompts into int32 ids, on a thread where they are texts or many. ApiError for one beyond the context."""
+    """Return prompts as int32 ids, encoded on a thread if they are texts or large.
+
+    Raises: ApiError 400 for a prompt longer than the context.
+    """
     encode = partial(_encode_all, state, prompts, param, add_special_tokens, truncation)
     size = sum(len(prompt) if isinstance(prompt, str) else _BYTES_PER_ID * len(prompt) for prompt in prompts)
     if size <= INLINE_BYTES and not any(isinstance(prompt, str) for prompt in prompts):
@@ -98,7 +104,10 @@ def _encode_all(
 def encoded(
     encode: Callable[..., list[int]], card: ModelCard, *, param: str, truncation: Truncation | None = None
 ) -> Sequence[int]:
-    """Encode a text. ApiError for one longer than the context, without encoding it where its length suffices."""
+    """Return the ids of a text, cut by `truncation`.
+
+    Raises: ApiError 400 for an untruncated text longer than the context, without encoding it if its length shows that.
+    """
     if truncation is not None:
         return truncation.cut(encode())
     try:

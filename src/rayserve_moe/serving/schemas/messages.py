@@ -74,7 +74,10 @@ def _is_begun_answer(message: dict[str, Any]) -> bool:
 
 
 def _texts(value: Any, param: str) -> list[str]:
-    """Return a string, or the texts of blocks of type text, without those that are empty."""
+    """Return the non-empty texts of a string or of text blocks.
+
+    Raises: ApiError 400 for a block of another type.
+    """
     if value is None or isinstance(value, str):
         return [value] if value else []
     blocks = value if isinstance(value, list) else [value]
@@ -82,7 +85,7 @@ def _texts(value: Any, param: str) -> list[str]:
 
 
 def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """Return the content of a chat's message: several texts are its parts."""
+    """Return the content of a chat message: a string, or parts for several texts."""
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 

@@ -145,7 +145,7 @@ def _messages_of_item(item: dict[str, Any], param: str) -> Iterator[dict[str, An
 
 
 def _content(item: dict[str, Any], param: str) -> str | list[dict[str, str]]:
-    """Return the content of a chat's message: several texts are its parts, those of an answer its lines."""
+    """Return the content of a chat message; several texts become the lines of an answer, or parts otherwise."""
     texts = _texts_of(item.get("content"), param)
     if item.get("role") == "assistant" or len(texts) < 2:
         return "\n".join(texts)

@@ -190,27 +190,29 @@ _LISTENING = {"host": "127.0.0.1", "port": 8000}
 
 
 def is_config(name: str) -> bool:
-    """Whether a name on the command line is that of a file, and not a model's."""
+    """Return True if a command-line name is a config file, not a model."""
     return name.endswith(_SUFFIXES) or Path(name).is_file()
 
 
 def config_of_model(model: str, options: Sequence[str]) -> dict[str, Any]:
-    """Return the config that serves a model. StartError for what is no option, and for one that is given twice.
+    """Return the config that serves a model.
 
-    `--host` and `--port` say where it listens; all others are settings, `--dp-size 2` or `--dp-size=2` for `dp_size`,
-    and `--name` alone for true. Settings are checked with the config.
+    `--host` and `--port` set the listening address. Other options are settings: `--dp-size 2` or `--dp-size=2` sets
+    `dp_size`, and `--name` alone sets `name` to true. Settings are checked with the config, not here.
+
+    Raises: StartError for an argument that is not an option, a value that is not YAML, or an option that is repeated.
     """
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in _pairs(options):
-        if name in given or name == "model_path":
+        if name in settings or name == "model_path":
             raise StartError(f"--{name.replace('_', '-')} is given twice")
-        given[name] = value
-    http = {name: given.pop(name, default) for name, default in _LISTENING.items()}
+        settings[name] = value
+    http = {name: settings.pop(name, default) for name, default in _LISTENING.items()}
     application = {
         "name": "model",
         "route_prefix": "/",
         "import_path": APPLICATION,
-        "args": {"model_path": model, **given},
+        "args": {"model_path": model, **settings},
     }
     return {
         "proxy_location": "HeadOnly",
