@@ -1,4 +1,4 @@
-"""What a change of the package costs a reader: modules of one request, modules with one importer, wide classes, lines.
+"""Costs of a package change to a reader: modules of a request, modules with a single importer, wide classes, lines.
 
     python -m benchmarks.house [NAME]                                        into benchmarks/results/house.json, as NAME
     PYTHONPATH=<another work tree>/src:. python -m benchmarks.house before   the same of another commit
@@ -30,9 +30,9 @@ from rayserve_moe.serving.http import create_api
 OUT = Path(__file__).parent / "results" / "house.json"
 PACKAGE = Path(rayserve_moe.__file__).parent
 ROOT = PACKAGE.parents[1]
-"""Of the work tree that is measured."""
+"""Root of the measured work tree."""
 BESIDE = ("rollouts", "tools")
-"""Packages that nothing of the server imports."""
+"""Packages that the server does not import."""
 MAX_ATTRIBUTES = 16
 """Attributes of a class above which it counts as wide."""
 SETTINGS = {"max_running_requests": 8, "max_step_tokens": 64, "precompile_bs_paddings": [8], "max_model_len": 512}
@@ -40,7 +40,7 @@ BODY = {"model": "tiny", "prompt": "one completion", "max_tokens": 4, "temperatu
 
 
 def main() -> None:
-    """Measure the imported package and keep the figures under a name, by default `today`."""
+    """Measure the imported package and save the figures under a name, by default `today`."""
     name = (sys.argv[1:] or ["today"])[0]
     kept = json.loads(OUT.read_text(encoding="utf-8"))["house"] if OUT.exists() else {}
     kept[name] = {"commit": _commit(), **size_of(PACKAGE), "completion": figures_of(completion())}
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def size_of(package: Path) -> dict[str, Any]:
-    """Return lines and files by package, the modules with one importer, and the wide classes."""
+    """Return lines and files by package, the number of modules with a single importer, and the wide classes."""
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(package.rglob("*.py"))}
     lines: dict[str, dict[str, int]] = defaultdict(lambda: {"files": 0, "lines": 0})
     for file in trees:
@@ -65,7 +65,7 @@ def size_of(package: Path) -> dict[str, Any]:
 
 
 def imported_once(package: Path, trees: dict[Path, ast.Module]) -> list[str]:
-    """Return the modules that exactly one other module imports."""
+    """Return the sorted names of modules with exactly one importer."""
     modules = {_module(package, file): tree for file, tree in trees.items()}
     importers: dict[str, set[str]] = defaultdict(set)
     for importer, tree in modules.items():
@@ -88,7 +88,7 @@ def wide_classes(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def completion() -> Trace:
-    """Trace one warm `/v1/completions` over an engine of this process."""
+    """Return the trace of a warm `/v1/completions` request to an engine of this process."""
     tracer = Tracer()
     with tracer.installed(), Engine("synthetic:tiny", enable_return_routed_experts=True, **SETTINGS) as engine:
         api = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings()))
@@ -99,7 +99,7 @@ def completion() -> Trace:
 
 
 def figures_of(trace: Trace) -> dict[str, Any]:
-    """Return the numbers of modules, functions and types that a trace has, and its packages."""
+    """Return the numbers of modules, functions and created types in a trace, and its packages."""
     return {
         "modules": len(trace.modules),
         "functions": len(trace.functions),

@@ -1,4 +1,4 @@
-"""What a change of the package costs a reader, as tables with one column per measured commit."""
+"""Tables of the costs of a package change to a reader, with a column per measured commit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.markdown import markdown_table
 
 
 def house(measured: Mapping[str, Any]) -> str:
-    """Return a row per figure, then the lines of every package."""
+    """Return a table with a row per figure, then a table of lines by package."""
     heading = ["", *(f"{name} ({each['commit']})" for name, each in measured.items())]
     columns = [_figures_of(each) for each in measured.values()]
     rows = [[name, *(figures[name] for figures in columns)] for name in columns[0]]

@@ -1,9 +1,9 @@
-"""Text over published tokenizers: seconds of opening one, of its table for grammars; microseconds of a token.
+"""Durations of text over published tokenizers: opening, the table for grammars, grammars, masks, streamed tokens.
 
     make published && python -m benchmarks.published_text [--tokens 20000] [--out FILE.json]
 
-A grammar is a JSON schema as clients send it. It is built once the tokenizer's table is there; its masks follow random
-tokens that they allow. A stream decodes the ids of a text one by one. Each duration is p50 and p99.
+A grammar is a JSON schema as clients send it. Its duration excludes the tokenizer's table. Masks follow random allowed
+tokens. A stream decodes a text id by id. Grammars, masks and tokens have p50 and p99.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_GRAMMARS, MAX_ANSWER = 100, 200
 
 
 def schema(number: int) -> dict[str, Any]:
-    """Return a schema of nested objects and lists; none is like another."""
+    """Return a schema of nested objects and lists that only this number has."""
     item = {
         "type": "object",
         "properties": {f"name_{number}": {"type": "string", "maxLength": 20}, "price": {"type": "number"}},
@@ -43,7 +43,7 @@ def schema(number: int) -> dict[str, Any]:
 
 
 def measured(tokenizer_of: Callable[[], Tokenizer], *, num_tokens: int) -> dict[str, Any]:
-    """Return the figures of one tokenizer: seconds, and [p50, p99] in milliseconds or microseconds."""
+    """Return the figures of a tokenizer: number of ids, seconds, and [p50, p99] in milliseconds or microseconds."""
     begun = time.perf_counter()
     tokenizer = tokenizer_of()
     opened = time.perf_counter()
@@ -92,7 +92,7 @@ def spread(values: Iterable[float]) -> list[float]:
 
 
 def main() -> None:
-    """Measure every tokenizer that was fetched, save the result and print its table."""
+    """Measure every fetched tokenizer, save the result and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--out", type=Path, default=RESULTS / "published_text.json")

@@ -1,4 +1,4 @@
-"""What of the package runs while something is traced: functions in the order of their first calls, and own types."""
+"""Trace of the package at run time: functions in the order of their first calls, and the package's types."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ NAMED_TUPLE = "namedtuple_"
 
 @dataclass
 class Trace:
-    """What one block of code has used; each in the order of first use."""
+    """Functions and types that a block of code uses, in the order of first use."""
 
     functions: dict[str, None] = field(default_factory=dict)
-    """As `package/module.Class.function`; functions that the class decorators generate are left out."""
+    """Names `package/module.Class.function`; functions that class decorators generate are left out."""
     used: dict[type, None] = field(default_factory=dict)
-    """Types of which a method has run."""
+    """Types with a called method."""
     created: dict[type, None] = field(default_factory=dict)
-    """Types of which an instance was made. Those that no Python code constructs, such as pydantic's models, are seen
-    where an instance is an argument or a result of one of our functions."""
+    """Types with a new instance. A type constructed outside Python code, such as a pydantic model, is found when an
+    instance is an argument or a result of a function of the package."""
 
     @property
     def packages(self) -> list[str]:
-        """Packages whose functions have run."""
+        """Return the packages whose functions have run."""
         return list(dict.fromkeys(name.split(".")[0].split("/")[0] for name in self.functions))
 
     @property
     def modules(self) -> list[str]:
-        """Modules whose functions have run."""
+        """Return the modules whose functions have run."""
         return list(dict.fromkeys(name.split(".")[0] for name in self.functions))
 
     @property
     def types(self) -> list[str]:
-        """Types that were created or used, by module and name, sorted."""
+        """Return the sorted names of the types that were created or used."""
         return names_of({**self.created, **self.used})
 
 
 class Tracer:
-    """Profiles this thread, and those that start while it is installed; records where it is asked to."""
+    """Profiler of this thread and of threads that start while it is installed; it records inside `recording`."""
 
     def __init__(self) -> None:
         self._trace: Trace | None = None
@@ -53,7 +53,7 @@ class Tracer:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install the hook; threads that are to be seen start inside the block."""
+        """Install the hook; a thread is profiled only if it starts inside the block."""
         before = sys.getprofile()
         threading.setprofile(self._on_event)
         sys.setprofile(self._on_event)
@@ -65,8 +65,8 @@ class Tracer:
 
     @contextmanager
     def recording(self) -> Iterator[Trace]:
-        """Record what runs inside the block, on any profiled thread."""
-        # They are held, so that no new instance gets the id of one that has ended.
+        """Record the functions and types that run inside the block, on any profiled thread."""
+        # Hold the existing instances so that no new instance reuses the id of a freed instance.
         self._known = {id(each): each for each in gc.get_objects() if _is_ours(type(each))}
         trace = self._trace = Trace()
         try:
@@ -81,31 +81,31 @@ class Tracer:
         module = frame.f_globals.get("__name__") or ""
         if module.startswith((PACKAGE, NAMED_TUPLE)):
             if event == "return":
-                self._note_instance(result, trace)
+                self._record_instance(result, trace)
             elif module.startswith(PACKAGE):
-                self._note_call(frame, module, trace)
+                self._record_call(frame, module, trace)
 
-    def _note_call(self, frame: FrameType, module: str, trace: Trace) -> None:
+    def _record_call(self, frame: FrameType, module: str, trace: Trace) -> None:
         code = frame.f_code
         if not code.co_filename.startswith("<"):
             trace.functions.setdefault(f"{_path(module)}.{code.co_qualname.replace('.<locals>', '')}")
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         for i, name in enumerate(names):
             argument = frame.f_locals.get(name)
-            self._note_instance(argument, trace)
+            self._record_instance(argument, trace)
             if i == 0 and name in ("self", "cls"):
                 kind = argument if isinstance(argument, type) else type(argument)
                 if _is_ours(kind):
                     trace.used.setdefault(kind)
 
-    def _note_instance(self, value: Any, trace: Trace) -> None:
+    def _record_instance(self, value: Any, trace: Trace) -> None:
         kind = type(value)
         if kind not in trace.created and _is_ours(kind) and id(value) not in self._known:
             trace.created.setdefault(kind)
 
 
 def names_of(types: dict[type, None]) -> list[str]:
-    """Types by module and name, sorted."""
+    """Return the sorted names of types, each with its module."""
     return sorted(f"{_path(kind.__module__)}.{kind.__qualname__}" for kind in types)
 
 

@@ -1,4 +1,4 @@
-"""Reasoning among the tokens of an answer: between which markers it stands, and how long it may be."""
+"""Reasoning among the tokens of an answer: its span between markers, and its limit."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ TokenBytes = Callable[[int], bytes]
 
 
 class ReasoningMarkers(NamedTuple):
-    """The ids that begin and end reasoning; `is_begun` where the prompt begins it."""
+    """Ids of the markers that begin and end reasoning."""
 
     begin_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
     is_begun: bool = False
+    """True if the prompt begins the reasoning."""
 
 
 class ThinkingLimit(NamedTuple):
-    """Tokens of reasoning, after which the marker that ends it is all that may follow."""
+    """Maximum number of reasoning tokens, after which only the end marker may follow."""
 
     num_tokens: int
     markers: ReasoningMarkers
 
 
 class ReasoningSpan:
-    """Follows the outputs of one answer, by the bytes that they write: any tokens may spell a marker.
+    """Span of reasoning in the outputs of an answer, found by their bytes because any tokens may spell a marker.
 
-    A marker ends with a token, but for white space, and the tokens within it are no reasoning. `begun_at` is how many
-    outputs stood before the reasoning that has not ended, None outside of any; `num_ended` are the tokens of what has.
+    A marker ends at the end of a token, apart from white space. Its tokens are no reasoning.
     """
 
     def __init__(self, markers: ReasoningMarkers, token_bytes: TokenBytes) -> None:
-        """Begin an answer; `token_bytes` returns the bytes of an id."""
+        """Start an answer without outputs; `token_bytes` returns the bytes of an id."""
         self._token_bytes, self._end_ids = token_bytes, markers.end_ids
         self._begin, self._end = (
             b"".join(map(token_bytes, ids)).rstrip() for ids in (markers.begin_ids, markers.end_ids)
         )
         self._tail: deque[int] = deque(maxlen=max(len(self._begin), len(self._end), len(self._end_ids)))
-        """Last outputs since a marker, as many as can spell one."""
+        """Last outputs since the last marker; enough to spell a marker."""
         self.num_outputs, self.num_ended = 0, 0
+        """Outputs so far, and tokens of ended reasoning."""
         self.begun_at: int | None = 0 if markers.is_begun else None
+        """Number of outputs before the open reasoning, None outside reasoning."""
 
     def follow(self, ids: Sequence[int]) -> None:
         """Record the next outputs."""
@@ -62,17 +64,17 @@ class ReasoningSpan:
 
     @property
     def num_written_of_end(self) -> int:
-        """Return how many ids of the marker that ends reasoning the last outputs are."""
+        """Return the number of last outputs that are the first ids of the end marker, 0 for none."""
         last = list(self._tail)
         fits = (n for n in range(len(self._end_ids) - 1, 0, -1) if tuple(last[-n:]) == self._end_ids[:n])
         return next(fits, 0)
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of reasoning so far."""
+        """Return the number of reasoning tokens so far."""
         return self.num_ended + (0 if self.begun_at is None else self.num_outputs - self.begun_at)
 
-    def _num_tokens_from(self, place: int) -> int:
-        """Return how many of the last outputs begin at a byte of the tail or after it."""
+    def _num_tokens_from(self, start: int) -> int:
+        """Return the number of last outputs that begin at byte `start` of the tail or later."""
         begins = itertools.accumulate((len(self._token_bytes(token_id)) for token_id in self._tail), initial=0)
-        return sum(begin >= place for begin in itertools.islice(begins, len(self._tail)))
+        return sum(begin >= start for begin in itertools.islice(begins, len(self._tail)))

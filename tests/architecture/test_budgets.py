@@ -1,6 +1,6 @@
-"""Budgets of change: what a newcomer opens for one request, and how wide records are (docs/adr/0040).
+"""Budgets of change: modules and functions of a request, modules with a single importer, wide records (docs/adr/0040).
 
-They only go down: a figure below its budget has to become the budget.
+Budgets only go down: a figure below its budget has to become the budget.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmarks import house
 
 BUDGETS = {"modules": 81, "functions": 416, "one_importer": 124}
 SLACK = {"functions": 5}
-"""Functions that the other threads of a request may or may not call, by how they take turns."""
+"""Number of functions whose call depends on how the threads of a request take turns."""
 WIDE_CLASSES = {
     "Sequence": 44,
     "ResponsesBody": 39,
@@ -35,7 +35,7 @@ WIDE_CLASSES = {
     "ChoiceResult": 17,
     "RankStep": 17,
 }
-"""Classes that are wider than `house.MAX_ATTRIBUTES`, with their attributes; no further class may be."""
+"""Attributes of each class wider than `house.MAX_ATTRIBUTES`; no other class may be wider."""
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ CASES = [
 
 @cache
 def compiled(topology: str, tokens_per_device: int) -> ProgramText:
-    """Compile one layer by the backend `fused`: an expert's weights on its device, tokens split over all devices."""
+    """Compile a layer by the backend `fused`, with experts and tokens split over all devices."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     plan = ParallelPlan(Mesh(np.asarray(devices).reshape(-1, 1), (DATA, TENSOR)))
     config = ExpertConfig(RouterSpec(NUM_EXPERTS, TOP_K, renormalize=True), KERNELS["tpu"], plan, backend="fused")
@@ -62,7 +62,7 @@ def compiled(topology: str, tokens_per_device: int) -> ProgramText:
 
 
 def products_during_exchanges(program: ProgramText) -> list[int]:
-    """For every exchange of the main computation: how many grouped products run between its start and its end."""
+    """Return the number of grouped products between start and end of each exchange of the main computation."""
     entry, found = program.computations[program.entry], []
     for first, start in enumerate(entry):
         if start.opcode in ("ragged-all-to-all-start", "call-start") and "ragged-all-to-all" in start.name:
@@ -82,7 +82,7 @@ def test_no_token_is_gathered(topology, tokens):
 
 @pytest.mark.parametrize(("topology", "tokens"), [case for case in CASES if case.values[1] == 512])
 def test_a_chunk_travels_while_the_other_is_multiplied(topology, tokens):
-    """Of two chunks the second's rows go out during the first's product, whose results return during the second's."""
+    """Check that the second chunk goes out during the first product, and the first results return during the second."""
     during = products_during_exchanges(compiled(topology, tokens))
     assert len(during) == 4, "two chunks, out and back"
     assert sum(num_products > 0 for num_products in during) == 2

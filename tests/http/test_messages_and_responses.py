@@ -43,16 +43,16 @@ def without(value, *names):
 
 
 def test_a_message_has_thinking_text_and_tool_use(scripted_http):
-    told = ask(scripted_http, MESSAGES, **ANTHROPIC)
-    thinking, text, *calls = told["content"]
+    answer = ask(scripted_http, MESSAGES, **ANTHROPIC)
+    thinking, text, *calls = answer["content"]
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "I need f.") and thinking["signature"]
     assert text == {"type": "text", "text": "Let me see."}
     assert [(call["type"], call["name"], call["input"]) for call in calls] == [
         ("tool_use", "f", {"n": 5, "s": "é <b>"}),
         ("tool_use", "g", {}),
     ]
-    assert (told["type"], told["role"], told["stop_reason"]) == ("message", "assistant", "tool_use")
-    assert told["usage"]["output_tokens"] > 0
+    assert (answer["type"], answer["role"], answer["stop_reason"]) == ("message", "assistant", "tool_use")
+    assert answer["usage"]["output_tokens"] > 0
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -75,8 +75,8 @@ def test_no_dialect_calls_tools_that_may_not_be_called(scripted_http, script):
 def test_a_message_whose_call_was_demanded_has_stopped_for_it(scripted_http, choice):
     tools = [tool | {"input_schema": {"type": "object", "additionalProperties": False}} for tool in THEIR_TOOLS]
     body = ANTHROPIC | {"tools": tools, "tool_choice": choice, "max_tokens": 100}
-    told = ask(scripted_http, MESSAGES, **body)
-    assert told["stop_reason"] == told["content"][-1]["type"] == "tool_use"
+    answer = ask(scripted_http, MESSAGES, **body)
+    assert answer["stop_reason"] == answer["content"][-1]["type"] == "tool_use"
     assert typed_events(scripted_http, MESSAGES, **body)[-2]["delta"] == {
         "stop_reason": "tool_use",
         "stop_sequence": None,
@@ -131,9 +131,11 @@ def test_tokens_are_counted_as_the_chat_counts_them(scripted_http):
 def test_a_last_message_of_the_assistant_is_gone_on_with(scripted_http):
     begun = [*USER, {"role": "assistant", "content": "Let me"}]
     chat = {"messages": begun, "max_tokens": 1, "continue_final_message": True}
-    told = ask(scripted_http, MESSAGES, model=MODEL, messages=begun, max_tokens=1)
+    answer = ask(scripted_http, MESSAGES, model=MODEL, messages=begun, max_tokens=1)
     counted = scripted_http.post(f"{MESSAGES}/count_tokens", json={"model": MODEL, "messages": begun}).json()
-    assert told["usage"]["input_tokens"] + told["usage"].get("cache_read_input_tokens", 0) == counted["input_tokens"]
+    assert (
+        answer["usage"]["input_tokens"] + answer["usage"].get("cache_read_input_tokens", 0) == counted["input_tokens"]
+    )
     assert counted["input_tokens"] == ask(scripted_http, CHAT, **chat)["usage"]["prompt_tokens"]
     for text in ("", []):
         ended = [*USER, {"role": "assistant", "content": text}]
@@ -172,12 +174,12 @@ def test_history_reaches_the_template(scripted_http):
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
         {"type": "function_call_output", "call_id": "1", "output": "7"},
     ]
-    told = ask(scripted_http, RESPONSES, input=items, instructions="be", max_output_tokens=1)
-    assert told["usage"]["input_tokens"] == wanted
+    answer = ask(scripted_http, RESPONSES, input=items, instructions="be", max_output_tokens=1)
+    assert answer["usage"]["input_tokens"] == wanted
 
 
 def test_several_texts_of_a_message_are_its_parts(scripted_http):
-    """The template joins parts; those of a result are its lines, and empty ones of a message are left out."""
+    """Check that the template joins parts, that parts of a result are lines, and that empty parts are left out."""
     texts = ("be brief", "be kind")
     parts = [{"type": "text", "text": text} for text in texts]
     spoken = [{"role": role, "content": parts} for role in ("user", "assistant", "user")]
@@ -199,8 +201,8 @@ def test_several_texts_of_a_message_are_its_parts(scripted_http):
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": parts},
     ]
-    told = ask(scripted_http, RESPONSES, input=items, max_output_tokens=1)
-    assert told["usage"]["input_tokens"] == wanted
+    answer = ask(scripted_http, RESPONSES, input=items, max_output_tokens=1)
+    assert answer["usage"]["input_tokens"] == wanted
 
 
 @pytest.mark.parametrize(
@@ -277,12 +279,12 @@ def test_every_refusal_has_the_form_of_its_dialect(scripted):
 
 
 def test_a_response_has_items_in_order(scripted_http):
-    told = ask(scripted_http, RESPONSES, **ASKED, metadata={"a": "b"})
-    reasoning, message, *calls = told["output"]
+    answer = ask(scripted_http, RESPONSES, **ASKED, metadata={"a": "b"})
+    reasoning, message, *calls = answer["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "I need f."}]
     assert message["content"] == [{"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}]
     assert [(call["name"], call["arguments"]) for call in calls] == [("f", '{"n": 5, "s": "é <b>"}'), ("g", "{}")]
-    assert told["status"] == "completed" and told["metadata"] == {"a": "b"}
+    assert answer["status"] == "completed" and answer["metadata"] == {"a": "b"}
     cut = ask(scripted_http, RESPONSES, **ASKED | {"max_output_tokens": 3})
     assert cut["status"] == "incomplete" and cut["incomplete_details"] == {"reason": "max_output_tokens"}
 

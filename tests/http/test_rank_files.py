@@ -1,4 +1,4 @@
-"""A checkpoint with a rank file alone is served: texts, ids, streams, stops and grammars are those of tiktoken."""
+"""Served checkpoints with a rank file alone: texts, ids, streams, stops and grammars equal those of tiktoken."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_texts_and_ids_are_those_of_tiktoken(ranked):
 
 
 def test_a_stream_is_the_whole_answer_until_a_stop(ranked):
-    asked = {"prompt": TEXT, "max_tokens": 60, "seed": 5, "ignore_eos": True}
-    (whole,) = ask(ranked, COMPLETIONS, **asked)["choices"]
-    pieces = [event["choices"][0]["text"] for event in stream(ranked, COMPLETIONS, **asked) if event["choices"]]
+    body = {"prompt": TEXT, "max_tokens": 60, "seed": 5, "ignore_eos": True}
+    (whole,) = ask(ranked, COMPLETIONS, **body)["choices"]
+    pieces = [event["choices"][0]["text"] for event in stream(ranked, COMPLETIONS, **body) if event["choices"]]
     assert "".join(pieces) == whole["text"] and len(pieces) > 2
     stop = whole["text"][len(whole["text"]) // 2 :][:3]
-    (stopped,) = ask(ranked, COMPLETIONS, **asked, stop=stop)["choices"]
+    (stopped,) = ask(ranked, COMPLETIONS, **body, stop=stop)["choices"]
     assert stopped["text"] == whole["text"].partition(stop)[0] and stopped["finish_reason"] == "stop"
 
 

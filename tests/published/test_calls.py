@@ -23,7 +23,7 @@ from rayserve_moe.text.tool_calls.splitter import OutputSplitter, split_text
 from rayserve_moe.text.tool_calls.tape import ToolCall
 
 pytestmark = pytest.mark.published
-MOST_TOKENS = 150
+MAX_TOKENS = 150
 FUNCTIONS = [
     {"name": "now", "parameters": None},
     {
@@ -70,10 +70,10 @@ def test_calls_are_followed_and_read_back(published: Tokenizer, form: str, count
 def draw(
     matcher: LLMatcher, tokenizer: Tokenizer, *, added: np.ndarray, generator: np.random.Generator
 ) -> list[int] | None:
-    """Return the ids of a random answer, or None beyond `MOST_TOKENS`."""
+    """Return the ids of a random answer, or None beyond `MAX_TOKENS`."""
     ids: list[int] = []
     ends = np.array(tokenizer.eos_token_ids)
-    for _ in range(MOST_TOKENS):
+    for _ in range(MAX_TOKENS):
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         assert not matcher.is_error(), (matcher.get_error(), ids)
         if is_allowed(mask, ends).any():
@@ -88,21 +88,21 @@ def draw(
 
 
 def is_allowed(mask: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """Return whether a bitmask has each id, as bool [ids]."""
+    """Return True for each id that a bitmask has, as bool [ids]."""
     return (mask[token_ids >> 3] >> (token_ids & 7) & 1).astype(bool)
 
 
 def drawn_from(mask: np.ndarray, generator: np.random.Generator) -> int:
-    """Draw one of a bitmask's ids: of random ids the first that it has, or of all that it has."""
+    """Draw an id that a bitmask has: the first of some random ids that it has, or any."""
     tried = generator.integers(0, 8 * len(mask), 64)
     hits = tried[is_allowed(mask, tried)]
     if len(hits):
         return int(hits[0])
-    places = np.flatnonzero(mask)
-    assert len(places), "something may follow"
-    rows, bits = np.nonzero(np.unpackbits(mask[places, None], axis=1, bitorder="little"))
+    filled = np.flatnonzero(mask)
+    assert len(filled), "something may follow"
+    rows, bits = np.nonzero(np.unpackbits(mask[filled, None], axis=1, bitorder="little"))
     chosen = generator.integers(len(rows))
-    return int(8 * places[rows[chosen]] + bits[chosen])
+    return int(8 * filled[rows[chosen]] + bits[chosen])
 
 
 def check(form: str, answer: str) -> None:

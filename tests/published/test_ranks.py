@@ -1,4 +1,4 @@
-"""Published rank files have the ids of tiktoken, of the published `tokenizer.json`, and of their own tokenizers."""
+"""Published rank files: ids of tiktoken, of the published `tokenizer.json`, and of the checkpoints' own tokenizers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_KIMI = {
     "1234567890": [6694, 12972, 16242, 15],
     "中文English混合": [16717, 44372, 13935],
 }
-"""Ids that Moonshot's own tokenizer gives."""
+"""Ids of Moonshot's own tokenizer."""
 
 
 @FEW_OR_MANY
@@ -58,7 +58,7 @@ def test_ids_of_tekken_are_those_of_tiktoken_and_of_its_tokenizer_json(name: str
 
 @FEW_OR_MANY
 def test_ranks_alone_give_the_ids_of_a_tokenizer_json(count: int) -> None:
-    """The merges of gpt-oss's file are found again from the ranks."""
+    """Check that the ranks restore the merges of gpt-oss's file."""
     published = opened("gptoss")
     described = json.loads((folder_of("gptoss") / "tokenizer.json").read_text())
     pattern = described["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]

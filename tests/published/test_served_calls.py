@@ -41,7 +41,7 @@ SCHEMA = {
 SETTINGS = SERVED | {"max_model_len": 2048, "num_pages": 1100, "structured_output_timeout_s": 300.0}
 TOOLS = [{"type": "function", "function": {"name": name, "description": "d", "parameters": SCHEMA}} for name in "fg"]
 NAMED = {"type": "function", "function": {"name": "g"}}
-ASKED = {"messages": [{"role": "user", "content": "Weather in Wien?"}], "tools": TOOLS, "parallel_tool_calls": False}
+FIELDS = {"messages": [{"role": "user", "content": "Weather in Wien?"}], "tools": TOOLS, "parallel_tool_calls": False}
 
 
 @pytest.fixture(
@@ -75,14 +75,14 @@ def pair(
 def test_every_demanded_call_is_one_and_valid(
     pair: tuple[httpx.Client, Engine], count: int, choice: object, bias: int
 ) -> None:
-    """A random model writes anything that the grammar allows; a bias lures it to added tokens, markers among them."""
+    """Check calls of a random model, also with a bias towards added tokens, which include markers."""
     client, engine = pair
     backing, ends = engine.tokenizer.backing, set(engine.tokenizer.eos_token_ids)
     lures = (
         {str(token_id): bias for token_id in sorted(backing.added_tokens_decoder.keys() - ends)[:200]} if bias else {}
     )
-    asked = {"tool_choice": choice, "n": count, "seed": 7, "max_tokens": 400, "logit_bias": lures, **ASKED}
-    choices = ask(client, CHAT, thinking_token_budget=_budget(engine), **asked)["choices"]
+    body = {"tool_choice": choice, "n": count, "seed": 7, "max_tokens": 400, "logit_bias": lures, **FIELDS}
+    choices = ask(client, CHAT, thinking_token_budget=_budget(engine), **body)["choices"]
     for each in choices:
         (call,) = each["message"]["tool_calls"]
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
@@ -91,5 +91,5 @@ def test_every_demanded_call_is_one_and_valid(
 
 
 def _budget(engine: Engine) -> int | None:
-    """Return a budget for models whose answer may begin with reasoning, which a random model does not end."""
+    """Return a budget if an answer may begin with reasoning, which a random model does not end, else None."""
     return 10 if "<|channel|>" in engine.tokenizer.backing.get_vocab() else None

@@ -1,7 +1,7 @@
 """The law of chat prompts: transformers' rendering of the messages, after the documented choices for the template.
 
-`READINGS` states by hand how each template reads messages. The code finds the same by rendering, and shares nothing
-with this module.
+`READINGS` declares by hand how each template reads messages. The code under test derives the same by rendering, and
+shares nothing with this module.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ REFUSALS = (TemplateError, LookupError, TypeError, ValueError)
 
 
 class Reading(NamedTuple):
-    """How a template reads messages."""
+    """Message forms that a template reads."""
 
     losses: frozenset[str] = frozenset()
-    """Kinds of text that it drops in some history, in transformers' rendering too: see `kinds_of`."""
+    """Kinds of text (see `kinds_of`) that it drops in some history, also in transformers' rendering."""
     takes_parts: bool = False
     """True if it joins text parts itself."""
     takes_argument_text: bool = False
-    asks_for_none: str = ""
-    """An expression for content that it compares with none before it writes calls."""
+    none_test: str = ""
+    """Expression for the content that it compares with none before it writes calls."""
     one_call: bool = False
     joins_reasoning: bool = False
     calls_apart: bool = False
@@ -61,7 +61,7 @@ _KIMI = Reading(_OLD_THOUGHTS | {"document", "continued reasoning"}, takes_parts
 _QWEN3 = Reading(_ROLES | _OLD_THOUGHTS, takes_argument_text=True)
 _MISTRAL = Reading(_FIELDS | _THOUGHTS | _SPOKEN, short_ids=True, system_first=True, system_with_user=True)
 _DEEPSEEK = Reading(
-    _ROLES | _THOUGHTS | {"tool"}, takes_argument_text=True, asks_for_none="message['content']", calls_apart=True
+    _ROLES | _THOUGHTS | {"tool"}, takes_argument_text=True, none_test="message['content']", calls_apart=True
 )
 
 READINGS: Mapping[str, Reading] = {
@@ -106,7 +106,7 @@ READINGS: Mapping[str, Reading] = {
 def expected(tokenizer: Tokenizer, history: History, *, reading: Reading) -> str:
     """Return transformers' rendering of a history after the documented choices.
 
-    Raises: one of `REFUSALS` if the template refuses.
+    Raises: an exception in `REFUSALS` if the template refuses.
     """
     template = str(tokenizer.backing.chat_template)
     options: dict[str, Any] = dict(history.options)
@@ -114,8 +114,8 @@ def expected(tokenizer: Tokenizer, history: History, *, reading: Reading) -> str
         options["tools"] = [_described(tool) if reading.described_tools else tool for tool in history.tools]
     messages = [_handed_over(message, template, reading=reading) for message in history.messages]
     messages = list(_turns(_systems(messages, reading=reading), reading=reading))
-    if reading.asks_for_none:
-        content = reading.asks_for_none
+    if reading.none_test:
+        content = reading.none_test
         template = template.replace(
             f"{content} is ", f"({content} if {content} or not message['tool_calls'] else none) is "
         )
@@ -139,7 +139,7 @@ def with_template(template: str, *, directory: Path) -> Tokenizer:
 
 
 def check_history(tokenizer: Tokenizer, history: History, *, reading: Reading) -> None:
-    """Check that a prompt is the expected one, or an error with the template's reason and the refused message."""
+    """Check that a prompt is as expected, or that its error has the template's reason and names the refused message."""
     wanted = _outcome(tokenizer, history, reading=reading)
     if isinstance(wanted, str):
         assert prompt_of(tokenizer, history) == wanted
@@ -161,7 +161,7 @@ def _outcome(tokenizer: Tokenizer, history: History, *, reading: Reading) -> str
 
 
 def lost_kinds(tokenizer: Tokenizer) -> set[str]:
-    """Return the kinds of text that some prompt lacks: those of markers that it does not contain."""
+    """Return the kinds of text with a marker that some prompt lacks."""
     lost: set[str] = set()
     for history in HISTORIES.values():
         try:
@@ -256,7 +256,7 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _systems(messages: list[Message], *, reading: Reading) -> list[Message]:
-    """Return messages with the system's at the front, or in the last user message, if the template needs that."""
+    """Return messages with system messages at the front, or in the last user message, if the template needs that."""
     said = [message for message in messages if message["role"] in ("system", "developer")]
     if reading.system_first and said and said != messages[:1]:
         others = [message for message in messages if message not in said]
@@ -269,7 +269,7 @@ def _systems(messages: list[Message], *, reading: Reading) -> list[Message]:
 
 
 def _turns(messages: Sequence[Message], *, reading: Reading) -> Iterator[Message]:
-    """Yield messages; those with calls, and the results after them, as the template needs them."""
+    """Yield messages, with calls and their results in the form that the template needs."""
     queue, number = list(messages), 0
     while queue:
         message = queue.pop(0)

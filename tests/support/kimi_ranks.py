@@ -1,6 +1,6 @@
-"""Kimi-K2's rank file out of the package `splintr-rs`: `python -m tests.support.kimi_ranks DIRECTORY`.
+"""Kimi-K2's rank file from the package `splintr-rs`: `python -m tests.support.kimi_ranks DIRECTORY`.
 
-The file is the published one, byte for byte.
+The file equals the published file byte for byte.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 NUM_RANKS, NUM_SPECIAL = 163_584, 256
 SHA256 = "b6c497a7469b33ced9c38afb1ad6e47f03f5e5dc05f15930799210ec050c5103"
-"""Of `tiktoken.model` in the checkpoints of Kimi-K2, K2.5 and K3."""
+"""Digest of `tiktoken.model` in the checkpoints of Kimi-K2, K2.5 and K3."""
 
 
 def main() -> None:

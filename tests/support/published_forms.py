@@ -45,11 +45,12 @@ CORPUS = [
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedForm:
-    """How a family's tokenizer is published; `families` are transformers' model types."""
+    """Published form of the tokenizers of some families."""
 
     families: tuple[str, ...]
+    """Model types of transformers."""
     said: str
-    """What the form is, for the page of families."""
+    """Description of the form on the page of families."""
     published: str = ""
     """The published tokenizer that `make published` tests in this form."""
     tokenizer_class: str
@@ -60,11 +61,11 @@ class PublishedForm:
     normalizer: normalizers.Normalizer | None = None
     splits: Sequence[str] = ()
     digits: bool = False
-    """Whether each digit is split off by a pre-tokenizer of its own."""
+    """True if each digit is split off by a pre-tokenizer of its own."""
     own_regex: bool = False
-    """Whether the byte-level step splits words by GPT-2's pattern."""
+    """True if the byte-level step splits words by GPT-2's pattern."""
     falls_back: bool = False
-    """Whether characters without a token become byte tokens, and spaces U+2581."""
+    """True if characters without a token become byte tokens, and spaces U+2581."""
     adds_bos: bool = False
     ends: Sequence[str] = ()
     """Further tokens that end an answer, from `generation_config.json`."""

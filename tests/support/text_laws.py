@@ -1,4 +1,4 @@
-"""Laws of tokenizers: encoding and streamed decoding equal those of transformers."""
+"""Laws of tokenizers: encoding and streamed decoding agree with transformers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def hold_texts(tokenizer: Tokenizer, *, count: int) -> None:
 
 
 def hold_cuts(tokenizer: Tokenizer, *, count: int) -> None:
-    """Check that random texts are streamed as transformers decodes them, whichever place they are cut at."""
+    """Check that random texts are streamed as they are decoded, at every cut."""
     for text in texts(count, seed=2):
         ids = tokenizer.encode(text)
         whole = tokenizer.decode(ids)
@@ -73,10 +73,10 @@ def hold_cuts(tokenizer: Tokenizer, *, count: int) -> None:
 def hold_ids(tokenizer: Tokenizer, *, count: int) -> None:
     """Check random ids: cut characters, invalid bytes, special tokens, and ids without a token."""
     generator = np.random.default_rng(3)
-    most = tokenizer.vocab_size + 100
+    end_id = tokenizer.vocab_size + 100
     of_bytes = [token_id for token_id in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(token_id)) == 1]
     for _ in range(count):
-        ids = generator.integers(0, most, generator.integers(1, 12)).tolist()
+        ids = generator.integers(0, end_id, generator.integers(1, 12)).tolist()
         ids += generator.choice(of_bytes, generator.integers(0, 8)).tolist()
         generator.shuffle(ids)
         for skips in (False, True):

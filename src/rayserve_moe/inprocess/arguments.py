@@ -29,16 +29,10 @@ _OPTIONS_OF_LLM = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(SharedSampling):
-    """How the tokens of one prompt are chosen, and what is returned about them.
-
-    `max_tokens` 0 runs the prompt only, None continues to the end of the context. `logprobs` k returns the log-prob of
-    every token and of the k likeliest ones beside it, or of the `logprob_token_ids`, `prompt_logprobs` those of the
-    prompt. Nothing ends within the first `min_tokens` tokens. `truncate_prompt_tokens` k keeps the last k tokens of the
-    prompt, -1 as many as allow one output token. Routing rows before position `routed_experts_prompt_start` are
-    left out.
-    """
+    """Sampling of the answer to a prompt, and the data returned with it."""
 
     max_tokens: int | None = 16
+    """0 runs the prompt only, None continues to the end of the context."""
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] | None = None
@@ -47,26 +41,36 @@ class SamplingParams(SharedSampling):
     bad_words: Sequence[str] | None = None
     extra_args: Mapping[str, Any] | None = None
     min_tokens: int = 0
+    """The answer does not end within these first tokens."""
     logprobs: int | None = None
+    """k returns the log-prob of every output token, and of the k likeliest tokens or of `logprob_token_ids`."""
     logprob_token_ids: Sequence[int] | None = None
     logprobs_mode: str | None = None
     thinking_token_budget: int | None = None
     prompt_logprobs: int | None = None
+    """The same as `logprobs`, for the tokens of the prompt."""
     truncate_prompt_tokens: int | None = None
+    """k keeps the last k tokens of the prompt, -1 the maximum that allows an output token, None all."""
     routed_experts_prompt_start: int = 0
+    """Routing rows before this position are left out."""
 
 
 class Prompts(NamedTuple):
-    """The prompts of a call as int32 ids, and whether they came as a batch."""
+    """The prompts of a call."""
 
     ids: list[np.ndarray]
+    """int32 [prompt_len] per prompt."""
     is_batch: bool
+    """True if the call has a batch of prompts."""
 
 
 def prompts_from(
     tokenizer: Tokenizer, prompt: str | Sequence[str] | None, *, input_ids: Sequence[Any] | None
 ) -> Prompts:
-    """Read the prompts of a call. Exactly one of text and ids must be given."""
+    """Return the prompts of a call.
+
+    Raises: RequestError unless exactly one of text and ids is given, or if ids are invalid.
+    """
     if prompt is not None and input_ids is None:
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         ids = [tokenizer.encode(text) for text in texts]
@@ -80,7 +84,10 @@ def prompts_from(
 
 
 def single_prompt_from(tokenizer: Tokenizer, prompt: str | None, *, input_ids: Sequence[int] | None) -> Prompts:
-    """Read the only prompt; RequestError for a batch, of which all but one would be lost."""
+    """Return the only prompt.
+
+    Raises: RequestError for a batch, even with a single prompt.
+    """
     prompts = prompts_from(tokenizer, prompt, input_ids=input_ids)
     if prompts.is_batch:
         raise RequestError("one prompt at a time here; generate takes batches", "prompt")
@@ -88,7 +95,10 @@ def single_prompt_from(tokenizer: Tokenizer, prompt: str | None, *, input_ids: S
 
 
 def token_ids_of(values: Any) -> np.ndarray:
-    """Take over one prompt's ids as int32 [prompt_len]; RequestError unless they are integers that fit."""
+    """Return a prompt's ids as int32 [prompt_len].
+
+    Raises: RequestError unless they are a list of integers from 0 to the maximum of int32.
+    """
     try:
         ids = np.asarray(values)
     except ValueError as error:
@@ -128,7 +138,7 @@ def requests_from(
 
 
 def _rids(rid: str | Sequence[str] | None, prompts: Prompts) -> list[str | None]:
-    """Ids of requests, as `/generate` names them: one for each, or one that those of a batch are numbered after."""
+    """Return the request ids as `/generate` names them: an id per prompt; a single id gets numbers in a batch."""
     if rid is None or isinstance(rid, str):
         is_stem = rid is not None and prompts.is_batch
         return [f"{rid}_{place}" if is_stem else rid for place in range(len(prompts.ids))]
@@ -138,7 +148,7 @@ def _rids(rid: str | Sequence[str] | None, prompts: Prompts) -> list[str | None]
 def request_with(
     prompt_ids: np.ndarray, params: SamplingParams, *, card: ModelCard, options: Mapping[str, Any]
 ) -> GenerationRequest:
-    """Ask the engine for a prompt of `LLM`, and for its routing wherever the engine captures that."""
+    """Return the request for a prompt of `LLM`, with routing if the engine captures it."""
     named = {**asdict(params), **options}
     keeps = max(1, card.max_model_len - (params.max_tokens != 0))
     num_tokens = named.pop("truncate_prompt_tokens")
@@ -154,7 +164,7 @@ def request_with(
 
 
 def one_each(given: Any, count: int, *, single: type, otherwise: Any) -> list[Any]:
-    """Return `count` parameters: one of kind `single` for all prompts, or a list with one each."""
+    """Return `count` parameters from a list, or from a single parameter of type `single` for all prompts."""
     each = (
         [otherwise if given is None else given] * count if given is None or isinstance(given, single) else list(given)
     )

@@ -48,8 +48,10 @@ def attend(  # noqa: PLR0913 (the reference's signature)
     """Attend as `attention_reference.attend` does, over a pool [N, page, X] of rows as `flat_rows` has them.
 
     Products are of the pool's dtype. No query is a node of a tree: such ones are new rows (`attend_new`). The real rows
-    of a block come first. `interpret` (see `pallas_call`) runs it without a TPU. Returns [B, Q, H, v].
-    ValueError for a pool of other rows, of 8 bits, or of pages that are no multiple of 16 keys.
+    of a block come first. `interpret` (see `pallas_call`) runs it without a TPU.
+
+    Returns: [B, Q, H, v].
+    Raises: ValueError for a pool of other rows, of 8 bits, or of pages that are no multiple of 16 keys.
     """
     knobs = Knobs(config, sinks_H, latent_width)
     return _attend(queries_BQHh, kv_pages, places, None, knobs=knobs, interpret=interpret)[0]
@@ -66,8 +68,11 @@ def attend_new(  # noqa: PLR0913 (as `attend`)
     latent_width: int = 0,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `attention_reference.attend_new`, over a pool as `attend` takes it. Tokens of one sequence stand side by side
-    and say so in `places.together`; without it no two are of one. Nothing is written for padding."""
+    """Attend as `attention_reference.attend_new` does, over a pool as `attend` takes it.
+
+    `places.together` declares the tokens of a sequence, which are adjacent; without it every token has its own
+    sequence. Nothing is written for padding.
+    """
     knobs = Knobs(config, sinks_H, latent_width)
     if places.together is not None:
         num_cores = cores_for(len(queries_BHh), interpret)
@@ -86,7 +91,7 @@ def _attend(
     knobs: Knobs,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `attend` returns, and the pool with the new rows."""
+    """Return the result of `attend`, and the pool with the new rows."""
     assert places.ancestors_BQ is None, "nodes of trees are attended in groups"
     layout = layout_for(kv_pages, queries_BQHh.shape[3], knobs)
     queries_BCQRK = spread_queries(queries_BQHh, layout).astype(kv_pages.dtype)
@@ -121,7 +126,7 @@ def describe_singles(
     ancestors_U: jax.Array | None = None,
     together: Together | None = None,
 ) -> dict[int, tuple[Visits, ...] | tuple[GroupVisits, ...]]:
-    """The visits of single tokens for each call of the kernel, by window (0: none), the same for all layers."""
+    """Return the visits of single tokens for each call of the kernel, by window (0: none); all layers share them."""
     del page_size
     parts = parts_of(len(positions_U), table_width)
     if together is not None:
@@ -140,12 +145,12 @@ def describe_singles(
 
 
 def cores_for(num_blocks: int, interpret: Any = False) -> int:
-    """Cores that share so many blocks: no more than there are, for one would have padding alone."""
+    """Return the number of cores that share blocks: at most a core per block, so that none has padding alone."""
     return min(num_blocks, cores_of_device(interpret))
 
 
 def cores_of_device(interpret: Any = False) -> int:
-    """Cores that share a device, each with blocks of its own; 1 without a TPU."""
+    """Return the number of cores that share a device; 1 without a TPU."""
     return 1 if interpret else pltpu.get_tpu_info().num_cores
 
 
@@ -198,7 +203,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
 
 
 def _scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
-    """`tile_scratch`, and what `RowWrites` has besides rows."""
+    """Return `tile_scratch`, and the fields of `RowWrites` after its rows if there are new rows."""
     writes = [
         pltpu.VMEM((CLEARED_ROWS, kv_pages.shape[2]), kv_pages.dtype),
         pltpu.SMEM((1,), jnp.int32),
@@ -208,7 +213,7 @@ def _scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
 
 
 def _rows(rows_BX: jax.Array, shape: TileShape) -> pl.BlockSpec:
-    """The new rows among which is that of a visit."""
+    """Return the block spec of the new rows that include the row of a visit."""
     num_rows = min(NEW_ROWS, len(rows_BX))
 
     def of_visit(core: jax.Array, step: jax.Array, *_: Any) -> tuple[jax.Array, int]:
@@ -218,7 +223,7 @@ def _rows(rows_BX: jax.Array, shape: TileShape) -> pl.BlockSpec:
 
 
 def _block(width: int, shape: TileShape) -> pl.BlockSpec:
-    """The rows of a visit, with `width` lanes each."""
+    """Return the block spec of a visit's rows with `width` lanes."""
 
     def of_visit(core: jax.Array, step: jax.Array, *_: Any) -> tuple[jax.Array | int, ...]:
         visit = core * shape.visits_per_core + step
@@ -228,30 +233,30 @@ def _block(width: int, shape: TileShape) -> pl.BlockSpec:
 
 
 def _for_cores(array: jax.Array, num_cores: int, fill: int = 0) -> jax.Array:
-    """An array of blocks with as many more as cores need to have equally many."""
+    """Return an array of blocks padded with `fill` to a multiple of `num_cores`."""
     more = -len(array) % num_cores
     return jnp.pad(array, ((0, more), *((0, 0),) * (array.ndim - 1)), constant_values=fill) if more else array
 
 
 class Visits(NamedTuple):
-    """What positions say of each visit, int32: it sees keys from `first_W` to ahead of `end_W`, none of padding alone.
-
-    `filled_X` [W + 1] is the first visit that sees any, from each on; W: none.
-    """
+    """Keys that each visit sees, by the positions of its queries, int32."""
 
     first_W: jax.Array
+    """First key, 0 for a visit of padding alone."""
     end_W: jax.Array
+    """End of the keys, at most 0 for a visit of padding alone."""
     filled_X: jax.Array
+    """First visit from each on that sees keys [W + 1]; W if there are no more."""
 
 
 def visits_of(positions_BQ: jax.Array, config: ScoreConfig, *, tile_queries: int) -> Visits:
-    """Visits of `tile_queries` queries each."""
+    """Return the visits of `tile_queries` queries each."""
     positions_Wq = positions_BQ.reshape(-1, tile_queries)
     is_real_Wq = positions_Wq >= 0
     first_Wq = config.first_key(positions_Wq)
     first_W = jnp.min(jnp.where(is_real_Wq, 0 if first_Wq is None else first_Wq, np.iinfo(np.int32).max), axis=1)
     end_W = jnp.max(positions_Wq, axis=1) + 1
     first_W = jnp.where(end_W > 0, first_W, 0)
-    places_W = jnp.where(end_W > 0, np.arange(len(positions_Wq), dtype=np.int32), len(positions_Wq))
-    filled_X = jax.lax.cummin(jnp.append(places_W, len(positions_Wq)), reverse=True)
+    visits_W = jnp.where(end_W > 0, np.arange(len(positions_Wq), dtype=np.int32), len(positions_Wq))
+    filled_X = jax.lax.cummin(jnp.append(visits_W, len(positions_Wq)), reverse=True)
     return Visits(first_W, end_W, filled_X)

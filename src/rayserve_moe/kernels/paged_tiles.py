@@ -19,29 +19,34 @@ from rayserve_moe.kernels.paged_stream import PageStream, Reach, Scalars
 from rayserve_moe.kernels.paged_writes import GroupWrites, RowWrites
 
 LOG2_E = math.log2(math.e)
-"""Scores are kept as exponents of two, which is what the core raises."""
+"""Factor from scores to exponents of two, the base of the core's power function."""
 
 
 class Sums(NamedTuple):
-    """The online softmax of a tile: largest score and sum of weights [C, T, L], weighted values [C, T, V]."""
+    """The online softmax of a tile."""
 
     largest: Any
+    """Largest score [C, T, L]."""
     weight: Any
+    """Sum of weights [C, T, L]."""
     total: Any
+    """Sum of weighted values [C, T, V]."""
 
 
 class Tile(NamedTuple):
-    """A tile that is attended: its visit, queries [1, C, T, K], sums, and positions and ancestors of rows [2, T, L]."""
+    """A tile that is attended."""
 
     visit: jax.Array
     queries: Any
+    """[1, C, T, K]."""
     sums: Sums
     places: Any
+    """Positions and ancestors of rows [2, T, L]."""
     shape: TileShape
 
 
 class _Opened(NamedTuple):
-    """The references of a step of the grid by what they are for."""
+    """The references of a step of the grid by purpose."""
 
     stream: PageStream
     writes: RowWrites | GroupWrites | None
@@ -55,10 +60,13 @@ class _Opened(NamedTuple):
 
 
 def attend_tile(*refs: Any, shape: TileShape) -> None:
-    """A step of the grid. `refs` are scalars, queries, sinks [C, T, 1] and new rows if any, the pool, the output
-    [1, C, T, V], the pool again if it is written; two blocks of the pool, `Sums`, places of rows, the number of blocks
-    so far, and a semaphore of each block; the rest of `RowWrites`. Where it `is_grouped`, queries are those of
-    `GroupTokens`, the output is its, and its rest and that of `GroupWrites` come last."""
+    """Attend the tile of a step of the grid.
+
+    `refs` are scalars, queries, sinks [C, T, 1] and new rows if any, the pool, the output [1, C, T, V], the pool again
+    if it is written; two blocks of the pool, `Sums`, positions and ancestors of rows, the number of blocks so far, and
+    a semaphore of each block; the other fields of `RowWrites`. If the shape `is_grouped`, queries and output are fields
+    of `GroupTokens`, and the other fields of `GroupWrites` and `GroupTokens` come last.
+    """
     stream, writes, tokens, queries, sinks, out, sums, places, num_done = _open(refs, shape)
     copies = [each for each in (writes, tokens) if each]
     num_visits = pl.num_programs(1) if tokens else shape.visits_per_core
@@ -125,7 +133,7 @@ def _put_rows(
     half: jax.Array,
     shape: TileShape,
 ) -> None:
-    """Put the new rows of a visit that lie in a block there, if they are written; that of a lone token is its last."""
+    """Put a visit's new rows into their block, if they are written; the row of a lone token is in the last block."""
     if isinstance(writes, GroupWrites):
         writes.put(stream, reach, block, half, layout=shape.layout)
     elif writes:
@@ -134,7 +142,7 @@ def _put_rows(
 
 
 def tile_scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
-    """Two blocks of the pool, sums and places of a tile's rows, how many blocks are done, and arrivals."""
+    """Return two blocks of the pool, sums, positions and ancestors of rows, the number of blocks, and semaphores."""
     widths = (LANES, LANES, shape.layout.value_lanes)
     return [
         pltpu.VMEM((2, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
@@ -146,7 +154,7 @@ def tile_scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
 
 
 def sink_rows(sinks_H: jax.Array | None, shape: TileShape) -> list[jax.Array]:
-    """The largest score that every row of a tile begins with, its head's sink: float32 [C, T, 1], if any."""
+    """Return the first largest score of each row of a tile, its head's sink: float32 [C, T, 1], if any."""
     if sinks_H is None:
         return []
     sinks_CR = sinks_H.astype(jnp.float32).reshape(shape.layout.num_sets, -1)
@@ -198,7 +206,7 @@ def _place_rows(tile: Tile, scalars: Scalars) -> None:
 
 
 def _store(tile: Tile, tokens: GroupTokens | None, scalars: Scalars, out: Any) -> None:
-    """Weighted means of values into the output [1, C, T, V]; zeros for padding. Those of groups to their tokens."""
+    """Write weighted means of values to the output [1, C, T, V], zeros for padding; a group's go to its tokens."""
     if tokens:
         tokens.write(tile.sums, scalars.starts[tile.visit], scalars.counts[tile.visit])
         return
@@ -209,7 +217,7 @@ def _store(tile: Tile, tokens: GroupTokens | None, scalars: Scalars, out: Any) -
 
 
 def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax.Array) -> None:
-    """All rows of a tile against the block in a half of the buffer, whose keys stand from `first_key` on."""
+    """Attend all rows of a tile to the block in a half of the buffer, whose first key is `first_key`."""
     shape = tile.shape
     root = stream.scalars.roots[tile.visit] if shape.is_tree else jnp.int32(0)
 
@@ -236,7 +244,7 @@ def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax
 def _is_seen(
     keys_S: jax.Array, position_MS: jax.Array, bits_MS: jax.Array, root: jax.Array, shape: TileShape
 ) -> jax.Array:
-    """Which keys [1, S] each row sees; of a tree, which begins at `root`, those of its nodes by their bits."""
+    """Return bool [M, S]: True if a row sees a key of [1, S]; in a tree from `root` on, by the bits of the row."""
     is_seen_MS = keys_S <= position_MS
     if shape.config.window:
         is_seen_MS &= keys_S > position_MS - shape.config.window
@@ -248,9 +256,9 @@ def _is_seen(
 
 
 def _accumulate(tile: Tile, sets: range, rows: Any, block_SX: Any, is_seen_MS: jax.Array) -> None:
-    """Some sets of heads in one step of the online softmax (Milakov and Gimelshein, arXiv:1805.02867).
+    """Take a step of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) for some sets of heads.
 
-    Each part is done for all of them, so that none waits for what the matrix unit makes of another one.
+    Each part runs for all sets, so that no set waits for the matrix unit's result of another.
     """
     layout, config, sums = tile.shape.layout, tile.shape.config, tile.sums
     scores, weights = {}, {}
@@ -282,7 +290,7 @@ def _accumulate(tile: Tile, sets: range, rows: Any, block_SX: Any, is_seen_MS: j
 
 
 def _wide(same_ML: jax.Array, width: int) -> jax.Array:
-    """What is the same in all lanes, in `width` of them: without a move where those are whole registers."""
+    """Return values that are equal in all lanes, in `width` lanes [M, width]; whole registers need no move."""
     num_rows, lanes = same_ML.shape
     if width % lanes:
         return jnp.broadcast_to(same_ML[:, :1], (num_rows, width))
@@ -291,24 +299,28 @@ def _wide(same_ML: jax.Array, width: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Queries [Q, C, R, K] of a group and of tokens behind it, the tile [1, C, T, K] that they become; what all tokens
-    attend [U, C, R, V] in HBM, places [Q, C, R, V] that it is written from, how many are in use, and the end of their
-    copies."""
+    """References of a group's tokens: their queries, and the way of their results to HBM."""
 
     given: Any
+    """Queries [Q, C, R, K] of a group and of tokens behind it."""
     tile: Any
+    """The tile [1, C, T, K] of these queries."""
     out: Any
+    """Attended values [U, C, R, V] of all tokens in HBM."""
     staged: Any
+    """Slots [Q, C, R, V] from which values are copied to `out`."""
     num_used: Any
+    """Number of slots in use [1]."""
     done: Any
+    """Semaphore of the copies."""
 
     def begin(self) -> None:
-        """Nothing is in use, and rows that no query has are zero."""
+        """Reset the number of slots in use, and set all rows of the tile to zero."""
         self.num_used[0] = 0
         self.tile[...] = jnp.zeros_like(self.tile)
 
     def lay_out(self) -> None:
-        """Put the rows of all queries under each other."""
+        """Put the rows of all queries below each other into the tile."""
         num_queries, num_sets, num_rows, _ = self.given.shape
         at_once = 1 if num_rows % ALIGNED_ROWS == 0 else 2
         for i, first in product(range(num_sets), range(0, num_queries, at_once)):
@@ -318,7 +330,7 @@ class GroupTokens:
             self.tile[0, i, rows] = given_RK.astype(self.tile.dtype)
 
     def write(self, sums: Any, start: jax.Array, count: jax.Array) -> None:
-        """Write the weighted means of values of `count` tokens from `start` on."""
+        """Write the weighted means of values of `count` tokens from token `start` on."""
         self.wait()
         _, num_sets, num_rows, lanes = self.staged.shape
 
@@ -334,7 +346,7 @@ class GroupTokens:
         self.num_used[0] = count
 
     def wait(self) -> None:
-        """Wait until what was staged is where tokens have it."""
+        """Wait until all staged values are in `out`."""
 
         def wait_for_one(_: jax.Array, carry: None) -> None:
             pltpu.make_async_copy(self.staged.at[0], self.staged.at[0], self.done).wait()

@@ -18,19 +18,19 @@ from rayserve_moe.text.chat_history import (
 from rayserve_moe.text.chat_traits import REFUSALS, traits_of
 from rayserve_moe.text.tokenizer import Tokenizer
 
-# What a template may be given by name besides its own variables; every other option of transformers is ours to set.
+# Options of transformers that a request may set besides the template's variables; all others are reserved.
 _OPEN_OPTIONS = {"documents", "add_generation_prompt", "continue_final_message", "kwargs"}
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - _OPEN_OPTIONS
-MOST_TRIED = 64
-"""Maximum length of a rejected conversation whose messages are rendered one by one to find the faulty one."""
+MAX_TRIED = 64
+"""Maximum length of a rejected conversation whose messages are rendered in turn to find the faulty message."""
 
 
 class ChatTemplateError(ValueError):
-    """Messages that cannot become a prompt: no template, or the template refuses them."""
+    """Error for messages that cannot become a prompt: no template, or the template refuses them."""
 
 
 class ReservedOptionError(ChatTemplateError):
-    """Variables for the template under names that are not for requests."""
+    """Error for template variables under names that a request cannot set."""
 
 
 def render_chat(
@@ -68,9 +68,9 @@ def render_chat(
 
 
 def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """Render messages and tools as they are given, else with empty text in place of what they lack.
+    """Render messages and tools as given, or with empty text in missing fields if the template refuses them.
 
-    Raises: one of `REFUSALS`, for the messages that lack nothing.
+    Raises: an exception in `REFUSALS`, from the form without missing fields.
     """
     tools = options.get("tools")
     template = with_missing_content(str(tokenizer.backing.get_chat_template(None, tools)))
@@ -79,8 +79,8 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], optio
     whole = [filled(message) for message in conversation]
     described = {**options, "tools": [filled_tool(tool) for tool in tools]} if tools else options
     forms = [(written, given) for given in (options, described) for written in (conversation, whole)]
-    for place, (written, given) in enumerate(forms):
-        if (written, given) not in forms[:place]:
+    for index, (written, given) in enumerate(forms):
+        if (written, given) not in forms[:index]:
             try:
                 return _applied(tokenizer, written, given, template=template, as_text=traits.takes_argument_text)
             except REFUSALS as error:
@@ -96,9 +96,9 @@ def _applied(
     template: str,
     as_text: bool,
 ) -> str:
-    """Render a conversation with the arguments of calls as text or as objects, else in the other form.
+    """Render a conversation with the arguments of calls as text or objects, or in the other form if it is refused.
 
-    Raises: one of `REFUSALS`, for the first form.
+    Raises: an exception in `REFUSALS`, from the form that `as_text` selects.
     """
     forms = [not as_text, as_text] if any(message.get("tool_calls") for message in conversation) else [True]
     refusals: list[Exception] = []
@@ -123,7 +123,7 @@ def _refused_place(
     if "tools" in options and _refusal_of(tokenizer, messages, without_tools) is None:
         return "tools: "
     until = {**options, "add_generation_prompt": False, "continue_final_message": False}
-    for count in range(1, len(messages) + 1) if len(messages) <= MOST_TRIED else ():
+    for count in range(1, len(messages) + 1) if len(messages) <= MAX_TRIED else ():
         if _refusal_of(tokenizer, messages[:count], until) == refusal:
             return f"messages[{count - 1}]: "
     return ""
@@ -138,7 +138,7 @@ def _refusal_of(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], opt
 
 
 def template_text(tokenizer: Tokenizer) -> str:
-    """Return the text of the checkpoint's chat template, of all where it has several; empty without one."""
+    """Return the text of the checkpoint's chat templates; empty without a template."""
     template = getattr(tokenizer.backing, "chat_template", None)
     return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
@@ -153,14 +153,17 @@ def encode_chat(
 ) -> list[int]:
     """Render OpenAI messages to prompt ids, by the `options` of `render_chat`; the template writes special tokens.
 
-    TextTooLongError where that is certainly more than `max_tokens`: a template may also leave text out.
+    Raises: TextTooLongError if the rendered text certainly has more than `max_tokens` tokens.
     """
     text = render_chat(tokenizer, messages, **options)
     return tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
 
 
 def _check_message(message: Mapping[str, Any], position: int) -> None:
-    """Raise ChatTemplateError for a message without role, or with content that is no text."""
+    """Check that a message has a role, and text as its content if any.
+
+    Raises: ChatTemplateError if not.
+    """
     if "role" not in message:
         raise ChatTemplateError(f"messages[{position}]: role is missing")
     content = message.get("content")

@@ -11,11 +11,11 @@ from rayserve_moe.text.chat_traits import PARAGRAPH, REASONING_NAMES, TemplateTr
 
 Message = dict[str, Any]
 
-_ASKS_FOR_NONE = re.compile(r"(\bcontent['\"]?\]?)(\s+is\s+(?:not\s+)?none\b)")
+_TESTS_FOR_NONE = re.compile(r"(\bcontent['\"]?\]?)(\s+is\s+(?:not\s+)?none\b)")
 _LEADING_ROLES = ("system", "developer")
 _NAMED_ID = "functions.{name}:"
 _SHORT_ID = 9
-_LEAST_TOOL = {"description": "", "parameters": {"type": "object", "properties": {}}}
+_EMPTY_TOOL = {"description": "", "parameters": {"type": "object", "properties": {}}}
 
 
 def with_missing_content(template: str) -> str:
@@ -23,11 +23,11 @@ def with_missing_content(template: str) -> str:
 
     transformers removes null fields before it renders; without this change such templates drop the message's calls.
     """
-    return _ASKS_FOR_NONE.sub(r"\1|default(none)\2", template)
+    return _TESTS_FOR_NONE.sub(r"\1|default(none)\2", template)
 
 
 def conversation_for(template: str, messages: Sequence[Mapping[str, Any]], *, traits: TemplateTraits) -> list[Message]:
-    """Return the messages as a template with these traits reads them; arguments of calls stay as they are."""
+    """Return the messages as a template with these traits reads them; arguments of calls stay unchanged."""
     written = [
         with_reasoning(_with_calls(_with_joined_parts(with_known_role(message, template=template), traits=traits)))
         for message in messages
@@ -71,7 +71,7 @@ def filled_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict):
         return dict(tool)
-    lacking = {name: value for name, value in _LEAST_TOOL.items() if function.get(name) is None}
+    lacking = {name: value for name, value in _EMPTY_TOOL.items() if function.get(name) is None}
     return {**tool, "function": function | lacking}
 
 
@@ -81,7 +81,7 @@ def _calls(message: Mapping[str, Any]) -> list[Any]:
 
 
 def _with_joined_parts(message: Message, *, traits: TemplateTraits) -> Message:
-    """Return a message with its text parts as one text: those of a result on lines, others as the template joins."""
+    """Return a message with its text parts joined: by newlines in a result, else by the template's separator."""
     content = message.get("content") or ""
     if not isinstance(content, list):
         return {**message, "content": content}
@@ -90,7 +90,7 @@ def _with_joined_parts(message: Message, *, traits: TemplateTraits) -> Message:
 
 
 def _with_calls(message: Message) -> Message:
-    """Return a message without an empty list of calls, and with none as the content if it is empty beside calls.
+    """Return a message without an empty list of calls; content that is empty beside calls becomes None.
 
     OpenAI's former `function_call` becomes a call, and a call without a type has the type `function`.
     """
@@ -104,7 +104,7 @@ def _with_calls(message: Message) -> Message:
 
 
 def _with_first_system(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with all that the system says in one message at the front, in paragraphs."""
+    """Return messages with all system content joined by paragraphs in a single message at the front."""
     leading = [message for message in messages if message["role"] in _LEADING_ROLES]
     if leading in ([], messages[:1]):
         return list(messages)
@@ -114,7 +114,7 @@ def _with_first_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_folded_system(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with the content of a leading system message in front of the last user's."""
+    """Return messages with the content of a leading system message moved to the front of the last user message."""
     *_, last = (None, *(place for place, message in enumerate(messages) if message["role"] == "user"))
     if last is None or messages[0]["role"] != "system" or not messages[0].get("content"):
         return list(messages)
@@ -123,7 +123,7 @@ def _with_folded_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_turns_of_calls(messages: Sequence[Message], *, traits: TemplateTraits) -> Iterator[Message]:
-    """Yield the messages, results in the order of their calls, and each message with calls as the template takes it."""
+    """Yield the messages, with results in the order of their calls, and calls in the form that the template reads."""
     place, num_calls = 0, 0
     while place < len(messages):
         message, place = messages[place], place + 1
@@ -146,17 +146,17 @@ def _with_turns_of_calls(messages: Sequence[Message], *, traits: TemplateTraits)
 
 def _results_by_call(calls: Sequence[Any], results: Sequence[Message]) -> list[list[Message]]:
     """Return the results of each call: by its id, else by their order."""
-    places = {call.get("id"): place for place, call in enumerate(calls) if isinstance(call, dict)}
+    indices = {call.get("id"): index for index, call in enumerate(calls) if isinstance(call, dict)}
     taken: list[list[Message]] = [[] for _ in calls]
     for position, result in enumerate(results):
         call_id = result.get("tool_call_id")
         by_order = min(position, len(calls) - 1)
-        taken[places.get(call_id, by_order) if isinstance(call_id, str) else by_order].append(result)
+        taken[indices.get(call_id, by_order) if isinstance(call_id, str) else by_order].append(result)
     return taken
 
 
 def _turn(message: Message, answers: Sequence[list[Message]], *, traits: TemplateTraits) -> Iterator[Message]:
-    """Yield a message with calls and their results, split if the template takes less in one message."""
+    """Yield a message with calls and their results, split into messages that the template accepts."""
     said = message.get("content")
     if said and traits.joins_reasoning_to_content:
         message = _with_reasoning_as_content(message)
@@ -172,7 +172,7 @@ def _turn(message: Message, answers: Sequence[list[Message]], *, traits: Templat
 
 
 def _with_reasoning_as_content(message: Message) -> Message:
-    """Return a message whose content begins with its reasoning, a paragraph before what was said."""
+    """Return a message with its reasoning as the first paragraph of its content."""
     reasoning = message.get(REASONING_NAMES[0])
     if not isinstance(reasoning, str):
         return message
@@ -197,7 +197,7 @@ def _renamed(call: Any, *, traits: TemplateTraits, number: int) -> Any:
 
 
 def _with_names_of(call: Any, result: Message, *, traits: TemplateTraits) -> Message:
-    """Return a result with the id of its call if that was renamed, and with its function's name if that is needed."""
+    """Return a result with its call's id if ids are renamed, and with its function's name if the template needs it."""
     if not isinstance(call, dict):
         return result
     if traits.names_calls_by_id or traits.shortens_call_ids:
@@ -222,7 +222,7 @@ def _with_arguments(call: Any, as_objects: bool) -> Any:
 
 
 def _object(text: str) -> Any:
-    """Return the object of a JSON text, or other text as it stands."""
+    """Return the object of a JSON text, or other text unchanged."""
     try:
         value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Traits of a chat template, found by rendering small conversations: what it would drop or refuse."""
+"""Traits of a chat template: the text that it drops or refuses, found by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Exceptions by which a template refuses messages."""
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message that hold its reasoning, the preferred one first."""
+"""Fields of a message that hold its reasoning, by descending preference."""
 PARAGRAPH = "\n\n"
 
 Messages = Sequence[Mapping[str, Any]]
@@ -25,16 +25,16 @@ _USER = {"role": "user", "content": "hello"}
 
 
 class TemplateTraits(NamedTuple):
-    """How a template reads messages. The defaults hold for calls if it refuses or drops the simplest call."""
+    """Message forms that a template reads. Traits of calls have defaults if it refuses or drops the simplest call."""
 
     part_separator: str = "\n"
     """Text that the template writes between text parts; newline for a template that takes content only as text."""
     takes_argument_text: bool = False
-    """True if arguments given as JSON text appear as they stand."""
+    """True if arguments given as JSON text appear unchanged."""
     splits_calls_from_content: bool = False
-    """True if content and calls of one message only appear as two messages."""
+    """True if content and calls of a message only appear as two messages."""
     takes_one_call: bool = False
-    """True if a message with two calls is refused or loses one."""
+    """True if a message with two calls is refused or loses a call."""
     joins_reasoning_to_content: bool = False
     """True if reasoning and content beside calls are refused together."""
     shortens_call_ids: bool = False
@@ -46,7 +46,7 @@ class TemplateTraits(NamedTuple):
     moves_system_to_front: bool = False
     """True if a system message is refused or dropped after another message."""
     folds_system_into_user: bool = False
-    """True if the system message appears in the last user message, and only if no other message follows that one."""
+    """True if the system message appears in the last user message, and only if no message follows it."""
 
 
 def traits_of(template: str, *, special_tokens: Mapping[str, Any]) -> TemplateTraits:
@@ -123,7 +123,7 @@ def _shows(render: _Render, messages: Messages, *texts: str) -> bool:
 
 
 def _rendered(messages: Messages, *, template: str, special_tokens: Mapping[str, Any]) -> str | None:
-    """Return the rendered messages, with missing content as empty text if only that is accepted; None if refused."""
+    """Return the rendered messages, with empty text for missing content if only this is accepted; None if refused."""
     for written in (messages, [{"content": "", **message} for message in messages]):
         try:
             (rendered,), _ = render_jinja_template(

@@ -36,12 +36,12 @@ class RankedTokens:
     first_id: int
     """Id of rank 0."""
     special: Mapping[int, AddedToken]
-    """Special tokens by id. Each id from 0 to the last one has a rank or a special token."""
+    """Special tokens by id. Each id from 0 to the maximum has a rank or a special token."""
     pattern: str
     is_nfc: bool = False
     """True if a text is normalized to NFC before it is split."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Names of `bos_token` and the like, for those that `tokenizer_config.json` lacks."""
+    """Default tokens of roles such as `bos_token`, used if `tokenizer_config.json` lacks them."""
     adds_bos: bool = False
     """True if a text begins with the bos token, unless `tokenizer_config.json` says otherwise."""
 
@@ -92,12 +92,12 @@ TEKKEN_NAMES = (
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
     *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-"""Special tokens of a `tekken.json` that names none; files until version 7 may do so."""
+"""Special tokens of a `tekken.json` without names, which files up to version 7 may be."""
 _VERSIONS_WITHOUT_NAMES = ("v1", "v2", "v3", "v7")
 
 
 def code_named(config: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer code that a `tokenizer_config.json` names, or None if it names none."""
+    """Return the tokenizer code that a `tokenizer_config.json` names, or None without a name."""
     named = config.get("auto_map")
     named = named.get("AutoTokenizer") if isinstance(named, dict) else named
     for name in named if isinstance(named, list) else [named]:
@@ -107,9 +107,9 @@ def code_named(config: Mapping[str, Any]) -> str | None:
 
 
 def read_rank_file(file: Path, config: Mapping[str, Any]) -> RankedTokens:
-    """Read one of `RANK_FILES` beside a `tokenizer_config.json` with content `config`, which may rename special tokens.
+    """Read a file of `RANK_FILES`; the content `config` of `tokenizer_config.json` may rename special tokens.
 
-    Raises: GivenFileError if a file is damaged, or if nothing is known about the checkpoint's tokenizer code.
+    Raises: GivenFileError if a file is damaged, or if the checkpoint's tokenizer code is unknown.
     """
     with _blamed(file.name):
         ranked = _tekken_tokens(read_json_object(file)) if file.name == TEKKEN_FILE else _tiktoken_tokens(file, config)
@@ -176,7 +176,8 @@ def _lines(content: bytes) -> Iterable[tuple[bytes, int]]:
 def _by_rank(ranked: Iterable[tuple[bytes, int]]) -> tuple[bytes, ...]:
     """Return the tokens in the order of their ranks.
 
-    Raises: GivenFileError if ranks or tokens repeat, a rank below the last one is missing, or a byte has no token.
+    Raises: GivenFileError if a rank or token repeats, a rank below the maximum is missing, a token is empty, or a byte
+    has no token.
     """
     tokens: dict[int, bytes] = {}
     for token, rank in ranked:
@@ -200,7 +201,7 @@ def _special_tokens(names: Sequence[str], *, first_id: int) -> dict[int, AddedTo
 
 
 def _tekken_tokens(content: Mapping[str, Any]) -> RankedTokens:
-    """Read a `tekken.json`. Special tokens come first; of the ranks, as many count as the vocabulary size says."""
+    """Read a `tekken.json`. Special tokens come first; ranks beyond the vocabulary size are left out."""
     config, entries = content.get("config"), content.get("vocab")
     if not isinstance(config, dict) or not isinstance(entries, list):
         raise GivenFileError("it has no config or no vocab")

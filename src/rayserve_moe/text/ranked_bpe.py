@@ -1,4 +1,4 @@
-"""Tokenizers of the tokenizers library from a vocabulary by rank, with the ids that tiktoken has."""
+"""Tokenizers of the tokenizers library from a vocabulary by rank, with the ids of tiktoken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayserve_moe.text.token_forms import spelling_of
 
 
 def ranked_backing(ranked: RankedTokens, directory: Path, *, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a vocabulary with what `tokenizer_config.json` and the template files say.
+    """Return the tokenizer of a vocabulary, configured by `tokenizer_config.json` and the template files.
 
     Raises: GivenFileError if `tokenizer_config.json` names a token that the vocabulary lacks.
     """
@@ -25,7 +25,7 @@ def ranked_backing(ranked: RankedTokens, directory: Path, *, config: Mapping[str
         usual = ranked.roles.get(role)
         return config.get(role, usual if usual in names else None)
 
-    # transformers would read a rank file by a pattern of its own: an empty `vocab_file` keeps it from that.
+    # An empty `vocab_file` keeps transformers from reading a rank file by its own pattern.
     backing = PreTrainedTokenizerFast.from_pretrained(
         directory,
         tokenizer_object=built,
@@ -44,11 +44,10 @@ def ranked_backing(ranked: RankedTokens, directory: Path, *, config: Mapping[str
 
 
 def ranked_tokenizer(ranked: RankedTokens) -> Tokenizer:
-    """Return a byte-level BPE.
+    """Return a byte-level BPE with the ids of tiktoken, which knows ranks alone.
 
-    Every split of a token into two others is a merge. A text meets only the one by which BPE makes the token from its
-    bytes, because inside a token BPE takes the same steps wherever the token is. Hence ids equal those of tiktoken,
-    which knows ranks alone.
+    Every split of a token into two others is a merge. Inside a token BPE takes the same steps in every text, so a text
+    uses a single merge per token: the last step from the token's bytes. Hence the ids equal those of tiktoken.
 
     Raises: GivenFileError if a special token is empty, or spelled like another token.
     """

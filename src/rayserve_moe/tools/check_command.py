@@ -131,7 +131,7 @@ GB = 1e9
 
 
 def render(report: CheckReport) -> str:
-    """A few lines on the setting, then a paragraph per program, then what is wrong; GB are 1e9 bytes, per device."""
+    """Return the report as text: the setting, a paragraph per program, then faults; GB are 1e9 bytes, per device."""
     weights, pool = report.weights_bytes / GB, report.kv_pool_bytes / GB
     experts, cache = report.settings["experts"], report.settings["cache"]
     routing = "captured" if report.settings["replay"]["enabled"] else "not captured"

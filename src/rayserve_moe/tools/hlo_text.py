@@ -291,13 +291,13 @@ _NUMBER = re.compile(r"(\w+)=(\d+)")
 
 
 def source_lines(text: str) -> dict[int, str]:
-    """By the id of a stack frame its innermost line in this package, as `file:line function`; others are left out."""
+    """Return the innermost line in this package by stack frame id, as `file:line function`; others are left out."""
     names, numbers = _tables(text)
     locations, frames = numbers["FileLocations"], numbers["StackFrames"]
     found = {}
     for frame_id in frames:
         at = frame_id
-        # A parent's id stands one higher; none has 1, or no entry.
+        # The field holds the parent's id plus 1; a frame without parent has 1, or no entry.
         while at in frames:
             location = locations.get(frames[at].get("file_location_id", 0), {})
             file = names["FileNames"].get(location.get("file_name_id", 0), "")
@@ -310,7 +310,7 @@ def source_lines(text: str) -> dict[int, str]:
 
 
 def _tables(text: str) -> tuple[dict[str, dict[int, str]], dict[str, dict[int, dict[str, int]]]]:
-    """Rows of the tables by id: as text, and as the numbers in them."""
+    """Return the rows of each table by id: as text, and as numbers by field."""
     names: dict[str, dict[int, str]] = {table: {} for table in _TABLES}
     table = ""
     for line in text.splitlines():

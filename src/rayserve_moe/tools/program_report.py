@@ -1,4 +1,4 @@
-"""One program of a server, compiled for a TPU topology: what came out, as numbers for a report."""
+"""A program of a server, compiled for a TPU topology, as numbers for a report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rayserve_moe.tools.hlo_text import ProgramText, read_program
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """HBM of one device, bytes: what the compiler accounts for, and what there is (0: unknown)."""
+    """HBM of a device in bytes, as the compiler accounts for it."""
 
     arguments: int
     temporaries: int
@@ -44,6 +44,7 @@ class DeviceMemory:
     aliased: int
     peak: int
     limit: int
+    """HBM of the device, 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class ProgramReader:
         state = served.state(num_pages)
         self._plan, self._limit, self._estimator = served.config.plan, limit, estimator
         self._num_layers, self._num_rows = served.config.spec.num_layers, served.num_rows
-        self._most_drafts = served.settings.speculation.most_drafts
+        self._max_drafts = served.settings.speculation.most_drafts
         self._pieces = pieces_of(served, state)
         self._roofline_s = (bytes_on_device(served.weights) + bytes_on_device(state.kv_pages)) / _bandwidth(topology)
 
@@ -113,12 +114,12 @@ class ProgramReader:
         return replace(report, **{name: round(value, 2) for name, value in seconds.items()})
 
     def _estimate(self, program: Program, text: ProgramText) -> EstimateReport | None:
-        """The estimate of a step that holds as many sequences as it can, where one is wanted."""
+        """Return the estimate of a step with the maximum number of sequences; None without an estimator or a step."""
         shape = program.shape
         if self._estimator is None or shape is None:
             return None
         sequences = min(shape.num_singles, self._num_rows)
-        rows_each = min(shape.num_singles // self._num_rows, 1 + self._most_drafts) or 1
+        rows_each = min(shape.num_singles // self._num_rows, 1 + self._max_drafts) or 1
         sizes = replace(self._estimator.sizes, sequences=sequences, singles=shape.num_singles, rows_each=rows_each)
         full = replace(self._estimator, sizes=sizes)
         prompt_tokens = shape.num_tokens - shape.num_singles
@@ -159,23 +160,23 @@ class ProgramReader:
 
 
 def compilers_sentence(error: Exception) -> str:
-    """The compiler's reason without the listing of buffers that follows it."""
+    """Return the compiler's reason without the listing of buffers that follows it."""
     paragraphs = str(error).strip().split("\n\n")
     return " ".join(paragraphs[0].split())
 
 
 def _bandwidth(topology: str) -> float:
-    """Bytes that a device reads in a second; infinite for a chip of unknown bandwidth."""
+    """Return the bytes that a device reads per second; infinite for a chip of unknown bandwidth."""
     chip = CHIPS.get(topology.split(":")[0])
     return chip.device_hbm_bytes if chip else float("inf")
 
 
-LEAST_PIECE_BYTES = 64 << 10
-"""Norms and biases are small enough to be copied."""
+MIN_PIECE_BYTES = 64 << 10
+"""Minimum bytes of a weight that should not be copied; norms and biases are smaller."""
 
 
 def pieces_of(served: ServedModel, state: DeviceState) -> list[Piece]:
-    """A layer's weights by kind, and half of a layer's pages or more."""
+    """Return a layer's weights by kind, and at least half of a layer's pages."""
     model = served.config
     pieces = []
     for group, specs in parameter_tree(model, dtype=served.dtype).items():
@@ -183,7 +184,7 @@ def pieces_of(served: ServedModel, state: DeviceState) -> list[Piece]:
             local = model.plan.sharding(spec.axes).shard_shape(spec.shape)[spec.num_stacked_dims :]
             size = jnp.dtype(spec.dtype).itemsize
             num_elements = math.prod(local)
-            if num_elements * size >= LEAST_PIECE_BYTES:
+            if num_elements * size >= MIN_PIECE_BYTES:
                 pieces.append(Piece(group, _hlo_dtype(spec.dtype), local, num_elements))
     pool = state.kv_pages
     per_layer = local_elements(pool) // model.spec.num_layers
@@ -192,7 +193,7 @@ def pieces_of(served: ServedModel, state: DeviceState) -> list[Piece]:
 
 
 def _hlo_dtype(dtype: str) -> str:
-    """How the text of a program spells a dtype."""
+    """Return the name of a dtype in the text of a program."""
     short = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "s8"}
     return short.get(dtype) or dtype.replace("float8_", "f8")
 
@@ -200,26 +201,28 @@ def _hlo_dtype(dtype: str) -> str:
 RUNTIME = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _FOR_OTHERS = {"ALL_GATHER", "ALL_REDUCE", "RAGGED_ALL_TO_ALL"}
-"""Of these, all that is handed over can be for others; of the rest each slice has a part that is its own."""
+"""Transfers whose whole operand can be for other slices; in other transfers a part is for the own slice."""
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """One kind of transfer between slices: what a device hands over for each other slice, and how often in a run, at
-    least.
-
-    An exchange of ragged rows hands over its whole operand; its sizes at run time say how many rows are sent.
-    """
+    """A kind of transfer between slices."""
 
     transfer: str
     shape: str
     num_bytes: int
+    """Bytes that a device hands over for each other slice.
+
+    A ragged exchange hands over its whole operand; its sizes at run time limit the rows that are sent.
+    """
     times: int
+    """Number of transfers in a run."""
     is_least: bool
+    """True if `times` is a minimum."""
 
 
 def crossings_of(program: ProgramText, *, num_slices: int) -> list[Crossing]:
-    """All transfers between slices in a run of the program; like ones are added up."""
+    """Return the transfers between slices in a run of the program; equal transfers are added up."""
     counts: Counter[Crossing] = Counter()
     for execution in program.executions():
         instruction = execution.instruction

@@ -1,4 +1,4 @@
-"""Templates get calls and reasoning of earlier turns as they read them."""
+"""Calls and reasoning of earlier turns in the form that each template reads."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ NULL_CONTENT = {
 @pytest.mark.parametrize("message", [{"content": None}, {}], ids=["null", "left out"])
 @pytest.mark.parametrize("reads", NULL_CONTENT)
 def test_calls_without_content_are_rendered_however_content_is_read(made, reads, message):
-    """DeepSeek-V3's first template writes calls only where content is none; others add or strip it."""
+    """Check templates that write calls only if content is none (DeepSeek-V3's first), or that add or strip content."""
     written, rendered = NULL_CONTENT[reads]
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     conversation = [{"role": "assistant", "tool_calls": [call], **message}]
@@ -130,7 +130,7 @@ def test_the_message_that_a_template_refuses_is_named(made):
 
 
 def test_no_message_is_blamed_that_is_refused_only_without_the_others(made):
-    """A template may want a user's message before anything else is said."""
+    """Check a template that refuses conversations without a user message."""
     no_user = "{% if messages | selectattr('role', 'eq', 'user') | list | length == 0 %}"
     needs_user = no_user + "{{ raise_exception('nobody asks') }}{% endif %}"
     no_tools = (
@@ -270,7 +270,7 @@ def test_missing_content_is_empty_text_without_calls(made, role):
 
 
 def test_a_call_that_needs_missing_content_keeps_it_beside_a_result_without_content(made):
-    """DeepSeek-V3 writes calls only where content is none, and adds the content of results."""
+    """Check a template as DeepSeek-V3's: it writes calls only if content is none, and adds the content of results."""
     template = made(
         "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{{ m.tool_calls[0].function.name }}"
         "{% elif m.role == 'tool' %}{{ '=' + m.content }}{% endif %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Chats over the templates of families that no package publishes, by the law of the published ones."""
+"""Chats over the templates of families that no package publishes, by the law of published templates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_prompt_loses_only_what_its_template_drops(own, name):
 
 @pytest.mark.parametrize("history", HISTORIES)
 def test_every_marker_is_once_in_its_history_and_has_a_kind(history):
-    """Loss is measured by markers."""
+    """Check the markers by which lost text is found."""
     text = repr((*HISTORIES[history].messages, HISTORIES[history].tools, HISTORIES[history].options))
     markers = MARKER.findall(text)
     assert len(markers) == len(set(markers)) and set(markers) == kinds_of(HISTORIES[history]).keys()

@@ -1,4 +1,4 @@
-"""Every family's published form of tokenizer, at small size, is loaded, encoded and streamed as transformers does."""
+"""Published tokenizer forms of every family, at small size: loaded, encoded and streamed as transformers does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.text_laws import hold_cuts, hold_ids, hold_lengths, hold_text
 
 @pytest.fixture(params=sorted(FORM_OF_FAMILY), scope="module")
 def form(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer]:
-    """Return a form's name and its tokenizer, loaded beside the `config.json` of one of its families."""
+    """Return a form's name and its tokenizer, loaded beside the `config.json` of a family."""
     family = request.param
     directory = tmp_path_factory.mktemp(family)
     (directory / "config.json").write_text(json.dumps({"model_type": family}))
@@ -32,7 +32,7 @@ def test_texts_and_ids_are_those_of_transformers(form: tuple[str, Tokenizer]) ->
 
 
 def test_ids_are_those_of_the_file(form: tuple[str, Tokenizer]) -> None:
-    """The class that transformers selects rebuilds the pipeline; it must be the published one."""
+    """Check that the class that transformers selects rebuilds the published pipeline."""
     _, tokenizer = form
     published = tokenizers.Tokenizer.from_file(str(tokenizer.directory / "tokenizer.json"))
     for text in texts(100, seed=6):

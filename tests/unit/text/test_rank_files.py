@@ -1,4 +1,4 @@
-"""Tokenizers of rank files have the ids of tiktoken, and a damaged file is one clear error."""
+"""Tokenizers of rank files: ids of tiktoken, and a clear error for a damaged file."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ OF_THREE = st.text("abc", min_size=2, max_size=5)
 
 @given(tokens=st.lists(OF_THREE, unique=True, max_size=40), texts=st.lists(st.text("abc", max_size=30), max_size=6))
 def test_any_ranks_give_the_ids_of_tiktoken(tokens, texts):
-    """Ranks in any order, with tokens that merges never reach or reach by several ways."""
+    """Check ranks in any order, with tokens that merges never reach or reach by several ways."""
     by_rank = (*(bytes([byte]) for byte in range(256)), *(token.encode() for token in tokens))
     built = ranked_tokenizer(RankedTokens(by_rank, first_id=0, special={}, pattern=r"\S+|\s+"))
     wanted = encoding(by_rank, r"\S+|\s+", special={})
@@ -185,7 +185,7 @@ def test_a_chat_has_the_template_of_the_checkpoint(tmp_path, in_file):
 
 
 def test_a_tokenizer_json_comes_first(tmp_path):
-    """The class of the checkpoint's own code, which is never run, does not keep its tokenizer.json from loading."""
+    """Check that tokenizer.json loads despite the class of the checkpoint's own code, which is never run."""
     write_tokenizer(tmp_path / "alone", 300)
     path = write_tiktoken(tmp_path / "both", KIMI, eos_token="</s>", bos_token="<s>", pad_token="<pad>")
     config = json.loads((path / "tokenizer_config.json").read_text())

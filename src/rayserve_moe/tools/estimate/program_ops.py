@@ -194,14 +194,14 @@ def divides_over_cores(kernel: Instruction) -> bool:
 
 
 def _moved(items: list[Op | Loop | Branches], *, by: int) -> Iterator[Op | Loop | Branches]:
-    """Items of a block that come to stand `by` places later."""
+    """Yield the items of a block with start indices that are `by` higher."""
     for item in items:
         is_started = isinstance(item, Op) and item.starts_at >= 0
         yield replace(item, starts_at=item.starts_at + by) if is_started else item
 
 
 def _iterations(instruction: Instruction) -> int:
-    """How often XLA's pipeline around an op runs; 0 where it does not say."""
+    """Return the number of iterations of XLA's pipeline around an op; 0 if it is not declared."""
     found = _BOUNDS.search(instruction.attributes)
     count = 1 if found else 0
     for bound in re.findall(r"\d+", found.group(1)) if found else []:
@@ -218,17 +218,17 @@ _CONSTANT = re.compile(r"^(-?\d+)\)")
 
 
 def trips_of(program: ProgramText, loop: Instruction, *, beside: dict[str, Instruction]) -> int:
-    """Trips of a `while`: the constant it counts to, or those that it takes until its counter is one.
+    """Return the trips of a `while` with a constant number; of any other, the trips until its counter is 1.
 
-    What only a run knows are rounds: one is enough where routing is even, so a loop that counts from one has none.
-    `beside` are the instructions of the loop's computation by name.
+    Loops without a constant run rounds of an exchange. Even routing needs a single round, so a loop that counts from 1
+    has no trips. `beside` holds the instructions of the loop's computation by name.
     """
     trips = program.trips(loop)
     return trips if trips is not None else max(0, 1 - _counts_from(program, loop, beside))
 
 
 def _counts_from(program: ProgramText, loop: Instruction, beside: dict[str, Instruction]) -> int:
-    """The constant that a loop's counter starts from; 0 where there is none."""
+    """Return the constant that a loop's counter starts from; 0 without a constant."""
     condition = {part.name: part for part in program.computations[condition_of(loop)]}
     root = next(part for part in condition.values() if part.is_root)
     counter = condition.get(root.operands[0]) if root.operands else None
@@ -245,21 +245,21 @@ def _counts_from(program: ProgramText, loop: Instruction, beside: dict[str, Inst
 
 _TAKES_A_PART = {"gather", "dynamic-slice", "slice"}
 _WRITES_A_PART = {"dynamic-update-slice": 1, "scatter": 2}
-"""Operations that change a part of their first operand in place, and which operand is as large as that part."""
+"""Operations that change a part of their first operand in place, and the index of the operand of that part's size."""
 
 
 def bytes_by_shape(program: ProgramText, instruction: Instruction, *, operands: list[Instruction]) -> int:
-    """Bytes that an op reads from HBM and writes to it: operands and results that lie there, once each.
+    """Return the bytes that an op reads from HBM and writes to it: operands and results in HBM, once each.
 
-    Of an operand that only a gather or slice looks at, as much as it takes; of one that is changed in place, as much as
-    changes.
+    An operand that only gathers or slices read counts with the bytes that they take, an operand that is changed in
+    place with the bytes that change.
     """
     inside = {part.name: part for part in program.fused(instruction)} if instruction.opcode == "fusion" else {}
     parameters = {int(part.attributes.split(")")[0]): part for part in inside.values() if part.opcode == "parameter"}
     total = 0
-    for place, operand in enumerate(operands):
+    for index, operand in enumerate(operands):
         whole = sum(shape.num_bytes for shape in operand.shapes if shape.space == HBM)
-        parameter = parameters.get(place)
+        parameter = parameters.get(index)
         total += min(whole, _part_of(parameter, inside)) if parameter else whole
     written = sum(shape.num_bytes for shape in instruction.shapes if shape.space == HBM)
     parts = [_num_bytes(inside.get(part.operands[_WRITES_A_PART[part.opcode]])) for part in _changes(inside)]
@@ -267,7 +267,7 @@ def bytes_by_shape(program: ProgramText, instruction: Instruction, *, operands: 
 
 
 def _part_of(parameter: Instruction, inside: dict[str, Instruction]) -> int:
-    """Bytes that a fusion looks at of one of its parameters."""
+    """Return the bytes of a parameter that its fusion reads."""
     users = [part for part in inside.values() if parameter.name in part.operands]
     if all(user.opcode in _TAKES_A_PART and user.operands[0] == parameter.name for user in users):
         return sum(_num_bytes(user) for user in users)

@@ -35,7 +35,7 @@ def offsets_of(tokenizer: Tokenizer, text: str, *, output_ids: list[int]) -> lis
 
 
 def hold_offsets(tokenizer: Tokenizer, *, count: int) -> None:
-    """Check that offsets of random prompts count in the text as sent, up to its end, where the answer begins."""
+    """Check that offsets of random prompts count in the text as sent, and that the answer begins at its end."""
     answer = tokenizer.encode("a the cat", add_special_tokens=False)[1:]
     for text in filter(None, texts(count, seed=7)):
         ids = tokenizer.encode(text)
@@ -56,7 +56,7 @@ def test_offsets_count_in_the_text_that_was_sent(tokenizer: Tokenizer) -> None:
 
 
 def test_offsets_count_in_a_text_that_is_normalized(tokenizer: Tokenizer) -> None:
-    """Composed letters and added spaces change the length of the text that is encoded."""
+    """Check texts whose encoded form has another length: composed letters and added spaces."""
     for text in ("e\u0301 cafe\u0301 the cat", "\u1112\u1161\u11ab the cat", " <|im_start|>the cat"):
         ids = tokenizer.encode(text)
         offsets = offsets_of(tokenizer, text, output_ids=[])
