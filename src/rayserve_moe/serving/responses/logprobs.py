@@ -11,6 +11,9 @@ from rayserve_moe.requests import ChoiceResult, GenerationRequest
 from rayserve_moe.serving.schemas.openai import CompletionBody
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
+MAX_ADDED_IDS = 4
+"""Maximum number of special tokens that a tokenizer is expected to put before a text."""
+
 
 class CompletionLogprobs:
     """The `logprobs` object of one choice of `/v1/completions`; `top_logprobs` is by text, the token itself first.
@@ -163,8 +166,7 @@ def echoed_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 def num_added_ids(tokenizer: Tokenizer, token_ids: Sequence[int], *, text: str) -> int:
     """Return the number of leading special tokens that `text` does not spell out: the tokenizer added them."""
     leading = list(itertools.takewhile(tokenizer.special_ids.__contains__, token_ids))
-    return next(
-        count
-        for count in range(len(leading) + 1)
-        if text.startswith("".join(map(tokenizer.token_text, leading[count:])))
-    )
+    for count in range(min(len(leading), MAX_ADDED_IDS) + 1):
+        if text.startswith("".join(map(tokenizer.token_text, leading[count:]))):
+            return count
+    return 0
