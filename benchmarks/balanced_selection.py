@@ -29,7 +29,7 @@ from rayserve_moe.experts.balanced_selection import balanced_expert_selection, c
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
-from rayserve_moe.kernels.registry import CPU
+from rayserve_moe.kernels.table import CPU
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.balanced_oracle import balanced_oracle, oracle_capacity, oracle_slots, ranked
 

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import jax
 
-from rayserve_moe.execution.compiled_steps import CompiledPrograms, CompiledStep
-from rayserve_moe.execution.step_types import StepOutput
+from rayserve_moe.execution.programs.compiled import CompiledPrograms, CompiledStep
+from rayserve_moe.execution.step.pytrees import StepOutput
 
 SWITCH_INTERVAL_S = 1e-4
 """The watching thread gets the interpreter within this time of a step's end, so it sees no end later than that."""

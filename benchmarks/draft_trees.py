@@ -18,8 +18,8 @@ import numpy as np
 
 from examples.calculator.problems import END, MIX, draw
 from rayserve_moe import Engine
-from rayserve_moe.engine.model_drafts import ModelProposer
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.engine.speculation.model_drafts import ModelProposer
+from rayserve_moe.requests.records import GenerationRequest
 from tests.support.drive import Way, cycle_for, run_on
 from tests.support.workload import request_for
 

@@ -22,7 +22,7 @@ from benchmarks.figures import Run
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, prompts_of
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests import RoutingLayout
+from rayserve_moe.requests.records import RoutingLayout
 
 OTHER_PROMPTS = 500
 """Added to the repeat number, gives prompts that no other side has had: the cache of a shared engine must not help."""

@@ -30,8 +30,8 @@ from rayserve_moe.experts.backends import EXPERT_BACKENDS
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.tokens import RoutedTokens
-from rayserve_moe.kernels.expert_products import ExpertWeights
-from rayserve_moe.kernels.registry import CPU
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights
+from rayserve_moe.kernels.table import CPU
 from rayserve_moe.parallel.mesh import local_devices, plan_for, use_cpu_devices
 from rayserve_moe.parallel.sharding import ParallelPlan
 

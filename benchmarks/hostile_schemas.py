@@ -24,10 +24,10 @@ from benchmarks.conditions import RESULTS, load_before_start, machine_facts, not
 from benchmarks.structured import SETTINGS, TEXTS, model_of
 from benchmarks.table import tables
 from rayserve_moe import Engine
+from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.config.settings import ServerSettings
-from rayserve_moe.engine.streams import GenerationStream
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 

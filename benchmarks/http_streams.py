@@ -27,9 +27,9 @@ from benchmarks.engine_runs import check_complete, in_turn
 from benchmarks.serve_process import HOST, ServeProcess
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, Workload, prompts_of
-from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 
 WARM_S, IDLE_RELEASE_S, PAUSE_S = 3.0, 1.0, 2.5
 WARM_PROMPT, WARM_TOKENS = [5, 6, 7], 64

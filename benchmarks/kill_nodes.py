@@ -31,8 +31,8 @@ from rayserve_moe.checkpoints.bucket import SentBucket, SentTensor
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import set_environment_defaults, settings_from
 from rayserve_moe.engine.control import WeightOrder
-from rayserve_moe.engine.tensor_updates import BucketOrder
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.engine.updates.tensors import BucketOrder
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
 from rayserve_moe.serving.start.environment import DEFAULTS
 
 NUM_CPUS = 3

@@ -9,10 +9,10 @@ import numpy as np
 
 from rayserve_moe.checkpoints.synthetic import SyntheticConfig, write_checkpoint
 from rayserve_moe.config.load import default_cache_directory
-from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.eplb.steps import EplbSteps
+from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
 
 NARROW = SyntheticConfig(
     vocab_size=512, hidden_size=128, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=48,

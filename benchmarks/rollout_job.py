@@ -42,7 +42,7 @@ from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_eng
 from rayserve_moe.config.load import default_cache_directory, set_environment_defaults, settings_from
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.inprocess.running import run_to_end
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.rollouts import load
 from rayserve_moe.rollouts.batch_job import main as run_job
 from rayserve_moe.rollouts.prompts import seed_of

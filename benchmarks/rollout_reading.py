@@ -23,7 +23,7 @@ import pybase64
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
 from benchmarks.sections import rollout_reading as as_table
 from rayserve_moe.replay.encoding import encode_routed_experts
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts import Rollout, load
 from rayserve_moe.rollouts.shards import RolloutDirectory
 

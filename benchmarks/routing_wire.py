@@ -21,7 +21,7 @@ from benchmarks.conditions import load_before_start, machine_facts, save
 from benchmarks.sections import routing_wire as as_table
 from rayserve_moe.replay.encoding import DIALECTS
 from rayserve_moe.replay.routing_store import RoutingStore
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 NUM_TOKENS, NUM_GATHERED, NUM_SLOTS, PAGE_SIZE = 1000, 8192, 131_072, 16
 LAYOUT = RoutingLayout(num_hidden_layers=48, layer_ids=tuple(range(48)), num_experts=128, top_k=8)

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from rayserve_moe.config.settings import SchedulerSettings
-from rayserve_moe.engine.routing_capture import RoutingCapture
-from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.execution.buckets import step_shapes
-from rayserve_moe.execution.pack import Packer
-from rayserve_moe.execution.row_updates import update_vectors
-from rayserve_moe.requests import GenerationRequest, RoutingLayout, SamplingParams
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.routing.capture import RoutingCapture
+from rayserve_moe.execution.programs.buckets import step_shapes
+from rayserve_moe.execution.step.pack import Packer
+from rayserve_moe.execution.step.row_updates import update_vectors
+from rayserve_moe.requests.records import GenerationRequest, RoutingLayout, SamplingParams
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult

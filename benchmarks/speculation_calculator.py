@@ -25,10 +25,10 @@ from benchmarks.speculation_table import speculation_calculator as as_table
 from examples.calculator.problems import MIX
 from examples.calculator.problems import draw as draw_problem
 from rayserve_moe.config.settings import SpeculationSettings
-from rayserve_moe.engine.model_drafts import proposer_for
-from rayserve_moe.engine.speculation import Speculation
+from rayserve_moe.engine.speculation.model_drafts import proposer_for
+from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
 from tests.support.workload import request_for
 
 ROWS, GROUP, MOST, MAX_NEW = 16, 16, 3, 8

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from rayserve_moe.engine.speculation import DraftTotals, Speculation
+from rayserve_moe.engine.speculation.policy import DraftTotals, Speculation
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from tests.support.drive import PreparedExecutor, Way, choices_of, cycle_for

@@ -25,7 +25,7 @@ from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 PLACES = {"devices": None, "host": 0}

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from rayserve_moe import LLM, CompletionOutput, RequestOutput, SamplingParams
 from rayserve_moe.checkpoints.synthetic import SyntheticConfig, write_checkpoint
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.step import step_logits
-from rayserve_moe.execution.step_types import ModelWeights, StepShape
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.execution.step.function import step_logits
+from rayserve_moe.execution.step.pytrees import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.kv_cache import cache_row
 

@@ -24,7 +24,7 @@ from benchmarks.peers.tables import expert_reading as as_table
 from rayserve_moe.checkpoints.synthetic import PRESETS, SyntheticConfig
 from rayserve_moe.execution.native_library import register_native_kernels
 from rayserve_moe.kernels.cpu_native.calls import expert_sums
-from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
 
 STREAMS = (1, 2, 4, 8, 16)
 STEPS = 20

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.simulation.costs import StepTimes, load_of
-from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.fleet.load_average import Load
 from rayserve_moe.fleet.page_log import PageLog, PageMessage
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling import sequence as sequences
 from rayserve_moe.scheduling.page_events import PageEvents
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits, watch_pages

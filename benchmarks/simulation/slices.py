@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.simulation.costs import EstimatedSteps
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.config.settings import ExpertSettings
-from rayserve_moe.execution.weights import model_config
+from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alone

@@ -28,7 +28,7 @@ from examples.calculator.optimizer import Rates, initial_state, update
 from examples.calculator.training import Recipe, rate_scale
 from rayserve_moe.checkpoints.files import CONFIG_FILE, SINGLE_FILE, open_checkpoint
 from rayserve_moe.checkpoints.names import tensor_places
-from rayserve_moe.kernels.layers import project, rms_norm, rotate, rotation_of
+from rayserve_moe.kernels.reference.layers import project, rms_norm, rotate, rotation_of
 from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.draft_spec import DraftSpec, draft_parameters
 from rayserve_moe.model.spec import ModelSpec

@@ -10,7 +10,7 @@ import numpy as np
 
 from examples.calculator.drafting import Form, drawn
 from examples.calculator.network import Scores, Weights
-from rayserve_moe.kernels.layers import rms_norm
+from rayserve_moe.kernels.reference.layers import rms_norm
 from rayserve_moe.model.draft_spec import EAGLE_TENSORS, MAP, eagle_rules, eagle_spec
 from rayserve_moe.model.spec import ModelSpec
 

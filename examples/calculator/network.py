@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.experts.routing import ExpertScores, select_top_k
-from rayserve_moe.kernels.layers import project, rms_norm, rotate, rotation_of, router_scores
+from rayserve_moe.kernels.reference.layers import project, rms_norm, rotate, rotation_of, router_scores
 from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from examples.calculator.drafting import Form, drawn
 from examples.calculator.export import CONFIG
 from examples.calculator.network import Scores, Weights, apply_experts
-from rayserve_moe.kernels.layers import rms_norm
+from rayserve_moe.kernels.reference.layers import rms_norm
 from rayserve_moe.model.draft_spec import prediction_rules, prediction_spec
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.spec import ModelSpec

@@ -20,15 +20,15 @@ MAX_FUNCTION_LINES = 60
 MAX_PUBLIC_METHODS = 12
 MAX_POSITIONAL = 2
 
-MAY_COMPILE = {"execution/compiled_steps.py"}
+MAY_COMPILE = {"execution/programs/compiled.py"}
 MAY_READ_ENVIRONMENT = {"config/load.py"}
 MAY_CATCH_ALL = {
     "checkpoints/transfer.py",
-    "engine/engine_loop.py",
+    "engine/loop.py",
     "fleet/serve_router.py",
     "serving/errors.py",
     "cluster/step_sockets.py",
-    "execution/staged_weights.py",
+    "execution/weights/staged.py",
     "text/tokenizer.py",
     "constraints/grammar_text.py",
 }
@@ -43,6 +43,7 @@ THIRD_PARTIES = {
     "replay": {"numpy", "pybase64", "zstandard"},
     "text": {"numpy", "transformers", "tokenizers", "jinja2", "pyarrow"},
     "engine": {"numpy"},
+    "answers": {"numpy"},
     "parallel": {"numpy", "jax"},
     "kernels": {"numpy", "jax"},
     "experts": {"numpy", "jax"},

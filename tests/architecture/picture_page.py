@@ -22,11 +22,7 @@ KINDS = {
     "Ray and HTTP": ("#efe6f7", "cli serving rollouts fleet cluster"),
     "plain Python": (
         "#e3f0fb",
-        (
-            "engine text constraints scheduling replay balancing observability config request_builder requests "
-            "request_constraints constraint_fields finish_reason reasoning_span token_evidence "
-            "processor_arguments request_fields"
-        ),
+        ("answers engine text constraints scheduling replay balancing observability config requests"),
     ),
     "one host": ("#e2f4e6", "tools inprocess execution checkpoints"),
     "pure JAX": ("#fdebd3", "decoding model experts kernels parallel"),

@@ -19,9 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "rayserve_moe"
 PACKAGES = [name for layer in picture_page.layers() for name in layer]
 PLAIN_PYTHON = (
-    "request_fields",
     "requests",
-    "request_builder",
     "config",
     "observability",
     "balancing",
@@ -29,6 +27,7 @@ PLAIN_PYTHON = (
     "replay",
     "text",
     "engine",
+    "answers",
 )
 TRAINERS_SIDE = "rollouts.alignment"
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]

@@ -23,6 +23,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from rayserve_moe import Engine
+from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.balancing.planning import PlacementState, PlanFailure, imbalance
@@ -30,8 +31,7 @@ from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlanner, EplbPlannerActor, RemotePlanner
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
-from rayserve_moe.engine.streams import GenerationStream
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
+from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.cluster.replica_engine import start_replica_engine
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.streams import GenerationStream
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, ListedInPrompt, SamplingParams
+from rayserve_moe.engine.loop import EngineLoop
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, ListedInPrompt, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
 

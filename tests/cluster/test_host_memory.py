@@ -20,7 +20,7 @@ from rayserve_moe.checkpoints.bucket import SentBucket, SentTensor
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.control import WeightOrder
-from rayserve_moe.engine.tensor_updates import BucketOrder
+from rayserve_moe.engine.updates.tensors import BucketOrder
 from tests.cluster.conftest import SETTINGS, until
 from tests.cluster.test_hosts import assert_same, complete
 from tests.cluster.test_rebuild import TIMEOUT_S, pids, send_all

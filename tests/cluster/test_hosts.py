@@ -18,15 +18,15 @@ import pytest
 import ray
 
 from rayserve_moe import Engine
+from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.step_transport import TRANSPORTS, CompiledGraph, StepTransport
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.engine.command_queue import EngineStoppedError
-from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.execution.served_model import runner_settings
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.model_drafts import ModelProposer
-from rayserve_moe.engine.proposers import Proposer
+from rayserve_moe.engine.speculation.model_drafts import ModelProposer
+from rayserve_moe.engine.speculation.proposers import Proposer
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import OverTransport, assert_nothing_was_compiled, transport_to, two_hosts
 from tests.support.draft_models import write_eagle_head

@@ -17,17 +17,17 @@ import ray
 from safetensors.numpy import load_file
 
 from rayserve_moe import Engine
+from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.checkpoints.bucket import SentBucket, SentShares, SentTensor, WantedTensor, pieces_for
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.step_transport import TRANSPORTS
 from rayserve_moe.config.settings import UpdateSettings
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
-from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.executor import TensorReceiver
-from rayserve_moe.engine.streams import GenerationStream
-from rayserve_moe.engine.tensor_updates import BucketOrder
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
+from rayserve_moe.engine.loop import EngineLoop
+from rayserve_moe.engine.updates.tensors import BucketOrder
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import (

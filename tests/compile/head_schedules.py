@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.kernels.attention_heads import StackedWeights
-from rayserve_moe.kernels.layers import Rotation
-from rayserve_moe.kernels.streamed_heads import HEAD_WIDTH, project_streamed, stream_shape
+from rayserve_moe.kernels.reference.layers import Rotation
+from rayserve_moe.kernels.tpu.streamed_heads import HEAD_WIDTH, project_streamed, stream_shape
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.dump import DumpFolder

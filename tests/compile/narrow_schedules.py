@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
-from rayserve_moe.kernels.grouped_ffn import multiply_grouped
 from rayserve_moe.kernels.narrow_weights import scale_rows
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
+from rayserve_moe.kernels.tpu.grouped_ffn import multiply_grouped
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.dump import DumpFolder

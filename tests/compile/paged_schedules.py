@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.kernels.attention_reference import BlockPlaces, NewRows, Together
-from rayserve_moe.kernels.flat_rows import flat_width, latent_lanes
-from rayserve_moe.kernels.paged_attention import attend, attend_new, describe_singles
-from rayserve_moe.kernels.paged_sizes import pages_of_a_block
+from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, Together
+from rayserve_moe.kernels.tpu.flat_rows import flat_width, latent_lanes
+from rayserve_moe.kernels.tpu.paged_attention import attend, attend_new, describe_singles
+from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.dump import DumpFolder

@@ -11,11 +11,11 @@ import pytest
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
-from rayserve_moe.kernels.attention_ragged import attend_decode, attend_prefill
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.kv_pool import write_kv
-from rayserve_moe.kernels.layers import rotation_of
-from rayserve_moe.kernels.registry import TPU
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.reference.layers import rotation_of
+from rayserve_moe.kernels.table import TPU
+from rayserve_moe.kernels.tpu.attention_ragged import attend_decode, attend_prefill
 from rayserve_moe.tools.hlo_report import Piece, copies_of, kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 

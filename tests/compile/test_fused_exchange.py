@@ -17,9 +17,9 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import PlacedExperts
 from rayserve_moe.experts.tokens import RoutedTokens
-from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
-from rayserve_moe.kernels.registry import KERNELS
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights
+from rayserve_moe.kernels.table import KERNELS
 from rayserve_moe.parallel.sharding import DATA, TENSOR, ParallelPlan
 from rayserve_moe.tools.hlo_report import collectives_of
 from rayserve_moe.tools.hlo_text import ProgramText, read_program

@@ -9,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_by_ragged_dot
-from rayserve_moe.kernels.grouped_ffn import multiply_grouped
 from rayserve_moe.kernels.narrow_weights import NARROW, scale_rows
+from rayserve_moe.kernels.reference.expert_products import (
+    ExpertWeights,
+    LayerExperts,
+    ProductConfig,
+    multiply_by_ragged_dot,
+)
+from rayserve_moe.kernels.tpu.grouped_ffn import multiply_grouped
 from rayserve_moe.tools.hlo_report import kernels_of
 from tests.compile.topologies import compile_for, text_of
 

@@ -10,10 +10,10 @@ import pytest
 
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import gates_of
-from rayserve_moe.kernels.add_norm import add_and_norm
-from rayserve_moe.kernels.layers import take_rows
-from rayserve_moe.kernels.registry import TPU
-from rayserve_moe.kernels.top_experts import StackedRouter, choose_experts
+from rayserve_moe.kernels.reference.layers import take_rows
+from rayserve_moe.kernels.table import TPU
+from rayserve_moe.kernels.tpu.add_norm import add_and_norm
+from rayserve_moe.kernels.tpu.top_experts import StackedRouter, choose_experts
 from rayserve_moe.tools.hlo_report import kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
-from rayserve_moe.kernels.flat_rows import flat_width, latent_lanes
 from rayserve_moe.kernels.kv_pool import write_rows
-from rayserve_moe.kernels.paged_attention import attend, attend_new, describe_singles
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
+from rayserve_moe.kernels.tpu.flat_rows import flat_width, latent_lanes
+from rayserve_moe.kernels.tpu.paged_attention import attend, attend_new, describe_singles
 from rayserve_moe.tools.hlo_report import Piece, copies_of, kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 

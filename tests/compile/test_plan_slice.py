@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.cli import main
 from rayserve_moe.config.settings import ExpertSettings
-from rayserve_moe.execution.weights import model_config
+from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.parallel.mesh import plan_for

@@ -11,9 +11,9 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
-from rayserve_moe.kernels.pushed_experts import push_experts
-from rayserve_moe.kernels.pushed_sizes import PushSizes
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
+from rayserve_moe.kernels.tpu.pushed_experts import push_experts
+from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.tools.hlo_report import collectives_of, kernels_of
 from tests.compile.topologies import text_of

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.layers import Rotation
-from rayserve_moe.kernels.rotary_heads import project_rows_at_once
+from rayserve_moe.kernels.reference.layers import Rotation
+from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
 from rayserve_moe.tools.hlo_report import kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 

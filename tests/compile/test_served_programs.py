@@ -17,7 +17,7 @@ from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.cli import main
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.execution.programs import programs_of
+from rayserve_moe.execution.programs.specs import programs_of
 from rayserve_moe.execution.served_model import runner_settings, served_model
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.requests import RequestError
+from rayserve_moe.requests.records import RequestError
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
 

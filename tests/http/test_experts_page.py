@@ -13,8 +13,8 @@ from rayserve_moe.balancing.migration import MigrationProgress
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance, rank_loads
-from rayserve_moe.engine.eplb_control import ActorView, BalancingView, MigrationRecord
-from rayserve_moe.engine.eplb_steps import COUNTS_EVERY_UNPLANNED
+from rayserve_moe.engine.eplb.control import ActorView, BalancingView, MigrationRecord
+from rayserve_moe.engine.eplb.steps import COUNTS_EVERY_UNPLANNED
 from rayserve_moe.serving.routes.statistics import PAGE
 from tests.http.conftest import served
 from tests.support.serving import KEY

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.replay.encoding import DIALECTS
-from rayserve_moe.requests import RoutedExperts
+from rayserve_moe.requests.records import RoutedExperts
 from rayserve_moe.rollouts.alignment import decode_answer
 from tests.http.asking import COMPLETIONS, GENERATE, TOKENS, ask, scored
 from tests.http.test_bad_inputs import check_error

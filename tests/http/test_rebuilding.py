@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from rayserve_moe.config.settings import ClusterSettings, Settings
-from rayserve_moe.engine import engine_loop
-from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.engine import loop as engine_loop
+from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.responses import streaming

@@ -13,7 +13,7 @@ import pytest
 
 from rayserve_moe.cluster.replica_engine import ReplicaEngine
 from rayserve_moe.config.settings import ClusterSettings, Settings
-from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.app import end_after_failure
 from rayserve_moe.serving.http import create_api

@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import pytest
 
-from rayserve_moe.engine.proposers import SiblingProposer
-from rayserve_moe.engine.speculation import Speculation
+from rayserve_moe.engine.speculation.policy import Speculation
+from rayserve_moe.engine.speculation.proposers import SiblingProposer
 from rayserve_moe.inprocess.engine import Engine
 from tests.http import test_ends as ends
 from tests.http import test_forced_routing as forced_routing

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.kernels.registry import CPU_NATIVE
+from rayserve_moe.kernels.table import CPU_NATIVE
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, run_alone
 from tests.support.engine_store import EngineStore

@@ -13,7 +13,7 @@ from rayserve_moe import Engine
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.engine.eplb_control import BalancingView
+from rayserve_moe.engine.eplb.control import BalancingView
 from tests.support.balancing import EPLB_SETTINGS, SKEWED_CONFIG, SPREAD_SETTINGS
 from tests.support.workload import draw_prompt
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.committed import joined, split
-from rayserve_moe.engine.streams import GenerationStream
-from rayserve_moe.request_builder import build_request
-from rayserve_moe.request_fields import SGLANG
-from rayserve_moe.requests import ChoiceResult, GenerationRequest
+from rayserve_moe.answers.resume import joined, split
+from rayserve_moe.answers.streams import GenerationStream
+from rayserve_moe.requests.builder import build_request
+from rayserve_moe.requests.fields import SGLANG
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest
 from tests.support.engine_store import EngineStore
 from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import Outcome, assert_same

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.streams import GenerationStream
-from rayserve_moe.requests import GenerationRequest, RoutedExperts, SamplingParams
+from rayserve_moe.answers.streams import GenerationStream
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, SamplingParams
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.workload import draw_prompt
 

@@ -17,14 +17,14 @@ from jax.sharding import PartitionSpec
 
 from rayserve_moe import Engine
 from rayserve_moe.balancing.migration import Migration
-from rayserve_moe.engine.eplb_steps import EplbSteps
-from rayserve_moe.engine.model_drafts import ModelProposer
-from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.execution import step_input
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.step import weight_partitions
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.eplb.steps import EplbSteps
+from rayserve_moe.engine.speculation.model_drafts import ModelProposer
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.execution.step import inputs as step_input
+from rayserve_moe.execution.step.function import weight_partitions
 from rayserve_moe.model.draft_layer import draft_logits
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import AWAITED, StepPlan, StepResult
 from tests.pipelines.test_migration import heading_elsewhere

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.engine import step_cycle
-from rayserve_moe.engine.proposers import PROPOSERS
-from rayserve_moe.engine.speculation import Speculation
-from rayserve_moe.execution import step_input, step_samples
-from rayserve_moe.kernels import attention_reference
+from rayserve_moe.engine import cycle as step_cycle
+from rayserve_moe.engine.speculation.policy import Speculation
+from rayserve_moe.engine.speculation.proposers import PROPOSERS
+from rayserve_moe.execution.step import inputs as step_input
+from rayserve_moe.execution.step import samples as step_samples
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.kv_pool import Moves
+from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.scheduling import verify_rows
 from tests.pipelines.test_speculation import answers_of, check_store
 from tests.support.checkpoints import PAGE_SIZE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.requests import RequestError
+from rayserve_moe.requests.records import RequestError
 
 PROMPT = list(range(40, 60))
 SAMPLING = {"max_new_tokens": 10, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}

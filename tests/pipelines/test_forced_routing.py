@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
 from tests.pipelines.conftest import ON_TWO_RANKS
 from tests.support.asking import forcing, other_rows
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.requests.records import GenerationRequest
 from tests.pipelines.conftest import ON_TWO_RANKS
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.drive import Intervention, Way, cycle_for, preempt_every, run_alone, run_on, run_together

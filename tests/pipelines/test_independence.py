@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine.cycle import StepCycle
 from tests.support.drive import Way, preempt_every, run_together, without_routing
 from tests.support.engine_store import EngineStore
 from tests.support.engines import ONE_BUCKET

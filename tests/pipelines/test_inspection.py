@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.requests import GenerationRequest, ListedInPrompt, RequestError
+from rayserve_moe.requests.records import GenerationRequest, ListedInPrompt, RequestError
 from tests.pipelines.conftest import ON_TWO_RANKS, EngineStore, ReferenceFactory
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
 from tests.support.outcomes import LOGPROB_TOLERANCE, STATE_TOLERANCE, Outcomes, assert_all_same

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.runner import HostRunner
 from tests.support.drive import Way, run_alone, run_together
 from tests.support.outcomes import Outcomes, assert_all_same
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner

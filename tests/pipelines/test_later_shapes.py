@@ -14,7 +14,7 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.execution import later_shapes
+from rayserve_moe.execution.programs import later_shapes
 from tests.support.checkpoints import NATIVE_CORE_CONFIG
 from tests.support.native import need_native_kernels
 from tests.support.runners import new_runner

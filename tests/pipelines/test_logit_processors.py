@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.requests import Constraint, GenerationRequest, RequestError
+from rayserve_moe.requests.records import Constraint, GenerationRequest, RequestError
 from tests.pipelines.conftest import ON_TWO_RANKS, EngineStore
 from tests.support.asking import log_softmax
 from tests.support.constraints import compiler

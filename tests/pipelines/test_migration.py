@@ -15,12 +15,12 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.balancing.migration import LayerSwap, Migration, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
-from rayserve_moe.engine.eplb_steps import EplbSteps
-from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.eplb.steps import EplbSteps
+from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.model.expert_parameters import slot_specs
-from rayserve_moe.requests import GenerationRequest, ModelCard
+from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from tests.support.drive import run_together
 from tests.support.engines import CORE, MOVING
 from tests.support.outcomes import assert_identical

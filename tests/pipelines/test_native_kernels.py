@@ -14,9 +14,9 @@ from rayserve_moe.checkpoints.model_path import TRAINED
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
 from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.kernels.registry import CPU, CPU_NATIVE
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.kernels.table import CPU, CPU_NATIVE
+from rayserve_moe.requests.records import GenerationRequest
 from tests.support.checkpoints import NATIVE_CORE_CONFIG, NUM_PAGES, PAGE_SIZE
 from tests.support.drive import Way, preempt_every, run_alone, run_together
 from tests.support.engines import ONE_BUCKET

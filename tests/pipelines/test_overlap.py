@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.requests import FinishReason, GenerationRequest
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.requests.records import FinishReason, GenerationRequest
 from tests.support.drive import Way, preempt_every, run_together
 from tests.support.outcomes import Outcome, Outcomes, assert_same
 from tests.support.workload import mixed_workload

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.requests import FinishReason
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.requests.records import FinishReason
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.pipelines.conftest import ReferenceFactory
 from tests.support.checkpoints import PAGE_SIZE

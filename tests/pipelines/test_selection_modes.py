@@ -13,12 +13,12 @@ import pytest
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
-from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.step_clock import selection_statistics
 from rayserve_moe.execution.card import model_card
-from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError
 from tests.support.drive import cycle_for, run_on
 from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import Outcomes, assert_identical

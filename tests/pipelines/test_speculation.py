@@ -15,13 +15,14 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.balancing.migration import Migration
-from rayserve_moe.engine import step_cycle
-from rayserve_moe.engine.eplb_steps import EplbSteps
-from rayserve_moe.engine.proposers import PROPOSERS
-from rayserve_moe.engine.speculation import Speculation
-from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.execution import step_input, step_samples
-from rayserve_moe.requests import Constraint, FinishReason
+from rayserve_moe.engine import cycle as step_cycle
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.eplb.steps import EplbSteps
+from rayserve_moe.engine.speculation.policy import Speculation
+from rayserve_moe.engine.speculation.proposers import PROPOSERS
+from rayserve_moe.execution.step import inputs as step_input
+from rayserve_moe.execution.step import samples as step_samples
+from rayserve_moe.requests.records import Constraint, FinishReason
 from rayserve_moe.scheduling import verify_rows
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.model_drafts import proposer_for
-from rayserve_moe.engine.speculation import Speculation
+from rayserve_moe.engine.speculation.model_drafts import proposer_for
+from rayserve_moe.engine.speculation.policy import Speculation
 from tests.pipelines import test_weight_updates as updates
 from tests.support.draft_models import write_eagle_head
 from tests.support.engine_store import EngineStore

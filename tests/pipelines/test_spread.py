@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.requests import GenerationRequest, ModelCard
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.support.checkpoints import CORE_CONFIG, PAGE_SIZE
 from tests.support.drive import Way, choices_of, cycle_for, run_alone, run_together

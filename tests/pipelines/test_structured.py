@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.requests import Constraint, GenerationRequest, RequestError
+from rayserve_moe.requests.records import Constraint, GenerationRequest, RequestError
 from tests.pipelines.conftest import ON_TWO_RANKS
 from tests.support.constraints import PERSON, compiler, schema_constraint, synthetic_tokenizer
 from tests.support.drive import Way, preempt_every, run_alone, run_together

@@ -9,8 +9,8 @@ import pytest
 
 from examples.calculator.problems import MIX, draw
 from rayserve_moe import Engine
-from rayserve_moe.engine.model_drafts import ModelProposer
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.engine.speculation.model_drafts import ModelProposer
+from rayserve_moe.requests.records import GenerationRequest
 from tests.support.drive import Way, cycle_for, preempt_every, run_on, run_together
 from tests.support.speculating import assert_unchanged
 from tests.support.workload import request_for

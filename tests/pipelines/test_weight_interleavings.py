@@ -12,16 +12,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rayserve_moe import Engine
+from rayserve_moe.answers.native import labelled_ranges
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.files import open_checkpoint
-from rayserve_moe.engine.answers import labelled_ranges
-from rayserve_moe.engine.eplb_steps import EplbSteps
-from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.weights import load_weights
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.eplb.steps import EplbSteps
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.execution.weights.placing import load_weights
 from rayserve_moe.model.expert_parameters import slot_specs
-from rayserve_moe.requests import FinishReason
+from rayserve_moe.requests.records import FinishReason
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.pipelines.conftest import ReferenceFactory

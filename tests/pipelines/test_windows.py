@@ -17,11 +17,11 @@ import pytest
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
-from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.execution import served_model
-from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.model.kv_cache import layer_pages_of
-from rayserve_moe.requests import GenerationRequest, ModelCard
+from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.windowed_pages import WindowedPages
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
 from tests.support.outcomes import Outcomes, assert_all_same

@@ -18,7 +18,7 @@ from rayserve_moe.replay.encoding import (
     routing_from,
     routing_until,
 )
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.alignment import (
     CONVENTIONS,
     Sample,

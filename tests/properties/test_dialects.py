@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rayserve_moe.replay.encoding import DIALECTS, decode_forced, encode_nested, encode_packed, routed_experts_info
 from rayserve_moe.replay.encoding.ranges import routing_from, routing_until
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from tests.support.examples import examples
 from tests.support.routing_cases import layouts, refusal, routed, routed_with_gaps, same
 

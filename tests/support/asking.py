@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rayserve_moe.requests import GenerationRequest, RoutedExperts, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, SamplingParams
 from tests.support.workload import draw_prompt, request_for
 
 Logits = Callable[[Sequence[int]], np.ndarray]

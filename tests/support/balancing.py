@@ -11,7 +11,7 @@ import numpy as np
 from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planning import PlacementState, Proposal
-from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from tests.support.checkpoints import CORE_CONFIG

@@ -13,7 +13,7 @@ from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.constraints.matchers import Vocabulary
 from rayserve_moe.engine.guides import vocabulary_of
-from rayserve_moe.requests import Constraint
+from rayserve_moe.requests.records import Constraint
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.support.checkpoints import CORE_CONFIG
 

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from rayserve_moe.engine.executor import ExecutorFailure
-from rayserve_moe.requests import ModelCard, RoutingLayout, WeightsRefusedError
+from rayserve_moe.requests.records import ModelCard, RoutingLayout, WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StartReport, StepPlan, StepResult
 
 VOCABULARY = 1000

@@ -12,15 +12,15 @@ import numpy as np
 
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.engine.admission import ending_ids, processed_of
-from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.guides import guides_of
-from rayserve_moe.engine.proposers import Proposer
-from rayserve_moe.engine.routing_capture import RoutingCapture
-from rayserve_moe.engine.speculation import Speculation
-from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.requests import GenerationRequest, ModelCard
+from rayserve_moe.engine.routing.capture import RoutingCapture
+from rayserve_moe.engine.speculation.policy import Speculation
+from rayserve_moe.engine.speculation.proposers import Proposer
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence, evidence_of, hidden_of, support_of, top_of
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult

@@ -22,8 +22,8 @@ from rayserve_moe.experts.layer import apply_experts
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import RouterWeights, count_tokens
 from rayserve_moe.experts.slot_mapping import placement_arrays
-from rayserve_moe.kernels.expert_products import ExpertWeights
-from rayserve_moe.kernels.registry import KERNELS
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights
+from rayserve_moe.kernels.table import KERNELS
 from rayserve_moe.parallel.mesh import use_cpu_devices
 from rayserve_moe.parallel.sharding import DATA, TENSOR, ParallelPlan
 from tests.support.compiling import OPTIMIZED, QUICK

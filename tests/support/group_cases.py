@@ -24,13 +24,14 @@ import numpy as np
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
-from rayserve_moe.engine.model_drafts import ModelProposer
-from rayserve_moe.kernels import attention_reference, paged_attention, paged_sizes, paged_tiles, paged_writes
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
-from rayserve_moe.kernels.flat_rows import flat_kv, flat_latents
-from rayserve_moe.kernels.paged_tiles import GroupTokens
-from rayserve_moe.kernels.paged_writes import GroupWrites
-from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION
+from rayserve_moe.engine.speculation.model_drafts import ModelProposer
+from rayserve_moe.kernels.reference import attention as attention_reference
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
+from rayserve_moe.kernels.table import FLAT_ATTENTION, LATENT_ATTENTION
+from rayserve_moe.kernels.tpu import paged_attention, paged_sizes, paged_tiles, paged_writes
+from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_latents
+from rayserve_moe.kernels.tpu.paged_tiles import GroupTokens
+from rayserve_moe.kernels.tpu.paged_writes import GroupWrites
 from tests.support.draft_models import AUX_KEY, write_eagle_head
 from tests.support.drive import run_together
 from tests.support.interpreting import FAULTS_FOUND, INTERPRETED, Outcome, watch

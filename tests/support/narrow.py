@@ -13,8 +13,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from rayserve_moe.checkpoints.files import CONFIG_FILE, SINGLE_FILE, open_checkpoint
-from rayserve_moe.kernels.expert_products import ExpertWeights
 from rayserve_moe.kernels.narrow_weights import scale_rows
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 
 EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.\d+\.\w+\.weight")
 

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from rayserve_moe import extract_routed_experts_from_meta_info
-from rayserve_moe.requests import FinishReason, HiddenStates, PromptScores, RoutedExperts, RoutingLayout, TopLogprobs
+from rayserve_moe.requests.records import (
+    FinishReason,
+    HiddenStates,
+    PromptScores,
+    RoutedExperts,
+    RoutingLayout,
+    TopLogprobs,
+)
 
 LOGPROB_TOLERANCE = 1e-5
 STATE_TOLERANCE = 3e-5

@@ -26,13 +26,14 @@ import numpy as np
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
-from rayserve_moe.kernels import attention_reference, paged_attention, paged_sizes
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
-from rayserve_moe.kernels.flat_rows import flat_kv, flat_latents
-from rayserve_moe.kernels.paged_attention import visits_of
-from rayserve_moe.kernels.paged_stream import PageStream
-from rayserve_moe.kernels.paged_writes import RowWrites
-from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION
+from rayserve_moe.kernels.reference import attention as attention_reference
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
+from rayserve_moe.kernels.table import FLAT_ATTENTION, LATENT_ATTENTION
+from rayserve_moe.kernels.tpu import paged_attention, paged_sizes
+from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_latents
+from rayserve_moe.kernels.tpu.paged_attention import visits_of
+from rayserve_moe.kernels.tpu.paged_stream import PageStream
+from rayserve_moe.kernels.tpu.paged_writes import RowWrites
 from tests.support.drive import run_together
 from tests.support.interpreting import FAULTS_FOUND, INTERPRETED, Outcome, watch
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner

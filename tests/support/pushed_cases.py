@@ -26,22 +26,22 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.kernels import paged_attention, pushed_experts, pushed_products
-from rayserve_moe.kernels.add_norm import add_and_norm
 from rayserve_moe.kernels.attention_layer import attend_layer
-from rayserve_moe.kernels.expert_products import (
+from rayserve_moe.kernels.narrow_weights import NARROW
+from rayserve_moe.kernels.reference.expert_products import (
     ExpertWeights,
     LayerExperts,
     ProductConfig,
     multiply_in_blocks,
     sum_results,
 )
-from rayserve_moe.kernels.narrow_weights import NARROW
-from rayserve_moe.kernels.pushed_sizes import TILE_ROWS, PushSizes, lacks
-from rayserve_moe.kernels.registry import CPU, KERNELS, Kernels
-from rayserve_moe.kernels.rotary_heads import project_rows_at_once
-from rayserve_moe.kernels.streamed_heads import norm_and_project
-from rayserve_moe.kernels.top_experts import choose_experts
+from rayserve_moe.kernels.table import CPU, KERNELS, Kernels
+from rayserve_moe.kernels.tpu import paged_attention, pushed_experts, pushed_products
+from rayserve_moe.kernels.tpu.add_norm import add_and_norm
+from rayserve_moe.kernels.tpu.pushed_sizes import TILE_ROWS, PushSizes, lacks
+from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
+from rayserve_moe.kernels.tpu.streamed_heads import norm_and_project
+from rayserve_moe.kernels.tpu.top_experts import choose_experts
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.compiling import process_flags
 from tests.support.drive import preempt_every, run_alone, run_together

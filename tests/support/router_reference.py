@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from rayserve_moe.requests import RoutedExperts
+from rayserve_moe.requests.records import RoutedExperts
 
 TIE_GAP = 1e-5
 MAX_TIED_PART = 1e-3

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from hypothesis import strategies as st
 
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 
 @st.composite

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.execution.row_updates import MAX_BIASES
-from rayserve_moe.execution.step_types import DeviceState
+from rayserve_moe.execution.step.pytrees import DeviceState
+from rayserve_moe.execution.step.row_updates import MAX_BIASES
 from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 
 

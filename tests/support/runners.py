@@ -13,12 +13,12 @@ import jax
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.execution.card import model_card
-from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
-from rayserve_moe.requests import ModelCard
+from rayserve_moe.requests.records import ModelCard
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.compiling import OPTIMIZED
 from tests.support.drive import Way

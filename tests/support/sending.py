@@ -9,8 +9,8 @@ from rayserve_moe import Engine
 from rayserve_moe.checkpoints.bucket import SentBucket, SentShares, SentTensor, pieces_for
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.engine.control import WeightOrder
-from rayserve_moe.engine.tensor_updates import BucketOrder
-from rayserve_moe.engine.weight_orders import WeightOutcome
+from rayserve_moe.engine.updates.orders import WeightOutcome
+from rayserve_moe.engine.updates.tensors import BucketOrder
 from tests.support.steps import WITHIN_S
 
 

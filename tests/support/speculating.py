@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.eplb_steps import EplbSteps
-from rayserve_moe.engine.proposers import Proposer
-from rayserve_moe.kernels.registry import CPU_NATIVE
-from rayserve_moe.reasoning_span import ReasoningMarkers, ThinkingLimit
-from rayserve_moe.requests import (
+from rayserve_moe.engine.eplb.steps import EplbSteps
+from rayserve_moe.engine.speculation.proposers import Proposer
+from rayserve_moe.kernels.table import CPU_NATIVE
+from rayserve_moe.requests.reasoning_span import ReasoningMarkers, ThinkingLimit
+from rayserve_moe.requests.records import (
     Constraint,
     GenerationRequest,
     ListedInPrompt,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.scheduling.scheduler import Commit
 
 WITHIN_S = 600.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.alignment import decode_answer
 from tests.support.outcomes import LOGPROB_TOLERANCE
 from tests.support.router_reference import RouterReference, Tally

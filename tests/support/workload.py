@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from tests.support.checkpoints import CORE_CONFIG
 
 FIRST_ORDINARY_ID = 3

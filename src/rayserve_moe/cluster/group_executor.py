@@ -31,9 +31,9 @@ from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
 from rayserve_moe.execution.served_model import RunnerSettings
-from rayserve_moe.execution.staged_weights import too_late
+from rayserve_moe.execution.weights.staged import too_late
 from rayserve_moe.observability.fault_points import reach
-from rayserve_moe.requests import WeightsRefusedError
+from rayserve_moe.requests.records import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ DROP_TIMEOUT_S = 10.0
 class GroupExecutor:
     """Owns the workers of one slice, as an `engine.executor.Executor`. They die with it, all together.
 
-    It is an `engine.recovery.Rebuilder` too: `rebuild` puts other workers in their place, which load the weights that
-    served last. Another thread may set `given_up` to end the start, with GivenUpError.
+    It is an `engine.recovery.hosts.Rebuilder` too: `rebuild` puts other workers in their place, which load the weights
+    that served last. Another thread may set `given_up` to end the start, with GivenUpError.
     """
 
     def __init__(

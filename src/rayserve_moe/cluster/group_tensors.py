@@ -19,8 +19,8 @@ from rayserve_moe.checkpoints.open_shares import SharePlace
 from rayserve_moe.cluster.worker_tensors import ADD, BEGIN, FINISH, KEEP, SHARE, WANTED
 from rayserve_moe.config.given_files import one_line
 from rayserve_moe.engine.executor import ExecutorFailure
-from rayserve_moe.execution.staged_weights import too_late
-from rayserve_moe.requests import WeightsRefusedError
+from rayserve_moe.execution.weights.staged import too_late
+from rayserve_moe.requests.records import WeightsRefusedError
 
 POLL_S = 0.005
 """From asking the hosts whether they have staged a bucket to asking again."""

@@ -16,7 +16,7 @@ from rayserve_moe.config.load import set_compiler_flag, set_environment_defaults
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.execution.fewer_hosts import Parts, settings_of_any_size
 from rayserve_moe.execution.served_model import RunnerSettings
-from rayserve_moe.execution.weights import open_model
+from rayserve_moe.execution.weights.placing import open_model
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.observability.fault_points import reach
 from rayserve_moe.parallel.joining import join_hosts

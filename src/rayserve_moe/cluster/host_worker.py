@@ -19,11 +19,11 @@ from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
 from rayserve_moe.cluster.weight_keepers import KeptShare, opened_here
 from rayserve_moe.cluster.worker_tensors import WorkerTensors
 from rayserve_moe.execution.fewer_hosts import pages_beside_copies, pages_with_fewest
-from rayserve_moe.execution.host_runner import HostRunner
 from rayserve_moe.execution.memory import free_bytes
 from rayserve_moe.execution.native_kernels import kernels_in_words
+from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
-from rayserve_moe.execution.staged_weights import WeightReading
+from rayserve_moe.execution.weights.staged import WeightReading
 from rayserve_moe.observability.fault_points import reach
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult

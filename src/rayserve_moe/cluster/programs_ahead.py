@@ -20,10 +20,10 @@ from rayserve_moe.cluster.host_group import coordinate
 from rayserve_moe.cluster.host_layout import HostPlace, lay_out, place_of
 from rayserve_moe.cluster.slice_placement import GivenUpError, get
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
-from rayserve_moe.execution.compile_cache import kept_programs
-from rayserve_moe.execution.compiled_steps import compile_served
 from rayserve_moe.execution.fewer_hosts import Parts
-from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.programs.cache import kept_programs
+from rayserve_moe.execution.programs.compiled import compile_served
+from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.observability.logs import use_logging
 

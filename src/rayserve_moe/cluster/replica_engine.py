@@ -17,8 +17,8 @@ from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.weight_keepers import KeptShare
 from rayserve_moe.config.settings import Settings
-from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.guides import constraint_compiler
+from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.execution.card import check_tensors, describe_model
 from rayserve_moe.text.tokenizer import Tokenizer
 

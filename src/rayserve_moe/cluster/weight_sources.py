@@ -18,7 +18,7 @@ from rayserve_moe.cluster.weight_keepers import KEEP_S, KeptShare, WeightKeepers
 from rayserve_moe.config.settings import ClusterSettings
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.observability.fault_points import reach
-from rayserve_moe.requests import WeightsRefusedError
+from rayserve_moe.requests.records import WeightsRefusedError
 
 
 class WeightSources:

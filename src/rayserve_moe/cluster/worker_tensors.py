@@ -9,9 +9,9 @@ import numpy as np
 
 from rayserve_moe.checkpoints.bucket import Heads, SentPiece, WantedTensor
 from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare
-from rayserve_moe.execution.staged_weights import WeightReading
-from rayserve_moe.execution.tensor_staging import TensorStaging
-from rayserve_moe.requests import WeightsRefusedError
+from rayserve_moe.execution.weights.staged import WeightReading
+from rayserve_moe.execution.weights.tensor_staging import TensorStaging
+from rayserve_moe.requests.records import WeightsRefusedError
 
 BEGIN, WANTED, ADD, FINISH, KEEP, SHARE = "begin", "wanted", "add", "finish", "keep", "share"
 

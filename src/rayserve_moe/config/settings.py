@@ -13,7 +13,7 @@ from rayserve_moe.config.setting_fields import DAY_S
 from rayserve_moe.config.setting_fields import choice as _choice
 from rayserve_moe.config.setting_fields import named as _named
 from rayserve_moe.config.setting_fields import number as _number
-from rayserve_moe.request_fields import LONGEST_CONSTRAINT
+from rayserve_moe.requests.fields import LONGEST_CONSTRAINT
 
 
 @dataclass(frozen=True)

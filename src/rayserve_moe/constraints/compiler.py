@@ -23,12 +23,12 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from rayserve_moe.config.settings import StructuredSettings
-from rayserve_moe.constraint_fields import Constraint
 from rayserve_moe.constraints.grammar_text import grammar_of
 from rayserve_moe.constraints.matchers import Vocabulary, built_matcher, fault_of
 from rayserve_moe.constraints.refusals import refusal
 from rayserve_moe.constraints.token_guide import AfterText, TokenGuide, end_rules
-from rayserve_moe.requests import RequestError, SamplingParams
+from rayserve_moe.requests.constraint_fields import Constraint
+from rayserve_moe.requests.records import RequestError, SamplingParams
 
 MAX_KEPT, MAX_KEPT_BYTES = 256, 16 << 20
 """Maximum number and total length of compiled constraints that are kept for later requests."""

@@ -11,10 +11,10 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from rayserve_moe.config.settings import StructuredSettings
-from rayserve_moe.constraint_fields import Constraint
 from rayserve_moe.constraints.optional_properties import excess_of
 from rayserve_moe.constraints.tag_formats import TagGrammar, triggered
-from rayserve_moe.requests import RequestError
+from rayserve_moe.requests.constraint_fields import Constraint
+from rayserve_moe.requests.records import RequestError
 
 WHITESPACE = "( |\\n {0,32})"
 """Between the parts of JSON, where a request does not say what: one space, or a line break and an indent. Unbounded, a

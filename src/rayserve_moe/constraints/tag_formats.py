@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rayserve_moe.requests import RequestError
+from rayserve_moe.requests.records import RequestError
 
 Format = Mapping[str, Any]
 SchemaOf = Callable[[Any], str]

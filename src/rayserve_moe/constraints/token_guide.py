@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLMatcher
 
-from rayserve_moe.requests import FinishReason, SamplingParams
+from rayserve_moe.requests.records import FinishReason, SamplingParams
 
 STOP = FinishReason("stop")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.layers import NO_ID, WordMasses, best_of, masses_of
+from rayserve_moe.kernels.reference.layers import NO_ID, WordMasses, best_of, masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 Masses = Callable[[jax.Array, jax.Array, jax.Array], WordMasses]

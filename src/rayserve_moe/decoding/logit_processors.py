@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.decoding.masks import masked
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
-from rayserve_moe.processor_arguments import NUM_RECENT, ProcessorArgument, argument_of, row_size
+from rayserve_moe.requests.processor_arguments import NUM_RECENT, ProcessorArgument, argument_of, row_size
 
 
 class ProcessedRows(NamedTuple):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.decoding.log_probs import LogProbs, Masses, TopTokens, likeliest, log_probs_of, ranks_of
 from rayserve_moe.decoding.truncation import LastKept, is_kept, keep_all, last_kept
-from rayserve_moe.kernels.layers import best_of, gumbel_noise, masses_of
+from rayserve_moe.kernels.reference.layers import best_of, gumbel_noise, masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 Noise = Callable[..., jax.Array]

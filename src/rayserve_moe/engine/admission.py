@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayserve_moe.processor_arguments import processed_row
-from rayserve_moe.request_fields import MAX_LISTED_IDS, MAX_LOGIT_BIASES, declared
-from rayserve_moe.requests import (
+from rayserve_moe.requests.fields import MAX_LISTED_IDS, MAX_LOGIT_BIASES, declared
+from rayserve_moe.requests.processor_arguments import processed_row
+from rayserve_moe.requests.records import (
     GenerationRequest,
     ModelCard,
     RequestError,

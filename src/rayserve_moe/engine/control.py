@@ -14,20 +14,20 @@ import numpy as np
 
 from rayserve_moe.config.given_files import is_url
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
+from rayserve_moe.engine.cycle import NO_ROWS, StepCycle
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.page_watch import PageWatch
-from rayserve_moe.engine.recovery import Recovery
-from rayserve_moe.engine.step_cycle import NO_ROWS, StepCycle
-from rayserve_moe.engine.tensor_updates import BetweenSteps, TensorUpdates
-from rayserve_moe.engine.weight_orders import (
+from rayserve_moe.engine.recovery.hosts import Recovery
+from rayserve_moe.engine.updates.orders import (
     LOST_WHILE_CHANGING,
     LOST_WHILE_READING,
     NOTHING_STAGED,
     WeightOrder,
     WeightOutcome,
 )
-from rayserve_moe.requests import FinishReason, ModelCard, RequestError, WeightsRefusedError
+from rayserve_moe.engine.updates.tensors import BetweenSteps, TensorUpdates
+from rayserve_moe.requests.records import FinishReason, ModelCard, RequestError, WeightsRefusedError
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.starting_over import add_choices

@@ -73,10 +73,10 @@ class TensorReceiver(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps: in this process (`execution.host_runner`) or on other hosts (`cluster.step_transport`).
+    """Runs steps: in this process (`execution.runner`) or on other hosts (`cluster.step_transport`).
 
     Calls come from one thread, but for `stage_weights` and those of `tensors`. After `ExecutorFailure` only `shutdown`
-    may follow, or a `Rebuilder.rebuild` of the same object (`engine.recovery`).
+    may follow, or a `Rebuilder.rebuild` of the same object (`engine.recovery.hosts`).
     """
 
     def start(self) -> StartReport:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from rayserve_moe.engine.step_cycle import NO_ROWS
+from rayserve_moe.engine.cycle import NO_ROWS
 from rayserve_moe.observability.metrics import RequestMetrics
-from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts
+from rayserve_moe.requests.records import ChoiceResult, FinishReason, RoutedExperts
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence, evidence_of, hidden_of, support_of, top_of
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from rayserve_moe.engine.command_queue import CommandQueue
-from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.scheduling.page_events import PageEvents
 from rayserve_moe.scheduling.scheduler import watch_pages
 from rayserve_moe.scheduling.sequence import Sequence

@@ -16,7 +16,7 @@ from rayserve_moe.execution.served_model import RunnerSettings, runner_settings
 from rayserve_moe.model.family_table import family_of, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.requests import ModelCard
+from rayserve_moe.requests.records import ModelCard
 from rayserve_moe.text.tokenizer import Tokenizer
 
 

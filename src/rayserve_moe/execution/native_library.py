@@ -17,7 +17,7 @@ import jax
 
 from rayserve_moe.config.load import default_cache_directory, environment_setting
 from rayserve_moe.execution.native_levels import AUTO, Level, NativeKernelsUnavailable, choose_level
-from rayserve_moe.execution.program_files import check_ours, make_private
+from rayserve_moe.execution.programs.files import check_ours, make_private
 from rayserve_moe.kernels import cpu_native
 from rayserve_moe.kernels.cpu_native.calls import TARGETS
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS

@@ -23,18 +23,18 @@ from rayserve_moe.config.settings import (
     UpdateSettings,
 )
 from rayserve_moe.decoding.logit_processors import LogitProcessor
-from rayserve_moe.execution.buckets import step_cost, step_shapes
-from rayserve_moe.execution.device_state import state_shapes
-from rayserve_moe.execution.draft_model import draft_config, draft_shapes, draft_state_shapes
-from rayserve_moe.execution.draft_parts import scratch_pages
+from rayserve_moe.execution.drafts.model import draft_config, draft_shapes, draft_state_shapes
+from rayserve_moe.execution.drafts.parts import scratch_pages
 from rayserve_moe.execution.memory import PoolSizes, page_bytes
-from rayserve_moe.execution.migration import staging_shapes
 from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
 from rayserve_moe.execution.processor_module import load_processors
-from rayserve_moe.execution.step_types import DeviceState, ModelWeights, StepConfig, StepShape, TreeShape
-from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
+from rayserve_moe.execution.programs.buckets import step_cost, step_shapes
+from rayserve_moe.execution.step.device_state import state_shapes
+from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepConfig, StepShape, TreeShape
+from rayserve_moe.execution.weights.migration import staging_shapes
+from rayserve_moe.execution.weights.placing import first_placement, model_config, weight_shapes
 from rayserve_moe.experts.migration import SlotArrays
-from rayserve_moe.kernels.paged_sizes import CLEARED_ROWS
+from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.kv_cache import cache_row, layer_pages_of, windows_of

@@ -13,8 +13,8 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.exchange import Chunk, ExchangeConfig, Multiply, run_in_turn, run_overlapped
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows, take_part
-from rayserve_moe.kernels.expert_products import LayerExperts, ProductConfig, widened
-from rayserve_moe.kernels.registry import Kernel
+from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig, widened
+from rayserve_moe.kernels.table import Kernel
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayserve_moe.experts.router_spec import RouterSpec
-from rayserve_moe.kernels.registry import Kernels
+from rayserve_moe.kernels.table import Kernels
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 

@@ -24,7 +24,7 @@ from rayserve_moe.experts.routing import (
 )
 from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacedExperts, PlacementArrays
 from rayserve_moe.experts.tokens import RoutedTokens
-from rayserve_moe.kernels.expert_products import ExpertWeights
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.parallel.mesh import platform_of
 
 

@@ -11,9 +11,9 @@ from rayserve_moe.experts.all_to_all import apply_all_to_all
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
-from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.narrow_weights import in_blocks
-from rayserve_moe.kernels.pushed_sizes import WEIGHT_DTYPES, PushSizes
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
+from rayserve_moe.kernels.tpu.pushed_sizes import WEIGHT_DTYPES, PushSizes
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 

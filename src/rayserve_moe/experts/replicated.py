@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import SEND_BYTES, RoutedTokens, cut_into_chunks, take_part
-from rayserve_moe.kernels.expert_products import LayerExperts, ProductConfig
+from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 RESULT_BYTES = 4 * SEND_BYTES

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.experts.router_spec import RouterSpec
-from rayserve_moe.kernels.top_experts import StackedRouter
+from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 
 LEAST_TOTAL = 1e-20
 """What DeepSeek-V3 adds to a sum of sigmoids before it divides by it: they may all be zero."""

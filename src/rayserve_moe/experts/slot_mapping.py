@@ -18,7 +18,7 @@ import numpy as np
 
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.kernels.expert_products import ExpertWeights
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.slot_order import order_by_slot
 
 # A share of an expert's tokens is measured in parts of this; experts up to 2047 keep the sum in an int32.

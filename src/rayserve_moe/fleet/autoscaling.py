@@ -13,7 +13,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from rayserve_moe.config.derive import most_replicas
 from rayserve_moe.config.settings import ClusterSettings
-from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.engine.loop import EngineLoop
 
 DEMAND = "demand"
 _SAMPLED_S, _AVERAGED_S = 1.0, 5.0

@@ -12,8 +12,15 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from rayserve_moe.engine.committed import joined
-from rayserve_moe.requests import ChoiceResult, DraftCounts, FinishReason, PromptScores, RoutedExperts, TopLogprobs
+from rayserve_moe.answers.resume import joined
+from rayserve_moe.requests.records import (
+    ChoiceResult,
+    DraftCounts,
+    FinishReason,
+    PromptScores,
+    RoutedExperts,
+    TopLogprobs,
+)
 
 
 @dataclass(frozen=True)

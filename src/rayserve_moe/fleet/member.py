@@ -14,7 +14,7 @@ from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.config.given_files import is_url
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.control import EngineControl
-from rayserve_moe.engine.weight_orders import WeightOrder, WeightOutcome
+from rayserve_moe.engine.updates.orders import WeightOrder, WeightOutcome
 from rayserve_moe.fleet.wanted_state import FleetView, ServedWeights, Wanted
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rayserve_moe.replay.encoding import decode_each_forced
-from rayserve_moe.request_builder import build_request, param_names, read_given
-from rayserve_moe.request_fields import SGLANG, VLLM
-from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, SharedSampling
+from rayserve_moe.requests.builder import build_request, param_names, read_given
+from rayserve_moe.requests.fields import SGLANG, VLLM
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError, SharedSampling
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.truncation import truncation_to
 

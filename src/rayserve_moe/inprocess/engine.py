@@ -6,21 +6,21 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from rayserve_moe.answers.native import native_answer, native_routing
 from rayserve_moe.checkpoints.model_path import located
 from rayserve_moe.config.given_files import is_url
 from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.engine.answers import native_answer, native_routing
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
-from rayserve_moe.engine.engine_loop import EngineLoop
 from rayserve_moe.engine.guides import constraint_compiler
+from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.execution.card import describe_model
-from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.inprocess.arguments import Prompts, prompts_from, requests_from, single_prompt_from
 from rayserve_moe.inprocess.local_executor import LocalExecutor
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.parallel.mesh import local_devices, plan_for
-from rayserve_moe.requests import ChoiceResult, ModelCard, RequestError
+from rayserve_moe.requests.records import ChoiceResult, ModelCard, RequestError
 
 Answer = dict[str, Any]
 SamplingMappings = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None

@@ -13,7 +13,7 @@ from rayserve_moe.inprocess.arguments import SamplingParams, one_each, request_w
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.inprocess.outputs import OutputWriter, RequestOutput
 from rayserve_moe.inprocess.running import run_to_end
-from rayserve_moe.requests import RequestError
+from rayserve_moe.requests.records import RequestError
 from rayserve_moe.text.chat import render_chat
 from rayserve_moe.text.tokenizer import Tokenizer
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from rayserve_moe.checkpoints.bucket import Heads, SentShares, SentTensor, WantedTensor, cut
 from rayserve_moe.config.settings import UpdateSettings
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.staged_weights import WeightReading, refusing, too_late
-from rayserve_moe.execution.tensor_staging import TensorStaging
-from rayserve_moe.requests import WeightsRefusedError
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.execution.weights.staged import WeightReading, refusing, too_late
+from rayserve_moe.execution.weights.tensor_staging import TensorStaging
+from rayserve_moe.requests.records import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
@@ -51,7 +51,7 @@ class LocalTensors:
 
 
 class LocalExecutor:
-    """Wraps one HostRunner as an `engine.step_cycle.Executor`."""
+    """Wraps one HostRunner as an `engine.cycle.Executor`."""
 
     def __init__(self, runner: HostRunner, updates: UpdateSettings | None = None) -> None:
         self.runner = runner

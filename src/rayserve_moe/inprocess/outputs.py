@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayserve_moe.engine.answers import ChoiceResult, TokenLogprob, output_logprobs, prompt_logprobs_of, stop_reason
+from rayserve_moe.answers.native import ChoiceResult, TokenLogprob, output_logprobs, prompt_logprobs_of, stop_reason
 from rayserve_moe.inprocess.arguments import SamplingParams
 from rayserve_moe.replay.encoding import routed_experts_info, routing_from
-from rayserve_moe.requests import GenerationRequest, PromptScores, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import GenerationRequest, PromptScores, RoutedExperts, RoutingLayout
 from rayserve_moe.text.tokenizer import Tokenizer
 
 

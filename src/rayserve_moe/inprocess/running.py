@@ -9,10 +9,10 @@ from contextlib import ExitStack
 
 from tqdm import tqdm
 
+from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.engine.admission import EngineBusyError
-from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.streams import GenerationStream
-from rayserve_moe.requests import ChoiceResult, GenerationRequest
+from rayserve_moe.engine.loop import EngineLoop
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest
 from rayserve_moe.text.tokenizer import Tokenizer
 
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.flat_rows import flat_kv
 from rayserve_moe.kernels.kv_pool import kv_rows
-from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
+from rayserve_moe.kernels.reference.layers import Rotation, project, rms_norm, rotate
+from rayserve_moe.kernels.tpu.flat_rows import flat_kv
 
 
 class StackedWeights(NamedTuple):

@@ -16,14 +16,14 @@ import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
-from rayserve_moe.kernels.attention_reference import BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.kv_pool import LayerPages, write_rows
-from rayserve_moe.kernels.layers import Rotation
+from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, ScoreConfig, Together
+from rayserve_moe.kernels.reference.layers import Rotation
 
 PagedAttention = Callable[..., jax.Array]
-"""The signature of `attention_reference.attend`."""
+"""The signature of `reference.attention.attend`."""
 WritingAttention = Callable[..., tuple[jax.Array, jax.Array]]
-"""The signature of `attention_reference.attend_new`."""
+"""The signature of `reference.attention.attend_new`."""
 
 
 @jax.tree_util.register_dataclass

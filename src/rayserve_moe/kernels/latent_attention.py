@@ -28,8 +28,8 @@ from rayserve_moe.kernels.attention_layer import (
     attend_blocks,
     write_early,
 )
-from rayserve_moe.kernels.attention_reference import ScoreConfig
-from rayserve_moe.kernels.layers import Rotation, project, rms_norm, rotate
+from rayserve_moe.kernels.reference.attention import ScoreConfig
+from rayserve_moe.kernels.reference.layers import Rotation, project, rms_norm, rotate
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.flat_rows import LANES
 from rayserve_moe.kernels.latent_attention import LatentConfig
-from rayserve_moe.kernels.registry import FLAT_ATTENTION, LATENT_ATTENTION, Kernels
+from rayserve_moe.kernels.table import FLAT_ATTENTION, LATENT_ATTENTION, Kernels
+from rayserve_moe.kernels.tpu.flat_rows import LANES
 from rayserve_moe.model.spec import ModelSpec, RopeSpec, UnsupportedModelError, YarnSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
 

@@ -17,10 +17,10 @@ from rayserve_moe.experts.routing import ForcedExperts, router_of_layer
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.attention_layer import AttentionInputs, DescribedSingles, TokenBatch
-from rayserve_moe.kernels.expert_products import ExpertWeights
-from rayserve_moe.kernels.layers import Rotation
-from rayserve_moe.kernels.registry import Kernels
-from rayserve_moe.kernels.top_experts import StackedRouter
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights
+from rayserve_moe.kernels.reference.layers import Rotation
+from rayserve_moe.kernels.table import Kernels
+from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 from rayserve_moe.model.attention import attention_config, rope_frequencies, rotary_width
 from rayserve_moe.model.layer_runs import LayerRun
 from rayserve_moe.model.spec import ModelSpec

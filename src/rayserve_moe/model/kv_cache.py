@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from rayserve_moe.kernels.flat_rows import flat_width, latent_lanes
 from rayserve_moe.kernels.kv_pool import LayerPages
+from rayserve_moe.kernels.tpu.flat_rows import flat_width, latent_lanes
 from rayserve_moe.model.parameters import kv_repeats
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -35,7 +35,7 @@ def cache_row(spec: ModelSpec, *, tensor_size: int, is_flat: bool = False) -> Ca
 
     With latent attention [1, kv_lora_rank + rope_dim], the same on all devices of the tensor axis: the latent serves
     all heads, as key (with the rotated part) and as value. `is_flat` (`Kernels.has_flat_rows`): one dimension, as
-    `kernels.flat_rows` has it.
+    `kernels.tpu.flat_rows` has it.
     """
     attention = spec.attention
     if attention.latent is not None:

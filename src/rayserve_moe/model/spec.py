@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 from rayserve_moe.experts.router_spec import RouterSpec, one_of
-from rayserve_moe.requests import RoutingLayout
+from rayserve_moe.requests.records import RoutingLayout
 
 
 class UnsupportedModelError(ValueError):

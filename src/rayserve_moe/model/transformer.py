@@ -15,7 +15,7 @@ from rayserve_moe.experts.balanced_layer import step_capacity
 from rayserve_moe.experts.routing import count_tokens
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.layers import take_rows
+from rayserve_moe.kernels.reference.layers import take_rows
 from rayserve_moe.model.decoder_layers import (
     ModelConfig,
     Parameters,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.layers import take_rows
+from rayserve_moe.kernels.reference.layers import take_rows
 from rayserve_moe.parallel.sharding import ParallelPlan, sum_to_data_ranks, vocabulary_rank
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 

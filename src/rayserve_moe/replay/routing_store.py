@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.requests import RoutingLayout
+from rayserve_moe.requests.records import RoutingLayout
 
 
 class RoutingStore:

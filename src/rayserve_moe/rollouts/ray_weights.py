@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from rayserve_moe.checkpoints.bucket import SentShares, SentTensor, WantedTensor, pieces_for
-from rayserve_moe.engine.weight_orders import WeightOrder
+from rayserve_moe.engine.updates.orders import WeightOrder
 from rayserve_moe.rollouts.answers import Faulty, Refused, Unavailable
 from rayserve_moe.rollouts.weights import BUCKET_BYTES, HeldDtypes, bucketed, rounded, sent_tensors
 

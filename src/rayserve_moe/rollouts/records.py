@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayserve_moe.replay.encoding.description import checksum
-from rayserve_moe.requests import RoutedExperts
+from rayserve_moe.requests.records import RoutedExperts
 from rayserve_moe.rollouts.schema import SCHEMA
 from rayserve_moe.rollouts.shards import ROLLOUTS, ShardError, altered_shards, damaged_shards, shard_files
 

@@ -15,18 +15,18 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from rayserve_moe.answers.native import native_answer
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.cluster.slice_placement import GivenUpError
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.engine.admission import EngineBusyError
-from rayserve_moe.engine.answers import native_answer
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.inprocess.running import RunningRequest
 from rayserve_moe.observability.logs import use_logging
-from rayserve_moe.request_builder import build_request, read_given
-from rayserve_moe.request_fields import SGLANG
-from rayserve_moe.requests import GenerationRequest, RequestError
+from rayserve_moe.requests.builder import build_request, read_given
+from rayserve_moe.requests.fields import SGLANG
+from rayserve_moe.requests.records import GenerationRequest, RequestError
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, rollout_of
 from rayserve_moe.rollouts.schema import Rollout
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayserve_moe.replay.encoding.description import checksum
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 _LABELLED = pa.list_(pa.struct([("first", pa.int32()), ("last", pa.int32()), ("label", pa.string())]))
 _RANGES = pa.list_(pa.struct([("first", pa.int32()), ("last", pa.int32())]))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.requests import GenerationRequest, PromptScores, RoutedExperts, TopLogprobs
+from rayserve_moe.requests.records import GenerationRequest, PromptScores, RoutedExperts, TopLogprobs
 from rayserve_moe.scheduling.step_plan import BlockWork
 
 NO_TARGETS = np.zeros(0, np.int32)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.request_fields import MAX_LISTED_IDS
+from rayserve_moe.requests.fields import MAX_LISTED_IDS
 from rayserve_moe.scheduling.inspection import TokenInspection
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence

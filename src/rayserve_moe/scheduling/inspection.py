@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
 
 NO_STATES = np.zeros((0, 0), np.float32)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayserve_moe.requests import SamplingParams
+from rayserve_moe.requests.records import SamplingParams
 from rayserve_moe.scheduling.chunk_demands import block_work_of
 from rayserve_moe.scheduling.inspected_tokens import Inspected, inspection_of
 from rayserve_moe.scheduling.rank_step import RankStep

@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from rayserve_moe.finish_reason import LENGTH, FinishReason
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
+from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.scheduling.chunk_demands import PromptScoring
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.forks import cache_with_forks, fork_followers, release_followers

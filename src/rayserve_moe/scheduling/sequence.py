@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rayserve_moe.request_fields import MAX_LISTED_IDS
-from rayserve_moe.requests import (
+from rayserve_moe.requests.fields import MAX_LISTED_IDS
+from rayserve_moe.requests.records import (
+    ChoiceResult,
     DraftCounts,
     FinishReason,
     GenerationRequest,
@@ -18,10 +19,10 @@ from rayserve_moe.requests import (
     RoutedExperts,
     TopLogprobs,
 )
+from rayserve_moe.requests.token_evidence import WANTS_SUPPORT
 from rayserve_moe.scheduling.cached_prefix import CachedPrefix
 from rayserve_moe.scheduling.chunk_demands import ChunkDemand, PromptScoring, demand_of
 from rayserve_moe.scheduling.inspection import PromptInspection
-from rayserve_moe.token_evidence import WANTS_SUPPORT
 
 NO_ROW = -1
 NUM_TOKENS, NUM_COMPUTED, NUM_PAGES, TARGET, LIMIT = range(5)
@@ -246,3 +247,33 @@ def chunk_demand(sequence: Sequence, start: int, *, stop: int) -> ChunkDemand | 
     if sequence.scoring is None and forced is None:
         return None
     return demand_of(start, stop, scoring=sequence.scoring, forced=forced)
+
+
+def restore(choices: Iterable[Sequence], committed: Iterable[ChoiceResult]) -> None:
+    """Give new choices the outputs that they have had elsewhere: they go on as after a preemption, or have ended.
+
+    Their seed has to be the same, and their client has what is committed. Where nothing is, they are as new.
+    """
+    for sequence, outputs in zip(choices, committed, strict=False):
+        _restore(sequence, outputs)
+
+
+def _restore(sequence: Sequence, committed: ChoiceResult) -> None:
+    sequence.finish = committed.finish
+    if not committed.token_ids:
+        return
+    sequence.token_ids = np.concatenate([sequence.token_ids, np.asarray(committed.token_ids, np.int32)])
+    sequence.logprobs = np.concatenate([sequence.logprobs, np.asarray(committed.logprobs, np.float32)])
+    sequence.ranks = np.concatenate([sequence.ranks, np.asarray(committed.ranks, np.int32)])
+    sequence.counters[NUM_TOKENS] = sequence.num_published = len(sequence.token_ids)
+    sequence.num_to_recompute = len(sequence.token_ids) - 1
+    sequence.num_cached, sequence.drafts = committed.num_cached_tokens, committed.drafts
+    sequence.weight_versions = committed.weight_versions
+    sequence.token_at = time.monotonic()
+    if committed.top is not None:
+        sequence.top_of_outputs = list(zip(committed.top.token_ids, committed.top.logprobs, strict=True))
+    if committed.evidence is not None:
+        sequence.evidence_of_outputs = list(committed.evidence)
+    sequence.support_of_outputs = list(committed.support)
+    if (routing := committed.routing) is not None:
+        sequence.num_published_rows = routing.start + len(routing.rows)

@@ -32,10 +32,10 @@ import numpy as np
 from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.config.derive import PageGroup
-from rayserve_moe.request_fields import MAX_LISTED_IDS
-from rayserve_moe.requests import TopLogprobs
+from rayserve_moe.requests.fields import MAX_LISTED_IDS
+from rayserve_moe.requests.records import TopLogprobs
+from rayserve_moe.requests.token_evidence import SampleSupport
 from rayserve_moe.scheduling.inspection import TokenInspection
-from rayserve_moe.token_evidence import SampleSupport
 
 LAST_SAMPLED = -1
 DRAFTED = AWAITED = -2

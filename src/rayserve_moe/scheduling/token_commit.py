@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rayserve_moe.finish_reason import LENGTH, FinishReason
-from rayserve_moe.requests import TopLogprobs
+from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
+from rayserve_moe.requests.records import TopLogprobs
+from rayserve_moe.requests.token_evidence import SampleSupport
 from rayserve_moe.scheduling.inspected_tokens import commit_inspections
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW
 from rayserve_moe.scheduling.step_plan import StepResult
-from rayserve_moe.token_evidence import SampleSupport
 
 NOT_FINITE = FinishReason("error", message="the model produced logits that are not finite")
 

@@ -10,10 +10,10 @@ from functools import cached_property, partial
 from starlette.requests import Request
 
 from rayserve_moe.config.settings import ServerSettings
-from rayserve_moe.engine.engine_loop import EngineLoop
+from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.fleet.member import lost_sentence
-from rayserve_moe.requests import ModelCard
+from rayserve_moe.requests.records import ModelCard
 from rayserve_moe.serving.errors import ApiError, path_of
 from rayserve_moe.serving.fleet import Fleet
 from rayserve_moe.serving.kept_paths import KEPT_PATHS

@@ -17,8 +17,8 @@ from starlette.types import Scope
 
 from rayserve_moe.engine.admission import EngineBusyError
 from rayserve_moe.engine.command_queue import EngineStoppedError
-from rayserve_moe.engine.engine_loop import EngineRebuildingError
-from rayserve_moe.requests import RequestError
+from rayserve_moe.engine.loop import EngineRebuildingError
+from rayserve_moe.requests.records import RequestError
 
 _TYPE_OF_STATUS = {
     401: "authentication_error",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rayserve_moe.cluster.replica_engine import FirstWeights
-from rayserve_moe.engine.weight_orders import WeightOutcome
+from rayserve_moe.engine.updates.orders import WeightOutcome
 from rayserve_moe.fleet.broadcast import FleetCalls
 from rayserve_moe.fleet.member import FleetMember
 from rayserve_moe.fleet.remote_state import RemoteState

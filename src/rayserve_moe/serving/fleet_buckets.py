@@ -6,7 +6,7 @@ import asyncio
 
 from rayserve_moe.checkpoints.bucket import SentBucket, SentShares
 from rayserve_moe.engine.control import WeightOutcome, following_version
-from rayserve_moe.engine.tensor_updates import BucketOrder, UpdateConflictError
+from rayserve_moe.engine.updates.tensors import BucketOrder, UpdateConflictError
 from rayserve_moe.fleet.broadcast import Answers
 from rayserve_moe.fleet.wanted_state import ServedWeights
 from rayserve_moe.serving.api_state import ApiState

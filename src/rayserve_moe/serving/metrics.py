@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.eplb_control import EplbControl
+from rayserve_moe.engine.eplb.control import EplbControl
+from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.observability.metrics import HistogramState
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rayserve_moe.checkpoints.bucket import Heads, SentShares, WantedTensor
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
-from rayserve_moe.engine.tensor_updates import BucketOrder
+from rayserve_moe.engine.updates.tensors import BucketOrder
 from rayserve_moe.fleet.broadcast import Answer
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.fleet_buckets import stage_everywhere

@@ -13,11 +13,11 @@ from typing import Any
 from rayserve_moe.checkpoints.bucket import Heads, SentShares, WantedTensor, read_bucket
 from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
-from rayserve_moe.engine.tensor_updates import BucketOrder, UpdateConflictError
+from rayserve_moe.engine.updates.tensors import BucketOrder, UpdateConflictError
 from rayserve_moe.fleet.broadcast import Answer, Refusal
 from rayserve_moe.fleet.member import CannotFollowError, FleetMember
 from rayserve_moe.fleet.wanted_state import Wanted
-from rayserve_moe.requests import WeightsRefusedError
+from rayserve_moe.requests.records import WeightsRefusedError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError, as_api_error
 from rayserve_moe.serving.metrics import metrics_of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayserve_moe.requests import RequestError
+from rayserve_moe.requests.records import RequestError
 from rayserve_moe.text.tokenizer import Tokenizer
 
 MOST_WORDS = 256

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from rayserve_moe.reasoning_span import ReasoningMarkers, ReasoningSpan
+from rayserve_moe.requests.reasoning_span import ReasoningMarkers, ReasoningSpan
 from rayserve_moe.text.chat import template_text
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.by_template import split_by_template

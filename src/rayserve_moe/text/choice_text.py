@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from rayserve_moe.request_fields import Repetition
-from rayserve_moe.requests import ChoiceResult, FinishReason, RoutedExperts, SamplingParams, TopLogprobs
+from rayserve_moe.requests.fields import Repetition
+from rayserve_moe.requests.records import ChoiceResult, FinishReason, RoutedExperts, SamplingParams, TopLogprobs
 from rayserve_moe.text.repetitions import RepetitionDetector
 from rayserve_moe.text.special_stops import SpecialStops
 from rayserve_moe.text.stop_patterns import PatternScanner

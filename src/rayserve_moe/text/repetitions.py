@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.request_fields import Repetition
+from rayserve_moe.requests.fields import Repetition
 
 
 class RepetitionDetector:

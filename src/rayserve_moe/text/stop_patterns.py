@@ -11,7 +11,7 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayserve_moe.requests import RequestError
+from rayserve_moe.requests.records import RequestError
 
 _GROUP = re.compile(r"\\Q.*?(?:\\E|$)|\\.|\[\^?\]?(?:\[:.*?:\]|\\.|[^\]\\])*\]|\((?!\?)", re.DOTALL)
 """Quoted text, an escaped character, a class, or the beginning of a group without a name."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rayserve_moe.reasoning_span import ThinkingLimit
-from rayserve_moe.requests import GenerationRequest, RequestError
+from rayserve_moe.requests.reasoning_span import ThinkingLimit
+from rayserve_moe.requests.records import GenerationRequest, RequestError
 from rayserve_moe.text.chat_output import ChatOutput
 
 NO_LIMIT = -1

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from rayserve_moe.requests import RequestError
+from rayserve_moe.requests.records import RequestError
 
 _Ids = TypeVar("_Ids", Sequence[int], np.ndarray)
 

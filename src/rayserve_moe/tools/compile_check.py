@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.execution.compiled_steps import compile_programs, lowered, optimized
 from rayserve_moe.execution.memory import bytes_on_device
-from rayserve_moe.execution.programs import Program, programs_of
+from rayserve_moe.execution.programs.compiled import compile_programs, lowered, optimized
+from rayserve_moe.execution.programs.specs import Program, programs_of
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.dump import DumpFolder

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.execution.compiled_steps import lowered, optimized
 from rayserve_moe.execution.memory import bytes_on_device, local_elements
-from rayserve_moe.execution.programs import Program
+from rayserve_moe.execution.programs.compiled import lowered, optimized
+from rayserve_moe.execution.programs.specs import Program
 from rayserve_moe.execution.served_model import ServedModel
-from rayserve_moe.execution.step_types import DeviceState
-from rayserve_moe.execution.weights import parameter_tree
+from rayserve_moe.execution.step.pytrees import DeviceState
+from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.report import EstimateReport, Estimator
 from rayserve_moe.tools.hlo_report import (

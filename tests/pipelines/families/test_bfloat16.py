@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.kernels.registry import CPU_NATIVE
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.kernels.table import CPU_NATIVE
 from tests.pipelines.families.conftest import families
 from tests.support.family_cases import FamilyCase, write_family
 from tests.support.logits import prompt_logits_of

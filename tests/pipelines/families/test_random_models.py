@@ -12,7 +12,7 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
-from rayserve_moe.requests import GenerationRequest, ModelCard
+from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from tests.support.drive import cycle_for, preempt_every, run_alone, run_on, run_together
 from tests.support.family_cases import FAMILY_CONFIGS, FamilyCase
 from tests.support.logits import prompt_logits_of

@@ -12,9 +12,9 @@ import pytest
 from safetensors import safe_open
 
 from rayserve_moe.balancing.migration import Migration
-from rayserve_moe.engine.eplb_steps import EplbSteps
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.requests import GenerationRequest, ModelCard
+from rayserve_moe.engine.eplb.steps import EplbSteps
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from tests.pipelines.families.conftest import families
 from tests.pipelines.test_migration import assert_slots_hold, expert_weights, heading_elsewhere
 from tests.support.asking import forcing, other_rows

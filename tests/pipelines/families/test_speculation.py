@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rayserve_moe.engine.model_drafts import ModelProposer
+from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from tests.support.draft_models import with_prediction_layer
 from tests.support.drive import run_together
 from tests.support.engine_store import EngineStore

@@ -11,8 +11,8 @@ from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, id
 from rayserve_moe.balancing.planner import plan, replan
 from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.config.load import settings_from
-from rayserve_moe.engine.eplb_steps import eplb_steps_for
-from rayserve_moe.requests import RoutingLayout
+from rayserve_moe.engine.eplb.steps import eplb_steps_for
+from rayserve_moe.requests.records import RoutingLayout
 from rayserve_moe.scheduling.step_plan import StartReport
 
 LAYERS, EXPERTS, RANKS, REDUNDANT, SLICES = 8, 64, 16, 16, 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from benchmarks.tracer import Tracer
-from rayserve_moe.requests import SamplingParams
+from rayserve_moe.requests.records import SamplingParams
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import PrefixTree
 

@@ -13,7 +13,7 @@ from benchmarks.kill_compared import Undisturbed, compared
 from benchmarks.kill_repeats import saved_result, table_of
 from rayserve_moe.replay.encoding import encode_packed
 from rayserve_moe.replay.encoding.description import routed_experts_info
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 EXPECTED: list[Answer | str] = [("ab", [-0.1, -0.2], "rows"), ("cd", [-0.3], "more"), ("ef", [], "rest")]
 

@@ -15,8 +15,8 @@ from benchmarks.load_curve import DecodeWindow, decode_together
 from benchmarks.rebalance import window
 from benchmarks.workloads import Workload
 from rayserve_moe.config.settings import ClusterSettings, SchedulerSettings, Settings
-from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.requests import ChoiceResult, FinishReason, RoutingLayout
+from rayserve_moe.engine.loop import EngineLoop
+from rayserve_moe.requests.records import ChoiceResult, FinishReason, RoutingLayout
 from tests.support.counting import CARD, CountingExecutor
 
 

@@ -12,7 +12,7 @@ import pytest
 from rayserve_moe.balancing.migration import FailedFetch, LayerSwap, MigrationPiece, SlotFetch
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.cluster import step_sockets
-from rayserve_moe.requests import TopLogprobs
+from rayserve_moe.requests.records import TopLogprobs
 from rayserve_moe.scheduling.step_plan import (
     NO_BLOCK_WORK,
     NO_NEW_ROWS,

@@ -12,9 +12,9 @@ import pytest
 
 from rayserve_moe.balancing.migration import FailedFetch
 from rayserve_moe.cluster.step_transport import _owned
-from rayserve_moe.requests import TopLogprobs
+from rayserve_moe.requests.records import TopLogprobs
+from rayserve_moe.requests.token_evidence import SampleSupport
 from rayserve_moe.scheduling.step_plan import StepResult, TokenScores
-from rayserve_moe.token_evidence import SampleSupport
 
 
 def likeliest(count: int) -> TopLogprobs:

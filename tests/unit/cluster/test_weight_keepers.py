@@ -20,8 +20,8 @@ from rayserve_moe.cluster.weight_keepers import WeightKeeper, WeightKeepers
 from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.cluster.worker_tensors import BEGIN, FINISH, KEEP, SHARE, WorkerTensors
 from rayserve_moe.config.settings import ClusterSettings
-from rayserve_moe.execution.staged_weights import WeightReading
-from rayserve_moe.execution.tensor_staging import TensorStaging
+from rayserve_moe.execution.weights.staged import WeightReading
+from rayserve_moe.execution.weights.tensor_staging import TensorStaging
 
 
 class Staging:

@@ -11,7 +11,7 @@ from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.grammar_text import grammar_of
 from rayserve_moe.constraints.matchers import built_matcher
 from rayserve_moe.constraints.optional_properties import MOST_OPTIONAL
-from rayserve_moe.requests import RequestError
+from rayserve_moe.requests.records import RequestError
 from tests.support.constraints import schema_constraint, vocabulary
 
 TOKENS = vocabulary().tokens()

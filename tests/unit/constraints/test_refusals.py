@@ -10,7 +10,7 @@ from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.grammar_text import MAX_DEPTH, grammar_of
 from rayserve_moe.constraints.matchers import built_matcher, fault_of
 from rayserve_moe.constraints.refusals import refusal
-from rayserve_moe.requests import Constraint, RequestError
+from rayserve_moe.requests.records import Constraint, RequestError
 from tests.support.constraints import schema_constraint, vocabulary
 
 TOKENS = vocabulary().tokens()

@@ -10,8 +10,8 @@ import pytest
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.grammar_text import grammar_of
 from rayserve_moe.constraints.matchers import built_matcher
-from rayserve_moe.request_constraints import constraint_of
-from rayserve_moe.requests import RequestError
+from rayserve_moe.requests.constraints import constraint_of
+from rayserve_moe.requests.records import RequestError
 from tests.support.constraints import vocabulary
 
 LIMITS = StructuredSettings(max_bytes=8192)

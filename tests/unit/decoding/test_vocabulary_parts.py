@@ -13,7 +13,7 @@ import pytest
 from rayserve_moe.decoding.adjustment import PROMPT_MARK, AdjustmentState, Penalties, adjust, note_samples
 from rayserve_moe.decoding.log_probs import log_prob_of, log_probs_of, ranks_of
 from rayserve_moe.decoding.sampling import SamplingBatch, sample
-from rayserve_moe.kernels.layers import gumbel_noise
+from rayserve_moe.kernels.reference.layers import gumbel_noise
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.engine.admission import MOST_HIDDEN_NUMBERS, check_request
-from rayserve_moe.requests import GenerationRequest, RequestError, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, RequestError, RoutedExperts, RoutingLayout, SamplingParams
 from tests.support.counting import CARD
 
 LONGEST = 80

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from rayserve_moe.engine import step_cycle
-from rayserve_moe.engine.model_drafts import ModelProposer
-from rayserve_moe.engine.speculation import Speculation
-from rayserve_moe.engine.step_cycle import StepCycle, settled
-from rayserve_moe.requests import FinishReason
+from rayserve_moe.engine import cycle as step_cycle
+from rayserve_moe.engine.cycle import StepCycle, settled
+from rayserve_moe.engine.speculation.model_drafts import ModelProposer
+from rayserve_moe.engine.speculation.policy import Speculation
+from rayserve_moe.requests.records import FinishReason
 from rayserve_moe.scheduling.rank_step import CANDIDATES
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.control import PAUSE_MODES, WeightOrder
-from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.requests import RequestError
+from rayserve_moe.engine.loop import EngineLoop
+from rayserve_moe.requests.records import RequestError
 from tests.http.asking import wait_until
 from tests.support.counting import LOST_PATH, REFUSED_PATH, CountingExecutor
 from tests.support.examples import examples

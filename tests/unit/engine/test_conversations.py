@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings, Settings
-from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.engine.loop import EngineLoop
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
 from tests.support.counting import CARD, CountingExecutor
 
 NUM_CONVERSATIONS = 16

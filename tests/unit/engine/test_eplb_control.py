@@ -14,8 +14,8 @@ from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import LocalPlanner, PlacementState, PlanFailure, PlanningConfig, Proposal
-from rayserve_moe.engine.eplb_control import EplbControl
-from rayserve_moe.engine.eplb_steps import COUNTS_EVERY, EplbSteps
+from rayserve_moe.engine.eplb.control import EplbControl
+from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps
 from tests.support.balancing import GARBAGE, CountedSteps
 from tests.support.placements import random_placement
 

@@ -7,7 +7,7 @@ import pytest
 
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import PlacementError, identity_placement
-from rayserve_moe.engine.eplb_steps import COUNTS_EVERY, EplbSteps
+from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps
 from rayserve_moe.engine.executor import GroupLayout
 from tests.support.balancing import CountedSteps
 from tests.support.placements import random_placement

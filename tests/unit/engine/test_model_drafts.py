@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.engine.model_drafts import ModelProposer, with_drafting
+from rayserve_moe.engine.speculation.model_drafts import ModelProposer, with_drafting
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepResult

@@ -11,11 +11,11 @@ import pytest
 
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import identity_placement
-from rayserve_moe.engine import recovery
-from rayserve_moe.engine.engine_loop import EngineStoppedError
-from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.executor import GroupLayout
-from rayserve_moe.engine.step_losses import StepLosses
+from rayserve_moe.engine.loop import EngineStoppedError
+from rayserve_moe.engine.recovery import hosts as recovery
+from rayserve_moe.engine.recovery.losses import StepLosses
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult

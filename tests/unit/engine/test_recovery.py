@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.config.settings import CacheSettings, ClusterSettings, ParallelSettings, SchedulerSettings, Settings
-from rayserve_moe.engine import recovery
 from rayserve_moe.engine.control import WeightOrder
-from rayserve_moe.engine.engine_loop import EngineLoop, EngineRebuildingError, EngineStoppedError
 from rayserve_moe.engine.executor import GroupLayout
-from rayserve_moe.engine.recovery import RebuildBounds, progress_of
-from rayserve_moe.requests import ChoiceResult, GenerationRequest
+from rayserve_moe.engine.loop import EngineLoop, EngineRebuildingError, EngineStoppedError
+from rayserve_moe.engine.recovery import hosts as recovery
+from rayserve_moe.engine.recovery.hosts import RebuildBounds, progress_of
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest
 from tests.support.counting import CARD, LOST_PATH, ROUTING
 from tests.support.examples import examples
 from tests.support.losing import LosingExecutor
@@ -185,7 +185,7 @@ def test_requests_queue_for_new_hosts_and_are_refused_once_that_takes_long(monke
         loop.check_health()
         progress = progress_of(loop.recovery)
         assert progress is not None and progress.phase == "starting"
-        monkeypatch.setattr("rayserve_moe.engine.engine_loop.LONGEST_QUEUE_S", 0.0)
+        monkeypatch.setattr("rayserve_moe.engine.loop.LONGEST_QUEUE_S", 0.0)
         with pytest.raises(EngineRebuildingError, match="starting"):
             loop.submit(request("c"), Listener().receive)
         executor.may_rebuild.set()

@@ -7,7 +7,7 @@ import pytest
 
 from rayserve_moe.engine.output_dispatch import note_end, note_tokens
 from rayserve_moe.observability.metrics import RequestMetrics
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.routing_capture import RoutingCapture
-from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.replay.routing_store import RoutingStore
-from rayserve_moe.requests import RoutedExperts
+from rayserve_moe.requests.records import RoutedExperts
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
 from tests.support.counting import ROUTING, CountingExecutor

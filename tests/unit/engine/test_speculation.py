@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.config.settings import SpeculationSettings
-from rayserve_moe.engine.proposers import NgramProposer, SiblingProposer
-from rayserve_moe.engine.speculation import (
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.speculation.policy import (
     CREDIT_OF_STEP,
     FIRST_CREDIT,
     FRUITLESS_STEPS,
@@ -17,8 +17,8 @@ from rayserve_moe.engine.speculation import (
     TRYING_CREDIT,
     Speculation,
 )
-from rayserve_moe.engine.step_cycle import StepCycle
-from rayserve_moe.requests import DraftCounts, FinishReason
+from rayserve_moe.engine.speculation.proposers import NgramProposer, SiblingProposer
+from rayserve_moe.requests.records import DraftCounts, FinishReason
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult

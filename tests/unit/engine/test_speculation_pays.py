@@ -9,10 +9,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from rayserve_moe.engine import step_cycle
-from rayserve_moe.engine.model_drafts import ModelProposer
-from rayserve_moe.engine.speculation import Speculation
-from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine import cycle as step_cycle
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.speculation.model_drafts import ModelProposer
+from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from tests.support.fake_device import NUM_WORDS, FakeDevice

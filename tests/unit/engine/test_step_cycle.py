@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.scheduling.step_plan import StepPlan
 from tests.support.counting import CountingExecutor
 from tests.support.scheduling import ABORT, choices, one, scheduler

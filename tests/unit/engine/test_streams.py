@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.config.settings import CacheSettings, ClusterSettings, SchedulerSettings, Settings
 from rayserve_moe.engine import output_dispatch
 from rayserve_moe.engine.control import ABORTED
-from rayserve_moe.engine.engine_loop import EngineLoop
-from rayserve_moe.engine.streams import GenerationStream
+from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
-from rayserve_moe.requests import FinishReason, GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import FinishReason, GenerationRequest, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.support.counting import CARD, ROUTING, CountingExecutor
 

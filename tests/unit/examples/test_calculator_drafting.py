@@ -15,8 +15,8 @@ from examples.calculator.export import model_spec, read_weights, rounded
 from examples.train_drafts import FORMS
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.model_path import TRAINED
-from rayserve_moe.engine.model_drafts import ModelProposer
-from rayserve_moe.engine.step_cycle import StepCycle
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.support.drive import Way, run_together
 from tests.support.workload import request_for

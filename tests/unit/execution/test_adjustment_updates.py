@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.decoding.adjustment import PROMPT_MARK
-from rayserve_moe.execution.row_updates import (
+from rayserve_moe.execution.step.pytrees import DeviceState
+from rayserve_moe.execution.step.row_updates import (
     ADJUSTMENT_SIZE,
     MAX_BIASES,
     MAX_IDS,
@@ -19,7 +20,6 @@ from rayserve_moe.execution.row_updates import (
     apply_adjustment,
     no_adjustment,
 )
-from rayserve_moe.execution.step_types import DeviceState
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.scheduling.step_plan import RowAdjustment
 from tests.support.rows import state_of_rows

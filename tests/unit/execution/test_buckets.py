@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.config.settings import ExpertSettings, SchedulerSettings
-from rayserve_moe.execution.buckets import (
+from rayserve_moe.execution.programs.buckets import (
     CPU,
     SMALL_MODEL,
     TPUS,
@@ -24,8 +24,8 @@ from rayserve_moe.execution.buckets import (
     step_cost,
     step_shapes,
 )
-from rayserve_moe.execution.step_types import StepShape
-from rayserve_moe.execution.weights import model_config
+from rayserve_moe.execution.step.pytrees import StepShape
+from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.parallel.mesh import plan_for

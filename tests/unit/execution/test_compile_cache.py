@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rayserve_moe
 from rayserve_moe.config.settings import (
     CacheSettings,
     CompileSettings,
@@ -20,10 +21,10 @@ from rayserve_moe.config.settings import (
     SchedulerSettings,
     SettingsError,
 )
-from rayserve_moe.execution import compile_cache
-from rayserve_moe.execution.compile_cache import KeptPrograms, kept_programs, signature_of, without_cache_of_jax
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.program_files import ProgramFiles
+from rayserve_moe.execution.programs import cache as compile_cache
+from rayserve_moe.execution.programs.cache import KeptPrograms, kept_programs, signature_of, without_cache_of_jax
+from rayserve_moe.execution.programs.files import ProgramFiles
+from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -221,7 +222,7 @@ def test_devices_are_told_apart(tmp_path):
 
 def test_the_source_covers_what_programs_are_built_from_and_no_more():
     """A package of a layer above `execution` cannot be in a program; an edit of it compiles nothing anew."""
-    root = Path(compile_cache.__file__).parents[1]
+    root = Path(rayserve_moe.__file__).parent
     packages = {path.name for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     left_out = set(compile_cache.PACKAGES_ABOVE)
     assert left_out < packages, "a package that was renamed"

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.host_memory import anonymous_bytes
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
-from rayserve_moe.execution.staged_weights import WeightReading
+from rayserve_moe.execution.weights.staged import WeightReading
 from rayserve_moe.scheduling.step_plan import StepPlan
 from tests.unit.execution.test_staged_weights import loaded
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.config.settings import CacheSettings, ModelSettings, ReplaySettings, SchedulerSettings
-from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PageTableChanges, StepPlan

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.execution import huge_pages
-from rayserve_moe.execution.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
+from rayserve_moe.execution.weights import huge_pages
+from rayserve_moe.execution.weights.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
 
 NUM_PAGES = 5
 

@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.config.settings import CacheSettings, ExpertSettings, SchedulerSettings, SettingsError
 from rayserve_moe.execution import memory
-from rayserve_moe.execution.weights import model_config
+from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for

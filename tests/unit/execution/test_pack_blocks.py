@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.execution.pack import Packer
-from rayserve_moe.execution.step_types import StepShape
+from rayserve_moe.execution.step.pack import Packer
+from rayserve_moe.execution.step.pytrees import StepShape
 from rayserve_moe.scheduling.step_plan import BlockWork, StepPlan
 
 SHAPES = (StepShape(3, 0, 32), StepShape(3, 3, 32))

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rayserve_moe.execution.page_copies import COPIES_SIZE, COPY_FIELDS, apply_copies, no_copies
-from rayserve_moe.execution.step_types import DeviceState, DraftState
+from rayserve_moe.execution.step.page_copies import COPIES_SIZE, COPY_FIELDS, apply_copies, no_copies
+from rayserve_moe.execution.step.pytrees import DeviceState, DraftState
 from rayserve_moe.kernels.kv_pool import LayerPages
-from rayserve_moe.kernels.registry import CPU, CPU_NATIVE, Kernels
+from rayserve_moe.kernels.table import CPU, CPU_NATIVE, Kernels
 from tests.support.native import need_native_kernels
 from tests.support.rows import state_of_rows
 

@@ -10,7 +10,7 @@ import pytest
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.execution.processor_module import digest_of, load_processors
-from rayserve_moe.processor_arguments import ProcessorArgument, argument_of, processed_row, row_size
+from rayserve_moe.requests.processor_arguments import ProcessorArgument, argument_of, processed_row, row_size
 
 HEAD = """
 import jax.numpy as jnp

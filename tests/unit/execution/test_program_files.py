@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rayserve_moe.execution.program_files import ProgramFiles
+from rayserve_moe.execution.programs.files import ProgramFiles
 
 PAYLOADS = {f"{i:064x}": bytes([i]) * 5000 for i in range(6)}
 KEY, OTHER = list(PAYLOADS)[:2]

@@ -13,8 +13,8 @@ from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings, Settings, UpdateSettings
 from rayserve_moe.execution.card import describe_model
-from rayserve_moe.execution.host_runner import RunnerSettings
-from rayserve_moe.requests import WeightsRefusedError
+from rayserve_moe.execution.runner import RunnerSettings
+from rayserve_moe.requests.records import WeightsRefusedError
 from tests.unit.execution.test_staged_weights import assert_weights, loaded
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from rayserve_moe.execution.row_updates import (
+from rayserve_moe.execution.step.pytrees import DeviceState
+from rayserve_moe.execution.step.row_updates import (
     MAX_ENTRIES,
     MAX_NEW_ROWS,
     VECTOR_SIZE,
@@ -15,7 +16,6 @@ from rayserve_moe.execution.row_updates import (
     empty_vector,
     update_vectors,
 )
-from rayserve_moe.execution.step_types import DeviceState
 from rayserve_moe.scheduling.step_plan import PageTableChanges, RowSampling, StepPlan
 from tests.support.rows import state_of_rows
 

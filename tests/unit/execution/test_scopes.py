@@ -12,15 +12,22 @@ import numpy as np
 import pytest
 
 from rayserve_moe.config.settings import ExpertSettings
-from rayserve_moe.execution.device_state import block_input_shapes, state_shapes
-from rayserve_moe.execution.migration import expert_state, fetch, idle_vectors, read_counts, staging_shapes, swap
-from rayserve_moe.execution.row_updates import ADJUSTMENT_SIZE
-from rayserve_moe.execution.step import StepConfig, adjust_rows, run_step
-from rayserve_moe.execution.step_input import InputLayout
-from rayserve_moe.execution.step_types import ModelWeights, StepShape
-from rayserve_moe.execution.weights import first_placement, model_config, parameter_tree
+from rayserve_moe.execution.step.device_state import block_input_shapes, state_shapes
+from rayserve_moe.execution.step.function import StepConfig, adjust_rows, run_step
+from rayserve_moe.execution.step.inputs import InputLayout
+from rayserve_moe.execution.step.pytrees import ModelWeights, StepShape
+from rayserve_moe.execution.step.row_updates import ADJUSTMENT_SIZE
+from rayserve_moe.execution.weights.migration import (
+    expert_state,
+    fetch,
+    idle_vectors,
+    read_counts,
+    staging_shapes,
+    swap,
+)
+from rayserve_moe.execution.weights.placing import first_placement, model_config, parameter_tree
 from rayserve_moe.experts.slot_mapping import placement_arrays
-from rayserve_moe.kernels.registry import KERNELS
+from rayserve_moe.kernels.table import KERNELS
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.checkpoints import CORE_CONFIG

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.execution.buckets import (
+from rayserve_moe.execution.programs.buckets import (
     CPU,
     ROUND_BITS,
     SMALL_MODEL,

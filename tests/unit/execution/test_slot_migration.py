@@ -11,9 +11,9 @@ import pytest
 
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.config.settings import ExpertSettings
-from rayserve_moe.execution.migration import MigrationPrograms, MigrationRunner, fetch, swap, vectors_of
-from rayserve_moe.execution.step_types import ModelWeights
-from rayserve_moe.execution.weights import first_placement, model_config
+from rayserve_moe.execution.step.pytrees import ModelWeights
+from rayserve_moe.execution.weights.migration import MigrationPrograms, MigrationRunner, fetch, swap, vectors_of
+from rayserve_moe.execution.weights.placing import first_placement, model_config
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.model.expert_parameters import slot_specs
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf

@@ -10,10 +10,10 @@ import pytest
 
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.open_shares import WeightShare
-from rayserve_moe.execution import weight_share
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.weight_share import ShareError, write_share
-from rayserve_moe.execution.weights import load_weights
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.execution.weights import share as weight_share
+from rayserve_moe.execution.weights.placing import load_weights
+from rayserve_moe.execution.weights.share import ShareError, write_share
 from tests.support.placements import random_placement
 from tests.unit.execution.test_staged_weights import loaded
 

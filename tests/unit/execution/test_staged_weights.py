@@ -20,13 +20,13 @@ from rayserve_moe.config.settings import (
     SchedulerSettings,
     UpdateSettings,
 )
-from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
-from rayserve_moe.execution.weights import load_weights
+from rayserve_moe.execution.weights.placing import load_weights
 from rayserve_moe.model import families
 from rayserve_moe.model.family_table import FAMILIES
 from rayserve_moe.parallel.mesh import plan_for
-from rayserve_moe.requests import WeightsRefusedError
+from rayserve_moe.requests.records import WeightsRefusedError
 from tests.support.broken_weights import WAYS, broken_copy
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.family_cases import FAMILY_CASES

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from rayserve_moe.execution.step_input import InputLayout, change_pages, unpack
-from rayserve_moe.execution.step_types import DeviceState, StepShape
+from rayserve_moe.execution.step.inputs import InputLayout, change_pages, unpack
+from rayserve_moe.execution.step.pytrees import DeviceState, StepShape
 from tests.support.rows import state_of_rows
 
 NUM_ROWS = 3

@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from rayserve_moe.execution.step_results import only_wanted, start_copies, wanted_outputs
-from rayserve_moe.execution.step_types import StepOutput
+from rayserve_moe.execution.step.pytrees import StepOutput
+from rayserve_moe.execution.step.results import only_wanted, start_copies, wanted_outputs
 from rayserve_moe.scheduling.step_plan import BlockWork, StepPlan
 
 ALWAYS = {"sampled_N3S", "tally_N4"}

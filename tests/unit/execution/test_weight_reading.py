@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rayserve_moe.config.settings import UpdateSettings
-from rayserve_moe.execution.staged_weights import GIVEN_UP, MOST_STUCK, WeightReading
+from rayserve_moe.execution.weights.staged import GIVEN_UP, MOST_STUCK, WeightReading
 from rayserve_moe.inprocess.local_executor import LocalExecutor
-from rayserve_moe.requests import WeightsRefusedError
+from rayserve_moe.requests.records import WeightsRefusedError
 from tests.support.broken_weights import WAYS, broken_copy
 from tests.unit.execution.test_staged_weights import assert_weights, loaded
 

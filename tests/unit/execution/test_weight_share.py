@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare, open_share
-from rayserve_moe.execution import tensor_staging
-from rayserve_moe.execution.host_runner import HostRunner
-from rayserve_moe.execution.weight_share import ShareError, read_share, write_share
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.execution.weights import tensor_staging
+from rayserve_moe.execution.weights.share import ShareError, read_share, write_share
 from tests.unit.execution.test_staged_weights import NOTHING, PLENTY, assert_weights, loaded
 
 

@@ -14,9 +14,9 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.layer import backend_for
 from rayserve_moe.experts.pushed import why_not_pushed
 from rayserve_moe.experts.router_spec import RouterSpec
-from rayserve_moe.kernels.expert_products import ExpertWeights
-from rayserve_moe.kernels.pushed_sizes import lacks
-from rayserve_moe.kernels.registry import CPU, Kernels
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights
+from rayserve_moe.kernels.table import CPU, Kernels
+from rayserve_moe.kernels.tpu.pushed_sizes import lacks
 from tests.support.expert_cases import plan_of
 
 SIZES = {"top_k": 8, "row_bytes": 4096}

@@ -15,8 +15,8 @@ from rayserve_moe.experts.balanced_layer import distances, spread_over_replicas
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import rank_experts
-from rayserve_moe.kernels.layers import router_scores
-from rayserve_moe.kernels.registry import CPU
+from rayserve_moe.kernels.reference.layers import router_scores
+from rayserve_moe.kernels.table import CPU
 from tests.support.balanced_oracle import Selected, balanced_oracle, oracle_capacity, ranked
 from tests.support.expert_cases import GROUPED, MoeCase, MoeRun, dense, placements_for, plan_of, sums_of
 from tests.support.placements import SIZES

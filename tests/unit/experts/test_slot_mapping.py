@@ -14,7 +14,7 @@ from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
-from rayserve_moe.kernels.registry import CPU
+from rayserve_moe.kernels.table import CPU
 from tests.support.examples import examples
 from tests.support.expert_cases import plan_of, shuffled
 

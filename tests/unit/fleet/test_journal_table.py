@@ -9,7 +9,14 @@ import pytest
 
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in, packed_update
 from rayserve_moe.fleet.journal_table import ENTRY_BYTES, Fence, JournalTable
-from rayserve_moe.requests import ChoiceResult, DraftCounts, FinishReason, PromptScores, RoutedExperts, TopLogprobs
+from rayserve_moe.requests.records import (
+    ChoiceResult,
+    DraftCounts,
+    FinishReason,
+    PromptScores,
+    RoutedExperts,
+    TopLogprobs,
+)
 
 FIRST, SECOND = object(), object()
 

@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.inprocess.arguments import Prompts, prompts_from, requests_from, single_prompt_from
 from rayserve_moe.replay.encoding import encode_packed, encode_routed_experts
-from rayserve_moe.requests import GenerationRequest, ModelCard, RequestError, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError, RoutedExperts, RoutingLayout
 from rayserve_moe.text.tokenizer import Tokenizer
 
 

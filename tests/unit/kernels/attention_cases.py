@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.kernels import attention_reference
-from rayserve_moe.kernels.attention_ragged import RunKernel, attend_runs, describe_singles
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.reference import attention as attention_reference
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.tpu.attention_ragged import RunKernel, attend_runs, describe_singles
 
 Attend = Callable[..., jax.Array]
 

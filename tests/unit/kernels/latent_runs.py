@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
-from rayserve_moe.kernels.attention_reference import KEYS_PER_SPAN
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
 from rayserve_moe.kernels.latent_attention import LatentConfig
-from rayserve_moe.kernels.layers import rotation_of
-from rayserve_moe.kernels.registry import KERNELS, LATENT_ATTENTION
+from rayserve_moe.kernels.reference.attention import KEYS_PER_SPAN
+from rayserve_moe.kernels.reference.layers import rotation_of
+from rayserve_moe.kernels.table import KERNELS, LATENT_ATTENTION
 from tests.unit.kernels.latent_cases import LatentModel, Weights
 
 PAGE, BLOCK, LAYER, THETA, LENGTH = 16, 8, 1, 100.0, KEYS_PER_SPAN + 21

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.add_norm import SCALE_ROWS, add_and_norm
-from rayserve_moe.kernels.layers import rms_norm
+from rayserve_moe.kernels.reference.layers import rms_norm
+from rayserve_moe.kernels.tpu.add_norm import SCALE_ROWS, add_and_norm
 
 WIDTH, LAYERS = 128, SCALE_ROWS + 3
 GENERATOR = np.random.default_rng(5)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
-from rayserve_moe.kernels import attention_reference
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, KEYS_PER_SPAN, BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.kv_pool import write_kv
+from rayserve_moe.kernels.reference import attention as attention_reference
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, KEYS_PER_SPAN, BlockPlaces, ScoreConfig
 from tests.support.group_cases import FIRST_PAGE, TREES, GroupArrays
 from tests.unit.kernels.attention_cases import KERNELS, Case, attend_numpy_runs
 

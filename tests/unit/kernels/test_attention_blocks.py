@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rayserve_moe.kernels.attention_blocks import (
+from rayserve_moe.kernels.tpu.attention_blocks import (
     CHIPS,
     PAGE_TABLE_BYTES,
     AttentionShape,

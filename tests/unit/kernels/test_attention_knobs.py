@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
-from rayserve_moe.kernels.layers import rotation_of
-from rayserve_moe.kernels.registry import CPU
+from rayserve_moe.kernels.reference.layers import rotation_of
+from rayserve_moe.kernels.table import CPU
 from rayserve_moe.model.attention import attention_config, rope_frequencies, rotary_width
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.parameters import kv_repeats, parameter_specs

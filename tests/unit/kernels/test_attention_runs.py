@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.attention_ragged import pages_within_reach, runs_of
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, ScoreConfig
+from rayserve_moe.kernels.tpu.attention_ragged import pages_within_reach, runs_of
 
 PAGE, WIDTH, BLOCK = 4, 16, 4
 """Tokens per page, pages per sequence, tokens per block."""

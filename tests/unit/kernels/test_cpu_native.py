@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 from rayserve_moe.decoding.truncation import is_kept, keep_all, last_kept
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import INVERSES, LAYOUTS, pack, pack_columns, take_columns
-from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_in_blocks
-from rayserve_moe.kernels.layers import NO_ID, gumbel_noise, masses_of, rms_norm, rotation_of
+from rayserve_moe.kernels.reference.expert_products import (
+    ExpertWeights,
+    LayerExperts,
+    ProductConfig,
+    multiply_in_blocks,
+)
+from rayserve_moe.kernels.reference.layers import NO_ID, gumbel_noise, masses_of, rms_norm, rotation_of
 from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.kernels.expert_products import (
+from rayserve_moe.kernels.reference.expert_products import (
     ACTIVATIONS,
     ExpertWeights,
     LayerExperts,

@@ -6,8 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels import grouped_ffn
-from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig, multiply_in_blocks
+from rayserve_moe.kernels.reference.expert_products import (
+    ExpertWeights,
+    LayerExperts,
+    ProductConfig,
+    multiply_in_blocks,
+)
+from rayserve_moe.kernels.tpu import grouped_ffn
 from tests.support.narrow import random_experts
 
 SLOTS, WIDTH = 4, 128

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels import attention_reference
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.kv_pool import Moves, read_wide, write_kv
-from rayserve_moe.kernels.layers import rotation_of
-from rayserve_moe.kernels.registry import CPU, CPU_NATIVE
+from rayserve_moe.kernels.reference import attention as attention_reference
+from rayserve_moe.kernels.reference.layers import rotation_of
+from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from rayserve_moe.model.attention import attention_config, rope_frequencies
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.parameters import parameter_specs

@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.kernels.ancestors import places_of
 from rayserve_moe.kernels.attention_layer import PagedKernels, PagedStep, TokenBatch, attend_blocks, write_early
-from rayserve_moe.kernels.attention_reference import ScoreConfig, attend, attend_new
+from rayserve_moe.kernels.reference.attention import ScoreConfig, attend, attend_new
 
 PAGE, PAGES_EACH, HEADS, KV_HEADS, WIDTH, BLOCK, FIRST_PAGE = 4, 5, 4, 2, 8, 4, 3
 SINGLES = (9, -1, 0, 16)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.layers import gated_mlp, project, rms_norm, rotate, rotation_of
+from rayserve_moe.kernels.reference.layers import gated_mlp, project, rms_norm, rotate, rotation_of
 from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
 

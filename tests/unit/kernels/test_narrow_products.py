@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from rayserve_moe.kernels.expert_products import (
+from rayserve_moe.kernels.narrow_weights import NARROW, held_product
+from rayserve_moe.kernels.reference.expert_products import (
     ExpertWeights,
     LayerExperts,
     ProductConfig,
@@ -17,7 +18,6 @@ from rayserve_moe.kernels.expert_products import (
     multiply_in_blocks,
     take_scales,
 )
-from rayserve_moe.kernels.narrow_weights import NARROW, held_product
 from tests.support.narrow import random_experts
 
 COMPILED = {kernel.__name__: jax.jit(kernel) for kernel in (multiply_in_blocks, multiply_by_ragged_dot)}

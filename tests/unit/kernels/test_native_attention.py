@@ -15,8 +15,8 @@ from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.calls import PROJECTIONS
 from rayserve_moe.kernels.cpu_native.layout import pack
-from rayserve_moe.kernels.layers import rotation_of
-from rayserve_moe.kernels.registry import CPU, CPU_NATIVE, Kernels
+from rayserve_moe.kernels.reference.layers import rotation_of
+from rayserve_moe.kernels.table import CPU, CPU_NATIVE, Kernels
 from rayserve_moe.model.attention import attention_config, rope_frequencies, rotary_width
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.parameters import parameter_specs

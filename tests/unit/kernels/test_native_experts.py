@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels import layers
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import pack
-from rayserve_moe.kernels.expert_products import (
+from rayserve_moe.kernels.narrow_weights import NARROW
+from rayserve_moe.kernels.reference import layers
+from rayserve_moe.kernels.reference.expert_products import (
     ACTIVATIONS,
     ExpertWeights,
     LayerExperts,
     ProductConfig,
     multiply_in_blocks,
 )
-from rayserve_moe.kernels.narrow_weights import NARROW
 from tests.support.narrow import random_experts
 from tests.support.native import need_native_kernels
 

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, BlockPlaces, ScoreConfig
-from rayserve_moe.kernels.flat_rows import flat_kv, flat_width, gather_heads, layout_of, spread_queries
-from rayserve_moe.kernels.paged_attention import attend, visits_of
-from rayserve_moe.kernels.paged_sizes import MOST_ROWS, tile_queries_for
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_width, gather_heads, layout_of, spread_queries
+from rayserve_moe.kernels.tpu.paged_attention import attend, visits_of
+from rayserve_moe.kernels.tpu.paged_sizes import MOST_ROWS, tile_queries_for
 from tests.support.paged_cases import AHEAD_OF_THE_LAST, CASES, FAULTS, MODELS, WRITE_FAULTS, run_cases
 
 SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.ancestors import places_of
-from rayserve_moe.kernels.attention_reference import FULL_CAUSAL, ScoreConfig
-from rayserve_moe.kernels.paged_groups import GroupVisits, groups_of
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, ScoreConfig
+from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, groups_of
 from tests.support.group_cases import CASES, CHAINS, ENGINES, FAULTS, TREES, GroupArrays, GroupCase
 from tests.support.paged_cases import run_cases
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.registry import CPU, KERNELS, TPU
+from rayserve_moe.kernels.table import CPU, KERNELS, TPU
 
 DATA = {
     "name",

@@ -11,8 +11,8 @@ import pytest
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows, project_rows
-from rayserve_moe.kernels.layers import rotation_of
-from rayserve_moe.kernels.rotary_heads import MOST_ELEMENTS, project_rows_at_once, tile_tokens
+from rayserve_moe.kernels.reference.layers import rotation_of
+from rayserve_moe.kernels.tpu.rotary_heads import MOST_ELEMENTS, project_rows_at_once, tile_tokens
 
 WIDTH, HEADS, KV_HEADS, PLAIN = 32, 3, 2, AttentionConfig(128, 1e-6)
 SHAPES = {

@@ -10,11 +10,11 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels import streamed_heads
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows
-from rayserve_moe.kernels.layers import rms_norm, rotation_of
-from rayserve_moe.kernels.streamed_heads import project_streamed, stream_shape
+from rayserve_moe.kernels.reference.layers import rms_norm, rotation_of
+from rayserve_moe.kernels.tpu import streamed_heads
+from rayserve_moe.kernels.tpu.streamed_heads import project_streamed, stream_shape
 
 LAYERS, LAYER, WIDTH, HEADS, KV_HEADS, EPS = 3, 2, 32, 6, 2, 1e-6
 SHAPES = {

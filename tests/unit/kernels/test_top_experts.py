@@ -11,8 +11,8 @@ import pytest
 
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import gates_of, rank_experts, router_of_layer, select_top_k
-from rayserve_moe.kernels.layers import router_scores
-from rayserve_moe.kernels.top_experts import StackedRouter, choose_experts
+from rayserve_moe.kernels.reference.layers import router_scores
+from rayserve_moe.kernels.tpu.top_experts import StackedRouter, choose_experts
 
 TOKENS, WIDTH, LAYERS, EXPERTS, LAYER = 6, 16, 3, 128, 1
 SPECS = {

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
-from rayserve_moe.kernels.paged_attention import attend_new
-from rayserve_moe.kernels.registry import CPU, TPU
+from rayserve_moe.kernels.table import CPU, TPU
+from rayserve_moe.kernels.tpu.paged_attention import attend_new
 from rayserve_moe.model.attention import kernels_for, rope_frequencies, rotary_width
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.kv_cache import cache_row

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rayserve_moe.kernels.expert_products import ACTIVATIONS
-from rayserve_moe.kernels.layers import SCORES
+from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS
+from rayserve_moe.kernels.reference.layers import SCORES
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec, UnsupportedModelError
 from tests.support.family_cases import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of

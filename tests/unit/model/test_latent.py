@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from rayserve_moe.config.settings import CompileSettings, ExpertSettings, ModelSettings
-from rayserve_moe.execution.device_state import allocate, state_shapes
 from rayserve_moe.execution.memory import page_bytes
 from rayserve_moe.execution.native_kernels import choose_kernels
-from rayserve_moe.execution.weights import model_config
-from rayserve_moe.kernels.registry import CPU, CPU_NATIVE, LATENT_ATTENTION, TPU
+from rayserve_moe.execution.step.device_state import allocate, state_shapes
+from rayserve_moe.execution.weights.placing import model_config
+from rayserve_moe.kernels.table import CPU, CPU_NATIVE, LATENT_ATTENTION, TPU
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.param_spec import ParamSpec

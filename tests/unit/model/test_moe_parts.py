@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
-from rayserve_moe.execution.weights import model_config, parameter_tree
+from rayserve_moe.execution.weights.placing import model_config, parameter_tree
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.kernels.attention_layer import TokenBatch

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.execution.host_runner import HostRunner
+from rayserve_moe.execution.runner import HostRunner
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.logits import prompt_logits_of
 from tests.support.runners import TWO_SHAPES, new_runner

@@ -13,13 +13,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.config.settings import ExpertSettings
-from rayserve_moe.execution.weights import model_config
-from rayserve_moe.kernels import paged_attention
-from rayserve_moe.kernels.add_norm import add_and_norm
+from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.kernels.attention_layer import TokenBatch, attend_layer
-from rayserve_moe.kernels.registry import CPU, Kernels
-from rayserve_moe.kernels.rotary_heads import project_rows_at_once
-from rayserve_moe.kernels.streamed_heads import norm_and_project
+from rayserve_moe.kernels.table import CPU, Kernels
+from rayserve_moe.kernels.tpu import paged_attention
+from rayserve_moe.kernels.tpu.add_norm import add_and_norm
+from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
+from rayserve_moe.kernels.tpu.streamed_heads import norm_and_project
 from rayserve_moe.model.decoder_layers import LayerCarry, attention_block, step_inputs
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.parallel.mesh import plan_for

@@ -21,7 +21,7 @@ from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.registry import CPU
+from rayserve_moe.kernels.table import CPU
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import kv_repeats, parameter_specs

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.kernels.registry import CPU
+from rayserve_moe.kernels.table import CPU
 from rayserve_moe.model import vocabulary
 from rayserve_moe.model.decoder_layers import ModelConfig
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf

@@ -17,7 +17,7 @@ from rayserve_moe.replay.encoding import (
     routed_experts_info,
     routing_from,
 )
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from tests.support.examples import examples
 from tests.support.routing_cases import routed
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rayserve_moe.replay.encoding import DIALECTS, decode_forced, decode_rollout, encode_rollout
 from rayserve_moe.replay.encoding.rollout import MAX_ROWS_BYTES
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from tests.support.examples import examples
 from tests.support.routing_cases import refusal
 

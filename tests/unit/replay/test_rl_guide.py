@@ -12,7 +12,7 @@ from rayserve_moe.replay.encoding import (
     routing_from,
     routing_until,
 )
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from tests.support.guide import GUIDE, guide_snippets
 from tests.support.routing_cases import random_rows, same
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.replay.routing_store import RoutingStore
-from rayserve_moe.requests import RoutingLayout
+from rayserve_moe.requests.records import RoutingLayout
 
 LAYOUT = RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
 NUM_SLOTS = 12

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts import Rollout
 from rayserve_moe.rollouts.adapters import miles, nemo_rl, prime_rl, skyrl, slime, trained_under, trajectory_of, verl
 from tests.support.routing_cases import random_rows

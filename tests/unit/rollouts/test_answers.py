@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.replay.encoding import encode_rollout
-from rayserve_moe.requests import (
+from rayserve_moe.requests.records import (
     ChoiceResult,
     FinishReason,
     GenerationRequest,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.guard import MAX_KL, RefusedBatch, check_replay, distance_of
 from rayserve_moe.rollouts.schema import Rollout
 

@@ -12,7 +12,7 @@ import pytest
 
 from rayserve_moe.replay.encoding import DIALECTS, routed_experts_info, routing_from
 from rayserve_moe.replay.encoding.wire_rows import to_base64
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.alignment import (
     Sample,
     check_routing,

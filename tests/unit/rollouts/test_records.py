@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.records import load
 from rayserve_moe.rollouts.schema import SCHEMA, Rollout
 from rayserve_moe.rollouts.shards import RolloutDirectory, shard_files

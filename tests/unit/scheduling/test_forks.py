@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.execution.page_copies import MAX_COPIES, copy_vectors
+from rayserve_moe.execution.step.page_copies import MAX_COPIES, copy_vectors
 from rayserve_moe.scheduling.sequence import NO_ROW
 from tests.support.scheduling import Turns, abort, all_pages_are_free, choices, one, result_of, scheduler
 

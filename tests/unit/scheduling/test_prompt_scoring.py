@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.requests import RoutedExperts, TopLogprobs
+from rayserve_moe.requests.records import RoutedExperts, TopLogprobs
 from rayserve_moe.scheduling.chunk_demands import PromptScoring
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler

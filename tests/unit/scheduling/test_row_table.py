@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.row_table import NO_TOKEN, RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
 from tests.support.scheduling import one

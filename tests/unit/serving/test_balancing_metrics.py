@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig
-from rayserve_moe.engine.eplb_control import EplbControl
-from rayserve_moe.engine.eplb_steps import EplbSteps
+from rayserve_moe.engine.eplb.control import EplbControl
+from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.serving.metrics import BalancingMetrics
 from tests.support.balancing import CountedSteps
 

@@ -12,7 +12,7 @@ import pytest
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.grammar_text import grammar_of
 from rayserve_moe.constraints.matchers import Vocabulary, built_matcher
-from rayserve_moe.requests import Constraint
+from rayserve_moe.requests.records import Constraint
 from rayserve_moe.text.chat_output import parameters_of
 from rayserve_moe.text.tool_calls.call_grammar import FORMS, call_grammar, form_of
 from rayserve_moe.text.tool_calls.harmony import split_harmony

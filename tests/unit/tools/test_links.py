@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from rayserve_moe.kernels.attention_blocks import CHIPS as BLOCKS_OF_CHIP
+from rayserve_moe.kernels.tpu.attention_blocks import CHIPS as BLOCKS_OF_CHIP
 from rayserve_moe.tools.estimate.chips import CHIPS, chip_of
 from rayserve_moe.tools.estimate.links import Slice, groups_of
 from rayserve_moe.tools.hlo_text import Instruction

@@ -18,9 +18,9 @@ import numpy as np
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.layout import PANEL
-from rayserve_moe.kernels.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.kv_pool import Moves
-from rayserve_moe.kernels.layers import Rotation, WordMasses
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
+from rayserve_moe.kernels.reference.layers import Rotation, WordMasses
 
 PREFIX = "rayserve_moe_"
 NAMES = (

@@ -21,7 +21,7 @@ inline Activation activation_of(std::string_view name) {
                                     : Activation::kUnknown;
 }
 
-// What down is multiplied with: `ACTIVATIONS` of `kernels/expert_products.py`. NaN stays NaN.
+// What down is multiplied with: `ACTIVATIONS` of `kernels/reference/expert_products.py`. NaN stays NaN.
 inline F16 activate(Activation activation, F16 gate, F16 up) {
   if (activation == Activation::kSilu) return gated_by_sigmoid(gate, gate) * up;
   if (activation == Activation::kGelu) {  // x (1 + tanh(y)) / 2 is x times the sigmoid of 2 y

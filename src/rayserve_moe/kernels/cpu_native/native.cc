@@ -49,7 +49,7 @@ ffi::Error Scores(Bf16 rows, F32 router, F32 bias, std::string_view score, ffi::
   return ffi::Error::Success();
 }
 
-// Cosine and sine of position * frequency, times `factor`, as `rotation_of` of `kernels/layers.py`.
+// Cosine and sine of position * frequency, times `factor`, as `rotation_of` of `kernels/reference/layers.py`.
 ffi::Error Rotation(S32 positions, F32 frequencies, float factor, ffi::ResultBuffer<ffi::F32> cos, ffi::ResultBuffer<ffi::F32> sin) {
   if (!have_dims(1, positions, frequencies)) return wrong("angles take two vectors");
   const int64_t half = size_of(frequencies, 0);
@@ -90,7 +90,7 @@ ffi::Error Masses(F32 logits, F32 temperatures, S32 num_words, ffi::ResultBuffer
   return ffi::Error::Success();
 }
 
-// Noise [rows, words] of samples, words from `first` on: as `gumbel_noise` of `kernels/layers.py`.
+// Noise [rows, words] of samples, words from `first` on: as `gumbel_noise` of `kernels/reference/layers.py`.
 ffi::Error Noise(U32 seeds, U32 choices, U32 positions, S32 first, ffi::ResultBuffer<ffi::F32> out) {
   if (!have_dims(1, seeds) || !have_dims(0, first) || !have_dims(2, *out)) return wrong("noise has rows of words");
   const int64_t rows = size_of(seeds, 0), words = size_of(*out, 1), pieces = (words + kWordsPiece - 1) / kWordsPiece;

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from rayserve_moe.replay.encoding.wire_rows import check_rows, read_shape
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 _MAX_EXPERTS = 2**16
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rayserve_moe.replay.encoding import nested, npy, packed, rollout, sglang
 from rayserve_moe.replay.encoding.wire_rows import from_base64, rows_from_hidden_layers
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 
 class Dialect(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 
 from rayserve_moe.replay.encoding.ranges import routing_from, routing_until
 from rayserve_moe.replay.encoding.wire_rows import check_rows, stored_rows
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 
 def encode(routing: RoutedExperts, layout: RoutingLayout) -> list | None:

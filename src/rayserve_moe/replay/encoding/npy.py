@@ -9,7 +9,7 @@ import numpy as np
 import pybase64
 
 from rayserve_moe.replay.encoding.wire_rows import from_base64, over_hidden_layers, read_shape, rows_from_hidden_layers
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 MAGIC = b"\x93NUMPY"
 _VERSION = b"\x01\x00"

@@ -17,7 +17,7 @@ from rayserve_moe.replay.encoding.wire_rows import (
     rows_from_hidden_layers,
     to_base64,
 )
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 _CAPACITY = {"uint8": 2**8, "uint16": 2**16, "int16": 2**15, "int32": 2**31}
 

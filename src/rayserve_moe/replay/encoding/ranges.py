@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from rayserve_moe.requests import RoutedExperts
+from rayserve_moe.requests.records import RoutedExperts
 
 
 def routing_from(routing: RoutedExperts, start: int) -> RoutedExperts:

@@ -25,7 +25,7 @@ from rayserve_moe.replay.encoding.description import (
 )
 from rayserve_moe.replay.encoding.ranges import presence
 from rayserve_moe.replay.encoding.wire_rows import WIRE_DTYPES, check_rows, read_shape, stored_rows
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 ROLLOUT_MEDIA_TYPE = "application/x-rollout+octet-stream"
 ROLLOUT_ZSTD_MEDIA_TYPE = "application/x-rollout+octet-stream+zstd"

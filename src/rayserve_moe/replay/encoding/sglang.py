@@ -16,7 +16,7 @@ from rayserve_moe.replay.encoding.wire_rows import (
     rows_from_hidden_layers,
     to_base64,
 )
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 _WIRE_DTYPE = WIRE_DTYPES["int32"]
 

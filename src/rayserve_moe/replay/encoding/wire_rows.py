@@ -10,7 +10,7 @@ import binascii
 import numpy as np
 import pybase64
 
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 WIRE_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "int16", "int32")}
 """Element types that dialects may name, all little-endian."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rayserve_moe.requests import RoutingLayout
+from rayserve_moe.requests.records import RoutingLayout
 from rayserve_moe.rollouts.adapters import slime
 from rayserve_moe.rollouts.adapters.trajectory import Trajectory, versions_of
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayserve_moe.requests import RoutingLayout
+from rayserve_moe.requests.records import RoutingLayout
 from rayserve_moe.rollouts.adapters.trajectory import Trajectory, check_batch, hidden_rows, placed
 
 

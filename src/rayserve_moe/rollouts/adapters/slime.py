@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rayserve_moe.requests import RoutingLayout
+from rayserve_moe.requests.records import RoutingLayout
 from rayserve_moe.rollouts.adapters.trajectory import Trajectory, check_batch, hidden_rows
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rayserve_moe.replay.encoding import routing_from
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.alignment import join_turns
 from rayserve_moe.rollouts.schema import Rollout
 

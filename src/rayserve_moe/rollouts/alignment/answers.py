@@ -10,7 +10,7 @@ from rayserve_moe.replay.encoding.description import described, described_layout
 from rayserve_moe.replay.encoding.dialects import decode_json
 from rayserve_moe.replay.encoding.rollout import decode_rollout, routing_of_rollout
 from rayserve_moe.replay.encoding.wire_rows import from_base64
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 _ID_BYTES = 4
 

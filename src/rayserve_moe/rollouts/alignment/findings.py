@@ -10,7 +10,7 @@ import numpy as np
 
 from rayserve_moe.replay.encoding.description import checksum
 from rayserve_moe.replay.encoding.ranges import labels_of, missing_ranges, presence
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 _EVIDENCE_BITS = 64
 """Equally likely selections that coincide with probability below 2 to the minus this are a finding."""

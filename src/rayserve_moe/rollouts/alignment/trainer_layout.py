@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayserve_moe.replay.encoding.ranges import presence
-from rayserve_moe.requests import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayserve_moe.replay.encoding.ranges import label_ranges, labels_of, missing_ranges, presence, routing_until
-from rayserve_moe.requests import RoutedExperts
+from rayserve_moe.requests.records import RoutedExperts
 
 
 def join_turns(turns: Sequence[RoutedExperts], *, with_placeholder: bool = False) -> RoutedExperts:

@@ -14,9 +14,9 @@ from typing import Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.engine.recovery import progress_of
+from rayserve_moe.engine.recovery.hosts import progress_of
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE, encode_rollout
-from rayserve_moe.requests import ChoiceResult
+from rayserve_moe.requests.records import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.responses.request_streams import RequestStreams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.serving.schemas.openai import ChatBody
 from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tool_calls.splitter import OutputSplitter

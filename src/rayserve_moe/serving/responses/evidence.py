@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayserve_moe.engine.answers import hidden_states, native_answer, output_versions, prompt_logprobs_of
-from rayserve_moe.requests import ChoiceResult, DraftCounts, GenerationRequest, ModelCard
+from rayserve_moe.answers.native import hidden_states, native_answer, output_versions, prompt_logprobs_of
+from rayserve_moe.requests.records import ChoiceResult, DraftCounts, GenerationRequest, ModelCard
 from rayserve_moe.serving.responses.logprobs import echoed_text
 from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody

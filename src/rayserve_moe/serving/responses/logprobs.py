@@ -6,8 +6,8 @@ import codecs
 import itertools
 from collections.abc import Callable, Sequence, Set
 
-from rayserve_moe.engine.answers import TokenLogprob, output_logprobs, prompt_logprobs_of
-from rayserve_moe.requests import ChoiceResult, GenerationRequest
+from rayserve_moe.answers.native import TokenLogprob, output_logprobs, prompt_logprobs_of
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest
 from rayserve_moe.serving.schemas.openai import CompletionBody
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
 

@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Sequence
 
-from rayserve_moe.engine.answers import error_of, stop_reason
-from rayserve_moe.requests import ChoiceResult, FinishReason, GenerationRequest
+from rayserve_moe.answers.native import error_of, stop_reason
+from rayserve_moe.requests.records import ChoiceResult, FinishReason, GenerationRequest
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses.chat_parts import ChatParts
 from rayserve_moe.serving.responses.evidence import EvidenceWriter

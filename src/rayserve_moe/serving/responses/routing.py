@@ -15,7 +15,7 @@ from rayserve_moe.replay.encoding import (
     routing_until,
 )
 from rayserve_moe.replay.encoding.ranges import labels_of, presence
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, RoutedExperts, RoutingLayout
 
 
 class RoutingWriter:

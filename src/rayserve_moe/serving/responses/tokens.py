@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pybase64
 
-from rayserve_moe.engine.answers import error_of, stop_reason
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, ModelCard
+from rayserve_moe.answers.native import error_of, stop_reason
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, ModelCard
 from rayserve_moe.serving.responses.evidence import prompt_logprobs
 from rayserve_moe.serving.responses.logprobs import token_logprobs
 from rayserve_moe.serving.responses.openai import usage_of

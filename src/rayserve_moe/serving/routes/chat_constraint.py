@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from rayserve_moe.constraint_fields import Constraint
-from rayserve_moe.requests import GenerationRequest, RequestError
+from rayserve_moe.requests.constraint_fields import Constraint
+from rayserve_moe.requests.records import GenerationRequest, RequestError
 from rayserve_moe.serving.schemas.openai import ChatBody
 from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tool_calls.call_grammar import FORMS, call_grammar, content_grammar

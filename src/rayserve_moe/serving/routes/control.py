@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
-from rayserve_moe.engine.recovery import progress_of
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.engine.recovery.hosts import progress_of
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.fleet_control import ask_every, pause_all, update_all

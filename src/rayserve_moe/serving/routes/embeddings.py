@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.requests import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.json_body import read_body

@@ -9,10 +9,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.constraint_fields import ConstraintFields
-from rayserve_moe.request_builder import build_request, param_names
-from rayserve_moe.request_fields import SGLANG
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests.builder import build_request, param_names
+from rayserve_moe.requests.constraint_fields import ConstraintFields
+from rayserve_moe.requests.fields import SGLANG
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.journalling import answer_stem
 from rayserve_moe.serving.middleware.json_body import read_body

@@ -11,9 +11,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.request_builder import build_request
-from rayserve_moe.request_fields import OPENAI
-from rayserve_moe.requests import GenerationRequest
+from rayserve_moe.requests.builder import build_request
+from rayserve_moe.requests.fields import OPENAI
+from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.journalling import answer_stem
 from rayserve_moe.serving.middleware.json_body import read_body

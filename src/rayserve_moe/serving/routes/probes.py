@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from rayserve_moe.engine.recovery import progress_of
+from rayserve_moe.engine.recovery.hosts import progress_of
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.openapi import answers

@@ -12,7 +12,7 @@ import numpy as np
 from starlette.requests import Request
 
 from rayserve_moe.replay.encoding import decode_each_forced
-from rayserve_moe.requests import ModelCard, RoutedExperts
+from rayserve_moe.requests.records import ModelCard, RoutedExperts
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.admission import INLINE_BYTES

@@ -14,8 +14,8 @@ from rayserve_moe.checkpoints.bucket import SentBucket, read_bucket
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.config.given_files import one_line
 from rayserve_moe.engine.control import WeightOrder
-from rayserve_moe.engine.tensor_updates import BucketOrder, TensorUpdates, UpdateConflictError
-from rayserve_moe.engine.weight_orders import WeightOutcome
+from rayserve_moe.engine.updates.orders import WeightOutcome
+from rayserve_moe.engine.updates.tensors import BucketOrder, TensorUpdates, UpdateConflictError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.fleet_buckets import stage_everywhere

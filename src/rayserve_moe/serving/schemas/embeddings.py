@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rayserve_moe.request_fields import INT32_MAX
+from rayserve_moe.requests.fields import INT32_MAX
 from rayserve_moe.serving.schemas.field_types import RequestBody, RequestId
 from rayserve_moe.serving.schemas.prompt_types import Prompts
 

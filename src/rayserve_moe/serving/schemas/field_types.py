@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-from rayserve_moe.request_fields import INT32_MAX, LISTED_IDS, LOGPROBS_MODE, MAX_TOP_LOGPROBS, RequestField, declared
+from rayserve_moe.requests.fields import INT32_MAX, LISTED_IDS, LOGPROBS_MODE, MAX_TOP_LOGPROBS, RequestField, declared
 
 MAX_CHOICES = 4096
 LONGEST_RID = 256

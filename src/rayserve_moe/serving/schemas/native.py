@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from rayserve_moe.constraint_fields import ConstraintFields
-from rayserve_moe.request_fields import (
+from rayserve_moe.requests.constraint_fields import ConstraintFields
+from rayserve_moe.requests.fields import (
     FLAG,
     HIDDEN_STATES,
     INT32_MAX,
@@ -18,7 +18,7 @@ from rayserve_moe.request_fields import (
     text,
     whole,
 )
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
     LONGEST_RID,
     RequestBody,

@@ -6,9 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from rayserve_moe.constraint_fields import ConstraintFields
-from rayserve_moe.request_fields import INT32_MAX, OPENAI
-from rayserve_moe.requests import GenerationRequest, SamplingParams
+from rayserve_moe.requests.constraint_fields import ConstraintFields
+from rayserve_moe.requests.fields import INT32_MAX, OPENAI
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
     MaxTokens,
     NumTopLogprobs,

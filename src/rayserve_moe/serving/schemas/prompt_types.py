@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import PlainValidator, WithJsonSchema
 
-from rayserve_moe.request_fields import INT32_MAX, is_token_id
+from rayserve_moe.requests.fields import INT32_MAX, is_token_id
 from rayserve_moe.serving.schemas.field_types import fault
 
 MAX_PROMPTS = 1024

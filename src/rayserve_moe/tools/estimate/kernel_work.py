@@ -6,11 +6,11 @@ import math
 import re
 from dataclasses import dataclass
 
-from rayserve_moe.kernels.grouped_ffn import TILE_ROWS, inner_block
-from rayserve_moe.kernels.paged_sizes import CLEARED_ROWS
-from rayserve_moe.kernels.pushed_sizes import GROUP_ROWS, widest_block
-from rayserve_moe.kernels.pushed_sizes import TILE_ROWS as PUSHED_TILE_ROWS
-from rayserve_moe.kernels.rotary_heads import tile_tokens
+from rayserve_moe.kernels.tpu.grouped_ffn import TILE_ROWS, inner_block
+from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
+from rayserve_moe.kernels.tpu.pushed_sizes import GROUP_ROWS, widest_block
+from rayserve_moe.kernels.tpu.pushed_sizes import TILE_ROWS as PUSHED_TILE_ROWS
+from rayserve_moe.kernels.tpu.rotary_heads import tile_tokens
 from rayserve_moe.tools.hlo_report import HBM
 from rayserve_moe.tools.hlo_text import Instruction
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from rayserve_moe.execution.buckets import PREFILL_BLOCK_TOKENS
-from rayserve_moe.execution.weights import parameter_tree
-from rayserve_moe.kernels.attention_blocks import AttentionShape, KernelBlocks, decode_blocks, prefill_blocks
-from rayserve_moe.kernels.flat_rows import layout_of
-from rayserve_moe.kernels.paged_sizes import pages_of_a_block, tile_queries_for
+from rayserve_moe.execution.programs.buckets import PREFILL_BLOCK_TOKENS
+from rayserve_moe.execution.weights.placing import parameter_tree
+from rayserve_moe.kernels.tpu.attention_blocks import AttentionShape, KernelBlocks, decode_blocks, prefill_blocks
+from rayserve_moe.kernels.tpu.flat_rows import layout_of
+from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block, tile_queries_for
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.parallel.mesh import cores_of

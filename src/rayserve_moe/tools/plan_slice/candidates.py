@@ -15,9 +15,9 @@ from rayserve_moe.balancing.planner import plan
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
 from rayserve_moe.config.topology import FLAT, GENERATIONS, SMALL_CUBES, generation_name, num_chips
 from rayserve_moe.execution.memory import bytes_on_device
-from rayserve_moe.execution.migration import staging_shapes
 from rayserve_moe.execution.served_model import check_kv_heads
-from rayserve_moe.execution.weights import first_placement, model_config, weight_shapes
+from rayserve_moe.execution.weights.migration import staging_shapes
+from rayserve_moe.execution.weights.placing import first_placement, model_config, weight_shapes
 from rayserve_moe.model.kv_cache import cache_row, windows_of
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelConfig

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.execution.weights import parameter_tree
+from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.experts.backends import choose_backend
 from rayserve_moe.experts.tokens import chunk_tokens
-from rayserve_moe.kernels.pushed_sizes import PushSizes, lacks, usable_bytes
+from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes, lacks, usable_bytes
 from rayserve_moe.model.kv_cache import cache_row, windows_of
 from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.tools.estimate.chips import OVERHEAD_S, Chip, chip_of

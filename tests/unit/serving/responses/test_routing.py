@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rayserve_moe.requests import (
+from rayserve_moe.requests.records import (
     ChoiceResult,
     FinishReason,
     GenerationRequest,

@@ -1,0 +1,84 @@
+"""Results of a choice cut in two or joined, and those held back from a client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Updates
+
+import numpy as np
+
+from rayserve_moe.replay.encoding.ranges import routing_from, routing_until
+from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, RoutedExperts, TopLogprobs, joined_ranges
+
+
+def joined(updates: Updates[ChoiceResult]) -> ChoiceResult:
+    """Add up updates of one choice, in order: rows are copied once."""
+    whole = ChoiceResult(updates[0].request_id, updates[0].choice_index)
+    pieces = [update.routing for update in updates]
+    for update in updates:
+        update.routing = None
+        whole.add(update)
+    whole.routing = _joined_routing([piece for piece in pieces if piece is not None])
+    return whole
+
+
+def split(result: ChoiceResult, at: int, *, prompt_len: int) -> tuple[ChoiceResult, ChoiceResult]:
+    """Cut the result of a choice before output `at`; what comes with its end, and its end, are in the second part.
+
+    Of rows the first part has those that are known once its last token is. It has no text.
+    """
+    head, tail = (ChoiceResult(result.request_id, result.choice_index) for _ in range(2))
+    for part, span in ((head, slice(0, at)), (tail, slice(at, None))):
+        part.token_ids, part.logprobs = result.token_ids[span], result.logprobs[span]
+        part.ranks, part.support = result.ranks[span], result.support[span]
+        part.top = result.top and TopLogprobs(result.top.token_ids[span], result.top.logprobs[span])
+        part.evidence = None if result.evidence is None else result.evidence[span]
+        part.weight_versions, part.num_cached_tokens = result.weight_versions, result.num_cached_tokens
+        part.drafts = result.drafts
+    tail.finish, tail.prompt_scores, tail.prompt_listed = result.finish, result.prompt_scores, result.prompt_listed
+    if (routing := result.routing) is not None:
+        border = max(routing.start, prompt_len + at - 1) if at else routing.start
+        head.routing, tail.routing = routing_until(routing, border), routing_from(routing, border)
+    return head, tail
+
+
+class HeldBack:
+    """Withholds from a client what it wants at the end of a choice alone: all of a plain answer, rows of a stream."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._holds_all = not request.incremental
+        self._holds_rows = not request.stream_routed_experts
+        self._held: dict[int, list[ChoiceResult]] = {}
+
+    def pass_on(self, updates: Updates[ChoiceResult]) -> list[ChoiceResult]:
+        """Return what of new updates, and of those before, the client is to have now."""
+        passed = []
+        for update in updates:
+            held = self._held.setdefault(update.choice_index, [])
+            if self._holds_all:
+                held.append(update)
+                passed += [joined(held)] if update.finish is not None else []
+                continue
+            if self._holds_rows and update.routing is not None:
+                held.append(ChoiceResult(routing=update.routing))
+                update.routing = None
+            if self._holds_rows and update.finish is not None and held:
+                update.routing = joined(held).routing
+            passed.append(update)
+        return passed
+
+
+def _joined_routing(pieces: list[RoutedExperts]) -> RoutedExperts | None:
+    """Join pieces of which each starts where the one before has ended; those without rows may start anywhere."""
+    if not pieces:
+        return None
+    several = [piece for piece in pieces if len(piece.rows)] or pieces[:1]
+    first = several[0]
+    ends = [piece.start + len(piece.rows) for piece in several]
+    assert [piece.start for piece in several[1:]] == ends[:-1], "a piece of routing does not follow the one before"
+    return RoutedExperts(
+        rows=np.concatenate([piece.rows for piece in several]),
+        start=first.start,
+        missing=joined_ranges(tuple(each for piece in several for each in piece.missing)),
+        source=joined_ranges(tuple(each for piece in several for each in piece.source)),
+        weight_version=joined_ranges(tuple(each for piece in several for each in piece.weight_version)),
+    )

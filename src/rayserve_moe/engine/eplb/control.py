@@ -1,0 +1,314 @@
+"""Controls expert balancing of one engine: counts go to the planner, valid plans to the engine's steps.
+
+Planning has a thread of its own. If it fails, steps run on under the current placement.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rayserve_moe.balancing.load_window import LoadWindow
+from rayserve_moe.balancing.migration import Migration, MigrationProgress
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError
+from rayserve_moe.balancing.planning import (
+    PlanFailure,
+    Planner,
+    PlanningConfig,
+    Proposal,
+    RefusedPlanError,
+    checked_placement,
+    imbalance,
+    rank_loads,
+)
+from rayserve_moe.engine.eplb.steps import EplbSteps
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+MOST_RECORDS = 64
+UNDER_WAY, FINISHED, REPLACED, FAILED = "under way", "finished", "replaced", "failed"
+
+
+class EplbControl:
+    """Feeds a planner with the readings of `eplb`, and has the engine follow its plans; without one it only counts.
+
+    A planner that fails is asked again after a pause, which doubles with every failure. `layer_ids` are the numbers of
+    the layers that have experts. `view` may be called from any thread.
+    """
+
+    def __init__(
+        self, eplb: EplbSteps, planner: Planner | None, *, config: PlanningConfig, layer_ids: tuple[int, ...]
+    ) -> None:
+        self._eplb, self._planner = eplb, planner
+        self._config, self._layer_ids = config, layer_ids
+        self._window, self._window_lock = LoadWindow(config.window), threading.Lock()
+        self._before = eplb.migration.placement
+        self.history = MigrationHistory(eplb.migration)
+        self.retry = PlannerRetry()
+        self.planning_s = 0.0
+        self._is_stopping = False
+        self._news = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="eplb-control", daemon=True)
+        eplb.on_reading = self._take_reading if planner is None else self._news.set
+        if planner is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Follow no further plan; the thread ends once its planner has answered. May be called twice."""
+        self._is_stopping = True
+        self._news.set()
+
+    def view(self) -> BalancingView:
+        """Loads, placements and past migrations, as of now."""
+        tokens, migration = self._take_reading(), self._eplb.migration
+        now, before = migration.placement, self._before
+        loads_now, loads_before = (rank_loads(each, tokens, dispatch=self._config.dispatch) for each in (now, before))
+        return BalancingView(
+            enabled=self._eplb.moves_experts,
+            num_layers=now.num_layers,
+            num_experts=now.num_experts,
+            num_slots=now.num_slots,
+            ep_size=now.ep_size,
+            layer_ids=list(self._layer_ids),
+            tokens=tokens.tolist(),
+            rank_load_identity=_in_expert_order(tokens, now.ep_size).tolist(),
+            rank_load_now=loads_now.tolist(),
+            rank_load_before=loads_before.tolist(),
+            imbalance_before=imbalance(loads_before).tolist(),
+            imbalance_now=imbalance(loads_now).tolist(),
+            progress=migration.progress,
+            history=self.history.records(),
+            actor=self.retry.view(is_running=self._thread.is_alive()),
+        )
+
+    def _take_reading(self) -> np.ndarray:
+        """Add the last reading to the window; returns the tokens per layer and expert in it."""
+        with self._window_lock:
+            self._window.add(self._eplb.reading)
+            return self._window.totals()
+
+    def _run(self) -> None:
+        assert self._planner is not None, "without a planner there is no thread"
+        while not self._is_stopping:
+            self._take_reading()
+            if not self.retry.rest_of_pause_s:
+                self._ask(self._planner)
+            self._news.wait(self.retry.rest_of_pause_s)
+            self._news.clear()
+
+    def _ask(self, planner: Planner) -> None:
+        try:
+            is_due = planner.observe(self._eplb.reading)
+            self.retry.note_answer()
+            if is_due:
+                self._follow_plan(planner)
+        except PlanFailure as failure:
+            self.retry.note_failure(failure)
+
+    def _follow_plan(self, planner: Planner) -> None:
+        """Ask for a plan; the engine migrates to it if it fits the placement and counts of that moment."""
+        state = self._eplb.state()
+        if state is None:
+            return
+        asked = time.perf_counter()
+        proposal = planner.propose(state)
+        self.planning_s += time.perf_counter() - asked
+        if proposal is None or self._is_stopping:
+            return
+        try:
+            now = self._eplb.state()
+            if now is None:
+                raise RefusedPlanError("stale", "experts are moving")
+            placement = checked_placement(proposal, now)
+        except RefusedPlanError as error:
+            self.retry.refused[error.reason] += 1
+            log.warning("a plan is refused as %s: %s", error.reason, error)
+            return
+        self._before = now.placement
+        self.history.begin(proposal, placement, step=self._eplb.reading.step)
+        with suppress(PlacementError):  # hosts were lost meanwhile: the plan is for ranks that are gone
+            self._eplb.head_for(placement)
+
+
+class PlannerRetry:
+    """When a planner that failed is asked again, how often it was lost and found, and refused plans by reason."""
+
+    def __init__(self) -> None:
+        self.refused = Counter[str]()
+        self._is_reached, self._was_reached = False, False
+        self._num_losses_made_up, self._is_lost = 0, False
+        self._pause_s, self._resume_at = 0.0, 0.0
+
+    @property
+    def rest_of_pause_s(self) -> float | None:
+        """Seconds until the next try after a failure, 0 where it is due; None while the planner answers."""
+        return None if self._is_reached else max(0.0, self._resume_at - time.monotonic())
+
+    def note_answer(self) -> None:
+        """Reset the pause."""
+        if self._is_lost:
+            self._num_losses_made_up += 1
+            log.info("experts are planned for again")
+        self._is_reached, self._was_reached, self._is_lost, self._pause_s = True, True, False, 0.0
+
+    def note_failure(self, failure: PlanFailure) -> None:
+        """Begin the next pause, twice as long as the one before."""
+        if failure.reason == "lost":
+            self._is_lost = self._was_reached
+        else:
+            self.refused[failure.reason] += 1
+            self._is_lost |= failure.reason == "late"
+        self._is_reached = False
+        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s or FIRST_PAUSE_S)
+        self._resume_at = time.monotonic() + self._pause_s
+        log.warning("no plan of experts, next try in %.1f s: %s", self._pause_s, failure)
+
+    def view(self, *, is_running: bool) -> ActorView:
+        """Its state for users; without a running thread the planner counts as gone."""
+        return ActorView(is_running and self._is_reached, self._num_losses_made_up, dict(self.refused))
+
+
+class MigrationHistory:
+    """Outcomes of the last migrations; may be read from any thread.
+
+    `totals` counts migrations `begun`, `finished`, `replaced` and `failed`, and slots `moved`, over all time.
+    """
+
+    def __init__(self, migration: Migration) -> None:
+        self.totals = Counter[str]()
+        self._migration = migration
+        self._records: deque[MigrationRecord] = deque(maxlen=MOST_RECORDS)
+        self._target: ExpertPlacement | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, proposal: Proposal, target: ExpertPlacement, *, step: int) -> None:
+        """Record that the engine was asked to migrate to `target`, which becomes its next version."""
+        record = MigrationRecord(
+            proposal.version,
+            step,
+            time.time(),
+            0,
+            0,
+            proposal.imbalance_before,
+            proposal.imbalance_after,
+            proposal.plan_seconds,
+            UNDER_WAY,
+        )
+        with self._lock:
+            self._settle()
+            self._target = target
+            self._records.append(record)
+            self.totals["begun"] += 1
+
+    def records(self) -> list[MigrationRecord]:
+        """Return the last migrations, oldest first, as of now."""
+        with self._lock:
+            self._settle()
+            return list(self._records)
+
+    def _settle(self) -> None:
+        if self._target is None:
+            return
+        record, migration = self._records[-1], self._migration
+        progress = migration.progress
+        if progress.version < record.version:
+            return
+        outcome = FINISHED if progress.is_done else UNDER_WAY
+        if migration.target is not self._target:
+            outcome = FAILED if migration.given_up_version >= record.version else REPLACED
+        if outcome != REPLACED:
+            record = replace(record, moved_slots=progress.num_slots, layers=progress.num_layers)
+        record = replace(record, outcome=outcome)
+        self._records[-1] = record
+        if record.outcome != UNDER_WAY:
+            self._target = None
+            self.totals.update({record.outcome: 1, "moved": record.moved_slots})
+
+
+def _in_expert_order(tokens: np.ndarray, ep_size: int) -> np.ndarray:
+    """Return tokens per rank [layers, ranks] of experts in their own order over the ranks, without replicas."""
+    loads = np.zeros((len(tokens), ep_size))
+    np.add.at(loads.T, np.arange(tokens.shape[1]) * ep_size // tokens.shape[1], tokens.T)
+    return loads
+
+
+@dataclass(frozen=True)
+class MigrationRecord:
+    """A migration of experts. Imbalances are means over layers."""
+
+    version: int
+    """Version of the placement it moves to."""
+    step: int
+    """Step at which it began."""
+    time: float
+    """Time at which it began, unix seconds."""
+    moved_slots: int
+    """Number of slots that it moves."""
+    layers: int
+    """Number of layers that it changes."""
+    imbalance_before: float
+    """Imbalance before it."""
+    imbalance_after: float
+    """Imbalance after it that the plan expects."""
+    plan_seconds: float
+    """Seconds of its planning."""
+    outcome: str
+    """`under way`, `finished`, `replaced` by a later migration, or `failed`. A failed migration leaves the finished
+    layers in their new placement and the others unchanged."""
+
+
+@dataclass(frozen=True)
+class ActorView:
+    """State of the planner."""
+
+    alive: bool
+    """True if it answers."""
+    restarts: int
+    """Number of times it was lost and found again."""
+    refused: dict[str, int]
+    """Number of refused plans, by reason."""
+
+
+@dataclass(frozen=True)
+class BalancingView:
+    """Current state of expert balancing, for L layers, E experts and `ep_size` ranks.
+
+    Rank loads are tokens of the window per rank. An imbalance is the maximum rank load over the mean, or 1.0
+    without tokens.
+    """
+
+    enabled: bool
+    """True if experts move."""
+    num_layers: int
+    num_experts: int
+    num_slots: int
+    ep_size: int
+    layer_ids: list[int]
+    tokens: list[list[float]]
+    """Tokens of the window per layer and expert, [L][E]."""
+    rank_load_identity: list[list[float]]
+    """Rank loads with experts in their own order and without replicas, [L][ep_size]."""
+    rank_load_now: list[list[float]]
+    """Rank loads under the current placement, [L][ep_size]."""
+    rank_load_before: list[list[float]]
+    """Rank loads under the placement before the last migration, [L][ep_size]."""
+    imbalance_before: list[float]
+    """Imbalance under the placement before the last migration, [L]."""
+    imbalance_now: list[float]
+    """Imbalance under the current placement, [L]."""
+    progress: MigrationProgress
+    history: list[MigrationRecord]
+    """The last migrations, oldest first."""
+    actor: ActorView
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as dictionaries, lists and numbers, under the same names."""
+        return {**asdict(self), "progress": self.progress.as_json()}

@@ -1,0 +1,174 @@
+"""The part of expert balancing that rides on steps: pieces of a migration on the way out, counts on the way back."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from rayserve_moe.balancing.load_window import LoadReading
+from rayserve_moe.balancing.migration import Migration, MigrationPiece
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
+from rayserve_moe.balancing.planning import PlacementState
+from rayserve_moe.config.settings import BalancingSettings, ParallelSettings
+from rayserve_moe.engine.executor import GroupLayout
+from rayserve_moe.requests.records import RoutingLayout
+from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.step_plan import StartReport, StepResult
+
+log = logging.getLogger(__name__)
+
+COUNTS_EVERY = 16
+"""Steps from one reading of the devices' counts to the next."""
+COUNTS_EVERY_UNPLANNED = 64
+"""The same where experts never move: readings are only shown, and each costs about as much as a small launch."""
+
+
+def eplb_steps_for(
+    layout: RoutingLayout, report: StartReport, *, settings: BalancingSettings, parallel: ParallelSettings
+) -> EplbSteps:
+    """For a server that has just started."""
+    own_order = identity_placement(
+        len(layout.layer_ids),
+        layout.num_experts,
+        ep_size=report.num_expert_ranks,
+        num_redundant=report.num_redundant_experts,
+    )
+    hosts, slices, first = parallel.num_hosts, parallel.num_slices, report.placement or own_order
+    migration = Migration(first, hosts=hosts, slices=slices, slots_per_step=settings.slots_per_step)
+    if settings.enabled:
+        return EplbSteps(migration, own_order=own_order)
+    return EplbSteps(migration, own_order=own_order, counts_every=COUNTS_EVERY_UNPLANNED, moves_experts=False)
+
+
+class EplbSteps:
+    """Adds the pieces of `migration` to step plans, at most one each, and reads the expert counts of their results.
+
+    The plan of a step carries its piece, so that every host runs the same one with the same step. `reading` is the
+    last one of the counts; `on_reading` is called in the engine thread when there is another. Hosts that start have
+    experts where `first` says. `head_for`, `state`,
+    `reading` and `migration.progress` may be used from any thread, all else from the engine's.
+    """
+
+    def __init__(
+        self,
+        migration: Migration,
+        *,
+        own_order: ExpertPlacement | None = None,
+        counts_every: int = COUNTS_EVERY,
+        moves_experts: bool = True,
+    ) -> None:
+        self.migration, self.moves_experts = migration, moves_experts
+        start = migration.placement
+        self.reading = LoadReading(0, 0, np.zeros((start.num_layers, start.num_experts), np.int32))
+        self.on_reading: Callable[[], object] = _ignore
+        self._wanted: deque[ExpertPlacement] = deque(maxlen=1)
+        self._counts_every, self._num_steps = counts_every, 0
+        self._steps_with_pieces = set[int]()
+        self._is_held = False
+        self.first, self._own_order = start, own_order or start
+
+    def state(self) -> PlacementState | None:
+        """What a plan may be made from now; None while a migration is under way or requested."""
+        progress = self.migration.progress
+        if self._wanted or not progress.is_done:
+            return None
+        migration = self.migration
+        return PlacementState(self.reading.generation, progress.version, migration.placement, migration.num_slices)
+
+    def forget_counts(self) -> None:
+        """Begin a new generation of counts: after a change of weights, or of counting."""
+        self.reading = replace(self.reading, generation=self.reading.generation + 1, step=self._num_steps)
+        self.on_reading()
+
+    def head_for(self, placement: ExpertPlacement) -> None:
+        """Have the next steps move experts to `placement`, which replaces what was under way or requested.
+
+        PlacementError where it is of other layers, slots or ranks; then nothing changes.
+        """
+        self.migration.check(placement)
+        self._wanted.append(placement)
+
+    def hold(self) -> ExpertPlacement:
+        """Keep experts where they are until `go_on`; returns their placement. Call while no step is in flight."""
+        self._is_held = True
+        return self.migration.placement
+
+    def go_on(self) -> None:
+        """Let experts move again."""
+        self._is_held = False
+
+    def change_weights(self, *, are_sent: bool = False) -> None:
+        """Restart the migration under way and the counts: what was fetched or counted belongs to other weights.
+
+        Hosts that follow begin with experts as they lie now where the weights `are_sent`, which are kept so, else in
+        their own order.
+        """
+        self.first = self.migration.placement if are_sent else self._own_order
+        if not self.migration.progress.is_done:
+            self.migration.begin(self.migration.target)
+        self.forget_counts()
+
+    def start_over(self, layout: GroupLayout) -> None:
+        """Other hosts serve, experts as at their start and counts from zero: go back to where they were headed.
+
+        Where there are more or fewer ranks than before, that is for a plan to say that is made for them.
+        """
+        target, first = self._wanted.pop() if self._wanted else self.migration.target, self.first
+        if layout.num_expert_ranks != first.ep_size:
+            first = self.first = self._own_order = target = identity_placement(
+                first.num_layers,
+                first.num_experts,
+                ep_size=layout.num_expert_ranks,
+                num_redundant=layout.num_redundant_experts,
+            )
+        self.migration.start_over(first, hosts=layout.num_hosts, slices=layout.num_slices)
+        self._steps_with_pieces.clear()
+        none = np.zeros_like(self.reading.counts)
+        self.reading = LoadReading(self.reading.generation + 1, self._num_steps, none)
+        if target is not first:
+            self._wanted.append(target)
+        self.on_reading()
+
+    def attach(self, schedule: Schedule) -> Schedule:
+        """Add the next piece, and every few steps a request for counts, to a step that computes something."""
+        if not schedule.plan.num_chunks:
+            return schedule
+        self._num_steps += 1
+        piece, wants_counts = self._next_piece(), self._num_steps % self._counts_every == 0
+        if piece is None and not wants_counts:
+            return schedule
+        if piece is not None:
+            self._steps_with_pieces.add(schedule.plan.step_id)
+        return replace(schedule, plan=replace(schedule.plan, migration=piece, wants_expert_counts=wants_counts))
+
+    def absorb(self, result: StepResult) -> None:
+        """Take over a result's counts, if any, and whether a fetch failed."""
+        self._steps_with_pieces.discard(result.step_id)
+        if result.failed_fetch is not None and result.failed_fetch.version > self.migration.given_up_version:
+            log.error("experts could not be fetched: those of layers from %d on stay", result.failed_fetch.layer)
+            self.migration.give_up(result.failed_fetch)
+        if result.expert_counts is not None:
+            self.reading = LoadReading(self.reading.generation, self._num_steps, result.expert_counts)
+            self.on_reading()
+
+    def _next_piece(self) -> MigrationPiece | None:
+        """The next piece; another migration begins once the results of all pieces of the one before are known."""
+        if self._is_held:
+            return None
+        if not self._wanted:
+            return self.migration.next_piece()
+        if self._steps_with_pieces:
+            return None
+        try:
+            self.migration.begin(self._wanted.pop())
+        except PlacementError as error:  # made for ranks that were gone when it came
+            log.warning("a plan is not followed: %s", error)
+        return self.migration.next_piece()
+
+
+def _ignore() -> None:
+    return None

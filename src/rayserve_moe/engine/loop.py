@@ -1,0 +1,342 @@
+"""The engine thread: runs commands of clients, then steps, and dispatches their outputs."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
+
+from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfig, planning_config
+from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens, verify_rows
+from rayserve_moe.config.settings import Settings, SpeculationSettings
+from rayserve_moe.constraints.compiler import ConstraintCompiler
+from rayserve_moe.engine.admission import Capacity, check_request, ending_ids, processed_of
+from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
+from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.eplb.control import EplbControl
+from rayserve_moe.engine.eplb.steps import EplbSteps, eplb_steps_for
+from rayserve_moe.engine.executor import Executor, ExecutorFailure
+from rayserve_moe.engine.guides import guides_of
+from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
+from rayserve_moe.engine.recovery.hosts import RebuildBounds, Rebuilder, Recovery, progress_of, step_start
+from rayserve_moe.engine.recovery.losses import StepLosses
+from rayserve_moe.engine.routing.capture import RoutingCapture
+from rayserve_moe.engine.speculation.expert_reach import ExpertReach
+from rayserve_moe.engine.speculation.model_drafts import proposer_for
+from rayserve_moe.engine.speculation.policy import DraftTotals, Speculation
+from rayserve_moe.engine.step_clock import selection_statistics
+from rayserve_moe.requests.records import ChoiceResult, FinishReason, GenerationRequest, ModelCard, RequestError
+from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
+from rayserve_moe.scheduling.sequence import Guide, Sequence, restore
+from rayserve_moe.scheduling.step_plan import StartReport
+
+log = logging.getLogger(__name__)
+Outputs = Iterable[ChoiceResult]
+LONGEST_QUEUE_S = 5.0
+"""Requests that come while hosts are replaced wait for them; later than this after the loss they are refused."""
+_PART = re.compile(r"([_-]\d+)?")
+
+
+class EngineRebuildingError(RuntimeError):
+    """Hosts are being replaced, and have been for too long to queue for them; ask again later."""
+
+
+class EngineLoop:
+    """Owns the engine thread. All public methods may be called from any thread.
+
+    Commands take effect between steps. After a failure every request ends with an error, and nothing is accepted any
+    more. `has_failed` says how the thread ended, once every client has its error. `control` pauses the engine and
+    changes its weights, `eplb_control` follows the planner that `planner_for` makes, where experts move.
+    `request_metrics` measures requests. `constraints` compiles those of requests, and closes with the loop. Where a
+    `rebuilder` can replace the hosts of the executor, requests outlive them, by `recovery`.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        card: ModelCard,
+        *,
+        settings: Settings,
+        planner_for: Callable[[PlanningConfig], Planner] = LocalPlanner,
+        constraints: ConstraintCompiler | None = None,
+        rebuilder: Rebuilder | None = None,
+    ) -> None:
+        self._executor, self._settings, self.constraints = executor, settings, constraints
+        bounds = RebuildBounds(settings.cluster.most_rebuilds_in_10_minutes, settings.cluster.most_rebuilds_in_hour)
+        self.recovery = None if rebuilder is None else Recovery(rebuilder, bounds)
+        self._commands = CommandQueue()
+        self._step_started_at: float | None = None
+        self._ending = ABORTED
+        self.has_failed: Future[bool] = Future()
+        self.start_report = executor.start()
+        log.info("started: %s", self.start_report)
+        self.eplb = eplb_steps_for(
+            card.routing, self.start_report, settings=settings.balancing, parallel=settings.parallel
+        )
+        self._longest = (self.start_report.num_pages - 1) * settings.cache.page_size
+        self._cycle = step_cycle_for(
+            executor, card, settings=settings, started=self.start_report, eplb=self.eplb, recovery=self.recovery
+        )
+        self._outputs = OutputDispatch(
+            self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
+        )
+        self.request_metrics = self._outputs.metrics
+        most = most_live_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size)
+        self.capacity = Capacity(self._outputs, most)
+        self.control = EngineControl(self._cycle, executor, outputs=self._outputs, commands=self._commands, card=card)
+        planning = planning_config(settings.balancing, settings.experts)
+        self.eplb_control = EplbControl(
+            self.eplb,
+            planner_for(planning) if self.eplb.moves_experts else None,
+            config=planning,
+            layer_ids=card.routing.layer_ids,
+        )
+        if rebuilder is not None and self.recovery is not None:
+            rebuilder.on_loss = partial(self._commands.post, partial(replace_lost, self.control, self.recovery))
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def card(self) -> ModelCard:
+        """The model being served, as it is now."""
+        return self.control.card
+
+    def submit(self, request: GenerationRequest, sink: Sink, *, committed: Outputs = ()) -> list[Sequence]:
+        """Queue a request; `sink` gets what follows on what is `committed`, from the engine thread, and must not block.
+
+
+        Returns its choices, for `abort`: its id may go to another request once it has ended. Raises RequestError for
+        what cannot be served, EngineBusyError when too much waits, EngineRebuildingError, EngineStoppedError.
+        """
+        if (progress := progress_of(self.recovery)) is not None and progress.seconds > LONGEST_QUEUE_S:
+            raise EngineRebuildingError(f"hosts are being replaced: {progress.phase}, {progress.seconds:.0f} s so far")
+        check_request(request, self.card, longest=self._longest)
+        guides = guides_of(request, self.constraints, num_ids=self.card.vocab_size)
+        with self._commands.lock:
+            self._commands.check_open()
+            self.capacity.check()
+            if request.request_id in self._outputs:
+                raise RequestError("a request with this id is running", "rid")
+            sequences = _sequences_of(request, self.card, guides)
+            restore(sequences, committed)
+            self._outputs.add(sequences, sink)
+            self._commands.post(lambda: self.control.admit(sequences))
+        return sequences
+
+    def abort(self, choices: Iterable[Sequence]) -> None:
+        """End those of the choices that have not ended, with finish reason `abort`."""
+        self._commands.post(partial(self.control.end, choices, ABORTED))
+
+    def abort_stem(self, stem: str, *, is_prefix: bool = False) -> None:
+        """Abort the requests that are named `stem` now, or `stem_0`, `stem_1`, ..., or `stem-0`, ...
+
+        Where it is a prefix, all whose names begin with it.
+        """
+        self._abort_named(
+            lambda name: name.startswith(stem) and (is_prefix or _PART.fullmatch(name, len(stem)) is not None)
+        )
+
+    def abort_all(self) -> None:
+        """Abort all requests that were submitted before."""
+        self._abort_named(lambda _: True)
+
+    def flush(self) -> None:
+        """Flush the prefix cache before later requests; running ones keep their pages."""
+        self._commands.post(self._cycle.scheduler.flush)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is waiting or running."""
+        return len(self._outputs) == 0
+
+    def statistics(self) -> dict[str, float]:
+        """Pages, requests and the step clock, as of now; pages that are only cached count as free, and running and
+        waiting are counted in choices."""
+        num_running = len(self._cycle.scheduler.running)
+        return {
+            "requests_live": float(len(self._outputs)),
+            "requests_waiting": float(max(0, self._outputs.num_unfinished - num_running)),
+            **self._cycle.statistics(),
+            **selection_statistics(self._cycle.tally, num_ranks=self.eplb.migration.placement.ep_size),
+            **self.start_report.statistics(),
+            **({} if self.recovery is None else self.recovery.statistics()),
+        }
+
+    @property
+    def drafts(self) -> tuple[str, DraftTotals] | None:
+        """The proposer, and what became of its drafts; None without speculation."""
+        speculation = self._cycle.speculation
+        return None if speculation is None else (speculation.proposer.name, speculation.totals)
+
+    def check_health(self) -> None:
+        """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
+        self._commands.check_open()
+        started = step_start(self._step_started_at, self.recovery)
+        if started is not None and time.monotonic() - started > self._settings.cluster.step_timeout_s:
+            raise EngineStoppedError(f"a step has been running for over {self._settings.cluster.step_timeout_s} s")
+
+    def check_integrity(self) -> None:
+        """Assert, between two steps, that pages and rows add up against an independent count."""
+        fault = self._commands.call(partial(_fault_of, self._cycle.scheduler)).result(
+            self._settings.cluster.step_timeout_s
+        )
+        if fault is not None:
+            raise fault
+
+    def shutdown(self, ending: FinishReason = ABORTED) -> None:
+        """End what runs, stop the thread and the executor. May be called twice."""
+        self._ending = ending
+        self.eplb_control.stop()
+        self._commands.close("the engine is shut down")
+        self.control.close()
+        if self.recovery is not None:
+            self.recovery.stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._commands.give_up()
+        self._executor.shutdown()
+        if self.constraints is not None:
+            self.constraints.close()
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._step_started_at = time.monotonic()
+                self._outputs.publish(*self._cycle.run(), now=time.monotonic())
+                self._step_started_at = None
+        except Exception as error:
+            if not (isinstance(error, ExecutorFailure) and self._commands.is_closed):
+                log.exception("the engine has failed")
+                self._fail(f"{type(error).__name__}: {error}")
+                return
+        _end_all(self._outputs, self._ending)  # a shutdown may have ended a rebuild
+        self.has_failed.set_result(False)
+
+    def _take_commands(self) -> bool:
+        """Run queued commands; with no work, sleep. False once the engine is to stop."""
+        while not self._commands.is_closed:
+            self._step_started_at = time.monotonic()
+            self._commands.run_all()
+            self._step_started_at = None
+            if self._cycle.has_work:
+                return True
+            if not self._commands.wait(self._settings.cluster.idle_release_s):
+                self._executor.release()
+                self._commands.wait()
+        return False
+
+    def _abort_named(self, is_meant: Callable[[str], bool]) -> None:
+        """Abort the requests that have such an id now; later ones may have the same."""
+        with self._commands.lock:
+            names = filter(is_meant, self._outputs.request_ids)
+            self.abort([choice for name in names for choice in self._outputs.unfinished(name)])
+
+    def _fail(self, message: str) -> None:
+        """Refuse everything from now on and end what runs with an error."""
+        with self._commands.lock:
+            self._commands.close(f"the engine has failed: {message}")
+            self._step_started_at = None
+        self._commands.give_up()
+        _end_all(self._outputs, FinishReason("error", message=f"the engine has failed: {message}"))
+        self.has_failed.set_result(True)
+
+
+def _end_all(outputs: OutputDispatch, reason: FinishReason) -> None:
+    """End all requests; a sink that raises does not keep the others from their end."""
+    while len(outputs):
+        try:
+            outputs.end_all(reason)
+        except Exception:
+            log.exception("the end of a request could not be sent")
+
+
+def _fault_of(scheduler: Scheduler) -> AssertionError | None:
+    """What is wrong with rows and pages, if anything."""
+    try:
+        scheduler.check_integrity()
+    except AssertionError as error:
+        return error
+    return None
+
+
+def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[Guide | None]) -> list[Sequence]:
+    """Build one sequence per choice, all with the request's seed or one random seed. With a constraint, the guide
+    withholds end tokens, and the end of sequence stops the sequence even with `ignore_eos`."""
+    sampling = request.sampling
+    seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
+    is_guided = request.constraint is not None
+    ends = sampling.ignore_eos and not is_guided
+    stops = frozenset(sampling.stop_token_ids) | frozenset(() if ends else card.eos_token_ids)
+    withheld = ending_ids(sampling, card) if sampling.min_new_tokens and not is_guided else frozenset()
+    sequences = [
+        Sequence(request, i, seed=seed, stop_token_ids=stops, withheld_ids=withheld, guide=guide)
+        for i, guide in enumerate(guides)
+    ]
+    for sequence in sequences if sampling.processor_arguments else ():
+        sequence.processed = processed_of(sampling, card)
+    return sequences
+
+
+def step_cycle_for(
+    executor: Executor,
+    card: ModelCard,
+    *,
+    settings: Settings,
+    started: StartReport,
+    eplb: EplbSteps,
+    recovery: Recovery | None,
+) -> StepCycle:
+    """Build the step cycle of an engine whose executor has `started`, with the features that its settings enable."""
+    scheduler, cache, num_ranks = settings.scheduler, settings.cache, settings.parallel.data_parallel_size
+    limits = StepLimits(
+        num_rows=scheduler.max_running_requests,
+        step_tokens=scheduler.max_step_tokens,
+        chunk_tokens=prefill_chunk_tokens(scheduler),
+        page_size=cache.page_size,
+        num_pages=started.num_pages,
+        page_groups=started.page_groups,
+        max_tokens=card.max_model_len,
+        num_data_ranks=num_ranks,
+        caches_prefixes=cache.enable_prefix_caching,
+        verify_rows=verify_rows(scheduler, settings.speculation),
+    )
+    capture = None
+    if card.returns_routing:
+        capture = RoutingCapture(
+            card.routing,
+            num_pages=started.num_pages,
+            page_size=cache.page_size,
+            num_data_ranks=num_ranks,
+            weight_version=card.weight_version,
+        )
+    target = Scheduler(limits, weight_version=card.weight_version)
+    cycle = StepCycle(
+        target,
+        executor,
+        capture=capture,
+        overlaps=scheduler.overlap_steps,
+        eplb=eplb,
+        speculation=_speculation_for(settings.speculation, target, card=card),
+    )
+    if recovery is not None:
+        cycle.losses = StepLosses(recovery, target, capture=capture, eplb=eplb)
+    return cycle
+
+
+def _speculation_for(settings: SpeculationSettings, target: Scheduler, *, card: ModelCard) -> Speculation | None:
+    """Return the speculation for a scheduler, or None if the settings allow no drafts."""
+    if not settings.most_drafts:
+        return None
+    return Speculation(
+        target.table,
+        proposer_for(settings),
+        most_drafts=settings.most_drafts,
+        reach=ExpertReach(card.routing.num_experts, card.routing.top_k),
+        are_trees=settings.has_trees,
+    )

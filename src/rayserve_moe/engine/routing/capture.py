@@ -1,0 +1,214 @@
+"""Following the routing of running sequences from step results into the store and out again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from rayserve_moe.replay.routing_store import RoutingStore
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.scheduling.row_table import RowTable
+from rayserve_moe.scheduling.scheduler import Preemption
+from rayserve_moe.scheduling.sequence import KnownRows, Sequence
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+
+SOURCES = ("computed", "cached", "recomputed")
+NO_VERSION = -1
+Places = tuple[np.ndarray, np.ndarray]
+"""Slots of the store, and the stamps that their rows have."""
+
+
+class RoutingCapture:
+    """Owns the store. The rows of a step are due with its result, which may come after the next step is submitted.
+
+    Rows survive preemption: they stay with the sequence. Those of sampled tokens go with log-probs that are known, and
+    replace what the recomputation finds; those of the prompt stand in until it is computed anew. Every row remembers
+    the weight version that it was computed under.
+    """
+
+    def __init__(
+        self, layout: RoutingLayout, *, num_pages: int, page_size: int, num_data_ranks: int = 1, weight_version: str
+    ) -> None:
+        self._layout = layout
+        self._page_size = page_size
+        self._slots_per_rank = num_pages * page_size
+        self._store = RoutingStore(layout, num_slots=num_data_ranks * self._slots_per_rank)
+        self._num_data_ranks = num_data_ranks
+        self._versions = [weight_version]
+        self._submitted: dict[int, Callable[..., None]] = {}  # by step: stores its rows where they belong
+        self._has_kept = False
+
+    @property
+    def weight_version(self) -> str:
+        """The version that steps submitted from now on run under."""
+        return self._versions[-1]
+
+    def set_weight_version(self, weight_version: str) -> None:
+        """Name the weights of all steps that are submitted from now on."""
+        if weight_version != self._versions[-1]:
+            self._versions.append(weight_version)
+
+    def submit(self, plan: StepPlan, table: RowTable) -> None:
+        """Note where the rows of a step belong, before its rows can change hands."""
+        if not plan.wants_routing:
+            return
+        rows, positions = plan.chunk_rows, plan.chunk_starts
+        if plan.num_tokens != plan.num_chunks or plan.num_forks:
+            first_token = np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
+            rows = np.repeat(rows, plan.chunk_lengths)
+            positions = np.arange(plan.num_tokens) + np.repeat(positions - first_token, plan.chunk_lengths)
+        places = self._places_in(table, rows, positions)
+        kept = self._kept_rows(plan, table) if self._has_kept else []
+        forks = self._forked_places(plan, table) if plan.num_forks else None
+        under = len(self._versions) - 1
+        self._submitted[plan.step_id] = partial(self._store_rows, places=places, version=under, kept=kept, forks=forks)
+
+    def absorb(self, result: StepResult, *, belongs: np.ndarray | None = None) -> None:
+        """Store the rows that came with the result of a step, of tokens that belong to their sequences, bool [T], where
+        that is given. Rows that never come stay missing."""
+        store_rows = self._submitted.pop(result.step_id, None)
+        if store_rows is not None and result.routing is not None:
+            store_rows(result.routing, belongs=slice(None) if belongs is None else belongs)
+
+    def forget_submitted(self) -> None:
+        """Expect no more rows of steps that were submitted."""
+        self._submitted.clear()
+
+    def retain(self, preemption: Preemption) -> None:
+        """Keep with a sequence that lost its pages the rows that its client wants and does not have, and all of its
+        sampled tokens but those that no output followed on."""
+        sequence = preemption.sequence
+        if sequence.request.return_routed_experts:
+            start = min(sequence.num_published_rows, sequence.num_prompt_tokens)
+            sequence.kept_rows = self._known_rows(sequence, preemption, start)
+            self._has_kept = True
+
+    def gather(self, sequence: Sequence, *, start: int = 0) -> RoutedExperts:
+        """Collect the rows from position `start` on of a sequence that runs, waits, or has ended.
+
+        Rows are for positions up to num_tokens - 2 (all prompt positions where nothing was generated). What was never
+        computed is missing.
+        """
+        known = self._known_rows(sequence, sequence, start)
+        return RoutedExperts(
+            rows=known.rows,
+            start=start,
+            missing=tuple((a, b) for a, b, is_known in _runs(known.is_known, start) if not is_known),
+            source=tuple((a, b, SOURCES[kind]) for a, b, kind in _runs(known.kinds, start)),
+            weight_version=tuple(
+                (a, b, self._versions[version])
+                for a, b, version in _runs(np.where(known.is_known, known.versions, NO_VERSION), start)
+                if version != NO_VERSION
+            ),
+        )
+
+    def _store_rows(
+        self,
+        rows: np.ndarray,
+        *,
+        belongs: np.ndarray | slice,
+        places: Places,
+        version: int,
+        kept: list[tuple[np.ndarray, ...]],
+        forks: tuple[Places, Places] | None,
+    ) -> None:
+        """Store the rows of a step that ran under `version`, then those that were kept, which outrank them, then for
+        `forks` those of the last page of their prompts."""
+        slots, stamps = (each[belongs] for each in places)
+        self._store.write(slots, stamps, rows=rows[belongs], versions=version)
+        for kept_slots, kept_stamps, kept_rows, versions in kept:
+            self._store.write(kept_slots, kept_stamps, rows=kept_rows, versions=versions)
+        if forks is not None:
+            (slots, stamps), own = forks
+            rows, is_known = self._store.read(slots, stamps)
+            own_slots, own_stamps = (places[is_known] for places in own)
+            versions = self._store.versions(slots)[is_known]
+            self._store.write(own_slots, own_stamps, rows=rows[is_known], versions=versions)
+
+    def _forked_places(self, plan: StepPlan, table: RowTable) -> tuple[Places, Places]:
+        """Where the rows of what forks copy are stored, and where they will be."""
+        forks = np.flatnonzero(plan.chunk_lengths == 0)
+        ends = plan.chunk_starts[forks]
+        counts = ends % self._page_size
+        positions = np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
+        rows = (np.repeat(plan.chunk_rows[chunks], counts) for chunks in (plan.sources[forks], forks))
+        source, own = (self._places_in(table, each, positions) for each in rows)
+        return source, own
+
+    def _places_in(self, table: RowTable, rows: np.ndarray, positions: np.ndarray) -> Places:
+        """Slots and stamps of positions of rows of all data ranks."""
+        slots, stamps = table.places(rows, positions)
+        if self._num_data_ranks > 1:
+            slots = slots + rows // (len(table.sequences) // self._num_data_ranks) * self._slots_per_rank
+        return slots, stamps
+
+    def _known_rows(self, sequence: Sequence, held: Sequence | Preemption, start: int) -> KnownRows:
+        """Rows from position `start` on: those in the pages that are or were held, and those kept before."""
+        num_fed = sequence.num_tokens - 1
+        count = max(0, (num_fed if sequence.num_outputs else max(num_fed, held.num_computed)) - start)
+        num_computed = max(0, min(held.num_computed - start, count))
+        known = KnownRows(
+            start,
+            np.zeros(count, np.bool_),
+            np.zeros((count, *self._layout.row_shape), self._layout.dtype),
+            np.zeros(count, np.int32),
+            _kinds(held.origins, start, count),
+        )
+        slots, stamps = self._places(held, start, start + num_computed)
+        known.rows[:num_computed], known.is_known[:num_computed] = self._store.read(slots, stamps)
+        known.versions[:num_computed] = self._store.versions(slots)
+        if sequence.kept_rows is not None:
+            _add_kept(known, sequence.kept_rows, first_output=sequence.num_prompt_tokens)
+        return known
+
+    def _places(self, held: Sequence | Preemption, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Slots and stamps of positions `[first, last)`, from pages that are or were held."""
+        index, offset = np.divmod(np.arange(first, last), self._page_size)
+        first_slot = held.data_rank * self._slots_per_rank
+        return first_slot + held.pages[index].astype(np.int64) * self._page_size + offset, held.page_generations[index]
+
+    def _kept_rows(self, plan: StepPlan, table: RowTable) -> list[tuple[np.ndarray, ...]]:
+        """Places, rows and versions of sampled tokens that this step recomputes although their rows were kept."""
+        kept = []
+        again = (plan.chunk_lengths > 1) | np.isin(plan.chunk_rows, plan.sampling.rows)
+        for chunk in np.flatnonzero(again).tolist():
+            sequence = table.sequences[plan.chunk_rows[chunk]]
+            if sequence is None or (known := sequence.kept_rows) is None:
+                continue
+            start, length = int(plan.chunk_starts[chunk]), int(plan.chunk_lengths[chunk])
+            first, last = max(start, sequence.num_prompt_tokens), min(start + length, known.end)
+            if last > first:
+                part = np.arange(first, last)[known.is_known[first - known.start : last - known.start]] - known.start
+                slots, stamps = self._places(sequence, first, last)
+                places = part + known.start - first
+                kept.append((slots[places], stamps[places], known.rows[part], known.versions[part]))
+        return kept
+
+
+def _add_kept(known: KnownRows, kept: KnownRows, *, first_output: int) -> None:
+    """Take over kept rows: of outputs all that there are, of the prompt those that are not known otherwise."""
+    first, last = max(known.start, kept.start), min(known.end, kept.end)
+    if first < last:
+        ours, theirs = (slice(first - rows.start, last - rows.start) for rows in (known, kept))
+        is_output = np.arange(first, last) >= first_output
+        taken = kept.is_known[theirs] & (is_output | ~known.is_known[ours])
+        for values, kept_values in zip(known[1:], kept[1:], strict=True):
+            values[ours][taken] = kept_values[theirs][taken]
+
+
+def _runs(values: np.ndarray, start: int) -> list[tuple[int, int, int]]:
+    """Ranges `(from, to, value)` in which an array over positions from `start` on stays the same."""
+    borders = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return [(start + a, start + b, int(values[a])) for a, b in itertools.pairwise(borders) if a < b]
+
+
+def _kinds(origins: tuple[tuple[int, int, str], ...], start: int, count: int) -> np.ndarray:
+    """How each row from position `start` on came about: found in the cache, computed anew after a preemption, or
+    computed once; places in SOURCES, [count]."""
+    kinds = np.zeros(count, np.int8)
+    for first, last, kind in origins:
+        kinds[max(0, first - start) : max(0, last - start)] = SOURCES.index(kind)
+    return kinds

@@ -1,0 +1,366 @@
+"""Decides when sequences get drafts and how many, by expected gain and measured step times; counts acceptance."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from rayserve_moe.engine.speculation.expert_reach import ExpertReach
+from rayserve_moe.engine.speculation.model_drafts import ModelProposer, with_drafting
+from rayserve_moe.engine.speculation.proposers import Proposer
+from rayserve_moe.requests.records import DraftCounts
+from rayserve_moe.scheduling.draft_trees import depths_of, levels_of, right_drafts
+from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.row_table import RowTable
+from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import DRAFTED, StepResult
+from rayserve_moe.scheduling.verify_rows import follows, is_awaited
+
+REST = 4
+"""Steps without drafts, overlapped, before and between looks at whether drafts would pay."""
+LOOKS_BEFORE_BACKOFF, MOST_DOUBLINGS = 4, 3
+"""Looks in a row that find that those of a draft model would not pay; each one after them doubles the rest."""
+FRUITLESS_STEPS = 2
+"""Steps in a row without drafts that end trying."""
+FIRST_CREDIT, MOST_CREDIT, TRYING_CREDIT = 3.0, 8.0, 1.0
+"""What trying drafts may lose, in plain steps: at the start, at most after gains, and what it takes to begin again."""
+CREDIT_OF_STEP = 0.01
+"""What every step adds to that."""
+FORGETTING_STEPS = 256
+"""Plain steps in a row after which times of steps with drafts are measured anew."""
+NO_DRAFTS: dict[int, np.ndarray] = {}
+
+
+@dataclass
+class DraftTotals:
+    """What became of drafts so far: verified chains, their drafts and the right ones among them, and the seconds that
+    proposing took."""
+
+    chains: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_s: float = 0.0
+
+
+class Speculation:
+    """Decides before every step whether it has drafts. Those of one step follow on tokens that are on the host, so
+    steps do not overlap while it `is_on`, unless a draft model leaves chains on the devices (`overlaps`). `reach` tells
+    what steps of more rows cost that were not measured.
+
+    It is off to begin with, and where drafts do not pay. What trying them loses is kept within a credit of a few plain
+    steps, that every step adds a hundredth to. While it is off, drafts are still proposed now and then, and compared
+    with what follows: it goes on where they promise more tokens per second by `choose_drafts`. Where it `is_fixed` it
+    decides nothing: all steps have all drafts. Where drafts `are_trees` a step has all of them or none.
+    """
+
+    def __init__(
+        self,
+        table: RowTable,
+        proposer: Proposer,
+        *,
+        most_drafts: int,
+        reach: ExpertReach,
+        are_trees: bool = False,
+        is_fixed: bool = False,
+    ) -> None:
+        self.proposer, self._reach = proposer, reach
+        self.totals = DraftTotals()
+        self._table, self._most, self._fixed, self._are_trees = table, most_drafts, is_fixed, are_trees
+        self._on_devices = np.full(most_drafts, DRAFTED, np.int32)
+        self._acceptance = Acceptance(len(table.sequences))
+        self._plain, self._verifying = StepTimes(), StepTimes()
+        self._rest, self._credit = REST, FIRST_CREDIT
+        self._num_fruitless = self._num_plain = self._num_declined = 0
+        self._newest: tuple[Schedule, StepResult] | None = None
+        self._watched: list[tuple[int, int, int, np.ndarray]] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the next step is planned with `draft`."""
+        return self._fixed or self._rest <= 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether drafts are on the devices as well, so that a step may follow before they are known here."""
+        return isinstance(self.proposer, ModelProposer) and not self._are_trees
+
+    def draft(self, rows: np.ndarray) -> Mapping[int, np.ndarray]:
+        """The drafts of decoding rows whose requests allow it and that no guide limits; none where they are not worth
+        it."""
+        begun = time.perf_counter()
+        found = self._proposed(rows, is_awaited(self._table, rows) if self.overlaps else None)
+        most = self._most if self._fixed else self._chosen(len(rows), found)
+        self.totals.draft_s += time.perf_counter() - begun
+        self._num_fruitless = 0 if most else self._num_fruitless + 1
+        return {row: drafts[:most] for row, drafts in found.items()} if most else NO_DRAFTS
+
+    def asking(self, schedule: Schedule, in_flight: Schedule | None) -> Schedule:
+        """The next step, as a draft model needs it: drafts are there too when they are looked at."""
+        if not isinstance(self.proposer, ModelProposer):
+            return schedule
+        is_looked_at = self._rest == (1 if in_flight is None else 2)
+        return with_drafting(schedule, self._table, wants_drafts=self.is_on or is_looked_at)
+
+    def absorb(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
+        """Note what came of a step, before it is committed; `counts`: which samples do, where it has drafts."""
+        self._newest = schedule, result
+        self.totals.draft_s += result.draft_s
+        if result.routing is not None and not schedule.plan.has_blocks:
+            self._reach.note(result.routing)
+        if counts is not None and schedule.plan.most_drafts:
+            self.note_drafts(schedule, counts)
+
+    def note_drafts(self, schedule: Schedule, counts: np.ndarray) -> None:
+        """Note which samples of a step count (`samples_that_count`), before they are committed."""
+        rows = schedule.sampling_rows
+        is_draft = follows(rows) & (self._table.generations[rows] == schedule.sampling_generations)
+        verified, drafted = np.unique(rows[is_draft], return_counts=True)
+        right = np.bincount(rows[counts & is_draft], minlength=len(self._table.sequences))[verified]
+        self._acceptance.note(verified, self._levels(schedule, verified, drafted), right=right)
+        self.totals.chains += len(verified)
+        self.totals.drafted += int(drafted.sum())
+        self.totals.accepted += int(right.sum())
+        for row, num_drafted, num_right in zip(verified.tolist(), drafted.tolist(), right.tolist(), strict=True):
+            if (sequence := self._table.sequences[row]) is not None:
+                before = sequence.drafts
+                sequence.drafts = DraftCounts(
+                    before.chains + 1, before.drafted + num_drafted, before.accepted + num_right
+                )
+
+    def _levels(self, schedule: Schedule, verified: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+        """How many drafts of each verified row could have been right: of a tree as many as follow each other."""
+        if not self._are_trees:
+            return drafted
+        ancestors, levels = schedule.plan.ancestors, np.zeros(len(self._table.sequences), np.int64)
+        assert ancestors is not None, "drafts have ancestors"
+        np.maximum.at(levels, schedule.plan.chunk_rows, depths_of(ancestors))
+        return levels[verified]
+
+    def note_time(self, schedule: Schedule, num_tokens: int, *, seconds: float) -> None:
+        """Note how long a step took that gave `num_tokens` tokens; those with prompts are left out.
+
+        The step is committed: what a draft model said after it is kept.
+        """
+        if isinstance(self.proposer, ModelProposer) and self._newest is not None:
+            self.proposer.keep(*self._newest, table=self._table)
+        began_before_rest = schedule.plan.most_drafts > 0 and not self.is_on
+        if schedule.plan.has_blocks or not num_tokens or began_before_rest:
+            return
+        self._credit = min(self._credit + CREDIT_OF_STEP, MOST_CREDIT)
+        if not self.is_on:
+            self._plain.add(schedule.plan.num_tokens, seconds)
+            self._rest -= 1
+            self._num_plain += 1
+            if self._rest == 0:
+                self._consider(schedule.sampling_rows)
+            return
+        self._num_plain = 0
+        if self._fixed:
+            return
+        num_rows = len(np.unique(schedule.sampling_rows))
+        alone = seconds_of(num_rows, self._plain.known(), reach=self._reach)
+        seconds = self._verifying.add(schedule.plan.num_tokens, seconds, known={num_rows: alone})
+        self._credit += num_tokens / num_rows - seconds / alone
+        if self._credit < 0:
+            self._rest = int((TRYING_CREDIT - self._credit) / CREDIT_OF_STEP)
+        elif self._num_fruitless >= FRUITLESS_STEPS:
+            self._rest = REST
+
+    def end(self, sequence: Sequence) -> None:
+        """Note that a sequence has ended."""
+        self.proposer.end(sequence)
+
+    def _proposed(self, rows: np.ndarray, are_awaited: np.ndarray | None = None) -> dict[int, np.ndarray]:
+        """What is drafted for rows, by row; of awaited ones that is on the devices."""
+        found = {}
+        awaited = [False] * len(rows) if are_awaited is None else are_awaited.tolist()
+        for row, is_there in zip(rows.tolist(), awaited, strict=True):
+            sequence = self._table.sequences[row]
+            if sequence is not None and sequence.takes_drafts:
+                drafts = self._on_devices if is_there else self.proposer.propose(sequence, self._most)
+                if len(drafts):
+                    found[row] = drafts[: self._most]
+        return found
+
+    def _chosen(self, num_rows: int, found: Mapping[int, np.ndarray]) -> int:
+        if not found:
+            return 0
+        rows = np.fromiter(found, np.intp, len(found))
+        available = np.array([len(drafts) for drafts in found.values()])
+        acceptance = self._acceptance.of(rows, self._table.generations[rows])
+        times = {"plain": self._plain.known(), "verifying": self._verifying.known(), "reach": self._reach}
+        levels = np.array([levels_of(drafts) for drafts in found.values()]) if self._are_trees else None
+        return min(self._most, choose_drafts(num_rows, available, acceptance=acceptance, levels=levels, **times))
+
+    def _consider(self, rows: np.ndarray) -> None:
+        """Go on if drafts promise to pay for the rows that decode, else look again soon."""
+        self._num_fruitless = 0
+        begun = time.perf_counter()
+        self._compare()
+        if self._num_plain >= FORGETTING_STEPS:
+            self._num_plain, self._verifying = 0, StepTimes()
+        found = self._proposed(rows)
+        self._num_declined = 0 if self._chosen(len(rows), found) else self._num_declined + 1
+        if self._num_declined:
+            doublings = min(max(self._num_declined - LOOKS_BEFORE_BACKOFF, 0), MOST_DOUBLINGS)
+            self._rest = REST << doublings if isinstance(self.proposer, ModelProposer) else REST
+            generations, starts = self._table.generations, self._table.num_tokens
+            self._watched = [(row, int(generations[row]), int(starts[row]), found[row]) for row in found]
+        self.totals.draft_s += time.perf_counter() - begun
+
+    def _compare(self) -> None:
+        """Note what the drafts that were only watched would have come to."""
+        outcomes = []
+        for row, generation, start, drafts in self._watched:
+            sequence = self._table.sequences[row]
+            if sequence is not None and self._table.generations[row] == generation:
+                followed = sequence.token_ids[start : sequence.num_tokens][: levels_of(drafts)]
+                outcomes.append((row, len(followed), right_drafts(drafts, followed)))
+        if outcomes:
+            rows, drafted, right = np.array(outcomes).T
+            self._acceptance.note(rows, drafted, right=right)
+        self._watched = []
+
+
+LADDER = (1, 3, 5, 7)
+"""Numbers of drafts per sequence that steps are planned with, besides 0."""
+KEPT_TIMES = 9
+FORGETTING = 0.9
+"""Weight of older outcomes after each verification of a row."""
+PRIOR_TRIALS = 2.0
+SLACK = 2.0
+"""Maximum seconds of a step, relative to the seconds expected from other steps."""
+MARGIN = 1.02
+"""Minimum tokens per second with drafts, relative to steps without drafts."""
+
+
+class StepTimes:
+    """Median seconds of recent steps without prompts, by number of rows rounded up to three significant bits.
+
+    The first two measurements of a size give their minimum.
+    """
+
+    def __init__(self) -> None:
+        self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
+        self._known: dict[int, float] = {}
+        self._doubted: set[int] = set()
+
+    def add(self, num_rows: int, seconds: float, *, known: Mapping[int, float] | None = None) -> float:
+        """Record one step and return its seconds, or a limit if they exceed it: then the excess is an outside delay.
+
+        The limit is the minimum over all recorded and `known` sizes of SLACK times their seconds, scaled up to
+        `num_rows`. The first measurement of a size is not recorded if it exceeds the limit.
+        """
+        size = _rounded(num_rows)
+        of_others = {**self._known, **(known or {})}.items()
+        max_s = min((SLACK * one * max(1.0, num_rows / rows) for rows, one in of_others), default=seconds)
+        if seconds > max_s and size not in self._known and size not in self._doubted:
+            self._doubted.add(size)
+            return max_s
+        seconds = min(seconds, max_s)
+        times, is_new = self._times[size], size not in self._known
+        times.append(seconds)
+        self._known[size] = median(times) if len(times) > 2 else min(times)
+        if is_new:
+            self._known = dict(sorted(self._known.items()))
+        return seconds
+
+    def known(self) -> Mapping[int, float]:
+        """Return the seconds by rounded number of rows, ascending."""
+        return self._known
+
+
+def seconds_of(num_rows: int, known: Mapping[int, float], *, reach: ExpertReach) -> float:
+    """Return the expected seconds of a step, from the seconds by rounded number of rows in `known`.
+
+    They are interpolated by the work that `reach` gives for a number of rows. Larger steps continue the slope of the
+    last two sizes; smaller ones take as long as the first size. `known` is ascending and not empty.
+    """
+    sizes, size = list(known), _rounded(num_rows)
+    above = bisect_left(sizes, size)
+    if above == 0 or len(sizes) == 1:
+        return known[sizes[0]]
+    if size in known:
+        return known[size]
+    above = min(above, len(sizes) - 1)
+    first, second = sizes[above - 1], sizes[above]
+    slope = (known[second] - known[first]) / (reach.work(second) - reach.work(first))
+    if size > second:
+        return known[second] + max(0.0, slope) * (reach.work(size) - reach.work(second))
+    return known[first] + slope * (reach.work(size) - reach.work(first))
+
+
+class Acceptance:
+    """Share of right drafts of each row, among drafts with right predecessors; a new row has the mean of all rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._right, self._tried = np.zeros(num_rows), np.zeros(num_rows)
+        self._owners = np.full(num_rows, -1, np.int64)
+        self._right_of_all, self._tried_of_all = 0.5 * PRIOR_TRIALS, PRIOR_TRIALS
+
+    def of(self, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
+        """Return the share of each row, float [N]. A changed generation makes a row new."""
+        is_new = self._owners[rows] != generations
+        self._right[rows[is_new]] = self._tried[rows[is_new]] = 0.0
+        self._owners[rows] = generations
+        mean = self._right_of_all / self._tried_of_all
+        return (self._right[rows] + PRIOR_TRIALS * mean) / (self._tried[rows] + PRIOR_TRIALS)
+
+    def note(self, rows: np.ndarray, drafted: np.ndarray, *, right: np.ndarray) -> None:
+        """Record the drafts and right drafts of each row; drafts after the first wrong one do not count."""
+        tried = right + (right < drafted)
+        self._right[rows] = FORGETTING * self._right[rows] + right
+        self._tried[rows] = FORGETTING * self._tried[rows] + tried
+        self._right_of_all = FORGETTING * self._right_of_all + right.sum()
+        self._tried_of_all = FORGETTING * self._tried_of_all + tried.sum()
+
+
+def choose_drafts(  # noqa: PLR0913 (what is known, by keyword)
+    num_rows: int,
+    available: np.ndarray,
+    *,
+    acceptance: np.ndarray,
+    plain: Mapping[int, float],
+    verifying: Mapping[int, float],
+    reach: ExpertReach,
+    levels: np.ndarray | None = None,
+) -> int:
+    """Return the number of drafts per sequence with the most tokens per second, from LADDER or 0.
+
+    `num_rows` sequences decode. N of them have drafts: `available` int [N], each right with probability `acceptance`
+    float [N]. With trees of `levels` int [N], each level has a right draft with probability `acceptance`, and the
+    result is all drafts or 0. `plain` and `verifying` are the known seconds of steps without and with drafts by number
+    of rows; `plain` is not empty.
+
+    Only the first number of drafts that exceeds the largest verified step is considered, so unmeasured sizes are tried
+    in small increments. Such a step is expected to take as long as the size before it until two sizes are measured,
+    because part of the cost is common to all of them.
+    """
+    alone, largest, at = seconds_of(num_rows, plain, reach=reach), max(verifying, default=0), _rounded(num_rows)
+    known = {size: seconds for size, seconds in sorted({**plain, **verifying}.items()) if size > at}
+    first, with_alone = min(known, default=at), {at: alone} | known
+    ladder = np.array(LADDER) if levels is None else available.max(keepdims=True)
+    counts = np.minimum(available, ladder[:, None])
+    in_turn = counts if levels is None else levels[None]
+    gained = acceptance * (1 - acceptance**in_turn) / np.maximum(1 - acceptance, 1e-9)
+    sizes, tokens = num_rows + counts.sum(axis=1), num_rows + gained.sum(axis=1)
+    best, best_rate = 0, MARGIN * num_rows / alone
+    for num_drafts, size, expected in zip(ladder.tolist(), sizes.tolist(), tokens.tolist(), strict=True):
+        rate = expected / seconds_of(size, known if size > first and known else with_alone, reach=reach)
+        if rate > best_rate:
+            best, best_rate = num_drafts, rate
+        if _rounded(size) > largest:
+            break
+    return best
+
+
+def _rounded(count: int) -> int:
+    """Return `count` rounded up to three significant bits."""
+    step = 1 << max(0, count.bit_length() - 3)
+    return -(-count // step) * step

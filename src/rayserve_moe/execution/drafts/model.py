@@ -1,0 +1,201 @@
+"""A draft model beside its target: which it is, how it lies on the mesh, and reading its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from rayserve_moe.checkpoints.files import CheckpointFiles, open_checkpoint
+from rayserve_moe.checkpoints.header import CheckpointError
+from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
+from rayserve_moe.config.load import checkpoint_cache
+from rayserve_moe.config.settings import DRAFT_MODELS, ModelSettings, SettingsError, SpeculationSettings
+from rayserve_moe.execution.drafts.parts import scratch_pages
+from rayserve_moe.execution.drafts.steps import draft_axes
+from rayserve_moe.execution.step.pytrees import DraftState
+from rayserve_moe.execution.weights.placing import laid_out
+from rayserve_moe.kernels.cpu_native.layout import shape_problem
+from rayserve_moe.kernels.table import CPU_NATIVE, KERNELS
+from rayserve_moe.model.attention import kernels_for
+from rayserve_moe.model.draft_layer import DraftConfig
+from rayserve_moe.model.draft_spec import (
+    EAGLE_IGNORED,
+    MAP,
+    DraftSpec,
+    draft_parameters,
+    eagle_rules,
+    eagle_spec,
+    prediction_rules,
+    prediction_spec,
+)
+from rayserve_moe.model.family_table import family_of
+from rayserve_moe.model.kv_cache import cache_row
+from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.transformer import ModelConfig, Parameters
+
+EVERYTHING = ("*",)
+
+
+@dataclass(frozen=True)
+class OpenedDraft:
+    """Files that hold a draft model, what it is, and which of their tensors are its."""
+
+    spec: DraftSpec
+    files: CheckpointFiles
+    rules: Mapping[str, str]
+    ignored: tuple[str, ...]
+
+
+def open_draft(
+    settings: SpeculationSettings, target: ModelSpec, *, files: CheckpointFiles, model: ModelSettings
+) -> OpenedDraft | None:
+    """The draft model that the settings name for a target out of `files`; None where they name none.
+
+    SettingsError, CheckpointError or UnsupportedModelError where it cannot be served.
+    """
+    if settings.algorithm not in DRAFT_MODELS:
+        return None
+    if target.attention.windows:
+        raise SettingsError(f"speculative_algorithm {settings.algorithm} is not for models with sliding windows")
+    path = settings.draft_model_path
+    opened = open_checkpoint(path, cache=checkpoint_cache(model.checkpoint_cache)) if path else files
+    if settings.algorithm != "NEXTN":
+        spec = eagle_spec(opened.config, target, algorithm=settings.algorithm, names=opened.tensors)
+        return OpenedDraft(spec, opened, eagle_rules(opened.tensors), EAGLE_IGNORED)
+    found = opened_prediction(opened, target)
+    if found is None:
+        layer = target.num_layers
+        raise SettingsError(
+            f"speculative_algorithm NEXTN: the checkpoint has no layer {layer} that predicts further tokens "
+            "(model.layers.N.eh_proj.weight)"
+        )
+    return found
+
+
+def opened_prediction(files: CheckpointFiles, target: ModelSpec) -> OpenedDraft | None:
+    """The layer for multi-token prediction behind the last one of a checkpoint, if it has one."""
+    rules = prediction_rules(family_of(files.config).CHECKPOINT_RULES, target.num_layers)
+    if rules["fc"] not in files.tensors:
+        return None
+    return OpenedDraft(prediction_spec(target), files, rules, EVERYTHING)
+
+
+def draft_config(draft: DraftSpec, target: ModelConfig) -> DraftConfig:
+    """Fix how a draft model is computed, on the mesh and by the kernels of its target; its experts have no replicas.
+
+    SettingsError where native kernels cannot compute it, or its heads do not divide over devices.
+    """
+    plan, attention = target.plan, draft.layer.attention
+    kernels = kernels_for(draft.layer, KERNELS[target.kernels.name], prefers_flat=target.kernels.has_flat_rows)
+    depths = {"hidden_size": draft.layer.hidden_size}
+    if not attention.latent:
+        depths["head_dim"] = attention.head_dim
+    if kernels.name == CPU_NATIVE.name and (problem := shape_problem(depths)):
+        raise SettingsError(f"cpu_kernels native cannot compute the draft model: {problem}; take cpu_kernels off")
+    if attention.num_heads % plan.tensor_size or draft.layer.dense_intermediate_size % plan.tensor_size:
+        raise SettingsError(f"heads or MLP of the draft model do not divide over {plan.tensor_size} devices")
+    experts = replace(
+        target.experts,
+        router=draft.layer.router,
+        kernels=kernels,
+        num_redundant=0,
+        slot_choice="first",
+        selection="topk",
+    )
+    return DraftConfig(draft, ModelConfig(draft.layer, experts), target)
+
+
+def draft_tree(config: DraftConfig, *, dtype: str) -> dict[str, dict[str, ParamSpec]]:
+    """Every parameter of a draft model as it lies on the devices."""
+    plan = config.layer.plan
+    tree = draft_parameters(
+        config.draft,
+        dtype=dtype,
+        expert_dtype=config.layer.experts.weight_dtype,
+        tensor_size=plan.tensor_size,
+        num_devices=plan.mesh.size,
+    )
+    return laid_out(tree, config.layer)
+
+
+def draft_shapes(config: DraftConfig, *, dtype: str) -> Parameters:
+    """Shapes of all that `load_draft` returns."""
+    plan = config.layer.plan
+    params = {
+        group: {
+            name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=plan.sharding(p.axes)) for name, p in specs.items()
+        }
+        for group, specs in draft_tree(config, dtype=dtype).items()
+    }
+    if config.draft.maps_words:
+        num_words = (config.draft.layer.vocab_size,)
+        params["draft"]["target_ids_V"] = jax.ShapeDtypeStruct(num_words, np.int32, sharding=plan.replicated())
+    return cast(Parameters, params)
+
+
+def spec_of(opened: OpenedDraft | None) -> DraftSpec | None:
+    """What was opened, if anything."""
+    return None if opened is None else opened.spec
+
+
+def draft_of(opened: OpenedDraft | None, config: DraftConfig | None, *, dtype: str) -> Parameters | None:
+    """The weights of the draft model, where there is one."""
+    return None if opened is None or config is None else cast(Parameters, load_draft(opened, config, dtype=dtype))
+
+
+def load_draft(
+    opened: OpenedDraft, config: DraftConfig, *, dtype: str, in_host_memory: bool = False, num_threads: int = 0
+) -> dict[str, Any]:
+    """Read a draft model's weights, laid out as its target's. CheckpointError."""
+    plan = config.layer.plan
+    params = load_parameters(
+        WeightSource(opened.files, opened.rules, None, opened.ignored),
+        draft_tree(config, dtype=dtype),
+        sharding_of=lambda spec: plan.sharding(spec.axes),
+        in_host_memory=in_host_memory,
+        num_threads=num_threads,
+    )
+    if config.draft.maps_words:
+        ids_V = _target_ids(opened, num_words=config.target.spec.vocab_size)
+        params["draft"]["target_ids_V"] = jax.device_put(ids_V, plan.replicated())
+    return params
+
+
+def _target_ids(opened: OpenedDraft, *, num_words: int) -> np.ndarray:
+    """The target's words that stand for the draft's, int32; files have the differences."""
+    name = next(name for name in opened.files.tensors if name == MAP)
+    offsets = opened.files.read_integers(name)
+    ids_V = np.arange(opened.spec.layer.vocab_size) + offsets
+    if offsets.shape != (opened.spec.layer.vocab_size,) or ids_V.min() < 0 or ids_V.max() >= num_words:
+        raise CheckpointError(f"{opened.files.directory}: {name} does not give a word of the target for every word")
+    return ids_V.astype(np.int32)
+
+
+def draft_state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
+    config: DraftConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    num_rows: int,
+    num_ahead: int,
+    num_drafts: int,
+    dtypes: tuple[str, str],
+) -> DraftState:
+    """Shapes of a draft's state for pages and rows of every data rank; `dtypes` are those of features, and of keys."""
+    plan, spec = config.layer.plan, config.draft.layer
+    dtype, kv_dtype = dtypes
+    kv_dtype = config.layer.kernels.pool_dtypes.get(kv_dtype, kv_dtype)
+    num_pages += num_rows * scratch_pages(num_ahead, page_size)
+    row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=config.layer.kernels.has_flat_rows)
+    of_rows = (num_rows, spec.hidden_size), (num_rows,), (num_rows, num_drafts)
+    shapes = (num_pages, page_size, *row.shape), *of_rows
+    arrays = (
+        jax.ShapeDtypeStruct((plan.data_size * shape[0], *shape[1:]), of, sharding=plan.sharding(axes))
+        for shape, of, axes in zip(shapes, (kv_dtype, dtype, "int32", "int32"), draft_axes(config), strict=True)
+    )
+    return DraftState(*cast(Any, arrays))

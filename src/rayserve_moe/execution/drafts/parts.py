@@ -1,0 +1,58 @@
+"""What drafting of chains and of trees has in common: page tables, noise, and what there is only with a draft model."""
+
+# S rows that draft   P page-table width   V words of the draft's head
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.execution.step.pytrees import DeviceState, DraftState, ModelWeights
+from rayserve_moe.kernels.reference.layers import gumbel_noise_of
+from rayserve_moe.model.draft_layer import DraftConfig
+from rayserve_moe.model.transformer import Parameters
+
+
+def scratch_pages(num_ahead: int, page_size: int) -> int:
+    """Pages of a row for `num_ahead` drafts of which no step knows yet."""
+    return -(-num_ahead // page_size)
+
+
+def with_scratch(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Array, num_scratch: int) -> jax.Array:
+    """The page tables of rows, with pages of their own behind that of their last position."""
+    num_pages, page_size = draft_of(state).kv_pages.shape[:2]
+    first_scratch = num_pages - len(state.last_tokens_R) * num_scratch
+    table_SP = state.page_table_RP.at[rows_S].get(mode="clip")
+    beyond_SP = jnp.arange(table_SP.shape[1]) - (positions_S // page_size)[:, None]
+    scratch_SP = first_scratch + rows_S[:, None] * num_scratch + beyond_SP - 1
+    is_scratch_SP = (beyond_SP > 0) & (beyond_SP <= num_scratch) & (positions_S >= 0)[:, None]
+    return jnp.where(is_scratch_SP, scratch_SP, table_SP)
+
+
+def noise_for(weights: ModelWeights, config: DraftConfig) -> tuple[Callable[..., jax.Array], jax.Array | None]:
+    """The target's noise of the draft's words, and which words of the target they are where they are others."""
+    words = weights_of_both(weights)[1]["draft"].get("target_ids_V")
+    return config.target.kernels.noise if words is None else partial(_noise_of_words, words), words
+
+
+def _noise_of_words(
+    words_V: jax.Array, seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, first: jax.Array, size: int
+) -> jax.Array:
+    """The noise of the target's words that stand for the draft's, from `first` on."""
+    ids_V = words_V.at[first + jnp.arange(size)].get(mode="clip")
+    return gumbel_noise_of(ids_V, seed_S, choice_S, position_S)
+
+
+def weights_of_both(weights: ModelWeights) -> tuple[Parameters, Parameters]:
+    """Those of the target and of the draft model."""
+    assert weights.draft is not None, "there is no draft model"
+    return weights.params, weights.draft
+
+
+def draft_of(state: DeviceState) -> DraftState:
+    """What the draft model keeps."""
+    assert state.draft is not None, "there is no draft model"
+    return state.draft

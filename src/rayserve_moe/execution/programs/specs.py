@@ -1,0 +1,158 @@
+"""Everything that a server compiles, before it is compiled: functions, and shapes of what they are called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from rayserve_moe.decoding.logit_processors import processed_size
+from rayserve_moe.decoding.masks import mask_words
+from rayserve_moe.execution.drafts.steps import draft_ahead
+from rayserve_moe.execution.served_model import ServedModel, draft_sizes, inspected_sizes, sampler_sizes
+from rayserve_moe.execution.step.device_state import block_input_shapes
+from rayserve_moe.execution.step.function import (
+    ROW_AXES,
+    WORD_AXES,
+    adjust_rows,
+    copy_pages,
+    run_step,
+    sample_step,
+    state_partitions,
+    update_rows,
+    weight_partitions,
+)
+from rayserve_moe.execution.step.inputs import InputLayout
+from rayserve_moe.execution.step.inspection import TOKENS_AT_ONCE, inspect_tokens
+from rayserve_moe.execution.step.page_copies import COPIES_SIZE
+from rayserve_moe.execution.step.pytrees import DeviceState, StepConfig, StepShape
+from rayserve_moe.execution.step.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE
+from rayserve_moe.execution.step.samples import HeldInputs
+from rayserve_moe.execution.weights.migration import expert_state, fetch, idle_vectors, read_counts, swap
+from rayserve_moe.model.transformer import words_of
+from rayserve_moe.requests.fields import MAX_LISTED_IDS
+
+DRAFT, INSPECT = "draft", "inspect"
+UPDATE, ADJUST, COPY, READ_COUNTS = "update_rows", "adjust_rows", "copy_pages", "read_counts"
+FETCH, SWAP = "fetch_slots", "swap_layer"
+"""Names of the programs that are no steps."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One of a server's programs before it is compiled: a function, shapes of what it is called with, positional
+    `arguments` and `inputs` by name, and which of the arguments it takes for its own; of a step its shape."""
+
+    name: str
+    run: partial[Any]
+    arguments: tuple[Any, ...]
+    inputs: dict[str, Any]
+    donated: int | None = None
+    shape: StepShape | None = None
+
+
+def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
+    """Everything that a server compiles, the largest steps first. Nothing else runs on its devices."""
+    config, state, weights = served.step_config(num_pages), served.state(num_pages), served.weights
+    largest_first = sorted(served.shapes, key=lambda shape: -shape.num_tokens)
+    steps = [_step_program(shape, served, config=config, state=state) for shape in largest_first]
+
+    def update_program(name: str, update: Callable[..., DeviceState], size: int) -> Program:
+        return Program(name, partial(update, config=config), (state, _integers(served, size)), {}, donated=0)
+
+    read = partial(read_counts, config=config.model)
+    programs = [
+        *steps,
+        *(_sample_program(size, served, config=config, state=state) for size in sampler_sizes(served)),
+        update_program(UPDATE, update_rows, VECTOR_SIZE),
+        update_program(ADJUST, adjust_rows, ADJUSTMENT_SIZE),
+        update_program(COPY, copy_pages, COPIES_SIZE),
+        Program(READ_COUNTS, read, (state.expert_counts_ME,), {}),
+        *(_draft_program(size, served, config=config, state=state) for size in draft_sizes(served)),
+        *(_inspection_program(size, served, config=config) for size in inspected_sizes(served)),
+    ]
+    if served.staging is None:
+        return programs
+    held = expert_state(weights, config=config.model), served.staging
+    vectors = idle_vectors(config.model, slots_per_step=served.settings.balancing.slots_per_step)
+    to_fetch, to_swap = ({"vector": _integers(served, len(vector))} for vector in vectors)
+    return [
+        *programs,
+        Program(FETCH, partial(fetch, config=config.model), held, to_fetch, donated=1),
+        Program(SWAP, partial(swap, config=config.model), held, to_swap, donated=0),
+    ]
+
+
+def step_name(shape: StepShape) -> str:
+    """Name of the step of a shape, by the tokens of a data rank."""
+    return f"prefill_{shape.num_blocks * shape.block_tokens}" if shape.num_blocks else f"decode_{shape.num_singles}"
+
+
+def sampler_name(num_singles: int, has_evidence: bool) -> str:
+    """Return the name of the program that draws held samples of a step with `num_singles` single tokens."""
+    return f"evidence_{num_singles}" if has_evidence else f"sample_{num_singles}"
+
+
+def inspection_name(num_tokens: int) -> str:
+    """Return the name of the program that inspects tokens of a step with `num_tokens` tokens."""
+    return f"{INSPECT}_{num_tokens}"
+
+
+def names_for(shape: StepShape, served: ServedModel) -> set[str]:
+    """Return the names of all programs that a plan in this shape may run, but for those that every shape shares."""
+    samplers = {sampler_name(*size) for size in sampler_sizes(served) if size[0] == shape.num_singles}
+    inspected = {inspection_name(size) for size in inspected_sizes(served) if size == shape.num_tokens}
+    return {step_name(shape), *samplers, *inspected}
+
+
+def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
+    asked = served.draft is not None, config.tree is not None, config.most_together
+    layout = InputLayout(shape, served.num_rows, served.num_tables, *asked)
+    vectors = _integers(served, config.model.plan.data_size, len(layout.padding))
+    blocks = block_input_shapes(shape, config.model) if shape.num_blocks else None
+    run = partial(run_step, layout=layout, config=config)
+    inputs = {"vectors_NW": vectors, "blocks": blocks}
+    return Program(step_name(shape), run, (served.weights, state), inputs, donated=1, shape=shape)
+
+
+def _sample_program(size: tuple[int, bool], served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
+    plan, part, (num_singles, has_evidence) = config.model.plan, words_of(config.model), size
+    count = plan.data_size * num_singles
+    shape = count, part.num_parts * part.width
+    logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=plan.sharding(WORD_AXES))
+    held = HeldInputs(
+        _integers(served, plan.data_size, 3 + (config.tree is not None), num_singles),
+        _integers(served, count, mask_words(part.num_words)),
+        _integers(served, count, 1 + MAX_LISTED_IDS) if has_evidence else None,
+        _integers(served, count, processed_size(served.processors)) if served.processors else None,
+    )
+    run = partial(sample_step, config=config)
+    return Program(sampler_name(*size), run, (state, logits), {"held": held}, donated=0)
+
+
+def _draft_program(size: int, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
+    assert config.draft is not None, "there is no draft model"
+    partitions = weight_partitions(config.model, config.draft), state_partitions(config.model, config.draft)
+    run = partial(draft_ahead, config=config.draft, shape=config.drafting, partitions=partitions)
+    inputs = {"rows_NS": _integers(served, config.model.plan.data_size, size)}
+    return Program(f"{DRAFT}_{size}", run, (served.weights, state), inputs, donated=1)
+
+
+def _inspection_program(num_tokens: int, served: ServedModel, *, config: StepConfig) -> Program:
+    plan = config.model.plan
+    shape = plan.data_size * num_tokens, config.model.spec.hidden_size
+    hidden = jax.ShapeDtypeStruct(shape, served.dtype, sharding=plan.sharding(ROW_AXES))
+    sizes = {"places_P": (TOKENS_AT_ONCE,), "listed_PL": (TOKENS_AT_ONCE, MAX_LISTED_IDS)}
+    inputs = {name: _integers(served, *shape) for name, shape in sizes.items()}
+    return Program(
+        inspection_name(num_tokens), partial(inspect_tokens, config=config), (served.weights, hidden), inputs
+    )
+
+
+def _integers(served: ServedModel, *shape: int) -> jax.ShapeDtypeStruct:
+    """The shape of int32 numbers that every device gets."""
+    return jax.ShapeDtypeStruct(shape, np.int32, sharding=served.config.plan.replicated())

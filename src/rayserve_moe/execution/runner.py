@@ -1,0 +1,334 @@
+"""One host's share of the model: loads it, compiles its steps, runs them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rayserve_moe.balancing.migration import MigrationPiece
+from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.checkpoints.open_shares import AnyShare, WeightShare
+from rayserve_moe.config.given_files import Reach
+from rayserve_moe.decoding.masks import mask_words
+from rayserve_moe.execution import memory
+from rayserve_moe.execution.drafts.model import draft_of, open_draft, spec_of
+from rayserve_moe.execution.programs.buckets import filling_plan
+from rayserve_moe.execution.programs.cache import kept_programs
+from rayserve_moe.execution.programs.compiled import (
+    CompilationCount,
+    CompiledPrograms,
+    CompiledUpdate,
+    Launched,
+    compile_served,
+    launch_for,
+)
+from rayserve_moe.execution.programs.later_shapes import LaterShapes, first_shapes
+from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, draft_sizes, served_model
+from rayserve_moe.execution.step.device_state import BlockInputSource, allocate
+from rayserve_moe.execution.step.held_samples import HeldSamples, held_of, held_plans
+from rayserve_moe.execution.step.inspection import inspection_inputs
+from rayserve_moe.execution.step.pack import PackedStep, Packer
+from rayserve_moe.execution.step.page_copies import no_copies
+from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepOutput
+from rayserve_moe.execution.step.results import only_wanted, start_copies, step_result, wanted_outputs
+from rayserve_moe.execution.step.row_updates import no_adjustment, updates_of
+from rayserve_moe.execution.step.samples import HeldInputs
+from rayserve_moe.execution.weights.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
+from rayserve_moe.execution.weights.placing import load_weights, open_model, with_capacity
+from rayserve_moe.execution.weights.share import read_share, read_spread
+from rayserve_moe.execution.weights.staged import StagedWeights
+from rayserve_moe.execution.weights.tensor_staging import TensorStaging
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.parallel.mesh import platform_of
+from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+
+
+class _Later(NamedTuple):
+    """What comes of a step after it: samples that wait for masks, drafts, and a look at its tokens."""
+
+    held: HeldSamples | None
+    drafting: DraftRows | None
+    inspections: list[dict[str, np.ndarray]]
+
+
+class HostRunner:
+    """Runs step plans on the devices of a mesh; in a multi-host group every host runs the same plans.
+
+    `load`, then `prepare`, then `execute` from one thread; `staged` reads other weights, from any other thread.
+    """
+
+    def __init__(self, settings: RunnerSettings, plan: ParallelPlan) -> None:
+        self._settings, self._files = settings, open_model(settings.model)
+        spec = spec_from_config(self._files.config)
+        self._draft = open_draft(settings.speculation, spec, files=self._files, model=settings.model)
+        self.served = served_model(spec, plan, settings=settings, draft=spec_of(self._draft))
+        self.config, self.dtype, self.placement = self.served.config, self.served.dtype, self.served.placement
+        self.pool = self.served.pool
+        self.weights = ModelWeights({}, None)  # empty until `load`
+        self._packer = _packer_for(self.served)
+        self._block_inputs = {s: BlockInputSource(s, self.config) for s in self.served.shapes if s.num_blocks}
+        self._mover: MigrationRunner | None = None
+        if self.served.moves_experts:
+            slots_per_step = settings.balancing.slots_per_step
+            self._mover = MigrationRunner(self.config, dtype=self.dtype, slots_per_step=slots_per_step)
+        self._state: DeviceState | None = None
+        self._programs: CompiledPrograms | None = None
+        self.later: LaterShapes | None = None  # those that are compiled beside the steps
+        self._compilations = CompilationCount()
+        self._launch = launch_for(list(plan.mesh.local_devices))
+        self._copies_to_host = platform_of(plan.mesh) != "cpu"  # where results are in host memory already
+        self._in_flight: Callable[[], StepResult] | None = None  # waits for the result of the step launched last
+        self._held: HeldSamples | None = None  # those of the step launched last
+        self._mask_words = mask_words(self.config.spec.vocab_size)
+        self.staged = _staging_for(self.served)
+        self.tensors = TensorStaging(self.staged, self.served, config=self._files.config, weights=lambda: self.weights)
+        self._report = self.tensors.unstarted()
+
+    def load(self, source: str = "", *, share: WeightShare | None = None, spread: Sequence[AnyShare] = ()) -> int:
+        """Load the weights, out of a `share`, or those of a group of another size as `spread`, else of a `source` in
+        place of the model's own; return how many KV pages each data rank can have beside them on devices of this host.
+        """
+        started = time.perf_counter()
+        kept = read_share(share, self.served) if share else read_spread(spread, self.served) if spread else None
+        loaded = kept or self._read(source)
+        self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, config=self.config)
+        self.weights = replace(self.weights, draft=draft_of(self._draft, self.served.draft, dtype=self.dtype))
+        self._report = replace(self._report, load_s=time.perf_counter() - started)
+        return self.served.num_pages_within(memory.free_bytes(list(self.config.plan.mesh.local_devices)))
+
+    def _read(self, source: str) -> ModelWeights:
+        files = open_checkpoint(source, Reach(self._settings.updates.weight_roots)) if source else self._files
+        moves = self.served.moves_experts
+        return load_weights(files, self.config, dtype=self.dtype, placement=self.placement, may_change=moves)
+
+    def prepare(self, num_pages: int) -> StartReport:
+        """Allocate the pool, compile every step shape, and run each once: all that one host does before its steps."""
+        self.compile(num_pages)
+        return self.warm_up()
+
+    def compile(self, num_pages: int) -> None:
+        """Allocate the pool, and compile what steps need and is not found on disk. It waits for no other host."""
+        self._state = allocate(self.served.state(num_pages))
+        kept = kept_programs(self._settings.compile, self.config.plan)
+        shapes = first_shapes(self.served)
+        self._programs = compile_served(self.served, num_pages=num_pages, kept=kept, shapes=shapes)
+        self._packer.use(shapes)
+        self.later = LaterShapes(self._programs, self.served, num_pages=num_pages, kept=kept, count=self._compilations)
+        times = self._programs.times
+        self._report = replace(
+            self._report,
+            num_pages=num_pages,
+            page_groups=self.pool.groups(num_pages),
+            compile_s=times.wall_s,
+            compile_sum_s=times.sum_s,
+            num_programs=times.num_programs,
+            num_programs_found=times.num_found,
+        )
+
+    def warm_up(self) -> StartReport:
+        """Run every shape once as a real step of padding, at the same time as all other hosts."""
+        started = time.perf_counter()
+        self._run_each_once()
+        self._compilations.start_over()
+        assert self.later is not None, "nothing is compiled yet"
+        self.later.begin(self._packer.use)
+        return replace(self._report, first_run_s=time.perf_counter() - started)
+
+    @property
+    def programs(self) -> CompiledPrograms:
+        """The compiled programs; only after `compile`."""
+        assert self._programs is not None, "nothing is compiled yet"
+        return self._programs
+
+    @property
+    def state(self) -> DeviceState:
+        """What the devices keep between steps; only after `compile`."""
+        assert self._state is not None, "nothing is allocated yet"
+        return self._state
+
+    @property
+    def num_compilations_since_start(self) -> int:
+        """Programs compiled in this process after `prepare`; anything but zero is a fault."""
+        return self._compilations.total
+
+    def expert_counts(self) -> np.ndarray:
+        """Tokens per MoE layer and expert since the start, int [M, E]; padding is not counted. Call while idle."""
+        counts = np.asarray(self.state.expert_counts_ME)
+        return counts.reshape(self.config.plan.data_size, -1, counts.shape[1]).sum(axis=0)
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
+        assert plan.num_chunks or plan.migration is None, "a piece of a migration goes with a step"
+        assert plan.most_drafts <= self._settings.speculation.num_levels, "steps are compiled for fewer drafts"
+        if plan.takes_staged_weights:
+            assert self._in_flight is None, "weights change while no step is under way"
+            self.weights = self.staged.take(self.weights)
+            threading.Thread(target=memory.give_back_freed, daemon=True).start()
+            return None
+        if self._held is not None:
+            held, self._held = self._held, None
+            held.drawn = self._launch(partial(self._draw, held, held.inputs(plan.masks, num_words=self._mask_words)))
+        before, self._in_flight = self._in_flight, self._launch_step(plan) if plan.num_chunks else None
+        return before() if before is not None else None
+
+    def move_experts(self, piece: MigrationPiece) -> None:
+        """Run a piece of a migration that goes with no step. Call while idle."""
+        self._move(vectors_of(piece))
+
+    def _launch_step(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Launch a step; returns a call that waits for its result. Nothing of the plan is kept: a channel reuses it."""
+        started = time.perf_counter()
+        fits = self._packer.fits(plan)
+        packed = self._packer.pack(plan, with_changes=fits)
+        updates = [] if fits else list(updates_of(plan, self.programs.changes, rows_per_rank=self.served.num_rows))
+        moves = None if plan.migration is None else vectors_of(plan.migration)
+        wanted = wanted_outputs(plan)
+        self._held = held = held_of(plan, packed, processors=self.served.processors)
+        later = _Later(held, _drafting(plan, self.served), list(inspection_inputs(plan.inspection, packed)))
+        run = partial(self._run, packed, updates, wanted=wanted, moves=moves, later=later)
+        pack_s = time.perf_counter() - started
+        return partial(self._collect, self._launch(run), packed=packed, pack_s=pack_s, later=later)
+
+    def _draw(self, held: HeldSamples, inputs: HeldInputs) -> StepOutput:
+        self._state, output = held.draw(self.programs.samplers, self.state, inputs=inputs)
+        return start_copies(output, is_needed=self._copies_to_host)
+
+    def _run(
+        self,
+        packed: PackedStep,
+        updates: list[tuple[CompiledUpdate, np.ndarray]],
+        *,
+        wanted: frozenset[str],
+        moves: MigrationVectors | None,
+        later: _Later,
+    ) -> StepOutput:
+        state, shape = self.state, packed.shape
+        if moves is not None:
+            self._move(moves)
+        for update, vector in updates:
+            state = update(state, vector)
+        blocks = self._block_inputs[shape].inputs(packed.blocks) if shape.num_blocks else None
+        self._state, output = self.programs.steps[shape](self.weights, state, vectors_NW=packed.vectors, blocks=blocks)
+        for vector in packed.copies:
+            self._state = self.programs.copy(self._state, vector)
+        if later.held is not None:
+            later.held.logits = output.logits_AV
+        if "expert_counts_ME" in wanted:
+            output = replace(output, expert_counts_ME=self.programs.read_counts(self._state.expert_counts_ME))
+        programs, hidden_TD = self.programs.inspections, output.hidden_TD
+        inspected = tuple(programs[shape.num_tokens](self.weights, hidden_TD, **each) for each in later.inspections)
+        output = replace(only_wanted(output, wanted), inspected=inspected or None)
+        if later.drafting is not None:
+            output = replace(output, drafts_NSK=self._draft_ahead(later.drafting.rows_NS))
+        return start_copies(output, is_needed=self._copies_to_host)
+
+    def _draft_ahead(self, rows_NS: np.ndarray) -> jax.Array:
+        program = self.programs.drafts[rows_NS.shape[1]]
+        self._state, drafts_NSK = program(self.weights, self.state, rows_NS=rows_NS)
+        return drafts_NSK
+
+    def _move(self, vectors: MigrationVectors) -> None:
+        programs = self.programs.migration
+        assert self._mover is not None and programs is not None, "placements do not change in this server"
+        self.weights = self._mover.move(self.weights, vectors, programs=programs)
+
+    def _collect(self, launched: Launched, *, packed: PackedStep, pack_s: float, later: _Later) -> StepResult:
+        started = time.perf_counter()
+        output = launched() if later.held is None else later.held.complete(launched())
+        output.sampled_N3S.block_until_ready()
+        device_s = time.perf_counter() - started
+        failed_fetch = None if self._mover is None else self._mover.failed_fetch
+        result = step_result(output, packed=packed, pack_s=pack_s, device_s=device_s, failed_fetch=failed_fetch)
+        return result if later.drafting is None else _with_drafts(result, output, later.drafting)
+
+    def _run_each_once(self) -> None:
+        """Run a real step of every shape on page 0, which belongs to no sequence, then reset its counts."""
+        self._state = self.programs.copy(self.programs.adjust(self.state, no_adjustment()), no_copies())
+        if self._mover is not None:
+            self._move(MigrationVectors(*idle_vectors(self.config, slots_per_step=self._mover.slots_per_step)))
+        self.programs.read_counts(self.state.expert_counts_ME)
+        num_rows, looks = self.served.num_rows, self._settings.replay.shows_hidden
+        for shape in self._packer.shapes:
+            plan = filling_plan(shape, max_model_len=self.served.longest, num_rows=num_rows, is_inspected=looks)
+            for one in (plan, *(held_plans(plan) if self._settings.structured.enabled else ())):
+                self.execute(one)
+        self.execute(StepPlan(step_id=-1))
+        for size in draft_sizes(self.served):
+            self._draft_ahead(np.full((self.config.plan.data_size, size), num_rows, np.int32))
+        self._state = replace(self.state, expert_counts_ME=jnp.zeros_like(self.state.expert_counts_ME))
+        jax.block_until_ready(self._state)
+
+
+def _packer_for(served: ServedModel) -> Packer:
+    return Packer(
+        served.shapes,
+        rows_per_rank=served.num_rows,
+        num_data_ranks=served.config.plan.data_size,
+        num_tables=served.num_tables,
+        tells_nexts=served.draft is not None,
+        has_trees=served.settings.speculation.has_trees,
+    )
+
+
+def _staging_for(served: ServedModel) -> StagedWeights:
+    return StagedWeights(
+        served.config,
+        dtype=served.dtype,
+        first_placement=served.placement,
+        roots=served.settings.updates.weight_roots,
+        draft=served.draft,
+    )
+
+
+def _drafting(plan: StepPlan, served: ServedModel) -> DraftRows | None:
+    rows, ranks = served.num_rows, served.config.plan.data_size
+    return draft_rows(plan, sizes=draft_sizes(served), rows_per_rank=rows, num_ranks=ranks)
+
+
+def _with_drafts(result: StepResult, output: StepOutput, drafting: DraftRows) -> StepResult:
+    """Wait for the drafts of a step and return its result with them."""
+    assert output.drafts_NSK is not None, "drafts were asked for"
+    begun = time.perf_counter()
+    return replace(result, drafts=drafts_of(output.drafts_NSK, drafting.places), draft_s=time.perf_counter() - begun)
+
+
+class DraftRows(NamedTuple):
+    """Rows that a draft model drafts for after a step."""
+
+    rows_NS: np.ndarray
+    """Rows of each data rank, int32 [data ranks, rows], padded by the first row id beyond the table."""
+    places: np.ndarray
+    """Index in the flattened `rows_NS` of each row that the plan samples, in the order of the plan."""
+
+
+def draft_rows(plan: StepPlan, *, sizes: tuple[int, ...], rows_per_rank: int, num_ranks: int) -> DraftRows | None:
+    """Return the rows that a plan wants drafts for, padded to the smallest fitting of `sizes`, or None without any.
+
+    A plan with deferred sampling has no drafts, because its samples do not exist yet.
+    """
+    sampled = plan.chunk_rows[plan.chunk_samples]
+    if not plan.wants_drafts or plan.holds_samples or not len(sampled):
+        return None
+    is_first = np.concatenate([[True], sampled[1:] != sampled[:-1]])
+    ranks, rows = np.divmod(sampled[is_first], rows_per_rank)
+    counts = np.bincount(ranks, minlength=num_ranks)
+    within = np.arange(len(ranks)) - (np.cumsum(counts) - counts)[ranks]
+    size = next(size for size in sizes if size >= counts.max())
+    rows_NS = np.full((num_ranks, size), rows_per_rank, np.int32)
+    rows_NS[ranks, within] = rows
+    return DraftRows(rows_NS, ranks * size + within)
+
+
+def drafts_of(drafts_NSK: jax.Array, locations: np.ndarray) -> np.ndarray:
+    """Return the drafts of the rows at `locations` among all data ranks, int32 [rows, K], or trees [rows, K, 2]."""
+    of_all = np.asarray(drafts_NSK)
+    return np.ascontiguousarray(of_all.reshape(-1, *of_all.shape[2:])[locations])

@@ -1,0 +1,98 @@
+"""Arrays that stay on the devices between steps: the state, and block inputs that ask for nothing."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from rayserve_moe.execution.step.function import BIAS_AXES, COUNT_AXES, ROW_AXES, WORD_AXES
+from rayserve_moe.execution.step.pack import PackedBlocks
+from rayserve_moe.execution.step.pytrees import BlockInputs, DeviceState, StepShape
+from rayserve_moe.execution.step.row_updates import MAX_BIASES
+from rayserve_moe.kernels.kv_pool import LayerPages, num_tables
+from rayserve_moe.model.kv_cache import cache_row
+from rayserve_moe.model.transformer import ModelConfig, words_of
+from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
+
+
+def allocate(shapes: DeviceState) -> DeviceState:
+    """Zeros of the shapes, on their devices."""
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shapes)
+
+
+def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    dtype: str,
+    num_rows: int,
+    pages_per_row: int,
+    layer_pages: tuple[LayerPages, ...] = (),
+) -> DeviceState:
+    """Shapes of the pool of values of `dtype`, of counts and rows: `num_rows` rows on every data rank, and `num_pages`
+    pages of every layer, or as many as `layer_pages` says."""
+    spec, plan, pool_dtype = config.spec, config.plan, config.kernels.pool_dtypes.get(dtype, dtype)
+    num_layer_pages = sum(layer.num_pages for layer in layer_pages) or spec.num_layers * num_pages
+    ranks, words = plan.data_size, words_of(config)
+    row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=config.kernels.has_flat_rows)
+
+    def array(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
+        of_all_ranks = jax.ShapeDtypeStruct((ranks * shape[0], *shape[1:]), dtype, sharding=plan.sharding(axes))
+        return cast(jax.Array, of_all_ranks)
+
+    return DeviceState(
+        kv_pages=array((num_layer_pages, page_size, *row.shape), pool_dtype, row.pool_axes),
+        expert_counts_ME=array((len(spec.moe_layer_ids), spec.router.num_experts), jnp.int32, COUNT_AXES),
+        page_table_RP=array((num_rows, pages_per_row * num_tables(layer_pages)), jnp.int32, ROW_AXES),
+        sampling_floats_RF=array((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),
+        sampling_integers_RI=array((num_rows, NUM_INTEGERS), jnp.uint32, ROW_AXES),
+        last_tokens_R=array((num_rows,), jnp.int32, ROW_AXES[:1]),
+        seen_RV=array((num_rows, words.num_parts * words.width), jnp.int32, WORD_AXES),
+        bias_ids_RB=array((num_rows, MAX_BIASES), jnp.int32, BIAS_AXES),
+        bias_values_RB=array((num_rows, MAX_BIASES), jnp.float32, BIAS_AXES),
+    )
+
+
+class BlockInputSource:
+    """Makes the block inputs of one shape; what is not asked for costs no transfer."""
+
+    def __init__(self, shape: StepShape, config: ModelConfig) -> None:
+        self._arrays = block_input_shapes(shape, config)
+
+    @cached_property
+    def nothing(self) -> BlockInputs:
+        """Asks for nothing. It comes from the host: a program that fills an array would be compiled under a step."""
+        forced, targets = (_like(array, np.full(array.shape, -1, array.dtype)) for array in self._arrays)
+        return BlockInputs(forced, targets)
+
+    def inputs(self, packed: PackedBlocks | None) -> BlockInputs:
+        """The inputs of a step."""
+        if packed is None:
+            return self.nothing
+        asked = (packed.forced, packed.targets)
+        pairs = zip(asked, self.nothing, strict=True)
+        forced, targets = (nothing if values is None else _like(nothing, values) for values, nothing in pairs)
+        return BlockInputs(forced, targets)
+
+
+def block_input_shapes(shape: StepShape, config: ModelConfig) -> BlockInputs:
+    """Shapes, dtypes and shardings of the block inputs of a shape, for all data ranks."""
+    plan, layout = config.plan, config.spec.routing_layout
+    num_tokens, (num_layers, top_k) = shape.num_blocks * shape.block_tokens, layout.row_shape
+    forced = (plan.data_size, num_layers, num_tokens, top_k)
+    shapes = (
+        jax.ShapeDtypeStruct(forced, jnp.int16, sharding=plan.sharding(("data_ranks",))),
+        jax.ShapeDtypeStruct((plan.data_size, num_tokens), jnp.int32, sharding=plan.replicated()),
+    )
+    return BlockInputs(*cast(tuple[jax.Array, jax.Array], shapes))
+
+
+def _like(array: jax.Array | jax.ShapeDtypeStruct, values: np.ndarray) -> jax.Array:
+    """The values that every host has, spread over the devices as `array` is."""
+    return jax.make_array_from_callback(array.shape, array.sharding, lambda index: values[index])

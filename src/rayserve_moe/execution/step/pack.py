@@ -1,0 +1,226 @@
+"""From a StepPlan to the padded vectors of a compiled shape. The only place where plans become device input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rayserve_moe.execution.programs.buckets import choose_shape
+from rayserve_moe.execution.step.inputs import InputLayout, Sections
+from rayserve_moe.execution.step.page_copies import copy_vectors
+from rayserve_moe.execution.step.pytrees import StepShape
+from rayserve_moe.scheduling.step_plan import BlockWork, PageTableChanges, StepPlan
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """What is asked of tokens in prefill blocks, -1 where nothing is; None where nothing of a kind is asked at all.
+
+    `targets` int32 [ranks, block tokens]; `forced` int16 [ranks, MoE layers, block tokens, k]. `score_places[i]` is
+    where the plan's i-th score comes out among those of all ranks.
+    """
+
+    targets: np.ndarray | None
+    forced: np.ndarray | None
+    score_places: np.ndarray
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """A step ready to run, and the way back. It shares no memory with its plan.
+
+    `vectors` int32 [data ranks, W]. `token_places[i]` is where the plan's i-th token stands among the tokens of all
+    ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks. `blocks`
+    is what is asked of tokens in prefill blocks, where something is. `held` is what `sample_held` is given for samples
+    that are held, int32 [data ranks, 3 or with trees 4, S]; then the vectors have none. `copies` are vectors of pages
+    to copy after it. `num_inspected` tokens are looked at.
+    """
+
+    step_id: int
+    shape: StepShape
+    vectors: np.ndarray
+    token_places: np.ndarray
+    sample_places: np.ndarray
+    blocks: PackedBlocks | None = None
+    held: np.ndarray | None = None
+    num_inspected: int = 0
+    copies: tuple[np.ndarray, ...] = ()
+
+
+class Packer:
+    """Lays out plans for ranks of `rows_per_rank` rows in one of the compiled `shapes`."""
+
+    def __init__(
+        self,
+        shapes: tuple[StepShape, ...],
+        *,
+        rows_per_rank: int,
+        num_data_ranks: int = 1,
+        num_tables: int = 1,
+        tells_nexts: bool = False,
+        has_trees: bool = False,
+    ) -> None:
+        self._rows_per_rank, self._num_ranks, self._num_tables = rows_per_rank, num_data_ranks, num_tables
+        self._block_tokens, self._tells_nexts, self._has_trees = shapes[0].block_tokens, tells_nexts, has_trees
+        given = rows_per_rank, num_tables, tells_nexts, has_trees
+        self.layouts = {shape: InputLayout(shape, *given) for shape in shapes}
+        self.use(shapes)
+        self._places = np.arange(max(shape.num_singles for shape in shapes))
+
+    def use(self, shapes: Sequence[StepShape]) -> None:
+        """Choose from these shapes from now on: some of those that it was made with. Any thread may call."""
+        decode = [self.layouts[shape] for shape in shapes if shape.num_blocks == 0]
+        self._decode_layouts = sorted(decode, key=lambda layout: layout.shape.num_singles)
+        self.shapes = tuple(shapes)
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether the changes of a plan fit beside its tokens; otherwise they have to go ahead of it."""
+        if len(plan.sampling.rows) or plan.has_blocks:
+            return False
+        if self._num_ranks == 1:
+            return len(plan.pages.rows) <= plan.num_chunks * self._num_tables
+        changes, singles = (
+            np.bincount(rows // self._rows_per_rank, minlength=self._num_ranks)
+            for rows in (plan.pages.rows, plan.chunk_rows)
+        )
+        return bool((changes <= singles * self._num_tables).all())
+
+    def pack(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
+        """Lay out the plan's chunks: on each rank single tokens first, then every longer chunk in whole blocks."""
+        packed = self._packed(plan, with_changes=with_changes)
+        if plan.inspection is not None:
+            packed = replace(packed, num_inspected=len(plan.inspection.tokens))
+        return self._held(plan, packed) if plan.holds_samples else packed
+
+    def _packed(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
+        if self._num_ranks == 1 and not plan.has_blocks and not plan.num_forks:
+            return self._pack_singles(plan, with_changes=with_changes)
+        ranks, rows = np.divmod(plan.chunk_rows, self._rows_per_rank)
+        starts, lengths, block = plan.chunk_starts, plan.chunk_lengths, self._block_tokens
+        takes_blocks = lengths > 1
+        takes_blocks[plan.block_work.chunks] = True
+        blocks = np.where(takes_blocks, -(-lengths // block), 0)
+        is_single = ~takes_blocks & (lengths > 0)
+        singles_before, num_singles = self._on_ranks(is_single, ranks)
+        blocks_before, num_blocks = self._on_ranks(blocks, ranks)
+        samples_before, num_samples = self._on_ranks(plan.chunk_samples, ranks)
+        most_singles = max(*num_singles, *num_samples)
+        shape = choose_shape(self.shapes, num_singles=most_singles, num_blocks=max(num_blocks))
+        layout, at = self.layouts[shape], self.layouts[shape].slices
+        vectors = np.repeat(layout.padding[None], self._num_ranks, axis=0)
+
+        singles = np.flatnonzero(is_single)
+        of_singles = ranks[singles], singles_before[singles]
+        vectors[:, at.single_rows][of_singles] = rows[singles]
+        vectors[:, at.single_positions][of_singles] = starts[singles]
+        if self._has_trees and plan.ancestors is not None:
+            vectors[:, at.single_ancestors][of_singles] = plan.ancestors[singles]
+        chunks, index = np.repeat(np.arange(len(blocks)), blocks), _offsets(blocks)
+        of_blocks = ranks[chunks], blocks_before[chunks] + index
+        vectors[:, at.block_rows][of_blocks] = rows[chunks]
+        vectors[:, at.block_starts][of_blocks] = starts[chunks] + index * block
+        vectors[:, at.block_counts][of_blocks] = np.minimum(lengths[chunks] - index * block, block)
+
+        if self._tells_nexts and plan.next_ids is not None:
+            longer = np.flatnonzero(takes_blocks)
+            vectors[:, at.block_nexts][ranks[longer], (blocks_before + blocks - 1)[longer]] = plan.next_ids[longer]
+        places = np.where(takes_blocks, shape.num_singles + blocks_before * block, singles_before)
+        token_places = np.repeat(ranks * shape.num_tokens + places, lengths) + _offsets(lengths)
+        ids = np.zeros((self._num_ranks, shape.num_tokens), np.int32)
+        ids.reshape(-1)[token_places] = plan.token_ids
+        vectors[:, at.single_ids], vectors[:, at.block_ids] = np.split(ids, [shape.num_singles], axis=1)
+
+        chunks = np.flatnonzero(plan.chunk_samples)
+        of_samples = ranks[chunks], samples_before[chunks]
+        vectors[:, at.sample_places][of_samples] = (places + lengths - 1)[plan.sources[chunks]]
+        vectors[:, at.sample_rows][of_samples] = rows[chunks]
+        if with_changes:
+            self._fill_changes(vectors, plan.pages, at=at)
+        sample_places = ranks[chunks] * shape.num_singles + samples_before[chunks]
+        asked = _pack_blocks(plan.block_work, token_places, shape, self._num_ranks)
+        copies = tuple(copy_vectors(plan, rows_per_rank=self._rows_per_rank)) if plan.num_forks else ()
+        return PackedStep(plan.step_id, shape, vectors, token_places, sample_places, asked, copies=copies)
+
+    def _pack_singles(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
+        """The common case, decoding on one rank: what `pack` does, in few calls."""
+        count, rows = plan.num_chunks, plan.chunk_rows
+        layout = next(layout for layout in self._decode_layouts if layout.shape.num_singles >= count)
+        vector, at, places = layout.padding.copy(), layout.slices, self._places[:count]
+        num_samples = np.count_nonzero(plan.chunk_samples)
+        samples = places if num_samples == count else np.flatnonzero(plan.chunk_samples)
+        for section, values in (
+            (at.single_rows, rows),
+            (at.single_positions, plan.chunk_starts),
+            (at.single_ids, plan.token_ids),
+            (at.sample_places, samples),
+            (at.sample_rows, rows[samples]),
+        ):
+            vector[section.start : section.start + len(values)] = values
+        if self._has_trees and plan.ancestors is not None:
+            vector[at.single_ancestors][: len(plan.ancestors)] = plan.ancestors
+        vectors = vector[None]
+        if with_changes:
+            self._fill_changes(vectors, plan.pages, at=at)
+        return PackedStep(plan.step_id, layout.shape, vectors, places, self._places[:num_samples])
+
+    def _held(self, plan: StepPlan, packed: PackedStep) -> PackedStep:
+        """The step without its samples, and what they are drawn by later."""
+        num_held, places = 3 + self._has_trees, packed.sample_places
+        held = np.zeros((num_held, self._num_ranks * packed.shape.num_singles), np.int32)
+        held[0], held[3:] = self._rows_per_rank, 1
+        samples = np.flatnonzero(plan.chunk_samples)
+        rows, lengths = plan.chunk_rows[samples], plan.chunk_lengths
+        last = np.cumsum(lengths)[samples] - 1 if plan.has_blocks or plan.num_forks else samples
+        assert (plan.chunk_starts[samples] >= 0).all(), "held samples are drawn at positions that the host knows"
+        held[0, places] = rows if self._num_ranks == 1 else rows % self._rows_per_rank
+        held[1, places] = plan.chunk_starts[samples] + lengths[samples]
+        held[2, places] = plan.token_ids[last]
+        if self._has_trees and plan.ancestors is not None:
+            held[3, places] = plan.ancestors[samples]
+        packed.vectors[:, self.layouts[packed.shape].slices.sample_rows] = self._rows_per_rank
+        by_rank = held.reshape(num_held, self._num_ranks, -1).swapaxes(0, 1)
+        return replace(packed, held=by_rank)
+
+    def _on_ranks(self, counts: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sums of what chunks count: over those before each chunk on its rank, and over all chunks of each rank."""
+        totals = np.concatenate([[0], np.cumsum(counts)])
+        borders = totals[np.searchsorted(ranks, np.arange(self._num_ranks + 1))]
+        return totals[:-1] - borders[ranks], np.diff(borders)
+
+    def _fill_changes(self, vectors: np.ndarray, pages: PageTableChanges, *, at: Sections) -> None:
+        if len(pages.rows) == 0:
+            return
+        for rank, vector in enumerate(vectors):
+            rows, indices, page_ids = pages.rows, pages.indices, pages.page_ids
+            if self._num_ranks > 1:
+                here = rows // self._rows_per_rank == rank
+                rows, indices, page_ids = rows[here] - rank * self._rows_per_rank, indices[here], page_ids[here]
+            vector[at.change_rows][: len(rows)] = rows
+            vector[at.change_indices][: len(rows)] = indices
+            vector[at.change_pages][: len(rows)] = page_ids
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    """Of the elements of runs of these lengths, how far each is into its run."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def _pack_blocks(work: BlockWork, token_places: np.ndarray, shape: StepShape, num_ranks: int) -> PackedBlocks | None:
+    """Lay out what is asked of tokens; `token_places` are those of the plan's tokens."""
+    if len(work.chunks) == 0:
+        return None
+    num_tokens = shape.num_blocks * shape.block_tokens
+    targets = forced = None
+    ranks, places = np.divmod(token_places[work.score_tokens], shape.num_tokens)
+    places -= shape.num_singles
+    if len(places):
+        targets = np.full((num_ranks, num_tokens), -1, np.int32)
+        targets[ranks, places] = work.score_targets
+    if work.forced_rows is not None:
+        _, num_layers, top_k = work.forced_rows.shape
+        of_ranks, of_tokens = np.divmod(token_places[work.forced_tokens], shape.num_tokens)
+        forced = np.full((num_ranks, num_layers, num_tokens, top_k), -1, np.int16)
+        forced.transpose(0, 2, 1, 3)[of_ranks, of_tokens - shape.num_singles] = work.forced_rows
+    return PackedBlocks(targets, forced, ranks * num_tokens + places)

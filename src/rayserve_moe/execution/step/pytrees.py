@@ -1,0 +1,178 @@
+"""The state, inputs and outputs of a compiled step: pytrees of arrays."""
+
+# R rows of a data rank   P page-table width   F, I sampling parameters   S sampled rows   J likeliest tokens
+# M MoE layers   K experts per token   N data ranks   T tokens of a data rank   X those of them in prefill blocks
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+from rayserve_moe.decoding.adjustment import AdjustmentState
+from rayserve_moe.decoding.logit_processors import LogitProcessor
+from rayserve_moe.experts.migration import SlotArrays
+from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.kernels.kv_pool import LayerPages, Moves
+from rayserve_moe.kernels.table import Kernel
+from rayserve_moe.model.draft_layer import DraftConfig
+from rayserve_moe.model.transformer import ModelConfig, Parameters
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """One compiled shape: single tokens (decode), then prefill blocks of `block_tokens` tokens each, per data rank."""
+
+    num_singles: int
+    num_blocks: int
+    block_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_singles + self.num_blocks * self.block_tokens
+
+
+class TreeShape(NamedTuple):
+    """How trees of drafts branch: `num_levels` below the sequence's last token, `num_children` of a node and nodes of a
+    level that have any; of all that the best `num_drafts` are verified."""
+
+    num_levels: int
+    num_children: int
+    num_drafts: int
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """All that is fixed when a step is compiled, besides its shape; `layer_pages` as in `TokenBatch`.
+
+    `most_drafts` is that of any `StepPlan`, `tree` how drafts branch where they are trees. Where samples may be `held`,
+    logits leave the step, and a step without a sample leaves out sampling. Hidden states leave it where it
+    `shows_hidden`. `processors` change logits of held samples.
+    """
+
+    model: ModelConfig
+    page_size: int
+    capture_routing: bool
+    layer_pages: tuple[LayerPages, ...] = ()
+    most_drafts: int = 0
+    holds_samples: bool = False
+    draft: DraftConfig | None = None
+    shows_hidden: bool = False
+    processors: tuple[LogitProcessor, ...] = ()
+    tree: TreeShape | None = None
+
+    @property
+    def drafting(self) -> TreeShape:
+        """How drafts branch; a chain does not."""
+        return self.tree or TreeShape(self.most_drafts, 1, self.most_drafts)
+
+    @property
+    def most_together(self) -> int:
+        """Single tokens of one sequence in a step at most, where kernels are to know (`TokenBatch`)."""
+        return 1 + self.drafting.num_drafts if self.model.kernels.has_flat_rows else 1
+
+    @property
+    def asked_layers(self) -> tuple[int, ...]:
+        """Layers whose input the draft model reads."""
+        return self.draft.draft.aux_layers if self.draft else ()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ModelWeights:
+    """What a step reads and leaves as it is: the parameters, and where experts lie (None: expert i in slot i).
+
+    `capacity_factor` is a float32 where the capacity of slots is limited. `draft` are those of a draft model.
+    """
+
+    params: Parameters
+    maps: PlacementArrays | None
+    capacity_factor: jax.Array | None = None
+    draft: Parameters | None = None
+
+
+class DraftState(NamedTuple):
+    """What a draft model keeps: its pool, as that of one layer, and of every row its feature, float [R, D], at the last
+    token that the row has computed for good, that token's position, int32 [R], and what was drafted last as a chain,
+    int32 [R, K]."""
+
+    kv_pages: jax.Array
+    features_RD: jax.Array
+    positions_R: jax.Array
+    drafts_RK: jax.Array
+
+    def moved(self, moves: Moves, move_rows: Kernel) -> DraftState:
+        """The state after moves of the keys and values of tokens."""
+        return self._replace(kv_pages=move_rows(self.kv_pages, moves, num_layers=1))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertState:
+    """What a migration moves: the arrays of all expert slots [layers, slots, ...], and the maps that go with them."""
+
+    weights: SlotArrays
+    maps: PlacementArrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceState(AdjustmentState):
+    """What a device keeps from step to step; donated on the way in, returned on the way out.
+
+    `kv_pages` is [pages of all layers, page, *row] (`model.kv_cache`); `expert_counts_ME` int32 counts tokens
+    since it was reset. The rest is remembered of rows, so that only changes travel: page ids int32; sampling parameters
+    float32 and uint32 in the columns of `RowSampling`; the token sampled last, int32. Each data rank has its own, but
+    for what adjusts logits: outside the sharded step, leading dimensions are those of all ranks together.
+    """
+
+    kv_pages: jax.Array
+    expert_counts_ME: jax.Array
+    page_table_RP: jax.Array
+    sampling_floats_RF: jax.Array
+    sampling_integers_RI: jax.Array
+    last_tokens_R: jax.Array
+    draft: DraftState | None = None
+
+
+class BlockInputs(NamedTuple):
+    """Forced routing and scores of tokens in prefill blocks, of all data ranks; -1: none.
+
+    `forced_NMXK` int16 are experts that tokens take, `targets_NX` int32 the known tokens that are scored after them.
+    """
+
+    forced_NMXK: jax.Array
+    targets_NX: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """What leaves the device, of all data ranks and the same on every device.
+
+    `sampled_N3S` int32: token ids, the bits of their float32 log-probs, their ranks (0 where logits were not finite).
+    `topk_ids_MTK` is routing in the store's dtype, the ranks' tokens one after the other, or None where the server
+    does not capture it. `top_N2SJ` are the likeliest tokens of each sample: ids, and the bits of their log-probs.
+    Shapes with prefill blocks have `scores_N2X`: bits of the log-probs of targets, and ranks; and `score_top_N2XJ`: the
+    likeliest tokens there, as in `top_N2SJ`. `expert_counts_ME` of all data ranks is there after steps that want it.
+    `tally_N4` int32 is the tally of assignments where slots have limited capacity (`LimitedAssignments`). `logits_AV`
+    float32, of each device its share of the vocabulary, are there for samples that are held; `evidence_AF` float32,
+    as `with_evidence` returns it, and `support`, as `sampling_support` does, once those are drawn. `hidden_TD` are
+    those of `ForwardOutput`, of each data rank its own; `inspected` what was looked at of them (`inspect_tokens`).
+    `drafts_NSK` int32 is there after steps that want drafts: those of each row that has sampled (`draft_rows`).
+    """
+
+    sampled_N3S: jax.Array
+    topk_ids_MTK: jax.Array | None = None
+    top_N2SJ: jax.Array | None = None
+    scores_N2X: jax.Array | None = None
+    score_top_N2XJ: jax.Array | None = None
+    expert_counts_ME: jax.Array | None = None
+    tally_N4: jax.Array | None = None
+    logits_AV: jax.Array | None = None
+    drafts_NSK: jax.Array | None = None
+    evidence_AF: jax.Array | None = None
+    support: tuple[jax.Array, jax.Array] | None = None
+    hidden_TD: jax.Array | None = None
+    inspected: tuple[tuple[jax.Array, jax.Array], ...] | None = None

@@ -1,0 +1,170 @@
+"""Sampling in a step, and what rows remember of it; at once, or held until masks have come from the host."""
+
+# S samples of a data rank   A samples of all data ranks   V vocabulary (local share)   J likeliest tokens
+# P values of a sample   W words of a mask   R rows   N data ranks   F what is asked of a sample
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.decoding.adjustment import Penalties, adjust, note_samples
+from rayserve_moe.decoding.drafts import accepted, drafts_of, tree_drafts_of
+from rayserve_moe.decoding.evidence import EvidenceLogits, sampling_support, with_evidence
+from rayserve_moe.decoding.log_probs import TopTokens
+from rayserve_moe.decoding.logit_processors import allowed_logits
+from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, sample
+from rayserve_moe.execution.step.inputs import sampling_of
+from rayserve_moe.execution.step.pytrees import DeviceState, StepConfig, StepOutput
+from rayserve_moe.kernels.ancestors import places_of
+from rayserve_moe.kernels.kv_pool import Moves
+from rayserve_moe.model.transformer import words_of
+from rayserve_moe.parallel.sharding import gather_rows
+from rayserve_moe.requests.fields import MAX_TOP_LOGPROBS
+from rayserve_moe.requests.token_evidence import WANTS_SUPPORT
+
+
+class SampleInput(NamedTuple):
+    """Of a data rank's samples: its own rows (one that does not exist marks padding), how they are drawn, by what they
+    are adjusted, and the tokens that they are taken after, int32 [S], where drafts are trees with their ancestors."""
+
+    rows_S: jax.Array
+    sampling: SamplingBatch
+    penalties: Penalties
+    ids_S: jax.Array
+    ancestors_S: jax.Array | None = None
+
+
+class HeldInputs(NamedTuple):
+    """What held samples are drawn by, int32: their rows, the positions where the new tokens will stand, the tokens
+    before them and where drafts are trees the ancestors of those; the words that they may be; what evidence is asked,
+    None where none is; what logit processors are given, where there are some."""
+
+    samples_N3S: Any
+    mask_AW: Any
+    asked_AF: Any = None
+    processed_AX: Any = None
+
+
+class OwnSamples(NamedTuple):
+    """What a data rank has sampled, ids int32 [S], and for which of its rows each is the last that counts, [S].
+
+    `moves` say where keys and values of the right drafts of trees go, which is done in the target's pool.
+    """
+
+    ids_S: jax.Array
+    rows_S: jax.Array
+    moves: Moves | None = None
+
+
+def sample_rows(
+    logits_AV: jax.Array,
+    state: DeviceState,
+    *,
+    samples: SampleInput,
+    config: StepConfig,
+    allow: Callable[[jax.Array], jax.Array] | None = None,
+) -> tuple[Sampled, OwnSamples, jax.Array, DeviceState]:
+    """Sample for all data ranks, from what `allow` leaves of their logits, and record of the rows what they have
+    sampled: of drafts up to the first wrong one. With the samples come those of this rank, and the logits, before that.
+
+    Where samples may be held, a step that has none does not sample.
+    """
+    plan, part, num_rows = config.model.plan, words_of(config.model), len(state.last_tokens_R)
+    nowhere = len(state.seen_RV)
+    rows_S = jnp.where(samples.rows_S < num_rows, plan.data_rank() * num_rows + samples.rows_S, nowhere)
+    given = (rows_S, samples.sampling, samples.penalties)
+    trees = () if samples.ancestors_S is None else (samples.ancestors_S,)
+    inputs = (*trees, samples.ids_S) if config.most_drafts else ()
+    rows_A, sampling, penalties, *inputs = gather_rows((*given, *inputs), plan)
+    find = tree_drafts_of if trees else partial(drafts_of, rows_A, sampling.position_S)
+    drafts = find(*inputs, most_drafts=config.most_drafts) if inputs else None
+    of_rows = {"rows_S": rows_A, "penalties": penalties, "part": part}
+    adjusted_AV = adjust(logits_AV, state, **of_rows, drafted_SK=drafts and drafts.drafted_SK)
+
+    def draw() -> Sampled:
+        allowed_AV = adjusted_AV if allow is None else allow(adjusted_AV)
+        table = config.model.kernels
+        kernels = {"noise": table.noise, "masses": table.masses, "choose": table.choose}
+        return sample(allowed_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, **kernels)
+
+    sampled = draw_where(jnp.any(rows_A < nowhere), draw) if config.holds_samples and allow is None else draw()
+    own_ids_S, own_rows_S = sampled.ids_S.reshape(plan.data_size, -1)[plan.data_rank()], samples.rows_S
+    moves = None
+    if drafts is not None:
+        counts_A, is_last_A = accepted(sampled.ids_S, drafts)
+        of_rows["rows_S"] = jnp.where(counts_A, rows_A, nowhere)
+        own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
+        if trees:
+            moves = _moves_of(state, samples, counts_A.reshape(plan.data_size, -1)[plan.data_rank()], config.page_size)
+            move, num_layers = config.model.kernels.moves, config.model.spec.num_layers
+            kv_pages = move(state.kv_pages, moves, num_layers=num_layers)
+            state = replace(state, kv_pages=kv_pages)
+    last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
+    seen_RV = note_samples(state.seen_RV, sampled.ids_S, **of_rows)
+    own = OwnSamples(own_ids_S, own_rows_S, moves)
+    return sampled, own, adjusted_AV, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
+
+
+def _moves_of(state: DeviceState, samples: SampleInput, counts_S: jax.Array, page_size: int) -> Moves:
+    """From where the keys of tokens lie whose samples count to where those of their positions do."""
+    assert samples.ancestors_S is not None, "only trees have keys elsewhere"
+    positions_S = samples.sampling.position_S.astype(jnp.int32) - 1
+    places_S = places_of(positions_S, samples.ancestors_S)
+    pages_SP = state.page_table_RP.at[samples.rows_S].get(mode="clip")
+
+    def slots(places_S: jax.Array) -> jax.Array:
+        pages_S = jnp.take_along_axis(pages_SP, places_S[:, None] // page_size, axis=1, mode="clip")[:, 0]
+        return pages_S * page_size + places_S % page_size
+
+    is_elsewhere_S = counts_S & (places_S != positions_S) & (samples.rows_S < len(state.last_tokens_R))
+    (moved_S,) = jnp.nonzero(is_elsewhere_S, size=len(counts_S), fill_value=0)
+    num = jnp.sum(is_elsewhere_S, dtype=jnp.int32)
+    return Moves(slots(places_S)[moved_S], slots(positions_S)[moved_S], num)
+
+
+def draw_where(has_samples: jax.Array, draw: Callable[[], Sampled]) -> Sampled:
+    """What `draw` returns, or zeros; `has_samples` is the same on all devices, which exchange numbers to draw."""
+    nothing = jax.eval_shape(draw)
+    return jax.lax.cond(has_samples, draw, lambda: jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), nothing))
+
+
+def sample_held(
+    state: DeviceState, logits_AV: jax.Array, *, held: HeldInputs, config: StepConfig
+) -> tuple[DeviceState, StepOutput]:
+    """On one device: sample what a step has held, and find the evidence that is asked of it (`with_evidence`)."""
+    plan, part = config.model.plan, words_of(config.model)
+    rows_S, positions_S, *of_before = held.samples_N3S[plan.data_rank()]
+    samples = SampleInput(rows_S, *sampling_of(state, rows_S, positions_S=positions_S), *of_before)
+    given = {"given_SX": held.processed_AX, "processors": config.processors, "part": part}
+    allow = partial(allowed_logits, mask_SW=held.mask_AW, **given)
+    sampled, own, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
+    if own.moves is not None and state.draft is not None:
+        state = replace(state, draft=state.draft.moved(own.moves, config.model.kernels.moves))
+    evidence_AF, support = None, None
+    if held.asked_AF is not None:
+        logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
+        how = {"rows": rows, "part": part, "masses": config.model.kernels.masses}
+        wants_S = held.asked_AF[:, 0] >= WANTS_SUPPORT
+        support = sampling_support(logits.processed_SV, sampled.ids_S, wants_S=wants_S, **how)
+        sampled, evidence_AF = with_evidence(sampled, logits, asked_SF=held.asked_AF, **how)
+    bits = sampled_bits(sampled, plan.data_size), top_bits(sampled.top, plan.data_size)
+    return state, StepOutput(bits[0], top_N2SJ=bits[1], evidence_AF=evidence_AF, support=support)
+
+
+def sampled_bits(sampled: Sampled, num_ranks: int) -> jax.Array:
+    """Ids, bits of the log-probs, and ranks, 0 where logits were not finite: int32 [N, 3, S]."""
+    bits_A = jax.lax.bitcast_convert_type(sampled.logprobs_S, jnp.int32)
+    joined_PA = jnp.stack([sampled.ids_S, bits_A, jnp.where(sampled.finite_S, sampled.ranks_S, 0)])
+    return jnp.moveaxis(joined_PA.reshape(3, num_ranks, -1), 1, 0)
+
+
+def top_bits(top: TopTokens, num_ranks: int) -> jax.Array:
+    """Ids, and bits of the log-probs, int32 [N, 2, S, J]."""
+    joined_PAJ = jnp.stack([top.ids_SJ, jax.lax.bitcast_convert_type(top.logprobs_SJ, jnp.int32)])
+    return jnp.moveaxis(joined_PAJ.reshape(2, num_ranks, -1, joined_PAJ.shape[-1]), 1, 0)

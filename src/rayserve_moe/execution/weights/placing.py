@@ -1,0 +1,214 @@
+"""Placing a checkpoint on the devices: the config it is computed by, and its weights in their slots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, lowered_redundancy
+from rayserve_moe.checkpoints.files import CheckpointFiles, open_checkpoint
+from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
+from rayserve_moe.checkpoints.names import SpecTree
+from rayserve_moe.config.load import checkpoint_cache
+from rayserve_moe.config.settings import ExpertSettings, ModelSettings, SettingsError
+from rayserve_moe.execution.step.pytrees import ModelWeights
+from rayserve_moe.execution.weights.huge_pages import use_huge_pages
+from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
+from rayserve_moe.kernels.table import KERNELS, Kernels
+from rayserve_moe.model.attention import kernels_for
+from rayserve_moe.model.expert_parameters import QUANTIZED
+from rayserve_moe.model.family_table import family_of
+from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.parameters import kv_repeats, parameter_specs
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.transformer import ModelConfig, Parameters
+from rayserve_moe.parallel.mesh import platform_of
+from rayserve_moe.parallel.sharding import ParallelPlan, num_parts
+
+
+def model_config(
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    *,
+    experts: ExpertSettings,
+    kernels: Kernels | None = None,
+    may_be_flat: bool = True,
+) -> ModelConfig:
+    """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread;
+    UnsupportedModelError an attention that the kernels lack.
+
+    Without `kernels`, with those of the platform. The rows of a TPU's pool are flat unless `may_be_flat` is false: for
+    keys and values of 8 bits, or pages that our own attention does not take.
+    The number of redundant experts is lowered until the slots of a layer divide by the devices.
+    """
+    _check_divisible(spec, plan)
+    if experts.backend == "local" and plan.num_expert_ranks > 1:
+        raise SettingsError(f"expert_backend local is for one device, there are {plan.num_expert_ranks}; take auto")
+    try:
+        num_redundant = lowered_redundancy(
+            spec.router.num_experts, ep_size=plan.num_expert_ranks, wanted=experts.num_redundant
+        )
+    except PlacementError as error:
+        raise SettingsError(f"num_redundant_experts: {error}") from error
+    selection = _selection(experts, num_redundant=num_redundant)
+    config = ExpertConfig(
+        spec.router,
+        kernels_for(spec, kernels or KERNELS[platform_of(plan.mesh)], prefers_flat=may_be_flat),
+        plan,
+        num_redundant=num_redundant,
+        backend=experts.backend,
+        slot_choice="first" if selection == "topk" and num_redundant else experts.dispatch,
+        selection=selection,
+        capacity_scope=experts.capacity_scope,
+        activation=spec.experts.activation,
+        weight_dtype=QUANTIZED.get(experts.weight_dtype, ""),
+    )
+    return ModelConfig(spec, config)
+
+
+def first_placement(config: ModelConfig) -> ExpertPlacement:
+    """Where experts lie at the start: in their own order, redundant slots filled from the front."""
+    spec = config.spec
+    return identity_placement(
+        len(spec.moe_layer_ids),
+        spec.router.num_experts,
+        ep_size=config.plan.num_expert_ranks,
+        num_redundant=config.experts.num_redundant,
+    )
+
+
+def open_model(model: ModelSettings) -> CheckpointFiles:
+    """Open the checkpoint that is served; what is read of a remote one is kept where `checkpoint_cache` says."""
+    return open_checkpoint(model.path, cache=checkpoint_cache(model.checkpoint_cache))
+
+
+def load_weights(
+    files: CheckpointFiles, config: ModelConfig, *, dtype: str, placement: ExpertPlacement, may_change: bool = False
+) -> ModelWeights:
+    """Load this host's share of the weights, experts into the slots that `placement` names. Raises CheckpointError.
+
+    There are maps where the placement needs them, and in any case where it `may_change`.
+    """
+    tree, slots = parameter_tree(config, dtype=dtype), placement.expert_of_slot
+    params = read_parameters(files, tree, plan=config.plan, expert_of_slot=slots)
+    return ModelWeights(cast(Parameters, params), maps_on_devices(placement, config.plan, may_change=may_change))
+
+
+def maps_on_devices(placement: ExpertPlacement, plan: ParallelPlan, *, may_change: bool) -> PlacementArrays | None:
+    """Maps where the placement needs them, and in any case where it `may_change`."""
+    maps = _maps_of(placement, may_change=may_change)
+    return jax.tree.map(lambda array: jax.device_put(array, plan.replicated()), maps)
+
+
+def weight_shapes(
+    config: ModelConfig, *, dtype: str, placement: ExpertPlacement, may_change: bool = False
+) -> ModelWeights:
+    """Shapes of all that `load_weights` and `with_capacity` return."""
+    plan, tree = config.plan, parameter_tree(config, dtype=dtype)
+    params = {
+        group: {
+            name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=plan.sharding(spec.axes))
+            for name, spec in specs.items()
+        }
+        for group, specs in tree.items()
+    }
+    maps, factor = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=plan.replicated()),
+        (_maps_of(placement, may_change=may_change), np.float32(0) if config.experts.limits_capacity else None),
+    )
+    return ModelWeights(cast(Parameters, params), maps, factor)
+
+
+def read_parameters(
+    files: CheckpointFiles,
+    tree: SpecTree,
+    *,
+    plan: ParallelPlan,
+    expert_of_slot: np.ndarray,
+    in_host_memory: bool = False,
+    num_threads: int = 0,
+) -> dict[str, Any]:
+    """Read a checkpoint by the rules of its family, laid out by a plan, on `num_threads` (0: one per core)."""
+    family = family_of(files.config)
+    params = load_parameters(
+        WeightSource(files, family.CHECKPOINT_RULES, expert_of_slot, getattr(family, "IGNORED", ())),
+        tree,
+        sharding_of=lambda spec: plan.sharding(spec.axes),
+        in_host_memory=in_host_memory,
+        num_threads=num_threads,
+    )
+    if not in_host_memory and platform_of(plan.mesh) == "cpu":
+        use_huge_pages(jax.tree.leaves(params))
+    return params
+
+
+def with_capacity(weights: ModelWeights, factor: float, *, config: ModelConfig) -> ModelWeights:
+    """Add the capacity factor of slots, where the config limits capacity."""
+    if not config.experts.limits_capacity:
+        return weights
+    return replace(weights, capacity_factor=jax.device_put(np.float32(factor), config.plan.replicated()))
+
+
+def _selection(experts: ExpertSettings, *, num_redundant: int) -> str:
+    """Resolve `expert_selection: auto`."""
+    if experts.selection != "auto":
+        return experts.selection
+    return "replicas_only" if num_redundant else "topk"
+
+
+def parameter_tree(config: ModelConfig, *, dtype: str) -> dict[str, dict[str, ParamSpec]]:
+    """Every parameter of a model as it lies on the devices of its mesh."""
+    tree = parameter_specs(
+        config.spec,
+        dtype=dtype,
+        expert_dtype=config.experts.weight_dtype,
+        tensor_size=config.plan.tensor_size,
+        num_devices=config.plan.mesh.size,
+        num_redundant=config.experts.num_redundant,
+    )
+    return laid_out(tree, config)
+
+
+def laid_out(tree: dict[str, dict[str, ParamSpec]], config: ModelConfig) -> dict[str, dict[str, ParamSpec]]:
+    """Parameters padded, and laid out in memory, as the kernels of a model take them."""
+    layouts = {**config.kernels.layouts}
+    layouts["table_VD" if config.spec.tie_embeddings else "head_VD"] = layouts.pop("head", "")
+    multiples = {axis: size * num_parts(config.plan, axis) for axis, size in config.kernels.multiples.items()}
+
+    def held(name: str, spec: ParamSpec) -> ParamSpec:
+        for axis, multiple in multiples.items():
+            spec = spec.padded(axis, multiple)
+        return replace(spec, layout=layouts.get(name, ""))
+
+    return {group: {name: held(name, spec) for name, spec in specs.items()} for group, specs in tree.items()}
+
+
+def _maps_of(placement: ExpertPlacement, *, may_change: bool) -> PlacementArrays | None:
+    """The maps, in host memory; None where every expert lies in the slot of its own number for good."""
+    if (
+        not may_change
+        and placement.num_redundant == 0
+        and (placement.expert_of_slot == np.arange(placement.num_experts)).all()
+    ):
+        return None
+    return placement_arrays(placement)
+
+
+def _check_divisible(spec: ModelSpec, plan: ParallelPlan) -> None:
+    tensor, kv_heads = plan.tensor_size, spec.attention.num_kv_heads
+    sizes = {
+        "num_attention_heads": (spec.attention.num_heads, tensor),
+        "num_key_value_heads": (kv_heads * kv_repeats(spec, tensor), tensor),
+        "intermediate_size": (spec.dense_intermediate_size if spec.dense_layer_ids else tensor, tensor),
+        "shared_expert_intermediate_size (or moe_intermediate_size times shared experts)": (
+            spec.experts.shared_size if spec.experts.shared != "none" else tensor,
+            tensor,
+        ),
+    }
+    for name, (size, parts) in sizes.items():
+        if size % parts:
+            raise SettingsError(f"{name} {size} does not divide over {parts} devices; choose a divisor of {size}")

@@ -1,0 +1,249 @@
+"""Reading other weights beside the steps, in a thread that no step waits for, and staging them until they serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.checkpoints.header import CheckpointError
+from rayserve_moe.checkpoints.loader import StagedParameter
+from rayserve_moe.checkpoints.names import walk
+from rayserve_moe.config.given_files import Reach, is_url, one_line
+from rayserve_moe.execution.drafts.model import load_draft, opened_prediction
+from rayserve_moe.execution.memory import spare_bytes
+from rayserve_moe.execution.step.pytrees import ModelWeights
+from rayserve_moe.execution.weights.placing import parameter_tree, read_parameters
+from rayserve_moe.model.draft_layer import DraftConfig
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
+from rayserve_moe.model.transformer import ModelConfig, Parameters
+from rayserve_moe.parallel.mesh import platform_of
+from rayserve_moe.requests.records import WeightsRefusedError
+
+log = logging.getLogger(__name__)
+
+SPARE_SHARE = 1.25
+"""Free memory of a device over the bytes of its weights, from which on it holds the new ones beside the old."""
+MOST_STUCK = 4
+"""Readings that were given up and still run, as on a disk that does not answer; beyond that none is begun."""
+OF_FILES = ("checkpoint_dtype", "block_dtype")
+"""Of a ModelSpec: how its files hold weights, which may be another way than those that serve."""
+DRAFT = "draft"
+"""Where the parameters of a draft model wait beside those of their target."""
+GIVEN_UP = "reading was given up"
+
+
+class StagedWeights:
+    """Weights that this host has read and does not serve yet, laid out for its devices as those that it serves.
+
+    A prediction layer that comes with them takes the place of the one that drafts; otherwise that stays as it is.
+    They lie on the devices where both fit, and `take` then costs nothing. Otherwise they wait in host
+    memory, and `take` frees one parameter on the devices before it copies the next one there.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: str,
+        first_placement: ExpertPlacement,
+        roots: tuple[str, ...] = (),
+        draft: DraftConfig | None = None,
+    ) -> None:
+        self._config, self._first_placement, self._roots = config, first_placement, roots
+        self._dtype, self._draft = dtype, draft
+        self._tree = parameter_tree(config, dtype=dtype)
+        self._ready: dict[str, Any] | None = None
+        self._changing = threading.Lock()
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What the weights take on one device."""
+        sharding_of = self._config.plan.sharding
+        shards = ((spec, sharding_of(spec.axes).shard_shape(spec.shape)) for _, spec in walk(self._tree))
+        return sum(math.prod(shape) * jax.numpy.dtype(spec.dtype).itemsize for spec, shape in shards)
+
+    def read(
+        self,
+        directory: str,
+        expert_of_slot: np.ndarray | None = None,
+        *,
+        spare: int | None = None,
+        given_up: threading.Event | None = None,
+    ) -> None:
+        """Read a checkpoint's share of this host, experts into the slots that `expert_of_slot` says.
+
+        None stands for the placement at the start. What was staged before is dropped. `spare` is the free memory of a
+        device, None to measure it. WeightsRefusedError, on one line, for anything wrong with the checkpoint, or once
+        `given_up` is set; then nothing is staged.
+        """
+        self.drop()
+        reach = Reach(self._roots, given_up or threading.Event())
+        with refusing(directory):
+            ready = self._read(directory, expert_of_slot, spare=spare, reach=reach)
+        self.hold(ready, given_up=reach.given_up)
+
+    def hold(self, ready: dict[str, Any], *, given_up: threading.Event) -> None:
+        """Stage parameters: the whole tree, or those that change. WeightsRefusedError once `given_up` is set."""
+        with self._changing:
+            if given_up.is_set():
+                raise WeightsRefusedError(GIVEN_UP)
+            self._ready = ready
+
+    @property
+    def ready(self) -> dict[str, Any]:
+        """The parameters that wait, in their tree; empty where none do."""
+        with self._changing:
+            return self._ready or {}
+
+    def take(self, serving: ModelWeights) -> ModelWeights:
+        """Return the staged weights on the devices, under the maps that serve; those that served are given away."""
+        assert self._ready is not None, "nothing is staged"
+        ready, self._ready = self._ready, None
+        draft = serving.draft
+        if (own := ready.pop(DRAFT, None)) is not None:
+            draft = cast(Parameters, _put(own, draft))
+        return dataclasses.replace(serving, params=cast(Parameters, _put(ready, serving.params)), draft=draft)
+
+    def drop(self) -> None:
+        """Forget what is staged."""
+        with self._changing:
+            self._ready = None
+
+    def _read(
+        self, directory: str, expert_of_slot: np.ndarray | None, *, spare: int | None, reach: Reach
+    ) -> dict[str, Any]:
+        plan = self._config.plan
+        files = open_checkpoint(directory, reach)
+        _check_alike(spec_from_config(files.config), self._config.spec)
+        free = spare_bytes(list(plan.mesh.local_devices)) if spare is None else spare
+        is_full = free < SPARE_SHARE * self.bytes_per_device
+        slots = self._first_placement.expert_of_slot if expert_of_slot is None else expert_of_slot
+        # On a CPU the steps need the cores.
+        num_threads = 1 if platform_of(plan.mesh) == "cpu" else 0
+        how = {"in_host_memory": is_full, "num_threads": num_threads}
+        ready = read_parameters(files, self._tree, plan=plan, expert_of_slot=slots, **how)
+        if self._draft is not None and self._draft.draft.algorithm == "NEXTN":
+            opened = opened_prediction(files, self._config.spec)
+            if opened is not None:
+                ready[DRAFT] = load_draft(opened, self._draft, dtype=self._dtype, **how)
+        return ready
+
+
+@contextmanager
+def refusing(directory: str = "") -> Generator[None]:
+    """Turn whatever is wrong with weights into a WeightsRefusedError of one line, without the path of a checkpoint."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModelError) as error:
+        message = _without_place(str(error), directory) if directory else str(error)
+        raise WeightsRefusedError(one_line(message)) from error
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        raise WeightsRefusedError("a host has no memory for the new weights beside the old ones") from error
+    except Exception as error:
+        log.exception("a checkpoint could not be read")
+        raise WeightsRefusedError(f"the checkpoint cannot be read ({type(error).__name__})") from error
+
+
+def _put(ready: Any, serving: Any) -> Any:
+    """The arrays of a tree, those that are still in host memory in the place of those that serve.
+
+    What is not in the tree serves on.
+    """
+    if isinstance(ready, dict):
+        return {key: _put(ready[key], node) if key in ready else node for key, node in serving.items()}
+    if isinstance(ready, StagedParameter):
+        serving.delete()
+        return ready.on_devices()
+    return ready
+
+
+def _check_alike(found: ModelSpec, served: ModelSpec) -> None:
+    """CheckpointError names what differs; weights of another dtype are converted."""
+    fields = (field.name for field in dataclasses.fields(ModelSpec) if field.name not in OF_FILES)
+    differing = [name for name in fields if getattr(found, name) != getattr(served, name)]
+    if differing:
+        raise CheckpointError(f"the checkpoint is of another model: {', '.join(differing)} differ")
+
+
+def _without_place(message: str, directory: str) -> str:
+    """A message without the path that the client gave, plain or as Python quotes it."""
+    place = directory.rstrip("/") if is_url(directory) else str(Path(directory))
+    for spelled in (place, repr(place)[1:-1]):
+        message = message.replace(f"{spelled}/", "").replace(spelled, "the checkpoint")
+    return message
+
+
+@dataclass
+class _Reading:
+    """One checkpoint being read. `refusal` is empty where it can be used, and counts once it is `done`."""
+
+    given_up: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    refusal: str = ""
+
+
+class WeightReading:
+    """Reads one checkpoint after the other into `StagedWeights`. One that is given up delays none that follow."""
+
+    def __init__(self, staged: StagedWeights) -> None:
+        self._staged = staged
+        self._threads: list[threading.Thread] = []
+        self._current = _Reading(refusal=GIVEN_UP)
+        self._current.done.set()
+
+    def begin(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        """Read a checkpoint, as `StagedWeights.read` does; an earlier one is given up."""
+        self.give_up()
+        self.run(lambda given_up: self._staged.read(model_path, expert_of_slot, given_up=given_up))
+
+    def run(self, call: Callable[[threading.Event], None]) -> None:
+        """Run what raises WeightsRefusedError, or is given up by the event; nothing else runs by now."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._current = reading = _Reading()
+        if len(self._threads) >= MOST_STUCK:
+            reading.refusal = f"{len(self._threads)} earlier readings hang in their files"
+            reading.done.set()
+            return
+        thread = threading.Thread(target=_run, args=(reading, call), name="weights", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def outcome(self, timeout_s: float = 0.0) -> str | None:
+        """Wait for the reading: None where it still runs, empty once it is staged, else why it is refused."""
+        reading = self._current
+        return reading.refusal if reading.done.wait(timeout_s) else None
+
+    def give_up(self) -> None:
+        """Give up the current reading and drop what it staged."""
+        reading = self._current
+        reading.given_up.set()
+        self._staged.drop()
+        if not reading.done.is_set():
+            reading.refusal = GIVEN_UP
+            reading.done.set()
+
+
+def _run(reading: _Reading, call: Callable[[threading.Event], None]) -> None:
+    try:
+        call(reading.given_up)
+    except WeightsRefusedError as refusal:
+        reading.refusal = str(refusal)
+    reading.done.set()
+
+
+def too_late(timeout_s: float) -> WeightsRefusedError:
+    """The refusal of weights that were not read within `staging_timeout_s`."""
+    return WeightsRefusedError(f"the weights were not read within staging_timeout_s = {timeout_s:g} s")

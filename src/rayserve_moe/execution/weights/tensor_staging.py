@@ -1,0 +1,135 @@
+"""Weights that arrive tensor by tensor, staged on this host until they serve as those of a checkpoint do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rayserve_moe.checkpoints.bucket import Heads, SentPiece, WantedTensor
+from rayserve_moe.checkpoints.names import walk
+from rayserve_moe.checkpoints.open_shares import WeightShare
+from rayserve_moe.checkpoints.sent_parameters import SentParameters
+from rayserve_moe.execution.memory import memory_available, spare_bytes
+from rayserve_moe.execution.served_model import ServedModel
+from rayserve_moe.execution.step.pytrees import ModelWeights
+from rayserve_moe.execution.weights.huge_pages import use_huge_pages
+from rayserve_moe.execution.weights.placing import parameter_tree
+from rayserve_moe.execution.weights.share import write_share
+from rayserve_moe.execution.weights.staged import SPARE_SHARE, StagedWeights, refusing
+from rayserve_moe.model.family_table import family_of
+from rayserve_moe.parallel.mesh import platform_of
+from rayserve_moe.requests.records import WeightsRefusedError
+from rayserve_moe.scheduling.step_plan import StartReport
+
+log = logging.getLogger(__name__)
+
+NOT_BEGUN = "no update has begun on this host"
+
+
+class TensorStaging:
+    """One update at a time: `begin`, then `wanted` and `add` for its tensors, then `finish`, or `drop`.
+
+    `config` is that of the checkpoint; `weights` returns those that serve, on the devices. All methods raise
+    WeightsRefusedError, on one line.
+    """
+
+    def __init__(
+        self,
+        staged: StagedWeights,
+        served: ServedModel,
+        *,
+        config: Mapping[str, Any],
+        weights: Callable[[], ModelWeights],
+    ) -> None:
+        self._staged, self._served, self._weights = staged, served, weights
+        self._family = family_of(dict(config))
+        self._sent: SentParameters | None = None
+
+    def unstarted(self) -> StartReport:
+        """What is known of a start before anything is loaded: how experts are spread, and what weights are held in."""
+        served, rules = self._served, self._family.CHECKPOINT_RULES
+        specs = (spec for _, spec in walk(parameter_tree(served.config, dtype=served.dtype)) if not spec.is_scale)
+        roles = dict.fromkeys(spec.role for spec in specs if spec.dtype == "float32" != served.dtype)
+        return StartReport(
+            0,
+            num_expert_ranks=served.config.plan.num_expert_ranks,
+            num_redundant_experts=served.config.experts.num_redundant,
+            dtype=served.dtype,
+            float32_tensors=tuple(rules[role].format(layer="*", expert="*") for role in roles),
+        )
+
+    def begin(self, expert_of_slot: np.ndarray | None) -> None:
+        """Begin an update, and forget an earlier one."""
+        self.drop()
+        served = self._served
+        slots = served.placement.expert_of_slot if expert_of_slot is None else np.array(expert_of_slot)
+        with refusing():
+            self._sent = SentParameters(
+                parameter_tree(served.config, dtype=served.dtype),
+                rules=self._family.CHECKPOINT_RULES,
+                ignored=getattr(self._family, "IGNORED", ()),
+                sharding_of=lambda spec: served.config.plan.sharding(spec.axes),
+                expert_of_slot=slots,
+                serving=self._weights().params,
+            )
+
+    def wanted(self, heads: Heads) -> list[WantedTensor]:
+        """What of some tensors is in this host's share."""
+        with refusing():
+            return [self._begun().wanted(name, shape) for name, shape in heads]
+
+    def add(self, pieces: Sequence[SentPiece]) -> None:
+        """Put pieces into their places: all that is wanted of the tensors that they are of."""
+        by_name: dict[str, list[SentPiece]] = {}
+        for piece in pieces:
+            by_name.setdefault(piece.name, []).append(piece)
+        with refusing():
+            for name, of_tensor in by_name.items():
+                self._begun().add(name, of_tensor)
+
+    def finish(self, given_up: threading.Event) -> None:
+        """Stage what has come: on the devices where there is memory, else in that of the host."""
+        sent, self._sent = self._begun(), None
+        mesh = self._served.config.plan.mesh
+        devices = list(mesh.local_devices)
+        with refusing():
+            is_full = spare_bytes(devices) < SPARE_SHARE * self._staged.bytes_per_device
+            ready: dict[str, Any] = {}
+            for (*groups, name), parameter in sent.finished():
+                node = ready
+                for group in groups:
+                    node = node.setdefault(group, {})
+                node[name] = parameter if is_full else parameter.on_devices()
+            if not is_full and platform_of(mesh) == "cpu":
+                use_huge_pages(jax.tree.leaves(ready))
+        self._staged.hold(ready, given_up=given_up)
+
+    @property
+    def share_bytes(self) -> int:
+        """What this host's share takes on its devices."""
+        return self._staged.bytes_per_device * len(self._served.config.plan.mesh.local_devices)
+
+    def share(self, token: str) -> WeightShare | None:
+        """This host's share of the weights as they are with what is staged; None where memory does not hold it too."""
+        try:
+            if self.share_bytes * SPARE_SHARE > memory_available():
+                raise MemoryError(f"{self.share_bytes} bytes")
+            return write_share(token, self._weights(), staged=self._staged.ready)
+        except (OSError, MemoryError) as error:
+            log.warning("sent weights are not kept, and end with their host: %s", error)
+            return None
+
+    def drop(self) -> None:
+        """Forget the update, staged or not."""
+        self._sent = None
+        self._staged.drop()
+
+    def _begun(self) -> SentParameters:
+        if self._sent is None:
+            raise WeightsRefusedError(NOT_BEGUN)
+        return self._sent

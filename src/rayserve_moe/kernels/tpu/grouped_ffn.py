@@ -1,0 +1,169 @@
+"""The experts of one device in one TPU kernel: gate, up, activation and down of rows that lie slot after slot.
+
+A step of the kernel's grid takes one slot, and a block of the expert width where an expert is too large to be held
+twice. While a slot is multiplied the weights of the next one that has rows are read; those of slots without rows are
+not read at all. Rows and results stay in the core's memory, so that this is for few rows: what a decode step has.
+Weights of 8 bits are read as such, converted on their way into the matrix unit, and the products multiplied by the
+scales of their columns; where blocks of rows have scales, weights are multiplied by those as they are converted.
+"""
+
+# T tokens   D model width   F expert width   B block of F   K experts per token   P assignments = T * K
+# S local slots   X layers * S   R rows with padding   M rows of a tile   Z blocks of rows with scales of their own
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
+from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS, Activation, LayerExperts, multiply_by_ragged_dot
+from rayserve_moe.kernels.slot_order import order_by_slot, take
+
+BlockPlace = tuple[jax.Array | int, ...]
+TILE_ROWS, ALIGNED_ROWS = 64, 16
+"""Rows that are multiplied at once; where a slot's rows begin, down to a multiple that a tile may begin at."""
+LANES = 128
+WEIGHT_BYTES, SPARE_BYTES, MOST_BYTES = 24 << 20, 4 << 20, 60 << 20
+"""Of the core's memory: what weights may take; what is left for values of a tile; the most that the kernel asks for."""
+
+
+def multiply_grouped(
+    hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts, *, interpret: Any = False
+) -> jax.Array:
+    """Multiply as `multiply_by_ragged_dot` does, and by it where there are biases or rows do not fit: [T, K, D].
+
+    So too on chips whose cores share a device: the kernel is for one core, and would leave the other one idle.
+    `interpret` (see `pallas_call`) runs the kernel where there is no TPU.
+    """
+    weights, config = experts.weights, experts.config
+    (_, width, inner), num_rows = weights.gate_XDF.shape, _padded(slots_TK.size)
+    block = inner_block(width, inner, weights.gate_XDF.dtype.itemsize)
+    # Rows and results are buffered twice; sums over parts of an expert are kept in float32.
+    row_bytes = num_rows * width * (4 * hidden_TD.dtype.itemsize + 4 * (block < inner))
+    vmem_bytes = 0 if not block else MOST_BYTES if interpret else _vmem_bytes()
+    if weights.gate_bias_XF is not None or WEIGHT_BYTES + row_bytes + SPARE_BYTES > vmem_bytes:
+        return multiply_by_ragged_dot(hidden_TD, slots_TK, experts)
+    token_P, place_P = order_by_slot(slots_TK, config.num_slots)
+    rows_RD = take(hidden_TD, jnp.pad(token_P, (0, num_rows - token_P.size))).reshape(num_rows, -1)
+    begin_S, held_S = _visits(slots_TK.reshape(-1), config.num_slots)
+    first_1 = jnp.asarray(experts.first_slot, jnp.int32).reshape(1)
+    multiply = _kernel_for(rows_RD, experts, block, vmem_bytes=vmem_bytes, interpret=interpret)
+    held = (array for array in weights if array is not None)
+    results_RD = multiply(first_1, begin_S, held_S, rows_RD, *held)
+    results_R = take(results_RD.reshape(num_rows, *hidden_TD.shape[1:]), place_P)
+    return results_R.reshape(*slots_TK.shape, *hidden_TD.shape[1:])
+
+
+def inner_block(width: int, inner: int, itemsize: int) -> int:
+    """The most of the expert width, in whole lanes that divide it, whose three matrices fit twice; 0: nothing does."""
+    most = WEIGHT_BYTES // (3 * width * 2 * itemsize)
+    fitting = (block for block in range(LANES, inner + 1, LANES) if inner % block == 0 and block <= most)
+    return 0 if width % LANES else max(fitting, default=0)
+
+
+def _vmem_bytes() -> int:
+    """What the kernel may ask for of the core's memory; none where several cores share a device."""
+    chip = pltpu.get_tpu_info()
+    return min(MOST_BYTES, chip.vmem_capacity_bytes * 3 // 4) if chip.num_cores == 1 else 0
+
+
+def _padded(num_rows: int) -> int:
+    """Rows for `num_rows` in tiles that begin within a slot's rows or up to `ALIGNED_ROWS` before them."""
+    return -(-num_rows // ALIGNED_ROWS) * ALIGNED_ROWS + TILE_ROWS
+
+
+def _visits(slots_P: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
+    """Where the rows of each slot begin, and whose weights its step holds: int32 [S + 1] each.
+
+    Those are the slot's own, of the next one with rows where it has none, or else, S or more, of the last one that has:
+    2 * S less that one.
+    """
+    slots = np.arange(num_slots + 1, dtype=np.int32)[:, None]
+    held = jnp.where(slots_P >= slots, slots_P, 2 * num_slots - slots_P)
+    held = jnp.where(slots_P < num_slots, held, 2 * num_slots)
+    return jnp.sum(slots_P < slots, axis=1, dtype=jnp.int32), jnp.min(held, axis=1)
+
+
+def _kernel_for(
+    rows_RD: jax.Array, experts: LayerExperts, block: int, *, vmem_bytes: int, interpret: Any
+) -> Callable[..., jax.Array]:
+    """The kernel for rows and experts of these shapes."""
+    (num_rows, width), num_slots = rows_RD.shape, experts.config.num_slots
+    num_blocks = experts.weights.gate_XDF.shape[2] // block
+    activate, given = ACTIVATIONS[experts.config.activation], [s for s in experts.weights[6:] if s is not None]
+
+    def held_block(step: jax.Array, part: jax.Array, first_1: jax.Array, held_S: jax.Array) -> BlockPlace:
+        """Slot and block of a step's weights: a slot without rows has the first block of the next, or the last one."""
+        held = held_S[step]
+        is_ahead = held < num_slots
+        slot = first_1[0] + jnp.where(is_ahead, held, 2 * num_slots - held)
+        return slot, jnp.where(held == step, part, jnp.where(is_ahead, 0, num_blocks - 1))
+
+    def of_up(step: jax.Array, part: jax.Array, first_1: jax.Array, _: jax.Array, held_S: jax.Array) -> BlockPlace:
+        slot, block = held_block(step, part, first_1, held_S)
+        return slot, 0, block
+
+    def of_down(step: jax.Array, part: jax.Array, first_1: jax.Array, _: jax.Array, held_S: jax.Array) -> BlockPlace:
+        slot, block = held_block(step, part, first_1, held_S)
+        return slot, block, 0
+
+    def of_whole(step: jax.Array, part: jax.Array, first_1: jax.Array, _: jax.Array, held_S: jax.Array) -> BlockPlace:
+        return held_block(step, part, first_1, held_S)[0], 0, 0
+
+    whole = pl.BlockSpec(memory_space=pltpu.VMEM)
+    up = pl.BlockSpec((1, width, block), of_up)
+    of_scales = ((block, of_up), (block, of_up), (width, of_whole))
+    scales = [pl.BlockSpec((1, s.shape[1], size), at) for s, (size, at) in zip(given, of_scales, strict=False)]
+    sums = pltpu.VMEM((num_rows if num_blocks > 1 else ALIGNED_ROWS, width), jnp.float32)
+    return pl.pallas_call(
+        partial(_multiply_slot, num_blocks=num_blocks, has_scales=bool(given), activate=activate),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(num_slots, num_blocks),
+            in_specs=[whole, up, up, pl.BlockSpec((1, block, width), of_down), *scales],
+            out_specs=whole,
+            scratch_shapes=[sums],
+        ),
+        out_shape=jax.ShapeDtypeStruct(rows_RD.shape, rows_RD.dtype),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes),
+        name="grouped_ffn",
+        interpret=interpret,
+    )
+
+
+def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Activation) -> None:
+    """One slot and block of the expert width: tile after tile of the slot's rows; rows of others stay as they are."""
+    _, begin_S, _, rows_ref, gate_ref, up_ref, down_ref = refs[:7]
+    scale_refs = [ref.at[0] for ref in refs[7:10]] if has_scales else [None] * 3
+    out_ref, sum_ref = refs[10 if has_scales else 7 :]
+    slot, part = pl.program_id(0), pl.program_id(1)
+    begin, end = begin_S[slot], begin_S[slot + 1]
+    first = jax.lax.div(begin, ALIGNED_ROWS) * ALIGNED_ROWS
+
+    def multiply_tile(i: jax.Array, carry: None) -> None:
+        at = pl.multiple_of(first + i * TILE_ROWS, ALIGNED_ROWS)
+        tile = pl.ds(at, TILE_ROWS)
+        rows_MD = rows_ref[tile, :]
+        gate_MB = held_product(rows_MD, gate_ref[0], scale_refs[0])
+        up_MB = held_product(rows_MD, up_ref[0], scale_refs[1])
+        inner_MB = activate(gate_MB, up_MB).astype(rows_MD.dtype)
+        first_block = part * (down_ref.shape[1] // SCALE_BLOCK)
+        sum_MD = held_product(inner_MB, down_ref[0], scale_refs[2], first=first_block)
+        place_M1 = at + jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0)
+        is_own_M1 = (place_M1 >= begin) & (place_M1 < end)
+        if num_blocks > 1:
+            before_MD = sum_ref[tile, :]
+            sum_MD = jnp.where(is_own_M1, sum_MD + jnp.where(part == 0, 0.0, before_MD), before_MD)
+            sum_ref[tile, :] = sum_MD
+        out_ref[tile, :] = jnp.where(is_own_M1, sum_MD.astype(out_ref.dtype), out_ref[tile, :])
+
+    @pl.when(end > begin)
+    def _() -> None:
+        jax.lax.fori_loop(0, pl.cdiv(end - first, TILE_ROWS), multiply_tile, None)

@@ -1,0 +1,262 @@
+"""Paged attention in one TPU kernel of our own: sinks, latents, narrow heads, windows, and rows that see a tree.
+
+The pool is that of `flat_rows`. Pages are copied into the core's memory a block at a time while those of the block
+before are multiplied, across the sequences of a step: what is within reach of a block of queries, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
+from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
+from rayserve_moe.kernels.tpu.paged_group_call import attend_groups
+from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, groups_of
+from rayserve_moe.kernels.tpu.paged_sizes import (
+    CLEARED_ROWS,
+    VMEM_BYTES,
+    Knobs,
+    TileShape,
+    layout_for,
+    parts_of,
+    shape_for,
+    tile_queries_for,
+)
+from rayserve_moe.kernels.tpu.paged_tiles import attend_tile, sink_rows, tile_scratch
+from rayserve_moe.kernels.tpu.paged_writes import NEW_ROWS
+
+
+def attend(  # noqa: PLR0913 (the reference's signature)
+    queries_BQHh: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    *,
+    config: ScoreConfig = FULL_CAUSAL,
+    sinks_H: jax.Array | None = None,
+    latent_width: int = 0,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `flat_rows` has them.
+
+    Products are of the pool's dtype. No query is a node of a tree: such ones are new rows (`attend_new`). The real rows
+    of a block come first. `interpret` (see `pallas_call`) runs it without a TPU.
+
+    Returns: [B, Q, H, v].
+    Raises: ValueError for a pool of other rows, of 8 bits, or of pages that are no multiple of 16 keys.
+    """
+    knobs = Knobs(config, sinks_H, latent_width)
+    return _attend(queries_BQHh, kv_pages, places, None, knobs=knobs, interpret=interpret)[0]
+
+
+def attend_new(  # noqa: PLR0913 (as `attend`)
+    queries_BHh: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    new: NewRows,
+    *,
+    config: ScoreConfig = FULL_CAUSAL,
+    sinks_H: jax.Array | None = None,
+    latent_width: int = 0,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend as `reference.attention.attend_new` does, over a pool as `attend` takes it.
+
+    `places.together` declares the tokens of a sequence, which are adjacent; without it every token has its own
+    sequence. Nothing is written for padding.
+    """
+    knobs = Knobs(config, sinks_H, latent_width)
+    if places.together is not None:
+        num_cores = cores_for(len(queries_BHh), interpret)
+        how = {"knobs": knobs, "num_cores": num_cores, "interpret": interpret}
+        return attend_groups(queries_BHh, kv_pages, places, new, **how)
+    attended_B1Hv, kv_pages = _attend(queries_BHh[:, None], kv_pages, places, new, knobs=knobs, interpret=interpret)
+    return attended_B1Hv[:, 0], kv_pages
+
+
+def _attend(
+    queries_BQHh: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    new: NewRows | None,
+    *,
+    knobs: Knobs,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the result of `attend`, and the pool with the new rows."""
+    assert places.ancestors_BQ is None, "nodes of trees are attended in groups"
+    layout = layout_for(kv_pages, queries_BQHh.shape[3], knobs)
+    queries_BCQRK = spread_queries(queries_BQHh, layout).astype(kv_pages.dtype)
+    tile_queries = tile_queries_for(queries_BQHh.shape[1], queries_BCQRK.shape[3])
+    queries = queries_BQHh.shape[1], tile_queries, queries_BCQRK.shape[3]
+    shape = shape_for(kv_pages, places, layout, knobs=knobs, queries=queries)
+    shape = replace(shape, has_new_rows=new is not None)
+    sinks = sink_rows(knobs.sinks_H, shape)
+    call = partial(_call, sinks=sinks, interpret=interpret)
+    parts: list[jax.Array] = []
+    for part in parts_of(len(queries_BQHh), shape.table_width):
+        visits = places.described and places.described[len(parts)]
+        of_call, num_blocks = (
+            BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits),
+            part.stop - part.start,
+        )
+        of_part = replace(shape, num_blocks=num_blocks, num_cores=cores_for(num_blocks, interpret))
+        news = None if new is None else NewRows(new.rows_BX[part].astype(kv_pages.dtype), new.first_page)
+        attended, kv_pages = call(queries_BCQRK[part], kv_pages, of_call, news, shape=of_part)
+        parts.append(attended)
+    attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    attended_BQHv = gather_heads(attended_BCQRV, layout, width=knobs.latent_width or layout.head_dim)
+    return attended_BQHv.astype(queries_BQHh.dtype), kv_pages
+
+
+def describe_singles(
+    positions_U: jax.Array,
+    *,
+    page_size: int,
+    table_width: int,
+    windows: Iterable[int],
+    ancestors_U: jax.Array | None = None,
+    together: Together | None = None,
+) -> dict[int, tuple[Visits, ...] | tuple[GroupVisits, ...]]:
+    """Return the visits of single tokens for each call of the kernel, by window (0: none); all layers share them."""
+    del page_size
+    parts = parts_of(len(positions_U), table_width)
+    if together is not None:
+        known = positions_U, together.sequences_B, ancestors_U
+        num_cores = cores_for(len(positions_U))
+        return {
+            window: tuple(groups_of(*known, ScoreConfig(window), part=part, num_cores=num_cores) for part in parts)
+            for window in set(windows)
+        }
+
+    calls = [_for_cores(positions_U[part, None], cores_for(part.stop - part.start), fill=-1) for part in parts]
+    return {
+        window: tuple(visits_of(call_U1, ScoreConfig(window), tile_queries=1) for call_U1 in calls)
+        for window in set(windows)
+    }
+
+
+def cores_for(num_blocks: int, interpret: Any = False) -> int:
+    """Return the number of cores that share blocks: at most a core per block, so that none has padding alone."""
+    return min(num_blocks, cores_of_device(interpret))
+
+
+def cores_of_device(interpret: Any = False) -> int:
+    """Return the number of cores that share a device; 1 without a TPU."""
+    return 1 if interpret else pltpu.get_tpu_info().num_cores
+
+
+def _call(  # noqa: PLR0913 (arrays, by keyword)
+    queries_BCQRK: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    new: NewRows | None,
+    *,
+    sinks: list[jax.Array],
+    shape: TileShape,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend blocks whose page table fits into scalar memory: [B, C, Q, R, V], and the pool."""
+    num_blocks, num_sets, num_queries, query_rows, lanes = queries_BCQRK.shape
+    num_rows, num_lanes = num_queries * query_rows, shape.layout.value_lanes
+    (table_BP, positions_BQ, visits, *_), core = places, pl.BlockSpec(memory_space=pltpu.VMEM)
+    table_BP, positions_BQ = _for_cores(table_BP, shape.num_cores), _for_cores(positions_BQ, shape.num_cores, fill=-1)
+    if visits is None:
+        visits = visits_of(positions_BQ, shape.config, tile_queries=shape.tile_queries)
+    queries_BCMK = _for_cores(queries_BCQRK.reshape(num_blocks, num_sets, num_rows, lanes), shape.num_cores)
+    queries_BCMK = jnp.pad(queries_BCMK, ((0, 0), (0, 0), (0, shape.num_tiles * shape.num_rows - num_rows), (0, 0)))
+    pool = jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)
+    hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.asarray(0 if new is None else new.first_page, jnp.int32)
+    rows = [] if new is None else [_for_cores(new.rows_BX, shape.num_cores)]
+    scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ, positions_BQ))]
+    given = [queries_BCMK, *sinks, *rows]
+    attended_BCMV, *written = pl.pallas_call(
+        partial(attend_tile, shape=shape),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(shape.num_cores, shape.visits_per_core),
+            in_specs=[_block(lanes, shape), *(core for _ in sinks), *(_rows(a, shape) for a in rows), hbm],
+            out_specs=[_block(num_lanes, shape), *(hbm for _ in rows)],
+            scratch_shapes=_scratch(kv_pages, shape),
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((*queries_BCMK.shape[:3], num_lanes), queries_BCMK.dtype),
+            *(pool for _ in rows),
+        ],
+        input_output_aliases={len(scalars) + len(given): 1} if rows else {},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
+        name="paged_attention",
+        interpret=interpret,
+    )(*scalars, *given, kv_pages)
+    attended_BCMV = attended_BCMV[:num_blocks, :, :num_rows]
+    return attended_BCMV.reshape(*queries_BCQRK.shape[:4], num_lanes), written[0] if written else kv_pages
+
+
+def _scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
+    """Return `tile_scratch`, and the fields of `RowWrites` after its rows if there are new rows."""
+    writes = [
+        pltpu.VMEM((CLEARED_ROWS, kv_pages.shape[2]), kv_pages.dtype),
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.SemaphoreType.DMA,
+    ]
+    return [*tile_scratch(kv_pages, shape), *(writes if shape.has_new_rows else [])]
+
+
+def _rows(rows_BX: jax.Array, shape: TileShape) -> pl.BlockSpec:
+    """Return the block spec of the new rows that include the row of a visit."""
+    num_rows = min(NEW_ROWS, len(rows_BX))
+
+    def of_visit(core: jax.Array, step: jax.Array, *_: Any) -> tuple[jax.Array, int]:
+        return jax.lax.div(core * shape.visits_per_core + step, num_rows), 0
+
+    return pl.BlockSpec((num_rows, rows_BX.shape[1]), of_visit)
+
+
+def _block(width: int, shape: TileShape) -> pl.BlockSpec:
+    """Return the block spec of a visit's rows with `width` lanes."""
+
+    def of_visit(core: jax.Array, step: jax.Array, *_: Any) -> tuple[jax.Array | int, ...]:
+        visit = core * shape.visits_per_core + step
+        return jax.lax.div(visit, shape.num_tiles), 0, jax.lax.rem(visit, shape.num_tiles), 0
+
+    return pl.BlockSpec((1, shape.layout.num_sets, shape.num_rows, width), of_visit)
+
+
+def _for_cores(array: jax.Array, num_cores: int, fill: int = 0) -> jax.Array:
+    """Return an array of blocks padded with `fill` to a multiple of `num_cores`."""
+    more = -len(array) % num_cores
+    return jnp.pad(array, ((0, more), *((0, 0),) * (array.ndim - 1)), constant_values=fill) if more else array
+
+
+class Visits(NamedTuple):
+    """Keys that each visit sees, by the positions of its queries, int32."""
+
+    first_W: jax.Array
+    """First key, 0 for a visit of padding alone."""
+    end_W: jax.Array
+    """End of the keys, at most 0 for a visit of padding alone."""
+    filled_X: jax.Array
+    """First visit from each on that sees keys [W + 1]; W if there are no more."""
+
+
+def visits_of(positions_BQ: jax.Array, config: ScoreConfig, *, tile_queries: int) -> Visits:
+    """Return the visits of `tile_queries` queries each."""
+    positions_Wq = positions_BQ.reshape(-1, tile_queries)
+    is_real_Wq = positions_Wq >= 0
+    first_Wq = config.first_key(positions_Wq)
+    first_W = jnp.min(jnp.where(is_real_Wq, 0 if first_Wq is None else first_Wq, np.iinfo(np.int32).max), axis=1)
+    end_W = jnp.max(positions_Wq, axis=1) + 1
+    first_W = jnp.where(end_W > 0, first_W, 0)
+    visits_W = jnp.where(end_W > 0, np.arange(len(positions_Wq), dtype=np.int32), len(positions_Wq))
+    filled_X = jax.lax.cummin(jnp.append(visits_W, len(positions_Wq)), reverse=True)
+    return Visits(first_W, end_W, filled_X)

@@ -1,0 +1,151 @@
+"""How the paged attention kernel is cut: tiles of queries, blocks of pages, and calls that scalar memory allows."""
+
+# B query blocks   Q queries per block   C sets of heads   R query heads of a set   K lanes of keys
+# T rows of a tile   M rows that are scored at once   S keys of a block
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.tpu.attention_blocks import PAGE_TABLE_BYTES
+from rayserve_moe.kernels.tpu.flat_rows import RowLayout, layout_of
+
+CLEARED_ROWS = 16
+"""Rows of the pool that are cleared at once, in whole registers of 16-bit numbers; pages are multiples of them."""
+MOST_ROWS, SCORE_ROWS, ALIGNED_ROWS = 1024, 512, 16
+"""Rows of queries of a tile; those that are scored at once; whole registers of 16-bit numbers."""
+VMEM_BYTES, GROUP_VMEM_BYTES = 40 << 20, 48 << 20
+"""Of the core's memory a call may have; trees of 32 nodes of 128 query heads over latents take 42 MiB."""
+SCORES = 32 << 10
+"""Scores that are kept at once: half of what the registers of a core hold."""
+GROUP_ROWS, GROUP_ALIGNED_ROWS, FEW_QUERIES = 128, 8, 4
+"""Rows of a group of single tokens that are scored at once; whole registers of 32-bit numbers; tokens of a group that
+is small: most are where drafts do not pay."""
+MOST_KEYS, BLOCK_BYTES = 512, 1 << 20
+"""Keys of a block, and what they and their values take: what memory delivers in 0.6 us on v6e."""
+
+
+class Knobs(NamedTuple):
+    """What a model's attention is besides its heads."""
+
+    config: ScoreConfig
+    sinks_H: jax.Array | None
+    latent_width: int
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How a call is cut: blocks of `num_queries` into tiles of `tile_queries`, each with `query_rows` rows of a set.
+
+    A block of keys has `num_pages` pages. Every core has equally many blocks of queries, some of padding. Where it
+    `is_grouped` a block is a group of single tokens, `num_queries` at most, and there are as many as a step has.
+    """
+
+    layout: RowLayout
+    num_cores: int
+    num_blocks: int
+    num_queries: int
+    tile_queries: int
+    query_rows: int
+    table_width: int
+    page_size: int
+    num_pages: int
+    config: ScoreConfig
+    has_sinks: bool
+    is_tree: bool
+    has_new_rows: bool = False
+    is_grouped: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """T: rows of a tile with padding; half a register's of 16 bits do for one tile of a block."""
+        aligned = ALIGNED_ROWS // 2 if self.num_tiles == 1 else ALIGNED_ROWS
+        if self.is_grouped and self.num_queries * self.query_rows > GROUP_ROWS:
+            aligned = GROUP_ROWS
+        return -(-self.tile_queries * self.query_rows // aligned) * aligned
+
+    @property
+    def score_rows(self) -> int:
+        """M: all rows, or as many as divide them."""
+        if self.is_grouped:
+            return min(self.num_rows, GROUP_ROWS)
+        return self.num_rows if self.num_rows % SCORE_ROWS else SCORE_ROWS
+
+    @property
+    def few_rows(self) -> int:
+        """Rows of a small group, which are scored for themselves: at least those of `FEW_QUERIES`; all, of others."""
+        if not self.is_grouped:
+            return self.score_rows
+        return min(self.score_rows, -(-FEW_QUERIES * self.query_rows // ALIGNED_ROWS) * ALIGNED_ROWS)
+
+    def sets_at_once(self, num_rows: int) -> int:
+        """Sets of heads whose scores of so many rows registers hold; at least one."""
+        return max(1, SCORES // (num_rows * self.num_keys))
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of a block of queries."""
+        return self.num_queries // self.tile_queries
+
+    @property
+    def visits_per_core(self) -> int:
+        return -(-self.num_blocks // self.num_cores) * self.num_tiles
+
+    @property
+    def num_keys(self) -> int:
+        """S: keys of a block."""
+        return self.num_pages * self.page_size
+
+
+def tile_queries_for(num_queries: int, query_rows: int) -> int:
+    """How many queries of a block make a tile: all, or as many of `query_rows` rows each as `MOST_ROWS` allows."""
+    if num_queries * query_rows <= MOST_ROWS:
+        return num_queries
+    parts = (size for size in range(1, num_queries) if num_queries % size == 0)
+    fitting = [size for size in parts if size * query_rows <= MOST_ROWS and size * query_rows % ALIGNED_ROWS == 0]
+    return max(fitting, default=num_queries)
+
+
+def pages_of_a_block(page_size: int, row_bytes: int, table_width: int) -> int:
+    """Pages of a block of keys, whose rows take `row_bytes`: within the bounds, and no more than a sequence has."""
+    return max(1, min(MOST_KEYS // page_size, BLOCK_BYTES // (row_bytes * page_size), table_width))
+
+
+def parts_of(num_blocks: int, table_width: int) -> list[slice]:
+    """Blocks of each call: as many as have rows of page ids that fit into the scalar memory of one, at least one."""
+    per_call = max(1, PAGE_TABLE_BYTES // (4 * table_width))
+    return [slice(first, min(first + per_call, num_blocks)) for first in range(0, num_blocks, per_call)]
+
+
+def layout_for(kv_pages: jax.Array, head_dim: int, knobs: Knobs) -> RowLayout:
+    """How rows of a pool lie. ValueError where the kernel cannot read them."""
+    page_size, row_lanes = kv_pages.shape[1:]
+    if page_size % CLEARED_ROWS or kv_pages.dtype.itemsize == 1:
+        raise ValueError(f"a pool of {kv_pages.dtype} in pages of {page_size} keys: 8 bits, or no multiple of 16")
+    return layout_of(row_lanes, head_dim, latent_width=knobs.latent_width)
+
+
+def shape_for(
+    kv_pages: jax.Array, places: BlockPlaces, layout: RowLayout, *, knobs: Knobs, queries: tuple[int, int, int]
+) -> TileShape:
+    """How calls are cut, but for their blocks: `queries` are those of a block and of a tile, and the rows of each."""
+    table_width, page_size = places.page_table_BP.shape[1], kv_pages.shape[1]
+    num_queries, tile_queries, query_rows = queries
+    return TileShape(
+        layout=layout,
+        num_cores=1,
+        num_blocks=0,
+        num_queries=num_queries,
+        tile_queries=tile_queries,
+        query_rows=query_rows,
+        table_width=table_width,
+        page_size=page_size,
+        num_pages=pages_of_a_block(page_size, kv_pages.shape[2] * kv_pages.dtype.itemsize, table_width),
+        config=knobs.config,
+        has_sinks=knobs.sinks_H is not None,
+        is_tree=places.ancestors_BQ is not None,
+    )

@@ -1,0 +1,155 @@
+"""Pages of the pool on their way into the core's memory: a block of keys arrives while the one before is multiplied.
+
+The visits of a core follow each other, and so do their blocks: the first block of a visit is asked for during the last
+one of the visit before.
+"""
+
+# B query blocks   Q queries per block   P page-table width   X lanes of a row   S key positions of a block
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
+
+
+class Scalars(NamedTuple):
+    """Scalar memory: page ids [B * P] from a first page on [] (None: from that of the pool), the fields of
+    `paged_visits.Visits`, and positions and ancestors of queries, positions again where there are no trees.
+
+    Of groups of single tokens, which visits are then, also where their trees begin, whose page ids are theirs, the
+    first token, and how many there are, [W].
+    """
+
+    first_page: Any
+    pages: Any
+    first: Any
+    end: Any
+    filled: Any
+    positions: Any
+    ancestors: Any
+    roots: Any = None
+    tables: Any = None
+    starts: Any = None
+    counts: Any = None
+
+
+class Reach(NamedTuple):
+    """What a `visit` sees: keys from `first` to ahead of `end`, on `num_pages` pages.
+
+    The first key of the first page stands at `begin`, and that page's id at `table`.
+    """
+
+    first: jax.Array
+    end: jax.Array
+    begin: jax.Array
+    table: jax.Array
+    num_pages: jax.Array
+    visit: jax.Array
+
+
+@dataclass(frozen=True)
+class PageStream:
+    """The pool in HBM and two blocks [2, S, X] of the core's memory, with a semaphore each.
+
+    `num_tiles` visits belong to a sequence with `table_width` pages; a block has `num_pages` of `page_size` keys.
+    """
+
+    scalars: Scalars
+    pool: Any
+    blocks: Any
+    arrivals: Any
+    num_tiles: int
+    table_width: int
+    num_pages: int
+    page_size: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.num_pages * self.page_size
+
+    def reach_of(self, visit: jax.Array) -> Reach:
+        """What a visit sees of its sequence."""
+        first, end = self.scalars.first[visit], self.scalars.end[visit]
+        first_page = jax.lax.div(first, self.page_size)
+        tables = self.scalars.tables
+        block = jax.lax.div(visit, self.num_tiles) if tables is None else tables[visit]
+        table = block * self.table_width + first_page
+        return Reach(first, end, first_page * self.page_size, table, pl.cdiv(end, self.page_size) - first_page, visit)
+
+    def num_blocks(self, reach: Reach) -> jax.Array:
+        """How many blocks of keys a visit takes; 0 for padding."""
+        return pl.cdiv(reach.num_pages, self.num_pages)
+
+    def first_key(self, reach: Reach, block: jax.Array) -> jax.Array:
+        """The position of the first key of a block."""
+        return reach.begin + block * self.num_keys
+
+    def start(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
+        """Ask for the pages of a block."""
+        first = block * self.num_pages
+
+        def copy(i: jax.Array, carry: None) -> None:
+            keys = pl.ds(pl.multiple_of(i * self.page_size, self.page_size), self.page_size)
+            source, target = self.pool.at[self._page_of(reach, first + i)], self.blocks.at[half, keys]
+            pltpu.make_async_copy(source, target, self.arrivals.at[half]).start()
+
+        jax.lax.fori_loop(0, jnp.minimum(reach.num_pages - first, self.num_pages), copy, None)
+
+    def place_of(self, reach: Reach, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The page in the pool where a key lies, and its row there."""
+        place = key - reach.begin
+        return self._page_of(reach, jax.lax.div(place, self.page_size)), jax.lax.rem(place, self.page_size)
+
+    def _page_of(self, reach: Reach, page: jax.Array) -> jax.Array:
+        of_table, first_page = self.scalars.pages[reach.table + page], self.scalars.first_page
+        return of_table if first_page is None else first_page[...] + of_table
+
+    def start_next(self, visit: jax.Array, end: jax.Array, half: jax.Array) -> None:
+        """Ask for the first block of the first visit from `visit` on, ahead of `end`, that has one."""
+        filled = self.scalars.filled[visit]
+
+        @pl.when(filled < end)
+        def _() -> None:
+            self.start(self.reach_of(filled), jnp.int32(0), half)
+
+    def wait(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
+        """Wait for all pages of a block at once: a semaphore counts bytes."""
+        num_pages = jnp.minimum(reach.num_pages - block * self.num_pages, self.num_pages)
+        arrived = self.blocks.at[half, pl.ds(0, pl.multiple_of(num_pages * self.page_size, self.page_size))]
+        pltpu.make_async_copy(arrived, arrived, self.arrivals.at[half]).wait()
+
+    def clear(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
+        """Set to zero what the pages of a block hold out of the visit's sight: a weight of zero does not silence NaN.
+
+        Only the first and the last page of a visit hold such rows, and a block keeps none of another visit's.
+        """
+        begin = self.first_key(reach, block)
+        read = jnp.minimum((reach.num_pages - block * self.num_pages) * self.page_size, self.num_keys)
+
+        @pl.when(begin < reach.first)
+        def _() -> None:
+            self._clear_rows(half, jnp.zeros_like(begin), reach.first - begin)
+
+        @pl.when(reach.end < begin + read)
+        def _() -> None:
+            self._clear_rows(half, reach.end - begin, read)
+
+    def _clear_rows(self, half: jax.Array, first: jax.Array, end: jax.Array) -> None:
+        """Zero rows from `first` to ahead of `end`, of which one is a multiple of `CLEARED_ROWS`."""
+
+        def clear_rows(i: jax.Array, carry: None) -> None:
+            at = pl.multiple_of(i * CLEARED_ROWS, CLEARED_ROWS)
+            keys = pl.ds(at, CLEARED_ROWS)
+            place = at + jax.lax.broadcasted_iota(jnp.int32, (CLEARED_ROWS, 1), 0)
+            held = self.blocks[half, keys].astype(jnp.float32)
+            is_out = (place >= first) & (place < end)
+            self.blocks[half, keys] = jnp.where(is_out, 0.0, held).astype(self.blocks.dtype)
+
+        jax.lax.fori_loop(jax.lax.div(first, CLEARED_ROWS), pl.cdiv(end, CLEARED_ROWS), clear_rows, None)

@@ -1,0 +1,355 @@
+"""The body of the paged attention kernel: one tile of queries of one block, over the pages within its reach."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from rayserve_moe.kernels.reference.attention import MASKED
+from rayserve_moe.kernels.tpu.flat_rows import LANES
+from rayserve_moe.kernels.tpu.paged_sizes import ALIGNED_ROWS, TileShape
+from rayserve_moe.kernels.tpu.paged_stream import PageStream, Reach, Scalars
+from rayserve_moe.kernels.tpu.paged_writes import GroupWrites, RowWrites
+
+LOG2_E = math.log2(math.e)
+"""Factor from scores to exponents of two, the base of the core's power function."""
+
+
+class Sums(NamedTuple):
+    """The online softmax of a tile."""
+
+    largest: Any
+    """Largest score [C, T, L]."""
+    weight: Any
+    """Sum of weights [C, T, L]."""
+    total: Any
+    """Sum of weighted values [C, T, V]."""
+
+
+class Tile(NamedTuple):
+    """A tile that is attended."""
+
+    visit: jax.Array
+    queries: Any
+    """[1, C, T, K]."""
+    sums: Sums
+    places: Any
+    """Positions and ancestors of rows [2, T, L]."""
+    shape: TileShape
+
+
+class _Opened(NamedTuple):
+    """The references of a step of the grid by purpose."""
+
+    stream: PageStream
+    writes: RowWrites | GroupWrites | None
+    tokens: GroupTokens | None
+    queries: Any
+    sinks: tuple[Any, ...]
+    out: Any
+    sums: Sums
+    places: Any
+    num_done: Any
+
+
+def attend_tile(*refs: Any, shape: TileShape) -> None:
+    """Attend the tile of a step of the grid.
+
+    `refs` are scalars, queries, sinks [C, T, 1] and new rows if any, the pool, the output [1, C, T, V], the pool again
+    if it is written; two blocks of the pool, `Sums`, positions and ancestors of rows, the number of blocks so far, and
+    a semaphore of each block; the other fields of `RowWrites`. If the shape `is_grouped`, queries and output are fields
+    of `GroupTokens`, and the other fields of `GroupWrites` and `GroupTokens` come last.
+    """
+    stream, writes, tokens, queries, sinks, out, sums, places, num_done = _open(refs, shape)
+    copies = [each for each in (writes, tokens) if each]
+    num_visits = pl.num_programs(1) if tokens else shape.visits_per_core
+    begin = pl.program_id(0) * num_visits
+    tile = Tile(begin + pl.program_id(1), queries, sums, places, shape)
+    reach = stream.reach_of(tile.visit)
+    num_blocks = stream.num_blocks(reach)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        num_done[0] = 0
+        for each in copies:
+            each.begin()
+        stream.blocks[...] = jnp.zeros_like(stream.blocks)
+        stream.start_next(begin, begin + num_visits, jnp.int32(0))
+
+    def attend_block(i: jax.Array, carry: None) -> None:
+        half = jax.lax.rem(num_done[0], 2)
+
+        pl.when(i + 1 < num_blocks)(lambda: stream.start(reach, i + 1, 1 - half))
+
+        @pl.when(i + 1 == num_blocks)
+        def _() -> None:
+            stream.start_next(tile.visit + 1, begin + num_visits, 1 - half)
+
+        stream.wait(reach, i, half)
+        _put_rows(writes, stream, reach, i, half=half, shape=shape)
+        stream.clear(reach, i, half)
+        _score_block(tile, stream, stream.first_key(reach, i), half)
+        num_done[0] = num_done[0] + 1
+
+    @pl.when(num_blocks > 0)
+    def _() -> None:
+        if tokens:
+            tokens.lay_out()
+        _place_rows(tile, stream.scalars)
+        _begin_sums(sums, sinks)
+        jax.lax.fori_loop(0, num_blocks, attend_block, None)
+        _store(tile, tokens, stream.scalars, out)
+
+    if tokens is None:
+        pl.when(num_blocks == 0)(lambda: _clear(out))
+    for each in copies:
+        pl.when(pl.program_id(1) + 1 == num_visits)(each.wait)
+
+
+def _begin_sums(sums: Sums, sinks: tuple[Any, ...]) -> None:
+    sums.total[...] = jnp.zeros_like(sums.total)
+    largest = sinks[0][...] * LOG2_E if sinks else MASKED
+    sums.largest[...] = jnp.broadcast_to(largest, sums.largest.shape)
+    sums.weight[...] = jnp.full_like(sums.weight, float(bool(sinks)))
+
+
+def _clear(out: Any) -> None:
+    out[...] = jnp.zeros_like(out)
+
+
+def _put_rows(
+    writes: RowWrites | GroupWrites | None,
+    stream: PageStream,
+    reach: Reach,
+    block: jax.Array,
+    *,
+    half: jax.Array,
+    shape: TileShape,
+) -> None:
+    """Put a visit's new rows into their block, if they are written; the row of a lone token is in the last block."""
+    if isinstance(writes, GroupWrites):
+        writes.put(stream, reach, block, half, layout=shape.layout)
+    elif writes:
+        is_last = block + 1 == stream.num_blocks(reach)
+        pl.when(is_last)(lambda: writes.put(stream, reach.visit, reach, block, half))
+
+
+def tile_scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
+    """Return two blocks of the pool, sums, positions and ancestors of rows, the number of blocks, and semaphores."""
+    widths = (LANES, LANES, shape.layout.value_lanes)
+    return [
+        pltpu.VMEM((2, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
+        *(pltpu.VMEM((shape.layout.num_sets, shape.num_rows, width), jnp.float32) for width in widths),
+        pltpu.VMEM((2, shape.num_rows, LANES), jnp.int32),
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.SemaphoreType.DMA((2,)),
+    ]
+
+
+def sink_rows(sinks_H: jax.Array | None, shape: TileShape) -> list[jax.Array]:
+    """Return the first largest score of each row of a tile, its head's sink: float32 [C, T, 1], if any."""
+    if sinks_H is None:
+        return []
+    sinks_CR = sinks_H.astype(jnp.float32).reshape(shape.layout.num_sets, -1)
+    sinks_CR = jnp.pad(sinks_CR, ((0, 0), (0, shape.query_rows - sinks_CR.shape[1])))
+    sinks_CT = jnp.tile(sinks_CR, (1, shape.tile_queries))
+    return [jnp.pad(sinks_CT, ((0, 0), (0, shape.num_rows - sinks_CT.shape[1])))[..., None]]
+
+
+def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
+    num_scalars = len(Scalars._fields) if shape.is_grouped else len(Scalars._fields) - 4
+    scalars, refs = Scalars(*refs[:num_scalars]), refs[num_scalars:]
+    num_given = 2 + shape.has_sinks + shape.has_new_rows
+    (queries, *knobs, pool), (out, *rest) = refs[:num_given], refs[num_given:]
+    sinks, rows = tuple(knobs[: shape.has_sinks]), knobs[shape.has_sinks :]
+    if rows:
+        pool, *rest = rest
+    blocks, *sums, places, num_done, arrivals = rest[:7]
+    if not rows:
+        scalars = scalars._replace(first_page=None)
+    stream = PageStream(
+        scalars, pool, blocks, arrivals, shape.num_tiles, shape.table_width, shape.num_pages, shape.page_size
+    )
+    if shape.is_grouped:
+        tokens = GroupTokens(queries, rest[10], out, *rest[11:])
+        writes = GroupWrites(*rows, *rest[7:10])
+        return _Opened(stream, writes, tokens, tokens.tile, sinks, out, Sums(*sums), places, num_done)
+    writes = RowWrites(*rows, *rest[7:]) if rows else None
+    return _Opened(stream, writes, None, queries, sinks, out, Sums(*sums), places, num_done)
+
+
+def _place_rows(tile: Tile, scalars: Scalars) -> None:
+    """Spread positions and ancestors of queries over their rows; rows beyond them are padding."""
+    shape = tile.shape
+    query_TL = jax.lax.broadcasted_iota(jnp.int32, tile.places.shape[1:], 0) // shape.query_rows
+    position_TL, bits_TL = jnp.full_like(query_TL, -1), jnp.zeros_like(query_TL)
+    if shape.is_grouped:
+        first, count = scalars.starts[tile.visit], scalars.counts[tile.visit]
+
+        def place(query: jax.Array, placed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            given = (scalars.positions[first + query], scalars.ancestors[first + query])
+            return tuple(jnp.where(query_TL == query, new, old) for new, old in zip(given, placed, strict=True))
+
+        tile.places[0], tile.places[1] = jax.lax.fori_loop(0, count, place, (position_TL, bits_TL))
+        return
+    first = tile.visit * shape.tile_queries
+    for query in range(shape.tile_queries):
+        position_TL = jnp.where(query_TL == query, scalars.positions[first + query], position_TL)
+    tile.places[0], tile.places[1] = position_TL, bits_TL
+
+
+def _store(tile: Tile, tokens: GroupTokens | None, scalars: Scalars, out: Any) -> None:
+    """Write weighted means of values to the output [1, C, T, V], zeros for padding; a group's go to its tokens."""
+    if tokens:
+        tokens.write(tile.sums, scalars.starts[tile.visit], scalars.counts[tile.visit])
+        return
+    position_TV = _wide(tile.places[0], out.shape[3])
+    for i in range(tile.shape.layout.num_sets):
+        attended_TV = tile.sums.total[i] / jnp.maximum(_wide(tile.sums.weight[i], out.shape[3]), 1.0)
+        out[0, i] = jnp.where(position_TV >= 0, attended_TV, 0.0).astype(out.dtype)
+
+
+def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax.Array) -> None:
+    """Attend all rows of a tile to the block in a half of the buffer, whose first key is `first_key`."""
+    shape = tile.shape
+    root = stream.scalars.roots[tile.visit] if shape.is_tree else jnp.int32(0)
+
+    def score(i: jax.Array, carry: None, *, num_rows: int = shape.score_rows) -> None:
+        rows, at_once = pl.ds(pl.multiple_of(i * num_rows, num_rows), num_rows), shape.sets_at_once(num_rows)
+        keys_S = first_key + jax.lax.broadcasted_iota(jnp.int32, (1, stream.num_keys), 1)
+        places = (_wide(tile.places[i, rows], stream.num_keys) for i in (0, 1))
+        is_seen_MS = _is_seen(keys_S, *places, root, shape)
+        for first in range(0, shape.layout.num_sets, at_once):
+            sets = range(first, min(first + at_once, shape.layout.num_sets))
+            _accumulate(tile, sets, rows, stream.blocks.at[half], is_seen_MS)
+
+    num_chunks, num_real = shape.num_rows // shape.score_rows, None
+    if shape.is_grouped:
+        num_real = stream.scalars.counts[tile.visit] * shape.query_rows
+        num_chunks = pl.cdiv(num_real, shape.score_rows) if num_chunks > 1 else 1
+    if num_real is None or shape.few_rows == shape.score_rows:
+        jax.lax.fori_loop(0, num_chunks, score, None)
+    else:
+        pl.when(num_real <= shape.few_rows)(lambda: score(jnp.int32(0), None, num_rows=shape.few_rows))
+        pl.when(num_real > shape.few_rows)(lambda: jax.lax.fori_loop(0, num_chunks, score, None))
+
+
+def _is_seen(
+    keys_S: jax.Array, position_MS: jax.Array, bits_MS: jax.Array, root: jax.Array, shape: TileShape
+) -> jax.Array:
+    """Return bool [M, S]: True if a row sees a key of [1, S]; in a tree from `root` on, by the bits of the row."""
+    is_seen_MS = keys_S <= position_MS
+    if shape.config.window:
+        is_seen_MS &= keys_S > position_MS - shape.config.window
+    if not shape.is_tree:
+        return is_seen_MS
+    rows_MS = jnp.broadcast_to(keys_S - root, bits_MS.shape)
+    is_ancestor_MS = (jax.lax.shift_right_logical(bits_MS, jnp.clip(rows_MS, 0, 31)) & 1) == 1
+    return ((rows_MS < 0) & is_seen_MS) | ((rows_MS >= 0) & (rows_MS < 32) & is_ancestor_MS)
+
+
+def _accumulate(tile: Tile, sets: range, rows: Any, block_SX: Any, is_seen_MS: jax.Array) -> None:
+    """Take a step of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) for some sets of heads.
+
+    Each part runs for all sets, so that no set waits for the matrix unit's result of another.
+    """
+    layout, config, sums = tile.shape.layout, tile.shape.config, tile.sums
+    scores, weights = {}, {}
+    for i in sets:
+        queries_MK = tile.queries[0, i, rows]
+        keys_SK = block_SX[:, layout.lanes_of(i)[0]].astype(queries_MK.dtype)
+        scores_MS = jax.lax.dot_general(
+            queries_MK, keys_SK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        scale = config.scale_for(layout.head_dim)
+        if config.soft_cap:
+            scores_MS = config.soft_cap * LOG2_E * jnp.tanh(scores_MS * (scale / config.soft_cap))
+        else:
+            scores_MS = scores_MS * (scale * LOG2_E)
+        scores[i] = jnp.where(is_seen_MS, scores_MS, MASKED)
+    for i in sets:
+        before_ML = sums.largest[i, rows]
+        largest_ML = jnp.maximum(before_ML, jnp.max(scores[i], axis=1, keepdims=True))
+        weights_MS = jnp.exp2(scores[i] - _wide(largest_ML, scores[i].shape[1]))
+        shrink_ML = jnp.exp2(before_ML - largest_ML)
+        sums.largest[i, rows] = largest_ML
+        sums.weight[i, rows] = sums.weight[i, rows] * shrink_ML + jnp.sum(weights_MS, axis=1, keepdims=True)
+        weights[i] = weights_MS.astype(tile.queries.dtype), shrink_ML
+    for i in sets:
+        weights_MS, shrink_ML = weights[i]
+        values_SV = block_SX[:, layout.lanes_of(i)[1]].astype(weights_MS.dtype)
+        added_MV = jnp.dot(weights_MS, values_SV, preferred_element_type=jnp.float32)
+        sums.total[i, rows] = sums.total[i, rows] * _wide(shrink_ML, added_MV.shape[1]) + added_MV
+
+
+def _wide(same_ML: jax.Array, width: int) -> jax.Array:
+    """Return values that are equal in all lanes, in `width` lanes [M, width]; whole registers need no move."""
+    num_rows, lanes = same_ML.shape
+    if width % lanes:
+        return jnp.broadcast_to(same_ML[:, :1], (num_rows, width))
+    return jnp.tile(same_ML, (1, width // lanes))
+
+
+@dataclass(frozen=True)
+class GroupTokens:
+    """References of a group's tokens: their queries, and the way of their results to HBM."""
+
+    given: Any
+    """Queries [Q, C, R, K] of a group and of tokens behind it."""
+    tile: Any
+    """The tile [1, C, T, K] of these queries."""
+    out: Any
+    """Attended values [U, C, R, V] of all tokens in HBM."""
+    staged: Any
+    """Slots [Q, C, R, V] from which values are copied to `out`."""
+    num_used: Any
+    """Number of slots in use [1]."""
+    done: Any
+    """Semaphore of the copies."""
+
+    def begin(self) -> None:
+        """Reset the number of slots in use, and set all rows of the tile to zero."""
+        self.num_used[0] = 0
+        self.tile[...] = jnp.zeros_like(self.tile)
+
+    def lay_out(self) -> None:
+        """Put the rows of all queries below each other into the tile."""
+        num_queries, num_sets, num_rows, _ = self.given.shape
+        at_once = 1 if num_rows % ALIGNED_ROWS == 0 else 2
+        for i, first in product(range(num_sets), range(0, num_queries, at_once)):
+            queries = range(first, min(first + at_once, num_queries))
+            given_RK = jnp.concatenate([self.given[query, i].astype(jnp.float32) for query in queries], axis=0)
+            rows = pl.ds(first * num_rows, len(queries) * num_rows)
+            self.tile[0, i, rows] = given_RK.astype(self.tile.dtype)
+
+    def write(self, sums: Any, start: jax.Array, count: jax.Array) -> None:
+        """Write the weighted means of values of `count` tokens from token `start` on."""
+        self.wait()
+        _, num_sets, num_rows, lanes = self.staged.shape
+
+        def write_one(query: jax.Array, carry: None) -> None:
+            rows = pl.ds(pl.multiple_of(query * num_rows, num_rows), num_rows)
+            for i in range(num_sets):
+                weight_R1 = jnp.maximum(sums.weight[i, rows][:, :1], 1.0)
+                attended_RV = sums.total[i, rows] / jnp.broadcast_to(weight_R1, (num_rows, lanes))
+                self.staged[query, i] = attended_RV.astype(self.staged.dtype)
+            pltpu.make_async_copy(self.staged.at[query], self.out.at[start + query], self.done).start()
+
+        jax.lax.fori_loop(0, count, write_one, None)
+        self.num_used[0] = count
+
+    def wait(self) -> None:
+        """Wait until all staged values are in `out`."""
+
+        def wait_for_one(_: jax.Array, carry: None) -> None:
+            pltpu.make_async_copy(self.staged.at[0], self.staged.at[0], self.done).wait()
+
+        jax.lax.fori_loop(0, self.num_used[0], wait_for_one, None)
+        self.num_used[0] = 0

@@ -1,0 +1,206 @@
+"""What a request's answer has to keep to: fields of three dialects, read into one `Constraint`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rayserve_moe.requests.constraint_fields import Constraint, ConstraintFields
+from rayserve_moe.requests.fields import LONGEST_CONSTRAINT
+from rayserve_moe.requests.records import RequestError
+
+Given = Mapping[str, Any]
+
+ANY_OBJECT = {"type": "object"}
+_OPTIONS = {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "disable_fallback"}
+_KINDS = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
+_LONGEST_PATTERN = 256
+_MOST_SPACES = 4
+"""How much longer a schema may be with spaces than without."""
+_EMPTY = "it is empty: leave it out for an answer that keeps to nothing"
+_SGLANG_ANY = "$$ANY$$"
+"""SGLang's schema for any object."""
+
+
+def constraint_of(given: Given, *, longest: int = LONGEST_CONSTRAINT) -> Constraint | None:
+    """Read the constraint of checked values, under the names of `ConstraintFields`; None without one.
+
+    RequestError names a field whose value is empty or not understood, and a second one where there are two. A text that
+    is several times as long as the `longest` may be without spaces is refused unread: nothing else runs meanwhile.
+    """
+    for name, value in given.items():
+        texts = value.values() if isinstance(value, Mapping) else (value,)
+        if any(isinstance(text, str) and len(text) > _MOST_SPACES * longest for text in texts):
+            raise RequestError(f"it is longer than {longest} bytes", name)
+    stated = {name: value for name, value in given.items() if value != "" or name not in _EMPTY_IS_NONE}
+    found = [read for name in _READERS if (value := stated.get(name)) is not None and (read := _read(name, value))]
+    if len(found) > 1:
+        raise RequestError(f"`{found[0].param}` is given too: an answer keeps to one constraint", found[1].param)
+    return with_whitespace(found[0], given.get("guided_whitespace_pattern")) if found else None
+
+
+def with_whitespace(constraint: Constraint, pattern: str | None) -> Constraint:
+    """A constraint whose JSON has this between its parts, where it does not say so itself."""
+    if pattern is None or constraint.whitespace is not None:
+        return constraint
+    return constraint._replace(whitespace=pattern)
+
+
+def schema_text(schema: Any, *, param: str) -> str:
+    """A schema in one line of JSON, its keys in the order given: answers have properties in that order.
+
+    RequestError unless it is an object, true or false, or JSON of one.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError("it should be a JSON schema; this is no JSON", param) from error
+    if not isinstance(schema, dict | bool):
+        raise RequestError("it should be a JSON schema: an object, true or false", param)
+    try:
+        return json.dumps(schema, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("it is nested too deeply, or has numbers that JSON has not", param) from error
+
+
+def _read(name: str, value: Any) -> Constraint | None:
+    return _READERS[name](value, name)
+
+
+def _schema(value: Any, param: str) -> Constraint:
+    if value == "":
+        raise RequestError(_EMPTY, param)
+    value = ANY_OBJECT if value == _SGLANG_ANY else value
+    return Constraint("json_schema", schema_text(value, param=param), param)
+
+
+def _regex(value: Any, param: str) -> Constraint:
+    return _text("regex", value, param)
+
+
+def _grammar(value: Any, param: str) -> Constraint:
+    return _text("grammar", value, param)
+
+
+def _text(kind: str, value: Any, param: str) -> Constraint:
+    if not isinstance(value, str):
+        raise RequestError("should be a string", param)
+    if not value:
+        raise RequestError(_EMPTY, param)
+    return Constraint(kind, value, param)
+
+
+def _choice(value: Any, param: str) -> Constraint:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) for one in value):
+        raise RequestError("should be a list of strings, one at least", param)
+    return Constraint("choice", json.dumps(value, ensure_ascii=False), param)
+
+
+def _tags(value: Any, param: str) -> Constraint:
+    if value == "":
+        raise RequestError(_EMPTY, param)
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise RequestError("it should be a JSON object", param) from error
+    if not isinstance(value, Mapping):
+        raise RequestError("it should be a JSON object", param)
+    if "format" in value:
+        return Constraint("structural_tag", schema_text({"format": value["format"]}, param=param), param)
+    structures, triggers = value.get("structures"), value.get("triggers")
+    if not isinstance(structures, list) or not structures or not all(map(_is_structure, structures)):
+        raise RequestError("`structures` should be objects with `begin`, `schema` and `end`, one at least", param)
+    if not isinstance(triggers, list) or not triggers or not all(isinstance(one, str) and one for one in triggers):
+        raise RequestError("`triggers` should be strings, one at least", param)
+    for structure in structures:
+        schema_text(structure.get("schema", {}), param=param)
+    text = json.dumps({"structures": structures, "triggers": triggers}, ensure_ascii=False)
+    return Constraint("structural_tag", text, param)
+
+
+def _is_structure(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not isinstance(value.get("schema", {}), dict | bool):
+        return False
+    begin, end = value.get("begin"), value.get("end")
+    return isinstance(begin, str) and bool(begin) and isinstance(end, str)
+
+
+def _response_format(value: Any, param: str) -> Constraint | None:
+    """OpenAI's; `strict` changes nothing, as in vLLM and SGLang."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _schema(ANY_OBJECT, param)
+    if kind == "structural_tag":
+        return _tags({name: given for name, given in value.items() if name != "type"}, param)
+    if kind != "json_schema":
+        raise RequestError("`type` should be text, json_object, json_schema or structural_tag", param)
+    inner = value.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    if not isinstance(schema, dict | bool):
+        raise RequestError("`json_schema` should be an object with a `schema`", param)
+    return _schema(schema, param)
+
+
+def _structured_outputs(value: Any, param: str) -> Constraint:
+    """vLLM's: one kind, and options of JSON."""
+    if not isinstance(value, Mapping):
+        raise RequestError("should be an object", param)
+    given = {name: one for name, one in value.items() if one is not None and one is not False}
+    kinds = given.keys() & _KINDS
+    if unknown := given.keys() - _KINDS - _OPTIONS - {"backend", "_backend"}:
+        raise RequestError(
+            f"has {len(unknown)} unknown names; it may have {', '.join(sorted(_KINDS | _OPTIONS))}", param
+        )
+    if len(kinds) != 1:
+        raise RequestError(f"should have one of {', '.join(sorted(_KINDS))}", param)
+    (kind,) = kinds
+    content = ANY_OBJECT if kind == "json_object" else given[kind]
+    if given.get("disable_additional_properties") and kind == "json":
+        content = _closed(json.loads(schema_text(content, param=param)))
+    constraint = _OF_KIND[kind](content, param)
+    pattern = "" if given.get("disable_any_whitespace") else given.get("whitespace_pattern")
+    if pattern is not None and (not isinstance(pattern, str) or len(pattern) > _LONGEST_PATTERN):
+        raise RequestError(f"`whitespace_pattern` should be a string of at most {_LONGEST_PATTERN} characters", param)
+    return with_whitespace(constraint, pattern)
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those named, unless they say otherwise."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {name: _closed(value) for name, value in schema.items()}
+    is_open = "properties" in schema and "additionalProperties" not in schema
+    return inner | ({"additionalProperties": False} if is_open else {})
+
+
+_OF_KIND = {
+    "json": _schema,
+    "json_object": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "structural_tag": _tags,
+}
+_READERS = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_decoding": _structured_outputs,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "json_schema": _schema,
+    "regex": _regex,
+    "ebnf": _grammar,
+    "structural_tag": _tags,
+}
+_EMPTY_IS_NONE = {"json_schema", "regex", "ebnf", "structural_tag"}
+"""SGLang's fields: its clients send an empty string for no constraint."""
+CONSTRAINT_NAMES = frozenset(ConstraintFields.__dataclass_fields__)
+"""Names of all fields that are read here."""

@@ -1,0 +1,63 @@
+"""Pieces join to what they were cut from."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayserve_moe.replay.encoding import routing_from
+from rayserve_moe.requests.records import RoutedExperts, TopLogprobs, joined_routing, joined_top
+
+COUNT = 12
+
+
+def whole(start: int) -> RoutedExperts:
+    end = start + COUNT
+    return RoutedExperts(
+        np.arange(COUNT, dtype=np.uint8).reshape(-1, 1, 1),
+        start,
+        missing=((start, start + 2), (start + 6, start + 7)),
+        source=((start, start + 5, "cached"), (start + 5, end, "computed")),
+        weight_version=((start + 2, start + 6, "a"), (start + 7, end, "b")),
+    )
+
+
+def piece(routing: RoutedExperts, first: int, last: int) -> RoutedExperts:
+    """Positions `[first, last)` of some routing."""
+    tail = routing_from(routing, first)
+
+    def cut(ranges: tuple) -> tuple:
+        return tuple((a, min(b, last), *label) for a, b, *label in ranges if a < last)
+
+    rows = tail.rows[: last - first]
+    return RoutedExperts(rows, first, cut(tail.missing), cut(tail.source), cut(tail.weight_version))
+
+
+@given(st.integers(0, 5), st.sets(st.integers(1, COUNT - 1)))
+def test_pieces_of_routing_join_to_the_whole(start: int, cuts: set[int]):
+    borders = [start, *(start + cut for cut in sorted(cuts)), start + COUNT]
+    joined = None
+    for first, last in pairwise(borders):
+        joined = joined_routing(joined, piece(whole(start), first, last))
+        joined = joined_routing(joined, None)
+    assert joined is not None and joined.start == start
+    np.testing.assert_array_equal(joined.rows, whole(start).rows)
+    for name in ("missing", "source", "weight_version"):
+        assert getattr(joined, name) == getattr(whole(start), name)
+
+
+def test_a_gap_is_our_own_fault():
+    with pytest.raises(AssertionError, match="does not follow"):
+        joined_routing(piece(whole(0), 0, 3), piece(whole(0), 4, 6))
+
+
+def test_likeliest_tokens_follow_each_other():
+    first, second = (TopLogprobs(np.full((n, 2), n), np.full((n, 2), -n)) for n in (1, 3))
+    joined = joined_top(joined_top(None, first), second)
+    assert joined is not None and joined.token_ids.tolist() == [[1, 1], [3, 3], [3, 3], [3, 3]]
+    assert joined.logprobs.tolist() == [[-1, -1], [-3, -3], [-3, -3], [-3, -3]]
+    assert joined_top(joined, None) is joined
