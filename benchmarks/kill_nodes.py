@@ -32,7 +32,8 @@ from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_eng
 from rayserve_moe.config.load import set_environment_defaults, settings_from
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.updates.tensors import BucketOrder
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.start.environment import DEFAULTS
 
 NUM_CPUS = 3

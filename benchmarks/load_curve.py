@@ -22,7 +22,8 @@ from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PROMPT_TOKENS, NEW_TOKENS, MAX_MODEL_LEN = 8, 96, 128

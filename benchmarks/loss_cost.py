@@ -28,7 +28,7 @@ from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.cluster.group_executor import DELAY_S
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import default_cache_directory, settings_from
-from rayserve_moe.requests.records import ChoiceResult
+from rayserve_moe.requests.results import ChoiceResult
 
 NUM_STREAMS, PROMPT_TOKENS, NUM_TOKENS = 32, 8, 300
 SETTLE_S = 12.0

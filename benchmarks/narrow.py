@@ -12,7 +12,8 @@ from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 
 NARROW = SyntheticConfig(
     vocab_size=512, hidden_size=128, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=48,

@@ -28,7 +28,7 @@ from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.experts import all_to_all
 from rayserve_moe.experts.slot_mapping import choose_slots
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests.records import ChoiceResult
+from rayserve_moe.requests.results import ChoiceResult
 
 PROMPT_TOKENS, ROWS_PER_DEVICE, STEP_TOKENS = 480, 4, 256
 

@@ -30,7 +30,7 @@ from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests.records import ChoiceResult
+from rayserve_moe.requests.results import ChoiceResult
 
 NUM_SEQUENCES, PROMPT_TOKENS, WARM_STEPS, QUIET_STEPS = 32, 8, 20, 40
 MAX_NEW_TOKENS = 500

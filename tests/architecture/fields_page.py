@@ -80,9 +80,9 @@ With the setting `enable_return_hidden_states` a server returns states of the la
 `return_hidden_states: true` on `/generate` those of all prompt tokens, then of each output but the last, as lists in
 `meta_info.hidden_states`; `"last"`, and `true` on OpenAI's routes, the one that the last output was drawn from. So are
 `/v1/embeddings` (the state at the last token, as a unit vector) and vLLM's form of `/v1/score` (the cosine of two).
-The same setting has ids listed at prompt positions: `token_ids_logprob` beside `logprob_start_len` on `/generate`, and
-rows of ids in `prompt_logprob_token_ids` on `/inference/v1/generate`, whose log-probs come as vLLM's base64 of a `.npy`
-file. Tokens that are looked at so are computed even where their keys are cached; none is missing.
+Ids are listed at prompt positions by `token_ids_logprob` beside `logprob_start_len` on `/generate`, and by rows of ids
+in `prompt_logprob_token_ids` on `/inference/v1/generate`, whose log-probs come as vLLM's base64 of a `.npy` file.
+Probed tokens are computed even where their keys are cached; none is missing.
 """
 
 

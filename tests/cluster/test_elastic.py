@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 from rayserve_moe import Engine
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
-from rayserve_moe.requests.records import ChoiceResult
+from rayserve_moe.requests.results import ChoiceResult
 from tests.cluster.conftest import SETTINGS, until
 from tests.cluster.test_hosts import assert_same, complete
 from tests.cluster.test_rebuild import pids, send_all

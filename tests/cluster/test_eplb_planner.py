@@ -31,7 +31,8 @@ from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlanner, EplbPlannerActor, RemotePlanner
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until

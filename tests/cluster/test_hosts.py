@@ -26,7 +26,8 @@ from rayserve_moe.config.settings import BalancingSettings
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.execution.served_model import runner_settings
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS

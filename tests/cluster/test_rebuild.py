@@ -20,7 +20,7 @@ from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_eng
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.observability.fault_points import arm, disarm
-from rayserve_moe.requests.records import ChoiceResult
+from rayserve_moe.requests.results import ChoiceResult
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import assert_same, complete
 from tests.cluster.test_weights import send, sent

@@ -27,7 +27,8 @@ from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.executor import TensorReceiver
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.engine.updates.tensors import BucketOrder
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, ModelCard, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import (

@@ -23,7 +23,8 @@ from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.fleet.journal_client import TAKEN_OVER, JournalClient
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
 from rayserve_moe.inprocess.engine import Engine
-from rayserve_moe.requests.records import ChoiceResult, FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.serving.api_state import ApiState

@@ -12,7 +12,8 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE, decode_rollout
-from rayserve_moe.requests.records import ChoiceResult, RoutedExperts
+from rayserve_moe.requests.records import RoutedExperts
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.rollouts.alignment import decode_answer
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses import answering

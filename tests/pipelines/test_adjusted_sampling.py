@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
+from rayserve_moe.requests.columns import as_array
 from tests.pipelines.conftest import ON_TWO_RANKS
 from tests.support.asking import ENDING, adjusted_requests, logprobs_by_definition
 from tests.support.drive import Way, preempt_every, run_alone, run_together
@@ -52,15 +53,13 @@ def test_the_likeliest_tokens_are_those_of_the_same_distribution(alone: Outcomes
     for request in adjusted_requests():
         for choice in range(request.sampling.n if request.num_top_logprobs else 0):
             outcome = alone[request.request_id, choice]
-            assert outcome.top is not None and outcome.top.token_ids.shape == (
-                len(outcome.ids),
-                request.num_top_logprobs,
-            )
+            top_ids, top_logprobs = (as_array(outcome.columns[name]) for name in ("top_ids", "top_logprobs"))
+            assert top_ids.shape == (len(outcome.ids), request.num_top_logprobs)
             expected = logprobs_by_definition(request, outcome.ids, logits_of)
             falling = -np.sort(-expected, axis=1)[:, : request.num_top_logprobs]
-            np.testing.assert_allclose(outcome.top.logprobs, falling, rtol=0, atol=LOGPROB_TOLERANCE)
-            at_ids = np.take_along_axis(expected, outcome.top.token_ids.astype(np.int64), axis=1)
-            np.testing.assert_allclose(outcome.top.logprobs, at_ids, rtol=0, atol=LOGPROB_TOLERANCE)
+            np.testing.assert_allclose(top_logprobs, falling, rtol=0, atol=LOGPROB_TOLERANCE)
+            at_ids = np.take_along_axis(expected, top_ids.astype(np.int64), axis=1)
+            np.testing.assert_allclose(top_logprobs, at_ids, rtol=0, atol=LOGPROB_TOLERANCE)
             num_checked += 1
     assert num_checked == 8
 

@@ -14,7 +14,8 @@ from rayserve_moe.answers.resume import joined, split
 from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.requests.builder import build_request
 from rayserve_moe.requests.fields import SGLANG
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.requests.results import ChoiceResult
 from tests.support.engine_store import EngineStore
 from tests.support.engines import ONE_BUCKET
 from tests.support.outcomes import Outcome, assert_same
@@ -95,7 +96,7 @@ def assert_same_answers(found: list[list[ChoiceResult]], wanted: list[ChoiceResu
 
 def outcome_of(result: ChoiceResult) -> Outcome:
     found = (result.token_ids, result.logprobs, result.finish, result.routing)
-    return Outcome(*found, top=result.top, scores=result.prompt_scores)
+    return Outcome(*found, columns=result.columns, prompt=result.prompt)
 
 
 @pytest.mark.parametrize("name", CASES)

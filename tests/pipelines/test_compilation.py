@@ -71,5 +71,5 @@ def test_nothing_is_compiled_for_200_random_requests(engine: Engine):
         for delta in ends:
             assert delta.finish is not None and delta.finish.kind in ("stop", "length", "abort")
             assert (delta.routing is not None) == request.return_routed_experts
-            assert (delta.prompt_scores is not None) == (request.score_prompt_from is not None)
+            assert (delta.prompt is not None) == (request.score_prompt_from is not None)
     assert engine.runner.num_compilations_since_start == before

@@ -12,7 +12,7 @@ from rayserve_moe.requests.records import GenerationRequest
 from tests.pipelines.conftest import ON_TWO_RANKS
 from tests.support.asking import forcing, other_rows
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same, assert_same_scores
+from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same, assert_same_prompt
 from tests.support.workload import draw_prompt, mixed_workload, request_for
 
 WAYS = {
@@ -69,19 +69,19 @@ def test_a_whole_rollout_is_reproduced(engine: Engine, free: Outcomes):
     tokens = [*request.prompt_ids.tolist(), *outcome.ids]
     again = replace(request_for(tokens, max_new_tokens=0), score_prompt_from=len(request.prompt_ids) - 1)
     found = run_alone(engine.runner, engine.card, [forcing(again, outcome.rows)])["r", 0]
-    assert found.scores is not None
-    np.testing.assert_allclose(found.scores.logprobs, outcome.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+    assert found.prompt is not None
+    np.testing.assert_allclose(found.prompt.columns["logprobs"], outcome.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
     np.testing.assert_array_equal(found.rows[:-1], outcome.rows)
 
 
 def test_other_experts_are_taken_and_change_the_log_probs(free: Outcomes, forced: Outcomes, engine: Engine):
     for request in forced_requests(free, engine.card.routing.num_experts):
         told, outcome, freely = request.forced_routing, forced[request.request_id, 0], free[request.request_id, 0]
-        assert told is not None and outcome.scores is not None and freely.scores is not None
+        assert told is not None and outcome.prompt is not None and freely.prompt is not None
         last = told.start + len(told.rows)
         np.testing.assert_array_equal(outcome.rows[told.start : last], told.rows)
         np.testing.assert_array_equal(outcome.rows[: told.start], freely.rows[: told.start])
-        assert np.abs(outcome.scores.logprobs - freely.scores.logprobs).max() > 1e-2
+        assert np.abs(outcome.prompt.columns["logprobs"] - freely.prompt.columns["logprobs"]).max() > 1e-2
 
 
 def test_the_order_of_a_row_is_kept_and_changes_nothing_else(engine: Engine, free: Outcomes):
@@ -110,7 +110,7 @@ def test_nobody_finds_what_was_computed_under_forced_routing(engine: Engine, fre
     for request, expected in ((forced_request, forced), (free_request, free), (forced_request, forced)):
         (outcome,) = run_on(cycle, engine.card, [replace(request, score_prompt_from=69)]).values()
         assert outcome.num_cached == 0
-        assert_same(replace(outcome, scores=None), replace(expected["f0", 0], scores=None))
+        assert_same(replace(outcome, prompt=None), replace(expected["f0", 0], prompt=None))
     (again,) = run_on(cycle, engine.card, [replace(free_request, score_prompt_from=69)]).values()
     assert again.num_cached > 0, "what is free is shared"
     cycle.scheduler.flush()
@@ -120,4 +120,4 @@ def test_the_choices_of_a_forced_request_share_its_prompt(engine: Engine, free: 
     request = forced_requests(free, engine.card.routing.num_experts)[1]
     outcomes = run_alone(engine.runner, engine.card, [request])
     assert request.sampling.n == 2 and outcomes["f1", 1].num_cached == len(request.prompt_ids)
-    assert_same_scores(outcomes["f1", 1].scores, forced["f1", 0].scores)
+    assert_same_prompt(outcomes["f1", 1].prompt, forced["f1", 0].prompt)

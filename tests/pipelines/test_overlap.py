@@ -8,7 +8,8 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.cycle import StepCycle
-from rayserve_moe.requests.records import FinishReason, GenerationRequest
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest
 from tests.support.drive import Way, preempt_every, run_together
 from tests.support.outcomes import Outcome, Outcomes, assert_same
 from tests.support.workload import mixed_workload

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
+from rayserve_moe.requests.columns import as_array
 from tests.pipelines.conftest import ON_TWO_RANKS
 from tests.support.asking import log_softmax, scoring_requests
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
 from tests.support.logits import prompt_logits_of
-from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same_scores
+from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same_prompt
 from tests.support.workload import draw_prompt, mixed_workload, request_for
 
 WAYS = {
@@ -38,19 +39,21 @@ def test_scores_are_log_probs_of_the_logits(engine: Engine, alone: Outcomes):
         prompt, first = request.prompt_ids, request.score_prompt_from
         expected = log_softmax(logits_of(prompt.tolist()))[first:-1]
         for choice in range(request.sampling.n):
-            scores = alone[request.request_id, choice].scores
-            assert scores is not None and scores.start == first and len(scores.logprobs) == len(prompt) - 1 - first
+            prompt_columns = alone[request.request_id, choice].prompt
+            assert prompt_columns is not None and prompt_columns.starts["logprobs"] == first
+            scores = prompt_columns.columns
+            assert len(scores["logprobs"]) == len(prompt) - 1 - first
             of_tokens = expected[np.arange(len(expected)), prompt[first + 1 :]]
-            np.testing.assert_allclose(scores.logprobs, of_tokens, rtol=0, atol=LOGPROB_TOLERANCE)
+            np.testing.assert_allclose(scores["logprobs"], of_tokens, rtol=0, atol=LOGPROB_TOLERANCE)
             least = 1 + np.sum(expected > of_tokens[:, None] + LOGPROB_TOLERANCE, axis=1)
             most = np.sum(expected >= of_tokens[:, None] - LOGPROB_TOLERANCE, axis=1)
-            assert np.all((least <= scores.ranks) & (scores.ranks <= most))
-            assert (scores.top is not None) == (request.num_top_logprobs > 0)
-            if scores.top is not None:
+            assert np.all((least <= scores["ranks"]) & (scores["ranks"] <= most))
+            assert ("top_ids" in scores) == (request.num_top_logprobs > 0)
+            if "top_ids" in scores:
                 falling = -np.sort(-expected, axis=1)[:, : request.num_top_logprobs]
-                np.testing.assert_allclose(scores.top.logprobs, falling, rtol=0, atol=LOGPROB_TOLERANCE)
-                at_ids = np.take_along_axis(expected, scores.top.token_ids.astype(np.int64), axis=1)
-                np.testing.assert_allclose(scores.top.logprobs, at_ids, rtol=0, atol=LOGPROB_TOLERANCE)
+                np.testing.assert_allclose(scores["top_logprobs"], falling, rtol=0, atol=LOGPROB_TOLERANCE)
+                at_ids = np.take_along_axis(expected, as_array(scores["top_ids"]).astype(np.int64), axis=1)
+                np.testing.assert_allclose(scores["top_logprobs"], at_ids, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.sampled(2)
@@ -70,9 +73,9 @@ def test_a_prompt_that_was_sampled_scores_as_it_was_sampled(engine: Engine):
     sampled = run_alone(engine.runner, engine.card, [request_for(prompt, max_new_tokens=30, temperature=1.0, seed=8)])
     outcome = sampled["r", 0]
     again = request_for([*prompt, *outcome.ids], max_new_tokens=0)
-    found = run_alone(engine.runner, engine.card, [replace(again, score_prompt_from=36)])["r", 0].scores
+    found = run_alone(engine.runner, engine.card, [replace(again, score_prompt_from=36)])["r", 0].prompt
     assert found is not None
-    np.testing.assert_allclose(found.logprobs, outcome.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+    np.testing.assert_allclose(found.columns["logprobs"], outcome.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
 def test_a_cached_prefix_is_used_up_to_where_scores_begin(engine: Engine, alone: Outcomes):
@@ -84,7 +87,7 @@ def test_a_cached_prefix_is_used_up_to_where_scores_begin(engine: Engine, alone:
         first = request.score_prompt_from
         assert first is not None
         for (_, choice), outcome in outcomes.items():
-            assert_same_scores(outcome.scores, alone[request.request_id, choice].scores)
+            assert_same_prompt(outcome.prompt, alone[request.request_id, choice].prompt)
             if choice == 0:
                 assert outcome.num_cached == first // 16 * 16
     cycle.scheduler.flush()

@@ -10,7 +10,8 @@ import pytest
 from rayserve_moe import Engine, extract_routed_experts_from_meta_info
 from rayserve_moe.answers.native import routing_fields
 from rayserve_moe.engine.cycle import StepCycle
-from rayserve_moe.requests.records import FinishReason, GenerationRequest
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest
 from tests.support.drive import Way, preempt_every, run_alone, run_together
 from tests.support.outcomes import Outcomes, assert_same
 from tests.support.workload import draw_prompt, engine_arguments, mixed_workload, request_for

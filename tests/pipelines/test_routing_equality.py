@@ -12,7 +12,9 @@ import pytest
 from rayserve_moe import Engine, extract_routed_experts_from_meta_info
 from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.engine.cycle import StepCycle
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, GenerationRequest, RoutedExperts
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
+from rayserve_moe.requests.results import ChoiceResult
 from tests.pipelines.conftest import ReferenceFactory
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.cycle import StepCycle
-from rayserve_moe.requests.records import FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.pipelines.conftest import ReferenceFactory
 from tests.support.checkpoints import PAGE_SIZE

@@ -22,7 +22,8 @@ from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.engine.speculation.proposers import PROPOSERS
 from rayserve_moe.execution.step import inputs as step_input
 from rayserve_moe.execution.step import samples as step_samples
-from rayserve_moe.requests.records import Constraint, FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import Constraint
 from rayserve_moe.scheduling import verify_rows
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult

@@ -10,7 +10,8 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.engine.output_dispatch import OutputDispatch
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, RoutedExperts, joined_routing
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
+from rayserve_moe.requests.results import ChoiceResult, joined_routing
 from tests.support.drive import Way, choices_of, cycle_for, preempt_every, run_alone
 from tests.support.outcomes import Outcomes
 from tests.support.workload import draw_prompt, mixed_workload, request_for

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rayserve_moe.config.derive import page_groups
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
-from rayserve_moe.requests.records import FinishReason, GenerationRequest, SamplingParams
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, StepResult

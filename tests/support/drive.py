@@ -22,7 +22,7 @@ from rayserve_moe.engine.speculation.proposers import Proposer
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
-from rayserve_moe.scheduling.sequence import Sequence, evidence_of, hidden_of, support_of, top_of
+from rayserve_moe.scheduling.sequence import Sequence, prompt_columns
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 from tests.support.outcomes import Outcome, Outcomes
@@ -212,12 +212,8 @@ def _take_over(outcomes: Outcomes, ended: Iterable[Sequence]) -> None:
         outcome.logprobs = sequence.logprobs[first:last].tolist()
         outcome.finish, outcome.routing = sequence.finish, sequence.final_routing
         outcome.num_cached = sequence.num_cached
-        outcome.top = top_of(sequence, first, stop=last)
-        outcome.evidence = evidence_of(sequence, first, stop=last)
-        outcome.support = support_of(sequence, first, stop=last)
-        outcome.hidden = hidden_of(sequence)
-        outcome.prompt_listed = sequence.inspection and sequence.inspection.listed_logprobs()
-        outcome.scores = sequence.scoring and sequence.scoring.scores()
+        outcome.columns = sequence.columns.slice(0, last - first)
+        outcome.prompt = prompt_columns(sequence)
 
 
 def without_routing(request: GenerationRequest) -> GenerationRequest:

@@ -9,14 +9,9 @@ from typing import Any
 import numpy as np
 
 from rayserve_moe import extract_routed_experts_from_meta_info
-from rayserve_moe.requests.records import (
-    FinishReason,
-    HiddenStates,
-    PromptScores,
-    RoutedExperts,
-    RoutingLayout,
-    TopLogprobs,
-)
+from rayserve_moe.requests.columns import Columns, PromptColumns, Ragged
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 LOGPROB_TOLERANCE = 1e-5
 STATE_TOLERANCE = 3e-5
@@ -27,8 +22,7 @@ STATE_TOLERANCE = 3e-5
 class Outcome:
     """Generated ids with their log-probs, the end, and routing [rows, MoE layers, k] where it was asked for.
 
-    `num_cached` tokens of the prompt were found cached; `top`, `scores` and `evidence` are there where they were
-    asked for.
+    `num_cached` tokens of the prompt were found cached; `columns` and `prompt` hold what else was requested.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -36,12 +30,8 @@ class Outcome:
     finish: FinishReason | None = None
     routing: RoutedExperts | None = None
     num_cached: int = 0
-    top: TopLogprobs | None = None
-    scores: PromptScores | None = None
-    evidence: np.ndarray | None = None
-    support: list[tuple[np.ndarray, float]] = field(default_factory=list)
-    hidden: HiddenStates | None = None
-    prompt_listed: np.ndarray | None = None
+    columns: Columns = field(default_factory=dict)
+    prompt: PromptColumns | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -69,7 +59,7 @@ def outcome_of_answer(answer: Mapping[str, Any], layout: RoutingLayout) -> Outco
 def assert_same(actual: Outcome, expected: Outcome, *, routing: bool = True) -> None:
     """Assert that two runs of one choice agree: ids, end, log-probs to 1e-5, and every routing row, order included.
 
-    So must likeliest tokens and prompt scores, where there are any.
+    So must all columns, where there are any.
 
     Rows are compared without excluding near ties: the models of the tests are float32, and no row of theirs has come
     out otherwise. A row that ever does deserves to be looked at before it is excused.
@@ -77,15 +67,8 @@ def assert_same(actual: Outcome, expected: Outcome, *, routing: bool = True) -> 
     assert actual.ids == expected.ids
     assert actual.finish == expected.finish
     np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
-    assert_same_top(actual.top, expected.top)
-    assert_same_scores(actual.scores, expected.scores)
-    assert (actual.evidence is None) == (expected.evidence is None)
-    if actual.evidence is not None and expected.evidence is not None:
-        np.testing.assert_allclose(actual.evidence, expected.evidence, rtol=0, atol=LOGPROB_TOLERANCE)
-    assert_same_states(actual, expected)
-    assert [ids.tolist() for ids, _ in actual.support] == [ids.tolist() for ids, _ in expected.support]
-    among = [[logprob for _, logprob in each.support] for each in (actual, expected)]
-    np.testing.assert_allclose(*among, rtol=0, atol=LOGPROB_TOLERANCE)
+    assert_same_columns(actual.columns, expected.columns)
+    assert_same_prompt(actual.prompt, expected.prompt)
     if routing and actual.finish is not None and actual.finish.kind == "error" and not actual.ids:
         assert_known_rows_agree(actual, expected)
     elif routing:
@@ -105,31 +88,26 @@ def assert_known_rows_agree(actual: Outcome, expected: Outcome) -> None:
     np.testing.assert_array_equal(actual.rows[:count][is_known], expected.rows[:count][is_known])
 
 
-def assert_same_states(actual: Outcome, expected: Outcome) -> None:
-    """Assert that the same hidden states, and log-probs of listed ids in the prompt, were found."""
-    states = [(each.hidden.prompt, each.hidden.outputs) if each.hidden else () for each in (actual, expected)]
-    for one, other in zip(*states, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=STATE_TOLERANCE)
-    assert (actual.prompt_listed is None) == (expected.prompt_listed is None)
-    if actual.prompt_listed is not None and expected.prompt_listed is not None:
-        np.testing.assert_allclose(actual.prompt_listed, expected.prompt_listed, rtol=0, atol=LOGPROB_TOLERANCE)
+def assert_same_columns(actual: Columns, expected: Columns) -> None:
+    """Assert that columns have the same ids, and numbers within the tolerance of their kind."""
+    assert actual.keys() == expected.keys()
+    for name, ours in actual.items():
+        theirs = expected[name]
+        if isinstance(ours, Ragged):
+            assert ours.tolist() == theirs.tolist(), name
+        elif np.issubdtype(ours.dtype, np.floating):
+            tolerance = STATE_TOLERANCE if name == "hidden" else LOGPROB_TOLERANCE
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance, err_msg=name)
+        elif name != "ranks":
+            np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
-def assert_same_top(actual: TopLogprobs | None, expected: TopLogprobs | None) -> None:
-    """Assert that the same tokens are likeliest, with the same log-probs."""
+def assert_same_prompt(actual: PromptColumns | None, expected: PromptColumns | None) -> None:
+    """Assert that the same was found of a prompt."""
     assert (actual is None) == (expected is None)
     if actual is not None and expected is not None:
-        np.testing.assert_array_equal(actual.token_ids, expected.token_ids)
-        np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
-
-
-def assert_same_scores(actual: PromptScores | None, expected: PromptScores | None) -> None:
-    """Assert that a prompt's tokens have the same log-probs."""
-    assert (actual is None) == (expected is None)
-    if actual is not None and expected is not None:
-        assert actual.start == expected.start
-        np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
-        assert_same_top(actual.top, expected.top)
+        assert actual.starts == expected.starts
+        assert_same_columns(actual.columns, expected.columns)
 
 
 def assert_all_same(actual: Outcomes, expected: Outcomes, *, routing: bool = True) -> None:

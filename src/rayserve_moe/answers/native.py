@@ -12,18 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from rayserve_moe.replay.encoding import encode_routed_experts, routed_experts_info, routing_from
-from rayserve_moe.requests.records import (
-    ChoiceResult,
-    DraftCounts,
-    FinishReason,
-    GenerationRequest,
-    ModelCard,
-    PromptScores,
-    RoutedExperts,
-    RoutingLayout,
-    TopLogprobs,
-    joined_ranges,
-)
+from rayserve_moe.requests.columns import Columns, Ragged, Values, as_array
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.results import ChoiceResult, DraftCounts, joined_ranges
+
+_NO_VALUES = np.zeros(0, np.float32)
 
 
 def native_answer(
@@ -52,10 +46,10 @@ def native_answer(
         "logprob_weight_versions": [list(labelled) for labelled in versions],
     }
     meta_info |= _native_drafts(result.drafts)
-    if request.return_entropy and result.evidence is not None:
-        meta_info["output_token_entropy"] = result.evidence[:, 0].tolist()
+    if "entropy" in result.columns:
+        meta_info["output_token_entropy"] = result.columns["entropy"].tolist()
     if request.return_sampling_mask:
-        meta_info |= _native_support(result.support)
+        meta_info |= _native_mask(result.columns)
     if (states := hidden_states(request, result)) is not None:
         meta_info["hidden_states"] = states
     if return_logprob:
@@ -79,11 +73,11 @@ def weight_version_ranges(request: GenerationRequest, result: ChoiceResult) -> t
 
     They cover the outputs, and before them those prompt tokens that were scored.
     """
-    scores = result.prompt_scores
     outputs = labelled_ranges(result.weight_versions, len(request.prompt_ids) + len(result.token_ids))
-    if scores is None or not len(scores.logprobs):
+    start, logprobs = prompt_column(result, "logprobs")
+    if result.prompt is None or not len(logprobs):
         return outputs
-    scored = (scores.start + 1, scores.start + 1 + len(scores.logprobs), scores.weight_version)
+    scored = (start + 1, start + 1 + len(logprobs), result.prompt.weight_version)
     return joined_ranges((scored, *outputs))
 
 
@@ -131,55 +125,67 @@ def output_logprobs(result: ChoiceResult, *, num_top: int, listed_ids: Sequence[
     Where a request lists ids, those come in their place.
     """
     own = map(TokenLogprob, result.token_ids, result.logprobs, result.ranks)
-    if not listed_ids or result.evidence is None:
-        return _with_likeliest(own, result.top, num_top)
+    if not listed_ids or "listed_logprobs" not in result.columns:
+        return _with_likeliest(own, likeliest(result.columns), num_top)
     return [
         [token, *(TokenLogprob(i, value, None) for value, i in listed if i != token.token_id)]
-        for token, listed in zip(own, _listed(result.evidence, listed_ids), strict=True)
+        for token, listed in zip(own, _pairs(result.columns["listed_logprobs"], listed_ids), strict=True)
     ]
 
 
-def _listed(evidence: np.ndarray, listed_ids: Sequence[int]) -> list[list[tuple[float, int]]]:
-    """Pairs of log-prob and token id, in the order of the list, per output."""
-    return _pairs(evidence[:, 1:], listed_ids)
+def prompt_column(result: ChoiceResult, name: str) -> tuple[int, np.ndarray]:
+    """Return the first position and the values of a column of `PROBED_COLUMNS`; no values if there are none."""
+    if result.prompt is None or name not in result.prompt.columns:
+        return 0, _NO_VALUES
+    return result.prompt.starts[name], as_array(result.prompt.columns[name])
 
 
-def _pairs(logprobs: np.ndarray, token_ids: Sequence[int]) -> list[list[tuple[float, int]]]:
-    return [list(zip(values, token_ids, strict=True)) for values in logprobs.tolist()]
+def _pairs(logprobs: Values, token_ids: Sequence[int]) -> list[list[tuple[float, int]]]:
+    """Return pairs of log-prob and token id, in the order of the list, per position."""
+    return [list(zip(values, token_ids, strict=True)) for values in as_array(logprobs).tolist()]
 
 
-def _native_support(support: list[tuple[np.ndarray, float]]) -> dict:
+def _native_mask(columns: Columns) -> dict:
+    masks = columns.get("mask_ids")
+    ids = masks.entries() if isinstance(masks, Ragged) else []
     return {
-        "output_token_sampling_mask": [ids.tolist() for ids, _ in support],
-        "output_token_sampling_logprobs": [logprob for _, logprob in support],
-        "output_token_sampling_mask_length": len(support),
+        "output_token_sampling_mask": [each.tolist() for each in ids],
+        "output_token_sampling_logprobs": columns.get("mask_logprobs", _NO_VALUES).tolist(),
+        "output_token_sampling_mask_length": len(ids),
     }
 
 
 def hidden_states(request: GenerationRequest, result: ChoiceResult) -> list | None:
-    """The hidden states of a choice that has ended, as SGLang has them: those of the prompt, then one per output that
-    was read; the last one alone where that is asked for. None where there are none, or none are wanted."""
-    hidden = result.hidden
-    if hidden is None or not request.return_hidden_states:
+    """Return the hidden states of an ended choice as SGLang does, or None if there are none.
+
+    They are a list of the prompt's states, then one state per output that the model has read; the state that the last
+    output was sampled from if the request wants the last one alone.
+    """
+    start, states = prompt_column(result, "hidden")
+    if not len(states):
         return None
+    num_prompt, num_read = len(request.prompt_ids) - start, max(0, len(result.token_ids) - 1)
     if request.return_hidden_states == "last":
-        return hidden.last(len(result.token_ids)).tolist()
-    return [hidden.prompt.tolist(), *hidden.outputs[: max(0, len(result.token_ids) - 1)].tolist()]
+        return states[num_prompt + num_read - 1].tolist()
+    return [states[:num_prompt].tolist(), *states[num_prompt : num_prompt + num_read].tolist()]
 
 
 def prompt_logprobs_of(
-    scores: PromptScores | None, prompt_ids: Sequence[int], *, num_top: int
+    result: ChoiceResult, prompt_ids: Sequence[int], *, num_top: int
 ) -> list[list[TokenLogprob] | None]:
-    """The same per prompt token; None for the first, which nothing precedes, and for those that were not computed."""
+    """Return the same per prompt token; None for the first, which nothing precedes, and for those not computed."""
     found: list[list[TokenLogprob] | None] = [None] * len(prompt_ids)
-    if scores is not None:
-        first, last = scores.start + 1, scores.start + 1 + len(scores.logprobs)
-        own = map(TokenLogprob, prompt_ids[first:last], scores.logprobs.tolist(), scores.ranks.tolist())
-        found[first:last] = _with_likeliest(own, scores.top, num_top)
+    start, logprobs = prompt_column(result, "logprobs")
+    if result.prompt is not None and len(logprobs):
+        first, last = start + 1, start + 1 + len(logprobs)
+        own = map(TokenLogprob, prompt_ids[first:last], logprobs.tolist(), prompt_column(result, "ranks")[1].tolist())
+        found[first:last] = _with_likeliest(own, likeliest(result.prompt.columns), num_top)
     return found
 
 
-def _with_likeliest(own: Iterable[TokenLogprob], top: TopLogprobs | None, num_top: int) -> list[list[TokenLogprob]]:
+def _with_likeliest(
+    own: Iterable[TokenLogprob], top: list[list[tuple[float, int]]] | None, num_top: int
+) -> list[list[TokenLogprob]]:
     if top is None or not num_top:
         return [[token] for token in own]
     return [
@@ -187,16 +193,16 @@ def _with_likeliest(own: Iterable[TokenLogprob], top: TopLogprobs | None, num_to
             token,
             *(TokenLogprob(i, value, rank) for rank, (value, i) in enumerate(best[:num_top], 1) if i != token.token_id),
         ]
-        for token, best in zip(own, likeliest(top), strict=True)
+        for token, best in zip(own, top, strict=True)
     ]
 
 
-def likeliest(top: TopLogprobs) -> list[list[tuple[float, int]]]:
-    """Pairs of log-prob and token id, likeliest first, per position."""
-    return [
-        list(zip(logprobs, token_ids, strict=True))
-        for logprobs, token_ids in zip(top.logprobs.tolist(), top.token_ids.tolist(), strict=True)
-    ]
+def likeliest(columns: Columns) -> list[list[tuple[float, int]]] | None:
+    """Return pairs of log-prob and token id, likeliest first, per position; None if the columns lack them."""
+    if "top_ids" not in columns:
+        return None
+    ids, logprobs = (as_array(columns[name]).tolist() for name in ("top_ids", "top_logprobs"))
+    return [list(zip(*pair, strict=True)) for pair in zip(logprobs, ids, strict=True)]
 
 
 def routing_fields(routing: RoutedExperts | None, layout: RoutingLayout, *, start: int = 0) -> dict:
@@ -245,23 +251,23 @@ def _native_logprobs(request: GenerationRequest, result: ChoiceResult, token_tex
     """
     entries = partial(_entries, token_text)
     fields: dict = {"output_token_logprobs": entries(zip(result.logprobs, result.token_ids, strict=True))}
-    scores, start = result.prompt_scores, request.score_prompt_from
+    start = request.score_prompt_from
+    of_prompt: Columns = {} if result.prompt is None else result.prompt.columns
     if start is None:
         fields["input_token_logprobs"] = []
-    elif scores is not None or result.finish is not None:
-        known = [] if scores is None else scores.logprobs.tolist()
+    elif "logprobs" in of_prompt or result.finish is not None:
+        known = prompt_column(result, "logprobs")[1].tolist()
         prompt_ids = request.prompt_ids[start:].tolist()
         fields["input_token_logprobs"] = entries(zip([None, *known], prompt_ids, strict=False))
     if request.num_top_logprobs:
-        fields["output_top_logprobs"] = [] if result.top is None else list(map(entries, likeliest(result.top)))
+        fields["output_top_logprobs"] = list(map(entries, likeliest(result.columns) or []))
     if request.num_top_logprobs and "input_token_logprobs" in fields:
-        tops = [] if scores is None or scores.top is None else likeliest(scores.top)
-        fields["input_top_logprobs"] = [] if start is None else [None, *map(entries, tops)]
+        fields["input_top_logprobs"] = [] if start is None else [None, *map(entries, likeliest(of_prompt) or [])]
     if ids := request.logprob_token_ids:
-        found = [] if result.evidence is None else _listed(result.evidence, ids)
+        found = _pairs(result.columns.get("listed_logprobs", _NO_VALUES), ids)
         fields |= {"output_token_ids_logprobs": list(map(entries, found))}
     if ids and "input_token_logprobs" in fields:
-        found = [] if result.prompt_listed is None else _pairs(result.prompt_listed, ids)
+        found = _pairs(of_prompt.get("listed_logprobs", _NO_VALUES), ids)
         fields["input_token_ids_logprobs"] = [] if start is None else [None, *map(entries, found)]
     return fields
 

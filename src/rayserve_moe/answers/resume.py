@@ -7,7 +7,9 @@ from collections.abc import Sequence as Updates
 import numpy as np
 
 from rayserve_moe.replay.encoding.ranges import routing_from, routing_until
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, RoutedExperts, TopLogprobs, joined_ranges
+from rayserve_moe.requests.columns import take
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
+from rayserve_moe.requests.results import ChoiceResult, joined_ranges
 
 
 def joined(updates: Updates[ChoiceResult]) -> ChoiceResult:
@@ -29,12 +31,10 @@ def split(result: ChoiceResult, at: int, *, prompt_len: int) -> tuple[ChoiceResu
     head, tail = (ChoiceResult(result.request_id, result.choice_index) for _ in range(2))
     for part, span in ((head, slice(0, at)), (tail, slice(at, None))):
         part.token_ids, part.logprobs = result.token_ids[span], result.logprobs[span]
-        part.ranks, part.support = result.ranks[span], result.support[span]
-        part.top = result.top and TopLogprobs(result.top.token_ids[span], result.top.logprobs[span])
-        part.evidence = None if result.evidence is None else result.evidence[span]
+        part.ranks, part.columns = result.ranks[span], take(result.columns, span)
         part.weight_versions, part.num_cached_tokens = result.weight_versions, result.num_cached_tokens
         part.drafts = result.drafts
-    tail.finish, tail.prompt_scores, tail.prompt_listed = result.finish, result.prompt_scores, result.prompt_listed
+    tail.finish, tail.prompt = result.finish, result.prompt
     if (routing := result.routing) is not None:
         border = max(routing.start, prompt_len + at - 1) if at else routing.start
         head.routing, tail.routing = routing_until(routing, border), routing_from(routing, border)

@@ -15,7 +15,9 @@ from rayserve_moe.answers.resume import HeldBack, split
 from rayserve_moe.engine.control import aborted
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.engine.output_dispatch import STOPPED
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, GenerationRequest
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.sequence import Sequence as Choice
 from rayserve_moe.text.bad_words import bad_word_ids
 from rayserve_moe.text.chat_output import ChatOutput

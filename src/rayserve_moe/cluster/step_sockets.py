@@ -31,6 +31,7 @@ import ray
 from ray.actor import ActorHandle
 
 from rayserve_moe.cluster.handshake import accept_proven, connect_proven
+from rayserve_moe.requests.columns import Ragged
 from rayserve_moe.scheduling.step_plan import (
     NO_BLOCK_WORK,
     NO_NEW_ROWS,
@@ -42,9 +43,8 @@ from rayserve_moe.scheduling.step_plan import (
     SampleMasks,
     StepPlan,
     StepResult,
-    TokenInspection,
-    TokenScores,
 )
+from rayserve_moe.scheduling.token_probe import TokenProbe
 
 log = logging.getLogger(__name__)
 
@@ -183,8 +183,8 @@ RECORDS = (
     BlockWork,
     SampleMasks,
     StepResult,
-    TokenScores,
-    TokenInspection,
+    TokenProbe,
+    Ragged,
 )
 NOTHING = (NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK)
 """Values of plans that change nothing: sent as their index here."""

@@ -80,6 +80,8 @@ def _owned(value: Any) -> Any:
     """Copy all arrays of a result, at any depth, out of the channel's buffer, which the next execution overwrites."""
     if isinstance(value, np.ndarray):
         return np.array(value)
+    if isinstance(value, dict):
+        return {name: _owned(part) for name, part in value.items()}
     if isinstance(value, tuple):
         parts = map(_owned, value)
         return tuple(parts) if type(value) is tuple else type(value)(*parts)

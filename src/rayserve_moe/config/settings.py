@@ -204,8 +204,8 @@ class ReplaySettings:
     """What `/v1/completions` and `/v1/chat/completions` return of routing where a request says nothing: `nested` is the
     lists of vLLM's server flag, `off` none."""
     shows_hidden: bool = _named(False, "enable_return_hidden_states")
-    """Have hidden states leave the steps: for `return_hidden_states`, `/v1/embeddings`, and log-probs of listed ids in
-    prompts. A program that looks at tokens is compiled for each size of steps."""
+    """Have hidden states leave decode steps too: for `return_hidden_states` and `/v1/embeddings`. A program that
+    gathers probed tokens is compiled for each size of steps."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from rayserve_moe.requests.records import FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
 
 
 class TimedGuide(ABC):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLMatcher
 
-from rayserve_moe.requests.records import FinishReason, SamplingParams
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import SamplingParams
 
 STOP = FinishReason("stop")
 

@@ -23,6 +23,44 @@ from rayserve_moe.decoding.masks import WORD_BITS, mask_words
 from rayserve_moe.decoding.sampling import Sampled, SamplingBatch
 from rayserve_moe.decoding.truncation import is_kept, last_kept
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
+from rayserve_moe.requests.columns import WANTS_MASK
+
+
+class TokenColumns(NamedTuple):
+    """What one row of logits says of a token, of the likeliest tokens and of listed ids, per row."""
+
+    logprobs_S: jax.Array
+    ranks_S: jax.Array
+    top: TopTokens
+    entropy_S: jax.Array
+    listed_SL: jax.Array
+
+
+def token_columns(  # noqa: PLR0913 (by keyword)
+    logits_SV: jax.Array,
+    temperature_S: jax.Array,
+    *,
+    ids_S: jax.Array,
+    listed_SL: jax.Array,
+    num_wanted: jax.Array,
+    max_top: int,
+    part: VocabularyPart,
+    masses: Masses,
+) -> TokenColumns:
+    """Compute all that is reported of log_softmax(logits / temperature), the same on all devices.
+
+    `ids_S` int32 are the tokens with log-probs and ranks, `listed_SL` int32 the listed ids, -1 for none. Of `max_top`
+    likeliest tokens the first `num_wanted` are found.
+    """
+    logprobs_SV = log_probs_of(logits_SV, temperature_S, part=part, masses=masses).logprobs_SV
+    own_S = log_prob_of(logprobs_SV, ids_S, part=part)
+    return TokenColumns(
+        own_S,
+        ranks_of(logprobs_SV, ids_S, own_S, part=part),
+        likeliest(logprobs_SV, num_wanted=num_wanted, most_top=max_top, part=part),
+        entropy_of(logprobs_SV, part=part),
+        log_probs_at(logprobs_SV, listed_SL, part=part),
+    )
 
 
 class EvidenceLogits(NamedTuple):
@@ -41,41 +79,47 @@ def with_evidence(
     rows: SamplingBatch,
     part: VocabularyPart,
     masses: Masses,
-) -> tuple[Sampled, jax.Array]:
-    """The samples, and evidence of them, float32 [S, F]: entropy, then log-probs of the listed ids.
+) -> tuple[Sampled, dict[str, jax.Array]]:
+    """Return the samples and the columns of evidence: `entropy` float32 [S] and `listed_logprobs` [S, L].
 
-    `asked_SF` int32 [S, F] has per row what its evidence is of, then ids, -1 for none. 0 stands for the distribution
-    that was sampled before truncation; 1 for the model's own, at temperature 1, of which the sample's log-prob, its
-    rank and the likeliest tokens are then as well; -1 asks for nothing. 2 more asks for `sampling_support`.
+    `asked_SF` int32 [S, F] has per row what its evidence is of, then ids, -1 for none (`columns.evidence_row`). 0
+    stands for the distribution that was sampled before truncation; 1 for the model's own, at temperature 1, which the
+    sample's log-prob, its rank and the likeliest tokens are then of as well; -1 asks for nothing.
     """
-    most_top = sampled.top.ids_SJ.shape[1]
 
-    def found() -> tuple[Sampled, jax.Array]:
-        is_raw_S = (asked_SF[:, 0] == 1) | (asked_SF[:, 0] == 3)
-        temperature_S = jnp.where(is_raw_S | (rows.temperature_S <= 0.0), 1.0, rows.temperature_S)
-        either_SV = jnp.where(is_raw_S[:, None], *logits)
-        logprobs_SV = log_probs_of(either_SV, temperature_S, part=part, masses=masses).logprobs_SV
-        own_S = log_prob_of(logprobs_SV, sampled.ids_S, part=part)
-        ranks_S = ranks_of(logprobs_SV, sampled.ids_S, own_S, part=part)
-        num_wanted = jnp.max(rows.num_top_S).astype(jnp.int32)
-        top = likeliest(logprobs_SV, num_wanted=num_wanted, most_top=most_top, part=part)
+    def found() -> tuple[Sampled, dict[str, jax.Array]]:
+        is_raw_S = (asked_SF[:, 0] == 1) | (asked_SF[:, 0] == 1 + WANTS_MASK)
+        of_logits = token_columns(
+            jnp.where(is_raw_S[:, None], *logits),
+            jnp.where(is_raw_S | (rows.temperature_S <= 0.0), 1.0, rows.temperature_S),
+            ids_S=sampled.ids_S,
+            listed_SL=asked_SF[:, 1:],
+            num_wanted=jnp.max(rows.num_top_S).astype(jnp.int32),
+            max_top=sampled.top.ids_SJ.shape[1],
+            part=part,
+            masses=masses,
+        )
         reported = sampled._replace(
-            logprobs_S=jnp.where(is_raw_S, own_S, sampled.logprobs_S),
-            ranks_S=jnp.where(is_raw_S, ranks_S, sampled.ranks_S),
+            logprobs_S=jnp.where(is_raw_S, of_logits.logprobs_S, sampled.logprobs_S),
+            ranks_S=jnp.where(is_raw_S, of_logits.ranks_S, sampled.ranks_S),
             top=TopTokens(
-                *(jnp.where(is_raw_S[:, None], one, other) for one, other in zip(top, sampled.top, strict=True))
+                *(
+                    jnp.where(is_raw_S[:, None], one, other)
+                    for one, other in zip(of_logits.top, sampled.top, strict=True)
+                )
             ),
         )
-        listed_SL = log_probs_at(logprobs_SV, asked_SF[:, 1:], part=part)
-        return reported, jnp.concatenate([entropy_of(logprobs_SV, part=part)[:, None], listed_SL], axis=1)
+        return reported, {"entropy": of_logits.entropy_S, "listed_logprobs": of_logits.listed_SL}
 
     # All devices are asked the same, and exchange numbers only then.
-    nothing = sampled, jnp.zeros(asked_SF.shape, jnp.float32)
+    num_rows, num_listed = len(asked_SF), asked_SF.shape[1] - 1
+    zeros = {"entropy": jnp.zeros(num_rows), "listed_logprobs": jnp.zeros((num_rows, num_listed))}
+    nothing = sampled, zeros
     return jax.lax.cond(jnp.any(asked_SF[:, 0] >= 0), found, lambda: nothing)
 
 
 @jax.named_scope("evidence")
-def sampling_support(
+def sampling_mask(
     logits_SV: jax.Array,
     ids_S: jax.Array,
     *,
@@ -93,8 +137,8 @@ def sampling_support(
         is_greedy_S = rows.temperature_S <= 0.0
         temperature_S = jnp.where(is_greedy_S, 1.0, rows.temperature_S)
         logprobs_SV = log_probs_of(logits_SV, temperature_S, part=part, masses=masses).logprobs_SV
-        limits = {"top_k_S": rows.top_k_S, "top_p_S": rows.top_p_S, "min_p_S": rows.min_p_S}
-        kept_SV = is_kept(logprobs_SV, last_kept(logprobs_SV, part=part, **limits), part=part)
+        last = last_kept(logprobs_SV, part=part, top_k_S=rows.top_k_S, top_p_S=rows.top_p_S, min_p_S=rows.min_p_S)
+        kept_SV = is_kept(logprobs_SV, last, part=part)
         kept_SV = jnp.where(is_greedy_S[:, None], part.ids() == ids_S[:, None], kept_SV & (jnp.exp(logprobs_SV) > 0))
         kept_SV &= part.ids() < part.num_words
         mass_S = part.sum(jnp.sum(jnp.exp(logprobs_SV), axis=-1, where=kept_SV))

@@ -134,8 +134,7 @@ def _noisy(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: Voca
 
 def _last_kept(logprobs_SV: jax.Array, rows: SamplingBatch, part: VocabularyPart) -> LastKept:
     truncates = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
-    limits = {"top_k_S": rows.top_k_S, "top_p_S": rows.top_p_S, "min_p_S": rows.min_p_S}
-    find = partial(last_kept, logprobs_SV, part=part, **limits)
+    find = partial(last_kept, logprobs_SV, part=part, top_k_S=rows.top_k_S, top_p_S=rows.top_p_S, min_p_S=rows.min_p_S)
     return jax.lax.cond(truncates, find, partial(keep_all, len(logprobs_SV)))
 
 

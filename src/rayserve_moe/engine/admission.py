@@ -76,7 +76,7 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
     _check_logit_bias(sampling, card)
     _check_allowed(sampling, card)
     _check_scoring(request, card)
-    _check_inspection(request, card)
+    _check_probe(request, card)
     processed_of(sampling, card)
     if request.forced_routing is not None and not card.takes_forced_routing:
         raise RequestError(
@@ -151,10 +151,9 @@ def _check_scoring(request: GenerationRequest, card: ModelCard) -> None:
         raise RequestError("must lie in the prompt", "logprob_start_len")
 
 
-def _check_inspection(request: GenerationRequest, card: ModelCard) -> None:
-    listed, wanted = request.listed_in_prompt, request.return_hidden_states
-    name = "return_hidden_states" if wanted else "listed_in_prompt"
-    if (wanted or listed is not None) and not card.hidden_size:
+def _check_probe(request: GenerationRequest, card: ModelCard) -> None:
+    listed, wanted, name = request.listed_in_prompt, request.return_hidden_states, "return_hidden_states"
+    if wanted and not card.hidden_size:
         raise RequestError(
             "hidden states stay on the devices of this server: start it with enable_return_hidden_states: true", name
         )

@@ -27,7 +27,8 @@ from rayserve_moe.engine.updates.orders import (
     WeightOutcome,
 )
 from rayserve_moe.engine.updates.tensors import BetweenSteps, TensorUpdates
-from rayserve_moe.requests.records import FinishReason, ModelCard, RequestError, WeightsRefusedError
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import ModelCard, RequestError, WeightsRefusedError
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.starting_over import add_choices

@@ -18,7 +18,8 @@ from rayserve_moe.engine.recovery.losses import StepLosses
 from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.engine.step_clock import StepClock, scheduler_statistics
-from rayserve_moe.requests.records import FinishReason, GenerationRequest, RoutedExperts
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.rank_step import CANDIDATES
 from rayserve_moe.scheduling.row_table import RowTable
@@ -280,10 +281,10 @@ def wants_every_token(scheduler: Scheduler) -> bool:
     These are sequences with deferred sampling or a token probe.
     """
     table = scheduler.table
-    if table.num_held or table.num_inspected:
+    if table.num_held or table.num_probed:
         return True
     max_num_next = CANDIDATES + sum(len(rank.free_rows) for rank in scheduler.open_ranks)
-    return any(each.is_held or each.inspection is not None for each in islice(scheduler.waiting, max_num_next))
+    return any(each.is_held or each.probe is not None for each in islice(scheduler.waiting, max_num_next))
 
 
 def settled(table: RowTable, schedule: Schedule, *, before: Schedule, result: StepResult) -> Schedule:

@@ -11,8 +11,9 @@ from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.constraints.matchers import Vocabulary
 from rayserve_moe.constraints.timed_guide import TimedGuide
 from rayserve_moe.constraints.token_guide import EMPTY, id_bits
+from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.reasoning_span import ReasoningSpan, ThinkingLimit
-from rayserve_moe.requests.records import FinishReason, GenerationRequest, ModelCard, RequestError
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.sequence import Guide
 from rayserve_moe.text.tokenizer import Tokenizer
 

@@ -31,7 +31,9 @@ from rayserve_moe.engine.speculation.expert_reach import ExpertReach
 from rayserve_moe.engine.speculation.model_drafts import proposer_for
 from rayserve_moe.engine.speculation.policy import DraftTotals, Speculation
 from rayserve_moe.engine.step_clock import selection_statistics
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, GenerationRequest, ModelCard, RequestError
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Guide, Sequence, restore
 from rayserve_moe.scheduling.step_plan import StartReport

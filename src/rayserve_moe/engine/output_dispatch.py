@@ -9,9 +9,11 @@ import numpy as np
 
 from rayserve_moe.engine.cycle import NO_ROWS
 from rayserve_moe.observability.metrics import RequestMetrics
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, RoutedExperts
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import RoutedExperts
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import Sequence, evidence_of, hidden_of, support_of, top_of
+from rayserve_moe.scheduling.sequence import Sequence, prompt_columns
 
 Sink = Callable[[list[ChoiceResult]], Iterable[int] | None]
 """Takes updates of one request; returns the choices that a stop string has completed, so that they end here."""
@@ -148,21 +150,17 @@ def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResul
         logprobs=sequence.logprobs[first:last].tolist(),
         routing=routing,
         num_cached_tokens=sequence.num_cached,
-        top=top_of(sequence, first, stop=last),
         weight_versions=sequence.weight_versions,
         ranks=sequence.ranks[first:last].tolist(),
         drafts=sequence.drafts,
-        evidence=evidence_of(sequence, first, stop=last),
-        support=support_of(sequence, first, stop=last),
+        columns=sequence.columns.slice(first - sequence.num_prompt_tokens, last - sequence.num_prompt_tokens),
     )
 
 
 def _last_update_of(sequence: Sequence) -> ChoiceResult:
     update = _update_of(sequence, sequence.final_routing)
     update.finish = sequence.finish
-    update.prompt_scores = sequence.scoring.scores() if sequence.scoring is not None else None
-    if sequence.inspection is not None:
-        update.hidden, update.prompt_listed = hidden_of(sequence), sequence.inspection.listed_logprobs()
+    update.prompt = prompt_columns(sequence)
     return update
 
 

@@ -34,9 +34,9 @@ from rayserve_moe.execution.programs.later_shapes import LaterShapes, first_shap
 from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, draft_sizes, served_model
 from rayserve_moe.execution.step.device_state import BlockInputSource, allocate
 from rayserve_moe.execution.step.held_samples import HeldSamples, held_of, held_plans
-from rayserve_moe.execution.step.inspection import inspection_inputs
 from rayserve_moe.execution.step.pack import PackedStep, Packer
 from rayserve_moe.execution.step.page_copies import no_copies
+from rayserve_moe.execution.step.probe import ProbeRun, probe_runs
 from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepOutput
 from rayserve_moe.execution.step.results import only_wanted, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step.row_updates import no_adjustment, updates_of
@@ -53,11 +53,11 @@ from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
 class _Later(NamedTuple):
-    """What comes of a step after it: samples that wait for masks, drafts, and a look at its tokens."""
+    """What follows a step: samples that wait for masks, drafts, and probes of its tokens."""
 
     held: HeldSamples | None
     drafting: DraftRows | None
-    inspections: list[dict[str, np.ndarray]]
+    probes: list[ProbeRun]
 
 
 class HostRunner:
@@ -193,7 +193,7 @@ class HostRunner:
         moves = None if plan.migration is None else vectors_of(plan.migration)
         wanted = wanted_outputs(plan)
         self._held = held = held_of(plan, packed, processors=self.served.processors)
-        later = _Later(held, _drafting(plan, self.served), list(inspection_inputs(plan.inspection, packed)))
+        later = _Later(held, _drafting(plan, self.served), list(probe_runs(plan.probe, packed)))
         run = partial(self._run, packed, updates, wanted=wanted, moves=moves, later=later)
         pack_s = time.perf_counter() - started
         return partial(self._collect, self._launch(run), packed=packed, pack_s=pack_s, later=later)
@@ -224,12 +224,18 @@ class HostRunner:
             later.held.logits = output.logits_AV
         if "expert_counts_ME" in wanted:
             output = replace(output, expert_counts_ME=self.programs.read_counts(self._state.expert_counts_ME))
-        programs, hidden_TD = self.programs.inspections, output.hidden_TD
-        inspected = tuple(programs[shape.num_tokens](self.weights, hidden_TD, **each) for each in later.inspections)
-        output = replace(only_wanted(output, wanted), inspected=inspected or None)
+        probed = self._probe(output.hidden_TD, later.probes, shape.num_tokens) if later.probes else None
+        output = replace(only_wanted(output, wanted), probed=probed)
         if later.drafting is not None:
             output = replace(output, drafts_NSK=self._draft_ahead(later.drafting.rows_NS))
         return start_copies(output, is_needed=self._copies_to_host)
+
+    def _probe(
+        self, hidden_TD: jax.Array | None, probes: list[ProbeRun], num_tokens: int
+    ) -> tuple[dict[str, jax.Array], ...]:
+        assert hidden_TD is not None, "probed tokens are in prefill blocks, or the server shows hidden states"
+        gather, probe = self.programs.gathers[num_tokens], self.programs.probe
+        return tuple(run.found(self.weights, hidden_TD, gather=gather, probe=probe) for run in probes)
 
     def _draft_ahead(self, rows_NS: np.ndarray) -> jax.Array:
         program = self.programs.drafts[rows_NS.shape[1]]
@@ -256,9 +262,10 @@ class HostRunner:
         if self._mover is not None:
             self._move(MigrationVectors(*idle_vectors(self.config, slots_per_step=self._mover.slots_per_step)))
         self.programs.read_counts(self.state.expert_counts_ME)
-        num_rows, looks = self.served.num_rows, self._settings.replay.shows_hidden
+        num_rows, shows_hidden = self.served.num_rows, self._settings.replay.shows_hidden
         for shape in self._packer.shapes:
-            plan = filling_plan(shape, max_model_len=self.served.longest, num_rows=num_rows, is_inspected=looks)
+            is_probed = shape.num_blocks > 0 or shows_hidden
+            plan = filling_plan(shape, max_model_len=self.served.longest, num_rows=num_rows, is_probed=is_probed)
             for one in (plan, *(held_plans(plan) if self._settings.structured.enabled else ())):
                 self.execute(one)
         self.execute(StepPlan(step_id=-1))

@@ -214,11 +214,13 @@ def draft_sizes(served: ServedModel) -> tuple[int, ...]:
     return (*sorted(size for size in sizes if size < served.num_rows), served.num_rows)
 
 
-def inspected_sizes(served: ServedModel) -> tuple[int, ...]:
-    """Tokens of a data rank among which some can be looked at, ascending; none where hidden states are not shown."""
-    if not served.settings.replay.shows_hidden:
-        return ()
-    return tuple(sorted({shape.num_tokens for shape in served.shapes}))
+def probed_sizes(served: ServedModel) -> tuple[int, ...]:
+    """Return the numbers of tokens of a data rank whose steps leave hidden states to probe, ascending.
+
+    These are the steps with prefill blocks, and all steps if clients may request hidden states.
+    """
+    shows_hidden = served.settings.replay.shows_hidden
+    return tuple(sorted({shape.num_tokens for shape in served.shapes if shape.num_blocks or shows_hidden}))
 
 
 def served_model(

@@ -40,7 +40,8 @@ from rayserve_moe.fleet.journal_wire import (
     length_in,
     message_in,
 )
-from rayserve_moe.requests.records import ChoiceResult, FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.results import ChoiceResult
 
 log = logging.getLogger(__name__)
 WAIT_S = 5.0

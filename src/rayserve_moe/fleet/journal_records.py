@@ -13,14 +13,10 @@ import msgpack
 import numpy as np
 
 from rayserve_moe.answers.resume import joined
-from rayserve_moe.requests.records import (
-    ChoiceResult,
-    DraftCounts,
-    FinishReason,
-    PromptScores,
-    RoutedExperts,
-    TopLogprobs,
-)
+from rayserve_moe.requests.columns import Columns, PromptColumns, Ragged
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import RoutedExperts
+from rayserve_moe.requests.results import ChoiceResult, DraftCounts
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class AskedRequest:
 
 
 def packed_update(choice: int, update: ChoiceResult) -> bytes:
-    """Return an update of a choice, by its number among all of its HTTP request, without text, as bytes."""
+    """Return an update of a choice, by its number among all of its HTTP request, without text and hidden states."""
     fields: dict[str, Any] = {
         "choice": choice,
         "ids": np.asarray(update.token_ids, np.int32).tobytes(),
@@ -67,17 +63,11 @@ def packed_update(choice: int, update: ChoiceResult) -> bytes:
         fields["drafts"] = tuple(update.drafts)
     if update.routing is not None:
         fields["routing"] = {**asdict(update.routing), "rows": _packed(update.routing.rows)}
-    if update.top is not None:
-        fields["top"] = _packed_top(update.top)
-    if (scores := update.prompt_scores) is not None:
-        top = None if scores.top is None else _packed_top(scores.top)
-        found = (_packed(scores.logprobs), _packed(scores.ranks))
-        fields["scores"] = (scores.start, *found, top, scores.weight_version)
-    for name, values in (("evidence", update.evidence), ("listed", update.prompt_listed)):
-        if values is not None:
-            fields[name] = _packed(values)
-    if update.support:
-        fields["support"] = [(_packed(ids), logprob) for ids, logprob in update.support]
+    if update.columns:
+        fields["columns"] = _packed_columns(update.columns)
+    if (prompt := update.prompt) is not None:
+        kept = {name: values for name, values in prompt.columns.items() if name != "hidden"}
+        fields["prompt"] = (_packed_columns(kept), dict(prompt.starts), prompt.weight_version)
     return msgpack.packb(fields, use_bin_type=True)
 
 
@@ -105,16 +95,14 @@ def _update_in(record: bytes) -> ChoiceResult:
     update.drafts = DraftCounts(*fields.get("drafts", ()))
     if "routing" in fields:
         routing = fields["routing"]
-        ranges = {name: tuple(map(tuple, routing[name])) for name in ("missing", "source", "weight_version")}
-        update.routing = RoutedExperts(_read(routing["rows"]), routing["start"], **ranges)
-    if "top" in fields:
-        update.top = _read_top(fields["top"])
-    if "scores" in fields:
-        start, logprobs, ranks, top, version = fields["scores"]
-        update.prompt_scores = PromptScores(start, _read(logprobs), _read(ranks), top and _read_top(top), version)
-    update.evidence = _read(fields["evidence"]) if "evidence" in fields else None
-    update.prompt_listed = _read(fields["listed"]) if "listed" in fields else None
-    update.support = [(_read(ids), logprob) for ids, logprob in fields.get("support", ())]
+        missing, source, versions = (
+            tuple(map(tuple, routing[name])) for name in ("missing", "source", "weight_version")
+        )
+        update.routing = RoutedExperts(_read(routing["rows"]), routing["start"], missing, source, versions)
+    update.columns = _read_columns(fields.get("columns", {}))
+    if "prompt" in fields:
+        columns, starts, version = fields["prompt"]
+        update.prompt = PromptColumns(_read_columns(columns), starts, version)
     return update
 
 
@@ -127,9 +115,12 @@ def _read(packed: tuple[str, list[int], bytes]) -> np.ndarray:
     return np.frombuffer(content, np.dtype(dtype)).reshape(shape).copy()
 
 
-def _packed_top(top: TopLogprobs) -> tuple[Any, Any]:
-    return _packed(top.token_ids), _packed(top.logprobs)
+def _packed_columns(columns: Columns) -> dict[str, list[Any]]:
+    """Return each column as one packed array, or as two if it is ragged."""
+    parts = {name: (v.lengths, v.values) if isinstance(v, Ragged) else (v,) for name, v in columns.items()}
+    return {name: [_packed(array) for array in arrays] for name, arrays in parts.items()}
 
 
-def _read_top(packed: tuple[Any, Any]) -> TopLogprobs:
-    return TopLogprobs(_read(packed[0]), _read(packed[1]))
+def _read_columns(packed: dict[str, list[Any]]) -> Columns:
+    arrays = {name: [_read(array) for array in parts] for name, parts in packed.items()}
+    return {name: Ragged(*parts) if len(parts) == 2 else parts[0] for name, parts in arrays.items()}

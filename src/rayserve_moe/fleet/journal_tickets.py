@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from rayserve_moe.fleet.journal_records import packed_update
 from rayserve_moe.fleet.journal_table import Fence
 from rayserve_moe.fleet.journal_wire import OPEN, TAKE_OVER
-from rayserve_moe.requests.records import ChoiceResult, FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.results import ChoiceResult
 
 
 @dataclass(eq=False)

@@ -20,7 +20,8 @@ from rayserve_moe.inprocess.arguments import Prompts, prompts_from, requests_fro
 from rayserve_moe.inprocess.local_executor import LocalExecutor
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.parallel.mesh import local_devices, plan_for
-from rayserve_moe.requests.records import ChoiceResult, ModelCard, RequestError
+from rayserve_moe.requests.records import ModelCard, RequestError
+from rayserve_moe.requests.results import ChoiceResult
 
 Answer = dict[str, Any]
 SamplingMappings = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None

@@ -10,7 +10,7 @@ import numpy as np
 from rayserve_moe.answers.native import ChoiceResult, TokenLogprob, output_logprobs, prompt_logprobs_of, stop_reason
 from rayserve_moe.inprocess.arguments import SamplingParams
 from rayserve_moe.replay.encoding import routed_experts_info, routing_from
-from rayserve_moe.requests.records import GenerationRequest, PromptScores, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, RoutingLayout
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
@@ -83,7 +83,7 @@ class OutputWriter:
             request_id=request.request_id,
             prompt=prompt,
             prompt_token_ids=request.prompt_ids.tolist(),
-            prompt_logprobs=self._prompt_logprobs(request, results[0].prompt_scores, params.prompt_logprobs),
+            prompt_logprobs=self._prompt_logprobs(request, results[0], params.prompt_logprobs),
             outputs=[
                 self._completion(index, result, params=params, request=request) for index, result in enumerate(results)
             ],
@@ -119,11 +119,11 @@ class OutputWriter:
         )
 
     def _prompt_logprobs(
-        self, request: GenerationRequest, scores: PromptScores | None, num_top: int | None
+        self, request: GenerationRequest, result: ChoiceResult, num_top: int | None
     ) -> list[TokenLogprobs | None] | None:
-        if scores is None or num_top is None:
+        if num_top is None or result.prompt is None or "logprobs" not in result.prompt.columns:
             return None
-        scored = prompt_logprobs_of(scores, request.prompt_ids.tolist(), num_top=num_top)
+        scored = prompt_logprobs_of(result, request.prompt_ids.tolist(), num_top=num_top)
         return [None if tokens is None else self._by_id(tokens) for tokens in scored]
 
     def _by_id(self, tokens: Sequence[TokenLogprob]) -> TokenLogprobs:

@@ -12,7 +12,8 @@ from tqdm import tqdm
 from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.engine.admission import EngineBusyError
 from rayserve_moe.engine.loop import EngineLoop
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.text.tokenizer import Tokenizer
 
 

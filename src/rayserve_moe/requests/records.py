@@ -1,11 +1,11 @@
-"""What a client asks of the engine, and what the engine answers, in token ids.
+"""What a client asks of the engine, in token ids, and what it can know of the model.
 
-These are the types that all packages share. Text, HTTP bodies and device arrays live elsewhere.
+These are types that all packages share. Text, HTTP bodies and device arrays live elsewhere.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,13 +33,8 @@ from rayserve_moe.requests.fields import (
     text,
     whole,
 )
-from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.processor_arguments import ProcessorArgument
 from rayserve_moe.requests.reasoning_span import ThinkingLimit
-from rayserve_moe.requests.token_evidence import HiddenStates as HiddenStates
-from rayserve_moe.requests.token_evidence import ListedInPrompt as ListedInPrompt
-from rayserve_moe.requests.token_evidence import PromptScores as PromptScores
-from rayserve_moe.requests.token_evidence import TopLogprobs as TopLogprobs
 
 ROW_START = "routed_experts_start_len"
 
@@ -117,6 +112,15 @@ class SamplingParams(SharedSampling):
         return bool(self.stop or self.stop_regex or self.repetition_detection)
 
 
+class ListedInPrompt(NamedTuple):
+    """Token ids whose log-probs are requested at positions of a prompt."""
+
+    start: int
+    """First position."""
+    ids: np.ndarray
+    """int32 [N, L], -1 for none."""
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len]."""
@@ -172,14 +176,6 @@ class GenerationRequest:
     """What the answer has to keep to."""
 
 
-class DraftCounts(NamedTuple):
-    """Drafts of one choice: how often some were verified, how many those were, and how many of them were right."""
-
-    chains: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
 @dataclass(frozen=True)
 class RoutedExperts:
     """Routing of one choice: rows for positions `start .. num_tokens - 2`, or what is known of them.
@@ -193,94 +189,6 @@ class RoutedExperts:
     missing: tuple[tuple[int, int], ...] = ()
     source: tuple[tuple[int, int, str], ...] = ()
     weight_version: tuple[tuple[int, int, str], ...] = ()
-
-
-@dataclass
-class ChoiceResult:
-    """What one choice has generated: since its last update, or, once updates are added up, from its start.
-
-    The text layer adds `text`, and cuts everything at the first stop string. `finish` and `prompt_scores` come with the
-    last update. So does `routing`, or, streamed, with every one: then it starts where that of the one before has ended.
-    `ranks` go with `logprobs` (see `PromptScores`), `top` too where it was asked for. `weight_versions` are pairs of a
-    position and the weights that outputs from there on were sampled under, up to the next pair, for all of the choice
-    so far, and so are `drafts`. `evidence` float32 [N, 1 + n] has of every output the entropy in nats, then the
-    log-probs of the n `logprob_token_ids`; None where no evidence is asked. `support` are the
-    ids that truncation left, where they are asked, and the log-prob of the output among them. `hidden`, and log-probs
-    float32 [N, L] of what is `listed_in_prompt`, come with the last update.
-    """
-
-    request_id: str = ""
-    choice_index: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: FinishReason | None = None
-    routing: RoutedExperts | None = None
-    num_cached_tokens: int = 0
-    top: TopLogprobs | None = None
-    prompt_scores: PromptScores | None = None
-    weight_versions: tuple[tuple[int, str], ...] = ()
-    ranks: list[int] = field(default_factory=list)
-    text: str = ""
-    evidence: np.ndarray | None = None
-    drafts: DraftCounts = field(default_factory=DraftCounts)
-    support: list[tuple[np.ndarray, float]] = field(default_factory=list)
-    hidden: HiddenStates | None = None
-    prompt_listed: np.ndarray | None = None
-
-    def add(self, update: ChoiceResult) -> None:
-        """Append the next update of this choice."""
-        self.text += update.text
-        self.token_ids += update.token_ids
-        self.logprobs += update.logprobs
-        self.ranks += update.ranks
-        self.support += update.support
-        self.finish = update.finish or self.finish
-        self.routing = joined_routing(self.routing, update.routing)
-        self.top = joined_top(self.top, update.top)
-        parts = [each for each in (self.evidence, update.evidence) if each is not None]
-        self.evidence = np.concatenate(parts) if parts else None
-        self.prompt_scores = update.prompt_scores or self.prompt_scores
-        self.hidden = update.hidden or self.hidden
-        self.prompt_listed = self.prompt_listed if update.prompt_listed is None else update.prompt_listed
-        self.weight_versions = update.weight_versions or self.weight_versions
-        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
-        self.drafts = max(self.drafts, update.drafts)
-
-
-def joined_routing(before: RoutedExperts | None, after: RoutedExperts | None) -> RoutedExperts | None:
-    """Join routing where `after` starts at the position that `before` ends at; None where there is neither.
-
-    A piece without rows may start anywhere: it is what is left of tokens beyond a stop string.
-    """
-    if before is None or after is None or len(after.rows) == 0:
-        return after if before is None else before
-    assert after.start == before.start + len(before.rows), "a piece of routing does not follow the one before"
-    return replace(
-        before,
-        rows=np.concatenate([before.rows, after.rows]),
-        missing=joined_ranges(before.missing + after.missing),
-        source=joined_ranges(before.source + after.source),
-        weight_version=joined_ranges(before.weight_version + after.weight_version),
-    )
-
-
-def joined_top(before: TopLogprobs | None, after: TopLogprobs | None) -> TopLogprobs | None:
-    """Concatenate the likeliest tokens of both; None where there is neither."""
-    if before is None or after is None:
-        return after if before is None else before
-    return TopLogprobs(
-        np.concatenate([before.token_ids, after.token_ids]), np.concatenate([before.logprobs, after.logprobs])
-    )
-
-
-def joined_ranges(ranges: tuple) -> tuple:
-    """Merge neighbouring ranges `(from, to, *label)`, in rising order, that have the same label."""
-    joined: list[tuple] = []
-    for first, last, *label in ranges:
-        if joined and joined[-1][1:] == (first, *label):
-            first = joined.pop()[0]
-        joined.append((first, last, *label))
-    return tuple(joined)
 
 
 class RequestError(ValueError):

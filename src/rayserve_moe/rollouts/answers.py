@@ -12,7 +12,8 @@ import numpy as np
 from rayserve_moe.replay.encoding import decode_rollout, routing_until
 from rayserve_moe.replay.encoding.description import described_layout
 from rayserve_moe.replay.encoding.rollout import routing_of_rollout
-from rayserve_moe.requests.records import RoutedExperts, RoutingLayout, joined_routing
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.results import joined_routing
 from rayserve_moe.rollouts.schema import Rollout
 
 

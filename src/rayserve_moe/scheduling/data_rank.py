@@ -155,11 +155,8 @@ class DataRank:
         assert all(sequence in self.running for sequence in self.prefilling), "a prompt is computed without a row"
 
     def _reusable_tokens(self, sequence: Sequence) -> np.ndarray:
-        """Known tokens but the last, which has to be computed to sample after it, and those that are scored
-        after or looked at."""
-        count, scoring = sequence.num_tokens - 1, sequence.scoring
-        if scoring is not None and not scoring.is_complete:
-            count = min(count, scoring.frontier)
-        if (inspection := sequence.inspection) is not None and not inspection.is_complete:
-            count = min(count, inspection.frontier)
+        """Return the known tokens but the last, which has to be computed to sample after it, and those to be probed."""
+        count, probe = sequence.num_tokens - 1, sequence.probe
+        if probe is not None and not probe.is_complete:
+            count = min(count, probe.frontier)
         return sequence.token_ids[:count]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from rayserve_moe.requests.columns import names_in
 from rayserve_moe.requests.records import SamplingParams
 from rayserve_moe.scheduling.chunk_demands import block_work_of
-from rayserve_moe.scheduling.inspected_tokens import Inspected, inspection_of
 from rayserve_moe.scheduling.rank_step import RankStep
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
@@ -26,6 +27,18 @@ from rayserve_moe.scheduling.step_plan import (
     RowSampling,
     StepPlan,
 )
+from rayserve_moe.scheduling.token_probe import NO_ID, ProbedTokens, TokenProbe, join_probes
+
+
+class Probed(NamedTuple):
+    """Tokens of a sequence that a step probes."""
+
+    sequence: Sequence
+    generation: int
+    """Of its row."""
+    position: int
+    """Of the first token."""
+    count: int
 
 
 @dataclass(frozen=True)
@@ -34,9 +47,8 @@ class Schedule:
 
     `sampling_rows` are the rows of the chunks that sample, `sampling_generations` the generations of those rows,
     `num_departures` how many sequences had left a row by then. `completed` are the sequences whose last known token is
-    computed by a longer chunk of this step, with their row's generation; `scored` those with prompt tokens to score,
-    each with the first position that is scored after and the number of scores, in the plan's order; `inspected` are the
-    tokens that are looked at.
+    computed by a longer chunk of this step, with their row's generation; `probed` are those with tokens to probe, in
+    the plan's order.
     """
 
     plan: StepPlan
@@ -44,8 +56,7 @@ class Schedule:
     sampling_generations: np.ndarray
     num_departures: int
     completed: tuple[tuple[Sequence, int], ...] = ()
-    scored: tuple[tuple[Sequence, int, int], ...] = ()
-    inspected: tuple[Inspected, ...] = ()
+    probed: tuple[Probed, ...] = ()
 
 
 def build_schedule(
@@ -58,13 +69,12 @@ def build_schedule(
         whole.extend(other)
     rows, samples = _joined(whole.rows, np.intp), _joined(whole.samples, np.bool_)
     sampling_rows = rows if np.count_nonzero(samples) == len(rows) else rows[samples]
-    work, scored = NO_BLOCK_WORK, ()
+    work = NO_BLOCK_WORK
     if whole.has_demands:
         work = block_work_of(list(zip(whole.demands, whole.rows, whole.token_ids, strict=True)))
-        scored = tuple(_scored(whole, table))
     wants_routing = captures_all or (table.num_wanting_routing > 0 and bool(table.wants_routing[rows].any()))
     starts, lengths = _joined(whole.starts, np.intp), _joined(whole.lengths, np.intp)
-    inspection, inspected = inspection_of(table, rows, starts=starts, lengths=lengths)
+    probe, probed = _probe(table, rows, starts=starts, lengths=lengths) if table.num_probed else (None, ())
     plan = StepPlan(
         step_id=step_id,
         chunk_rows=rows,
@@ -77,16 +87,15 @@ def build_schedule(
         wants_routing=wants_routing and len(rows) > 0,
         adjustments=adjustments_of(whole.new_sequences),
         block_work=work,
-        wants_top=table.num_wanting_top > 0 and bool(table.num_top[sampling_rows].any()),
-        wants_score_top=any(sequence.num_top for sequence, _, _ in scored),
+        columns=_columns(table, sampling_rows) if table.num_wanting_columns else (),
         most_drafts=most_drafts,
         num_forks=whole.num_forks,
         ancestors=_ancestors(whole),
         holds_samples=table.num_held > 0 and bool(table.are_held[sampling_rows].any()),
-        inspection=inspection,
+        probe=probe,
     )
     generations = table.generations[sampling_rows]
-    return Schedule(plan, sampling_rows, generations, table.num_departures, tuple(whole.completed), scored, inspected)
+    return Schedule(plan, sampling_rows, generations, table.num_departures, tuple(whole.completed), probed)
 
 
 def _ancestors(step: RankStep) -> np.ndarray | None:
@@ -111,12 +120,40 @@ def _pages(changes: list[PageTableChanges]) -> PageTableChanges:
     )
 
 
-def _scored(step: RankStep, table: RowTable) -> Iterator[tuple[Sequence, int, int]]:
-    for demand, rows in zip(step.demands, step.rows, strict=True):
-        if demand is not None and len(demand.targets):
-            sequence = table.sequences[rows[0]]
-            assert sequence is not None, "a chunk belongs to a sequence"
-            yield sequence, demand.scored_from, len(demand.targets)
+def _columns(table: RowTable, rows: np.ndarray) -> tuple[str, ...]:
+    """Return the columns that every step computes and that the samples of `rows` want."""
+    return names_in(int(np.bitwise_or.reduce(table.wanted_columns[rows], initial=0)), source="step")
+
+
+def _probe(
+    table: RowTable, rows: np.ndarray, *, starts: np.ndarray, lengths: np.ndarray
+) -> tuple[TokenProbe | None, tuple[Probed, ...]]:
+    """Return the probe of a plan with these chunks, and the sequences that it is for."""
+    firsts, parts, probed = np.cumsum(lengths) - lengths, [], []
+    columns: dict[str, None] = {}
+    num_top = 0
+    for chunk in np.flatnonzero(table.are_probed[rows]).tolist():
+        sequence, start = table.sequences[rows[chunk]], int(starts[chunk])
+        assert sequence is not None and sequence.probe is not None, "a chunk belongs to a sequence"
+        for tokens in _pending(sequence, start, start + int(lengths[chunk])):
+            parts.append((int(firsts[chunk]) - start + tokens.position, tokens))
+            generation = int(table.generations[rows[chunk]])
+            probed.append(Probed(sequence, generation, tokens.position, len(tokens.targets)))
+            columns |= dict.fromkeys(sequence.probe.columns)
+            num_top = max(num_top, sequence.request.num_top_logprobs)
+    if not parts:
+        return None, ()
+    return join_probes(parts, columns=tuple(columns), num_top=num_top), tuple(probed)
+
+
+def _pending(sequence: Sequence, start: int, stop: int) -> Iterator[ProbedTokens]:
+    """Yield the tokens at positions `[start, stop)` to be probed: of the prompt, then the states of outputs."""
+    assert sequence.probe is not None, "the sequence is probed"
+    if (of_prompt := sequence.probe.pending(start, min(stop, sequence.num_prompt_tokens))) is not None:
+        yield of_prompt
+    first = max(start, sequence.num_prompt_tokens + len(sequence.output_states))
+    if sequence.probe.wants_hidden and first < stop:
+        yield ProbedTokens(first, np.full(stop - first, NO_ID, np.int32), np.zeros((stop - first, 0), np.int32))
 
 
 NO_IDS = np.zeros(0, np.int32)
@@ -173,7 +210,7 @@ _INTEGERS = RowIntegers(
     seed=lambda sequence: sequence.seed,
     choice=lambda sequence: sequence.request.sampling.first_choice + sequence.choice_index,
     adjusts=lambda sequence: _adjusts(sequence.request.sampling),
-    num_top=lambda sequence: sequence.num_top,
+    num_top=lambda sequence: sequence.request.num_top_logprobs,
     first_end=_first_end,
 )
 """Where a sequence has the values of the columns."""

@@ -27,9 +27,9 @@ class RowTable:
 
     `generations` counts the owners of a row: what was started for one owner must not be used for the next.
     `capacities` are the tokens that the pages of a row hold. `num_departures` counts how often any row was left,
-    `num_with_stop_ids`, `num_wanting_routing` and `num_wanting_top` the rows in use whose sequence has or wants that.
-    `num_top` are the likeliest tokens returned with each sample. Samples of `num_held` rows `are_held`, tokens of
-    `num_inspected` rows may be looked at.
+    `num_with_stop_ids`, `num_wanting_routing` and `num_wanting_columns` the rows in use whose sequence has or wants
+    that. `wanted_columns` has bit i of a row set if its sequence wants column i of `OUTPUT_COLUMNS`. Samples of
+    `num_held` rows `are_held`, tokens of `num_probed` rows may be probed.
     `singles` and `all_true` are constants: lengths and token ids of chunks that go on from the token sampled last.
     """
 
@@ -49,16 +49,16 @@ class RowTable:
         self.accepted_at = np.zeros(num_rows)
         self.token_at = np.full(num_rows, np.nan)
         self.wants_routing = np.zeros(num_rows, np.bool_)
-        self.num_top = np.zeros(num_rows, np.int64)
+        self.wanted_columns = np.zeros(num_rows, np.int64)
         self.are_held = np.zeros(num_rows, np.bool_)
         self.num_held = 0
-        self.are_inspected = np.zeros(num_rows, np.bool_)
-        self.num_inspected = 0
+        self.are_probed = np.zeros(num_rows, np.bool_)
+        self.num_probed = 0
         self.stop_ids = np.full((num_rows, 1), NO_TOKEN, np.int32)
         self.num_departures = 0
         self.num_with_stop_ids = 0
         self.num_wanting_routing = 0
-        self.num_wanting_top = 0
+        self.num_wanting_columns = 0
         self.singles = np.stack([np.ones(num_rows, np.int32), np.full(num_rows, LAST_SAMPLED, np.int32)])
         self.all_true = np.ones(num_rows, np.bool_)
         self._counters = np.zeros((NUM_COUNTERS, num_rows), np.int64)
@@ -81,12 +81,12 @@ class RowTable:
         self.wants_routing[row] = sequence.request.return_routed_experts
         self.num_with_stop_ids += bool(sequence.stop_token_ids)
         self.num_wanting_routing += sequence.request.return_routed_experts
-        self.num_top[row] = sequence.num_top
-        self.num_wanting_top += sequence.num_top > 0
+        self.wanted_columns[row] = sequence.columns.bits
+        self.num_wanting_columns += sequence.columns.bits > 0
         self.are_held[row] = sequence.is_held
         self.num_held += sequence.is_held
-        self.are_inspected[row] = sequence.inspection is not None
-        self.num_inspected += sequence.inspection is not None
+        self.are_probed[row] = sequence.is_probed
+        self.num_probed += sequence.is_probed
         self.capacities[row] = sequence.counters[NUM_PAGES] * self.page_size
         self.is_incremental[row] = sequence.request.incremental
         self.published_at[row] = -np.inf
@@ -105,9 +105,14 @@ class RowTable:
         self.num_departures += 1
         self.num_with_stop_ids -= bool(sequence.stop_token_ids)
         self.num_wanting_routing -= sequence.request.return_routed_experts
-        self.num_wanting_top -= sequence.num_top > 0
+        self.num_wanting_columns -= sequence.columns.bits > 0
         self.num_held -= sequence.is_held
-        self.num_inspected -= sequence.inspection is not None
+        self.num_probed -= bool(self.are_probed[row])
+
+    def end_probe(self, row: int) -> None:
+        """Record that nothing is left to be probed of the sequence in a row."""
+        self.num_probed -= bool(self.are_probed[row])
+        self.are_probed[row] = False
 
     def add_pages(self, rows: np.ndarray, page_ids: np.ndarray, *, generations: np.ndarray) -> np.ndarray:
         """Append one page to each of `rows` (all different); returns the index it took in each."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.processor_arguments import NUM_RECENT
-from rayserve_moe.requests.records import FinishReason
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence

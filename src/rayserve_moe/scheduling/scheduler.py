@@ -11,17 +11,16 @@ import numpy as np
 
 from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
 from rayserve_moe.requests.records import GenerationRequest
-from rayserve_moe.scheduling.chunk_demands import PromptScoring
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.forks import cache_with_forks, fork_followers, release_followers
-from rayserve_moe.scheduling.inspection import inspection_for
 from rayserve_moe.scheduling.page_events import PageEvents, WeightsNamed
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits, next_to_admit, queue_by_priority
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, note_weights
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
-from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_evidence, commit_tokens
+from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_probe, commit_tokens
+from rayserve_moe.scheduling.token_probe import probe_for
 from rayserve_moe.scheduling.verify_rows import Draft, add_decoding
 
 
@@ -94,14 +93,11 @@ class Scheduler:
         leader, *followers = choices
         leader.followers = followers
         request = leader.request
-        scoring = None
-        inspection = inspection_for(request)
-        if request.score_prompt_from is not None:
-            scoring = PromptScoring(request, num_top=leader.num_top, weight_version=self.weight_version)
+        probe = probe_for(request, self.weight_version)
         for sequence in choices:
             sequence.choices = choices
             sequence.namespace = self._namespace(request)
-            sequence.scoring, sequence.inspection = scoring, inspection
+            sequence.probe = probe
             note_weights(sequence, self.weight_version)
         queue_by_priority(self.waiting, leader)
 
@@ -121,8 +117,9 @@ class Scheduler:
             while self._admit_next(steps):
                 pass
         most = 0 if draft is None else add_decoding(steps, draft, limits=limits)
-        how = {"captures_all": captures_all, "most_drafts": most}
-        schedule = build_schedule(self._next_step_id, steps, table=self.table, **how)
+        schedule = build_schedule(
+            self._next_step_id, steps, table=self.table, captures_all=captures_all, most_drafts=most
+        )
         self._next_step_id += 1
         for sequence, _ in schedule.completed:
             self.ranks[sequence.data_rank].start_decoding(sequence)
@@ -136,8 +133,8 @@ class Scheduler:
     def commit(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None = None) -> Commit:
         """Append what a step sampled, where it counts, and of sequences that are still in their row."""
         rows, endings = commit_tokens(self.table, schedule, result=result, counts=counts)
-        if schedule.scored or schedule.inspected:
-            ended, failed_rows = {row for row, _ in endings}, commit_evidence(self.table, schedule, result=result)
+        if schedule.probed:
+            ended, failed_rows = {row for row, _ in endings}, commit_probe(self.table, schedule, result=result)
             endings += [(row, NOT_FINITE) for row in dict.fromkeys(failed_rows) if row not in ended]
         failed = [row for row, reason in endings if reason.kind == "error"]
         for sequence, generation in schedule.completed:
@@ -267,9 +264,8 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
         note_weights(sequence, weight_version)
         if sequence.num_outputs and sequence.request.return_routed_experts:
             sequence.num_cacheable = sequence.num_prompt_tokens
-        for found in (sequence.scoring, sequence.inspection):
-            if found is not None:
-                found.change_weights(weight_version)
+        if sequence.probe is not None:
+            sequence.probe.change_weights(weight_version)
 
 
 def rename_weights(scheduler: Scheduler, weight_version: str) -> None:

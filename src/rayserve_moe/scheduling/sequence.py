@@ -9,20 +9,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rayserve_moe.requests.fields import MAX_LISTED_IDS
-from rayserve_moe.requests.records import (
-    ChoiceResult,
-    DraftCounts,
-    FinishReason,
-    GenerationRequest,
-    HiddenStates,
-    RoutedExperts,
-    TopLogprobs,
-)
-from rayserve_moe.requests.token_evidence import WANTS_SUPPORT
+from rayserve_moe.requests.columns import ColumnLog, PromptColumns, evidence_row, output_widths
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
+from rayserve_moe.requests.results import ChoiceResult, DraftCounts
 from rayserve_moe.scheduling.cached_prefix import CachedPrefix
-from rayserve_moe.scheduling.chunk_demands import ChunkDemand, PromptScoring, demand_of
-from rayserve_moe.scheduling.inspection import PromptInspection
+from rayserve_moe.scheduling.chunk_demands import ChunkDemand, demand_of
+from rayserve_moe.scheduling.token_probe import PromptProbe
 
 NO_ROW = -1
 NUM_TOKENS, NUM_COMPUTED, NUM_PAGES, TARGET, LIMIT = range(5)
@@ -63,14 +56,13 @@ class Sequence:
     """Tokens, pages and row of one choice.
 
     What it samples is what its `guide` allows; `processed` int32 [X] is what its request gives to logit
-    processors (`processed_row`); `asked` int32 [F] is the evidence that its request wants of samples, a
-    row of `decoding.evidence`, and `evidence_of_outputs` what was found at each output. It ends at `stop_token_ids`;
+    processors (`processed_row`); `asked` int32 [F] is the evidence that its request wants of samples
+    (`evidence_row`). `columns` are what its request wants of outputs. It ends at `stop_token_ids`;
     its first `min_new_tokens` tokens are none of `withheld_ids`. `choices` are those of its request, itself among them;
     `followers` wait for its prompt. Its client knows the first `num_published` tokens. `num_to_recompute` positions
     were computed before it was preempted. `origins` are ranges `(from, to, "cached" or "recomputed")` of positions that
-    it found cached, or computed once more; later ones outrank. `top_of_outputs` are the likeliest tokens at each
-    output, `scoring` what is found of its prompt's scores, `inspection` of its tokens, and `hidden_of_outputs` are the
-    states at its outputs, `support_of_outputs` what truncation left them; its client has, or does not want, the first
+    it found cached, or computed once more; later ones outrank. `probe` has what was found at its prompt, and
+    `output_states` are the hidden states at its outputs; its client has, or does not want, the first
     `num_published_rows` routing rows. `kept_rows` are those that outlive a preemption, `num_cacheable` the tokens whose
     rows and keys come from the same weights, and may be found by others. `weight_versions` are those of its outputs, as
     in `ChoiceResult`. It came, first got a row, and got its last token, at `accepted_at`, `started_at` and, out of a
@@ -107,8 +99,7 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.choices: list[Sequence] = [self]
         self.followers: list[Sequence] = []
-        self.num_top = request.num_top_logprobs
-        self.asked = asked_of(request)
+        self.asked = evidence_row(request)
         self.namespace: Hashable = request.cache_salt
         self.prefix: CachedPrefix | None = None
         self.num_flushes = self.num_passed_over = 0
@@ -122,12 +113,9 @@ class Sequence:
         self.num_cacheable = limit
         self.num_published_rows = request.routed_experts_start
         self.final_routing: RoutedExperts | None = None
-        self.top_of_outputs: list[tuple[np.ndarray, np.ndarray]] = []
-        self.evidence_of_outputs: list[np.ndarray] = []
-        self.hidden_of_outputs: list[np.ndarray] = []
-        self.support_of_outputs: list[tuple[np.ndarray, float]] = []
-        self.scoring: PromptScoring | None = None
-        self.inspection: PromptInspection | None = None
+        self.columns = ColumnLog(output_widths(request))
+        self.probe: PromptProbe | None = None
+        self.output_states: list[np.ndarray] = []
         self.drafts = DraftCounts()
         self.counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)
         self.token_ids = np.asarray(request.prompt_ids, np.int32)
@@ -140,6 +128,11 @@ class Sequence:
     def is_held(self) -> bool:
         """Whether its samples are drawn by a program of their own."""
         return not (self.guide is None and self.asked is None and self.processed is None)
+
+    @property
+    def is_probed(self) -> bool:
+        """Return True if tokens that it computes may still have to be probed."""
+        return self.probe is not None and (self.probe.wants_hidden or not self.probe.is_complete)
 
     @property
     def takes_drafts(self) -> bool:
@@ -195,58 +188,19 @@ def note_weights(sequence: Sequence, weight_version: str) -> None:
     sequence.weight_versions = before
 
 
-def top_of(sequence: Sequence, start: int, *, stop: int) -> TopLogprobs | None:
-    """The likeliest tokens where those at positions `[start, stop)` were sampled; None where they are not wanted."""
-    if not (count := sequence.num_top):
+def prompt_columns(sequence: Sequence) -> PromptColumns | None:
+    """Return what was found at the tokens that the request of a sequence has probed; None if it wants nothing."""
+    if sequence.probe is None:
         return None
-    entries = sequence.top_of_outputs[start - sequence.num_prompt_tokens : stop - sequence.num_prompt_tokens]
-    ids, logprobs = ([entry[i] for entry in entries] for i in (0, 1))
-    return TopLogprobs(
-        np.asarray(ids, np.int32).reshape(-1, count), np.asarray(logprobs, np.float32).reshape(-1, count)
-    )
-
-
-def asked_of(request: GenerationRequest) -> np.ndarray | None:
-    """What a request asks of its samples, padded with -1; None where that is nothing."""
-    ids = request.logprob_token_ids
-    if not (ids or request.return_entropy or request.raw_logprobs or request.return_sampling_mask):
-        return None
-    asked = np.full(1 + MAX_LISTED_IDS, -1, np.int32)
-    asked[: 1 + len(ids)] = (request.raw_logprobs + WANTS_SUPPORT * request.return_sampling_mask, *ids)
-    return asked
-
-
-def evidence_of(sequence: Sequence, start: int, *, stop: int) -> np.ndarray | None:
-    """Evidence of the outputs at positions `[start, stop)`, as in `ChoiceResult`; None where it is not wanted."""
-    if sequence.asked is None:
-        return None
-    first = sequence.num_prompt_tokens
-    rows = sequence.evidence_of_outputs[start - first : stop - first]
-    return np.asarray(rows, np.float32).reshape(-1, 1 + len(sequence.request.logprob_token_ids))
-
-
-def support_of(sequence: Sequence, start: int, *, stop: int) -> list[tuple[np.ndarray, float]]:
-    """The support of the outputs at positions `[start, stop)`: ids, and the log-prob of the output among them."""
-    first = sequence.num_prompt_tokens
-    return sequence.support_of_outputs[start - first : stop - first]
-
-
-def hidden_of(sequence: Sequence) -> HiddenStates | None:
-    """The hidden states that were found at the tokens of a sequence; None where none are, or none are wanted."""
-    if sequence.inspection is None or not len(states := sequence.inspection.states()):
-        return None
-    if not sequence.request.return_hidden_states:
-        return None
-    outputs = sequence.hidden_of_outputs
-    return HiddenStates(states, np.stack(outputs) if outputs else np.zeros((0, states.shape[1]), np.float32))
+    return sequence.probe.result(np.stack(sequence.output_states) if sequence.output_states else None)
 
 
 def chunk_demand(sequence: Sequence, start: int, *, stop: int) -> ChunkDemand | None:
-    """What a sequence asks of a chunk over positions `[start, stop)` besides computing it."""
+    """Return the extra work of a sequence's chunk over positions `[start, stop)`, or None."""
     forced = sequence.request.forced_routing
-    if sequence.scoring is None and forced is None:
+    if sequence.probe is None and forced is None:
         return None
-    return demand_of(start, stop, scoring=sequence.scoring, forced=forced)
+    return demand_of(start, stop, probe=sequence.probe, forced=forced)
 
 
 def restore(choices: Iterable[Sequence], committed: Iterable[ChoiceResult]) -> None:
@@ -270,10 +224,6 @@ def _restore(sequence: Sequence, committed: ChoiceResult) -> None:
     sequence.num_cached, sequence.drafts = committed.num_cached_tokens, committed.drafts
     sequence.weight_versions = committed.weight_versions
     sequence.token_at = time.monotonic()
-    if committed.top is not None:
-        sequence.top_of_outputs = list(zip(committed.top.token_ids, committed.top.logprobs, strict=True))
-    if committed.evidence is not None:
-        sequence.evidence_of_outputs = list(committed.evidence)
-    sequence.support_of_outputs = list(committed.support)
+    sequence.columns.extend(committed.columns)
     if (routing := committed.routing) is not None:
         sequence.num_published_rows = routing.start + len(routing.rows)

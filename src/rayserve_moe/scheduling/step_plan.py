@@ -32,10 +32,9 @@ import numpy as np
 from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.config.derive import PageGroup
+from rayserve_moe.requests.columns import Columns
 from rayserve_moe.requests.fields import MAX_LISTED_IDS
-from rayserve_moe.requests.records import TopLogprobs
-from rayserve_moe.requests.token_evidence import SampleSupport
-from rayserve_moe.scheduling.inspection import TokenInspection
+from rayserve_moe.scheduling.token_probe import TokenProbe
 
 LAST_SAMPLED = -1
 DRAFTED = AWAITED = -2
@@ -128,17 +127,13 @@ class RowAdjustment:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """What is asked of tokens besides computing them; their `chunks` take blocks however short they are.
-
-    Tokens are named by their place in the plan. After each of `score_tokens` the known token `score_targets` (int32)
-    is scored. `forced_tokens` take `forced_rows` [N, MoE layers, k] for what the router would select.
-    """
+    """Chunks that take prefill blocks however short they are, and forced routing of some of their tokens."""
 
     chunks: np.ndarray = field(default_factory=lambda: _empty(np.intp))
-    score_tokens: np.ndarray = field(default_factory=lambda: _empty(np.intp))
-    score_targets: np.ndarray = field(default_factory=lambda: _empty(np.int32))
     forced_tokens: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    """Indices of tokens in the plan."""
     forced_rows: np.ndarray | None = None
+    """Experts of each of the tokens in place of the router's choice, [N, MoE layers, k]."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +158,14 @@ NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK = PageTableChanges(), RowSampling(),
 class StepPlan:
     """One step for all hosts. `wants_routing` says that some row of this step will be asked for.
 
-    `wants_top` and `wants_score_top`: so will the likeliest tokens of some sample, or of some scored token. A piece of
+    `columns` are the names of the columns that some sample wants. A piece of
     a `migration` runs ahead of the step, on every host of the group. It and `wants_expert_counts` are for steps with
     chunks, of a server that may move experts. `takes_staged_weights` is for a plan without chunks that follows another
     such: every host puts the weights that it has staged in the place of those it serves. A plan that `holds_samples`
     does not sample: the plan after it has the `masks` for that, which take the tokens before to be filled.
     With `wants_drafts` a draft model says what may follow the samples; `next_ids` int32 [chunks] are tokens behind
-    chunks that are known, -1: none, if it wants them. `num_forks` chunks have no tokens. `inspection` is for servers
-    that show hidden states.
+    chunks that are known, -1: none, if it wants them. `num_forks` chunks have no tokens. Tokens of `probe` are probed
+    after the step.
     """
 
     step_id: int
@@ -184,8 +179,7 @@ class StepPlan:
     wants_routing: bool = False
     adjustments: tuple[RowAdjustment, ...] = ()
     block_work: BlockWork = NO_BLOCK_WORK
-    wants_top: bool = False
-    wants_score_top: bool = False
+    columns: tuple[str, ...] = ()
     migration: MigrationPiece | None = None
     wants_expert_counts: bool = False
     takes_staged_weights: bool = False
@@ -194,7 +188,7 @@ class StepPlan:
     masks: SampleMasks | None = None
     wants_drafts: bool = False
     next_ids: np.ndarray | None = None
-    inspection: TokenInspection | None = None
+    probe: TokenProbe | None = None
     num_forks: int = 0
     ancestors: np.ndarray | None = None
 
@@ -219,54 +213,40 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class TokenScores:
-    """Log-probs float32 [N] and ranks int32 [N] of a plan's `score_targets`, and the likeliest tokens, if wanted."""
-
-    logprobs: np.ndarray
-    ranks: np.ndarray
-    top: TopLogprobs | None = None
-
-
-@dataclass(frozen=True)
 class StepResult:
-    """What a step sampled, one entry per sampling chunk of its plan, in the order of the plan.
-
-    `token_ids` int32, `logprobs` float32, `ranks` int32: 0 where logits were not finite. `routing` [num_tokens, MoE
-    layers, k] holds the rows of all its tokens, in the order of the plan, where some were wanted, `top` the likeliest
-    tokens of its samples, `scores` what was scored. The host of rank 0 spent `pack_s` and `device_s` on the step.
-    `expert_counts` int32 [MoE layers, experts] are tokens since the start, this step's too, where they were wanted.
-    They wrap around: take differences. `evidence` float32 [samples, F] is there where some was asked: entropy, then
-    log-probs of listed ids. `tally` int64 [4] is set where slots have a capacity: how many assignments its
-    tokens wanted over all layers, got of their own best, got at all, and how many lay on the rank that got most.
-    `failed_fetch` is set in every result until another migration begins. `drafts` int32 [rows, most drafts] are those
-    of a draft model, where they were wanted, of every row that has sampled, in the order of the plan; waiting for them
-    beyond the step took `draft_s`. `support` is that of samples
-    of which it was asked. Of tokens that were looked at, in the order of the plan, `hidden` float32 [P, D] are
-    the states and `listed` float32 [P, L] the log-probs.
-    """
+    """What a step sampled, one entry per sampling chunk of its plan, in the order of the plan."""
 
     step_id: int
     token_ids: np.ndarray
+    """int32."""
     logprobs: np.ndarray
+    """float32."""
     ranks: np.ndarray
+    """int32; 0 for logits that were not finite."""
     routing: np.ndarray | None = None
+    """Rows of all tokens of the plan, [tokens, MoE layers, k], if some were wanted."""
     pack_s: float = 0.0
     device_s: float = 0.0
-    top: TopLogprobs | None = None
-    scores: TokenScores | None = None
+    """Seconds that the host of rank 0 spent on the step."""
+    columns: Columns = field(default_factory=dict)
+    """What else was wanted of the samples, by name of `OUTPUT_COLUMNS`; as wide as the widest request."""
+    probed: Columns = field(default_factory=dict)
+    """What was found at the tokens of the plan's `probe`, by name of `PROBED_COLUMNS`, and `IS_FINITE`."""
     expert_counts: np.ndarray | None = None
+    """Tokens since the start, this step's too, int32 [MoE layers, experts], if wanted. They wrap around."""
     tally: np.ndarray | None = None
+    """Set if slots have a capacity, int64 [4]: assignments over all layers that were wanted, that got their own best
+    expert, that got any, and those of the rank that got most."""
     failed_fetch: FailedFetch | None = None
+    """Set in every result until another migration begins."""
     drafts: np.ndarray | None = None
+    """Drafts of a draft model for every row that has sampled, int32 [rows, max drafts], if wanted."""
     draft_s: float = 0.0
-    evidence: np.ndarray | None = None
-    support: SampleSupport | None = None
-    hidden: np.ndarray | None = None
-    listed: np.ndarray | None = None
+    """Seconds of waiting for the drafts beyond the step."""
 
     @property
     def finite(self) -> np.ndarray:
-        """Whether the logits were finite, bool."""
+        """Return for each sample whether its logits were finite, bool."""
         return self.ranks > 0
 
 

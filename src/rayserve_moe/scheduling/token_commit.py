@@ -1,4 +1,4 @@
-"""Writes the results of a step into the row table, for all rows at once, and into prompt scores."""
+"""Writes the results of a step into the row table, for all rows at once, and into columns of sequences."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from rayserve_moe.requests.columns import Columns, Ragged, as_array, take
 from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
-from rayserve_moe.requests.records import TopLogprobs
-from rayserve_moe.requests.token_evidence import SampleSupport
-from rayserve_moe.scheduling.inspected_tokens import commit_inspections
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW
 from rayserve_moe.scheduling.step_plan import StepResult
+from rayserve_moe.scheduling.token_probe import IS_FINITE, runs_of
 
 NOT_FINITE = FinishReason("error", message="the model produced logits that are not finite")
 
 
-MOST_SUPPORT = 4096
-"""Tokens that truncation may leave to a sample whose support is returned."""
-_WIDE = f"truncation left more than {MOST_SUPPORT} tokens to a sample: lower top_k, or top_p"
+MAX_MASK_IDS = 4096
+"""Tokens that truncation may leave to a sample whose sampling mask is returned."""
+_WIDE = f"truncation left more than {MAX_MASK_IDS} tokens to a sample: lower top_k, or top_p"
 TOO_WIDE = FinishReason("error", message=_WIDE, source="return_sampling_mask")
 
 
@@ -34,7 +33,7 @@ def commit_tokens(
     were not finite gets no token, and ends.
     """
     rows, ids, logprobs = schedule.sampling_rows, result.token_ids, result.logprobs
-    ranks, top, evidence = result.ranks, result.top, result.evidence
+    ranks, columns = result.ranks, result.columns
     endings: list[tuple[int, FinishReason]] = []
     kept = np.ones(len(rows), np.bool_)
     all_finite = np.count_nonzero(ranks) == len(rows)
@@ -45,8 +44,7 @@ def commit_tokens(
         endings = [(int(row), NOT_FINITE) for row in rows[kept & ~result.finite]]
         kept &= result.finite
         rows, ids, logprobs, ranks = rows[kept], ids[kept], logprobs[kept], ranks[kept]
-        top = top and TopLogprobs(top.token_ids[kept], top.logprobs[kept])
-        evidence = None if evidence is None else evidence[kept]
+        columns = take(columns, kept)
     places = table.num_tokens[rows]
     if counts is not None:
         places = places + _places_in_runs(rows)
@@ -57,12 +55,8 @@ def commit_tokens(
     table.num_tokens[rows] = places
     if counts is not None:
         _drop_rejected(table, schedule)
-    if top is not None:
-        _note_top(table, rows, top)
-    if evidence is not None:
-        _note_evidence(table, rows, evidence)
-    if result.support is not None:
-        endings += _note_support(table, rows, support=_of_kept(result.support, kept))
+    if columns:
+        endings += _append_columns(table, rows, columns)
     over = places >= table.limits[rows]
     if table.num_with_stop_ids:
         over |= (table.stop_ids[rows] == ids[:, None]).any(axis=1)
@@ -89,56 +83,30 @@ def _drop_rejected(table: RowTable, schedule: Schedule) -> None:
     table.num_computed[drafted] = table.num_tokens[drafted] - 1
 
 
-def _note_top(table: RowTable, rows: np.ndarray, top: TopLogprobs) -> None:
-    """Append the likeliest tokens of each sample to the sequences that want them."""
-    counts = table.num_top[rows]
-    for i in np.flatnonzero(counts).tolist():
-        sequence, count = table.sequences[rows[i]], counts[i]
-        assert sequence is not None, "a sample belongs to a sequence"
-        sequence.top_of_outputs.append((top.token_ids[i, :count], top.logprobs[i, :count]))
-
-
-def _note_evidence(table: RowTable, rows: np.ndarray, evidence: np.ndarray) -> None:
-    """Append the evidence of each sample to the sequences that ask for it."""
-    for i in np.flatnonzero(table.are_held[rows]).tolist():
+def _append_columns(table: RowTable, rows: np.ndarray, columns: Columns) -> Iterator[tuple[int, FinishReason]]:
+    """Append the entries of each sample to the columns of its sequence; yield the rows whose mask is too wide."""
+    entries = {name: values.entries() if isinstance(values, Ragged) else values for name, values in columns.items()}
+    for i in np.flatnonzero(table.wanted_columns[rows]).tolist():
         sequence = table.sequences[rows[i]]
         assert sequence is not None, "a sample belongs to a sequence"
-        if sequence.asked is not None:
-            sequence.evidence_of_outputs.append(evidence[i, : 1 + len(sequence.request.logprob_token_ids)])
+        sequence.columns.append(entries, i)
+        if sequence.request.return_sampling_mask and len(entries["mask_ids"][i]) > MAX_MASK_IDS:
+            yield int(rows[i]), TOO_WIDE
 
 
-def _of_kept(support: SampleSupport, kept: np.ndarray) -> list[tuple[np.ndarray, float]]:
-    each = zip(np.split(support.token_ids, np.cumsum(support.counts)[:-1]), support.logprobs.tolist(), strict=True)
-    return [one for one, is_kept in zip(each, kept.tolist(), strict=True) if is_kept]
-
-
-def _note_support(
-    table: RowTable, rows: np.ndarray, *, support: list[tuple[np.ndarray, float]]
-) -> Iterator[tuple[int, FinishReason]]:
-    """Append the support of each sample to the sequences that ask for it; yields those for which it is too much."""
-    for row, one in zip(rows.tolist(), support, strict=True):
-        sequence = table.sequences[row]
-        if sequence is not None and sequence.request.return_sampling_mask:
-            sequence.support_of_outputs.append(one)
-            if len(one[0]) > MOST_SUPPORT:
-                yield row, TOO_WIDE
-
-
-def commit_evidence(table: RowTable, schedule: Schedule, *, result: StepResult) -> Iterator[int]:
-    """Store what a step has found of tokens besides samples; yields the rows of sequences where that is not finite."""
-    yield from _commit_scores(schedule, result)
-    yield from commit_inspections(table, schedule.inspected, result=result)
-
-
-def _commit_scores(schedule: Schedule, result: StepResult) -> Iterator[int]:
-    first = 0
-    for sequence, position, count in schedule.scored:
-        assert result.scores is not None and sequence.scoring is not None, "scores were asked for"
-        part, first = slice(first, first + count), first + count
-        logprobs, ranks, top = result.scores.logprobs[part], result.scores.ranks[part], result.scores.top
-        if np.isfinite(logprobs).all():
-            wanted = top and TopLogprobs(top.token_ids[part], top.logprobs[part])
-            wanted = wanted if sequence.scoring.wants_top else None
-            sequence.scoring.take(position, logprobs, ranks=ranks, top=wanted)
-        elif sequence.row != NO_ROW:
-            yield sequence.row
+def commit_probe(table: RowTable, schedule: Schedule, *, result: StepResult) -> Iterator[int]:
+    """Store what a step found at probed tokens; yield the rows of sequences for which that is not finite."""
+    runs = runs_of([probed.count for probed in schedule.probed])
+    for (sequence, generation, position, _), run in zip(schedule.probed, runs, strict=True):
+        assert sequence.probe is not None, "the sequence is probed"
+        found = take(result.probed, run)
+        is_own = sequence.row != NO_ROW and table.generations[sequence.row] == generation
+        if not as_array(found[IS_FINITE]).all():
+            if sequence.row != NO_ROW and (is_own or position < sequence.num_prompt_tokens):
+                yield sequence.row
+        elif position < sequence.num_prompt_tokens:
+            sequence.probe.take(position, found)
+            if is_own and not sequence.is_probed:
+                table.end_probe(sequence.row)
+        elif is_own:
+            sequence.output_states += list(as_array(found["hidden"]))

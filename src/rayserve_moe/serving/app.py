@@ -37,7 +37,7 @@ from rayserve_moe.fleet.serve_router import LOAD_ROUTER, unknown_ray, with_prefi
 from rayserve_moe.fleet.shared_key import shared_key
 from rayserve_moe.fleet.wanted_state import STATE_NAME, WantedStateActor
 from rayserve_moe.observability.logs import use_logging
-from rayserve_moe.requests.records import FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.fleet import Fleet, OffersOfOthers
 from rayserve_moe.serving.http import create_api

@@ -21,7 +21,9 @@ from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.fleet.journal_client import TAKEN_OVER, JournalClient, JournalDownError
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
 from rayserve_moe.fleet.journal_tickets import Found, Ticket
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, GenerationRequest, ModelCard
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, ModelCard
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.kept_paths import KEPT_PATHS
 from rayserve_moe.serving.start.haproxy_config import UNNAMED

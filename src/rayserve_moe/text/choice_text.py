@@ -7,8 +7,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
+from rayserve_moe.requests.columns import take
 from rayserve_moe.requests.fields import Repetition
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, RoutedExperts, SamplingParams, TopLogprobs
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import RoutedExperts, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.text.repetitions import RepetitionDetector
 from rayserve_moe.text.special_stops import SpecialStops
 from rayserve_moe.text.stop_patterns import PatternScanner
@@ -184,12 +187,9 @@ class ChoiceText:
 
     def _cut(self, update: ChoiceResult, num_kept: int) -> None:
         """Drop what was generated after the stop string, and name it as the reason; an error stays an error."""
-        for values in (update.token_ids, update.logprobs, update.ranks, update.support):
+        for values in (update.token_ids, update.logprobs, update.ranks):
             del values[num_kept:]
-        if update.top is not None:
-            update.top = TopLogprobs(update.top.token_ids[:num_kept], update.top.logprobs[:num_kept])
-        if update.evidence is not None:
-            update.evidence = update.evidence[:num_kept]
+        update.columns = take(update.columns, slice(0, num_kept))
         if update.routing is not None:
             update.routing = _until(update.routing, self._num_prompt_tokens + self._num_kept - 1)
         if update.finish is not None and update.finish.kind != "error":

@@ -120,8 +120,8 @@ def test_forced_routing_reproduces_a_run_and_other_experts_change_it(
     for request, rows in zip(requests, others, strict=True):
         ours, theirs = (outcomes[request.request_id, 0] for outcomes in (changed, free))
         np.testing.assert_array_equal(ours.rows[: len(rows)], rows)
-        assert ours.scores is not None and theirs.scores is not None
-        assert np.abs(ours.scores.logprobs - theirs.scores.logprobs).max() > 1e-3
+        assert ours.prompt is not None and theirs.prompt is not None
+        assert np.abs(ours.prompt.columns["logprobs"] - theirs.prompt.columns["logprobs"]).max() > 1e-3
 
 
 @pytest.mark.float32("devices add up parts of sums")

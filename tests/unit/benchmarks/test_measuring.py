@@ -16,7 +16,9 @@ from benchmarks.rebalance import window
 from benchmarks.workloads import Workload
 from rayserve_moe.config.settings import ClusterSettings, SchedulerSettings, Settings
 from rayserve_moe.engine.loop import EngineLoop
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, RoutingLayout
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import RoutingLayout
+from rayserve_moe.requests.results import ChoiceResult
 from tests.support.counting import CARD, CountingExecutor
 
 

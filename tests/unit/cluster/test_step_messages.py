@@ -12,7 +12,7 @@ import pytest
 from rayserve_moe.balancing.migration import FailedFetch, LayerSwap, MigrationPiece, SlotFetch
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.cluster import step_sockets
-from rayserve_moe.requests.records import TopLogprobs
+from rayserve_moe.requests.columns import Ragged
 from rayserve_moe.scheduling.step_plan import (
     NO_BLOCK_WORK,
     NO_NEW_ROWS,
@@ -23,11 +23,11 @@ from rayserve_moe.scheduling.step_plan import (
     RowSampling,
     StepPlan,
     StepResult,
-    TokenScores,
 )
+from rayserve_moe.scheduling.token_probe import TokenProbe
 
 INTS = np.arange(6, dtype=np.int32)
-TOP = TopLogprobs(INTS.reshape(3, 2), INTS.reshape(3, 2) / np.float32(7))
+TOP = {"top_ids": INTS.reshape(3, 2), "top_logprobs": INTS.reshape(3, 2) / np.float32(7)}
 PIECE = MigrationPiece(
     3,
     SlotFetch(1, INTS.reshape(2, 3), INTS.reshape(2, 3)[::-1]),
@@ -44,8 +44,9 @@ FULL = StepPlan(
     pages=PageTableChanges(INTS[:2], INTS[2:4], INTS[4:]),
     sampling=RowSampling(INTS[:1], np.ones((1, 6), np.float32), np.ones((1, 5), np.uint32)),
     adjustments=(RowAdjustment(4, INTS, INTS[:0], INTS, INTS / np.float32(3)),),
-    block_work=BlockWork(INTS, INTS, INTS, INTS, np.zeros((6, 2, 2), np.int16)),
-    wants_top=True,
+    block_work=BlockWork(INTS, INTS, np.zeros((6, 2, 2), np.int16)),
+    columns=("top_ids", "top_logprobs"),
+    probe=TokenProbe(INTS, INTS, INTS.reshape(3, 2), 2, ("logprobs", "hidden")),
     migration=PIECE,
     wants_expert_counts=True,
     wants_drafts=True,
@@ -60,8 +61,8 @@ RESULT = StepResult(
     np.arange(24, dtype=np.uint8).reshape(6, 2, 2).transpose(0, 2, 1),
     pack_s=0.1,
     device_s=0.2,
-    top=TOP,
-    scores=TokenScores(INTS / np.float32(5), INTS, TOP),
+    columns=TOP | {"mask_ids": Ragged(INTS[:3], INTS)},
+    probed=TOP | {"logprobs": INTS / np.float32(5), "ranks": INTS},
     expert_counts=INTS.reshape(2, 3),
     tally=np.arange(4),
     failed_fetch=FailedFetch(2, 1),
@@ -78,6 +79,10 @@ def assert_same(got: Any, expected: Any) -> None:
     elif is_dataclass(expected):
         for field in fields(expected):
             assert_same(getattr(got, field.name), getattr(expected, field.name))
+    elif isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for name, value in expected.items():
+            assert_same(got[name], value)
     elif isinstance(expected, tuple):
         assert len(got) == len(expected)
         for one, other in zip(got, expected, strict=True):

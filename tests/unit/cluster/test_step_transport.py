@@ -12,13 +12,13 @@ import pytest
 
 from rayserve_moe.balancing.migration import FailedFetch
 from rayserve_moe.cluster.step_transport import _owned
-from rayserve_moe.requests.records import TopLogprobs
-from rayserve_moe.requests.token_evidence import SampleSupport
-from rayserve_moe.scheduling.step_plan import StepResult, TokenScores
+from rayserve_moe.requests.columns import Columns, Ragged
+from rayserve_moe.scheduling.step_plan import StepResult
 
 
-def likeliest(count: int) -> TopLogprobs:
-    return TopLogprobs(np.arange(3 * count, dtype=np.int32).reshape(count, 3), np.full((count, 3), -0.5, np.float32))
+def likeliest(count: int) -> Columns:
+    ids, logprobs = np.arange(3 * count, dtype=np.int32).reshape(count, 3), np.full((count, 3), -0.5, np.float32)
+    return {"top_ids": ids, "top_logprobs": logprobs}
 
 
 WHOLE = StepResult(
@@ -29,16 +29,12 @@ WHOLE = StepResult(
     routing=np.arange(24, dtype=np.uint8).reshape(4, 3, 2),
     pack_s=0.1,
     device_s=0.2,
-    top=likeliest(4),
-    scores=TokenScores(np.full(2, -0.125, np.float32), np.ones(2, np.int32), likeliest(2)),
+    columns=likeliest(4) | {"mask_ids": Ragged(np.array([1, 2, 1], np.int32), np.arange(4, dtype=np.int32))},
+    probed=likeliest(2) | {"logprobs": np.full(2, -0.125, np.float32), "hidden": np.ones((2, 5), np.float32)},
     expert_counts=np.arange(6, dtype=np.int32).reshape(2, 3),
     tally=np.arange(4, dtype=np.int64),
     failed_fetch=FailedFetch(1, 2),
-    evidence=np.ones((4, 3), np.float32),
     drafts=np.arange(8, dtype=np.int32).reshape(4, 2),
-    support=SampleSupport(np.array([1, 2, 1], np.int32), np.arange(4, dtype=np.int32), np.full(3, -0.5, np.float32)),
-    hidden=np.ones((2, 5), np.float32),
-    listed=np.full((2, 3), -0.75, np.float32),
 )
 
 
@@ -57,8 +53,8 @@ def arrays_in(value: Any) -> Iterator[np.ndarray]:
         yield value
     elif dataclasses.is_dataclass(value):
         yield from arrays_in(tuple(vars(value).values()))
-    elif isinstance(value, tuple):
-        for part in value:
+    elif isinstance(value, tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
             yield from arrays_in(part)
 
 

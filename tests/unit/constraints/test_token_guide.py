@@ -9,7 +9,8 @@ import pytest
 
 from rayserve_moe.checkpoints.synthetic_tokenizer import EOS_ID
 from rayserve_moe.constraints.token_guide import AfterText
-from rayserve_moe.requests.records import Constraint, FinishReason, SamplingParams
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import Constraint, SamplingParams
 from rayserve_moe.scheduling.sequence import Guide
 from tests.support.constraints import compiler, synthetic_tokenizer, vocabulary
 

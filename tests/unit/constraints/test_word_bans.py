@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rayserve_moe.constraints.token_guide import EMPTY
 from rayserve_moe.engine.guides import WordBans
-from rayserve_moe.requests.records import FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
 
 NUM_IDS = 40
 IDS = st.integers(0, 4)

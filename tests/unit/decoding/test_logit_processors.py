@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from examples.logit_processors import LOGIT_PROCESSORS, no_repeat_ngram
-from rayserve_moe.decoding.evidence import sampling_support
+from rayserve_moe.decoding.evidence import sampling_mask
 from rayserve_moe.decoding.logit_processors import LogitProcessor, ProcessedRows, allowed_logits
 from rayserve_moe.decoding.sampling import SamplingBatch
 from rayserve_moe.kernels.reference.layers import masses_of
@@ -112,7 +112,7 @@ def test_support_is_what_truncation_leaves(logits: np.ndarray):
     )
     ids = logits.argmax(axis=1)
     wants = np.ones(3, bool)
-    bits, among = sampling_support(logits, ids, wants_S=wants, rows=rows, part=PART, masses=masses_of)
+    bits, among = sampling_mask(logits, ids, wants_S=wants, rows=rows, part=PART, masses=masses_of)
     kept = np.unpackbits(np.asarray(bits).view(np.uint8), axis=1, bitorder="little")[:, :WORDS].astype(bool)
     probabilities = np.exp(logits / np.array([[1.0], [1.0], [2.0]]))
     expected = [

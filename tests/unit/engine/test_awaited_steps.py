@@ -14,7 +14,7 @@ from rayserve_moe.engine import cycle as step_cycle
 from rayserve_moe.engine.cycle import StepCycle, settled
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.engine.speculation.policy import Speculation
-from rayserve_moe.requests.records import FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.rank_step import CANDIDATES
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence

@@ -10,7 +10,8 @@ import pytest
 
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings, Settings
 from rayserve_moe.engine.loop import EngineLoop
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from tests.support.counting import CARD, CountingExecutor
 
 NUM_CONVERSATIONS = 16

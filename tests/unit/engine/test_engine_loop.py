@@ -16,7 +16,9 @@ import pytest
 from rayserve_moe.config.settings import CacheSettings, ClusterSettings, SchedulerSettings, Settings
 from rayserve_moe.engine.admission import EngineBusyError
 from rayserve_moe.engine.loop import EngineLoop, EngineStoppedError
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, GenerationRequest, RequestError, SamplingParams
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, RequestError, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from tests.support.counting import CARD, CountingExecutor
 
 TIMEOUT_S = 600

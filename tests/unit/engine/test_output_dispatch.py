@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.engine.output_dispatch import GROUPING_S_PER_SEQUENCE, LONGEST_GROUPING_S, OutputDispatch
-from rayserve_moe.requests.records import ChoiceResult, FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.support.scheduling import choices

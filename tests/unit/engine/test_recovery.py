@@ -19,7 +19,8 @@ from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.engine.loop import EngineLoop, EngineRebuildingError, EngineStoppedError
 from rayserve_moe.engine.recovery import hosts as recovery
 from rayserve_moe.engine.recovery.hosts import RebuildBounds, progress_of
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.requests.results import ChoiceResult
 from tests.support.counting import CARD, LOST_PATH, ROUTING
 from tests.support.examples import examples
 from tests.support.losing import LosingExecutor

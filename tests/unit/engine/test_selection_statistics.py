@@ -11,7 +11,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from rayserve_moe.config.settings import CacheSettings, Settings
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.engine.step_clock import selection_statistics
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.metrics import EngineMetrics
 from tests.support.counting import CARD, CountingExecutor
 

@@ -18,7 +18,8 @@ from rayserve_moe.engine.speculation.policy import (
     Speculation,
 )
 from rayserve_moe.engine.speculation.proposers import NgramProposer, SiblingProposer
-from rayserve_moe.requests.records import DraftCounts, FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.results import DraftCounts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult

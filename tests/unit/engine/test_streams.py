@@ -16,7 +16,8 @@ from rayserve_moe.engine import output_dispatch
 from rayserve_moe.engine.control import ABORTED
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
-from rayserve_moe.requests.records import FinishReason, GenerationRequest, SamplingParams
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.support.counting import CARD, ROUTING, CountingExecutor
 

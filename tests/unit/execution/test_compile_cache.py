@@ -96,11 +96,12 @@ def test_a_second_start_finds_every_program_computes_the_same_and_says_what_took
 ):
     cold, fresh = started(core_checkpoint, str(tmp_path), places=places)
     warm, found = started(core_checkpoint, str(tmp_path), places=places)
-    assert (cold.num_programs, cold.num_programs_found) == (8, 0), (
-        "one decode shape, one mixed shape, held samples without evidence and with it, two updates, copies, counts"
+    assert (cold.num_programs, cold.num_programs_found) == (10, 0), (
+        "one decode shape, one mixed shape, deferred samples without evidence and with it, two updates, copies, "
+        "counts, a probe and its gather"
     )
-    assert (warm.num_programs, warm.num_programs_found) == (8, 8)
-    assert len(files(tmp_path)) == 8
+    assert (warm.num_programs, warm.num_programs_found) == (10, 10)
+    assert len(files(tmp_path)) == 10
     assert found.token_ids == fresh.token_ids and found.logprobs == fresh.logprobs
     np.testing.assert_array_equal(found.routing, fresh.routing)
     for report in (cold, warm):

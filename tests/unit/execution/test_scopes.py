@@ -35,7 +35,7 @@ from tests.support.checkpoints import CORE_CONFIG
 BLOCKS = {
     *("unpack", "row_update", "embedding", "rotation", "norm", "attention", "dense_mlp"),
     *("router", "selection", "routing_capture", "dispatch", "experts", "combine", "shared_expert"),
-    *("head", "prompt_scores", "log_probs", "adjustment", "sampling"),
+    *("head", "log_probs", "adjustment", "sampling"),
 }
 ATTENTION = {"projections", "kv_update", "paged_attention", "output_product"}
 """Parts of attention where XLA computes it; the native kernel is one call."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from rayserve_moe.execution.step.pytrees import StepOutput
 from rayserve_moe.execution.step.results import only_wanted, start_copies, wanted_outputs
-from rayserve_moe.scheduling.step_plan import BlockWork, StepPlan
+from rayserve_moe.scheduling.step_plan import StepPlan
 
 ALWAYS = {"sampled_N3S", "tally_N4"}
-SCORED = BlockWork(chunks=np.array([0]), score_tokens=np.array([1]), score_targets=np.array([7]))
+COLUMNS = ("top", "entropy")
 
 
 class Watched:
@@ -27,8 +26,11 @@ class Watched:
 
 
 def copied(plan: StepPlan) -> set[str]:
-    arrays = {field.name: Watched() for field in fields(StepOutput)}
-    start_copies(only_wanted(StepOutput(**cast(Any, arrays)), wanted_outputs(plan)), is_needed=True)
+    arrays = {field.name: Watched() for field in fields(StepOutput) if field.name != "columns"}
+    columns = {name: Watched() for name in COLUMNS}
+    output = StepOutput(**cast(Any, arrays), columns=columns)
+    start_copies(only_wanted(output, wanted_outputs(plan)), is_needed=True)
+    arrays |= columns
     assert all(array.num_copies <= 1 for array in arrays.values())
     return {name for name, array in arrays.items() if array.num_copies}
 
@@ -38,10 +40,7 @@ def copied(plan: StepPlan) -> set[str]:
     [
         ({}, set()),
         ({"wants_routing": True}, {"topk_ids_MTK"}),
-        ({"wants_top": True}, {"top_N2SJ"}),
-        ({"block_work": SCORED}, {"scores_N2X"}),
-        ({"block_work": SCORED, "wants_score_top": True}, {"scores_N2X", "score_top_N2XJ"}),
-        ({"wants_score_top": True}, set()),
+        ({"columns": ("top_ids", "top_logprobs")}, {"top"}),
         ({"wants_expert_counts": True}, {"expert_counts_ME"}),
     ],
 )
@@ -51,7 +50,7 @@ def test_what_a_plan_wants_is_copied_beside_the_samples(wanted: dict[str, Any], 
 
 def test_what_a_step_does_not_bring_is_not_copied() -> None:
     sampled = Watched()
-    output = StepOutput(cast(Any, sampled), top_N2SJ=cast(Any, Watched()))
-    plan = StepPlan(0, wants_routing=True, block_work=SCORED, wants_score_top=True, wants_expert_counts=True)
+    output = StepOutput(cast(Any, sampled), {"top": Watched()})
+    plan = StepPlan(0, wants_routing=True, wants_expert_counts=True)
     start_copies(only_wanted(output, wanted_outputs(plan)), is_needed=True)
     assert sampled.num_copies == 1

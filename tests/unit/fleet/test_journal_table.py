@@ -9,14 +9,10 @@ import pytest
 
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in, packed_update
 from rayserve_moe.fleet.journal_table import ENTRY_BYTES, Fence, JournalTable
-from rayserve_moe.requests.records import (
-    ChoiceResult,
-    DraftCounts,
-    FinishReason,
-    PromptScores,
-    RoutedExperts,
-    TopLogprobs,
-)
+from rayserve_moe.requests.columns import PromptColumns, ragged
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import RoutedExperts
+from rayserve_moe.requests.results import ChoiceResult, DraftCounts
 
 FIRST, SECOND = object(), object()
 
@@ -110,8 +106,8 @@ def test_memory_is_bounded_and_what_runs_outlives_what_has_ended():
 
 
 def test_records_hold_all_that_an_update_has():
-    top = TopLogprobs(np.array([[1, 2]], np.int32), np.array([[-0.1, -2]], np.float32))
-    scores = PromptScores(3, np.array([-1.5], np.float32), np.array([4], np.int32), top, "7")
+    top = {"top_ids": np.array([[1, 2]], np.int32), "top_logprobs": np.array([[-0.1, -2]], np.float32)}
+    scores = top | {"logprobs": np.array([-1.5], np.float32), "ranks": np.array([4], np.int32)}
     routing = RoutedExperts(
         np.arange(12, dtype=np.uint8).reshape(1, 2, 6), 4, (), ((4, 5, "computed"),), ((4, 5, "7"),)
     )
@@ -122,14 +118,16 @@ def test_records_hold_all_that_an_update_has():
         finish=FinishReason("stop", matched="x"),
         routing=routing,
         num_cached_tokens=2,
-        top=top,
-        prompt_scores=scores,
+        columns=top
+        | {
+            "entropy": np.array([0.5], np.float32),
+            "mask_ids": ragged([np.array([4, 7], np.int32)]),
+            "mask_logprobs": np.array([-0.2], np.float32),
+        },
+        prompt=PromptColumns(scores | {"listed_logprobs": np.array([[-3.0]], np.float32)}, {"logprobs": 3}, "7"),
         weight_versions=((5, "7"),),
         ranks=[3],
-        evidence=np.array([[0.5, -1]], np.float32),
         drafts=DraftCounts(3, 2, 1),
-        support=[(np.array([4, 7], np.int32), -0.2)],
-        prompt_listed=np.array([[-3.0]], np.float32),
     )
     none, found = committed_in([packed_update(1, update)], 2)
     assert none == ChoiceResult() and repr(found) == repr(update)

@@ -13,8 +13,10 @@ import pytest
 from rayserve_moe import LLM, RequestOutput, SamplingParams
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.inprocess.outputs import OutputWriter
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, GenerationRequest, RequestError, RoutedExperts
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, RequestError, RoutedExperts
 from rayserve_moe.requests.records import SamplingParams as EngineSampling
+from rayserve_moe.requests.results import ChoiceResult
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.engines import CORE
 
@@ -114,7 +116,14 @@ def test_a_missing_row_makes_its_part_none_and_is_told(
     card = llm.engine.card
     rows = np.ones((8, *card.routing.row_shape), card.routing.dtype)
     request = GenerationRequest("r", np.asarray(IDS, np.int32), EngineSampling(max_new_tokens=4))
-    result = ChoiceResult("r", 0, [1, 2, 3, 4], [-1.0] * 4, FinishReason("abort"), RoutedExperts(rows, missing=missing))
+    result = ChoiceResult(
+        "r",
+        token_ids=[1, 2, 3, 4],
+        logprobs=[-1.0] * 4,
+        ranks=[1] * 4,
+        finish=FinishReason("abort"),
+        routing=RoutedExperts(rows, missing=missing),
+    )
     writer = OutputWriter(llm.get_tokenizer(), card.routing)
     output = writer.request_output(request, [result], params=SamplingParams(), prompt=None)
     assert (output.prompt_routed_experts is not None) == has_prompt

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.replay.encoding import routing_from
-from rayserve_moe.requests.records import RoutedExperts, TopLogprobs, joined_routing, joined_top
+from rayserve_moe.requests.columns import ragged
+from rayserve_moe.requests.records import RoutedExperts
+from rayserve_moe.requests.results import ChoiceResult, joined_routing
 
 COUNT = 12
 
@@ -55,9 +57,19 @@ def test_a_gap_is_our_own_fault():
         joined_routing(piece(whole(0), 0, 3), piece(whole(0), 4, 6))
 
 
-def test_likeliest_tokens_follow_each_other():
-    first, second = (TopLogprobs(np.full((n, 2), n), np.full((n, 2), -n)) for n in (1, 3))
-    joined = joined_top(joined_top(None, first), second)
-    assert joined is not None and joined.token_ids.tolist() == [[1, 1], [3, 3], [3, 3], [3, 3]]
-    assert joined.logprobs.tolist() == [[-1, -1], [-3, -3], [-3, -3], [-3, -3]]
-    assert joined_top(joined, None) is joined
+def test_columns_of_updates_follow_each_other():
+    whole = ChoiceResult()
+    for n in (1, 3):
+        mask = ragged([np.arange(i) for i in range(n)])
+        whole.add(ChoiceResult(columns={"top_ids": np.full((n, 2), n), "mask_ids": mask}))
+        whole.add(ChoiceResult())
+    assert whole.columns["top_ids"].tolist() == [[1, 1], [3, 3], [3, 3], [3, 3]]
+    assert whole.columns["mask_ids"].tolist() == [[], [], [0], [0, 1]]
+
+
+def test_a_ragged_column_is_cut_as_an_array_is():
+    column = ragged([np.arange(3), np.arange(0), np.arange(1), np.arange(2)])
+    is_kept = np.array([True, False, True, True])
+    assert column[1:3].tolist() == [[], [0]]
+    assert column[is_kept].tolist() == [[0, 1, 2], [0], [0, 1]]
+    assert column[:0].tolist() == [] and len(column[:0]) == 0 and column.size == 6

@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe.replay.encoding import encode_rollout
-from rayserve_moe.requests.records import (
-    ChoiceResult,
-    FinishReason,
-    GenerationRequest,
-    RoutedExperts,
-    RoutingLayout,
-    SamplingParams,
-)
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.rollouts.answers import Faulty, SampleRequest, rollouts_in
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from tests.support.routing_cases import random_rows, same

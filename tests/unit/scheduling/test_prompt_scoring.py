@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.requests.records import RoutedExperts, TopLogprobs
-from rayserve_moe.scheduling.chunk_demands import PromptScoring
+from rayserve_moe.requests.columns import as_array
+from rayserve_moe.requests.records import RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler
-from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import StepResult, TokenScores
+from rayserve_moe.scheduling.sequence import Sequence, prompt_columns
+from rayserve_moe.scheduling.step_plan import StepResult
+from rayserve_moe.scheduling.token_probe import IS_FINITE, probe_for
 from tests.support.scheduling import choices, result_of, scheduler
 
 PROMPT_LEN = 20
@@ -26,13 +27,30 @@ def scored(first: int, *, n: int = 1, num_top: int = 0, name: str = "s", **chang
 
 def result_with_scores(schedule: Schedule, *, value: float | None = None) -> StepResult:
     """A result whose scores are minus the token that is scored, or `value`."""
-    targets = schedule.plan.block_work.score_targets
+    targets = targets_of(schedule)
     logprobs = -targets.astype(np.float32) if value is None else np.full(len(targets), value, np.float32)
-    top = TopLogprobs(np.tile(targets[:, None], (1, 20)), np.tile(logprobs[:, None], (1, 20)))
+    probed = {
+        "logprobs": logprobs,
+        "ranks": targets,
+        "top_ids": np.tile(targets[:, None], (1, 20)),
+        "top_logprobs": np.tile(logprobs[:, None], (1, 20)),
+        IS_FINITE: np.isfinite(logprobs),
+    }
     result = result_of(schedule)
     count = len(result.token_ids)
-    of_samples = TopLogprobs(np.zeros((count, 20), np.int32), np.zeros((count, 20), np.float32))
-    return replace(result, scores=TokenScores(logprobs, targets, top), top=of_samples)
+    columns = {"top_ids": np.zeros((count, 20), np.int32), "top_logprobs": np.zeros((count, 20), np.float32)}
+    return replace(result, probed=probed, columns=columns)
+
+
+def targets_of(schedule: Schedule) -> np.ndarray:
+    probe = schedule.plan.probe
+    return np.zeros(0, np.int32) if probe is None else probe.targets
+
+
+def scores_of(sequence: Sequence) -> list[float]:
+    prompt = prompt_columns(sequence)
+    assert prompt is not None
+    return prompt.columns["logprobs"].tolist()
 
 
 def finish(target: Scheduler, *, limit: int = 100, **kwargs: float) -> None:
@@ -58,10 +76,9 @@ def test_every_token_above_the_first_is_scored_once(first: int, chunk_tokens: in
     target.add(group)
     finish(target)
     for sequence in group:
-        assert sequence.scoring is not None
-        scores = sequence.scoring.scores()
-        assert scores.start == first and scores.logprobs.tolist() == expected(first)
-        assert scores.top is not None and scores.top.token_ids.shape == (PROMPT_LEN - 1 - first, 2)
+        prompt = prompt_columns(sequence)
+        assert prompt is not None and prompt.starts["logprobs"] == first and scores_of(sequence) == expected(first)
+        assert as_array(prompt.columns["top_ids"]).shape == (PROMPT_LEN - 1 - first, 2)
         assert sequence.finish is not None and sequence.finish.kind == "length"
 
 
@@ -72,7 +89,7 @@ def test_chunks_that_score_take_blocks_however_short():
         schedule = target.schedule()
         scores = 5 <= position < PROMPT_LEN - 1
         assert schedule.plan.has_blocks == scores and len(schedule.plan.block_work.chunks) == scores
-        assert schedule.plan.block_work.score_targets.tolist() == ([10 + position + 1] if scores else [])
+        assert targets_of(schedule).tolist() == ([10 + position + 1] if scores else [])
         target.commit(schedule, result_with_scores(schedule))
 
 
@@ -91,7 +108,7 @@ def test_a_cached_prefix_is_taken_up_to_the_first_that_is_scored():
         (sequence,) = scored(first)
         target.add([sequence])
         finish(target)
-        assert sequence.num_cached == num_cached and sequence.scoring is not None and sequence.scoring.is_complete
+        assert sequence.num_cached == num_cached and sequence.probe is not None and sequence.probe.is_complete
 
 
 def test_scores_stay_over_a_preemption_and_are_not_computed_twice():
@@ -104,12 +121,12 @@ def test_scores_stay_over_a_preemption_and_are_not_computed_twice():
     target.preempt(sequence)
     target.flush()
     target.commit(in_flight, result_with_scores(in_flight))
-    assert sequence.scoring is not None and sequence.scoring.frontier == 16
+    assert sequence.probe is not None and sequence.probe.frontier == 16
     again = target.schedule()
-    assert again.plan.chunk_starts.tolist() == [0] and len(again.plan.block_work.score_targets) == 0
+    assert again.plan.chunk_starts.tolist() == [0] and len(targets_of(again)) == 0
     target.commit(again, result_with_scores(again))
     finish(target)
-    assert sequence.scoring.scores().logprobs.tolist() == expected(2)
+    assert scores_of(sequence) == expected(2)
 
 
 def test_what_ends_early_has_the_scores_that_were_found():
@@ -118,7 +135,7 @@ def test_what_ends_early_has_the_scores_that_were_found():
     target.add([sequence])
     schedule = target.schedule()
     target.commit(schedule, result_with_scores(schedule))
-    assert sequence.scoring is not None and sequence.scoring.scores().logprobs.tolist() == expected(2)[:6]
+    assert scores_of(sequence) == expected(2)[:6]
 
 
 def test_scores_that_are_not_finite_end_the_request():
@@ -131,8 +148,8 @@ def test_scores_that_are_not_finite_end_the_request():
 
 
 def test_nothing_to_score_is_complete():
-    scoring = PromptScoring(scored(PROMPT_LEN - 1)[0].request)
-    assert scoring.is_complete and len(scoring.scores().logprobs) == 0
+    probe = probe_for(scored(PROMPT_LEN - 1)[0].request, "0")
+    assert probe is not None and probe.is_complete and len(probe.result().columns["logprobs"]) == 0
 
 
 def test_forced_rows_go_with_their_tokens_and_their_chunks_take_blocks():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayserve_moe.requests.records import FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.sequence import NO_ROW
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED
 from tests.support.scheduling import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.requests.records import FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.requests.finish_reason import LENGTH
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, RoutedExperts, SamplingParams
+from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
+from rayserve_moe.requests.records import RoutedExperts, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.text.choice_text import ChoiceText, StopStringScanner
 from rayserve_moe.text.token_forms import ByteLevelForm
 

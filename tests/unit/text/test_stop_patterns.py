@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.requests.fields import Repetition
-from rayserve_moe.requests.finish_reason import LENGTH
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, RequestError, SamplingParams
+from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
+from rayserve_moe.requests.records import RequestError, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.text.choice_text import ChoiceText
 from rayserve_moe.text.repetitions import RepetitionDetector
 from rayserve_moe.text.stop_patterns import PatternScanner, check_pattern, escaped, longest_match

@@ -88,7 +88,7 @@ def test_a_layer_has_the_operations_of_the_loop_that_attention_is_in():
 
 
 def test_a_block_is_what_jax_was_given_as_scopes():
-    (copy,) = activation_copies(program(COPY, scope="prompt_scores/cond/branch_1_fun/head"), [])
-    assert copy.block == "prompt_scores/head"
+    (copy,) = activation_copies(program(COPY, scope="token_probe/cond/branch_1_fun/head"), [])
+    assert copy.block == "token_probe/head"
     bare = read_program("ENTRY %main (x: f32[2]) -> f32[2] {\n  ROOT %x = f32[2] parameter(0)\n}")
     assert bare.computations["main"][0].scope == ""

@@ -8,7 +8,7 @@ from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.engine.recovery.hosts import Recovery
 from rayserve_moe.engine.routing.capture import RoutingCapture
-from rayserve_moe.requests.records import FinishReason
+from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.scheduler import Scheduler, unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.starting_over import admit_all, give_up_step, hold_back_all_but, use_ranks

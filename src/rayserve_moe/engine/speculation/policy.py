@@ -14,7 +14,7 @@ import numpy as np
 from rayserve_moe.engine.speculation.expert_reach import ExpertReach
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer, with_drafting
 from rayserve_moe.engine.speculation.proposers import Proposer
-from rayserve_moe.requests.records import DraftCounts
+from rayserve_moe.requests.results import DraftCounts
 from rayserve_moe.scheduling.draft_trees import depths_of, levels_of, right_drafts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable

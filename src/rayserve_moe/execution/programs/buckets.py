@@ -18,8 +18,8 @@ from rayserve_moe.config.settings import SchedulerSettings
 from rayserve_moe.execution.step.pytrees import StepShape
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ModelConfig
-from rayserve_moe.scheduling.inspection import TokenInspection
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, StepPlan
+from rayserve_moe.scheduling.token_probe import NO_ID, TokenProbe
 
 Seconds = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """Seconds of a step of `real` items in a shape that holds `size` of them, elementwise and broadcast."""
@@ -236,7 +236,9 @@ def step_shapes(
     return (*decode, *(StepShape(num_singles, size, block) for size in prefill_sizes))
 
 
-FIRST_TOKEN = TokenInspection(np.zeros(1, np.intp), np.zeros((1, 1), np.int32))
+FIRST_TOKEN = TokenProbe(
+    np.zeros(1, np.intp), np.zeros(1, np.int32), np.full((1, 0), NO_ID, np.int32), columns=("hidden", "logprobs")
+)
 
 
 def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks: int) -> StepShape:
@@ -246,11 +248,11 @@ def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks:
     return min(fitting, key=lambda s: s.num_tokens)
 
 
-def filling_plan(shape: StepShape, *, max_model_len: int, num_rows: int, is_inspected: bool = False) -> StepPlan:
+def filling_plan(shape: StepShape, *, max_model_len: int, num_rows: int, is_probed: bool = False) -> StepPlan:
     """Return a plan that needs exactly this shape: one chunk per prefill block, else single tokens of up to all rows.
 
     Single tokens after the first are padding: rows without a sequence share the null page, and a kernel that writes
-    rows itself must not receive two tokens of one page. If `is_inspected`, the plan probes its first token.
+    rows itself must not receive two tokens of one page. If `is_probed`, the plan probes its first token.
     """
     blocks = [min(shape.block_tokens, max_model_len)] * shape.num_blocks
     lengths = np.asarray(blocks or [1] * min(shape.num_singles, num_rows), np.int32)
@@ -263,7 +265,7 @@ def filling_plan(shape: StepShape, *, max_model_len: int, num_rows: int, is_insp
         token_ids=np.zeros(int(lengths.sum()), np.int32),
         chunk_samples=is_first,
         wants_routing=True,
-        inspection=FIRST_TOKEN if is_inspected else None,
+        probe=FIRST_TOKEN if is_probed else None,
     )
 
 

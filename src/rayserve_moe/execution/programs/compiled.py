@@ -21,18 +21,19 @@ from rayserve_moe.execution.programs.specs import (
     COPY,
     DRAFT,
     FETCH,
+    PROBE,
     READ_COUNTS,
     SWAP,
     UPDATE,
     Program,
-    inspection_name,
+    gather_name,
     names_for,
     programs_of,
     sampler_name,
     step_name,
 )
-from rayserve_moe.execution.served_model import ServedModel, draft_sizes, inspected_sizes, sampler_sizes
-from rayserve_moe.execution.step.inspection import CompiledInspection
+from rayserve_moe.execution.served_model import ServedModel, draft_sizes, probed_sizes, sampler_sizes
+from rayserve_moe.execution.step.probe import Gather, Probe
 from rayserve_moe.execution.step.pytrees import DeviceState, StepOutput, StepShape
 from rayserve_moe.execution.weights.migration import MigrationPrograms
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
@@ -71,8 +72,8 @@ class CompiledPrograms:
     """Everything that runs on the devices: steps, changes of rows, of their logits, of pages, and drafts by rows.
 
     `samplers` draw held samples, if any are held, by the single tokens of a step and whether they find evidence too.
-    `inspections` look at tokens of a step, by its number of them; there are none where hidden states are not shown.
-    Steps, samplers and inspections may lack shapes, which `compile_shape` adds later.
+    `gathers` take the probed tokens of a step, by its number of tokens, and `probe` says what the model makes of them.
+    Steps, samplers and gathers may lack shapes, which `compile_shape` adds later.
     """
 
     steps: dict[StepShape, CompiledStep]
@@ -83,7 +84,8 @@ class CompiledPrograms:
     read_counts: Callable[[jax.Array], jax.Array]
     migration: MigrationPrograms | None
     drafts: dict[int, CompiledDraft]
-    inspections: dict[int, CompiledInspection]
+    gathers: dict[int, Gather]
+    probe: Probe
     times: CompileTimes
 
     @property
@@ -174,10 +176,9 @@ def compile_served(
     seconds = compiler.seconds
     times = CompileTimes(time.perf_counter() - started, sum(seconds), len(seconds), compiler.num_found)
     drafts = {size: compiled[f"{DRAFT}_{size}"] for size in draft_sizes(served)}
-    looks = {size: inspection_name(size) for size in inspected_sizes(served)}
-    inspections = {size: compiled[name] for size, name in looks.items() if name in compiled}
+    gathers = {size: compiled[name] for size in probed_sizes(served) if (name := gather_name(size)) in compiled}
     others = (compiled[name] for name in (UPDATE, ADJUST, COPY, READ_COUNTS))
-    return CompiledPrograms(steps, samplers, *others, migration, drafts, inspections, times)
+    return CompiledPrograms(steps, samplers, *others, migration, drafts, gathers, compiled[PROBE], times)
 
 
 def compile_shape(
@@ -186,7 +187,7 @@ def compile_shape(
     """Compile what `programs` lack for steps of a shape, one after the other, and add it."""
     started, compiler = time.perf_counter(), _Compiler(served, kept)
     present = {step_name(each) for each in programs.steps} | {sampler_name(*size) for size in programs.samplers}
-    present |= {inspection_name(size) for size in programs.inspections}
+    present |= {gather_name(size) for size in programs.gathers}
     names = names_for(shape, served) - present
     missing = [program for program in programs_of(served, num_pages=num_pages) if program.name in names]
     with without_cache_of_jax():
@@ -194,8 +195,8 @@ def compile_shape(
     for size in sampler_sizes(served):
         if (name := sampler_name(*size)) in compiled:
             programs.samplers[size] = compiled[name]
-    if (name := inspection_name(shape.num_tokens)) in compiled:
-        programs.inspections[shape.num_tokens] = compiled[name]
+    if (name := gather_name(shape.num_tokens)) in compiled:
+        programs.gathers[shape.num_tokens] = compiled[name]
     programs.steps[shape] = compiled[step_name(shape)]
     return CompileTimes(time.perf_counter() - started, sum(compiler.seconds), len(compiled), compiler.num_found)
 

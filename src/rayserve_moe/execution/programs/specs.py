@@ -13,7 +13,7 @@ import numpy as np
 from rayserve_moe.decoding.logit_processors import processed_size
 from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution.drafts.steps import draft_ahead
-from rayserve_moe.execution.served_model import ServedModel, draft_sizes, inspected_sizes, sampler_sizes
+from rayserve_moe.execution.served_model import ServedModel, draft_sizes, probed_sizes, sampler_sizes
 from rayserve_moe.execution.step.device_state import block_input_shapes
 from rayserve_moe.execution.step.function import (
     ROW_AXES,
@@ -27,8 +27,8 @@ from rayserve_moe.execution.step.function import (
     weight_partitions,
 )
 from rayserve_moe.execution.step.inputs import InputLayout
-from rayserve_moe.execution.step.inspection import TOKENS_AT_ONCE, inspect_tokens
 from rayserve_moe.execution.step.page_copies import COPIES_SIZE
+from rayserve_moe.execution.step.probe import MAX_PROBED, gather_tokens, probe_tokens
 from rayserve_moe.execution.step.pytrees import DeviceState, StepConfig, StepShape
 from rayserve_moe.execution.step.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE
 from rayserve_moe.execution.step.samples import HeldInputs
@@ -36,7 +36,7 @@ from rayserve_moe.execution.weights.migration import expert_state, fetch, idle_v
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.requests.fields import MAX_LISTED_IDS
 
-DRAFT, INSPECT = "draft", "inspect"
+DRAFT, GATHER, PROBE = "draft", "gather", "probe"
 UPDATE, ADJUST, COPY, READ_COUNTS = "update_rows", "adjust_rows", "copy_pages", "read_counts"
 FETCH, SWAP = "fetch_slots", "swap_layer"
 """Names of the programs that are no steps."""
@@ -73,7 +73,8 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         update_program(COPY, copy_pages, COPIES_SIZE),
         Program(READ_COUNTS, read, (state.expert_counts_ME,), {}),
         *(_draft_program(size, served, config=config, state=state) for size in draft_sizes(served)),
-        *(_inspection_program(size, served, config=config) for size in inspected_sizes(served)),
+        *(_gather_program(size, served, config=config) for size in probed_sizes(served)),
+        _probe_program(served, config=config),
     ]
     if served.staging is None:
         return programs
@@ -97,16 +98,16 @@ def sampler_name(num_singles: int, has_evidence: bool) -> str:
     return f"evidence_{num_singles}" if has_evidence else f"sample_{num_singles}"
 
 
-def inspection_name(num_tokens: int) -> str:
-    """Return the name of the program that inspects tokens of a step with `num_tokens` tokens."""
-    return f"{INSPECT}_{num_tokens}"
+def gather_name(num_tokens: int) -> str:
+    """Return the name of the program that gathers probed tokens of a step with `num_tokens` tokens."""
+    return f"{GATHER}_{num_tokens}"
 
 
 def names_for(shape: StepShape, served: ServedModel) -> set[str]:
     """Return the names of all programs that a plan in this shape may run, but for those that every shape shares."""
     samplers = {sampler_name(*size) for size in sampler_sizes(served) if size[0] == shape.num_singles}
-    inspected = {inspection_name(size) for size in inspected_sizes(served) if size == shape.num_tokens}
-    return {step_name(shape), *samplers, *inspected}
+    gathers = {gather_name(size) for size in probed_sizes(served) if size == shape.num_tokens}
+    return {step_name(shape), *samplers, *gathers}
 
 
 def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
@@ -142,15 +143,23 @@ def _draft_program(size: int, served: ServedModel, *, config: StepConfig, state:
     return Program(f"{DRAFT}_{size}", run, (served.weights, state), inputs, donated=1)
 
 
-def _inspection_program(num_tokens: int, served: ServedModel, *, config: StepConfig) -> Program:
+def _gather_program(num_tokens: int, served: ServedModel, *, config: StepConfig) -> Program:
     plan = config.model.plan
     shape = plan.data_size * num_tokens, config.model.spec.hidden_size
     hidden = jax.ShapeDtypeStruct(shape, served.dtype, sharding=plan.sharding(ROW_AXES))
-    sizes = {"places_P": (TOKENS_AT_ONCE,), "listed_PL": (TOKENS_AT_ONCE, MAX_LISTED_IDS)}
-    inputs = {name: _integers(served, *shape) for name, shape in sizes.items()}
-    return Program(
-        inspection_name(num_tokens), partial(inspect_tokens, config=config), (served.weights, hidden), inputs
-    )
+    inputs = {"places_P": _integers(served, MAX_PROBED)}
+    return Program(gather_name(num_tokens), partial(gather_tokens, config=config), (served.weights, hidden), inputs)
+
+
+def _probe_program(served: ServedModel, *, config: StepConfig) -> Program:
+    shape = MAX_PROBED, config.model.spec.hidden_size
+    normed = jax.ShapeDtypeStruct(shape, served.dtype, sharding=config.model.plan.replicated())
+    inputs = {
+        "targets_P": _integers(served, MAX_PROBED),
+        "listed_PL": _integers(served, MAX_PROBED, MAX_LISTED_IDS),
+        "num_top": _integers(served),
+    }
+    return Program(PROBE, partial(probe_tokens, config=config), (served.weights, normed), inputs)
 
 
 def _integers(served: ServedModel, *shape: int) -> jax.ShapeDtypeStruct:

@@ -68,17 +68,13 @@ class BlockInputSource:
     @cached_property
     def nothing(self) -> BlockInputs:
         """Asks for nothing. It comes from the host: a program that fills an array would be compiled under a step."""
-        forced, targets = (_like(array, np.full(array.shape, -1, array.dtype)) for array in self._arrays)
-        return BlockInputs(forced, targets)
+        return BlockInputs(*(_like(array, np.full(array.shape, -1, array.dtype)) for array in self._arrays))
 
     def inputs(self, packed: PackedBlocks | None) -> BlockInputs:
         """The inputs of a step."""
-        if packed is None:
+        if packed is None or packed.forced is None:
             return self.nothing
-        asked = (packed.forced, packed.targets)
-        pairs = zip(asked, self.nothing, strict=True)
-        forced, targets = (nothing if values is None else _like(nothing, values) for values, nothing in pairs)
-        return BlockInputs(forced, targets)
+        return BlockInputs(_like(self.nothing.forced_NMXK, packed.forced))
 
 
 def block_input_shapes(shape: StepShape, config: ModelConfig) -> BlockInputs:
@@ -86,11 +82,9 @@ def block_input_shapes(shape: StepShape, config: ModelConfig) -> BlockInputs:
     plan, layout = config.plan, config.spec.routing_layout
     num_tokens, (num_layers, top_k) = shape.num_blocks * shape.block_tokens, layout.row_shape
     forced = (plan.data_size, num_layers, num_tokens, top_k)
-    shapes = (
-        jax.ShapeDtypeStruct(forced, jnp.int16, sharding=plan.sharding(("data_ranks",))),
-        jax.ShapeDtypeStruct((plan.data_size, num_tokens), jnp.int32, sharding=plan.replicated()),
+    return BlockInputs(
+        cast(jax.Array, jax.ShapeDtypeStruct(forced, jnp.int16, sharding=plan.sharding(("data_ranks",))))
     )
-    return BlockInputs(*cast(tuple[jax.Array, jax.Array], shapes))
 
 
 def _like(array: jax.Array | jax.ShapeDtypeStruct, values: np.ndarray) -> jax.Array:

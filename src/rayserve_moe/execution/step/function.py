@@ -1,4 +1,4 @@
-"""The step as a pure function over the whole mesh: unpack, forward, head, sampling, log-probs of prompt tokens."""
+"""The step as a pure function over the whole mesh: unpack, forward, head, sampling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from rayserve_moe.decoding.log_probs import likeliest, log_prob_of, log_probs_of, ranks_of
 from rayserve_moe.decoding.sampling import Sampled
 from rayserve_moe.execution.drafts.steps import draft_axes, extended
 from rayserve_moe.execution.step.inputs import DeviceInput, InputLayout, change_pages, unpack
@@ -41,7 +40,6 @@ from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ForwardOutput, ModelConfig, Parameters, forward, logits_of, words_of
-from rayserve_moe.requests.fields import MAX_TOP_LOGPROBS
 
 COUNT_AXES = ROW_AXES = ("data_ranks", None)
 WORD_AXES: tuple[str | None, ...] = (None, "vocabulary")
@@ -83,9 +81,8 @@ def run_step(
         sampled, own, logits_AV, state = sample_rows(logits_AV, state, samples=_samples_of(step), config=config)
         if config.draft is not None:
             state = replace(state, draft=extended(weights, state, step=step, out=out, own=own, config=config.draft))
-        scores = (None, None) if blocks is None else _scores(weights, out, step, blocks, config.model)
-        output = _output(sampled, out, scores, config=config)
-        hidden_TD = out.hidden_TD if config.shows_hidden else None
+        output = _output(sampled, out, config=config)
+        hidden_TD = out.hidden_TD if config.shows_hidden or blocks is not None else None
         return state, output, (logits_AV if config.holds_samples else None, hidden_TD)
 
     model, whole, state_parts = config.model, PartitionSpec(), state_partitions(config.model, config.draft)
@@ -99,14 +96,16 @@ def run_step(
     return state, replace(output, logits_AV=logits_AV, hidden_TD=hidden_TD)
 
 
-def _output(
-    sampled: Sampled, out: ForwardOutput, scores: tuple[jax.Array | None, jax.Array | None], *, config: StepConfig
-) -> StepOutput:
-    """What of a step is the same on every device."""
+def _output(sampled: Sampled, out: ForwardOutput, *, config: StepConfig) -> StepOutput:
+    """Return the outputs of a step that are the same on every device."""
     plan = config.model.plan
     tally_N4 = None if out.tally_4 is None else plan.gather_data_ranks(out.tally_4[None], dim=0)
-    bits = sampled_bits(sampled, plan.data_size), _captured_routing(out, config)
-    return StepOutput(*bits, top_bits(sampled.top, plan.data_size), *scores, tally_N4=tally_N4)
+    return StepOutput(
+        sampled_bits(sampled, plan.data_size),
+        {"top": top_bits(sampled.top, plan.data_size)},
+        _captured_routing(out, config),
+        tally_N4=tally_N4,
+    )
 
 
 def _samples_of(step: DeviceInput) -> SampleInput:
@@ -165,18 +164,6 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
         asked=asked,
     )
     return out, logits_of(weights.params, out.hidden_TD[sample_places_S], config=config)
-
-
-def _scores(
-    weights: ModelWeights, out: ForwardOutput, step: DeviceInput, blocks: BlockInputs, config: ModelConfig
-) -> tuple[jax.Array, jax.Array]:
-    """Scores of the tokens in prefill blocks of all data ranks, and the likeliest tokens there."""
-    hidden_XD = out.hidden_TD[step.batch.num_singles :]
-    wants_top_NB = config.plan.gather_data_ranks(step.block_wants_top_B[None], dim=0)
-    wants_top_NX = jnp.repeat(wants_top_NB, len(hidden_XD) // wants_top_NB.shape[1], axis=1)
-    return score_prompts(
-        weights.params, hidden_XD, targets_NX=blocks.targets_NX, wants_top_NX=wants_top_NX, config=config
-    )
 
 
 def update_rows(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> DeviceState:
@@ -239,7 +226,7 @@ def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockIn
     """The tree of `blocks` with partitions for arrays: forced routing goes where its tokens are."""
     if blocks is None:
         return None
-    return BlockInputs(cast(jax.Array, config.plan.partition(("data_ranks",))), cast(jax.Array, PartitionSpec()))
+    return BlockInputs(cast(jax.Array, config.plan.partition(("data_ranks",))))
 
 
 def weight_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> ModelWeights:
@@ -262,70 +249,3 @@ def weight_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> 
             own["draft"]["target_ids_V"] = cast(jax.Array, PartitionSpec())
     whole = PartitionSpec()
     return ModelWeights(partitions(tree), cast(PlacementArrays, whole), cast(jax.Array, whole), own)
-
-
-GROUP_TOKENS = 128
-"""Number of tokens whose logits exist at the same time."""
-
-
-@jax.named_scope("prompt_scores")
-def score_prompts(
-    params: Parameters, hidden_XD: jax.Array, *, targets_NX: jax.Array, wants_top_NX: jax.Array, config: ModelConfig
-) -> tuple[jax.Array, jax.Array]:
-    """Return the prompt scores of all data ranks in the form of `StepOutput`; a target of -1 is not scored.
-
-    Returns: scores int32 [N, 2, X], and the likeliest tokens int32 [N, 2, X, J] of the targets with `wants_top_NX`.
-
-    Scores are log_softmax(logits) of the model itself: temperature 1, no penalty, no bias. The head does not run if no
-    data rank has a target. All devices have to agree on that, so each decides by the targets of all ranks.
-    """
-    (num_ranks, num_tokens), part = targets_NX.shape, words_of(config)
-    num_top = min(MAX_TOP_LOGPROBS, config.spec.vocab_size)
-
-    def nothing() -> tuple[jax.Array, jax.Array]:
-        shape = (num_ranks, 2, num_tokens)
-        return jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, num_top), jnp.int32)
-
-    def score() -> tuple[jax.Array, jax.Array]:
-        size = min(GROUP_TOKENS, num_tokens)
-        targets_GW, wants_top_GW = _in_groups(targets_NX, size, -1), _in_groups(wants_top_NX, size, False)
-        hidden_GYD = _padded(hidden_XD, -num_tokens % size, 0).reshape(-1, size, hidden_XD.shape[1])
-        found_GPW, top_GPWJ = jax.lax.map(visit, (hidden_GYD, targets_GW, wants_top_GW))
-        found_GPNY, top_GPNYJ = (
-            found.reshape(*found.shape[:2], num_ranks, size, *found.shape[3:]) for found in (found_GPW, top_GPWJ)
-        )
-        found_NPX = found_GPNY.transpose(2, 1, 0, 3).reshape(num_ranks, 2, -1)
-        top_NPXJ = top_GPNYJ.transpose(2, 1, 0, 3, 4).reshape(num_ranks, 2, -1, num_top)
-        return found_NPX[:, :, :num_tokens], top_NPXJ[:, :, :num_tokens]
-
-    def visit(group: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        hidden_YD, targets_W, wants_top_W = group
-        size = len(targets_W)
-        empty = (jnp.zeros((2, size), jnp.int32), jnp.zeros((2, size, num_top), jnp.int32))
-        return jax.lax.cond(
-            jnp.any(targets_W >= 0), lambda: score_group(hidden_YD, targets_W, wants_top_W), lambda: empty
-        )
-
-    @jax.named_scope("log_probs")
-    def score_group(hidden_YD: jax.Array, targets_W: jax.Array, wants_top_W: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ids_W = jnp.maximum(targets_W, 0)
-        logits_WV = logits_of(params, hidden_YD, config=config)
-        logprobs_WV = log_probs_of(logits_WV, jnp.ones(len(ids_W)), part=part, masses=config.kernels.masses).logprobs_SV
-        num_wanted = num_top * jnp.any(wants_top_W & (targets_W >= 0)).astype(jnp.int32)
-        top = likeliest(logprobs_WV, num_wanted=num_wanted, most_top=num_top, part=part)
-        own_W = log_prob_of(logprobs_WV, ids_W, part=part)
-        bits_W, bits_WJ = (jax.lax.bitcast_convert_type(each, jnp.int32) for each in (own_W, top.logprobs_SJ))
-        ranks_W = ranks_of(logprobs_WV, ids_W, own_W, part=part)
-        return jnp.stack([bits_W, ranks_W]), jnp.stack([top.ids_SJ, bits_WJ])
-
-    return jax.lax.cond(jnp.any(targets_NX >= 0), score, nothing)
-
-
-def _in_groups(values_NX: jax.Array, size: int, padding: float) -> jax.Array:
-    """Return the values in groups of `size` tokens of every data rank, [G, W]."""
-    padded_XN = _padded(values_NX.T, -values_NX.shape[1] % size, padding)
-    return padded_XN.reshape(-1, size, len(values_NX)).swapaxes(1, 2).reshape(-1, size * len(values_NX))
-
-
-def _padded(array_X: jax.Array, padding: int, value: float) -> jax.Array:
-    return jnp.pad(array_X, [(0, padding), *[(0, 0)] * (array_X.ndim - 1)], constant_values=value)

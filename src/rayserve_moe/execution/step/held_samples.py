@@ -14,9 +14,9 @@ from rayserve_moe.execution.step.pack import PackedStep
 from rayserve_moe.execution.step.pytrees import DeviceState, StepOutput
 from rayserve_moe.execution.step.results import only_wanted
 from rayserve_moe.execution.step.samples import HeldInputs
+from rayserve_moe.requests.columns import WANTS_MASK
 from rayserve_moe.requests.fields import MAX_LISTED_IDS
 from rayserve_moe.requests.processor_arguments import NOT_PROCESSED, NUM_RECENT
-from rayserve_moe.requests.token_evidence import WANTS_SUPPORT
 from rayserve_moe.scheduling.step_plan import SampleMasks, StepPlan
 
 NO_MASKS = SampleMasks(np.zeros(0, np.intp), np.zeros((0, 0), np.int32))
@@ -38,7 +38,7 @@ class HeldSamples:
     packed: PackedStep
     wants_top: bool = False
     wants_evidence: bool = False
-    wants_support: bool = False
+    wants_mask: bool = False
     num_processed: int = 0
     logits: jax.Array | None = None
     drawn: Launched | None = None
@@ -56,7 +56,7 @@ class HeldSamples:
         if self.wants_evidence:
             asked = np.full((count, 1 + MAX_LISTED_IDS), -1, np.int32)
             asked[places[masks.asking]] = masks.asked
-            self.wants_support = bool((masks.asked[:, 0] >= WANTS_SUPPORT).any())
+            self.wants_mask = bool((masks.asked[:, 0] >= WANTS_MASK).any())
         processed = None
         if self.num_processed:
             processed = np.zeros((len(mask), self.num_processed), np.int32)
@@ -72,20 +72,19 @@ class HeldSamples:
         logits, self.logits = self.logits, None
         sampler = samplers[self.packed.shape.num_singles, self.wants_evidence]
         state, output = sampler(state, logits, held=inputs)
-        wanted = {"sampled_N3S": True, "top_N2SJ": self.wants_top, "evidence_AF": self.wants_evidence}
-        wanted["support"] = self.wants_support
-        return state, only_wanted(output, frozenset(name for name, is_wanted in wanted.items() if is_wanted))
+        unwanted = {"top": not self.wants_top, "mask": not self.wants_mask}
+        wanted = {name for name in output.columns if not unwanted.get(name)}
+        return state, only_wanted(output, frozenset({"sampled_N3S", *wanted}))
 
     def complete(self, output: StepOutput) -> StepOutput:
         """Wait for the samples; the step's output with them."""
         assert self.drawn is not None, "a plan with masks follows one that holds its samples"
         drawn = self.drawn()
-        evidence = {"evidence_AF": drawn.evidence_AF, "support": drawn.support}
-        return replace(output, sampled_N3S=drawn.sampled_N3S, top_N2SJ=drawn.top_N2SJ, **evidence)
+        return replace(output, sampled_N3S=drawn.sampled_N3S, columns=drawn.columns)
 
 
 def held_of(plan: StepPlan, packed: PackedStep, *, processors: Sequence[LogitProcessor]) -> HeldSamples | None:
     """The samples of a step, if its plan holds them; a server with `processors` gives them what is asked of them."""
     if not plan.holds_samples:
         return None
-    return HeldSamples(packed, plan.wants_top, num_processed=processed_size(processors) if processors else 0)
+    return HeldSamples(packed, "top_ids" in plan.columns, num_processed=processed_size(processors) if processors else 0)

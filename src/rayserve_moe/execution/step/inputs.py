@@ -53,7 +53,6 @@ class Sections(NamedTuple):
 class DeviceInput(NamedTuple):
     """A step's tokens, where samples are taken (places in T) and for which rows, how, and by what they are adjusted.
 
-    `block_wants_top_B`: whether likeliest tokens are wanted where tokens of a prefill block are scored;
     `block_nexts_B`: the known tokens behind blocks, -1: none, if a draft model wants them.
     """
 
@@ -62,7 +61,6 @@ class DeviceInput(NamedTuple):
     sample_rows_S: jax.Array
     sampling: SamplingBatch
     penalties: Penalties
-    block_wants_top_B: jax.Array
     block_nexts_B: jax.Array
 
 
@@ -165,9 +163,8 @@ def unpack(
         batch = replace(batch, sequences_U=single_rows, most_together=layout.most_together)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
     sampling, penalties = sampling_of(state, rows_S, positions_S=positions_T[places_S] + 1)
-    block_wants_top_B = RowIntegers(*state.sampling_integers_RI[block_rows].T).num_top > 0
     nexts_B = vector_W[at.block_nexts]
-    return DeviceInput(batch, places_S, rows_S, sampling, penalties, block_wants_top_B, nexts_B)
+    return DeviceInput(batch, places_S, rows_S, sampling, penalties, nexts_B)
 
 
 def _awaited(

@@ -16,15 +16,10 @@ from rayserve_moe.scheduling.step_plan import BlockWork, PageTableChanges, StepP
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """What is asked of tokens in prefill blocks, -1 where nothing is; None where nothing of a kind is asked at all.
+    """Forced routing of tokens in prefill blocks."""
 
-    `targets` int32 [ranks, block tokens]; `forced` int16 [ranks, MoE layers, block tokens, k]. `score_places[i]` is
-    where the plan's i-th score comes out among those of all ranks.
-    """
-
-    targets: np.ndarray | None
     forced: np.ndarray | None
-    score_places: np.ndarray
+    """int16 [ranks, MoE layers, block tokens, k], -1 for tokens that the router decides; None if it decides all."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class PackedStep:
     ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks. `blocks`
     is what is asked of tokens in prefill blocks, where something is. `held` is what `sample_held` is given for samples
     that are held, int32 [data ranks, 3 or with trees 4, S]; then the vectors have none. `copies` are vectors of pages
-    to copy after it. `num_inspected` tokens are looked at.
+    to copy after it. `num_probed` tokens are probed.
     """
 
     step_id: int
@@ -45,7 +40,7 @@ class PackedStep:
     sample_places: np.ndarray
     blocks: PackedBlocks | None = None
     held: np.ndarray | None = None
-    num_inspected: int = 0
+    num_probed: int = 0
     copies: tuple[np.ndarray, ...] = ()
 
 
@@ -90,8 +85,8 @@ class Packer:
     def pack(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         """Lay out the plan's chunks: on each rank single tokens first, then every longer chunk in whole blocks."""
         packed = self._packed(plan, with_changes=with_changes)
-        if plan.inspection is not None:
-            packed = replace(packed, num_inspected=len(plan.inspection.tokens))
+        if plan.probe is not None:
+            packed = replace(packed, num_probed=len(plan.probe.tokens))
         return self._held(plan, packed) if plan.holds_samples else packed
 
     def _packed(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
@@ -208,19 +203,14 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
 
 
 def _pack_blocks(work: BlockWork, token_places: np.ndarray, shape: StepShape, num_ranks: int) -> PackedBlocks | None:
-    """Lay out what is asked of tokens; `token_places` are those of the plan's tokens."""
+    """Lay out forced routing; `token_places` are those of the plan's tokens."""
     if len(work.chunks) == 0:
         return None
     num_tokens = shape.num_blocks * shape.block_tokens
-    targets = forced = None
-    ranks, places = np.divmod(token_places[work.score_tokens], shape.num_tokens)
-    places -= shape.num_singles
-    if len(places):
-        targets = np.full((num_ranks, num_tokens), -1, np.int32)
-        targets[ranks, places] = work.score_targets
+    forced = None
     if work.forced_rows is not None:
         _, num_layers, top_k = work.forced_rows.shape
         of_ranks, of_tokens = np.divmod(token_places[work.forced_tokens], shape.num_tokens)
         forced = np.full((num_ranks, num_layers, num_tokens, top_k), -1, np.int16)
         forced.transpose(0, 2, 1, 3)[of_ranks, of_tokens - shape.num_singles] = work.forced_rows
-    return PackedBlocks(targets, forced, ranks * num_tokens + places)
+    return PackedBlocks(forced)

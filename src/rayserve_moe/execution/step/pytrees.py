@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 
@@ -137,42 +137,33 @@ class DeviceState(AdjustmentState):
 
 
 class BlockInputs(NamedTuple):
-    """Forced routing and scores of tokens in prefill blocks, of all data ranks; -1: none.
-
-    `forced_NMXK` int16 are experts that tokens take, `targets_NX` int32 the known tokens that are scored after them.
-    """
+    """Forced routing of tokens in prefill blocks, of all data ranks."""
 
     forced_NMXK: jax.Array
-    targets_NX: jax.Array
+    """Experts that tokens take, int16, or -1."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What leaves the device, of all data ranks and the same on every device.
-
-    `sampled_N3S` int32: token ids, the bits of their float32 log-probs, their ranks (0 where logits were not finite).
-    `topk_ids_MTK` is routing in the store's dtype, the ranks' tokens one after the other, or None where the server
-    does not capture it. `top_N2SJ` are the likeliest tokens of each sample: ids, and the bits of their log-probs.
-    Shapes with prefill blocks have `scores_N2X`: bits of the log-probs of targets, and ranks; and `score_top_N2XJ`: the
-    likeliest tokens there, as in `top_N2SJ`. `expert_counts_ME` of all data ranks is there after steps that want it.
-    `tally_N4` int32 is the tally of assignments where slots have limited capacity (`LimitedAssignments`). `logits_AV`
-    float32, of each device its share of the vocabulary, are there for samples that are held; `evidence_AF` float32,
-    as `with_evidence` returns it, and `support`, as `sampling_support` does, once those are drawn. `hidden_TD` are
-    those of `ForwardOutput`, of each data rank its own; `inspected` what was looked at of them (`inspect_tokens`).
-    `drafts_NSK` int32 is there after steps that want drafts: those of each row that has sampled (`draft_rows`).
-    """
+    """What leaves the device, of all data ranks and the same on every device."""
 
     sampled_N3S: jax.Array
+    """int32: token ids, the bits of their float32 log-probs, and their ranks (0 for logits that are not finite)."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """What else is reported of the samples: `top` int32 [N, 2, S, J] has ids and the bits of log-probs; the columns of
+    `with_evidence`, and `mask`, what `sampling_mask` returns, once deferred samples are drawn."""
     topk_ids_MTK: jax.Array | None = None
-    top_N2SJ: jax.Array | None = None
-    scores_N2X: jax.Array | None = None
-    score_top_N2XJ: jax.Array | None = None
+    """Routing in the store's dtype, the ranks' tokens one after the other; None if the server does not capture it."""
     expert_counts_ME: jax.Array | None = None
+    """Of all data ranks, after steps that want it."""
     tally_N4: jax.Array | None = None
+    """int32: the tally of assignments if slots have limited capacity (`LimitedAssignments`)."""
     logits_AV: jax.Array | None = None
+    """float32, of each device its share of the vocabulary, for samples that are deferred."""
     drafts_NSK: jax.Array | None = None
-    evidence_AF: jax.Array | None = None
-    support: tuple[jax.Array, jax.Array] | None = None
+    """int32: drafts of each row that has sampled, after steps that want them (`draft_rows`)."""
     hidden_TD: jax.Array | None = None
-    inspected: tuple[tuple[jax.Array, jax.Array], ...] | None = None
+    """Those of `ForwardOutput`, of each data rank its own, for tokens that are probed."""
+    probed: tuple[dict[str, jax.Array], ...] | None = None
+    """Columns of every run of the probe (`probe_tokens`)."""

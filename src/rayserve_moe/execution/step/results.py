@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
 import jax
 import numpy as np
 
 from rayserve_moe.balancing.migration import FailedFetch
 from rayserve_moe.execution.step.pack import PackedStep
 from rayserve_moe.execution.step.pytrees import StepOutput
-from rayserve_moe.requests.records import TopLogprobs
-from rayserve_moe.requests.token_evidence import SampleSupport
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult, TokenScores
+from rayserve_moe.requests.columns import Columns, Ragged
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.token_probe import IS_FINITE
 
 
 def wanted_outputs(plan: StepPlan) -> frozenset[str]:
-    """Names of the fields of StepOutput that the plan of a step wants on the host."""
-    scores = len(plan.block_work.score_tokens) > 0
+    """Return the names of the fields of StepOutput, and of its columns, that the plan of a step wants on the host."""
     wanted = {
         "sampled_N3S": True,
         "topk_ids_MTK": plan.wants_routing,
-        "top_N2SJ": plan.wants_top,
-        "scores_N2X": scores,
-        "score_top_N2XJ": scores and plan.wants_score_top,
+        "top": "top_ids" in plan.columns,
         "expert_counts_ME": plan.wants_expert_counts,
         "tally_N4": True,
     }
@@ -29,8 +30,10 @@ def wanted_outputs(plan: StepPlan) -> frozenset[str]:
 
 
 def only_wanted(output: StepOutput, wanted: frozenset[str]) -> StepOutput:
-    """The output without the arrays that are not wanted."""
-    return StepOutput(**{name: getattr(output, name) for name in wanted})
+    """Return the output without the arrays that are not wanted."""
+    fields = {name for name in vars(output) if name not in wanted and name != "columns"}
+    columns = {name: values for name, values in output.columns.items() if name in wanted}
+    return replace(output, columns=columns, **dict.fromkeys(fields))
 
 
 def start_copies(output: StepOutput, *, is_needed: bool) -> StepOutput:
@@ -50,7 +53,6 @@ def step_result(
     if output.topk_ids_MTK is not None:
         rows_NMK = np.asarray(output.topk_ids_MTK)[:, packed.token_places].transpose(1, 0, 2)
         routing = np.ascontiguousarray(rows_NMK)
-    hidden, listed = _inspected(output, num_tokens=packed.num_inspected)
     return StepResult(
         packed.step_id,
         ids,
@@ -59,50 +61,46 @@ def step_result(
         routing,
         pack_s,
         device_s,
-        top=_top(output.top_N2SJ, packed.sample_places),
-        scores=_scores(output, packed),
+        columns=_columns(output.columns, packed.sample_places),
+        probed=_probed(output.probed or (), num_tokens=packed.num_probed),
         expert_counts=None if output.expert_counts_ME is None else np.asarray(output.expert_counts_ME),
         tally=None if output.tally_N4 is None else np.asarray(output.tally_N4).sum(axis=0, dtype=np.int64),
         failed_fetch=failed_fetch,
-        evidence=None if output.evidence_AF is None else np.asarray(output.evidence_AF)[packed.sample_places],
-        support=_support(output, packed.sample_places),
-        hidden=hidden,
-        listed=listed,
     )
 
 
-def _scores(output: StepOutput, packed: PackedStep) -> TokenScores | None:
-    if output.scores_N2X is None:
-        return None
-    assert packed.blocks is not None, "only steps with prefill blocks score"
-    places = packed.blocks.score_places
-    found = np.asarray(output.scores_N2X).transpose(1, 0, 2).reshape(2, -1)
-    bits, ranks = found[:, places]
-    return TokenScores(bits.view(np.float32), ranks, _top(output.score_top_N2XJ, places))
+def _columns(found: Mapping[str, Any], places: np.ndarray) -> Columns:
+    """Return the columns of samples at `places` among those of all data ranks."""
+    columns: Columns = {}
+    for name, values in found.items():
+        if name == "top":
+            columns |= _top(values, places)
+        elif name == "mask":
+            columns |= _mask(*values, places)
+        else:
+            columns[name] = np.asarray(values)[places]
+    return columns
 
 
-def _support(output: StepOutput, places: np.ndarray) -> SampleSupport | None:
-    if output.support is None:
-        return None
-    bits, logprobs = (np.asarray(each)[places] for each in output.support)
-    is_kept = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+def _mask(bits_AW: jax.Array, logprobs_A: jax.Array, places: np.ndarray) -> Columns:
+    is_kept = np.unpackbits(np.asarray(bits_AW)[places].view(np.uint8), axis=1, bitorder="little")
     counts, ids = is_kept.sum(axis=1, dtype=np.int32), np.nonzero(is_kept)[1].astype(np.int32)
-    return SampleSupport(counts, ids, logprobs)
+    return {"mask_ids": Ragged(counts, ids), "mask_logprobs": np.asarray(logprobs_A)[places]}
 
 
-def _inspected(output: StepOutput, *, num_tokens: int) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    if output.inspected is None:
-        return None, None
-    hidden, listed = (
-        np.concatenate([np.asarray(each) for each in found]) for found in zip(*output.inspected, strict=True)
-    )
-    return hidden[:num_tokens].astype(np.float32), listed[:num_tokens]
-
-
-def _top(top_N2PJ: jax.Array | None, places: np.ndarray) -> TopLogprobs | None:
-    """Likeliest tokens at `places` among those of all data ranks."""
-    if top_N2PJ is None:
-        return None
+def _top(top_N2PJ: jax.Array, places: np.ndarray) -> Columns:
     of_ranks = np.asarray(top_N2PJ)
     ids, bits = of_ranks.transpose(1, 0, 2, 3).reshape(2, -1, of_ranks.shape[-1])[:, places]
-    return TopLogprobs(ids, np.ascontiguousarray(bits).view(np.float32))
+    return {"top_ids": ids, "top_logprobs": np.ascontiguousarray(bits).view(np.float32)}
+
+
+def _probed(runs: Sequence[Mapping[str, jax.Array]], *, num_tokens: int) -> Columns:
+    """Join the runs of a probe of `num_tokens` tokens; a token without a finite log-prob is not finite."""
+    if not runs:
+        return {}
+    columns = {name: np.concatenate([np.asarray(run[name]) for run in runs])[:num_tokens] for name in runs[0]}
+    if "hidden" in columns:
+        columns["hidden"] = columns["hidden"].astype(np.float32)
+    if "logprobs" in columns:
+        columns[IS_FINITE] = columns[IS_FINITE] & np.isfinite(columns["logprobs"])
+    return dict(columns)

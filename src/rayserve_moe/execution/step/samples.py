@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.decoding.adjustment import Penalties, adjust, note_samples
 from rayserve_moe.decoding.drafts import accepted, drafts_of, tree_drafts_of
-from rayserve_moe.decoding.evidence import EvidenceLogits, sampling_support, with_evidence
+from rayserve_moe.decoding.evidence import EvidenceLogits, sampling_mask, with_evidence
 from rayserve_moe.decoding.log_probs import TopTokens
 from rayserve_moe.decoding.logit_processors import allowed_logits
 from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, sample
@@ -25,8 +25,8 @@ from rayserve_moe.kernels.ancestors import places_of
 from rayserve_moe.kernels.kv_pool import Moves
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.parallel.sharding import gather_rows
+from rayserve_moe.requests.columns import WANTS_MASK
 from rayserve_moe.requests.fields import MAX_TOP_LOGPROBS
-from rayserve_moe.requests.token_evidence import WANTS_SUPPORT
 
 
 class SampleInput(NamedTuple):
@@ -84,21 +84,28 @@ def sample_rows(
     rows_A, sampling, penalties, *inputs = gather_rows((*given, *inputs), plan)
     find = tree_drafts_of if trees else partial(drafts_of, rows_A, sampling.position_S)
     drafts = find(*inputs, most_drafts=config.most_drafts) if inputs else None
-    of_rows = {"rows_S": rows_A, "penalties": penalties, "part": part}
-    adjusted_AV = adjust(logits_AV, state, **of_rows, drafted_SK=drafts and drafts.drafted_SK)
+    drafted_SK = drafts and drafts.drafted_SK
+    adjusted_AV = adjust(logits_AV, state, rows_S=rows_A, penalties=penalties, part=part, drafted_SK=drafted_SK)
 
     def draw() -> Sampled:
         allowed_AV = adjusted_AV if allow is None else allow(adjusted_AV)
         table = config.model.kernels
-        kernels = {"noise": table.noise, "masses": table.masses, "choose": table.choose}
-        return sample(allowed_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, **kernels)
+        return sample(
+            allowed_AV,
+            sampling,
+            part=part,
+            most_top=MAX_TOP_LOGPROBS,
+            noise=table.noise,
+            masses=table.masses,
+            choose=table.choose,
+        )
 
     sampled = draw_where(jnp.any(rows_A < nowhere), draw) if config.holds_samples and allow is None else draw()
     own_ids_S, own_rows_S = sampled.ids_S.reshape(plan.data_size, -1)[plan.data_rank()], samples.rows_S
-    moves = None
+    moves, counted_A = None, rows_A
     if drafts is not None:
         counts_A, is_last_A = accepted(sampled.ids_S, drafts)
-        of_rows["rows_S"] = jnp.where(counts_A, rows_A, nowhere)
+        counted_A = jnp.where(counts_A, rows_A, nowhere)
         own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
         if trees:
             moves = _moves_of(state, samples, counts_A.reshape(plan.data_size, -1)[plan.data_rank()], config.page_size)
@@ -106,7 +113,7 @@ def sample_rows(
             kv_pages = move(state.kv_pages, moves, num_layers=num_layers)
             state = replace(state, kv_pages=kv_pages)
     last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
-    seen_RV = note_samples(state.seen_RV, sampled.ids_S, **of_rows)
+    seen_RV = note_samples(state.seen_RV, sampled.ids_S, rows_S=counted_A, penalties=penalties, part=part)
     own = OwnSamples(own_ids_S, own_rows_S, moves)
     return sampled, own, adjusted_AV, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
 
@@ -137,24 +144,28 @@ def draw_where(has_samples: jax.Array, draw: Callable[[], Sampled]) -> Sampled:
 def sample_held(
     state: DeviceState, logits_AV: jax.Array, *, held: HeldInputs, config: StepConfig
 ) -> tuple[DeviceState, StepOutput]:
-    """On one device: sample what a step has held, and find the evidence that is asked of it (`with_evidence`)."""
+    """On one device: sample what a step has held, and find the columns that are asked of it (`with_evidence`)."""
     plan, part = config.model.plan, words_of(config.model)
     rows_S, positions_S, *of_before = held.samples_N3S[plan.data_rank()]
     samples = SampleInput(rows_S, *sampling_of(state, rows_S, positions_S=positions_S), *of_before)
-    given = {"given_SX": held.processed_AX, "processors": config.processors, "part": part}
-    allow = partial(allowed_logits, mask_SW=held.mask_AW, **given)
+    allow = partial(
+        allowed_logits, mask_SW=held.mask_AW, given_SX=held.processed_AX, processors=config.processors, part=part
+    )
     sampled, own, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
     if own.moves is not None and state.draft is not None:
         state = replace(state, draft=state.draft.moved(own.moves, config.model.kernels.moves))
-    evidence_AF, support = None, None
+    columns: dict[str, Any] = {}
     if held.asked_AF is not None:
         logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
-        how = {"rows": rows, "part": part, "masses": config.model.kernels.masses}
-        wants_S = held.asked_AF[:, 0] >= WANTS_SUPPORT
-        support = sampling_support(logits.processed_SV, sampled.ids_S, wants_S=wants_S, **how)
-        sampled, evidence_AF = with_evidence(sampled, logits, asked_SF=held.asked_AF, **how)
-    bits = sampled_bits(sampled, plan.data_size), top_bits(sampled.top, plan.data_size)
-    return state, StepOutput(bits[0], top_N2SJ=bits[1], evidence_AF=evidence_AF, support=support)
+        masses = config.model.kernels.masses
+        wants_S = held.asked_AF[:, 0] >= WANTS_MASK
+        columns["mask"] = sampling_mask(
+            logits.processed_SV, sampled.ids_S, wants_S=wants_S, rows=rows, part=part, masses=masses
+        )
+        sampled, found = with_evidence(sampled, logits, asked_SF=held.asked_AF, rows=rows, part=part, masses=masses)
+        columns |= found
+    columns["top"] = top_bits(sampled.top, plan.data_size)
+    return state, StepOutput(sampled_bits(sampled, plan.data_size), columns)
 
 
 def sampled_bits(sampled: Sampled, num_ranks: int) -> jax.Array:

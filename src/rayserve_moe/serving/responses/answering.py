@@ -16,7 +16,8 @@ from starlette.responses import Response
 
 from rayserve_moe.engine.recovery.hosts import progress_of
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE, encode_rollout
-from rayserve_moe.requests.records import ChoiceResult
+from rayserve_moe.requests import columns
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.responses.request_streams import RequestStreams
@@ -141,15 +142,9 @@ def size_of(results: Iterable[ChoiceResult]) -> int:
     """Estimate the bytes of an answer."""
     size = 0
     for result in results:
-        num_logprobs = len(result.token_ids) + (0 if result.top is None else result.top.logprobs.size)
-        num_logprobs += 0 if result.evidence is None else result.evidence.size
-        if (scores := result.prompt_scores) is not None:
-            num_logprobs += scores.logprobs.size + (0 if scores.top is None else scores.top.logprobs.size)
-        num_logprobs += sum(len(ids) for ids, _ in result.support)
-        num_logprobs += 0 if result.prompt_listed is None else result.prompt_listed.size
-        if (hidden := result.hidden) is not None:
-            num_logprobs += hidden.prompt.size + hidden.outputs.size
-        size += num_logprobs * _BYTES_PER_TOKEN + (0 if result.routing is None else result.routing.rows.nbytes)
+        num_values = len(result.token_ids) + columns.size_of(result.columns)
+        num_values += 0 if result.prompt is None else columns.size_of(result.prompt.columns)
+        size += num_values * _BYTES_PER_TOKEN + (0 if result.routing is None else result.routing.rows.nbytes)
     return size
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayserve_moe.answers.native import hidden_states, native_answer, output_versions, prompt_logprobs_of
-from rayserve_moe.requests.records import ChoiceResult, DraftCounts, GenerationRequest, ModelCard
+from rayserve_moe.requests.records import GenerationRequest, ModelCard
+from rayserve_moe.requests.results import ChoiceResult, DraftCounts
 from rayserve_moe.serving.responses.logprobs import echoed_text
 from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
@@ -105,7 +106,7 @@ def prompt_logprobs(
     Clients read the first value of an object as the token's own. A tokenizer adds the text of every token.
     """
     written: list[dict[str, dict] | None] = []
-    for tokens in prompt_logprobs_of(result.prompt_scores, request.prompt_ids.tolist(), num_top=num_top):
+    for tokens in prompt_logprobs_of(result, request.prompt_ids.tolist(), num_top=num_top):
         entries = (
             None
             if tokens is None

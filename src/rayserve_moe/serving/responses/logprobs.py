@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Callable, Sequence, Set
 
 from rayserve_moe.answers.native import TokenLogprob, output_logprobs, prompt_logprobs_of
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.schemas.openai import CompletionBody
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -41,7 +42,7 @@ class CompletionLogprobs:
             self._echo_pending = False
             prompt_ids = self._request.prompt_ids.tolist()
             token_ids = [*prompt_ids, *token_ids]
-            scored += prompt_logprobs_of(delta.prompt_scores, prompt_ids, num_top=self._num_top)
+            scored += prompt_logprobs_of(delta, prompt_ids, num_top=self._num_top)
             offsets, self._offsets.start = prompt_offsets(self._tokenizer, prompt_ids, text=self._prompt_text)
         scored += output_logprobs(delta, num_top=self._num_top, listed_ids=self._listed)
         return {

@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.responses.openai import OpenAIWriter, usage_of
 from rayserve_moe.serving.responses.routing import RoutingWriter
 

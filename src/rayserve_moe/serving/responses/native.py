@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayserve_moe.answers.native import native_answer
-from rayserve_moe.requests.records import ChoiceResult
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.responses.routing import RoutingWriter

@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 
 from rayserve_moe.answers.native import error_of, stop_reason
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, GenerationRequest
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses.chat_parts import ChatParts
 from rayserve_moe.serving.responses.evidence import EvidenceWriter

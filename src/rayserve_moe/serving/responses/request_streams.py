@@ -16,7 +16,9 @@ from typing import TypeVar
 
 from rayserve_moe.answers.streams import GenerationStream, Keeper
 from rayserve_moe.engine.command_queue import EngineStoppedError
-from rayserve_moe.requests.records import ChoiceResult, FinishReason, GenerationRequest, RequestError
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, RequestError
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.journalling import HANDED_OVER, TAKEN_OVER, KeptRequest, kept_request

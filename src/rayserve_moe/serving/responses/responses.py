@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest
+from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.responses.openai import OpenAIWriter
 from rayserve_moe.serving.responses.response_items import ItemEvents, items_of
 from rayserve_moe.serving.responses.routing import RoutingWriter

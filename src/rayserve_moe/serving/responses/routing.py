@@ -15,7 +15,8 @@ from rayserve_moe.replay.encoding import (
     routing_until,
 )
 from rayserve_moe.replay.encoding.ranges import labels_of, presence
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.results import ChoiceResult
 
 
 class RoutingWriter:

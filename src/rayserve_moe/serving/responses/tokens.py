@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pybase64
 
-from rayserve_moe.answers.native import error_of, stop_reason
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, ModelCard
+from rayserve_moe.answers.native import error_of, prompt_column, stop_reason
+from rayserve_moe.requests.records import GenerationRequest, ModelCard
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.responses.evidence import prompt_logprobs
 from rayserve_moe.serving.responses.logprobs import token_logprobs
 from rayserve_moe.serving.responses.openai import usage_of
@@ -95,16 +96,17 @@ class TokenWriter:
         num_top = self._body.sampling_params.prompt_logprobs
         if num_top is None:
             return {}
-        result = next((result for result in results if result.prompt_scores is not None), results[0])
+        result = next((result for result in results if result.prompt is not None), results[0])
         return {"prompt_logprobs": prompt_logprobs(self._request_of_choice[0], result, num_top=num_top)}
 
     def _listed(self, results: Sequence[ChoiceResult]) -> dict:
         """Log-probs of ids that are listed for the prompt: base64 of a `.npy` file, float32 [N, L]; -inf for none."""
         if (listed := self._request_of_choice[0].listed_in_prompt) is None:
             return {}
-        found = next((r.prompt_listed for r in results if r.prompt_listed is not None), None)
-        if found is None:
+        result = next((result for result in results if result.prompt is not None), None)
+        if result is None:
             return {"prompt_token_id_logprobs": None}
+        _, found = prompt_column(result, "listed_logprobs")
         buffer = io.BytesIO()
         np.save(buffer, np.where(listed.ids[: len(found)] < 0, np.float32(-np.inf), found), allow_pickle=False)
         return {"prompt_token_id_logprobs": pybase64.b64encode(buffer.getbuffer()).decode()}

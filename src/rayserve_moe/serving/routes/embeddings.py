@@ -13,7 +13,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.answers.native import prompt_column
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.json_body import read_body
@@ -94,9 +96,10 @@ def unit_vectors(vectors: np.ndarray) -> np.ndarray:
 
 
 def _state(result: ChoiceResult) -> np.ndarray:
-    if result.hidden is None:
+    _, states = prompt_column(result, "hidden")
+    if not len(states):
         raise ApiError(503, "the request was ended before it was computed")
-    return result.hidden.prompt[-1]
+    return states[0]
 
 
 def _encoded(vector: np.ndarray, encoding: str) -> list[float] | str:

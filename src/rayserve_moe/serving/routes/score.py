@@ -10,7 +10,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.requests.columns import as_array
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.json_body import read_body
@@ -105,9 +107,10 @@ def _request(body: ScoreBody, prompt_ids: np.ndarray, request_id: str) -> Genera
 
 def _scores(result: ChoiceResult, *, temperature: float | None) -> Sequence[float]:
     """Probabilities of the labels, in their order; with a temperature they are all that there are."""
-    if result.evidence is None or len(result.evidence) == 0:
+    listed = as_array(result.columns.get("listed_logprobs", np.zeros((0, 0))))
+    if not len(listed):
         raise ApiError(503, "the request was ended before it was computed")
-    logprobs = result.evidence[0, 1:].astype(np.float64)
+    logprobs = listed[0].astype(np.float64)
     if temperature is None:
         return np.exp(logprobs).tolist()
     chances = np.exp((logprobs - logprobs.max()) / temperature)

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayserve_moe.requests.records import ChoiceResult, GenerationRequest, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.responses.logprobs import CompletionLogprobs, num_added_ids
 from rayserve_moe.serving.schemas.openai import CompletionBody
 from rayserve_moe.text.tokenizer import Tokenizer

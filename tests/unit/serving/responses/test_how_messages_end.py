@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayserve_moe.requests.records import ChoiceResult
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.responses.messages import MessagesWriter
 from rayserve_moe.serving.responses.responses import ResponsesWriter
 from rayserve_moe.serving.schemas.responses import ResponsesBody

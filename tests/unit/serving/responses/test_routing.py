@@ -7,14 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rayserve_moe.requests.records import (
-    ChoiceResult,
-    FinishReason,
-    GenerationRequest,
-    RoutedExperts,
-    RoutingLayout,
-    SamplingParams,
-)
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.responses.routing import RoutingWriter
 
 LAYOUT = RoutingLayout(num_hidden_layers=2, layer_ids=(0, 1), num_experts=8, top_k=2)

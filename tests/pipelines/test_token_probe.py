@@ -64,17 +64,15 @@ def test_they_are_those_of_the_reference(shown: Engine, alone: Outcomes, referen
             text = [*request.prompt_ids.tolist(), *outcome.ids]
             read = text[: max(len(request.prompt_ids), len(text) - 1)]
             states = reference.states(read)
-            assert (outcome.hidden is None) == (not request.return_hidden_states)
-            if outcome.hidden is not None:
+            found = {} if outcome.prompt is None else outcome.prompt.columns
+            assert ("hidden" in found) == bool(request.return_hidden_states)
+            if "hidden" in found:
                 wanted = states if request.return_hidden_states == "all" else states[len(request.prompt_ids) - 1 :]
-                found = np.concatenate([outcome.hidden.prompt, outcome.hidden.outputs])
-                np.testing.assert_allclose(found, wanted, rtol=0, atol=STATE_TOLERANCE)
-                np.testing.assert_array_equal(outcome.hidden.last(len(outcome.ids)), found[-1])
+                np.testing.assert_allclose(found["hidden"], wanted, rtol=0, atol=STATE_TOLERANCE)
             if (listed := request.listed_in_prompt) is not None:
                 rows = reference.all_logprobs(text)[listed.start : listed.start + len(listed.ids)]
                 expected = np.where(listed.ids < 0, 0, np.take_along_axis(rows, np.maximum(listed.ids, 0), axis=1))
-                assert outcome.prompt_listed is not None
-                np.testing.assert_allclose(outcome.prompt_listed, expected, rtol=0, atol=LOGPROB_TOLERANCE)
+                np.testing.assert_allclose(found["listed_logprobs"], expected, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
@@ -157,12 +155,20 @@ def test_what_cannot_be_returned_is_refused(shown: Engine, fields: dict[str, Any
     [
         {"return_hidden_states": True},
         {"return_hidden_states": "last"},
-        {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": [5]},
     ],
 )
 def test_a_server_that_does_not_show_states_says_how_it_would(engine: Engine, fields: dict[str, Any]):
     with pytest.raises(RequestError, match="enable_return_hidden_states"):
         answer_of(engine, **fields)
+
+
+def test_ids_listed_for_a_prompt_need_no_setting(engine: Engine):
+    asked = {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": [5, 9]}
+    meta = answer_of(engine, **asked)["meta_info"]
+    first, *entries = meta["input_token_ids_logprobs"]
+    assert first is None and len(entries) == len(meta["input_token_logprobs"]) - 1
+    assert all([token_id for _, token_id, _ in entry] == [5, 9] for entry in entries)
+    assert all(logprob < 0 for entry in entries for logprob, _, _ in entry)
 
 
 @pytest.mark.parametrize(

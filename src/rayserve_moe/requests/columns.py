@@ -1,0 +1,245 @@
+"""Outputs per token as columns: each is declared here once, and one dict carries all of them to the writers.
+
+A dict of columns maps names to values with one entry per token. The same dict is in the result of a step, in a running
+choice, in its results and in the journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from rayserve_moe.requests.fields import MAX_LISTED_IDS
+from rayserve_moe.requests.records import GenerationRequest
+
+WANTS_MASK = 2
+"""Added to the first number of an `evidence_row` that asks for a sampling mask."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Entries of different lengths: entry i has `lengths[i]` of the `values`, which follow each other."""
+
+    lengths: np.ndarray
+    """int32 [N]."""
+    values: np.ndarray
+    """[sum of the lengths]."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: slice | np.ndarray) -> Ragged:
+        return ragged(self.entries()[index] if isinstance(index, slice) else _masked(self.entries(), index))
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return len(self.values)
+
+    def tolist(self) -> list[list]:
+        """Return the values of each entry as lists."""
+        return [entry.tolist() for entry in self.entries()]
+
+    def entries(self) -> list[np.ndarray]:
+        """Return the values of each entry."""
+        return np.split(self.values, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+
+
+Values = np.ndarray | Ragged
+Columns = dict[str, Values]
+
+
+@dataclass(frozen=True)
+class OutputColumn:
+    """A column over the outputs of a choice."""
+
+    source: Literal["step", "evidence"]
+    """What computes it: every step, or the program that draws deferred samples with evidence."""
+    dtype: type
+    width: Callable[[GenerationRequest], int | None]
+    """Numbers per output; 0 for one number without a dimension of its own, None if it is not requested."""
+    is_ragged: bool = False
+
+
+@dataclass(frozen=True)
+class ProbedColumn:
+    """A column over positions that the model reads, found by a probe of tokens after their step."""
+
+    dtype: type
+    span: Callable[[GenerationRequest], tuple[int, int] | None]
+    """First position of the prompt and the end of the positions, or None if it is not requested."""
+    width: Callable[[GenerationRequest], int | None]
+    """Numbers per position; 0 for one number without a dimension of its own, None if the model decides."""
+
+
+def _num_top(request: GenerationRequest) -> int | None:
+    return request.num_top_logprobs or None
+
+
+def _scored(request: GenerationRequest) -> tuple[int, int] | None:
+    start = request.score_prompt_from
+    return None if start is None else (start, max(start, len(request.prompt_ids) - 1))
+
+
+def _scored_with_top(request: GenerationRequest) -> tuple[int, int] | None:
+    return _scored(request) if request.num_top_logprobs else None
+
+
+def _listed(request: GenerationRequest) -> tuple[int, int] | None:
+    listed = request.listed_in_prompt
+    return None if listed is None else (listed.start, listed.start + len(listed.ids))
+
+
+def _num_listed(request: GenerationRequest) -> int | None:
+    listed = request.listed_in_prompt
+    return None if listed is None else listed.ids.shape[1]
+
+
+def _shown(request: GenerationRequest) -> tuple[int, int] | None:
+    end = len(request.prompt_ids)
+    return {"": None, "all": (0, end), "last": (end - 1, end)}[request.return_hidden_states]
+
+
+OUTPUT_COLUMNS: Mapping[str, OutputColumn] = {
+    "top_ids": OutputColumn("step", np.int32, _num_top),
+    "top_logprobs": OutputColumn("step", np.float32, _num_top),
+    "entropy": OutputColumn("evidence", np.float32, lambda request: 0 if request.return_entropy else None),
+    "listed_logprobs": OutputColumn("evidence", np.float32, lambda request: len(request.logprob_token_ids) or None),
+    "mask_ids": OutputColumn(
+        "evidence", np.int32, lambda request: 0 if request.return_sampling_mask else None, is_ragged=True
+    ),
+    "mask_logprobs": OutputColumn("evidence", np.float32, lambda request: 0 if request.return_sampling_mask else None),
+}
+"""By name: the likeliest tokens in falling order and their log-probs, the entropy in nats, the log-probs of listed ids,
+the tokens that truncation left, and the output's log-prob among these."""
+
+PROBED_COLUMNS: Mapping[str, ProbedColumn] = {
+    "logprobs": ProbedColumn(np.float32, _scored, lambda _: 0),
+    "ranks": ProbedColumn(np.int32, _scored, lambda _: 0),
+    "top_ids": ProbedColumn(np.int32, _scored_with_top, lambda request: request.num_top_logprobs),
+    "top_logprobs": ProbedColumn(np.float32, _scored_with_top, lambda request: request.num_top_logprobs),
+    "listed_logprobs": ProbedColumn(np.float32, _listed, _num_listed),
+    "hidden": ProbedColumn(np.float32, _shown, lambda _: None),
+}
+"""By name: log-prob and rank of the next token of the prompt, the likeliest tokens in its place and their log-probs,
+the log-probs of ids listed for the position, and the state after the last layer and its norm. The model's own
+distribution; ranks count from 1, ties to the smaller id."""
+
+
+@dataclass(frozen=True)
+class PromptColumns:
+    """Columns over positions of a prompt, as far as they were found; that of hidden states goes on over the outputs."""
+
+    columns: Columns = field(default_factory=dict)
+    """By name of `PROBED_COLUMNS`."""
+    starts: Mapping[str, int] = field(default_factory=dict)
+    """First position of each column."""
+    weight_version: str = ""
+    """Weights that computed all of them."""
+
+
+def output_widths(request: GenerationRequest) -> dict[str, int]:
+    """Return the columns that a request wants of its outputs, each with its numbers per output."""
+    widths = {name: column.width(request) for name, column in OUTPUT_COLUMNS.items()}
+    return {name: width for name, width in widths.items() if width is not None}
+
+
+def evidence_row(request: GenerationRequest) -> np.ndarray | None:
+    """Return what the evidence program is asked for each sample of a request, int32 [1 + MAX_LISTED_IDS], or None.
+
+    The first number is 1 for the model's own distribution and 0 for the one that is sampled before truncation, plus
+    WANTS_MASK; ids follow, padded with -1.
+    """
+    is_wanted = any(OUTPUT_COLUMNS[name].source == "evidence" for name in output_widths(request))
+    if not is_wanted and not request.raw_logprobs:
+        return None
+    ids, row = request.logprob_token_ids, np.full(1 + MAX_LISTED_IDS, -1, np.int32)
+    row[: 1 + len(ids)] = (request.raw_logprobs + WANTS_MASK * request.return_sampling_mask, *ids)
+    return row
+
+
+def ragged(entries: Iterable[np.ndarray], dtype: type = np.int32) -> Ragged:
+    """Return entries of different lengths as one column."""
+    entries = list(entries)
+    return Ragged(np.asarray([len(each) for each in entries], np.int32), np.concatenate([np.zeros(0, dtype), *entries]))
+
+
+def as_array(values: Values) -> np.ndarray:
+    """Return the values of a column that is not ragged."""
+    assert not isinstance(values, Ragged), "a ragged column is no array"
+    return values
+
+
+def take(columns: Columns, index: slice | np.ndarray) -> Columns:
+    """Return the entries of a slice, or those that a bool mask keeps, of every column."""
+    return {name: values[index] for name, values in columns.items()}
+
+
+def concat(parts: Sequence[Columns]) -> Columns:
+    """Join the columns of consecutive runs of tokens; a run without a column adds nothing to it."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _concat([part[name] for part in parts if name in part]) for name in names}
+
+
+def size_of(columns: Columns) -> int:
+    """Return the number of values in all columns."""
+    return sum(values.size for values in columns.values())
+
+
+def names_in(bits: int, *, source: str) -> tuple[str, ...]:
+    """Return the names of the columns from one source whose bit of `ColumnLog.bits` is set."""
+    columns = enumerate(OUTPUT_COLUMNS.items())
+    return tuple(name for index, (name, column) in columns if bits >> index & 1 and column.source == source)
+
+
+class ColumnLog:
+    """The output columns of a running choice, which grow by one entry per output."""
+
+    def __init__(self, widths: Mapping[str, int]) -> None:
+        self._widths = widths
+        self.bits = sum(1 << index for index, name in enumerate(OUTPUT_COLUMNS) if name in widths)
+        """Bit i is set if the choice has column i of `OUTPUT_COLUMNS`."""
+        self._entries: dict[str, list[np.ndarray]] = {name: [] for name in widths}
+
+    def __len__(self) -> int:
+        return len(next(iter(self._entries.values()), ()))
+
+    def append(self, entries: Mapping[str, Sequence[np.ndarray] | np.ndarray], index: int) -> None:
+        """Add entry `index` of the columns of a step that the choice wants."""
+        for name, width in self._widths.items():
+            if name in entries:
+                entry = entries[name][index]
+                self._entries[name].append(entry[:width] if width else entry)
+
+    def extend(self, columns: Columns) -> None:
+        """Add all entries of `columns`."""
+        for name, values in columns.items():
+            self._entries[name] += values.entries() if isinstance(values, Ragged) else list(values)
+
+    def slice(self, first: int, stop: int) -> Columns:
+        """Return the columns of outputs `first` to `stop`."""
+        found: Columns = {}
+        for name, width in self._widths.items():
+            column, entries = OUTPUT_COLUMNS[name], self._entries[name][first:stop]
+            if column.is_ragged:
+                found[name] = ragged(entries, column.dtype)
+            else:
+                shape = (len(entries), width) if width else (len(entries),)
+                found[name] = np.asarray(entries, column.dtype).reshape(shape)
+        return found
+
+
+def _masked(entries: list[np.ndarray], is_kept: np.ndarray) -> list[np.ndarray]:
+    return [entry for entry, keeps in zip(entries, is_kept.tolist(), strict=True) if keeps]
+
+
+def _concat(parts: list[Values]) -> Values:
+    several = [part for part in parts if isinstance(part, Ragged)]
+    if several:
+        return Ragged(
+            np.concatenate([part.lengths for part in several]), np.concatenate([part.values for part in several])
+        )
+    return np.concatenate([as_array(part) for part in parts])

@@ -1,0 +1,94 @@
+"""What the engine answers: results of choices, their drafts and their routing, in token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from rayserve_moe.requests.columns import Columns, PromptColumns, concat
+from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.requests.records import RoutedExperts
+
+
+class DraftCounts(NamedTuple):
+    """Draft tokens of one choice."""
+
+    chains: int = 0
+    """Verifications."""
+    drafted: int = 0
+    """Draft tokens that were verified."""
+    accepted: int = 0
+    """Draft tokens that were right."""
+
+
+@dataclass
+class ChoiceResult:
+    """What one choice has generated: since its last update, or, once updates are added up, from its start.
+
+    The text layer adds `text`, and cuts everything at the first stop string.
+    """
+
+    request_id: str = ""
+    choice_index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of each output."""
+    ranks: list[int] = field(default_factory=list)
+    """Rank of each output among all tokens; the likeliest has 1."""
+    columns: Columns = field(default_factory=dict)
+    """What else was requested of the outputs, by name of `OUTPUT_COLUMNS`."""
+    finish: FinishReason | None = None
+    """Comes with the last update."""
+    text: str = ""
+    routing: RoutedExperts | None = None
+    """Comes with the last update, or, streamed, with every update: then it starts where the one before ended."""
+    prompt: PromptColumns | None = None
+    """What was requested of the prompt; comes with the last update."""
+    num_cached_tokens: int = 0
+    weight_versions: tuple[tuple[int, str], ...] = ()
+    """Pairs of a position and the weights that sampled the outputs from there on, for the whole choice so far."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """Of the whole choice so far."""
+
+    def add(self, update: ChoiceResult) -> None:
+        """Append the next update of this choice."""
+        self.text += update.text
+        self.token_ids += update.token_ids
+        self.logprobs += update.logprobs
+        self.ranks += update.ranks
+        self.columns = concat([self.columns, update.columns])
+        self.finish = update.finish or self.finish
+        self.routing = joined_routing(self.routing, update.routing)
+        self.prompt = update.prompt or self.prompt
+        self.weight_versions = update.weight_versions or self.weight_versions
+        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
+        self.drafts = max(self.drafts, update.drafts)
+
+
+def joined_routing(before: RoutedExperts | None, after: RoutedExperts | None) -> RoutedExperts | None:
+    """Join routing where `after` starts at the position that `before` ends at; None where there is neither.
+
+    A piece without rows may start anywhere: it is what is left of tokens beyond a stop string.
+    """
+    if before is None or after is None or len(after.rows) == 0:
+        return after if before is None else before
+    assert after.start == before.start + len(before.rows), "a piece of routing does not follow the one before"
+    return replace(
+        before,
+        rows=np.concatenate([before.rows, after.rows]),
+        missing=joined_ranges(before.missing + after.missing),
+        source=joined_ranges(before.source + after.source),
+        weight_version=joined_ranges(before.weight_version + after.weight_version),
+    )
+
+
+def joined_ranges(ranges: tuple) -> tuple:
+    """Merge neighbouring ranges `(from, to, *label)`, in rising order, that have the same label."""
+    joined: list[tuple] = []
+    for first, last, *label in ranges:
+        if joined and joined[-1][1:] == (first, *label):
+            first = joined.pop()[0]
+        joined.append((first, last, *label))
+    return tuple(joined)
