@@ -62,8 +62,9 @@ class CompiledConstraint:
         """Return a guide for an answer, from its start."""
         rules = end_rules(sampling, eos_ids=self.vocabulary.eos_ids, num_ids=self.vocabulary.num_ids)
         after = AfterText(self.after.encode(), self.vocabulary.token_bytes) if self.after else None
-        times = {"max_mask_ms": self.max_mask_ms, "first_ms": self.first_ms}
-        return TokenGuide(self.matcher.deep_copy(), rules, after=after, **times)
+        return TokenGuide(
+            self.matcher.deep_copy(), rules, max_mask_ms=self.max_mask_ms, after=after, first_ms=self.first_ms
+        )
 
 
 class ConstraintCompiler:

@@ -253,8 +253,8 @@ class ActorReplica:
     """A replica in an actor: the methods of `LocalReplica`."""
 
     def __init__(self, settings: Settings) -> None:
-        options = {"num_cpus": REPLICA_CPUS, "max_concurrency": MOST_CALLS}
-        self._actor = cast(ActorHandle, RemoteReplicaProcess.options(**options).remote(settings))
+        actor_class = RemoteReplicaProcess.options(num_cpus=REPLICA_CPUS, max_concurrency=MOST_CALLS)
+        self._actor = cast(ActorHandle, actor_class.remote(settings))
 
     async def start(self) -> dict[str, Any]:
         return await self._actor.start.remote()

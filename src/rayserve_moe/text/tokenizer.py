@@ -214,8 +214,9 @@ def _config_of(directory: Path) -> PreTrainedConfig | None:
     kind, named = config.get("model_type"), config.get("tokenizer_class")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         return None
-    named_class = {"tokenizer_class": named} if isinstance(named, str) else {}
-    return AutoConfig.for_model(kind, name_or_path=str(directory), **named_class)
+    if not isinstance(named, str):
+        return AutoConfig.for_model(kind, name_or_path=str(directory))
+    return AutoConfig.for_model(kind, name_or_path=str(directory), tokenizer_class=named)
 
 
 def _check_opens(file: Path) -> None:

@@ -263,8 +263,10 @@ class ItemEvents:
             yield self._event("response.function_call_arguments.done", name=name, arguments=arguments)
         else:
             (part,) = item["content"]
-            more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            yield self._event(f"response.{_PART[item['type']]}.done", content_index=0, text=part["text"], **more)
+            event = self._event(f"response.{_PART[item['type']]}.done", content_index=0, text=part["text"])
+            if item["type"] == "message":
+                event["logprobs"] = part["logprobs"]
+            yield event
             if item["type"] == "message":
                 yield self._event("response.content_part.done", content_index=0, part=part)
         item["status"] = "completed"
@@ -285,10 +287,11 @@ class ItemEvents:
             self._item["content"] = [part]
         (part,) = self._item["content"]
         part["text"] += text
-        more = {"logprobs": logprobs} if kind == "message" else {}
+        event = self._event(f"response.{_PART[kind]}.delta", content_index=0, delta=text)
         if kind == "message":
             part["logprobs"] = part["logprobs"] + logprobs
-        yield self._event(f"response.{_PART[kind]}.delta", content_index=0, delta=text, **more)
+            event["logprobs"] = logprobs
+        yield event
 
     def _begun(self, kind: str, fields: dict) -> dict:
         item = {"type": kind, "id": f"{_PREFIX[kind]}_{uuid.uuid4().hex}", "status": "in_progress", **fields}

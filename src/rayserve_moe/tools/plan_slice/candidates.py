@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -153,11 +153,11 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
     if rows < 1:
         return None
     imbalance = imbalance_of(spec.router.num_experts, len(devices), redundant=split.redundant, skew=given.skew)
-    costs = {"topology": split.topology, "kv_dtype": given.kv_dtype, "imbalance": imbalance}
+    cost = partial(step_cost, model, topology=split.topology, kv_dtype=given.kv_dtype, imbalance=imbalance)
     context = traffic.prompt + traffic.output // 2
     prompt = min(given.prefill_tokens, rows * traffic.prompt)
-    decode = step_cost(model, StepTokens(rows, context), **costs)
-    prefill = step_cost(model, StepTokens(rows, context, prompt), **costs)
+    decode = cost(StepTokens(rows, context))
+    prefill = cost(StepTokens(rows, context, prompt))
     served = min(rows * split.dp, traffic.concurrency)
     return Candidate(
         replace(split, rows=rows),
