@@ -35,7 +35,7 @@ _EMPTY_IS_NONE = {"json_schema", "regex", "ebnf", "structural_tag"}
 
 @dataclass(frozen=True, kw_only=True)
 class ConstraintFields:
-    """What an answer has to keep to, under the names of every dialect: one of them, read by `request_constraints`."""
+    """What an answer has to keep to, under the names of every dialect: one of them, read by `constraint_of`."""
 
     response_format: Any = stated(None, ANY_OBJECT, sglang=None, vllm=None)
     """OpenAI's: `text`, `json_object`, `json_schema` or `structural_tag`."""
