@@ -35,7 +35,7 @@ from rayserve_moe.balancing.planning import Proposal, rank_loads
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import set_environment_defaults, settings_from
-from rayserve_moe.serving.start.environment import DEFAULTS
+from rayserve_moe.serving.start.command import DEFAULTS
 
 NUM_HOSTS, NUM_TOKENS = 4, 40
 EPLB = {"enable_eplb": True, "eplb_interval": 256, "eplb_window": 512, "num_redundant_experts": 4}

@@ -96,7 +96,7 @@ def sizes(cases: Mapping[str, Family]) -> str:
     rows = []
     for name, case in cases.items():
         values = {"max_model_len": CONTEXT, "max_running_requests": SEQUENCES, "expert_dtype": case.expert_dtype}
-        laid = case_of_model(case.model, case.topology, tp=case.tensor, **values)
+        laid = case_of_model(case.model, case.topology, tp=case.tensor, values=values)
         served = lay_out(laid)
         plan, layers = served.config.plan, served.config.spec.num_layers
         cached = bytes_on_device(served.state(laid.settings.cache.num_pages).kv_pages)

@@ -34,7 +34,7 @@ from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.updates.tensors import BucketOrder
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
-from rayserve_moe.serving.start.environment import DEFAULTS
+from rayserve_moe.serving.start.command import DEFAULTS
 
 NUM_CPUS = 3
 """Of the nodes that hold hosts, and more than the head has."""

@@ -20,10 +20,10 @@ import numpy as np
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, save
 from benchmarks.table import tables
 from rayserve_moe.config.settings import StructuredSettings
-from rayserve_moe.constraints.grammar_text import grammar_of
+from rayserve_moe.constraints.compiler import grammar_of
 from rayserve_moe.constraints.matchers import built_matcher
 from rayserve_moe.engine.guides import vocabulary_of
-from rayserve_moe.requests.constraint_fields import Constraint
+from rayserve_moe.requests.records import Constraint
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.support.published import NAMES, folder_of, is_there
 from tests.support.text_laws import texts

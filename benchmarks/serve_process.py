@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import yaml
 
-from rayserve_moe.serving.start.environment import DEFAULTS
+from rayserve_moe.serving.start.command import DEFAULTS
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 600.0

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rayserve_moe.checkpoints.synthetic import PRESETS
-from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
+from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, PRESETS
 
 FIRST_PLAIN_ID = 3
 """Ids below are special tokens of the synthetic tokenizer."""

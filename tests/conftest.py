@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rayserve_moe.serving.start.environment import environment_of
+from rayserve_moe.serving.start.command import environment_of
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from tests.support.certificates import few_certificates

@@ -20,9 +20,13 @@ from benchmarks.engine_runs import run_engine
 from benchmarks.peers.folders import add_peers_option, installed
 from benchmarks.peers.run import SCRIPTS, facts_for, start
 from benchmarks.workloads import FIRST_PLAIN_ID, Workload
-from rayserve_moe.checkpoints.synthetic import PRESETS, SyntheticConfig, write_checkpoint
-from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
-from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
+from rayserve_moe.checkpoints.synthetic import (
+    FAMILY_PRESETS,
+    PRESETS,
+    SyntheticConfig,
+    SyntheticModel,
+    write_checkpoint,
+)
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.model.family_table import spec_from_config
 

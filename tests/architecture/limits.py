@@ -30,7 +30,7 @@ MAY_CATCH_ALL = {
     "cluster/step_sockets.py",
     "execution/weights/staged.py",
     "text/tokenizer.py",
-    "constraints/grammar_text.py",
+    "constraints/compiler.py",
 }
 
 PURE_JAX = {"parallel", "kernels", "experts", "model", "decoding"}

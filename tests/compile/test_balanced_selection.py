@@ -22,9 +22,7 @@ def decode(model: str, topology: str, selection: str) -> ProgramReport:
         model,
         topology,
         num_layers=NUM_LAYERS,
-        expert_selection=selection,
-        max_running_requests=BATCH,
-        **VALUES,
+        values={**VALUES, "expert_selection": selection, "max_running_requests": BATCH},
     )
     (program,) = check(case, names=(f"decode_{BATCH}",)).programs
     assert program.error == "" and program.copies == [] and program.is_in_place

@@ -48,7 +48,7 @@ def name_of(case: object) -> str:
 
 
 def case_of(model: str, topology: str, values: dict, *, num_layers: int = 2) -> ServedCase:
-    return case_of_model(model, topology, num_layers=num_layers, **CONTEXT, **values)
+    return case_of_model(model, topology, num_layers=num_layers, values={**CONTEXT, **values})
 
 
 def assert_sound(program: ProgramReport) -> None:

@@ -19,14 +19,15 @@ from rayserve_moe.tools.plan_slice.candidates import (
     Assumptions,
     Candidate,
     Split,
+    StepTokens,
     Traffic,
     candidate,
     imbalance_of,
     splits,
+    step_cost,
     topologies,
 )
 from rayserve_moe.tools.plan_slice.command import ranked
-from rayserve_moe.tools.plan_slice.step_cost import StepTokens, step_cost
 from rayserve_moe.tools.presets import read_config
 from rayserve_moe.tools.served_cases import devices_of
 

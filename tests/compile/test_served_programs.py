@@ -97,16 +97,18 @@ def test_fewer_layers_are_compiled_in_the_shapes_of_all(path):
 
 
 def test_8_bit_keys_take_half_the_memory_and_an_even_number_of_heads():
-    narrow, wide = (lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", kv_cache_dtype=name)) for name in ("fp8", "auto"))
+    narrow, wide = (
+        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values={"kv_cache_dtype": name})) for name in ("fp8", "auto")
+    )
     assert narrow.state(9).kv_pages.dtype == "float8_e4m3fn" and wide.state(9).kv_pages.dtype == "bfloat16"
     row_bytes = [
         math.prod(each.state(9).kv_pages.shape) * each.state(9).kv_pages.dtype.itemsize for each in (narrow, wide)
     ]
     assert 2 * row_bytes[0] == row_bytes[1]
     with pytest.raises(SettingsError, match=r"fp8 takes an even number of KV heads on a device, there are 1: .* 2"):
-        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", tp=4, kv_cache_dtype="fp8"))
+        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", tp=4, values={"kv_cache_dtype": "fp8"}))
     with pytest.raises(SettingsError, match="fp8 is not for models with sinks, latents or narrow heads on TPUs"):
-        lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", kv_cache_dtype="fp8"))
+        lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", values={"kv_cache_dtype": "fp8"}))
 
 
 def test_a_draft_model_is_laid_out_by_its_config_with_its_own_pool_and_programs(tmp_path):
@@ -115,13 +117,13 @@ def test_a_draft_model_is_laid_out_by_its_config_with_its_own_pool_and_programs(
     (tmp_path / "config.json").write_text(json.dumps(head))
     eagle3 = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
     for model, values in (("qwen3-30b-a3b", eagle3), ("glm-4.5-air", {"speculative_algorithm": "NEXTN"})):
-        drafting = lay_out(case_of_model(model, "v6e:2x4", num_layers=2, **values))
+        drafting = lay_out(case_of_model(model, "v6e:2x4", num_layers=2, values=values))
         assert "draft_16" in {program.name for program in programs_of(drafting, num_pages=64)}
         own = drafting.state(64).draft
         assert own is not None and own.kv_pages.shape[0] == drafting.config.plan.data_size * (64 + drafting.num_rows)
     (tmp_path / "config.json").write_text(json.dumps({**head, "num_key_value_heads": 1}))
     with pytest.raises(SettingsError, match="fp8 takes an even number of KV heads on a device, there are 1"):
-        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", kv_cache_dtype="fp8", **eagle3))
+        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values={"kv_cache_dtype": "fp8", **eagle3}))
 
 
 def eagle3_head(folder: Path) -> dict[str, str]:
@@ -137,7 +139,7 @@ TREE = {"speculative_eagle_topk": 4, "speculative_num_steps": 5, "speculative_nu
 
 @pytest.mark.slow
 def test_trees_are_drafted_and_verified_in_place(tmp_path):
-    case = case_of_model("qwen3-30b-a3b", "v6e:2x2", num_layers=3, **eagle3_head(tmp_path), **TREE)
+    case = case_of_model("qwen3-30b-a3b", "v6e:2x2", num_layers=3, values={**eagle3_head(tmp_path), **TREE})
     report = check(case, names=("decode_64", "draft_16"))
     assert len(report.programs) == 2 and not report.faults and report.fits
     decode = next(program for program in report.programs if program.name == "decode_64")
@@ -147,11 +149,11 @@ def test_trees_are_drafted_and_verified_in_place(tmp_path):
 def test_trees_are_refused_by_name_where_models_cannot_verify_them(tmp_path):
     eagle3 = eagle3_head(tmp_path)
     with pytest.raises(SettingsError, match="speculative_eagle_topk 4: on TPUs trees of drafts take bfloat16 keys"):
-        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", kv_cache_dtype="fp8", **eagle3, **TREE))
+        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values={"kv_cache_dtype": "fp8", **eagle3, **TREE}))
     ngram = {"speculative_algorithm": "NGRAM", **TREE}
     with pytest.raises(SettingsError, match="trees of drafts are not for models with sliding windows"):
-        lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", **ngram))
-    assert lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", **ngram)).config.kernels.has_flat_rows
+        lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", values=ngram))
+    assert lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values=ngram)).config.kernels.has_flat_rows
 
 
 def test_what_serves_on_cpus_is_skipped_unless_a_topology_is_named(capsys):

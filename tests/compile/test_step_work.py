@@ -22,7 +22,7 @@ def served(batch: int, *, tp: int = 1, redundant: int = 0, drafts: str = "", kv_
     values = {"max_model_len": 1024, "max_running_requests": batch, "num_redundant_experts": redundant}
     values |= {"speculative_algorithm": drafts} if drafts else {}
     values |= {"kv_cache_dtype": "fp8"} if kv_dtype != "bfloat16" else {}
-    return lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", tp=tp, **values))
+    return lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", tp=tp, values=values))
 
 
 def work(batch: int, *, prompt_tokens: int = 0, kv_dtype: str = "bfloat16", **how: int | str) -> StepWork:
@@ -88,7 +88,7 @@ def test_drafts_are_verified_by_reading_pages_once():
 
 def test_latents_are_read_with_what_fills_their_registers():
     values = {"max_model_len": 1024, "max_running_requests": 2}
-    model = lay_out(case_of_model("glm-4.7-flash", "v6e:2x4", **values)).config
+    model = lay_out(case_of_model("glm-4.7-flash", "v6e:2x4", values=values)).config
     (decode,) = step_work(model, StepSizes("v6e:2x4", 2, 1024)).attention.values()
     assert decode.kv_bytes == 2 * 1024 * 640 * 2 and decode.num_pages == 2 * 8 and decode.num_visits == 2 * 2
 
@@ -96,7 +96,7 @@ def test_latents_are_read_with_what_fills_their_registers():
 def test_cores_that_share_a_device_share_blocks_of_an_attention_of_our_own():
     """Single tokens, of which there is an odd number, and prompts in blocks of 32, which see half of theirs."""
     values = {"max_model_len": 1024, "max_running_requests": 3}
-    model = lay_out(case_of_model("qwen3-30b-a3b", "v5p:2x2x1", **values)).config
+    model = lay_out(case_of_model("qwen3-30b-a3b", "v5p:2x2x1", values=values)).config
     found = step_work(model, StepSizes("v5p:2x2x1", 3, 1024), prompt_tokens=2048).attention
     assert set(found) == {4, 2048 // 32}
     assert found[4].num_visits == 3 * 2 and found[4].num_pages == 3 * 8
@@ -108,7 +108,7 @@ def test_cores_that_share_a_device_share_blocks_of_an_attention_of_our_own():
 def test_8_bit_keys_stay_with_a_kernel_that_takes_them():
     values = {"max_model_len": 1024, "max_running_requests": 2}
     for more, is_flat in (({}, True), ({"kv_cache_dtype": "fp8"}, False), ({"page_size": 8}, False)):
-        case = case_of_model("qwen3-30b-a3b", "v5p:2x2x1", **values, **more)
+        case = case_of_model("qwen3-30b-a3b", "v5p:2x2x1", values={**values, **more})
         assert lay_out(case).config.kernels.has_flat_rows == is_flat
 
 

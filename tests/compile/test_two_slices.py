@@ -21,7 +21,7 @@ SMALL = 32 << 10
 
 def case_of(backend: str) -> ServedCase:
     values = {"num_slices": SLICES, "expert_backend": backend, "enable_eplb": True, "num_redundant_experts": 16}
-    return case_of_model(MODEL, TOPOLOGY, tp=TENSOR, num_layers=LAYERS, max_model_len=4096, **values)
+    return case_of_model(MODEL, TOPOLOGY, tp=TENSOR, num_layers=LAYERS, values={"max_model_len": 4096, **values})
 
 
 @cache

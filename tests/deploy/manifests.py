@@ -20,7 +20,7 @@ from ray._private import ray_constants
 from rayserve_moe.config.load import settings_from_yaml
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.config.topology import TpuSlice, slice_for
-from rayserve_moe.serving.start.environment import DEFAULTS
+from rayserve_moe.serving.start.command import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kuberay"

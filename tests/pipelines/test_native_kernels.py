@@ -11,9 +11,7 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.model_path import TRAINED
-from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
-from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
+from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, SyntheticModel, write_checkpoint
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from rayserve_moe.requests.records import GenerationRequest

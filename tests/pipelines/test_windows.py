@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
+from rayserve_moe.checkpoints.synthetic import SyntheticModel, write_checkpoint
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.execution import served_model
 from rayserve_moe.execution.runner import HostRunner

@@ -10,10 +10,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from rayserve_moe.config.settings import StructuredSettings
-from rayserve_moe.constraints.grammar_text import grammar_of
+from rayserve_moe.constraints.compiler import grammar_of
 from rayserve_moe.constraints.matchers import built_matcher
 from rayserve_moe.engine.guides import vocabulary_of
-from rayserve_moe.requests.constraint_fields import Constraint
+from rayserve_moe.requests.records import Constraint
 from rayserve_moe.text.chat_output import parameters_of
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.call_grammar import FORMS, call_grammar

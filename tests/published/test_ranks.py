@@ -7,8 +7,7 @@ from base64 import b64decode
 
 import pytest
 
-from rayserve_moe.text.rank_files import RankedTokens
-from rayserve_moe.text.ranked_bpe import ranked_tokenizer
+from rayserve_moe.text.rank_files import RankedTokens, ranked_tokenizer
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.published.test_texts import FEW_OR_MANY
 from tests.support.published import KIMI, TEKKEN, folder_of, opened

@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
+from rayserve_moe.checkpoints.synthetic import SyntheticModel, write_checkpoint
 from rayserve_moe.model import families
 from tests.support.checkpoints import CORE_CONFIG
 

@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
+from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, write_checkpoint
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rayserve_moe.text.segments import SegmentEncoder
-from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from rayserve_moe.text.tokenizer import IncrementalDetokenizer, SegmentEncoder, Tokenizer
 
 PIECES = [
     *("the cat ", "Hello, ", "don't ", "x = [1, 2]; ", "été ", "e\u0301", "Å", "ﬁ", "日本語", "한국어"),

@@ -19,10 +19,9 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.sequence import Sequence as Choice
-from rayserve_moe.text.bad_words import bad_word_ids
 from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.choice_text import ChoiceText
-from rayserve_moe.text.thinking_limits import with_thinking_limit
+from rayserve_moe.text.request_limits import bad_word_ids, with_thinking_limit
 from rayserve_moe.text.tokenizer import Tokenizer
 
 

@@ -134,11 +134,11 @@ class HubStore:
         location = self._location(name)
         is_own = location.startswith(f"{huggingface_hub.constants.ENDPOINT}/")
         system = fsspec.filesystem("https", **OPTIONS["https"])
-        headers = {"headers": build_hf_headers()} if is_own else {}
+        headers = build_hf_headers() if is_own else {}
         with ExitStack() as undo:
             # Whatever fails, another address may do.
             undo.callback(self._locations.pop, name, None)
-            content = system.cat_file(location, start=start, end=end, **headers)
+            content = system.cat_file(location, start=start, end=end, headers=headers)
             undo.pop_all()
         return content
 

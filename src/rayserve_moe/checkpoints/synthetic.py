@@ -1,4 +1,4 @@
-"""Write seeded random checkpoints of any family, for tests and for a first start without any download.
+"""Seeded random checkpoints of any family with a tokenizer, for tests and for a first start without any download.
 
 The same configuration, seed and dtype give the same bytes: each tensor is drawn from the seed and its own name.
 """
@@ -9,7 +9,7 @@ import fcntl
 import json
 import shutil
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,12 +18,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rayserve_moe.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, CheckpointError
 from rayserve_moe.checkpoints.names import tensor_places
-from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
-from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
-from rayserve_moe.checkpoints.synthetic_tokenizer import MIN_VOCAB_SIZE, SPECIAL_IDS, write_tokenizer
 from rayserve_moe.config.given_files import GivenFileError, read_json_object
 from rayserve_moe.model.family_table import family_of
 from rayserve_moe.model.param_spec import ParamSpec
@@ -31,6 +30,66 @@ from rayserve_moe.model.parameters import parameter_specs
 
 MARKER_FILE = "synthetic.json"
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+_TINY: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+_SMALL = _TINY | {"vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
+_MID = _TINY | {"vocab_size": 16384, "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16}
+_OLMOE: dict[str, Any] = {
+    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "norm_topk_prob": False, "attention_bias": False, "clip_qkv": None,
+}  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "attention_bias": False, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+    "attention_bias": True, "swiglu_limit": 7.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 1024,
+    },
+}  # fmt: skip
+BOS_TOKEN, EOS_TOKEN, PAD_TOKEN = "<s>", "</s>", "<pad>"
+BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
+SPECIAL_IDS = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+MIN_VOCAB_SIZE = 3 + 256
+# Prompt of turn n + answer + </s> is a prefix of the prompt of turn n + 1, as text and as ids.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('unknown role ' ~ message['role']) }}"
+    "{% endif %}"
+    "{{ message['role'] }}: {{ message['content'] or '' }}{{ eos_token }}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class SyntheticModel:
+    """A random model of any family.
+
+    `config` is its `config.json`, but for the dtype and the ids of special tokens, which are added. Weights are
+    drawn as those of `SyntheticConfig`; biases and sinks as other weights.
+    """
+
+    config: Mapping[str, Any]
+    scale: float = 0.02
+    norm_jitter: float = 0.0
+    router_skew: float = 0.0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config["vocab_size"]
+
+    def hf_config(self, dtype: str) -> dict[str, Any]:
+        """`config.json`."""
+        return {**self.config, "dtype": dtype, "initializer_range": self.scale, "use_cache": True, **SPECIAL_IDS}
 
 
 @dataclass(frozen=True)
@@ -226,3 +285,86 @@ def _draw(name: str, spec: ParamSpec, model: SyntheticConfig | SyntheticModel, s
     if spec.role == "router" and model.router_skew:
         values *= generator.lognormal(sigma=model.router_skew, size=(len(values), 1)).astype(np.float32)
     return np.multiply(values, np.float32(model.scale), out=values)
+
+
+def _gpt_oss(sizes: dict[str, Any], **more: Any) -> SyntheticModel:
+    layer_types = ["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
+    return SyntheticModel(_GPT_OSS | sizes | {"layer_types": layer_types} | more)
+
+
+FAMILY_PRESETS = {
+    # Norms over whole projections, every head with keys of its own, no shared expert: 2.0 M, 118 M and 991 M
+    "olmoe-tiny": SyntheticModel(
+        _OLMOE | _TINY | {
+            "num_key_value_heads": 4, "intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 2,
+        }
+    ),
+    "olmoe-small": SyntheticModel(
+        _OLMOE | _SMALL | {
+            "num_key_value_heads": 8, "intermediate_size": 256, "num_experts": 32, "num_experts_per_tok": 4,
+        }
+    ),
+    "olmoe-mid": SyntheticModel(
+        _OLMOE | _MID | {
+            "num_key_value_heads": 16, "intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8,
+        }
+    ),
+    # Latent attention, a shared expert, grouped and biased routing, a dense first layer; the cache rows of the larger
+    # two have the published width: 1.7 M, 113 M and 1.01 B
+    "deepseek-v3-tiny": SyntheticModel(
+        _DEEPSEEK | _TINY | {
+            "num_key_value_heads": 4, "intermediate_size": 256, "moe_intermediate_size": 64, "n_routed_experts": 16,
+            "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "q_lora_rank": 64, "kv_lora_rank": 32,
+            "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        }
+    ),
+    "deepseek-v3-small": SyntheticModel(
+        _DEEPSEEK | _SMALL | {
+            "num_key_value_heads": 8, "intermediate_size": 1024, "moe_intermediate_size": 256, "n_routed_experts": 32,
+            "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "q_lora_rank": 256, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        }
+    ),
+    "deepseek-v3-mid": SyntheticModel(
+        _DEEPSEEK | _MID | {
+            "num_hidden_layers": 13,
+            "num_key_value_heads": 16, "intermediate_size": 2048, "moe_intermediate_size": 384,
+            "n_routed_experts": 64, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "q_lora_rank": 384,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        }
+    ),
+    # Sinks, windows in every other layer, biases, gate and up in turns in one tensor: 1.9 M, 115 M and 973 M
+    "gpt-oss-tiny": _gpt_oss(
+        _TINY, num_key_value_heads=2, head_dim=32, intermediate_size=64, num_local_experts=16, num_experts_per_tok=4,
+        sliding_window=16,
+    ),
+    "gpt-oss-small": _gpt_oss(
+        _SMALL, num_key_value_heads=2, head_dim=64, intermediate_size=256, num_local_experts=32,
+        num_experts_per_tok=4, sliding_window=128,
+    ),
+    "gpt-oss-mid": _gpt_oss(
+        _MID, num_key_value_heads=4, head_dim=64, intermediate_size=384, num_local_experts=64, num_experts_per_tok=4,
+        sliding_window=128,
+    ),
+}  # fmt: skip
+"""By the name that follows `synthetic:`."""
+
+
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Save the byte-level tokenizer for a model of `vocab_size` outputs: three special tokens, bytes, `<id_N>`.
+
+    The `<id_N>` entries are never produced by encoding; they let every id that the model may sample decode to text.
+    """
+    vocabulary = {BOS_TOKEN: BOS_ID, EOS_TOKEN: EOS_ID, PAD_TOKEN: PAD_ID}
+    for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocabulary[character] = len(vocabulary)
+    for token_id in range(len(vocabulary), vocab_size):
+        vocabulary[f"<id_{token_id}>"] = token_id
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS_TOKEN, eos_token=EOS_TOKEN, pad_token=PAD_TOKEN
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(directory)

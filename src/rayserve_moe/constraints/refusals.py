@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rayserve_moe.requests.constraint_fields import Constraint
+from rayserve_moe.requests.records import Constraint
 
 LONGEST_PATH = 200
 _NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -9,7 +11,6 @@ import numpy as np
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.constraints.matchers import Vocabulary
-from rayserve_moe.constraints.timed_guide import TimedGuide
 from rayserve_moe.constraints.token_guide import EMPTY, id_bits
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.reasoning_span import ReasoningSpan, ThinkingLimit
@@ -75,6 +76,23 @@ def _wanting(request: GenerationRequest) -> str | None:
         "logprobs_mode": request.raw_logprobs,
     }
     return next((name for name, is_wanted in wants.items() if is_wanted), None)
+
+
+class TimedGuide(ABC):
+    """Follows the outputs of one choice, as a `scheduling.sequence.Guide`."""
+
+    last_ms = 0.0
+    """Milliseconds of this thread for the last mask, those of the guide within included."""
+
+    def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
+        """Return bits int32 [W] of what may follow `output_ids` int32 [T]; or how the choice ends, as nothing may."""
+        begun = time.thread_time()
+        mask = self._mask(output_ids)
+        self.last_ms = 1e3 * (time.thread_time() - begun)
+        return mask
+
+    @abstractmethod
+    def _mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason: ...
 
 
 class ThinkingBudget(TimedGuide):

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rayserve_moe.requests.constraint_fields import ConstraintFields
-from rayserve_moe.requests.constraints import constraint_of
+from rayserve_moe.requests.constraints import ConstraintFields, constraint_of
 from rayserve_moe.requests.fields import OPENAI, RAW, SGLANG, VLLM, RequestField, declared
 from rayserve_moe.requests.records import (
     GenerationRequest,

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rayserve_moe.requests.constraint_fields import Constraint, ConstraintFields
-from rayserve_moe.requests.fields import LONGEST_CONSTRAINT
-from rayserve_moe.requests.records import RequestError
+from rayserve_moe.requests.fields import (
+    ANY_OBJECT,
+    LONG_TEXT,
+    LONGEST_CONSTRAINT,
+    OBJECT_OR_TEXT,
+    PATTERN,
+    TEXTS,
+    stated,
+)
+from rayserve_moe.requests.records import Constraint, RequestError
 
 Given = Mapping[str, Any]
 
-ANY_OBJECT = {"type": "object"}
+_OBJECT_SCHEMA = {"type": "object"}
 _OPTIONS = {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "disable_fallback"}
 _KINDS = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
 _LONGEST_PATTERN = 256
@@ -21,6 +29,38 @@ _MOST_SPACES = 4
 _EMPTY = "it is empty: leave it out for an answer that keeps to nothing"
 _SGLANG_ANY = "$$ANY$$"
 """SGLang's schema for any object."""
+_EMPTY_IS_NONE = {"json_schema", "regex", "ebnf", "structural_tag"}
+"""SGLang's fields: its clients send an empty string for no constraint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstraintFields:
+    """What an answer has to keep to, under the names of every dialect: one of them, read by `constraint_of`."""
+
+    response_format: Any = stated(None, ANY_OBJECT, sglang=None, vllm=None)
+    """OpenAI's: `text`, `json_object`, `json_schema` or `structural_tag`."""
+    structured_outputs: Any = stated(None, ANY_OBJECT, sglang=None)
+    """vLLM's: `json`, `regex`, `choice`, `grammar`, `json_object` or `structural_tag`, and options."""
+    guided_decoding: Any = stated(None, ANY_OBJECT, sglang=None)
+    """An earlier name of `structured_outputs`."""
+    guided_json: Any = stated(None, OBJECT_OR_TEXT, sglang=None, vllm=None)
+    """A JSON schema."""
+    guided_regex: Any = stated(None, LONG_TEXT, sglang=None, vllm=None)
+    """A regular expression that the whole answer matches."""
+    guided_choice: Any = stated(None, TEXTS, sglang="choice", vllm=None)
+    """Texts, of which the answer is one."""
+    guided_grammar: Any = stated(None, LONG_TEXT, sglang=None, vllm=None)
+    """A grammar in GBNF or Lark."""
+    guided_whitespace_pattern: Any = stated(None, PATTERN, sglang=None, vllm=None)
+    """Expression for what may stand between the parts of JSON."""
+    json_schema: Any = stated(None, OBJECT_OR_TEXT, vllm=None)
+    """A JSON schema."""
+    regex: Any = stated(None, LONG_TEXT, vllm=None)
+    """A regular expression that the whole answer matches."""
+    ebnf: Any = stated(None, LONG_TEXT, vllm=None)
+    """A grammar in GBNF or Lark."""
+    structural_tag: Any = stated(None, OBJECT_OR_TEXT, openai=None, vllm=None)
+    """A `format`, or `structures` with `begin`, `schema` and `end`, which `triggers` in free text begin."""
 
 
 def constraint_of(given: Given, *, longest: int = LONGEST_CONSTRAINT) -> Constraint | None:
@@ -72,7 +112,7 @@ def _read(name: str, value: Any) -> Constraint | None:
 def _schema(value: Any, param: str) -> Constraint:
     if value == "":
         raise RequestError(_EMPTY, param)
-    value = ANY_OBJECT if value == _SGLANG_ANY else value
+    value = _OBJECT_SCHEMA if value == _SGLANG_ANY else value
     return Constraint("json_schema", schema_text(value, param=param), param)
 
 
@@ -133,7 +173,7 @@ def _response_format(value: Any, param: str) -> Constraint | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return _schema(ANY_OBJECT, param)
+        return _schema(_OBJECT_SCHEMA, param)
     if kind == "structural_tag":
         return _tags({name: given for name, given in value.items() if name != "type"}, param)
     if kind != "json_schema":
@@ -158,7 +198,7 @@ def _structured_outputs(value: Any, param: str) -> Constraint:
     if len(kinds) != 1:
         raise RequestError(f"should have one of {', '.join(sorted(_KINDS))}", param)
     (kind,) = kinds
-    content = ANY_OBJECT if kind == "json_object" else given[kind]
+    content = _OBJECT_SCHEMA if kind == "json_object" else given[kind]
     if given.get("disable_additional_properties") and kind == "json":
         content = _closed(json.loads(schema_text(content, param=param)))
     constraint = _OF_KIND[kind](content, param)
@@ -200,7 +240,5 @@ _READERS = {
     "ebnf": _grammar,
     "structural_tag": _tags,
 }
-_EMPTY_IS_NONE = {"json_schema", "regex", "ebnf", "structural_tag"}
-"""SGLang's fields: its clients send an empty string for no constraint."""
 CONSTRAINT_NAMES = frozenset(ConstraintFields.__dataclass_fields__)
 """Names of all fields that are read here."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rayserve_moe.requests.constraint_fields import Constraint
 from rayserve_moe.requests.fields import (
     ARGUMENTS,
     BUDGET,
@@ -119,6 +118,23 @@ class ListedInPrompt(NamedTuple):
     """First position."""
     ids: np.ndarray
     """int32 [N, L], -1 for none."""
+
+
+class Constraint(NamedTuple):
+    """What a whole answer has to keep to: JSON of a `json_schema`, a `regex`, JSON of a list of texts as `choice`, a
+    `grammar`, JSON of a `structural_tag`, or `calls`: JSON of a grammar and schemas for its rules `args_0` and so on.
+
+    `param` is the field that it came in. `whitespace` is an expression for what may stand between the parts of JSON,
+    empty for nothing, None for the usual. It holds from the text `after` on, such as the end of reasoning, and within
+    the grammar `within`, in Lark, where that has `@content`.
+    """
+
+    kind: str
+    text: str
+    param: str = "response_format"
+    whitespace: str | None = None
+    after: str = ""
+    within: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayserve_moe.requests.constraint_fields import ConstraintFields
+from rayserve_moe.requests.constraints import ConstraintFields
 from rayserve_moe.requests.fields import SGLANG, Values, declared, is_token_id
 from rayserve_moe.requests.records import SamplingParams
 from rayserve_moe.text.chat import encode_chat

@@ -72,4 +72,4 @@ def as_text(summary: dict[str, Any]) -> str:
         "in {directory}",
     ]
     filled = {**summary, "ends": ends, "reasons": "\n".join(reasons)}
-    return "\n".join(line for line in (line.format(**filled) for line in lines) if line)
+    return "\n".join(line for line in (line.format_map(filled) for line in lines) if line)

@@ -51,8 +51,11 @@ class ApiState:
     @cached_property
     def chat_output(self) -> ChatOutput:
         """How answers of chats are split. ValueError where the tokenizer has no usable template for it."""
-        parsers = {"tool_call_parser": self.server.tool_call_parser, "reasoning_parser": self.server.reasoning_parser}
-        return ChatOutput(self.tokenizer, **parsers)
+        return ChatOutput(
+            self.tokenizer,
+            tool_call_parser=self.server.tool_call_parser,
+            reasoning_parser=self.server.reasoning_parser,
+        )
 
     @property
     def awaited_weights(self) -> str:

@@ -19,6 +19,7 @@ from ray.serve import Application
 from ray.serve.config import DeploymentActorConfig
 
 from rayserve_moe.balancing.planning import planning_config
+from rayserve_moe.checkpoints.bucket import Heads, SentShares, WantedTensor
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
 from rayserve_moe.cluster.raylet_watch import end_with_raylet
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
@@ -26,6 +27,8 @@ from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.config.derive import keeps_journal, most_open_requests, most_replicas
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings, SettingsError
+from rayserve_moe.engine.control import WeightOrder, WeightOutcome
+from rayserve_moe.engine.updates.tensors import BucketOrder
 from rayserve_moe.fleet.autoscaling import DEMAND, autoscaling_of, demand_of
 from rayserve_moe.fleet.broadcast import Answer, FleetCalls, listed_replicas
 from rayserve_moe.fleet.journal_client import JournalClient
@@ -40,12 +43,13 @@ from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.fleet import Fleet, OffersOfOthers
+from rayserve_moe.serving.fleet_buckets import stage_everywhere
+from rayserve_moe.serving.fleet_control import ask_all, ask_every, values_of
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.journalling import hand_over
 from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.serving.prompt_reader import PromptReaders
-from rayserve_moe.serving.ray_weights import answer_trainer
-from rayserve_moe.serving.replica_calls import answer
+from rayserve_moe.serving.replica_calls import answer, answer_by, shares_of
 from rayserve_moe.serving.start.scaling import REPLICA_CPUS
 
 log = logging.getLogger(__name__)
@@ -249,3 +253,47 @@ def end_after_failure(engine: ReplicaEngine, traffic: Traffic, *, end_process: C
         time.sleep(_POLL_S)
     log.error("the engine has failed: this replica ends, with %d requests unanswered", traffic.num_open)
     end_process()
+
+
+async def answer_trainer(state: ApiState, call: str, *, arguments: tuple[Any, ...]) -> Answer:
+    """Return the answer to a call of a trainer in the same Ray cluster, which concerns all replicas.
+
+    Every host fetches the object that was cut for it: the replica that is asked passes references on and holds no
+    values. Who can call actors of the cluster may run code in them anyway, so nothing is lost by what a call unpickles.
+    """
+    return await answer_by(_TRAINER_CALLS, state, call=call, arguments=arguments)
+
+
+async def _held_weights(state: ApiState) -> dict[str, Any]:
+    """What weights are rounded to, and the version that serves."""
+    report = state.loop.start_report
+    return {
+        "dtype": report.dtype,
+        "float32_tensors": report.float32_tensors,
+        "weight_version": state.card.weight_version,
+    }
+
+
+async def _wanted_tensors(
+    state: ApiState, update_id: str, number: int, heads: Heads, base_version: str | None
+) -> dict[str, list[list[WantedTensor]]]:
+    """By replica what each of its hosts wants of the tensors of a bucket; a lone one may have no name."""
+    assert state.fleet is not None, "a replica of Serve has a fleet"
+    limit_s = state.fleet.staging_timeout_s
+    answers = await ask_all(state, "wanted", update_id, number, heads, base_version, timeout_s=limit_s)
+    return values_of(answers)
+
+
+async def _stage_bucket(
+    state: ApiState, update_id: str, number: int, sent: dict[str, SentShares], order: WeightOrder | None
+) -> WeightOutcome:
+    """Have all replicas stage their shares of a bucket; with an `order`, which comes with the last one, they serve."""
+    bucket_order = BucketOrder(update_id, order or WeightOrder(""), number, is_last=order is not None)
+    return await stage_everywhere(state, shares_of(state, sent), sent=sent, order=bucket_order)
+
+
+async def _drop_update(state: ApiState, update_id: str) -> None:
+    await ask_every(state, "drop_update", update_id)
+
+
+_TRAINER_CALLS = {"drop": _drop_update, "held": _held_weights, "stage": _stage_bucket, "wanted": _wanted_tensors}

@@ -11,22 +11,18 @@ from rayserve_moe.serving.middleware.edge_guard import guard_edge
 from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
 from rayserve_moe.serving.middleware.traffic import count_traffic
 from rayserve_moe.serving.openapi import publish
-from rayserve_moe.serving.routes.control import control_router
+from rayserve_moe.serving.routes.control import control_router, probe_router
 from rayserve_moe.serving.routes.embeddings import embeddings_router
-from rayserve_moe.serving.routes.fields import fields_router
 from rayserve_moe.serving.routes.messages import messages_router
-from rayserve_moe.serving.routes.models import model_router, package_version
 from rayserve_moe.serving.routes.native import native_router
 from rayserve_moe.serving.routes.openai import openai_router
-from rayserve_moe.serving.routes.probes import probe_router
+from rayserve_moe.serving.routes.reports import fields_router, model_router, package_version, statistics_router
 from rayserve_moe.serving.routes.responses import responses_router
 from rayserve_moe.serving.routes.resume import resume_router
 from rayserve_moe.serving.routes.score import score_router
-from rayserve_moe.serving.routes.statistics import statistics_router
-from rayserve_moe.serving.routes.tensor_updates import tensor_router
 from rayserve_moe.serving.routes.text_tokens import text_tokens_router
 from rayserve_moe.serving.routes.tokens import token_router
-from rayserve_moe.serving.routes.trainer_control import trainer_control_router
+from rayserve_moe.serving.routes.trainer_control import tensor_router, trainer_control_router
 from rayserve_moe.serving.routes.unsupported import unsupported_router
 from rayserve_moe.serving.schemas import control
 from rayserve_moe.serving.schemas.embeddings import EmbeddingBody

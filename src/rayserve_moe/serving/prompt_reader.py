@@ -24,8 +24,7 @@ from rayserve_moe.serving.schemas import responses as responses_schema
 from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
 from rayserve_moe.serving.schemas.openai import ChatBody
 from rayserve_moe.text.chat import render_chat
-from rayserve_moe.text.segments import SegmentEncoder
-from rayserve_moe.text.tokenizer import Tokenizer
+from rayserve_moe.text.tokenizer import SegmentEncoder, Tokenizer
 
 _IDS = ("input_ids", "token_ids", "prompt", "text")
 """Fields that hold one prompt or several, as ids or as text."""

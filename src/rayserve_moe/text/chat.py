@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,17 @@ class ReservedOptionError(ChatTemplateError):
     """Error for template variables under names that a request cannot set."""
 
 
+@dataclass(frozen=True)
+class _Options:
+    """Options of one rendering."""
+
+    tools: list[Any] | None
+    add_generation_prompt: Any
+    continue_final_message: Any
+    variables: Mapping[str, Any]
+    """Variables of the template by name, as a request gives them."""
+
+
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
@@ -57,9 +69,13 @@ def render_chat(
     reserved = sorted(_RESERVED.intersection(template_kwargs or {}))
     if reserved:
         raise ReservedOptionError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set by a request")
-    options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})}
-    if tools:
-        options["tools"] = [dict(tool) for tool in tools]
+    given = dict(template_kwargs or {})
+    options = _Options(
+        [dict(tool) for tool in tools] if tools else None,
+        given.pop("add_generation_prompt", add_generation_prompt),
+        given.pop("continue_final_message", False),
+        given,
+    )
     try:
         return _rendered(tokenizer, messages, options)
     except REFUSALS as error:
@@ -67,17 +83,17 @@ def render_chat(
         raise ChatTemplateError(f"{place}the chat template refused the messages: {error}") from error
 
 
-def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: _Options) -> str:
     """Render messages and tools as given, or with empty text in missing fields if the template refuses them.
 
     Raises: an exception in `REFUSALS`, from the form without missing fields.
     """
-    tools = options.get("tools")
+    tools = options.tools
     template = with_missing_content(str(tokenizer.backing.get_chat_template(None, tools)))
     traits = traits_of(template, special_tokens=tokenizer.backing.special_tokens_map)
     conversation = conversation_for(template, messages, traits=traits)
     whole = [filled(message) for message in conversation]
-    described = {**options, "tools": [filled_tool(tool) for tool in tools]} if tools else options
+    described = replace(options, tools=[filled_tool(tool) for tool in tools]) if tools else options
     forms = [(written, given) for given in (options, described) for written in (conversation, whole)]
     for index, (written, given) in enumerate(forms):
         if (written, given) not in forms[:index]:
@@ -91,7 +107,7 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], optio
 def _applied(
     tokenizer: Tokenizer,
     conversation: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
+    options: _Options,
     *,
     template: str,
     as_text: bool,
@@ -105,31 +121,38 @@ def _applied(
     for as_objects in forms:
         written = [with_arguments(message, as_objects=as_objects) for message in conversation]
         try:
-            backing = tokenizer.backing
-            return str(backing.apply_chat_template(written, tokenize=False, chat_template=template, **options))
+            rendered = tokenizer.backing.apply_chat_template(
+                written,
+                tools=options.tools,
+                chat_template=template,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                tokenize=False,
+                **options.variables,
+            )
+            return str(rendered)
         except REFUSALS as error:
             refusals.append(error)
     raise refusals[0]
 
 
 def _refused_place(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, refusal: str
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: _Options, *, refusal: str
 ) -> str:
     """Return a prefix that names the first message which causes this refusal, or the tools if only they do.
 
     It is empty if the conversation is long or if only the whole conversation is refused.
     """
-    without_tools = {name: value for name, value in options.items() if name != "tools"}
-    if "tools" in options and _refusal_of(tokenizer, messages, without_tools) is None:
+    if options.tools and _refusal_of(tokenizer, messages, replace(options, tools=None)) is None:
         return "tools: "
-    until = {**options, "add_generation_prompt": False, "continue_final_message": False}
+    until = replace(options, add_generation_prompt=False, continue_final_message=False)
     for count in range(1, len(messages) + 1) if len(messages) <= MAX_TRIED else ():
         if _refusal_of(tokenizer, messages[:count], until) == refusal:
             return f"messages[{count - 1}]: "
     return ""
 
 
-def _refusal_of(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
+def _refusal_of(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: _Options) -> str | None:
     try:
         _rendered(tokenizer, messages, options)
     except REFUSALS as error:

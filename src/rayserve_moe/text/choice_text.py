@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
+
+import numpy as np
 
 from rayserve_moe.requests.columns import take
 from rayserve_moe.requests.fields import Repetition
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import RoutedExperts, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
-from rayserve_moe.text.repetitions import RepetitionDetector
-from rayserve_moe.text.special_stops import SpecialStops
 from rayserve_moe.text.stop_patterns import PatternScanner
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 REPEATED = FinishReason("repetition")
+_FIRST_NONCHARACTER, _NUM_NONCHARACTERS = 0xFDD0, 32
 
 
 class StopStringScanner:
@@ -210,3 +212,62 @@ def _until(routing: RoutedExperts, end: int) -> RoutedExperts:
 
 def _ends_at_token(finish: FinishReason | None) -> bool:
     return finish is not None and finish.kind == "stop" and isinstance(finish.matched, int)
+
+
+class RepetitionDetector:
+    """Follows the tokens of one output; `push` says whether they now end with a pattern repeated often enough."""
+
+    def __init__(self, wanted: Repetition) -> None:
+        self._wanted = wanted
+        self._sizes = np.arange(wanted.least_size, wanted.most_size + 1)
+        self._latest = np.full(wanted.most_size, -1, np.int64)
+        # By size of a pattern, how many of the last tokens equal the one that stands so far before them.
+        self._num_equal = np.zeros(len(self._sizes), np.int64)
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token."""
+        is_equal = self._latest[-self._sizes] == token_id
+        self._num_equal = np.where(is_equal, self._num_equal + 1, 0)
+        self._latest = np.append(self._latest[1:], token_id)
+        return bool((self._num_equal >= self._sizes * (self._wanted.count - 1)).any())
+
+
+class SpecialStops:
+    """Stop strings with special tokens, for answers whose text omits special tokens.
+
+    The scanned text holds a Unicode noncharacter for each such token. The client's text omits these characters.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, hidden_ids: frozenset[int]) -> None:
+        """Map the special tokens in `stops` that the text omits (`hidden_ids`) to characters, at most 32."""
+        texts = {tokenizer.token_text(token_id): token_id for token_id in hidden_ids} if any(stops) else {}
+        inside = sorted((text for text in texts if text and any(text in stop for stop in stops)), key=len, reverse=True)
+        self._text_of = {chr(_FIRST_NONCHARACTER + i): text for i, text in enumerate(inside[:_NUM_NONCHARACTERS])}
+        self.characters = {texts[text]: character for character, text in self._text_of.items()}
+        """Replacement character by token id."""
+        self._given = {self._hide(stop): stop for stop in stops}
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Return the stop strings with replacement characters."""
+        return tuple(self._given)
+
+    def given(self, matched: str) -> str:
+        """Return the original of a replaced stop string."""
+        return self._given.get(matched, matched)
+
+    def shown(self, text: str, *, matched: str | None = None) -> str:
+        """Remove replacement characters; in a kept stop string that `matched`, restore the special tokens."""
+        if not self._text_of:
+            return text
+        before, found, rest = text.rpartition(matched) if matched else (text, "", "")
+        return self._without(before) + self.given(found) + self._without(rest)
+
+    def _without(self, text: str) -> str:
+        return "".join(one for one in text if one not in self._text_of)
+
+    def _hide(self, stop: str) -> str:
+        if not self._text_of:
+            return stop
+        character_of = {text: character for character, text in self._text_of.items()}
+        return re.sub("|".join(map(re.escape, character_of)), lambda found: character_of[found.group()], stop)

@@ -1,4 +1,4 @@
-"""Files with a byte-level vocabulary by rank: tiktoken's, and Mistral's `tekken.json`.
+"""Tokenizers from files with a byte-level vocabulary by rank: tiktoken's, and Mistral's `tekken.json`.
 
 A tiktoken file has neither special tokens nor the pattern that splits a text. The tokenizer code of the checkpoint has
 them. That code is never run; `KNOWN_CODE` states its facts.
@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rayserve_moe.config.given_files import MOST_JSON_BYTES, GivenFileError, opened, read_json_object
+from rayserve_moe.text.token_forms import spelling_of
 
 CONFIG_FILE = "tokenizer_config.json"
 TEKKEN_FILE = "tekken.json"
@@ -25,6 +27,15 @@ _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_HUNYUAN_NAMES = ("endoftext", "startoftext", "bos", "eos", "pad", *(f"extra_{number}" for number in range(205)))
+TEKKEN_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+TEKKEN_NAMES = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
+    *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+"""Special tokens of a `tekken.json` without names, which files up to version 7 may be."""
+_VERSIONS_WITHOUT_NAMES = ("v1", "v2", "v3", "v7")
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,6 @@ _KIMI = TokenizerCode(
     ),
     num_special=256,
 )
-_HUNYUAN_NAMES = ("endoftext", "startoftext", "bos", "eos", "pad", *(f"extra_{number}" for number in range(205)))
 KNOWN_CODE = {
     "tokenization_kimi.TikTokenTokenizer": _KIMI,
     "tokenization_moonshot.TikTokenTokenizer": _KIMI,
@@ -86,14 +96,6 @@ KNOWN_CODE = {
 }
 """Tokenizer code by the name in `auto_map`: Kimi-K2, Moonlight, and Hunyuan-A13B."""
 RANK_FILES = (TEKKEN_FILE, *dict.fromkeys(code.file for code in KNOWN_CODE.values()))
-TEKKEN_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-TEKKEN_NAMES = (
-    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
-    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
-    *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
-)
-"""Special tokens of a `tekken.json` without names, which files up to version 7 may be."""
-_VERSIONS_WITHOUT_NAMES = ("v1", "v2", "v3", "v7")
 
 
 def code_named(config: Mapping[str, Any]) -> str | None:
@@ -250,3 +252,64 @@ def _tekken_entry(entry: Any) -> tuple[bytes, int]:
     if type(rank) is not int:
         raise GivenFileError("vocab has a rank that is no number")
     return token, rank
+
+
+def ranked_backing(ranked: RankedTokens, directory: Path, *, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a vocabulary, configured by `tokenizer_config.json` and the template files.
+
+    Raises: GivenFileError if `tokenizer_config.json` names a token that the vocabulary lacks.
+    """
+    built, names = ranked_tokenizer(ranked), {token.content for token in ranked.special.values()}
+
+    def token_of(role: str) -> Any:
+        usual = ranked.roles.get(role)
+        return config.get(role, usual if usual in names else None)
+
+    # An empty `vocab_file` keeps transformers from reading a rank file by its own pattern.
+    backing = PreTrainedTokenizerFast.from_pretrained(
+        directory,
+        tokenizer_object=built,
+        vocab_file="",
+        local_files_only=True,
+        bos_token=token_of("bos_token"),
+        eos_token=token_of("eos_token"),
+        unk_token=token_of("unk_token"),
+        pad_token=token_of("pad_token"),
+        add_bos_token=config.get("add_bos_token", ranked.adds_bos),
+    )
+    if len(backing) != built.get_vocab_size():
+        unknown = sorted(backing.get_vocab().keys() - built.get_vocab().keys())
+        raise GivenFileError(f"{CONFIG_FILE}: the vocabulary has no token {unknown[0]!r}")
+    return backing
+
+
+def ranked_tokenizer(ranked: RankedTokens) -> Tokenizer:
+    """Return a byte-level BPE with the ids of tiktoken, which knows ranks alone.
+
+    Every split of a token into two others is a merge. Inside a token BPE takes the same steps in every text, so a text
+    uses a single merge per token: the last step from the token's bytes. Hence the ids equal those of tiktoken.
+
+    Raises: GivenFileError if a special token is empty, or spelled like another token.
+    """
+    spelled, known = list(map(spelling_of, ranked.tokens)), set(ranked.tokens)
+    special = {token.content: token_id for token_id, token in ranked.special.items()}
+    vocabulary = {spelling: ranked.first_id + rank for rank, spelling in enumerate(spelled)}
+    if len(special) != len(ranked.special) or "" in special or special.keys() & vocabulary.keys():
+        raise GivenFileError("a special token is empty, or is spelled like another token")
+    vocabulary |= special
+    merges = [
+        (spelling[:cut], spelling[cut:])
+        for token, spelling in zip(ranked.tokens, spelled, strict=True)
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    # A piece that is a token becomes that token, even if no merges lead to it.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    if ranked.is_nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(ranked.pattern), "isolated")
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, spell])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([ranked.special[token_id] for token_id in sorted(ranked.special)])
+    return tokenizer

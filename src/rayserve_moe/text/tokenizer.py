@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from rayserve_moe.config.given_files import GivenFileError, one_line, opened, read_json_object
-from rayserve_moe.text.rank_files import CONFIG_FILE, RANK_FILES, code_named, read_rank_file
-from rayserve_moe.text.ranked_bpe import ranked_backing
-from rayserve_moe.text.token_forms import TextDecoder, TokenBytes, UnknownFormError, byte_of, form_of
-from rayserve_moe.text.token_length import longest_token_bytes
+from rayserve_moe.text.rank_files import CONFIG_FILE, RANK_FILES, code_named, ranked_backing, read_rank_file
+from rayserve_moe.text.token_forms import (
+    TextDecoder,
+    TokenBytes,
+    UnknownFormError,
+    byte_of,
+    form_of,
+    longest_token_bytes,
+)
 
 TOKENIZER_FILE = "tokenizer.json"
 MOST_TOKEN_ID = (1 << 31) - 1
+MOST_CHARACTERS = 1 << 24
+"""Maximum length of all pieces that a `SegmentEncoder` remembers."""
+_PIECE_COST = 64
 
 
 class TokenizerError(ValueError):
@@ -202,8 +214,9 @@ def _config_of(directory: Path) -> PreTrainedConfig | None:
     kind, named = config.get("model_type"), config.get("tokenizer_class")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         return None
-    named_class = {"tokenizer_class": named} if isinstance(named, str) else {}
-    return AutoConfig.for_model(kind, name_or_path=str(directory), **named_class)
+    if not isinstance(named, str):
+        return AutoConfig.for_model(kind, name_or_path=str(directory))
+    return AutoConfig.for_model(kind, name_or_path=str(directory), tokenizer_class=named)
 
 
 def _check_opens(file: Path) -> None:
@@ -236,3 +249,53 @@ def _listed_eos(file: Path) -> list[int]:
     if not all(type(token_id) is int and 0 <= token_id <= MOST_TOKEN_ID for token_id in listed):
         raise TokenizerError(f"{file}: eos_token_id must be an id or a list of ids, not {reprlib.repr(listed)}")
     return listed
+
+
+class SegmentEncoder:
+    """Encoder with a memory of what lies between special tokens: a long chat costs its last turn.
+
+    It encodes as `Tokenizer.encode` does, which separates a text at its added tokens before anything else. Threads may
+    share it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.backing.added_tokens_decoder
+        self._id_of = {str(token): token_id for token_id, token in added.items()}
+        takes_more = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
+        fast = tokenizer.backing.backend_tokenizer
+        looks_back = fast.normalizer is not None or "Metaspace" in str(fast.pre_tokenizer)
+        separates = bool(added) and not takes_more and not looks_back
+        names = sorted(map(re.escape, self._id_of), key=len, reverse=True)
+        self._borders = re.compile(f"({'|'.join(names)})") if separates else None
+        self._known: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
+        """Turn text into ids, int32, with the tokenizer's own leading or trailing special tokens where it has such."""
+        if self._borders is None:
+            return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), np.int32)
+        pieces = [self._piece(piece) for piece in self._borders.split(text) if piece]
+        ids = np.concatenate([np.zeros(0, np.int32), *pieces])
+        if not add_special_tokens:
+            return ids
+        around = self._tokenizer.encode("", add_special_tokens=True)
+        return ids if not around else np.asarray(self._tokenizer.encode(text), np.int32)
+
+    def _piece(self, piece: str) -> np.ndarray:
+        if (special := self._id_of.get(piece)) is not None:
+            return np.array([special], np.int32)
+        with self._lock:
+            if (known := self._known.get(piece)) is not None:
+                self._known.move_to_end(piece)
+                return known
+        ids = np.asarray(self._tokenizer.encode(piece, add_special_tokens=False), np.int32)
+        with self._lock:
+            if piece not in self._known:
+                self._known[piece] = ids
+                self._size += len(piece) + _PIECE_COST
+            while self._size > MOST_CHARACTERS:
+                oldest, _ = self._known.popitem(last=False)
+                self._size -= len(oldest) + _PIECE_COST
+        return ids

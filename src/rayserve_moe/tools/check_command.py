@@ -123,7 +123,7 @@ def _case(options: argparse.Namespace) -> ServedCase:
     values = {"max_model_len": DEFAULT_CONTEXT, **{SETTING_OF_OPTION[name]: value for name, value in given.items()}}
     values["enable_eplb"] = bool(options.redundant_experts)
     return case_of_model(
-        options.model, options.topology, dp=options.dp, tp=options.tp, num_layers=options.layers, **values
+        options.model, options.topology, values=values, dp=options.dp, tp=options.tp, num_layers=options.layers
     )
 
 

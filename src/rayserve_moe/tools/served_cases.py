@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,11 @@ def case_of_config(path: str | Path, *, topology: str = "", model: str = "", num
 
 
 def case_of_model(
-    model: str, topology: str, *, dp: int = 0, tp: int = 0, num_layers: int = 0, **values: Any
+    model: str, topology: str, *, values: Mapping[str, Any], dp: int = 0, tp: int = 0, num_layers: int = 0
 ) -> ServedCase:
-    """A model that is served on all devices of a topology, by settings under their keys; 0 for dp or tp: what is left.
+    """Return the case of a model on all devices of a topology; 0 for dp or tp: what the other leaves.
 
-    With the setting `num_slices`, on as many slices of that topology.
+    `values` are settings under their keys. With the setting `num_slices`, on as many slices of that topology.
     The pool holds all rows at their full length, and nothing besides.
     """
     num_devices = len(devices_of(topology, num_slices=values.get("num_slices", 1)))
@@ -148,10 +148,12 @@ def known_model(model_path: str) -> str:
 @cache
 def devices_of(topology: str, *, num_slices: int = 1, bounds: tuple[int, ...] | None = None) -> list[jax.Device]:
     """The devices of a topology, which need not be there. TopologyError where the compiler does not know it."""
-    options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
+    describe = partial(topologies.get_topology_desc, platform="tpu", topology_name=topology)
+    if num_slices > 1:
+        describe = partial(describe, num_slices=num_slices)
     if bounds is not None:
-        options["chips_per_host_bounds"] = bounds
+        describe = partial(describe, chips_per_host_bounds=bounds)
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
+        return list(describe().devices)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         raise TopologyError(f"topology {topology}: {str(error).strip().splitlines()[0]}") from error

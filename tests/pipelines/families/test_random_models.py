@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
+from rayserve_moe.checkpoints.synthetic import SyntheticModel, write_checkpoint
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from tests.support.drive import cycle_for, preempt_every, run_alone, run_on, run_together
 from tests.support.family_cases import FAMILY_CONFIGS, FamilyCase

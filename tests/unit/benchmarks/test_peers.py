@@ -18,8 +18,7 @@ from benchmarks.peers.install import requirements
 from benchmarks.peers.process import PeerProcess
 from benchmarks.workloads import Workload
 from rayserve_moe.checkpoints.files import open_checkpoint
-from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
-from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
+from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, ensure_checkpoint
 from rayserve_moe.model.family_table import spec_from_config
 
 COUNTING = """

@@ -13,9 +13,14 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
 from rayserve_moe.checkpoints.names import verify
-from rayserve_moe.checkpoints.synthetic import MARKER_FILE, PRESETS, ensure_checkpoint, write_checkpoint
-from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
-from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
+from rayserve_moe.checkpoints.synthetic import (
+    FAMILY_PRESETS,
+    MARKER_FILE,
+    PRESETS,
+    SyntheticModel,
+    ensure_checkpoint,
+    write_checkpoint,
+)
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs

@@ -13,8 +13,7 @@ import rayserve_moe.checkpoints
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.engine.guides import vocabulary_of
-from rayserve_moe.requests.constraint_fields import Constraint
-from rayserve_moe.requests.records import SamplingParams
+from rayserve_moe.requests.records import Constraint, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
 
 CALCULATOR = Path(rayserve_moe.checkpoints.__file__).parent / "calculator"

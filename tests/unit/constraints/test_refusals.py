@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rayserve_moe.config.settings import StructuredSettings
-from rayserve_moe.constraints.grammar_text import MAX_DEPTH, grammar_of
+from rayserve_moe.constraints.compiler import MAX_DEPTH, grammar_of
 from rayserve_moe.constraints.matchers import built_matcher, fault_of
 from rayserve_moe.constraints.refusals import refusal
 from rayserve_moe.requests.records import Constraint, RequestError

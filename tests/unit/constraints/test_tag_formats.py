@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from rayserve_moe.config.settings import StructuredSettings
-from rayserve_moe.constraints.grammar_text import grammar_of
+from rayserve_moe.constraints.compiler import grammar_of
 from rayserve_moe.constraints.matchers import built_matcher
 from rayserve_moe.requests.constraints import constraint_of
 from rayserve_moe.requests.records import RequestError

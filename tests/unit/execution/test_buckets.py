@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
+from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS
 from rayserve_moe.config.settings import ExpertSettings, SchedulerSettings
 from rayserve_moe.execution.programs.buckets import (
     CPU,

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.checkpoints.synthetic_models import SyntheticModel
+from rayserve_moe.checkpoints.synthetic import SyntheticModel, write_checkpoint
 from rayserve_moe.config.settings import (
     CacheSettings,
     ExpertSettings,

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from rayserve_moe.requests.records import RequestError
-from rayserve_moe.text.bad_words import bad_word_ids
+from rayserve_moe.text.request_limits import bad_word_ids
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.unit.text.conftest import VOCAB_SIZE
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.config.settings import StructuredSettings
-from rayserve_moe.constraints.grammar_text import grammar_of
+from rayserve_moe.constraints.compiler import grammar_of
 from rayserve_moe.constraints.matchers import Vocabulary, built_matcher
 from rayserve_moe.requests.records import Constraint
 from rayserve_moe.text.chat_output import parameters_of

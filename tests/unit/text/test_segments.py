@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.text import segments
+from rayserve_moe.text import tokenizer as tokenizer_module
 from rayserve_moe.text.chat import encode_chat, render_chat
-from rayserve_moe.text.segments import SegmentEncoder
+from rayserve_moe.text.tokenizer import SegmentEncoder
 
 PIECES = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 
@@ -47,7 +47,7 @@ def test_a_chat_that_goes_on_costs_its_last_turn(tokenizer, monkeypatch):
 
 
 def test_memory_is_bounded(tokenizer, monkeypatch):
-    monkeypatch.setattr(segments, "MOST_CHARACTERS", 500)
+    monkeypatch.setattr(tokenizer_module, "MOST_CHARACTERS", 500)
     encoder = SegmentEncoder(tokenizer)
     for number in range(50):
         encoder.encode(f"text number {number}", add_special_tokens=False)

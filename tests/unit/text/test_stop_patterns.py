@@ -12,8 +12,7 @@ from rayserve_moe.requests.fields import Repetition
 from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
 from rayserve_moe.requests.records import RequestError, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
-from rayserve_moe.text.choice_text import ChoiceText
-from rayserve_moe.text.repetitions import RepetitionDetector
+from rayserve_moe.text.choice_text import ChoiceText, RepetitionDetector
 from rayserve_moe.text.stop_patterns import PatternScanner, check_pattern, escaped, longest_match
 
 PATTERNS = ("ab+a", "(a|b)(é)", "[(]a|[^](b]a", "[bé]{3}", "(?i)AA€", "b|é€", "^aé", r"€\b", "ab?", "(aé){1,3}b")

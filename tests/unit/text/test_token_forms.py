@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from rayserve_moe.engine.guides import vocabulary_of
-from rayserve_moe.text.segments import SegmentEncoder
 from rayserve_moe.text.token_forms import UnknownFormError, byte_of, form_of
-from rayserve_moe.text.tokenizer import IncrementalDetokenizer, TextTooLongError, Tokenizer
+from rayserve_moe.text.tokenizer import IncrementalDetokenizer, SegmentEncoder, TextTooLongError, Tokenizer
 
 BYTES, LAST = range(3, 259), 310
 IDS = st.lists(st.one_of(st.integers(0, LAST), st.sampled_from(BYTES), st.just(259)), max_size=40)

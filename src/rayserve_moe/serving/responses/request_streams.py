@@ -23,7 +23,7 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.journalling import HANDED_OVER, TAKEN_OVER, KeptRequest, kept_request
 from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
-from rayserve_moe.text.thinking_limits import with_thinking_limit
+from rayserve_moe.text.request_limits import with_thinking_limit
 
 NumberedDelta = tuple[int, ChoiceResult]
 _Item = TypeVar("_Item")

@@ -1,4 +1,4 @@
-"""Health, aborting requests, pausing, weight updates, and flushing the cache."""
+"""Health, probes of load balancers and trainers, aborting requests, pausing, weight updates, and flushing the cache."""
 
 from __future__ import annotations
 
@@ -140,3 +140,28 @@ async def _generate_one_token(state: ApiState) -> None:
         streams.close()
     if not result.token_ids:
         raise ApiError(503, "the engine generates nothing", code="nothing_generated")
+
+
+def probe_router(state: ApiState) -> APIRouter:
+    """Return the routes over one engine."""
+    router = APIRouter()
+
+    @router.get("/liveness", **answers(503))
+    @router.get("/ping", **answers(503))
+    @router.post("/ping", **answers(503))
+    async def ping() -> Response:
+        state.loop.check_health()
+        return json_answer({"status": "ok"})
+
+    @router.get("/ready", **answers(503))
+    async def ready() -> Response:
+        state.loop.check_health()
+        await state.traffic.refuse_when_draining()
+        if (progress := progress_of(state.loop.recovery)) is not None:
+            raise ApiError(503, f"hosts are being replaced: {progress.phase}", code="rebuilding")
+        await state.refuse_without_weights()
+        if state.loop.control.is_paused:
+            raise ApiError(503, "generation is paused", code="paused")
+        return json_answer({"status": "ok"})
+
+    return router

@@ -46,8 +46,14 @@ def embeddings_router(state: ApiState) -> APIRouter:
             raise ApiError(400, message, param="dimensions")
         cut, longest = body.truncate_prompt_tokens, state.card.max_model_len
         truncation = checked_truncation(state, cut, side=body.truncation_side, keeps=longest)
-        how = {"add_special_tokens": body.add_special_tokens, "truncation": truncation}
-        prompts = await prompt_ids_of(state, body.input, param="input", request=request, **how)
+        prompts = await prompt_ids_of(
+            state,
+            body.input,
+            param="input",
+            request=request,
+            add_special_tokens=body.add_special_tokens,
+            truncation=truncation,
+        )
         answer_id = body.rid or f"embd-{uuid.uuid4().hex}"
         asked = [embedding_request(ids, f"{answer_id}_{i}", salt=body.cache_salt) for i, ids in enumerate(prompts)]
         asked = [replace(each, priority=body.priority) for each in asked]

@@ -1,25 +1,28 @@
-"""`/generate`: the native route in SGLang's dialect.
+"""`/generate`: the native route in SGLang's dialect, and the writer of its answers.
 
 A stream sends, per event, the whole answer of a choice so far: text and ids grow from event to event.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayserve_moe.answers.native import native_answer
 from rayserve_moe.requests.builder import build_request, param_names
-from rayserve_moe.requests.constraint_fields import ConstraintFields
+from rayserve_moe.requests.constraints import ConstraintFields
 from rayserve_moe.requests.fields import SGLANG
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.journalling import answer_stem
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond, rollout_type
-from rayserve_moe.serving.responses.native import NativeWriter
-from rayserve_moe.serving.responses.request_streams import open_streams, refusals_named
+from rayserve_moe.serving.responses.request_streams import RequestStreams, open_streams, refusals_named
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.routes.request_parts import forced_routing_of, prompt_ids_of
 from rayserve_moe.serving.schemas.native import GenerateBody
@@ -75,3 +78,48 @@ def _request_ids(body: GenerateBody) -> list[str]:
         return body.rid
     stem = body.rid or answer_stem()
     return [f"{stem}_{position}" for position in range(len(body.batch.prompts))] if body.batch.is_batch else [stem]
+
+
+class NativeWriter:
+    """Writes the answer to one request: an object per choice, in a list for a batch or several choices."""
+
+    def __init__(self, state: ApiState, body: GenerateBody, *, streams: RequestStreams, routing: RoutingWriter) -> None:
+        self.routing = routing
+        self._card, self._body, self._streams = state.card, body, streams
+        self._token_text = state.tokenizer.token_text if body.return_text_in_logprobs else None
+        ids = list(dict.fromkeys(request.request_id for request in streams.request_of_choice))
+        self._scored = {request_id: body.of_prompt(place)["return_logprob"] for place, request_id in enumerate(ids)}
+        self._as_list = body.batch.is_batch or len(streams.request_of_choice) > 1
+
+    def whole(self, results: Sequence[ChoiceResult]) -> dict | list:
+        """Return the answer of a request that does not stream."""
+        answers = [self._answer(choice, result, result) for choice, result in enumerate(results)]
+        return answers if self._as_list else answers[0]
+
+    def defers(self, delta: ChoiceResult) -> bool:
+        """No event waits."""
+        return False
+
+    def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
+        """Return all of a choice so far, with the rows of routing that are new."""
+        answer = self._answer(choice, so_far, delta)
+        return [{**answer, "index": choice} if self._as_list else answer]
+
+    def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
+        """No event follows the last choice."""
+        return []
+
+    def _answer(self, choice: int, so_far: ChoiceResult, delta: ChoiceResult) -> dict:
+        request = self._streams.request_of_choice[choice]
+        answer = native_answer(
+            request,
+            so_far,
+            card=self._card,
+            e2e_latency_s=self._streams.elapsed_s[choice],
+            return_logprob=self._scored[request.request_id],
+            token_text=self._token_text,
+        )
+        answer["meta_info"] |= self.routing.sglang_fields(choice, delta)
+        if self._body.return_prompt_token_ids:
+            answer["prompt_token_ids"] = self._streams.request_of_choice[choice].prompt_ids.tolist()
+        return answer

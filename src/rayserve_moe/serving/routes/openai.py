@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -13,7 +14,7 @@ from starlette.responses import Response
 
 from rayserve_moe.requests.builder import build_request
 from rayserve_moe.requests.fields import OPENAI
-from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.requests.records import Constraint, GenerationRequest, RequestError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.journalling import answer_stem
 from rayserve_moe.serving.middleware.json_body import read_body
@@ -22,14 +23,18 @@ from rayserve_moe.serving.responses.answering import respond
 from rayserve_moe.serving.responses.chat_parts import asked_parts
 from rayserve_moe.serving.responses.openai import OpenAIWriter
 from rayserve_moe.serving.responses.request_streams import RequestStreams, open_streams, refusals_named
-from rayserve_moe.serving.routes.chat_constraint import chat_constraint
 from rayserve_moe.serving.routes.chat_prompt import chat_ids
 from rayserve_moe.serving.routes.request_parts import check_model, forced_routing_of, prompt_ids_of, truncation_of
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
+from rayserve_moe.text.chat_output import ChatOutput
+from rayserve_moe.text.tool_calls.call_grammar import FORMS, call_grammar, content_grammar
+from rayserve_moe.text.tool_calls.parameter_schemas import UnwritableSchemaError
+from rayserve_moe.text.tool_calls.registry import HARMONY, RESPONSE_TEMPLATE
 
 Body = TypeVar("Body", CompletionBody, ChatBody)
 _CHAT_NAMES = {"prompt": "messages"}
 _COMPLETION_NAMES = {"top_logprobs": "logprobs"}
+_CHOICE = "tool_choice"
 
 
 def openai_router(state: ApiState) -> APIRouter:
@@ -113,3 +118,32 @@ async def _requests(
         )
         for request in requests
     ]
+
+
+def chat_constraint(output: ChatOutput, body: ChatBody, *, request: GenerationRequest) -> Constraint | None:
+    """Return the constraint of the engine's request. RequestError for one that this checkpoint cannot keep to."""
+    constraint = request.constraint
+    if body.forced_tools:
+        if constraint is not None:
+            raise RequestError(f"`{_CHOICE}` is given too: an answer keeps to one constraint", constraint.param)
+        return _calls(output, body)._replace(after=output.reasoning_end(request.prompt_ids))
+    if constraint is None:
+        return None
+    if HARMONY in output.format:
+        reasoning = FORMS[HARMONY].reasoning
+        assert reasoning is not None, "answers in channels may reason"
+        return constraint._replace(within=content_grammar(reasoning, special_ids=output.special_ids))
+    return constraint._replace(after=output.reasoning_end(request.prompt_ids))
+
+
+def _calls(output: ChatOutput, body: ChatBody) -> Constraint:
+    form = None if RESPONSE_TEMPLATE in output.format else output.call_form()
+    if form is None:
+        raise RequestError("can be none or auto: how this checkpoint writes calls is not known", _CHOICE)
+    functions = [tool["function"] for tool in body.forced_tools]
+    allows_several = body.parallel_tool_calls and isinstance(body.tool_choice, str)
+    try:
+        lark, schemas = call_grammar(form, functions, special_ids=output.special_ids, allows_several=allows_several)
+    except UnwritableSchemaError as error:
+        raise RequestError(f"the parameters of a tool cannot be used: `{error}` is not supported", _CHOICE) from error
+    return Constraint("calls", json.dumps({"lark": lark, "schemas": schemas}, ensure_ascii=False), _CHOICE)

@@ -25,8 +25,8 @@ def resume_router(state: ApiState) -> APIRouter:
         if state.journal is None:
             raise ApiError(404, "this server keeps no requests: see the setting `journal`", code="no_journal")
         caller = caller_of(request.scope)
-        how = {"told": body.from_token, "capacity": state.loop.capacity}
-        resumed = await take_over(state.journal, identity_of(caller, body.rid), **how)
+        identity = identity_of(caller, body.rid)
+        resumed = await take_over(state.journal, identity, told=body.from_token, capacity=state.loop.capacity)
         asked = resumed.asked
         asking = Asking(state.journal, asked.path, caller, body.rid, asked.accept, "", asked.body)
         return _Replayed(request, asking, resumed=resumed)

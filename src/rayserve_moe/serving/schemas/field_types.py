@@ -35,14 +35,21 @@ def record_fields(
     """Decorate a schema with the fields that a record declares for a dialect, but for those that it states itself."""
 
     def extended(schema: type[Schema]) -> type[Schema]:
-        named = {field.names[dialect]: field for field in declared(record) if dialect in field.names}
-        stated = {*schema.model_fields, *without}
-        fields: dict[str, Any] = {name: _typed(field) for name, field in named.items() if name not in stated}
         return create_model(
-            schema.__name__, __base__=schema, __doc__=schema.__doc__, __module__=schema.__module__, **fields
+            schema.__name__,
+            __base__=schema,
+            __doc__=schema.__doc__,
+            __module__=schema.__module__,
+            **_typed_fields(dialect, record, without={*schema.model_fields, *without}),
         )
 
     return extended
+
+
+def _typed_fields(dialect: str, record: Any, *, without: Collection[str]) -> dict[str, Any]:
+    """Return the fields that a record declares for a dialect as pydantic takes them, by name."""
+    named = {field.names[dialect]: field for field in declared(record) if dialect in field.names}
+    return {name: _typed(field) for name, field in named.items() if name not in without}
 
 
 def _typed(field: RequestField) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
 
@@ -17,7 +17,6 @@ from rayserve_moe.serving.schemas import control
 from rayserve_moe.serving.schemas.embeddings import EmbeddingBody
 from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
-from rayserve_moe.serving.schemas.nested_fields import NESTED_FIELDS, NestedFields
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody, StreamOptions
 from rayserve_moe.serving.schemas.responses import ResponsesBody
 from rayserve_moe.serving.schemas.resume import ResumeBody
@@ -27,7 +26,6 @@ from rayserve_moe.serving.schemas.tokens import TokenBody, TokenSampling
 
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 """What switches every refused field off: it is the same as not given."""
-
 OBJECTS: dict[str, type[BaseModel]] = {
     "c": CompletionBody,
     "h": ChatBody,
@@ -53,7 +51,6 @@ OBJECTS: dict[str, type[BaseModel]] = {
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
 }
-
 _PLAIN = {
     "c": "/v1/completions",
     "h": "/v1/chat/completions",
@@ -88,7 +85,6 @@ PLACES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
     }
 )
 """Routes that take each of OBJECTS, and where it stands in their bodies."""
-
 _OTHER_NAMES = (
     ("c h", {"request_id": "rid", "extra_key": "cache_salt", "custom_params": "vllm_xargs"}),
     ("c h", {"routed_experts_prompt_start": "routed_experts_start_len"}),
@@ -97,7 +93,6 @@ _OTHER_NAMES = (
     ("r", {"extra_key": "cache_salt"}),
     ("e score", {"request_id": "rid"}),
 )
-
 _ACCEPTED = (
     ("c h", "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options"),
     ("c h", "prompt_cache_retention prediction return_token_offsets guided_decoding_backend"),
@@ -125,7 +120,6 @@ _ACCEPTED = (
     ("version", "weight_label"),
     ("update", "torch_empty_cache recapture_cuda_graph token_step"),
 )
-
 _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     # length, stopping, text
     ("i", "output_mode", ("tokens",)),
@@ -206,6 +200,57 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("update", "is_async keep_pause", (False,)),
     ("update", "manifest", ()),
 )
+
+
+class NestedFields(NamedTuple):
+    """Names in objects within bodies of `/v1/messages` and `/v1/responses`, which are read as plain JSON.
+
+    They are names that are computed, those without effect, and those refused, each with values that switch it off.
+    Content of messages, input items, schemas and `metadata` may hold any names.
+
+    Where there are `kinds`, only objects with such a `type` are looked at: the route refuses others.
+    """
+
+    computed: str
+    accepted: str = ""
+    refused: Mapping[str, tuple[Any, ...]] = {}
+    within: Mapping[str, NestedFields] = {}
+    kinds: tuple[str | None, ...] = ()
+
+
+_TOOLS = NestedFields(
+    "type name description input_schema",
+    "cache_control strict eager_input_streaming",
+    {"defer_loading": (False,), "input_examples": (), "allowed_callers": (["direct"],)},
+    kinds=(None, "custom"),
+)
+_MESSAGES = {
+    "thinking": NestedFields("type budget_tokens", refused={"display": ("summarized",)}),
+    "output_config": NestedFields("effort format", within={"format": NestedFields("type schema", "name strict")}),
+    "tools": _TOOLS,
+    "tool_choice": NestedFields("type name disable_parallel_tool_use"),
+}
+_RESPONSES = {
+    "reasoning": NestedFields("effort", "summary generate_summary", {"context": ("auto",), "mode": ("standard",)}),
+    "text": NestedFields(
+        "format",
+        refused={"verbosity": ("medium",)},
+        within={"format": NestedFields("type name schema strict description")},
+    ),
+    "tools": NestedFields(
+        "type name description parameters strict",
+        refused={
+            "defer_loading": (False,),
+            "allowed_callers": (["direct"],),
+            "async": (False,),
+            "output_schema": (),
+        },
+        kinds=("function",),
+    ),
+    "tool_choice": NestedFields("type name", kinds=("function",)),
+}
+NESTED_FIELDS: Mapping[str, Mapping[str, NestedFields]] = {"m": _MESSAGES, "mc": _MESSAGES, "r": _RESPONSES}
+"""By object of `known_fields`, then by field."""
 
 
 @dataclass(frozen=True)

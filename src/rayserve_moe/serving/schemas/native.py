@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from rayserve_moe.requests.constraint_fields import ConstraintFields
+from rayserve_moe.requests.constraints import ConstraintFields
 from rayserve_moe.requests.fields import (
     FLAG,
     HIDDEN_STATES,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
-from rayserve_moe.requests.constraint_fields import ConstraintFields
+from rayserve_moe.requests.constraints import ConstraintFields
 from rayserve_moe.requests.fields import INT32_MAX, MAX_LISTED_IDS, VLLM, is_token_id
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (

@@ -15,10 +15,10 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray.scripts.scripts import start
 
+from rayserve_moe.serving.start.fork_server import write_worker_launcher
 from rayserve_moe.serving.start.ports import Ports
 from rayserve_moe.serving.start.processes import join_parent
 from rayserve_moe.serving.start.state import DEPLOYED, Plan
-from rayserve_moe.serving.start.worker_launcher import write_worker_launcher
 
 LATEST_DASHBOARD_S = 30.0
 """When the dashboard starts, deployed or not."""

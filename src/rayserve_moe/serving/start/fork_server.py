@@ -1,4 +1,4 @@
-"""The process that Ray's Python workers of a start are forked from: it has imported once what each of them needs.
+"""The process that Ray's Python workers of a start are forked from, and the launcher of workers that asks it.
 
     python -m rayserve_moe.serving.start.fork_server STATE_FOLDER
 
@@ -6,8 +6,10 @@
     launcher     sends    a worker's command line, environment, folder and output files, over a socket of the folder
     this process forks    the worker, which runs as if the raylet had started it
 
-The imports would take each of seven workers two to four seconds of a core. Nothing may start a thread before a fork:
-modules are imported here, and do nothing.
+The process has imported once what each worker needs, which would take each of seven workers two to four seconds of a
+core. Nothing may start a thread before a fork: modules are imported here, and do nothing. The launcher loads nothing of
+Ray. It takes Ray's own way for a worker with a runtime environment, which may have other modules, and where this
+process does not answer.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ import runpy
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from rayserve_moe.config.load import replace_environment
+from rayserve_moe.config.load import inherited_environment, replace_environment
 from rayserve_moe.serving.start.processes import join_parent
-from rayserve_moe.serving.start.state import FORK_SOCKET, Plan, log_folder, write_check
+from rayserve_moe.serving.start.state import FORK_SOCKET, WORKER_LAUNCHER, Plan, log_folder, write_check
 from rayserve_moe.serving.start.supervisor import NO_JOB, RAY_JOB_ID
 
 IMPORTED = (
@@ -44,6 +48,12 @@ NUM_FILES = 3
 MOST_WAITING = 128
 _LENGTH_BYTES = 4
 _MOST_BYTES = 8 << 20
+ANSWER_S = 60.0
+"""For the fork server to import its modules, and to fork."""
+_CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
+_PYTHON = "PYTHON"
+_OF_SERVE = "RAY_SERVE_INTERNAL_DEPLOYMENT_"
+"""Begins the names of variables that Serve gives its actors, and reads when they ask for their context."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,55 @@ def _run(command: WorkerCommand) -> None:
     sys.argv = list(command.arguments)
     sys.path[0] = str(Path(program).parent)
     runpy.run_path(program, run_name="__main__")
+
+
+def write_worker_launcher(folder: Path) -> Path:
+    """Write the script to a state folder, which only its owner can enter; returns its path."""
+    script = folder / WORKER_LAUNCHER
+    lines = f"from {__name__} import launch\n\nlaunch({str(folder)!r})\n"
+    script.write_text(lines, encoding="utf-8")
+    return script
+
+
+def launch(folder: str) -> None:
+    """Have the worker of this command line started; returns once it is."""
+    arguments = sys.argv[1:]
+    added = added_variables(arguments)
+    if added is not None:
+        own = (_CONTEXT, _LANGUAGE)
+        command = tuple(argument for argument in arguments if not argument.startswith(own))
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(ANSWER_S)
+            connection.connect(str(Path(folder, FORK_SOCKET)))
+            WorkerCommand(command, {**inherited_environment(), **added}, os.getcwd()).send(connection)
+            return
+    os.execv(sys.executable, [sys.executable, _own_launcher(), *arguments])
+
+
+def added_variables(arguments: Sequence[str]) -> dict[str, str] | None:
+    """Return the variables that a Python worker gets besides those of the raylet; None where it cannot be forked.
+
+    That is any other program, and one whose runtime environment has more than variables of Serve's own.
+    """
+    languages = [one.removeprefix(_LANGUAGE) for one in arguments if one.startswith(_LANGUAGE)]
+    if languages != [_PYTHON] or not arguments[0].endswith(".py"):
+        return None
+    try:
+        contexts = [json.loads(one.removeprefix(_CONTEXT) or "{}") for one in arguments if one.startswith(_CONTEXT)]
+        context = {name: value for each in contexts for name, value in each.items() if value}
+        variables = dict(context.pop("env_vars", {}))
+    except (ValueError, AttributeError, TypeError):
+        return None
+    if context.pop("py_executable", sys.executable) != sys.executable or context:
+        return None
+    return variables if all(name.startswith(_OF_SERVE) for name in variables) else None
+
+
+def _own_launcher() -> str:
+    """Return the path of Ray's own launcher; Ray is not imported for it."""
+    found = find_spec("ray")
+    assert found is not None and found.origin is not None, "Ray is installed"
+    return str(Path(found.origin).parent / "_private" / "workers" / "setup_worker.py")
 
 
 if __name__ == "__main__":

@@ -17,13 +17,73 @@ from rayserve_moe.config.given_files import TRAINED, TRAINED_NAMES, is_url
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.execution.native_levels import AUTO, NativeKernelsUnavailable, choose_level
-from rayserve_moe.serving.start import serve_keys
 from rayserve_moe.serving.start.ports import StartError
 from rayserve_moe.serving.start.state import APPLICATION
 
 DEPLOYMENT = "moe-server"
 LOOPBACK, HTTP_PORT = "127.0.0.1", 8000
 """Where Serve listens by default."""
+
+# Keys of a Serve config, by section. Ray Serve's schemas have the same, and take seconds to import.
+TOP_KEYS = (
+    "proxy_location",
+    "http_options",
+    "grpc_options",
+    "controller_options",
+    "logging_config",
+    "tracing_config",
+    "applications",
+    "target_capacity",
+)
+HTTP_OPTIONS_KEYS = (
+    "host",
+    "port",
+    "root_path",
+    "request_timeout_s",
+    "keep_alive_timeout_s",
+    "ssl_keyfile",
+    "ssl_certfile",
+    "ssl_keyfile_password",
+    "ssl_ca_certs",
+)
+GRPC_OPTIONS_KEYS = ("port", "grpc_servicer_functions", "request_timeout_s", "enable_reflection")
+APPLICATION_KEYS = (
+    "name",
+    "route_prefix",
+    "import_path",
+    "runtime_env",
+    "host",
+    "port",
+    "deployments",
+    "autoscaling_policy",
+    "args",
+    "logging_config",
+    "external_scaler_enabled",
+)
+DEPLOYMENT_KEYS = (
+    "name",
+    "num_replicas",
+    "max_ongoing_requests",
+    "max_queued_requests",
+    "backpressure_config",
+    "user_config",
+    "autoscaling_config",
+    "graceful_shutdown_wait_loop_s",
+    "graceful_shutdown_timeout_s",
+    "health_check_period_s",
+    "health_check_timeout_s",
+    "ray_actor_options",
+    "placement_group_bundles",
+    "placement_group_strategy",
+    "placement_group_bundle_label_selector",
+    "max_replicas_per_node",
+    "logging_config",
+    "request_router_config",
+    "gang_scheduling_config",
+    "deployment_actors",
+    "rolling_update_percentage",
+    "max_surge_percent",
+)
 
 
 @dataclass(frozen=True)
@@ -87,15 +147,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _sections(document: dict[str, Any]) -> Iterator[tuple[str, object, Sequence[str]]]:
     """Yield the mappings of a config with their places and known keys; Serve itself ignores unknown keys."""
-    yield "", document, serve_keys.TOP
-    yield "http_options.", document.get("http_options") or {}, serve_keys.HTTP_OPTIONS
-    yield "grpc_options.", document.get("grpc_options") or {}, serve_keys.GRPC_OPTIONS
+    yield "", document, TOP_KEYS
+    yield "http_options.", document.get("http_options") or {}, HTTP_OPTIONS_KEYS
+    yield "grpc_options.", document.get("grpc_options") or {}, GRPC_OPTIONS_KEYS
     applications = document.get("applications")
     for number, application in enumerate(applications if isinstance(applications, list) else []):
-        yield f"applications.{number}.", application, serve_keys.APPLICATION
+        yield f"applications.{number}.", application, APPLICATION_KEYS
         deployments = application.get("deployments") if isinstance(application, dict) else None
         for other, deployment in enumerate(deployments if isinstance(deployments, list) else []):
-            yield f"applications.{number}.deployments.{other}.", deployment, serve_keys.DEPLOYMENT
+            yield f"applications.{number}.deployments.{other}.", deployment, DEPLOYMENT_KEYS
 
 
 def _refuse_unknown(mapping: object, known: Sequence[str], *, place: str) -> None:

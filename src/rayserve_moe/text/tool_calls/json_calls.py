@@ -1,12 +1,28 @@
-"""Calls that a model writes as JSON: name and arguments out of an object, the arguments' text as it stands."""
+"""Calls that a model writes as JSON: name and arguments out of an object, the arguments' text as it stands.
+
+Formats that are such an object alone are here: Hermes (also Qwen3 and Ling 2), and Llama 3.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 
-from rayserve_moe.text.tool_calls.tape import BrokenCall, ToolCall
+from rayserve_moe.text.tool_calls.tape import (
+    BrokenCall,
+    CallFormat,
+    Steps,
+    Tape,
+    ToolCall,
+    close,
+    expect,
+    json_text,
+    skip,
+    take,
+)
 
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_PYTHON = "<|python_tag|>"
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
@@ -20,6 +36,37 @@ def _refuse(constant: str) -> None:
 # Numbers stay text: only their place counts here, and they may be longer than Python converts.
 _LENIENT = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_int=str, parse_float=str)
 _STRICT = json.JSONDecoder(parse_constant=_refuse, parse_int=str, parse_float=str)
+
+
+def _read_hermes(tape: Tape) -> Steps[None]:
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    yield from expect(tape, _BEGIN)
+    text = yield from json_text(tape)
+    yield from close(tape, _END)
+    tape.call(call_of(text))
+
+
+HERMES = CallFormat({_BEGIN: _read_hermes}, (_BEGIN, _END))
+
+
+def _read_llama(tape: Tape) -> Steps[None]:
+    """Read `{"name": ..., "parameters": {...}}` after a special token."""
+    yield from expect(tape, _PYTHON)
+    yield from _read_bare(tape)
+
+
+def _read_bare(tape: Tape) -> Steps[None]:
+    """Read the whole answer. A semicolon separates calls; an object without parameters is an answer in JSON."""
+    if tape.num_calls:
+        yield from skip(tape)
+        yield from take(tape, ";")
+    text = yield from json_text(tape)
+    if not members(text).keys() & {"arguments", "parameters"}:
+        raise BrokenCall
+    tape.call(call_of(text))
+
+
+LLAMA = CallFormat({_PYTHON: _read_llama}, (_PYTHON,), bare=_read_bare)
 
 
 def call_of(text: str) -> ToolCall:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rayserve_moe.text.tool_calls.lark_terms import ANY_TEXT, literal
-from rayserve_moe.text.tool_calls.typed_values import UNTYPED, types_of
+from rayserve_moe.text.tool_calls.tagged_calls import UNTYPED, types_of
 
 Schema = Mapping[str, Any]
 
@@ -82,7 +82,7 @@ def resolved(schema: Any, root: Any, *, depth: int = _MOST_REFERENCES) -> Any:
 
 
 def value_forms(schema: Any, root: Schema) -> ValueForms:
-    """What may be written for a parameter, so that `typed_values` reads it as valid by a schema that is `resolved`.
+    """What may be written for a parameter, so that `tagged_calls` reads it as valid by a schema that is `resolved`.
 
     UnwritableSchemaError names the keyword that is not supported.
     """

@@ -8,15 +8,12 @@ from typing import NamedTuple
 from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
 from rayserve_moe.text.tool_calls import deepseek, kimi
 from rayserve_moe.text.tool_calls.deepseek import DEEPSEEK
-from rayserve_moe.text.tool_calls.glm import GLM
 from rayserve_moe.text.tool_calls.harmony import CALL, CHANNEL, MARKERS
-from rayserve_moe.text.tool_calls.hermes import HERMES
+from rayserve_moe.text.tool_calls.json_calls import HERMES, LLAMA
 from rayserve_moe.text.tool_calls.kimi import KIMI
-from rayserve_moe.text.tool_calls.llama import LLAMA
-from rayserve_moe.text.tool_calls.minimax import MINIMAX
 from rayserve_moe.text.tool_calls.mistral import MISTRAL
-from rayserve_moe.text.tool_calls.qwen_coder import QWEN_CODER
 from rayserve_moe.text.tool_calls.splitter import Thinking
+from rayserve_moe.text.tool_calls.tagged_calls import GLM, MINIMAX, QWEN_CODER
 from rayserve_moe.text.tool_calls.tape import CallFormat
 
 HARMONY, RESPONSE_TEMPLATE = "harmony", "response_template"

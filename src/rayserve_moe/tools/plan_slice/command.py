@@ -162,13 +162,19 @@ def _slices(options: argparse.Namespace, given: Assumptions) -> dict[str, list[s
 
 
 def _assumptions(options: argparse.Namespace) -> Assumptions:
-    named = {"prefill_tokens": options.prefill_tokens or 1024, "max_chips": options.max_chips, "skew": options.skew}
-    for name, value in named.items():
+    prefill_tokens = options.prefill_tokens or 1024
+    for name, value in (("prefill-tokens", prefill_tokens), ("max-chips", options.max_chips), ("skew", options.skew)):
         if not (value > 0 or (name == "skew" and value == 0)):
-            raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
+            raise ValueError(f"--{name} {value} is not positive")
     cache = CacheSettings(kv_dtype=options.kv_cache_dtype or "auto")
     pages = kv_dtype(cache, dtype=WEIGHTS_DTYPE)
-    return Assumptions(kv_dtype=pages, expert_dtype=options.expert_dtype or "auto", **named)
+    return Assumptions(
+        prefill_tokens,
+        kv_dtype=pages,
+        expert_dtype=options.expert_dtype or "auto",
+        skew=options.skew,
+        max_chips=options.max_chips,
+    )
 
 
 def _as_json(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.serving.middleware import json_pieces
-from rayserve_moe.serving.middleware.json_pieces import MAX_DEPTH, JsonFault, parse_in_pieces
+from rayserve_moe.serving.middleware import json_body
+from rayserve_moe.serving.middleware.json_body import MAX_DEPTH, JsonFault, parse_in_pieces
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=40)
@@ -20,7 +20,7 @@ CHANGES = ["", ",", ":", "[", "]", "{", "}", '"', "\\", "1", " ", "NaN", "-Infin
 @pytest.fixture(autouse=True, params=[1, 7], scope="module")
 def piece_bytes(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_pieces, "PIECE_BYTES", request.param)
+        patch.setattr(json_body, "PIECE_BYTES", request.param)
         yield
 
 
@@ -62,8 +62,8 @@ def test_a_wrong_text_is_refused(text):
     ],
 )
 def test_what_a_text_may_hold_is_bounded(text, reason, monkeypatch):
-    monkeypatch.setattr(json_pieces, "MAX_CONTAINERS", 999)
-    monkeypatch.setattr(json_pieces, "MAX_STRINGS", 999)
+    monkeypatch.setattr(json_body, "MAX_CONTAINERS", 999)
+    monkeypatch.setattr(json_body, "MAX_STRINGS", 999)
     with pytest.raises(JsonFault, match=reason):
         parse_in_pieces(text)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.requests.results import ChoiceResult
-from rayserve_moe.serving.responses.messages import MessagesWriter
-from rayserve_moe.serving.responses.responses import ResponsesWriter
+from rayserve_moe.serving.routes.messages import MessagesWriter
+from rayserve_moe.serving.routes.responses import ResponsesWriter
 from rayserve_moe.serving.schemas.responses import ResponsesBody
 
 ERROR = {"message": "nothing may follow", "type": "invalid_request_error", "param": "regex"}

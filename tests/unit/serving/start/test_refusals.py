@@ -24,10 +24,17 @@ from ray.serve.schema import (
 
 from rayserve_moe import cli
 from rayserve_moe.checkpoints.model_path import TRAINED
-from rayserve_moe.serving.start import serve_keys
 from rayserve_moe.serving.start.deployment import cause_of
 from rayserve_moe.serving.start.model_check import check_models
-from rayserve_moe.serving.start.validation import as_deployed, check_config
+from rayserve_moe.serving.start.validation import (
+    APPLICATION_KEYS,
+    DEPLOYMENT_KEYS,
+    GRPC_OPTIONS_KEYS,
+    HTTP_OPTIONS_KEYS,
+    TOP_KEYS,
+    as_deployed,
+    check_config,
+)
 from tests.support.broken_weights import WAYS, broken_copy
 
 ARGS = {"model_path": "trained:calculator", "max_model_len": 256}
@@ -108,11 +115,11 @@ def test_a_wrong_config_is_one_line(refused, changes, message):
 @pytest.mark.parametrize(
     ("keys", "schema"),
     [
-        (serve_keys.TOP, ServeDeploySchema),
-        (serve_keys.HTTP_OPTIONS, HTTPOptionsSchema),
-        (serve_keys.GRPC_OPTIONS, gRPCOptionsSchema),
-        (serve_keys.APPLICATION, ServeApplicationSchema),
-        (serve_keys.DEPLOYMENT, DeploymentSchema),
+        (TOP_KEYS, ServeDeploySchema),
+        (HTTP_OPTIONS_KEYS, HTTPOptionsSchema),
+        (GRPC_OPTIONS_KEYS, gRPCOptionsSchema),
+        (APPLICATION_KEYS, ServeApplicationSchema),
+        (DEPLOYMENT_KEYS, DeploymentSchema),
     ],
 )
 def test_known_keys_are_those_of_serve(keys, schema):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rayserve_moe.serving.start.environment import DEFAULTS, environment_of, token_path
+from rayserve_moe.serving.start.command import DEFAULTS, environment_of, token_path
 from rayserve_moe.serving.start.ports import Ports, StartError
 from rayserve_moe.serving.start.processes import read_process
 from rayserve_moe.serving.start.state import Plan, ensure_token, locked, private_folder, remove, running_plans

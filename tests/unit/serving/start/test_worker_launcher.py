@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rayserve_moe.serving.start.fork_server import WorkerCommand
-from rayserve_moe.serving.start.worker_launcher import added_variables, write_worker_launcher
+from rayserve_moe.serving.start.fork_server import WorkerCommand, added_variables, write_worker_launcher
 
 SERVE_OWN = "RAY_SERVE_INTERNAL_DEPLOYMENT_NAME"
 PLAIN = ["default_worker.py", "--node-id=1", "--language=PYTHON"]

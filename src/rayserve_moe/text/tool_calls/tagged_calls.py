@@ -1,0 +1,211 @@
+"""Calls of GLM-4.5 to 4.7 and Ling 3, MiniMax-M2, Qwen3-Coder and Qwen3.5: parameters between tags.
+
+A value may hold such tags itself. It has no quotes: strings as they stand, others by the schema of the parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rayserve_moe.text.tool_calls.json_calls import is_json
+from rayserve_moe.text.tool_calls.tape import (
+    BrokenCall,
+    CallFormat,
+    Steps,
+    Tape,
+    ToolCall,
+    Tools,
+    close,
+    expect,
+    skip,
+    take,
+    until,
+)
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_BLOCK, _BLOCK_END = "<minimax:tool_call>", "</minimax:tool_call>"
+_INVOKE, _INVOKE_END = '<invoke name="', "</invoke>"
+_NAMED_PARAMETER = '<parameter name="'
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER = "<parameter="
+_PARAMETER_END = "</parameter>"
+_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.0+)?")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_BOOLEANS = {"true": "true", "false": "false"}
+UNTYPED = ("null", "boolean", "number", "object", "array")
+"""Types that a text is tried for, where the schema of its parameter has none; else it is a string."""
+_TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object"}
+
+
+def _read_glm(tape: Tape) -> Steps[None]:
+    """Read a name, then keys and values between tags, with newlines between or without."""
+    yield from expect(tape, _BEGIN)
+    name, found = yield from until(tape, _KEY, _END)
+    name = name.strip()
+    if not name or "<" in name or len(name.split()) > 1:
+        raise BrokenCall
+    given: dict[str, str] = {}
+    while found == _KEY:
+        key, _ = yield from until(tape, _KEY_END)
+        yield from expect(tape, _VALUE)
+        given[key.strip()] = yield from read_value(tape, end=_VALUE_END, followed_by=(_KEY, _END))
+        found = yield from expect(tape, _KEY, _END)
+    tape.call(typed_call(name, given, tools=tape.tools))
+
+
+GLM = CallFormat({_BEGIN: _read_glm}, (_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END))
+
+
+def _read_minimax(tape: Tape) -> Steps[None]:
+    """Read several invocations in one block."""
+    yield from expect(tape, _BLOCK)
+    yield from expect(tape, _INVOKE)
+    while True:
+        yield from _read_invocation(tape)
+        yield from skip(tape)
+        if (yield from take(tape, _INVOKE)) is None:
+            break
+    yield from close(tape, _BLOCK_END)
+    tape.committed = tape.position
+
+
+def _read_invocation(tape: Tape) -> Steps[None]:
+    name, _ = yield from until(tape, '">')
+    if not name.strip() or "<" in name:
+        raise BrokenCall
+    given = yield from read_parameters(tape, begin=_NAMED_PARAMETER, key_end='">', end=_PARAMETER_END, last=_INVOKE_END)
+    tape.call(typed_call(name.strip(), given, tools=tape.tools))
+
+
+MINIMAX = CallFormat({_BLOCK: _read_minimax}, (_BLOCK, _BLOCK_END))
+
+
+def _read_qwen(tape: Tape) -> Steps[None]:
+    """Read a function; some models leave out the markers around it."""
+    is_wrapped = (yield from take(tape, _BEGIN)) is not None
+    yield from expect(tape, _FUNCTION)
+    name, _ = yield from until(tape, ">")
+    if not name.strip() or "<" in name:
+        raise BrokenCall
+    given = yield from read_parameters(tape, begin=_PARAMETER, key_end=">", end=_PARAMETER_END, last=_FUNCTION_END)
+    if is_wrapped:
+        yield from close(tape, _END)
+    lines = {key: value.removeprefix("\n").removesuffix("\n") for key, value in given.items()}
+    tape.call(typed_call(name.strip(), lines, tools=tape.tools))
+
+
+QWEN_CODER = CallFormat({_BEGIN: _read_qwen, _FUNCTION: _read_qwen}, (_BEGIN, _END))
+
+
+def read_parameters(tape: Tape, *, begin: str, key_end: str, end: str, last: str) -> Steps[dict[str, str]]:
+    """Read parameters, each `begin` KEY `key_end` VALUE `end`, up to and over `last`; returns values as they stand."""
+    given: dict[str, str] = {}
+    while (yield from expect(tape, begin, last)) == begin:
+        key, _ = yield from until(tape, key_end)
+        key = key.strip()
+        if not key or "<" in key:
+            raise BrokenCall
+        given[key] = yield from read_value(tape, end=end, followed_by=(begin, last))
+    return given
+
+
+def read_value(tape: Tape, *, end: str, followed_by: tuple[str, ...]) -> Steps[str]:
+    """Read a value up to and over the first `end` that one of `followed_by` follows, whitespace between them or not.
+
+    BrokenCall where there is none. An `end` that stands in a value for itself belongs to the value.
+    """
+    begin = tape.position
+    while True:
+        yield from until(tape, end)
+        after = tape.position
+        yield from skip(tape)
+        if (yield from take(tape, *followed_by)) is not None:
+            value = tape.text[begin : after - len(end)]
+            tape.position = after
+            return value
+        tape.position = after
+
+
+def typed_call(name: str, given: Mapping[str, str], *, tools: Tools) -> ToolCall:
+    """Return the call of a function with these texts as the values of its parameters."""
+    schemas = tools.get(name, {})
+    written = (f"{json.dumps(key, ensure_ascii=False)}: {value_json(given[key], schemas.get(key))}" for key in given)
+    return ToolCall(name, "{" + ", ".join(written) + "}")
+
+
+def value_json(text: str, schema: Any) -> str:
+    """Return the JSON text of a value. A text that is of none of the types that the schema allows stays a string.
+
+    Without types in the schema, what is JSON and no string is taken as such.
+    """
+    types, bare = list(types_of(schema)), text.strip()
+    if "null" in types and bare in ("null", "None"):
+        return "null"
+    for kind in types or UNTYPED:
+        if kind == "string":
+            break
+        if (written := _READERS.get(kind, _nothing)(bare)) is not None:
+            return written
+    return json.dumps(text, ensure_ascii=False)
+
+
+def types_of(schema: Any) -> Iterable[str]:
+    """Types that a JSON schema allows, in its order, those of alternatives and listed values included."""
+    if not isinstance(schema, Mapping):
+        return
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        yield declared
+    elif isinstance(declared, list):
+        yield from (each for each in declared if isinstance(each, str))
+    else:
+        listed = schema.get("enum")
+        for value in [*(listed if isinstance(listed, list) else ()), *([schema["const"]] if "const" in schema else ())]:
+            yield _TYPE_OF.get(type(value), "array")
+    for union in ("anyOf", "oneOf"):
+        for choice in schema.get(union) if isinstance(schema.get(union), list) else ():
+            yield from types_of(choice)
+    if schema.get("nullable") is True:
+        yield "null"
+
+
+def _nothing(text: str) -> None:
+    return None
+
+
+def _null(text: str) -> str | None:
+    return "null" if text == "null" else None
+
+
+def _boolean(text: str) -> str | None:
+    return _BOOLEANS.get(text.lower())
+
+
+def _integer(text: str) -> str | None:
+    return text.partition(".")[0] if _INTEGER.fullmatch(text) else None
+
+
+def _number(text: str) -> str | None:
+    return text if _NUMBER.fullmatch(text) else None
+
+
+def _object(text: str) -> str | None:
+    return text if text.startswith("{") and is_json(text) else None
+
+
+def _array(text: str) -> str | None:
+    return text if text.startswith("[") and is_json(text) else None
+
+
+_READERS: dict[str, Callable[[str], str | None]] = {
+    "null": _null,
+    "boolean": _boolean,
+    "integer": _integer,
+    "number": _number,
+    "object": _object,
+    "array": _array,
+}
