@@ -201,7 +201,7 @@ def test_a_sampling_mask_comes_in_meta_info(http):
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_a_sample_of_too_many_words_ends_with_an_error(http, monkeypatch, count):
-    monkeypatch.setattr("rayserve_moe.scheduling.token_commit.MOST_SUPPORT", 100)
+    monkeypatch.setattr("rayserve_moe.scheduling.token_commit.MAX_MASK_IDS", 100)
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": count}, "return_sampling_mask": True}
     reason = ask(http, GENERATE, **body)["meta_info"]["finish_reason"]
     assert reason["type"] == "error" and "top_k" in reason["message"]

@@ -246,7 +246,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step is None:
             return
         schedule, result = step
-        counts = samples_that_count(self.scheduler.table, schedule, result=result)
+        counts = None
+        if schedule.plan.ancestors is not None:
+            counts = samples_that_count(self.scheduler.table, schedule, result=result)
         rows, ended = self.scheduler.commit(schedule, result, counts=counts)
         for row in rows.tolist():
             owner = self.scheduler.table.sequences[row]

@@ -14,12 +14,11 @@ from rayserve_moe.requests.records import (
     GenerationRequest,
     ModelCard,
     RequestError,
-    RoutedExperts,
-    RoutingLayout,
     SamplingParams,
 )
 from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS
 
+FORCED = "forced_routed_experts"
 MOST_HIDDEN_NUMBERS = 1 << 24
 """Of the hidden states that one request can have returned: 64 MiB."""
 
@@ -72,20 +71,18 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
             "routed experts are not captured by this server: start it with enable_return_routed_experts: true",
             "return_routed_experts",
         )
-    _check_ends(sampling, card)
-    _check_logit_bias(sampling, card)
-    _check_allowed(sampling, card)
-    _check_scoring(request, card)
-    _check_probe(request, card)
-    processed_of(sampling, card)
-    if request.forced_routing is not None and not card.takes_forced_routing:
-        raise RequestError(
-            "this server balances its selection of experts, so routing cannot be forced: start it with "
-            "expert_selection: replicas_only",
-            "forced_routed_experts",
-        )
-    if request.forced_routing is not None:
-        _check_forced_routing(request.forced_routing, card.routing, prompt_len=len(prompt))
+    scores = request.logprob_token_ids or request.num_top_logprobs or request.score_prompt_from is not None
+    for is_requested, check in (
+        (sampling.min_new_tokens or sampling.stop_strings_after, _check_ends),
+        (sampling.logit_bias, _check_logit_bias),
+        (sampling.allowed_token_ids, _check_allowed),
+        (scores, _check_scoring),
+        (request.return_hidden_states or request.listed_in_prompt is not None, _check_probe),
+        (sampling.processor_arguments, _check_processors),
+        (request.forced_routing is not None, _check_forced_routing),
+    ):
+        if is_requested:
+            check(request, card)
 
 
 def _check_fields(record: SamplingParams | GenerationRequest) -> None:
@@ -115,23 +112,29 @@ def processed_of(sampling: SamplingParams, card: ModelCard) -> np.ndarray | None
         raise RequestError(str(error), "vllm_xargs") from error
 
 
-def _check_ends(sampling: SamplingParams, card: ModelCard) -> None:
+def _check_processors(request: GenerationRequest, card: ModelCard) -> None:
+    processed_of(request.sampling, card)
+
+
+def _check_ends(request: GenerationRequest, card: ModelCard) -> None:
+    sampling = request.sampling
     if not all(0 <= n <= sampling.max_new_tokens for n in (sampling.min_new_tokens, sampling.stop_strings_after)):
         raise RequestError("must lie in [0, max_tokens]", "min_tokens")
     if sampling.min_new_tokens and len(ending_ids(sampling, card)) > MAX_WITHHELD_IDS:
         raise RequestError(f"at most {MAX_WITHHELD_IDS} ids that end a choice go with min_tokens", "stop_token_ids")
 
 
-def _check_logit_bias(sampling: SamplingParams, card: ModelCard) -> None:
-    biases = sampling.logit_bias
+def _check_logit_bias(request: GenerationRequest, card: ModelCard) -> None:
+    biases = request.sampling.logit_bias
     if len(biases) > MAX_LOGIT_BIASES:
         raise RequestError(f"at most {MAX_LOGIT_BIASES} tokens can be biased", "logit_bias")
     if not all(0 <= token_id < card.vocab_size and math.isfinite(value) for token_id, value in biases):
         raise RequestError(f"token ids must lie in [0, {card.vocab_size}), and values be finite", "logit_bias")
 
 
-def _check_allowed(sampling: SamplingParams, card: ModelCard) -> None:
-    """An id must be left before `min_new_tokens` too."""
+def _check_allowed(request: GenerationRequest, card: ModelCard) -> None:
+    """Check allowed ids; one must be left before `min_new_tokens` too."""
+    sampling = request.sampling
     allowed, name = frozenset(sampling.allowed_token_ids), "allowed_token_ids"
     if not all(0 <= token_id < card.vocab_size for token_id in allowed):
         raise RequestError(f"token ids must lie in [0, {card.vocab_size})", name)
@@ -174,9 +177,17 @@ def _check_probe(request: GenerationRequest, card: ModelCard) -> None:
         raise RequestError(f"up to {MAX_LISTED_IDS} token ids in [0, {size}) are listed for a position", name)
 
 
-def _check_forced_routing(forced: RoutedExperts, layout: RoutingLayout, *, prompt_len: int) -> None:
+def _check_forced_routing(request: GenerationRequest, card: ModelCard) -> None:
     """Raise RequestError for rows that are not those of a whole prompt from `start` on, or that no router selects."""
-    rows, name = forced.rows, "forced_routed_experts"
+    forced, layout, prompt_len, name = request.forced_routing, card.routing, len(request.prompt_ids), FORCED
+    assert forced is not None, "routing is forced"
+    if not card.takes_forced_routing:
+        raise RequestError(
+            "this server balances its selection of experts, so routing cannot be forced: start it with "
+            "expert_selection: replicas_only",
+            name,
+        )
+    rows = forced.rows
     if forced.missing:
         raise RequestError("no row may be missing", name)
     if rows.ndim != 3 or rows.shape[1:] != layout.row_shape or not np.issubdtype(rows.dtype, np.integer):

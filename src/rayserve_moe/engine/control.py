@@ -84,12 +84,17 @@ class EngineControl:
             raise RequestError(f"`mode` must be one of {', '.join(PAUSE_MODES)}", "mode")
         return self._commands.call(partial(self._pause, mode))
 
-    def admit(self, choices: list[Sequence]) -> None:
-        """Queue the choices of a new request, in the engine thread; or keep them until the next pause or its end."""
-        if self._held is None:
+    def admit(self, choices: list[Sequence], *, resumes: bool = True) -> None:
+        """Queue the choices of a request, in the engine thread; or keep them until the next pause or its end.
+
+        Unless the request `resumes`, none of them has outputs.
+        """
+        if self._held is not None:
+            self._held.append(choices)
+        elif resumes:
             add_choices(self._cycle.scheduler, choices)
         else:
-            self._held.append(choices)
+            self._cycle.scheduler.add(choices)
 
     def hold_new(self) -> Future[None]:
         """Let no request begin until a pause begins or ends: those that run come to their end."""

@@ -23,7 +23,7 @@ from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.rank_step import CANDIDATES
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sample_masks import with_masks
+from rayserve_moe.scheduling.sample_masks import sample_masks
 from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights, rename_weights
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, StepPlan, StepResult
@@ -158,11 +158,10 @@ class StepCycle:
     def _exchange(self, schedule: Schedule | None) -> Commit:
         """Submit a step, or none, and commit the one in flight, whose masks are filled now if it holds its samples."""
         plan = schedule.plan if schedule is not None else self.scheduler.empty_plan()
-        masked = time.perf_counter()
-        plan, endings = with_masks(plan, self._in_flight, table=self.scheduler.table)
-        failed = [self.end(sequence, reason) for sequence, reason in endings]
+        failed: list[Sequence] = []
+        if self._in_flight is not None and self._in_flight.plan.holds_samples:
+            plan, failed = self._with_masks(plan, self._in_flight)
         submitted = time.perf_counter()
-        self._clock.mask_s += submitted - masked
         try:
             result = self._executor.execute(plan)
         except ExecutorFailure as failure:
@@ -175,7 +174,8 @@ class StepCycle:
             self._retain_finally()
             return NO_ROWS, []
         assert result is not None and result.step_id == finished.plan.step_id, "a result belongs to another step"
-        counts = samples_that_count(self.scheduler.table, finished, result=result)
+        has_drafts = finished.plan.ancestors is not None
+        counts = samples_that_count(self.scheduler.table, finished, result=result) if has_drafts else None
         if self._capture is not None:
             belongs = None if counts is None else tokens_that_count(finished, counts)
             self._capture.absorb(result, belongs=belongs)
@@ -195,6 +195,14 @@ class StepCycle:
         if self.losses is not None:
             self.losses.note_commit()
         return rows, ended
+
+    def _with_masks(self, plan: StepPlan, before: Schedule) -> tuple[StepPlan, list[Sequence]]:
+        """Return a plan with the masks for the deferred samples of the step before, and the sequences that end."""
+        started = time.perf_counter()
+        masks, endings = sample_masks(self.scheduler.table, before)
+        failed = [self.end(sequence, reason) for sequence, reason in endings]
+        self._clock.mask_s += time.perf_counter() - started
+        return replace(plan, masks=masks), failed
 
     def _note_time(self, speculation: Speculation, finished: Schedule | None, num_tokens: int, started: float) -> None:
         """Note what a step took from one commit to the next; from its start where nothing ran before."""

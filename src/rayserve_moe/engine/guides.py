@@ -75,7 +75,10 @@ def _wanting(request: GenerationRequest) -> str | None:
         "vllm_xargs": request.sampling.processor_arguments,
         "logprobs_mode": request.raw_logprobs,
     }
-    return next((name for name, is_wanted in wants.items() if is_wanted), None)
+    for name, is_wanted in wants.items():
+        if is_wanted:
+            return name
+    return None
 
 
 class TimedGuide(ABC):

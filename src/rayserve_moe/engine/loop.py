@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from functools import partial
 
@@ -24,7 +24,7 @@ from rayserve_moe.engine.eplb.steps import EplbSteps, eplb_steps_for
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.guides import guides_of
 from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
-from rayserve_moe.engine.recovery.hosts import RebuildBounds, Rebuilder, Recovery, progress_of, step_start
+from rayserve_moe.engine.recovery.hosts import RebuildBounds, Rebuilder, Recovery, step_start
 from rayserve_moe.engine.recovery.losses import StepLosses
 from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.engine.speculation.expert_reach import ExpertReach
@@ -39,7 +39,7 @@ from rayserve_moe.scheduling.sequence import Guide, Sequence, restore
 from rayserve_moe.scheduling.step_plan import StartReport
 
 log = logging.getLogger(__name__)
-Outputs = Iterable[ChoiceResult]
+Outputs = Collection[ChoiceResult]
 LONGEST_QUEUE_S = 5.0
 """Requests that come while hosts are replaced wait for them; later than this after the loss they are refused."""
 _PART = re.compile(r"([_-]\d+)?")
@@ -116,7 +116,8 @@ class EngineLoop:
         Returns its choices, for `abort`: its id may go to another request once it has ended. Raises RequestError for
         what cannot be served, EngineBusyError when too much waits, EngineRebuildingError, EngineStoppedError.
         """
-        if (progress := progress_of(self.recovery)) is not None and progress.seconds > LONGEST_QUEUE_S:
+        progress = None if self.recovery is None else self.recovery.progress
+        if progress is not None and progress.seconds > LONGEST_QUEUE_S:
             raise EngineRebuildingError(f"hosts are being replaced: {progress.phase}, {progress.seconds:.0f} s so far")
         check_request(request, self.card, longest=self._longest)
         guides = guides_of(request, self.constraints, num_ids=self.card.vocab_size)
@@ -126,9 +127,10 @@ class EngineLoop:
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
             sequences = _sequences_of(request, self.card, guides)
-            restore(sequences, committed)
+            if committed:
+                restore(sequences, committed)
             self._outputs.add(sequences, sink)
-            self._commands.post(lambda: self.control.admit(sequences))
+            self._commands.post(lambda: self.control.admit(sequences, resumes=bool(committed)))
         return sequences
 
     def abort(self, choices: Iterable[Sequence]) -> None:

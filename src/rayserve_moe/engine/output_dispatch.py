@@ -141,7 +141,7 @@ def _each_once(rows: np.ndarray) -> np.ndarray:
 
 def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResult:
     """What a sequence has generated since its last update."""
-    first, last = sequence.num_published, sequence.num_tokens
+    first, last, num_prompt = sequence.num_published, sequence.num_tokens, sequence.num_prompt_tokens
     sequence.num_published = last
     return ChoiceResult(
         sequence.request.request_id,
@@ -153,14 +153,14 @@ def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResul
         weight_versions=sequence.weight_versions,
         ranks=sequence.ranks[first:last].tolist(),
         drafts=sequence.drafts,
-        columns=sequence.columns.slice(first - sequence.num_prompt_tokens, last - sequence.num_prompt_tokens),
+        columns=sequence.columns.slice(first - num_prompt, last - num_prompt) if sequence.columns.bits else {},
     )
 
 
 def _last_update_of(sequence: Sequence) -> ChoiceResult:
     update = _update_of(sequence, sequence.final_routing)
     update.finish = sequence.finish
-    update.prompt = prompt_columns(sequence)
+    update.prompt = None if sequence.probe is None else prompt_columns(sequence)
     return update
 
 

@@ -168,7 +168,8 @@ class HostRunner:
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
         assert plan.num_chunks or plan.migration is None, "a piece of a migration goes with a step"
-        assert plan.most_drafts <= self._settings.speculation.num_levels, "steps are compiled for fewer drafts"
+        if plan.most_drafts:
+            assert plan.most_drafts <= self._settings.speculation.num_levels, "steps are compiled for fewer drafts"
         if plan.takes_staged_weights:
             assert self._in_flight is None, "weights change while no step is under way"
             self.weights = self.staged.take(self.weights)
@@ -192,8 +193,9 @@ class HostRunner:
         updates = [] if fits else list(updates_of(plan, self.programs.changes, rows_per_rank=self.served.num_rows))
         moves = None if plan.migration is None else vectors_of(plan.migration)
         wanted = wanted_outputs(plan)
-        self._held = held = held_of(plan, packed, processors=self.served.processors)
-        later = _Later(held, _drafting(plan, self.served), list(probe_runs(plan.probe, packed)))
+        self._held = held_of(packed, plan, processors=self.served.processors) if plan.holds_samples else None
+        drafting = _drafting(plan, self.served) if plan.wants_drafts else None
+        later = _Later(self._held, drafting, list(probe_runs(plan.probe, packed)) if plan.probe is not None else [])
         run = partial(self._run, packed, updates, wanted=wanted, moves=moves, later=later)
         pack_s = time.perf_counter() - started
         return partial(self._collect, self._launch(run), packed=packed, pack_s=pack_s, later=later)

@@ -101,7 +101,8 @@ def build_request(
     waits = dialect == OPENAI and scored_from is not None
     if dialect != SGLANG and options.get("return_hidden_states"):  # those of OpenAI have one state
         options["return_hidden_states"] = "last"
-    constraint = constraint_of(_named(_CONSTRAINTS, given), longest=card.longest_constraint)
+    restrictions = _named(_CONSTRAINTS, given)
+    constraint = constraint_of(restrictions, longest=card.longest_constraint) if restrictions else None
     options |= _evidence(given, options, dialect=dialect, card=card, differs=constraint or _is_processed(sampling))
     return GenerationRequest(
         request_id or uuid.uuid4().hex,

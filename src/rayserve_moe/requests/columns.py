@@ -15,6 +15,7 @@ import numpy as np
 from rayserve_moe.requests.fields import MAX_LISTED_IDS
 from rayserve_moe.requests.records import GenerationRequest
 
+MODEL_WIDTH = -1
 WANTS_MASK = 2
 """Added to the first number of an `evidence_row` that asks for a sampling mask."""
 
@@ -70,9 +71,10 @@ class ProbedColumn:
 
     dtype: type
     span: Callable[[GenerationRequest], tuple[int, int] | None]
-    """First position of the prompt and the end of the positions, or None if it is not requested."""
+    """First position and end of the positions in the prompt, or None if it is not requested."""
     width: Callable[[GenerationRequest], int | None]
-    """Numbers per position; 0 for one number without a dimension of its own, None if the model decides."""
+    """Numbers per position; 0 for one number without a dimension of its own, MODEL_WIDTH if the model decides, None if
+    it is not requested."""
 
 
 def _num_top(request: GenerationRequest) -> int | None:
@@ -82,10 +84,6 @@ def _num_top(request: GenerationRequest) -> int | None:
 def _scored(request: GenerationRequest) -> tuple[int, int] | None:
     start = request.score_prompt_from
     return None if start is None else (start, max(start, len(request.prompt_ids) - 1))
-
-
-def _scored_with_top(request: GenerationRequest) -> tuple[int, int] | None:
-    return _scored(request) if request.num_top_logprobs else None
 
 
 def _listed(request: GenerationRequest) -> tuple[int, int] | None:
@@ -119,10 +117,10 @@ the tokens that truncation left, and the output's log-prob among these."""
 PROBED_COLUMNS: Mapping[str, ProbedColumn] = {
     "logprobs": ProbedColumn(np.float32, _scored, lambda _: 0),
     "ranks": ProbedColumn(np.int32, _scored, lambda _: 0),
-    "top_ids": ProbedColumn(np.int32, _scored_with_top, lambda request: request.num_top_logprobs),
-    "top_logprobs": ProbedColumn(np.float32, _scored_with_top, lambda request: request.num_top_logprobs),
+    "top_ids": ProbedColumn(np.int32, _scored, _num_top),
+    "top_logprobs": ProbedColumn(np.float32, _scored, _num_top),
     "listed_logprobs": ProbedColumn(np.float32, _listed, _num_listed),
-    "hidden": ProbedColumn(np.float32, _shown, lambda _: None),
+    "hidden": ProbedColumn(np.float32, _shown, lambda _: MODEL_WIDTH),
 }
 """By name: log-prob and rank of the next token of the prompt, the likeliest tokens in its place and their log-probs,
 the log-probs of ids listed for the position, and the state after the last layer and its norm. The model's own
@@ -143,18 +141,20 @@ class PromptColumns:
 
 def output_widths(request: GenerationRequest) -> dict[str, int]:
     """Return the columns that a request wants of its outputs, each with its numbers per output."""
-    widths = {name: column.width(request) for name, column in OUTPUT_COLUMNS.items()}
-    return {name: width for name, width in widths.items() if width is not None}
+    widths = {}
+    for name, column in OUTPUT_COLUMNS.items():
+        if (width := column.width(request)) is not None:
+            widths[name] = width
+    return widths
 
 
-def evidence_row(request: GenerationRequest) -> np.ndarray | None:
+def evidence_row(request: GenerationRequest, columns: Iterable[str]) -> np.ndarray | None:
     """Return what the evidence program is asked for each sample of a request, int32 [1 + MAX_LISTED_IDS], or None.
 
     The first number is 1 for the model's own distribution and 0 for the one that is sampled before truncation, plus
     WANTS_MASK; ids follow, padded with -1.
     """
-    is_wanted = any(OUTPUT_COLUMNS[name].source == "evidence" for name in output_widths(request))
-    if not is_wanted and not request.raw_logprobs:
+    if not request.raw_logprobs and {OUTPUT_COLUMNS[name].source for name in columns} <= {"step"}:
         return None
     ids, row = request.logprob_token_ids, np.full(1 + MAX_LISTED_IDS, -1, np.int32)
     row[: 1 + len(ids)] = (request.raw_logprobs + WANTS_MASK * request.return_sampling_mask, *ids)
@@ -184,11 +184,6 @@ def concat(parts: Sequence[Columns]) -> Columns:
     return {name: _concat([part[name] for part in parts if name in part]) for name in names}
 
 
-def size_of(columns: Columns) -> int:
-    """Return the number of values in all columns."""
-    return sum(values.size for values in columns.values())
-
-
 def names_in(bits: int, *, source: str) -> tuple[str, ...]:
     """Return the names of the columns from one source whose bit of `ColumnLog.bits` is set."""
     columns = enumerate(OUTPUT_COLUMNS.items())
@@ -199,10 +194,13 @@ class ColumnLog:
     """The output columns of a running choice, which grow by one entry per output."""
 
     def __init__(self, widths: Mapping[str, int]) -> None:
-        self._widths = widths
-        self.bits = sum(1 << index for index, name in enumerate(OUTPUT_COLUMNS) if name in widths)
+        self._widths, self.bits = widths, 0
         """Bit i is set if the choice has column i of `OUTPUT_COLUMNS`."""
-        self._entries: dict[str, list[np.ndarray]] = {name: [] for name in widths}
+        self._entries: dict[str, list[np.ndarray]] = {}
+        for index, name in enumerate(OUTPUT_COLUMNS):
+            if name in widths:
+                self.bits |= 1 << index
+                self._entries[name] = []
 
     def __len__(self) -> int:
         return len(next(iter(self._entries.values()), ()))

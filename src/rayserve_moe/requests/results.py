@@ -58,7 +58,8 @@ class ChoiceResult:
         self.token_ids += update.token_ids
         self.logprobs += update.logprobs
         self.ranks += update.ranks
-        self.columns = concat([self.columns, update.columns])
+        if update.columns:
+            self.columns = concat([self.columns, update.columns])
         self.finish = update.finish or self.finish
         self.routing = joined_routing(self.routing, update.routing)
         self.prompt = update.prompt or self.prompt

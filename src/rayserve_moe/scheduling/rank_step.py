@@ -92,6 +92,11 @@ class RankStep:
         """Whether the token budget of the step is spent."""
         return self._budget < PREFILL_BLOCK_TOKENS
 
+    @property
+    def has_followers(self) -> bool:
+        """Return True if other choices wait for a prompt that this step completes."""
+        return len([sequence for sequence, _ in self.completed if sequence.followers]) > 0
+
     def extend(self, other: RankStep) -> None:
         """Append what a rank after this one computes."""
         for name in PARTS:

@@ -12,7 +12,7 @@ from rayserve_moe.requests.processor_arguments import NUM_RECENT
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import SampleMasks, StepPlan
+from rayserve_moe.scheduling.step_plan import SampleMasks
 
 Ending = tuple[Sequence, FinishReason]
 BUDGET_MS = 30.0
@@ -20,14 +20,6 @@ BUDGET_MS = 30.0
 OVER_BUDGET = FinishReason(
     "error", message="the constraints that run at once take too long, this one most of all", source="constraint"
 )
-
-
-def with_masks(plan: StepPlan, before: Schedule | None, *, table: RowTable) -> tuple[StepPlan, list[Ending]]:
-    """A plan with the masks for the step `before` it, where that holds its samples, and what `sample_masks` ends."""
-    if before is None or not before.plan.holds_samples:
-        return plan, []
-    masks, endings = sample_masks(table, before)
-    return replace(plan, masks=masks), endings
 
 
 def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list[Ending]]:

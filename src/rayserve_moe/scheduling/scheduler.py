@@ -113,7 +113,8 @@ class Scheduler:
             step.go_on()
         if self.num_preemptions == num_preemptions:
             for step in steps if not (self.waiting and self.waiting[0].num_to_recompute) else ():
-                fork_followers(step, page_size=limits.page_size)
+                if step.has_followers:
+                    fork_followers(step, page_size=limits.page_size)
             while self._admit_next(steps):
                 pass
         most = 0 if draft is None else add_decoding(steps, draft, limits=limits)
@@ -145,7 +146,8 @@ class Scheduler:
                 endings.append((row, LENGTH))
             if row not in failed:
                 self.ranks[sequence.data_rank].cache_computed(sequence, sequence.num_prompt_tokens)
-            release_followers(sequence, self.waiting)
+            if sequence.followers:
+                release_followers(sequence, self.waiting)
         owned = [(sequence, reason) for row, reason in endings if (sequence := self.table.sequences[row])]
         for sequence, reason in owned:
             self.end(sequence, reason)
@@ -160,7 +162,8 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence in self.held:
             self.held.remove(sequence)
-        release_followers(sequence, self.waiting)
+        if sequence.followers:
+            release_followers(sequence, self.waiting)
 
     def release(self, sequence: Sequence) -> None:
         """Release the pages of an ended sequence; whole ones stay cached until they are evicted."""
@@ -208,7 +211,8 @@ class Scheduler:
         sequence = self.waiting[place]
         for step in sorted(open_steps, key=lambda s: (-s.rank.num_cached(sequence), len(s.rank.running))):
             if step.admit(sequence):
-                fork_followers(step, page_size=self._limits.page_size)
+                if step.has_followers:
+                    fork_followers(step, page_size=self._limits.page_size)
                 for passed_over in list(self.waiting)[:place]:
                     passed_over.num_passed_over += 1
                 self.waiting.remove(sequence)
@@ -225,7 +229,10 @@ class Scheduler:
         rank, failed = self.ranks[sequence.data_rank], sequence.finish is not None and sequence.finish.kind == "error"
         if len(sequence.pages) and not failed:
             num_known = min(sequence.num_computed, sequence.num_tokens - 1)
-            cache_with_forks(rank, sequence, num_tokens=num_known)
+            if len(sequence.choices) > 1:
+                cache_with_forks(rank, sequence, num_tokens=num_known)
+            else:
+                rank.cache_computed(sequence, num_known)
         rank.give_up_pages(sequence)
 
     def _namespace(self, request: GenerationRequest) -> Hashable:

@@ -99,7 +99,9 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.choices: list[Sequence] = [self]
         self.followers: list[Sequence] = []
-        self.asked = evidence_row(request)
+        widths = output_widths(request)
+        self.columns = ColumnLog(widths)
+        self.asked = evidence_row(request, widths) if widths or request.raw_logprobs else None
         self.namespace: Hashable = request.cache_salt
         self.prefix: CachedPrefix | None = None
         self.num_flushes = self.num_passed_over = 0
@@ -113,7 +115,6 @@ class Sequence:
         self.num_cacheable = limit
         self.num_published_rows = request.routed_experts_start
         self.final_routing: RoutedExperts | None = None
-        self.columns = ColumnLog(output_widths(request))
         self.probe: PromptProbe | None = None
         self.output_states: list[np.ndarray] = []
         self.drafts = DraftCounts()

@@ -52,7 +52,10 @@ class ProbedTokens(NamedTuple):
 
 def probe_for(request: GenerationRequest, weight_version: str) -> PromptProbe | None:
     """Return the probe of a request's prompt, or None if the request wants nothing of it."""
-    spans = {name: span for name, column in PROBED_COLUMNS.items() if (span := column.span(request)) is not None}
+    spans = {}
+    for name, column in PROBED_COLUMNS.items():
+        if (span := column.span(request)) is not None and column.width(request) is not None:
+            spans[name] = span
     return PromptProbe(request, spans, weight_version=weight_version) if spans else None
 
 
@@ -105,8 +108,8 @@ class PromptProbe:
         for name in self._spans:
             values = found[name]
             assert not isinstance(values, Ragged), "probed columns have one width"
-            width = PROBED_COLUMNS[name].width(self.request)
-            values = values[:, :width] if width else values
+            width = PROBED_COLUMNS[name].width(self.request) or 0
+            values = values[:, :width] if width > 0 else values
             if name not in self._columns:
                 self._columns[name] = np.zeros((len(self._is_found), *values.shape[1:]), PROBED_COLUMNS[name].dtype)
             self._columns[name][self._places(position, len(values))] = values
@@ -117,8 +120,9 @@ class PromptProbe:
         columns: Columns = {}
         for name, (first, end) in self._spans.items():
             end = max(first, min(end, self.frontier))
-            shape = (0, PROBED_COLUMNS[name].width(self.request) or 0)
-            empty = np.zeros(shape if PROBED_COLUMNS[name].width(self.request) != 0 else 0, PROBED_COLUMNS[name].dtype)
+            column = PROBED_COLUMNS[name]
+            width = column.width(self.request)
+            empty = np.zeros((0, max(width, 0)) if width else 0, column.dtype)
             columns[name] = self._columns.get(name, empty)[first - self._first : end - self._first].copy()
         if states is not None and "hidden" in columns and len(columns["hidden"]):
             columns = columns | concat([{"hidden": columns["hidden"]}, {"hidden": states}])

@@ -89,15 +89,14 @@ def _add(step: RankStep, rows: np.ndarray, starts: np.ndarray, *, found: Mapping
     table.num_computed[rows] = starts + lengths
 
 
-def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResult) -> np.ndarray | None:
-    """Which samples of a step become tokens, bool [S]; None where none has a draft or was awaited, and all do that are
-    of sequences still in their row.
+def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResult) -> np.ndarray:
+    """Return which samples of a step with drafts or awaited chunks become tokens, bool [S].
 
-    After a draft one counts if the one that the draft follows does, equals it, and does not end the sequence.
+    They are of sequences still in their row. A sample after a draft counts if the sample that the draft follows counts,
+    equals the draft, and does not end the sequence.
     """
     plan = schedule.plan
-    if plan.ancestors is None:
-        return None
+    assert plan.ancestors is not None, "without drafts all samples count"
     rows, ids = schedule.sampling_rows, result.token_ids
     is_draft, places = follows(rows), np.arange(len(rows))
     before = places - parents_of(plan.ancestors[plan.chunk_samples])

@@ -83,8 +83,6 @@ class HeldSamples:
         return replace(output, sampled_N3S=drawn.sampled_N3S, columns=drawn.columns)
 
 
-def held_of(plan: StepPlan, packed: PackedStep, *, processors: Sequence[LogitProcessor]) -> HeldSamples | None:
-    """The samples of a step, if its plan holds them; a server with `processors` gives them what is asked of them."""
-    if not plan.holds_samples:
-        return None
+def held_of(packed: PackedStep, plan: StepPlan, *, processors: Sequence[LogitProcessor]) -> HeldSamples:
+    """Return the deferred samples of a step; a server with `processors` gives them what is asked of them."""
     return HeldSamples(packed, "top_ids" in plan.columns, num_processed=processed_size(processors) if processors else 0)

@@ -146,10 +146,8 @@ def probe_tokens(
     )(weights, normed_PD, targets_P, listed_PL, num_top)
 
 
-def probe_runs(work: TokenProbe | None, packed: PackedStep) -> Iterator[ProbeRun]:
+def probe_runs(work: TokenProbe, packed: PackedStep) -> Iterator[ProbeRun]:
     """Yield the runs for the probed tokens of a plan, in their order."""
-    if work is None:
-        return
     places = packed.token_places[work.tokens]
     for first in range(0, len(places), MAX_PROBED):
         part = slice(first, first + MAX_PROBED)

@@ -31,9 +31,8 @@ def wanted_outputs(plan: StepPlan) -> frozenset[str]:
 
 def only_wanted(output: StepOutput, wanted: frozenset[str]) -> StepOutput:
     """Return the output without the arrays that are not wanted."""
-    fields = {name for name in vars(output) if name not in wanted and name != "columns"}
     columns = {name: values for name, values in output.columns.items() if name in wanted}
-    return replace(output, columns=columns, **dict.fromkeys(fields))
+    return replace(output, columns=columns, **dict.fromkeys(vars(output).keys() - wanted - {"columns"}))
 
 
 def start_copies(output: StepOutput, *, is_needed: bool) -> StepOutput:

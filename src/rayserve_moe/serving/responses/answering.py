@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from rayserve_moe.engine.recovery.hosts import progress_of
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE, encode_rollout
-from rayserve_moe.requests import columns
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
@@ -142,8 +141,9 @@ def size_of(results: Iterable[ChoiceResult]) -> int:
     """Estimate the bytes of an answer."""
     size = 0
     for result in results:
-        num_values = len(result.token_ids) + columns.size_of(result.columns)
-        num_values += 0 if result.prompt is None else columns.size_of(result.prompt.columns)
+        num_values = len(result.token_ids)
+        for values in (*result.columns.values(), *(() if result.prompt is None else result.prompt.columns.values())):
+            num_values += values.size
         size += num_values * _BYTES_PER_TOKEN + (0 if result.routing is None else result.routing.rows.nbytes)
     return size
 

@@ -12,7 +12,7 @@ from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses.chat_parts import ChatParts
-from rayserve_moe.serving.responses.evidence import EvidenceWriter
+from rayserve_moe.serving.responses.evidence import EvidenceWriter, asks_evidence
 from rayserve_moe.serving.responses.logprobs import CompletionLogprobs, chat_logprobs, echoed_text
 from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.responses.routing import RoutingWriter
@@ -36,7 +36,9 @@ class OpenAIWriter:
         self._body, self._is_chat = body, isinstance(body, ChatBody)
         self._envelope = {"id": answer_id, "created": int(time.time()), "model": self._card.name}
         self._request_of_choice = request_of_choice = streams.request_of_choice
-        self._evidence = EvidenceWriter(body, card=self._card, tokenizer=self._tokenizer, streams=streams)
+        self._evidence: EvidenceWriter | None = None
+        if asks_evidence(body):
+            self._evidence = EvidenceWriter(body, card=self._card, tokenizer=self._tokenizer, streams=streams)
         self._started: set[int] = set()
         self.routing = RoutingWriter(
             self._card.routing,
@@ -48,7 +50,9 @@ class OpenAIWriter:
         if isinstance(body, ChatBody):
             parts = ChatParts(state.chat_output, body, request_of_choice=request_of_choice)
             self._role, self._parts = body.answering_role, parts if parts.is_active else None
-        self._prompt_texts = _prompt_texts(body, request_of_choice) if isinstance(body, CompletionBody) else []
+        self._prompt_texts: list[str | None] = []
+        if isinstance(body, CompletionBody) and (body.echo or body.logprobs is not None):
+            self._prompt_texts = _prompt_texts(body, request_of_choice)
         self._logprobs: list[CompletionLogprobs] = []
         if isinstance(body, CompletionBody) and body.logprobs is not None:
             self._logprobs = [
@@ -61,16 +65,14 @@ class OpenAIWriter:
         choices = []
         for choice, result in enumerate(results):
             choices.append(self._choice(choice, result, self._whole_text(choice, result.text), so_far=result))
+        answer: dict = {**self._envelope, "object": "chat.completion" if self._is_chat else "text_completion"}
         prompt_rows = self._prompt_rows(choices)
-        return {
-            **self._envelope,
-            "object": "chat.completion" if self._is_chat else "text_completion",
-            "choices": choices if isinstance(self._body, ChatBody) else _best(choices, results, body=self._body),
-            **prompt_rows,
-            **self._evidence.of_chat(results),
-            **self._evidence.sglext(results),
-            "usage": self.usage(results),
-        }
+        if isinstance(self._body, CompletionBody) and self._body.num_samples != dict(self._body)["n"]:
+            choices = _best(choices, results, body=self._body)
+        answer |= {"choices": choices, **prompt_rows}
+        if self._evidence is not None:
+            answer |= {**self._evidence.of_chat(results), **self._evidence.sglext(results)}
+        return answer | {"usage": self.usage(results)}
 
     def defers(self, delta: ChoiceResult) -> bool:
         """Log-probs of an echoed prompt, which stand before everything else, come with the end of a choice."""
@@ -91,7 +93,8 @@ class OpenAIWriter:
         nothing = {"logprobs": None, "finish_reason": None}
         events = [self._event([choice]) for choice in ({"index": choice, **text, **nothing} for text in earlier)]
         events.append(self._event([written]))
-        events[0] |= self._evidence.of_chat([so_far], is_first=is_first)
+        if self._evidence is not None:
+            events[0] |= self._evidence.of_chat([so_far], is_first=is_first)
         if (options := self._body.stream_options) and options.include_usage:
             request = self._request_of_choice[choice]
             for event in events:
@@ -100,7 +103,7 @@ class OpenAIWriter:
 
     def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
         """Return the events of SGLang's extensions and of counted tokens, if they were asked for."""
-        extension = self._evidence.sglext(results)
+        extension = {} if self._evidence is None else self._evidence.sglext(results)
         events = [{**self._event([]), **extension}] if extension else []
         if (options := self._body.stream_options) and options.include_usage:
             events.append({**self._event([]), "usage": self.usage(results)})
@@ -120,7 +123,7 @@ class OpenAIWriter:
         return {**self._envelope, "object": kind, "choices": choices, **self._prompt_rows(choices)}
 
     def _whole_text(self, choice: int, text: str) -> dict:
-        echoed = self._echoed(choice)
+        echoed = self._echoed(choice) if self._body.echo else ""
         if not self._is_chat:
             return {"text": echoed + text}
         plain = {"content": echoed + text, "refusal": None}
@@ -129,7 +132,7 @@ class OpenAIWriter:
 
     def _new_texts(self, choice: int, delta: ChoiceResult, *, is_first: bool) -> list[dict]:
         """Return the text of every event that new output makes, at least one."""
-        echoed = self._echoed(choice) if is_first else ""
+        echoed = self._echoed(choice) if is_first and self._body.echo else ""
         if not self._is_chat:
             return [{"text": echoed + delta.text}]
         role = {"role": self._role} if is_first else {}
@@ -146,8 +149,6 @@ class OpenAIWriter:
         return "stop" if isinstance(self._body, ChatBody) and isinstance(self._body.tool_choice, dict) else "tool_calls"
 
     def _echoed(self, choice: int) -> str:
-        if not self._body.echo:
-            return ""
         if isinstance(self._body, ChatBody):
             return self._body.continued_text
         sent = self._prompt_texts[choice]
@@ -167,10 +168,12 @@ class OpenAIWriter:
             "stop_reason": stop_reason(delta, request, eos_token_ids=self._card.eos_token_ids),
             "matched_stop": None if finish is None else finish.matched,
             **error_of(finish),
-            **self._evidence.of_choice(choice, delta, so_far=so_far, is_first=is_first),
-            **self._routing_fields(choice, delta),
         }
-        if meta_info := self._evidence.meta_info(choice, so_far):
+        if self._evidence is not None:
+            written |= self._evidence.of_choice(choice, delta, so_far=so_far, is_first=is_first)
+        if request.return_routed_experts:
+            written |= self._routing_fields(choice, delta)
+        if self._evidence is not None and (meta_info := self._evidence.meta_info(choice, so_far)):
             written["meta_info"] = {**meta_info, **written.get("meta_info", {})}
         return written
 
@@ -208,8 +211,6 @@ class OpenAIWriter:
 def _best(choices: list[dict], results: Sequence[ChoiceResult], *, body: CompletionBody) -> list[dict]:
     """Return `n` choices of each prompt: those whose tokens have the highest mean log-prob, where more were sampled."""
     n, num_samples = dict(body)["n"], body.num_samples
-    if n == num_samples:
-        return choices
     means = [sum(result.logprobs) / len(result.logprobs) if result.logprobs else -math.inf for result in results]
     samples = [range(first, first + num_samples) for first in range(0, len(choices), num_samples)]
     kept = [place for each in samples for place in sorted(each, key=means.__getitem__, reverse=True)[:n]]

@@ -141,7 +141,10 @@ async def open_streams(
     """
     with refusals_named(param_names or {}):
         state.loop.capacity.check_size(len(requests))
-        requests = [with_thinking_limit(request, state.chat_output) for request in requests]
+        requests = [
+            request if request.thinking_token_budget is None else with_thinking_limit(request, state.chat_output)
+            for request in requests
+        ]
     kept = await kept_request(requests, state.card, capacity=state.loop.capacity)
     requests = requests if kept is None else kept.requests
     streams, num_choices = RequestStreams(state, requests), 0

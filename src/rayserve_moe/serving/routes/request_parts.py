@@ -42,6 +42,8 @@ def truncation_of(state: ApiState, body: OpenAIGeneration) -> Truncation | None:
 
     Raises: ApiError 400 for a number that is neither -1 nor from 1 to the context length.
     """
+    if body.truncate_prompt_tokens is None:
+        return None
     keeps = max(1, state.card.max_model_len - (dict(body)["max_tokens"] != 0))
     return checked_truncation(state, body.truncate_prompt_tokens, side=body.truncation_side, keeps=keeps)
 
