@@ -5,7 +5,7 @@ the workers, passes their addresses, and carries everything that is not part of 
 
 Messages are pickles without what both ends know: most of a plain pickle of a plan are names of fields and empty parts,
 which take two thirds of the time to write and to read. So a connection begins with both ends proving that they know the
-key that the actor call which opened it carried (`handshake`).
+key that the actor call which opened it carried (`channel`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import logging
 import pickle
 import secrets
 import socket
-import struct
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from multiprocessing.connection import Connection, wait
 from operator import attrgetter
 from threading import Thread
 from typing import Any, Self, cast
@@ -30,7 +28,7 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from rayserve_moe.cluster.handshake import accept_proven, connect_proven
+from rayserve_moe.cluster.channel import KEY_BYTES, Address, Channel, accept_proven, connect_proven, wait_readable
 from rayserve_moe.scheduling.step_plan import (
     NO_BLOCK_WORK,
     NO_NEW_ROWS,
@@ -47,10 +45,6 @@ from rayserve_moe.scheduling.step_plan import (
 )
 
 log = logging.getLogger(__name__)
-
-KEY_BYTES = 32
-
-Address = tuple[str, int]
 
 
 class HostLostError(RuntimeError):
@@ -70,12 +64,13 @@ class Sockets:
 
     def __init__(self, addresses: Sequence[Address], *, key: bytes, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._connections: list[Connection] = []
+        self._channels: list[Channel] = []
         deadline = time.monotonic() + timeout_s
         for host_id, address in enumerate(addresses):
             with self._talking_to(host_id):
-                connection = connect_proven(address, key=key, deadline=deadline)
-                self._connections.append(_bounded(connection, timeout_s=timeout_s))
+                channel = connect_proven(address, key=key, deadline=deadline)
+                channel.limit_silence(timeout_s)
+                self._channels.append(channel)
 
     @classmethod
     def to(cls, workers: Sequence[ActorHandle], *, timeout_s: float) -> Self:
@@ -87,9 +82,9 @@ class Sockets:
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Hand a step to every host and wait for all; HostLostError names the one that is gone, late, or failed."""
         message = dumps(plan)
-        for host_id, connection in enumerate(self._connections):
+        for host_id, channel in enumerate(self._channels):
             with self._talking_to(host_id):
-                connection.send_bytes(message)
+                channel.send(message)
         answers = {host_id: self._answer(host_id) for host_id in self._as_they_answer()}
         return answers[0]
 
@@ -98,19 +93,19 @@ class Sockets:
 
     def _as_they_answer(self) -> Iterator[int]:
         """Hosts in the order in which they answer: one that is gone ends the wait for the others."""
-        waited_for = {connection: host_id for host_id, connection in enumerate(self._connections)}
+        waited_for = {channel: host_id for host_id, channel in enumerate(self._channels)}
         deadline = time.monotonic() + self._timeout_s
         while len(waited_for) > 1:
-            ready = wait(list(waited_for), timeout=max(0.0, deadline - time.monotonic()))
+            ready = wait_readable(list(waited_for), timeout_s=deadline - time.monotonic())
             if not ready:
                 raise self._late(min(waited_for.values()))
-            for connection in ready:
-                yield waited_for.pop(cast(Connection, connection))
+            for channel in ready:
+                yield waited_for.pop(channel)
         yield from waited_for.values()
 
     def _answer(self, host_id: int) -> StepResult | None:
         with self._talking_to(host_id):
-            answer = loads(self._connections[host_id].recv_bytes())
+            answer = loads(self._channels[host_id].receive())
         if isinstance(answer, Failed):
             raise StepFailedError(f"host {host_id} failed: {answer}")
         return answer
@@ -145,34 +140,19 @@ def _serve(
 ) -> None:
     try:
         with listener:
-            accepted = accept_proven(listener, key=key, timeout_s=timeout_s)
+            channel = accept_proven(listener, key=key, timeout_s=timeout_s)
     except OSError as error:
         log.warning("no steps are served here: %s", error)
         return
-    _send_at_once(accepted)
-    with Connection(accepted.detach()) as connection, suppress(EOFError, OSError):
+    with channel, suppress(EOFError, OSError):
         while True:
-            plan = loads(connection.recv_bytes())
+            plan = loads(channel.receive())
             try:
                 answer: StepResult | Failed | None = execute(plan)
             except Exception:
                 log.exception("step %d has failed", plan.step_id)
                 answer = Failed(traceback.format_exc())
-            connection.send_bytes(dumps(answer))
-
-
-def _bounded(connection: socket.socket, *, timeout_s: float) -> Connection:
-    """For messages; a read and a write end with BlockingIOError where nothing moves for `timeout_s`."""
-    _send_at_once(connection)
-    seconds = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1_000_000))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-    return Connection(connection.detach())
-
-
-def _send_at_once(connection: socket.socket) -> None:
-    """A message may go out in two writes, of which the second must not wait until the first is acknowledged."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            channel.send(dumps(answer))
 
 
 RECORDS = (

@@ -18,20 +18,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from rayserve_moe.cluster.channel import framed, prove_listening, read_frame
 from rayserve_moe.config.load import environment_setting
 from rayserve_moe.fleet.journal_table import Fence, JournalTable
 from rayserve_moe.fleet.journal_wire import (
     CLOSE,
     COMMIT,
-    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
     OPEN,
     TAKE_OVER,
     UNASKED,
-    framed,
-    length_in,
     message_in,
+    packed,
 )
-from rayserve_moe.fleet.page_wire import prove_listening
 
 log = logging.getLogger(__name__)
 EXPIRE_S = 1.0
@@ -61,17 +60,17 @@ class Journal:
             self.table.expire()
             if sent != (sent := self._totals):  # for replicas that write nothing
                 for writer in self._writers:
-                    writer.write(framed([UNASKED, [], [], sent]))
+                    writer.write(framed(packed([UNASKED, [], [], sent])))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await prove_listening(reader, writer, key=self._key)
-            writer.write(framed([UNASKED, self._name]))
+            writer.write(framed(packed([UNASKED, self._name])))
             self._writers.add(writer)
             while True:
-                message = message_in(await reader.readexactly(length_in(await reader.readexactly(LENGTH_BYTES))))
+                message = message_in(await read_frame(reader, max_frame_bytes=MAX_FRAME_BYTES))
                 reply = self._kept(message, writer) if len(message) == 2 else self._found(message, writer)
-                writer.write(framed(reply))
+                writer.write(framed(packed(reply)))
                 if writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
                     await asyncio.wait_for(writer.drain(), READ_S)
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
@@ -111,7 +110,7 @@ class Journal:
                 return [number, None, []]
             entry, before, fence = taken
             if isinstance(before, asyncio.StreamWriter) and before is not owner:
-                before.write(framed([UNASKED, [[identity, *fence]], [], self._totals]))
+                before.write(framed(packed([UNASKED, [[identity, *fence]], [], self._totals])))
         elif (found := self.table.read(identity)) is None:
             return [number, None, []]
         else:

@@ -7,7 +7,6 @@ The engine thread only queues; two threads of the connection send and receive. W
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import deque
@@ -17,7 +16,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
 
-from rayserve_moe.cluster.handshake import connect_proven
+from rayserve_moe.cluster.channel import Channel, connect_proven
 from rayserve_moe.fleet.journal_records import AskedRequest, packed_update
 from rayserve_moe.fleet.journal_table import Fence
 from rayserve_moe.fleet.journal_tickets import (
@@ -32,13 +31,12 @@ from rayserve_moe.fleet.journal_tickets import (
 from rayserve_moe.fleet.journal_wire import (
     CLOSE,
     COMMIT,
-    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
     OPEN,
     READ,
     TAKE_OVER,
-    framed,
-    length_in,
     message_in,
+    packed,
 )
 from rayserve_moe.requests.records import ChoiceResult, FinishReason
 
@@ -275,7 +273,7 @@ class JournalLink:
         self._outbox, self._address, self._key = outbox, address, key
         self.wait_s = wait_s
         self._stopped = threading.Event()
-        self._connection: socket.socket | None = None
+        self._channel: Channel | None = None
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -300,53 +298,37 @@ class JournalLink:
 
     def _serve_once(self) -> bool:
         """Connect, and send until the connection is lost. Return False if no connection served."""
+        deadline = time.monotonic() + _CONNECT_S
         try:
-            connection = connect_proven(self._address, key=self._key, deadline=time.monotonic() + _CONNECT_S)
+            channel = connect_proven(self._address, key=self._key, deadline=deadline, max_frame_bytes=MAX_FRAME_BYTES)
         except (OSError, EOFError):
             return False
-        with connection:
-            self._connection = connection
+        with channel:
+            self._channel = channel
             if self._stopped.is_set():  # `stop` has closed the previous connection only
                 return False
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            receiving = threading.Thread(target=self._receive, args=(connection,), name="journal-in", daemon=True)
+            receiving = threading.Thread(target=self._receive, args=(channel,), name="journal-in", daemon=True)
             with suppress(OSError, EOFError):
-                _, name = _read_message(connection)
+                _, name = message_in(channel.receive())
                 greeting = self._outbox.greet(name)
                 receiving.start()
-                connection.sendall(framed(greeting))
+                channel.send(packed(greeting))
                 while (messages := self._outbox.next_messages()) is not None:
-                    connection.sendall(b"".join(map(framed, messages)))
+                    channel.send(*map(packed, messages))
             self._disconnect()
             if receiving.ident is not None:
                 receiving.join()
         return True
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _receive(self, channel: Channel) -> None:
         try:
             with suppress(OSError, EOFError):
                 while True:
-                    self._outbox.take(_read_message(connection))
+                    self._outbox.take(message_in(channel.receive()))
         finally:
             self._outbox.note_loss()
 
     def _disconnect(self) -> None:
         self._outbox.note_loss()
-        if (connection := self._connection) is not None:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-def _read_message(connection: socket.socket) -> list[Any]:
-    return message_in(_read(connection, length_in(_read(connection, LENGTH_BYTES))))
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    parts, num_read = bytearray(length), 0
-    view = memoryview(parts)
-    while num_read < length:
-        count = connection.recv_into(view[num_read:])
-        if not count:
-            raise EOFError("the journal has closed the connection")
-        num_read += count
-    return bytes(parts)
+        if (channel := self._channel) is not None:
+            channel.shutdown()

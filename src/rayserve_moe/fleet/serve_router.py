@@ -28,11 +28,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rayserve_moe.cluster.channel import prove_connecting
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.fleet.choosing import UNKNOWN, Choosing, Prompt
 from rayserve_moe.fleet.load_average import Report
-from rayserve_moe.fleet.page_feed import METADATA
-from rayserve_moe.fleet.page_wire import prove_connecting, read_frame
+from rayserve_moe.fleet.page_feed import METADATA, read_message
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 from rayserve_moe.fleet.shared_key import shared_key
 
@@ -201,7 +201,7 @@ class FleetView:
         try:
             await prove_connecting(reader, writer, key=self._key)
             while True:
-                message = await read_frame(reader)
+                message = await read_message(reader)
                 if isinstance(message, Report):
                     self.choosing.report(replica_id, message)
                 elif not self.index.apply(replica_id, message):
