@@ -23,7 +23,6 @@ from rayserve_moe.cluster.group_places import GroupPlaces
 from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
 from rayserve_moe.cluster.host_layout import place_of
 from rayserve_moe.cluster.host_worker import RemoteHostWorker
-from rayserve_moe.cluster.programs_ahead import ProgramsAhead
 from rayserve_moe.cluster.slice_placement import SliceReservation
 from rayserve_moe.cluster.weight_keepers import SharesLostError
 from rayserve_moe.cluster.weight_sources import WeightSources
@@ -71,7 +70,6 @@ class GroupExecutor:
         )
         self.tensors = self.sources.tensors
         self._standbys = Standbys()
-        self.ahead = ProgramsAhead(settings, cluster)
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
         self.layout = GroupLayout()
@@ -220,11 +218,9 @@ class GroupExecutor:
             self._standbys.start_soon(
                 {host_id: partial(self._start_worker, reservation, host_id, waits=True) for host_id in hosts}
             )
-        self.ahead.start_soon(self._places.smaller, reservation.nodes, num_pages=report.num_pages)
         return report
 
     def _end_group(self) -> None:
-        self.ahead.end()
         if self._group is not None:
             self._group.end()
             self._group, self.workers = None, []

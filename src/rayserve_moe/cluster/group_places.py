@@ -38,20 +38,11 @@ class GroupPlaces:
 
     @property
     def parts(self) -> Parts | None:
-        """What it has now, and may come to; None where it is always whole."""
-        return self._parts_of(self.parallel)
-
-    @property
-    def smaller(self) -> list[tuple[ParallelSettings, Parts | None]]:
-        """What it may come to serve as from now on, with fewer hosts each."""
-        sizes = group_sizes(self._cluster, self._whole)
-        return [(size, self._parts_of(size)) for size in sizes if size.num_hosts < self.parallel.num_hosts]
-
-    def _parts_of(self, size: ParallelSettings) -> Parts | None:
+        """The slices or emulated hosts that it has now, and the fewest; None if it is always whole."""
         if not self._cluster.elastic_after_s:
             return None
         num_parts = units_of_loss(self._cluster, self._whole)
-        now = num_parts * size.num_hosts // self._whole.num_hosts
+        now = num_parts * self.parallel.num_hosts // self._whole.num_hosts
         return Parts(now, num_parts - self._cluster.elastic_most_lost)
 
     @property

@@ -323,9 +323,6 @@ class ClusterSettings:
     spread over the others, until the lost ones have been there again for as long. 0: the group waits for them."""
     elastic_most_lost: int = _number(1, (1, 1024))
     """Slices, or emulated hosts, that are done without at the most."""
-    elastic_programs: str = _choice("on_loss", "ahead")
-    """When programs of the smaller groups are compiled: `on_loss`, as such a group starts, or `ahead`, while all hosts
-    serve, by processes of the lowest priority on them that keep them in `compile_cache` and end. For emulated hosts."""
     standby_workers: bool = False
     """Keep a second process per host, libraries loaded, that waits to replace a lost worker: about 200 MB each."""
     keep_sent_weights: str = _choice("auto", "before_swap", "after_swap", "off")
