@@ -26,6 +26,7 @@ import selectors
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -51,10 +52,12 @@ class UnprovenError(PermissionError):
 
 
 class Channel:
-    """A proven connection for threads. One thread may send while another receives."""
+    """A proven connection for threads: one may send while another receives. Its last reference closes it."""
 
     def __init__(self, connection: socket.socket, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._connection, self._max_frame_bytes = connection, max_frame_bytes
+        # Unlike `__del__` it is never called after the socket's own finalizer, which warns.
+        weakref.finalize(self, connection.close).atexit = False
         # The end of a long frame must not wait until its beginning is acknowledged.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -62,9 +65,6 @@ class Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
         self.close()
 
     def fileno(self) -> int:

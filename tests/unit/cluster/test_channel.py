@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -46,6 +47,11 @@ def served(serve: Callable[[Channel], object], *, max_frame_bytes: int = 1 << 30
 
 def connected(address: tuple[str, int], *, max_frame_bytes: int = 1 << 30) -> Channel:
     return connect_proven(address, key=KEY, deadline=time.monotonic() + 30.0, max_frame_bytes=max_frame_bytes)
+
+
+def expect_end(channel: Channel) -> None:
+    with pytest.raises(EOFError):
+        channel.receive()
 
 
 def echo(channel: Channel) -> None:
@@ -169,3 +175,12 @@ def test_shutdown_ends_a_read_of_another_thread():
         with pytest.raises(EOFError):
             channel.receive()
         done.set()
+
+
+def test_a_channel_within_a_cycle_is_closed_with_it():
+    """Warnings are errors: the socket is closed before it is collected."""
+    with served(expect_end) as address:
+        cycle: list[object] = [connected(address)]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
