@@ -21,8 +21,13 @@ from rayserve_moe.cluster.channel import KEY_BYTES, Address, Channel, connect_pr
 from rayserve_moe.cluster.fencing import HostProcess, end_processes
 from rayserve_moe.cluster.heartbeat import COMPILING, JOINING, LOADING, SERVING, STARTING, WARMING, Beat, read_beat
 from rayserve_moe.cluster.slice_placement import get
-from rayserve_moe.cluster.step_sockets import HostLostError, StepFailedError
-from rayserve_moe.cluster.step_transport import TRANSPORT_ERRORS, TRANSPORTS, StepTransport
+from rayserve_moe.cluster.step_transport import (
+    TRANSPORT_ERRORS,
+    TRANSPORTS,
+    HostLostError,
+    StepFailedError,
+    StepTransport,
+)
 from rayserve_moe.cluster.weight_keepers import KeptShare
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import ClusterSettings

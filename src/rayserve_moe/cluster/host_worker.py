@@ -16,7 +16,7 @@ from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, SERVING, WARMING
 from rayserve_moe.cluster.host_layout import HostPlace, lay_out
 from rayserve_moe.cluster.raylet_watch import end_with_raylet
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
-from rayserve_moe.cluster.step_sockets import listen_for_steps
+from rayserve_moe.cluster.step_transport import listen_for_steps
 from rayserve_moe.cluster.weight_keepers import KeptShare, opened_here
 from rayserve_moe.cluster.worker_tensors import WorkerTensors
 from rayserve_moe.execution.fewer_hosts import pages_beside_copies, pages_with_fewest

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from rayserve_moe.cluster.channel import Channel, connect_proven
 from rayserve_moe.fleet.journal_records import AskedRequest, packed_update
-from rayserve_moe.fleet.journal_table import Fence
 from rayserve_moe.fleet.journal_tickets import (
     Found,
     Item,
@@ -35,6 +34,7 @@ from rayserve_moe.fleet.journal_wire import (
     OPEN,
     READ,
     TAKE_OVER,
+    Fence,
     message_in,
     packed,
 )

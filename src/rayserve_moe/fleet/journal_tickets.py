@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rayserve_moe.fleet.journal_records import packed_update
-from rayserve_moe.fleet.journal_table import Fence
-from rayserve_moe.fleet.journal_wire import OPEN, TAKE_OVER
+from rayserve_moe.fleet.journal_wire import OPEN, TAKE_OVER, Fence
 from rayserve_moe.requests.records import ChoiceResult, FinishReason
 
 

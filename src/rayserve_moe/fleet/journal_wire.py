@@ -11,7 +11,7 @@ Requests that are fenced or dropped are named by [identity, term, epoch].
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -19,6 +19,14 @@ OPEN, COMMIT, CLOSE, READ, TAKE_OVER = range(5)
 MAX_FRAME_BYTES = 1 << 30
 UNASKED = 0
 """The number of an answer that no question waits for."""
+
+
+class Fence(NamedTuple):
+    """Who owns a request: how often it was taken over, and an epoch of its own from the replica that did, a later
+    start's being higher. Replicas bring their fences; what is written under any other than the owner's is refused."""
+
+    term: int
+    epoch: int
 
 
 def packed(message: list[Any]) -> bytes:

@@ -29,8 +29,7 @@ from rayserve_moe.config.settings import Settings, SettingsError
 from rayserve_moe.fleet.autoscaling import DEMAND, autoscaling_of, demand_of
 from rayserve_moe.fleet.broadcast import Answer, FleetCalls, listed_replicas
 from rayserve_moe.fleet.journal_client import JournalClient
-from rayserve_moe.fleet.leaving import Leaving
-from rayserve_moe.fleet.member import FleetMember
+from rayserve_moe.fleet.member import FleetMember, Leaving
 from rayserve_moe.fleet.page_feed import PageFeed
 from rayserve_moe.fleet.remote_state import RemoteState
 from rayserve_moe.fleet.serve_router import LOAD_ROUTER, unknown_ray, with_prefix_router

@@ -13,7 +13,7 @@ import pytest
 
 from rayserve_moe.cluster import channel
 from rayserve_moe.cluster.channel import HANDSHAKE_S, MOST_UNPROVEN, Address, accept_proven
-from rayserve_moe.cluster.step_sockets import HostLostError, Sockets, listen_for_steps
+from rayserve_moe.cluster.step_transport import HostLostError, Sockets, listen_for_steps
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 HOST, KEY = "127.0.0.1", b"k" * 32
