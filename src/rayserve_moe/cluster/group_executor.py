@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import numpy as np
 import ray
@@ -231,11 +230,7 @@ class GroupExecutor:
     def _start_worker(self, reservation: SliceReservation, host_id: int, *, waits: bool = False) -> ActorHandle:
         """Start a worker on a host. A worker that `waits` for another's end uses no resources reserved there."""
         place = place_of(host_id, self._places.parallel, cluster=self._cluster, parts=self._places.parts)
-        # A step is a task: recording each of them in the cluster's task events is not worth its cost.
-        options = {**reservation.actor_options(host_id), "enable_task_events": False}
-        if waits:
-            options |= {"num_cpus": 0, "resources": {}}
-        return cast(ActorHandle, RemoteHostWorker.options(**options).remote(self._settings, place))
+        return reservation.start_actor(host_id, RemoteHostWorker, self._settings, place, takes_resources=not waits)
 
 
 DELAY_S = 3.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -44,18 +45,22 @@ class SliceReservation:
     host_resources: dict[str, float]
     hosts: tuple[Host, ...]
 
-    def actor_options(self, host_id: int) -> dict[str, Any]:
-        """Options that put an actor on the host with this number, with all that was reserved there."""
+    def start_actor(self, host_id: int, actor_class: Any, *arguments: Any, takes_resources: bool = True) -> ActorHandle:
+        """Start an actor on the host with this number. It uses what is reserved there if it `takes_resources`."""
         bundle, environment = self.hosts[host_id]
         strategy = PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
         )
-        options = {
-            "num_cpus": self.host_resources.get("CPU", 0),
-            "resources": {name: amount for name, amount in self.host_resources.items() if name != "CPU"},
-            "scheduling_strategy": strategy,
-        }
-        return options | ({"runtime_env": {"env_vars": environment}} if environment else {})
+        amounts = self.host_resources if takes_resources else {}
+        remote = actor_class.options(
+            num_cpus=amounts.get("CPU", 0),
+            resources={name: amount for name, amount in amounts.items() if name != "CPU"},
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": environment} if environment else {},
+            # A step is a task: recording each of them in the cluster's task events is not worth its cost.
+            enable_task_events=False,
+        )
+        return remote.remote(*arguments)
 
     @property
     def nodes(self) -> list[str]:

@@ -22,6 +22,8 @@ from rayserve_moe.fleet.journal_tickets import (
     Found,
     Item,
     Ticket,
+    Totals,
+    Unanswered,
     answered,
     lost_and_unkept,
     operation,
@@ -73,18 +75,18 @@ class JournalClient:
         self.is_up = False
         self._changed, self._packing = threading.Condition(threading.RLock()), threading.Lock()
         self.tickets: dict[bytes, Ticket] = {}
-        self._queue: deque[Item] = deque()
-        self._sent: dict[int, list[Item]] = {}
-        self._number = 0
+        self._unanswered = Unanswered()
         self._goes_without = False
         self._journal_name = ""
         self._closed_at: deque[float] = deque(maxlen=MOST_CLOSED)
-        self.num_entries = self.num_bytes = self.num_dropped = self.num_lost = self.num_resumed = 0
+        self._totals = Totals()
+        self.num_lost = self.num_resumed = 0
         self.link = JournalLink(self, address, key=key, wait_s=wait_s)
 
     def statistics(self) -> dict[str, float]:
         """The journal's entries, bytes, and requests it had to drop, those resumed here, and answers lost with it."""
-        found = {"entries": self.num_entries, "bytes": self.num_bytes, "dropped": self.num_dropped}
+        totals = self._totals
+        found = {"entries": totals.num_entries, "bytes": totals.num_bytes, "dropped": totals.num_dropped}
         found |= {"up": self.is_up, "resumed": self.num_resumed, "lost": self.num_lost}
         return {name: float(value) for name, value in found.items()}
 
@@ -157,27 +159,23 @@ class JournalClient:
             for ticket in (each for each in closed if not each.is_dropped):
                 operations.append(operation(OPEN, ticket, records=ticket.records))
                 operations.append(operation(CLOSE, ticket, records=[]))
-            self._number += 1
-            self._sent[self._number] = waiting
             self.is_up, self._goes_without = True, False
-            return [self._number, operations]
+            return [self._unanswered.send(waiting), operations]
 
     def next_messages(self) -> list[list[Any]] | None:
         """Wait for something to send, and return all of it; None once the connection is lost."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or not self.is_up)
+            self._changed.wait_for(lambda: self._unanswered.queue or not self.is_up)
             if not self.is_up:
                 return None
-            items = list(self._queue)
-            self._queue.clear()
+            items = self._unanswered.take_queued()
             kept = [item for item in items if item.answer is None]
-            self._number += 1
-            self._sent[self._number] = kept
-            messages: list[list[Any]] = [[self._number, []]]
-            for item in (item for item in items if item.answer is not None):
-                self._number += 1
-                self._sent[self._number] = [item]
-                messages.append([self._number, item.kind, item.identity, next(self._epochs)])
+            messages: list[list[Any]] = [[self._unanswered.send(kept), []]]
+            messages += (
+                [self._unanswered.send([item]), item.kind, item.identity, next(self._epochs)]
+                for item in items
+                if item.answer is not None
+            )
         with self._packing:  # without the other lock: the engine thread does not wait for it
             messages[0][1] = [packed_operation(item) for item in kept]
         return messages
@@ -198,7 +196,7 @@ class JournalClient:
             self._deliver(self._take_waiting())
 
     def _put(self, item: Item) -> None:
-        self._queue.append(item)
+        self._unanswered.queue.append(item)
         self._changed.notify_all()
 
     def _deliver(self, items: list[Item]) -> None:
@@ -210,9 +208,7 @@ class JournalClient:
 
     def _take_waiting(self) -> list[Item]:
         """Return what was not acknowledged, packed; questions are answered by an error."""
-        waiting = [item for items in self._sent.values() for item in items] + list(self._queue)
-        self._sent.clear()
-        self._queue.clear()
+        waiting = self._unanswered.take_all()
         for item in waiting:
             item.pack()
             if item.answer is not None and item.answer.set_running_or_notify_cancel():
@@ -224,14 +220,15 @@ class JournalClient:
         if len(message) == 3:
             number, fence, records = message
             with self._changed:
-                (item,) = self._sent.pop(number)
+                (item,) = self._unanswered.answer(number)
             if (left := answered(item, None if fence is None else Found(Fence(*fence), records))) is not None:
                 with self._changed:
                     self._put(Item(CLOSE, left))
             return
-        number, fenced, dropped, (self.num_entries, self.num_bytes, self.num_dropped) = message
+        number, fenced, dropped, totals = message
+        self._totals = Totals(*totals)
         with self._changed:
-            items = self._sent.pop(number, [])
+            items = self._unanswered.answer(number)
             lost, unkept = lost_and_unkept(fenced, dropped, tickets=self.tickets, items=items)
             for ticket in lost:
                 ticket.is_over = True
@@ -248,8 +245,7 @@ class JournalClient:
         """Deliver what waits of requests that are not kept: what follows is delivered at once, and may not overtake."""
         for ticket in unkept:
             ticket.is_dropped, ticket.records = True, []
-            waiting = [item for sent in self._sent.values() for item in sent] + list(self._queue)
-            self._deliver([item for item in waiting if item.ticket is ticket])
+            self._deliver([item for item in self._unanswered.all() if item.ticket is ticket])
 
 
 _RETRY_S = 0.1

@@ -105,8 +105,13 @@ def _update_in(record: bytes) -> ChoiceResult:
     update.drafts = DraftCounts(*fields.get("drafts", ()))
     if "routing" in fields:
         routing = fields["routing"]
-        ranges = {name: tuple(map(tuple, routing[name])) for name in ("missing", "source", "weight_version")}
-        update.routing = RoutedExperts(_read(routing["rows"]), routing["start"], **ranges)
+        update.routing = RoutedExperts(
+            _read(routing["rows"]),
+            routing["start"],
+            missing=tuple((start, end) for start, end in routing["missing"]),
+            source=tuple((start, end, source) for start, end, source in routing["source"]),
+            weight_version=tuple((start, end, version) for start, end, version in routing["weight_version"]),
+        )
     if "top" in fields:
         update.top = _read_top(fields["top"])
     if "scores" in fields:

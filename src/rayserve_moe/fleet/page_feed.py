@@ -40,8 +40,9 @@ class PageFeed:
 
     def __init__(self, pages: PageWatch, capacity: Capacity, *, host: str, key: bytes) -> None:
         self._pages, self._capacity, self._key = pages, capacity, key
-        sizes = {name: getattr(pages, name) for name in ("num_data_ranks", "num_pages", "page_size")}
-        self._log = PageLog(key, **sizes)
+        self._log = PageLog(
+            key, num_data_ranks=pages.num_data_ranks, num_pages=pages.num_pages, page_size=pages.page_size
+        )
         self._events = PageEvents(self._wake)
         self._unsent: dict[asyncio.Queue[bytes], asyncio.StreamWriter] = {}
         self._loop = asyncio.new_event_loop()

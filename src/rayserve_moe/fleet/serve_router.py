@@ -44,7 +44,6 @@ INLINE_BYTES = 65536
 """Bodies up to here are read on the event loop."""
 _ANSWER_FORM = """'"replica_id"%s*:%s*"([^"]+)"'"""
 _FOLLOW_S = 0.5
-_CHOOSE = "choose"
 
 
 class BodyReader(Protocol):
@@ -60,7 +59,7 @@ class LoadRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return groups of replicas, the preferred group first."""
-        choose = None if pending_request is None else pending_request.kwargs.get(_CHOOSE)
+        choose = None if pending_request is None else pending_request.kwargs.get("choose")
         if choose is not None:
             return [[choose(candidate_replicas)]]
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
@@ -112,7 +111,7 @@ class PrefixRouter:
             return UNKNOWN
 
     async def _chosen(self, choose: Callable[[Sequence[RunningReplica]], RunningReplica]) -> RunningReplica:
-        async with self._server.choose_replica(**{_CHOOSE: choose}, _reserve=False) as selection:
+        async with self._server.choose_replica(choose=choose, _reserve=False) as selection:
             return selection._replica
 
     def _one_of(self, replicas: Sequence[RunningReplica], prompt: Prompt) -> RunningReplica:
