@@ -156,8 +156,8 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s,
         deployment_actors=_actors(settings),
     )
-    if (scaling := autoscaling_of(settings.cluster)) is None:
-        deployment = deployment.options(num_replicas=settings.cluster.num_replicas)
+    if (scaling := autoscaling_of(settings.replicas)) is None:
+        deployment = deployment.options(num_replicas=settings.replicas.num_replicas)
     else:
         deployment = deployment.options(autoscaling_config=scaling)
     if not routes_by_prefix(settings):
@@ -168,7 +168,7 @@ def build(args: dict[str, Any]) -> Application:
 
 def routes_by_prefix(settings: Settings) -> bool:
     """Whether requests go through routers that know what every replica has cached; warns where they cannot."""
-    wanted = {"on": True, "off": False}.get(settings.server.prefix_routing, most_replicas(settings.cluster) > 1)
+    wanted = {"on": True, "off": False}.get(settings.server.prefix_routing, most_replicas(settings.replicas) > 1)
     if not wanted:
         return False
     if (fault := unknown_ray()) is not None:
