@@ -18,11 +18,9 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.places import one_revision
-from rayserve_moe.cluster.group_places import GroupPlaces
 from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
-from rayserve_moe.cluster.host_layout import place_of
-from rayserve_moe.cluster.host_worker import RemoteHostWorker
-from rayserve_moe.cluster.slice_placement import SliceReservation
+from rayserve_moe.cluster.host_worker import RemoteHostWorker, place_of
+from rayserve_moe.cluster.slice_placement import GroupPlaces, SliceReservation
 from rayserve_moe.cluster.weight_keepers import SharesLostError
 from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.config.given_files import Reach, is_url, one_line
