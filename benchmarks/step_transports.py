@@ -24,8 +24,8 @@ from ray.cluster_utils import Cluster
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
 from benchmarks.engine_runs import in_turn
 from benchmarks.table import tables
-from rayserve_moe.cluster.step_sockets import Address, listen_for_steps
-from rayserve_moe.cluster.step_transport import TRANSPORTS, CompiledGraph, StepTransport
+from rayserve_moe.cluster.channel import Address
+from rayserve_moe.cluster.step_transport import TRANSPORTS, CompiledGraph, StepTransport, listen_for_steps
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 LAYERS, TOP_K = 48, 8

@@ -27,7 +27,7 @@ MAY_CATCH_ALL = {
     "engine/loop.py",
     "fleet/serve_router.py",
     "serving/errors.py",
-    "cluster/step_sockets.py",
+    "cluster/step_transport.py",
     "execution/weights/staged.py",
     "text/tokenizer.py",
     "constraints/compiler.py",

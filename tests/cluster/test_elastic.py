@@ -116,9 +116,7 @@ def programs_of(engine: ReplicaEngine) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3])
-@pytest.mark.parametrize("programs", ["on_loss", "ahead"])
-def test_a_group_compiles_nothing_when_it_first_shrinks_if_that_was_done_ahead(
-    programs: str,
+def test_a_group_compiles_its_programs_when_it_first_shrinks(
     num_hosts: int,
     cluster: Cluster,
     nodes: list,
@@ -127,22 +125,16 @@ def test_a_group_compiles_nothing_when_it_first_shrinks_if_that_was_done_ahead(
     expected: list[ChoiceResult],
 ) -> None:
     nodes += [cluster.add_node(num_cpus=CPUS) for _ in range(num_hosts)]
-    engine = started(checkpoint, tmp_path, num_hosts, elastic_programs=programs)
-    ahead, workers = engine.executor.ahead, engine.executor.workers
+    engine = started(checkpoint, tmp_path, num_hosts)
     try:
         load = Load(engine)
-        if programs == "ahead":
-            until(lambda: num_hosts - 1 in ahead.num_compiled, "nothing is compiled ahead")
-            assert ahead.num_compiled[num_hosts - 1] == programs_of(engine)[0][0] * (num_hosts - 1)
-            assert engine.loop.recovery.num_rebuilds == 0 and engine.executor.workers is workers
-            assert ray.get([worker.num_compilations_since_start.remote() for worker in workers]) == [0] * num_hosts
         cluster.remove_node(nodes.pop(), allow_graceful=False)
         until(lambda: engine.loop.statistics()["hosts_missing"] == 1, "the host is not done without")
         seen = len(load.answers)
         until(lambda: len(load.answers) > seen + 1, "fewer hosts do not serve")
         load.end()
         for num_programs, num_found in programs_of(engine):
-            assert num_programs > 0 and num_found == (num_programs if programs == "ahead" else 0)
+            assert num_programs > 0 and num_found == 0
         for answers in load.answers:
             assert_same(answers, expected)
     finally:

@@ -12,11 +12,11 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from rayserve_moe.cluster import group_executor, host_group
+from rayserve_moe.cluster.channel import Address
 from rayserve_moe.cluster.fencing import HostProcess, this_process
 from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.heartbeat import Heartbeat
 from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
-from rayserve_moe.cluster.step_sockets import Address
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.served_model import RunnerSettings

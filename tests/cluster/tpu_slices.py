@@ -66,7 +66,7 @@ def start_cluster() -> Cluster:
 def probe_hosts(reservation: SliceReservation, num_hosts: int) -> list[dict[str, Any]]:
     """What an actor on each host finds, by host number."""
     remote = ray.remote(Probe)
-    actors = [remote.options(**reservation.actor_options(i)).remote() for i in range(num_hosts)]
+    actors = [reservation.start_actor(i, remote) for i in range(num_hosts)]
     return ray.get([actor.look.remote() for actor in actors], timeout=1200)
 
 

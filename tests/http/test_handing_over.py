@@ -11,7 +11,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rayserve_moe.config.settings import ServerSettings
-from rayserve_moe.fleet.leaving import Leaving
+from rayserve_moe.fleet.member import Leaving
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.serving.journalling import hand_over

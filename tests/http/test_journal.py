@@ -487,7 +487,7 @@ def test_what_ends_while_there_is_no_journal_leaves_nothing(engine, second_engin
         ticket = client.open(str(number).encode(), AskedRequest(GENERATE, b"", "", "", choices=(1,)))
         client.close(ticket, ended.set)
         assert ended.is_set()
-    assert not client._queue and not client.tickets
+    assert not client._unanswered.all() and not client.tickets
     client.link.stop()
 
 

@@ -6,9 +6,8 @@ import asyncio
 import threading
 from contextlib import suppress
 
-from rayserve_moe.fleet.journal import Journal
+from rayserve_moe.fleet.journal import Journal, JournalTable
 from rayserve_moe.fleet.journal_client import JournalClient
-from rayserve_moe.fleet.journal_table import JournalTable
 
 KEY = b"of the tests"
 

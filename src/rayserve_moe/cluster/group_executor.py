@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import numpy as np
 import ray
@@ -19,12 +18,9 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.places import one_revision
-from rayserve_moe.cluster.group_places import GroupPlaces
 from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
-from rayserve_moe.cluster.host_layout import place_of
-from rayserve_moe.cluster.host_worker import RemoteHostWorker
-from rayserve_moe.cluster.programs_ahead import ProgramsAhead
-from rayserve_moe.cluster.slice_placement import SliceReservation
+from rayserve_moe.cluster.host_worker import RemoteHostWorker, place_of
+from rayserve_moe.cluster.slice_placement import GroupPlaces, SliceReservation
 from rayserve_moe.cluster.weight_keepers import SharesLostError
 from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.config.given_files import Reach, is_url, one_line
@@ -71,7 +67,6 @@ class GroupExecutor:
         )
         self.tensors = self.sources.tensors
         self._standbys = Standbys()
-        self.ahead = ProgramsAhead(settings, cluster)
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
         self.layout = GroupLayout()
@@ -220,11 +215,9 @@ class GroupExecutor:
             self._standbys.start_soon(
                 {host_id: partial(self._start_worker, reservation, host_id, waits=True) for host_id in hosts}
             )
-        self.ahead.start_soon(self._places.smaller, reservation.nodes, num_pages=report.num_pages)
         return report
 
     def _end_group(self) -> None:
-        self.ahead.end()
         if self._group is not None:
             self._group.end()
             self._group, self.workers = None, []
@@ -235,11 +228,7 @@ class GroupExecutor:
     def _start_worker(self, reservation: SliceReservation, host_id: int, *, waits: bool = False) -> ActorHandle:
         """Start a worker on a host. A worker that `waits` for another's end uses no resources reserved there."""
         place = place_of(host_id, self._places.parallel, cluster=self._cluster, parts=self._places.parts)
-        # A step is a task: recording each of them in the cluster's task events is not worth its cost.
-        options = {**reservation.actor_options(host_id), "enable_task_events": False}
-        if waits:
-            options |= {"num_cpus": 0, "resources": {}}
-        return cast(ActorHandle, RemoteHostWorker.options(**options).remote(self._settings, place))
+        return reservation.start_actor(host_id, RemoteHostWorker, self._settings, place, takes_resources=not waits)
 
 
 DELAY_S = 3.0

@@ -11,13 +11,11 @@ import time
 from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from typing import NamedTuple, cast
 
 import numpy as np
 
-from rayserve_moe.cluster.handshake import accept_proven
-from rayserve_moe.cluster.step_sockets import Address
+from rayserve_moe.cluster.channel import Address, accept_proven
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +88,12 @@ class Heartbeat:
     def _serve(self, listener: socket.socket, key: bytes, timeout_s: float) -> None:
         try:
             with listener:
-                accepted = accept_proven(listener, key=key, timeout_s=timeout_s)
-            with Connection(accepted.detach()) as connection:
+                channel = accept_proven(listener, key=key, timeout_s=timeout_s)
+            with channel:
                 last = time.monotonic()
                 while True:
                     now = time.monotonic()
-                    connection.send_bytes(json.dumps(self.beat(now - last)).encode())
+                    channel.send(json.dumps(self.beat(now - last)).encode())
                     last = now
                     time.sleep(BEAT_S)
         except OSError as error:

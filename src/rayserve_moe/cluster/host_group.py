@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import ray
 from ray.actor import ActorHandle
@@ -18,12 +17,17 @@ from ray.exceptions import RayError, RayTaskError
 
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.open_shares import SharePlace
+from rayserve_moe.cluster.channel import KEY_BYTES, Address, Channel, connect_proven, wait_readable
 from rayserve_moe.cluster.fencing import HostProcess, end_processes
-from rayserve_moe.cluster.handshake import connect_proven
 from rayserve_moe.cluster.heartbeat import COMPILING, JOINING, LOADING, SERVING, STARTING, WARMING, Beat, read_beat
 from rayserve_moe.cluster.slice_placement import get
-from rayserve_moe.cluster.step_sockets import KEY_BYTES, Address, HostLostError, StepFailedError
-from rayserve_moe.cluster.step_transport import TRANSPORT_ERRORS, TRANSPORTS, StepTransport
+from rayserve_moe.cluster.step_transport import (
+    TRANSPORT_ERRORS,
+    TRANSPORTS,
+    HostLostError,
+    StepFailedError,
+    StepTransport,
+)
 from rayserve_moe.cluster.weight_keepers import KeptShare
 from rayserve_moe.config import derive
 from rayserve_moe.config.settings import ClusterSettings
@@ -236,8 +240,7 @@ class HostWatch:
         self._on_loss, self._limits_s = on_loss, limits_s
         deadline = time.monotonic() + CONNECT_S
         self._hosts = {
-            Connection(connect_proven(address, key=key, deadline=deadline).detach()): host_id
-            for host_id, address in enumerate(addresses)
+            connect_proven(address, key=key, deadline=deadline): host_id for host_id, address in enumerate(addresses)
         }
         self._silence_s = dict.fromkeys(self._hosts, SILENCE_AT_START_S)
         self._found, self._is_closed = threading.Event(), threading.Event()
@@ -258,33 +261,33 @@ class HostWatch:
         last = time.monotonic()
         loss = None
         while loss is None and not self._is_closed.is_set():
-            ready = wait(list(self._hosts), timeout=POLL_S)
+            ready = wait_readable(list(self._hosts), timeout_s=POLL_S)
             now = time.monotonic()
             if now - last > OWN_DELAY_S:
-                heard_at = {connection: at + now - last for connection, at in heard_at.items()}
+                heard_at = {channel: at + now - last for channel, at in heard_at.items()}
             last = now
-            for connection in ready:
-                heard_at[cast(Connection, connection)] = now
-                loss = loss or self._heard(cast(Connection, connection))
+            for channel in ready:
+                heard_at[channel] = now
+                loss = loss or self._heard(channel)
             silent = [each for each, at in heard_at.items() if now - at > self._silence_s[each]]
             if silent and loss is None:
                 loss = f"host {self._hosts[silent[0]]} has been silent for {self._silence_s[silent[0]]:g} s"
-        for connection in self._hosts:
+        for channel in self._hosts:
             with suppress(OSError):
-                connection.close()
+                channel.close()
         if loss is not None and not self._is_closed.is_set():
             self.loss = loss
             self._on_loss(loss)
             self._found.set()
 
-    def _heard(self, connection: Connection) -> str | None:
+    def _heard(self, channel: Channel) -> str | None:
         """Read a beat and return the fault of its host, or None."""
-        host_id = self._hosts[connection]
+        host_id = self._hosts[channel]
         try:
-            beat = read_beat(connection.recv_bytes())
+            beat = read_beat(channel.receive())
         except (OSError, EOFError, ValueError, TypeError):
             return f"the process of host {host_id} has ended"
-        self._silence_s[connection] = SILENCE_S if beat.phase == SERVING else SILENCE_AT_START_S
+        self._silence_s[channel] = SILENCE_S if beat.phase == SERVING else SILENCE_AT_START_S
         return self._complaint(host_id, beat)
 
     def _complaint(self, host_id: int, beat: Beat) -> str | None:

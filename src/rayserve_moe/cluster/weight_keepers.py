@@ -254,5 +254,5 @@ def by_host(offered: Sequence[KeptShare]) -> list[list[KeptShare]]:
 
 def _keeper_on(node_id: str) -> ActorHandle:
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    options = {"num_cpus": 0, "max_concurrency": NUM_CALLS, "scheduling_strategy": strategy}
-    return cast(ActorHandle, RemoteWeightKeeper.options(**options).remote())
+    remote = RemoteWeightKeeper.options(num_cpus=0, max_concurrency=NUM_CALLS, scheduling_strategy=strategy)
+    return cast(ActorHandle, remote.remote())

@@ -17,7 +17,7 @@ BEGIN, WANTED, ADD, FINISH, KEEP, SHARE = "begin", "wanted", "add", "finish", "k
 
 
 class WorkerTensors:
-    """Runs the calls of `group_tensors.GroupTensors` on this host; `reading` says when `add` and `finish` are done.
+    """Runs the calls of `weight_sources.GroupTensors` on this host; `reading` says when `add` and `finish` are done.
 
     `share` is what this host has open of the weights that serve, where they were sent; another may wait for the swap.
     """

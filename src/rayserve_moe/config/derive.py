@@ -11,6 +11,7 @@ from rayserve_moe.config.settings import (
     ExpertSettings,
     ModelSettings,
     ParallelSettings,
+    ReplicaSettings,
     SchedulerSettings,
     Settings,
     SettingsError,
@@ -161,12 +162,12 @@ def kv_dtype(cache: CacheSettings, *, dtype: str) -> str:
 
 def keeps_journal(settings: Settings) -> bool:
     """Whether requests are to outlive their replica: as configured, else where there are several."""
-    return {"on": True, "off": False}.get(settings.server.journal, most_replicas(settings.cluster) > 1)
+    return {"on": True, "off": False}.get(settings.server.journal, most_replicas(settings.replicas) > 1)
 
 
-def most_replicas(cluster: ClusterSettings) -> int:
+def most_replicas(replicas: ReplicaSettings) -> int:
     """Replicas that there may be with no one asking for more. SettingsError for bounds that contradict each other."""
-    fewest, number, most = cluster.min_replicas, cluster.num_replicas, cluster.max_replicas
+    fewest, number, most = replicas.min_replicas, replicas.num_replicas, replicas.max_replicas
     if most and not fewest <= number <= most:
         raise SettingsError(
             f"num_replicas {number} must lie between min_replicas {fewest} and max_replicas {most} (0: it stays)"

@@ -69,6 +69,11 @@ def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Setting
             if value == 1 and is_single:
                 continue
             raise SettingsError(f"{name}: {EXPLAINED[name]}")
+        if name in FIXED:
+            only, reason = FIXED[name]
+            if value != only:
+                raise SettingsError(f"{name} must be {only} or left out, found {_shown(value)}: {reason}")
+            continue
         if key is None:
             raise SettingsError(f"unknown setting {name!r}{_nearest(name, list(keys))}")
         if given.setdefault(key, name) != name:
@@ -258,23 +263,12 @@ def _check_together(settings: Settings) -> None:
     check_speculation(settings.speculation, selection=settings.experts.selection)
     check_slices(settings.cluster, settings.parallel)
     group_sizes(settings.cluster, settings.parallel)
-    _check_programs_ahead(settings)
     scheduler = settings.scheduler
     if scheduler.decode_batch_sizes and max(scheduler.decode_batch_sizes) < scheduler.max_running_requests:
         raise SettingsError(
             f"precompile_bs_paddings reaches {max(scheduler.decode_batch_sizes)} rows, "
             f"max_running_requests is {scheduler.max_running_requests}: add a size that holds them all"
         )
-
-
-def _check_programs_ahead(settings: Settings) -> None:
-    cluster = settings.cluster
-    if cluster.elastic_programs != "ahead":
-        return
-    if cluster.tpu_topology:
-        raise SettingsError("elastic_programs: ahead is for emulated hosts, chips take no second process: take on_loss")
-    if not cluster.elastic_after_s or settings.compile.cache == "off":
-        raise SettingsError("elastic_programs: ahead takes elastic_after_s, and a compile_cache that keeps programs")
 
 
 def _check_selection(settings: Settings) -> None:
@@ -312,3 +306,10 @@ EXPLAINED = {
     **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "layers are not split into stages here: leave it out"),
 }
 """Settings of other engines without a counterpart, and the advice for each. The value 1 is ignored on one device."""
+FIXED = {
+    "elastic_programs": (
+        "on_loss",
+        "a group of fewer hosts compiles its programs when it first serves, and compile_cache keeps them",
+    ),
+}
+"""Settings with one value, which changes nothing, and why there is no other."""

@@ -290,8 +290,8 @@ class CompileSettings:
 
 
 @dataclass(frozen=True)
-class ClusterSettings:
-    """How the serving replica drives its hosts over Ray."""
+class ReplicaSettings:
+    """How many replicas serve, and how demand changes their number."""
 
     num_replicas: int = _number(1, (1, 4096))
     """Replicas at the start, each on hosts of its own; `rayserve-moe scale` changes their number later."""
@@ -305,6 +305,12 @@ class ClusterSettings:
     """Seconds for which more replicas have to be wanted before they are started."""
     downscale_delay_s: float = _number(300.0, (0, DAY_S))
     """Seconds for which fewer have to be wanted before some drain and end."""
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How the serving replica drives its hosts over Ray."""
+
     transport: str = _choice("auto", "compiled_graph", "sockets")
     """`compiled_graph` or `sockets`; `auto` takes the graph on TPU hosts, sockets on others: processes
     that wait in the graph poll, which costs emulated hosts the very cores that compute."""
@@ -323,9 +329,6 @@ class ClusterSettings:
     spread over the others, until the lost ones have been there again for as long. 0: the group waits for them."""
     elastic_most_lost: int = _number(1, (1, 1024))
     """Slices, or emulated hosts, that are done without at the most."""
-    elastic_programs: str = _choice("on_loss", "ahead")
-    """When programs of the smaller groups are compiled: `on_loss`, as such a group starts, or `ahead`, while all hosts
-    serve, by processes of the lowest priority on them that keep them in `compile_cache` and end. For emulated hosts."""
     standby_workers: bool = False
     """Keep a second process per host, libraries loaded, that waits to replace a lost worker: about 200 MB each."""
     keep_sent_weights: str = _choice("auto", "before_swap", "after_swap", "off")
@@ -372,6 +375,7 @@ class Settings:
     balancing: BalancingSettings = field(default_factory=BalancingSettings)
     updates: UpdateSettings = field(default_factory=UpdateSettings)
     compile: CompileSettings = field(default_factory=CompileSettings)
+    replicas: ReplicaSettings = field(default_factory=ReplicaSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)

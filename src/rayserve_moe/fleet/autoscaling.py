@@ -12,7 +12,7 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from rayserve_moe.config.derive import most_replicas
-from rayserve_moe.config.settings import ClusterSettings
+from rayserve_moe.config.settings import ReplicaSettings
 from rayserve_moe.engine.loop import EngineLoop
 
 DEMAND = "demand"
@@ -53,22 +53,22 @@ class ByDemand:
         return math.ceil(sum(found.values()) / self._target - 1e-9), {}
 
 
-def autoscaling_of(cluster: ClusterSettings) -> AutoscalingConfig | None:
+def autoscaling_of(replicas: ReplicaSettings) -> AutoscalingConfig | None:
     """Return how Serve is to scale the deployment; None where the number of replicas is left alone.
 
     Serve calls the interval of samples deprecated, and has no other way to set it for one deployment.
     """
-    if not cluster.max_replicas:
+    if not replicas.max_replicas:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
-            initial_replicas=cluster.num_replicas,
-            min_replicas=cluster.min_replicas,
-            max_replicas=most_replicas(cluster),
+            initial_replicas=replicas.num_replicas,
+            min_replicas=replicas.min_replicas,
+            max_replicas=most_replicas(replicas),
             metrics_interval_s=_SAMPLED_S,
             look_back_period_s=_AVERAGED_S,
-            upscale_delay_s=cluster.upscale_delay_s,
-            downscale_delay_s=cluster.downscale_delay_s,
-            policy=AutoscalingPolicy(policy_function=ByDemand, policy_kwargs={"target": cluster.target_demand}),
+            upscale_delay_s=replicas.upscale_delay_s,
+            downscale_delay_s=replicas.downscale_delay_s,
+            policy=AutoscalingPolicy(policy_function=ByDemand, policy_kwargs={"target": replicas.target_demand}),
         )

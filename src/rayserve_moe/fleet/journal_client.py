@@ -7,7 +7,6 @@ The engine thread only queues; two threads of the connection send and receive. W
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import deque
@@ -17,13 +16,14 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
 
-from rayserve_moe.cluster.handshake import connect_proven
+from rayserve_moe.cluster.channel import Channel, connect_proven
 from rayserve_moe.fleet.journal_records import AskedRequest, packed_update
-from rayserve_moe.fleet.journal_table import Fence
 from rayserve_moe.fleet.journal_tickets import (
     Found,
     Item,
     Ticket,
+    Totals,
+    Unanswered,
     answered,
     lost_and_unkept,
     operation,
@@ -32,13 +32,13 @@ from rayserve_moe.fleet.journal_tickets import (
 from rayserve_moe.fleet.journal_wire import (
     CLOSE,
     COMMIT,
-    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
     OPEN,
     READ,
     TAKE_OVER,
-    framed,
-    length_in,
+    Fence,
     message_in,
+    packed,
 )
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.results import ChoiceResult
@@ -76,18 +76,18 @@ class JournalClient:
         self.is_up = False
         self._changed, self._packing = threading.Condition(threading.RLock()), threading.Lock()
         self.tickets: dict[bytes, Ticket] = {}
-        self._queue: deque[Item] = deque()
-        self._sent: dict[int, list[Item]] = {}
-        self._number = 0
+        self._unanswered = Unanswered()
         self._goes_without = False
         self._journal_name = ""
         self._closed_at: deque[float] = deque(maxlen=MOST_CLOSED)
-        self.num_entries = self.num_bytes = self.num_dropped = self.num_lost = self.num_resumed = 0
+        self._totals = Totals()
+        self.num_lost = self.num_resumed = 0
         self.link = JournalLink(self, address, key=key, wait_s=wait_s)
 
     def statistics(self) -> dict[str, float]:
         """The journal's entries, bytes, and requests it had to drop, those resumed here, and answers lost with it."""
-        found = {"entries": self.num_entries, "bytes": self.num_bytes, "dropped": self.num_dropped}
+        totals = self._totals
+        found = {"entries": totals.num_entries, "bytes": totals.num_bytes, "dropped": totals.num_dropped}
         found |= {"up": self.is_up, "resumed": self.num_resumed, "lost": self.num_lost}
         return {name: float(value) for name, value in found.items()}
 
@@ -160,27 +160,23 @@ class JournalClient:
             for ticket in (each for each in closed if not each.is_dropped):
                 operations.append(operation(OPEN, ticket, records=ticket.records))
                 operations.append(operation(CLOSE, ticket, records=[]))
-            self._number += 1
-            self._sent[self._number] = waiting
             self.is_up, self._goes_without = True, False
-            return [self._number, operations]
+            return [self._unanswered.send(waiting), operations]
 
     def next_messages(self) -> list[list[Any]] | None:
         """Wait for something to send, and return all of it; None once the connection is lost."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or not self.is_up)
+            self._changed.wait_for(lambda: self._unanswered.queue or not self.is_up)
             if not self.is_up:
                 return None
-            items = list(self._queue)
-            self._queue.clear()
+            items = self._unanswered.take_queued()
             kept = [item for item in items if item.answer is None]
-            self._number += 1
-            self._sent[self._number] = kept
-            messages: list[list[Any]] = [[self._number, []]]
-            for item in (item for item in items if item.answer is not None):
-                self._number += 1
-                self._sent[self._number] = [item]
-                messages.append([self._number, item.kind, item.identity, next(self._epochs)])
+            messages: list[list[Any]] = [[self._unanswered.send(kept), []]]
+            messages += (
+                [self._unanswered.send([item]), item.kind, item.identity, next(self._epochs)]
+                for item in items
+                if item.answer is not None
+            )
         with self._packing:  # without the other lock: the engine thread does not wait for it
             messages[0][1] = [packed_operation(item) for item in kept]
         return messages
@@ -201,7 +197,7 @@ class JournalClient:
             self._deliver(self._take_waiting())
 
     def _put(self, item: Item) -> None:
-        self._queue.append(item)
+        self._unanswered.queue.append(item)
         self._changed.notify_all()
 
     def _deliver(self, items: list[Item]) -> None:
@@ -213,9 +209,7 @@ class JournalClient:
 
     def _take_waiting(self) -> list[Item]:
         """Return what was not acknowledged, packed; questions are answered by an error."""
-        waiting = [item for items in self._sent.values() for item in items] + list(self._queue)
-        self._sent.clear()
-        self._queue.clear()
+        waiting = self._unanswered.take_all()
         for item in waiting:
             item.pack()
             if item.answer is not None and item.answer.set_running_or_notify_cancel():
@@ -227,14 +221,15 @@ class JournalClient:
         if len(message) == 3:
             number, fence, records = message
             with self._changed:
-                (item,) = self._sent.pop(number)
+                (item,) = self._unanswered.answer(number)
             if (left := answered(item, None if fence is None else Found(Fence(*fence), records))) is not None:
                 with self._changed:
                     self._put(Item(CLOSE, left))
             return
-        number, fenced, dropped, (self.num_entries, self.num_bytes, self.num_dropped) = message
+        number, fenced, dropped, totals = message
+        self._totals = Totals(*totals)
         with self._changed:
-            items = self._sent.pop(number, [])
+            items = self._unanswered.answer(number)
             lost, unkept = lost_and_unkept(fenced, dropped, tickets=self.tickets, items=items)
             for ticket in lost:
                 ticket.is_over = True
@@ -251,8 +246,7 @@ class JournalClient:
         """Deliver what waits of requests that are not kept: what follows is delivered at once, and may not overtake."""
         for ticket in unkept:
             ticket.is_dropped, ticket.records = True, []
-            waiting = [item for sent in self._sent.values() for item in sent] + list(self._queue)
-            self._deliver([item for item in waiting if item.ticket is ticket])
+            self._deliver([item for item in self._unanswered.all() if item.ticket is ticket])
 
 
 _RETRY_S = 0.1
@@ -276,7 +270,7 @@ class JournalLink:
         self._outbox, self._address, self._key = outbox, address, key
         self.wait_s = wait_s
         self._stopped = threading.Event()
-        self._connection: socket.socket | None = None
+        self._channel: Channel | None = None
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -301,53 +295,37 @@ class JournalLink:
 
     def _serve_once(self) -> bool:
         """Connect, and send until the connection is lost. Return False if no connection served."""
+        deadline = time.monotonic() + _CONNECT_S
         try:
-            connection = connect_proven(self._address, key=self._key, deadline=time.monotonic() + _CONNECT_S)
+            channel = connect_proven(self._address, key=self._key, deadline=deadline, max_frame_bytes=MAX_FRAME_BYTES)
         except (OSError, EOFError):
             return False
-        with connection:
-            self._connection = connection
+        with channel:
+            self._channel = channel
             if self._stopped.is_set():  # `stop` has closed the previous connection only
                 return False
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            receiving = threading.Thread(target=self._receive, args=(connection,), name="journal-in", daemon=True)
+            receiving = threading.Thread(target=self._receive, args=(channel,), name="journal-in", daemon=True)
             with suppress(OSError, EOFError):
-                _, name = _read_message(connection)
+                _, name = message_in(channel.receive())
                 greeting = self._outbox.greet(name)
                 receiving.start()
-                connection.sendall(framed(greeting))
+                channel.send(packed(greeting))
                 while (messages := self._outbox.next_messages()) is not None:
-                    connection.sendall(b"".join(map(framed, messages)))
+                    channel.send(*map(packed, messages))
             self._disconnect()
             if receiving.ident is not None:
                 receiving.join()
         return True
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _receive(self, channel: Channel) -> None:
         try:
             with suppress(OSError, EOFError):
                 while True:
-                    self._outbox.take(_read_message(connection))
+                    self._outbox.take(message_in(channel.receive()))
         finally:
             self._outbox.note_loss()
 
     def _disconnect(self) -> None:
         self._outbox.note_loss()
-        if (connection := self._connection) is not None:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-def _read_message(connection: socket.socket) -> list[Any]:
-    return message_in(_read(connection, length_in(_read(connection, LENGTH_BYTES))))
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    parts, num_read = bytearray(length), 0
-    view = memoryview(parts)
-    while num_read < length:
-        count = connection.recv_into(view[num_read:])
-        if not count:
-            raise EOFError("the journal has closed the connection")
-        num_read += count
-    return bytes(parts)
+        if (channel := self._channel) is not None:
+            channel.shutdown()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rayserve_moe.fleet.journal_records import packed_update
-from rayserve_moe.fleet.journal_table import Fence
-from rayserve_moe.fleet.journal_wire import OPEN, TAKE_OVER
+from rayserve_moe.fleet.journal_wire import OPEN, TAKE_OVER, Fence
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.results import ChoiceResult
 
@@ -55,6 +55,50 @@ class Item:
         if self.ticket is not None:
             self.ticket.records += packed
         return packed
+
+
+class Unanswered:
+    """Items that wait to be sent, and those that were sent and not answered yet, by the number of their message."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Item] = deque()
+        self._sent: dict[int, list[Item]] = {}
+        self._number = 0
+
+    def send(self, items: list[Item]) -> int:
+        """Note that items go with the next message; return its number."""
+        self._number += 1
+        self._sent[self._number] = items
+        return self._number
+
+    def answer(self, number: int) -> list[Item]:
+        """Return the items of a message that was answered, once."""
+        return self._sent.pop(number, [])
+
+    def all(self) -> list[Item]:
+        """Return all items, the oldest first."""
+        return [item for items in self._sent.values() for item in items] + list(self.queue)
+
+    def take_queued(self) -> list[Item]:
+        """Return the items that were not sent, and keep none of them."""
+        queued = list(self.queue)
+        self.queue.clear()
+        return queued
+
+    def take_all(self) -> list[Item]:
+        """Return all items, and keep none of them."""
+        items = self.all()
+        self._sent.clear()
+        self.queue.clear()
+        return items
+
+
+class Totals(NamedTuple):
+    """What a journal says that it keeps, and how many requests it had to drop."""
+
+    num_entries: int = 0
+    num_bytes: int = 0
+    num_dropped: int = 0
 
 
 def answered(item: Item, found: Found | None) -> Ticket | None:

@@ -1,4 +1,4 @@
-"""Frames between replicas and the journal: lists in msgpack, behind their length.
+"""Messages between replicas and the journal: lists in msgpack, a frame of `cluster.channel` each.
 
 replica -> journal    [number, operations]       operations are [kind, identity, term, epoch, records]
         <-            [number, fenced, dropped, totals]    once all of them are kept
@@ -11,31 +11,29 @@ Requests that are fenced or dropped are named by [identity, term, epoch].
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
 OPEN, COMMIT, CLOSE, READ, TAKE_OVER = range(5)
-LENGTH_BYTES = 4
-LONGEST_FRAME = 1 << 30
+MAX_FRAME_BYTES = 1 << 30
 UNASKED = 0
 """The number of an answer that no question waits for."""
 
 
-def framed(message: list[Any]) -> bytes:
-    """Return the bytes of a message, with their length before them."""
-    packed = msgpack.packb(message, use_bin_type=True)
-    return len(packed).to_bytes(LENGTH_BYTES, "little") + packed
+class Fence(NamedTuple):
+    """Who owns a request: how often it was taken over, and an epoch of its own from the replica that did, a later
+    start's being higher. Replicas bring their fences; what is written under any other than the owner's is refused."""
+
+    term: int
+    epoch: int
 
 
-def length_in(header: bytes) -> int:
-    """Return the length that stands before a frame. ConnectionError for one that no end sends."""
-    length = int.from_bytes(header, "little")
-    if length > LONGEST_FRAME:
-        raise ConnectionError(f"a frame of {length} bytes")
-    return length
+def packed(message: list[Any]) -> bytes:
+    """Return the bytes of a message."""
+    return msgpack.packb(message, use_bin_type=True)
 
 
-def message_in(frame: bytes) -> list[Any]:
+def message_in(body: bytes) -> list[Any]:
     """Return the message of a frame."""
-    return msgpack.unpackb(frame, raw=False, strict_map_key=False)
+    return msgpack.unpackb(body, raw=False, strict_map_key=False)

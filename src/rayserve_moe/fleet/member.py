@@ -1,4 +1,4 @@
-"""One replica's side of a fleet: follows what is wanted of all, and knows who else there is."""
+"""One replica's side of a fleet: follows what is wanted of all, knows its peers, and hands requests over at its end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Protocol
 
 from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.config.given_files import is_url
+from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.control import EngineControl
 from rayserve_moe.engine.updates.orders import WeightOrder, WeightOutcome
@@ -249,3 +250,30 @@ def _reached(view: Callable[[], FleetView]) -> FleetView:
 def _is_there(path: str | None) -> bool:
     """Whether weights can still be read: the configured ones (empty), a URL, or a directory that is there."""
     return path == "" or (path is not None and (is_url(path) or Path(path).is_dir()))
+
+
+BEFORE_END_S = 5.0
+"""From handing over what is left to the end of the time that Serve waits for a replica."""
+
+
+@dataclass
+class Leaving:
+    """Has the replica `name` call `hand_over`, which returns how many requests it was for, again with every `look`."""
+
+    name: str
+    hand_over: Callable[[], int]
+    server: ServerSettings
+    clock: Callable[[], float] = time.monotonic
+    _since: float | None = None
+
+    def look(self, listed: Mapping[str, str]) -> None:
+        """Look at the replicas that Serve lists, with their states, whether it is time."""
+        if listed.get(self.name) not in GONE:
+            return
+        now = self.clock()
+        self._since = now if self._since is None else self._since
+        waits_s = self.server.drain_timeout_s - BEFORE_END_S
+        if any(state == "RUNNING" for name, state in listed.items() if name != self.name):
+            waits_s = min(waits_s, self.server.hand_over_after_s)
+        if now - self._since >= waits_s and (number := self.hand_over()):
+            log.warning("this replica ends: %d requests were handed over to whoever resumes them", number)

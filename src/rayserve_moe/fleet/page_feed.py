@@ -1,4 +1,4 @@
-"""A replica's side of the page events: a thread that names pages, and sends them and the load to whoever reads.
+"""A replica's page feed: a thread that names pages and sends them and the load to its readers, and the messages.
 
 No step waits for it: the engine's thread only queues changes, and a reader that does not keep up is cut off.
 """
@@ -12,11 +12,13 @@ import time
 from contextlib import suppress
 from typing import Any
 
+import msgpack
+
+from rayserve_moe.cluster.channel import framed, prove_listening, read_frame
 from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.engine.page_watch import PageWatch
 from rayserve_moe.fleet.load_average import Load, LoadAverage, Report
 from rayserve_moe.fleet.page_log import PageLog, PageMessage
-from rayserve_moe.fleet.page_wire import frame, prove_listening
 from rayserve_moe.scheduling.page_events import PageEvents
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ REPORT_S = 0.1
 """Between two looks at the load; readers are sent reports that differ."""
 MOST_UNSENT = 1024
 """Messages that wait for one reader."""
+MAX_FRAME_BYTES = 1 << 24
 _AT_ONCE = 64
 """Changes between two moments in which other threads of the process may run."""
 _START_S = 10.0
@@ -37,8 +40,9 @@ class PageFeed:
 
     def __init__(self, pages: PageWatch, capacity: Capacity, *, host: str, key: bytes) -> None:
         self._pages, self._capacity, self._key = pages, capacity, key
-        sizes = {name: getattr(pages, name) for name in ("num_data_ranks", "num_pages", "page_size")}
-        self._log = PageLog(key, **sizes)
+        self._log = PageLog(
+            key, num_data_ranks=pages.num_data_ranks, num_pages=pages.num_pages, page_size=pages.page_size
+        )
         self._events = PageEvents(self._wake)
         self._unsent: dict[asyncio.Queue[bytes], asyncio.StreamWriter] = {}
         self._loop = asyncio.new_event_loop()
@@ -97,9 +101,9 @@ class PageFeed:
             self._send(report)
 
     def _send(self, message: PageMessage | Report) -> None:
-        framed = frame(message) if self._unsent else b""
+        frame = _frame(message) if self._unsent else b""
         for unsent, writer in list(self._unsent.items()):
-            unsent.put_nowait(framed)
+            unsent.put_nowait(frame)
             if unsent.qsize() > MOST_UNSENT:
                 del self._unsent[unsent]
                 writer.transport.abort()  # it does not read: what waits for it to do so ends with an error
@@ -111,9 +115,9 @@ class PageFeed:
             await prove_listening(reader, writer, key=self._key)
             snapshot = self._log.snapshot()
             self._unsent[unsent] = writer
-            unsent.put_nowait(frame(self._reported))
+            unsent.put_nowait(_frame(self._reported))
             for part in snapshot:
-                writer.write(frame(part))
+                writer.write(_frame(part))
                 await writer.drain()
             while unsent in self._unsent:
                 writer.write(await unsent.get())
@@ -123,3 +127,18 @@ class PageFeed:
         finally:
             self._unsent.pop(unsent, None)
             writer.transport.abort()
+
+
+async def read_message(reader: asyncio.StreamReader) -> PageMessage | Report:
+    """Return the next message of a feed. EOFError if the connection has ended, OSError if it is lost."""
+    body = await read_frame(reader, max_frame_bytes=MAX_FRAME_BYTES)
+    fields = msgpack.unpackb(body, raw=False, strict_map_key=False)
+    if len(fields) == len(Report._fields):
+        load, num_requests = fields
+        return Report(Load(*load), num_requests)
+    epoch, first, num_to_come, events = fields
+    return PageMessage(epoch, first, num_to_come, tuple((kind, rank, body) for kind, rank, body in events))
+
+
+def _frame(message: PageMessage | Report) -> bytes:
+    return framed(msgpack.packb(list(message), use_bin_type=True))

@@ -28,11 +28,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from rayserve_moe.cluster.channel import prove_connecting
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.fleet.choosing import UNKNOWN, Choosing, Prompt
 from rayserve_moe.fleet.load_average import Report
-from rayserve_moe.fleet.page_feed import METADATA
-from rayserve_moe.fleet.page_wire import prove_connecting, read_frame
+from rayserve_moe.fleet.page_feed import METADATA, read_message
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 from rayserve_moe.fleet.shared_key import shared_key
 
@@ -44,7 +44,6 @@ INLINE_BYTES = 65536
 """Bodies up to here are read on the event loop."""
 _ANSWER_FORM = """'"replica_id"%s*:%s*"([^"]+)"'"""
 _FOLLOW_S = 0.5
-_CHOOSE = "choose"
 
 
 class BodyReader(Protocol):
@@ -60,7 +59,7 @@ class LoadRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return groups of replicas, the preferred group first."""
-        choose = None if pending_request is None else pending_request.kwargs.get(_CHOOSE)
+        choose = None if pending_request is None else pending_request.kwargs.get("choose")
         if choose is not None:
             return [[choose(candidate_replicas)]]
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
@@ -112,7 +111,7 @@ class PrefixRouter:
             return UNKNOWN
 
     async def _chosen(self, choose: Callable[[Sequence[RunningReplica]], RunningReplica]) -> RunningReplica:
-        async with self._server.choose_replica(**{_CHOOSE: choose}, _reserve=False) as selection:
+        async with self._server.choose_replica(choose=choose, _reserve=False) as selection:
             return selection._replica
 
     def _one_of(self, replicas: Sequence[RunningReplica], prompt: Prompt) -> RunningReplica:
@@ -201,7 +200,7 @@ class FleetView:
         try:
             await prove_connecting(reader, writer, key=self._key)
             while True:
-                message = await read_frame(reader)
+                message = await read_message(reader)
                 if isinstance(message, Report):
                     self.choosing.report(replica_id, message)
                 elif not self.index.apply(replica_id, message):

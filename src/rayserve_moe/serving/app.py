@@ -32,8 +32,7 @@ from rayserve_moe.engine.updates.tensors import BucketOrder
 from rayserve_moe.fleet.autoscaling import DEMAND, autoscaling_of, demand_of
 from rayserve_moe.fleet.broadcast import Answer, FleetCalls, listed_replicas
 from rayserve_moe.fleet.journal_client import JournalClient
-from rayserve_moe.fleet.leaving import Leaving
-from rayserve_moe.fleet.member import FleetMember
+from rayserve_moe.fleet.member import FleetMember, Leaving
 from rayserve_moe.fleet.page_feed import PageFeed
 from rayserve_moe.fleet.remote_state import RemoteState
 from rayserve_moe.fleet.serve_router import LOAD_ROUTER, unknown_ray, with_prefix_router
@@ -161,8 +160,8 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s,
         deployment_actors=_actors(settings),
     )
-    if (scaling := autoscaling_of(settings.cluster)) is None:
-        deployment = deployment.options(num_replicas=settings.cluster.num_replicas)
+    if (scaling := autoscaling_of(settings.replicas)) is None:
+        deployment = deployment.options(num_replicas=settings.replicas.num_replicas)
     else:
         deployment = deployment.options(autoscaling_config=scaling)
     if not routes_by_prefix(settings):
@@ -173,7 +172,7 @@ def build(args: dict[str, Any]) -> Application:
 
 def routes_by_prefix(settings: Settings) -> bool:
     """Whether requests go through routers that know what every replica has cached; warns where they cannot."""
-    wanted = {"on": True, "off": False}.get(settings.server.prefix_routing, most_replicas(settings.cluster) > 1)
+    wanted = {"on": True, "off": False}.get(settings.server.prefix_routing, most_replicas(settings.replicas) > 1)
     if not wanted:
         return False
     if (fault := unknown_ray()) is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rayserve_moe.cluster.host_layout import ONE_THREAD_BYTES, XLA_THREADS, limit_collectives, limit_threads
+from rayserve_moe.cluster.host_worker import ONE_THREAD_BYTES, XLA_THREADS, limit_collectives, limit_threads
 
 
 def checkpoint_of(directory: Path, num_bytes: int) -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 from rayserve_moe.balancing.migration import FailedFetch, LayerSwap, MigrationPiece, SlotFetch
 from rayserve_moe.balancing.placement import identity_placement
-from rayserve_moe.cluster import step_sockets
+from rayserve_moe.cluster import step_transport
 from rayserve_moe.requests.columns import Ragged
 from rayserve_moe.scheduling.step_plan import (
     NO_BLOCK_WORK,
@@ -97,12 +97,12 @@ def assert_same(got: Any, expected: Any) -> None:
     ids=str,
 )
 def test_what_comes_out_is_what_went_in(message: object) -> None:
-    assert_same(step_sockets.loads(step_sockets.dumps(message)), message)
+    assert_same(step_transport.loads(step_transport.dumps(message)), message)
 
 
 def test_what_a_plan_leaves_out_is_not_sent() -> None:
-    got = step_sockets.loads(step_sockets.dumps(DECODING))
+    got = step_transport.loads(step_transport.dumps(DECODING))
     assert got.pages is NO_PAGE_CHANGES
     assert got.sampling is NO_NEW_ROWS
     assert got.block_work is NO_BLOCK_WORK
-    assert len(step_sockets.dumps(DECODING)) < 0.6 * len(pickle.dumps(DECODING, pickle.HIGHEST_PROTOCOL))
+    assert len(step_transport.dumps(DECODING)) < 0.6 * len(pickle.dumps(DECODING, pickle.HIGHEST_PROTOCOL))

@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import numpy as np
 import pytest
 
-from rayserve_moe.cluster import handshake
-from rayserve_moe.cluster.handshake import HANDSHAKE_S, MOST_UNPROVEN, accept_proven
-from rayserve_moe.cluster.step_sockets import Address, HostLostError, Sockets, listen_for_steps
+from rayserve_moe.cluster import channel
+from rayserve_moe.cluster.channel import HANDSHAKE_S, MOST_UNPROVEN, Address, accept_proven
+from rayserve_moe.cluster.step_transport import HostLostError, Sockets, listen_for_steps
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 HOST, KEY = "127.0.0.1", b"k" * 32
@@ -178,7 +178,7 @@ def test_strangers_cannot_take_all_places() -> None:
 
 
 def test_strangers_are_sent_away_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(channel, "HANDSHAKE_S", 0.05)
     address = listening(answer_to)
     with socket.create_connection(address) as stranger:
         stranger.settimeout(30.0)

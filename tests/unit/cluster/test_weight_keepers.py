@@ -14,10 +14,9 @@ import ray
 from ray.actor import ActorHandle
 
 from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare, written_share
-from rayserve_moe.cluster.group_tensors import GroupTensors
 from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.weight_keepers import WeightKeeper, WeightKeepers
-from rayserve_moe.cluster.weight_sources import WeightSources
+from rayserve_moe.cluster.weight_sources import GroupTensors, WeightSources
 from rayserve_moe.cluster.worker_tensors import BEGIN, FINISH, KEEP, SHARE, WorkerTensors
 from rayserve_moe.config.settings import ClusterSettings
 from rayserve_moe.execution.weights.staged import WeightReading

@@ -127,23 +127,9 @@ WRONG = {
         {"elastic_after_s": 5, "num_hosts": 4, "data_parallel_size": 2},
         "4 slices or emulated hosts have no whole data ranks each with data_parallel_size 2: take a multiple of 4",
     ),
-    "programs ahead of no smaller group": (
-        {"elastic_programs": "ahead", "num_hosts": 2},
-        "elastic_programs: ahead takes elastic_after_s, and a compile_cache that keeps programs",
-    ),
-    "programs ahead that nothing keeps": (
-        {
-            "elastic_programs": "ahead",
-            "compile_cache": "off",
-            "num_hosts": 2,
-            "data_parallel_size": 2,
-            "elastic_after_s": 5,
-        },
-        "elastic_programs: ahead takes elastic_after_s, and a compile_cache that keeps programs",
-    ),
-    "programs ahead on chips": (
-        {"elastic_programs": "ahead", "tpu_topology": "2x4", "tpu_version": "v6e"},
-        "elastic_programs: ahead is for emulated hosts, chips take no second process: take on_loss",
+    "programs ahead of a loss": (
+        {"elastic_programs": "ahead", "num_hosts": 2, "data_parallel_size": 2, "elastic_after_s": 5},
+        "elastic_programs must be on_loss or left out, found 'ahead': .* compile_cache keeps them",
     ),
     "batches smaller than rows": (
         {"precompile_bs_paddings": [1, 4], "max_running_requests": 8},
@@ -290,3 +276,7 @@ def test_the_cache_lies_where_the_desktop_says(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_cache_directory() == tmp_path / ".cache" / "rayserve_moe"
+
+
+def test_the_only_value_of_a_fixed_setting_changes_nothing():
+    assert settings_from({"model_path": "m", "elastic_programs": "on_loss"}) == settings_from({"model_path": "m"})

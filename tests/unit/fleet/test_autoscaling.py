@@ -102,5 +102,5 @@ def test_bounds_that_contradict_each_other_are_refused(bounds: dict[str, int]):
 
 
 def test_replicas_that_may_come_count_for_journal_and_routers():
-    cluster = settings_from({**ARGS, **BOUNDS, "num_replicas": 1}).cluster
-    assert most_replicas(cluster) == 4 and autoscaling_of(settings_from(ARGS).cluster) is None
+    replicas = settings_from({**ARGS, **BOUNDS, "num_replicas": 1}).replicas
+    assert most_replicas(replicas) == 4 and autoscaling_of(settings_from(ARGS).replicas) is None

@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from rayserve_moe.fleet.journal import ENTRY_BYTES, JournalTable
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in, packed_update
-from rayserve_moe.fleet.journal_table import ENTRY_BYTES, Fence, JournalTable
+from rayserve_moe.fleet.journal_wire import Fence
 from rayserve_moe.requests.columns import PromptColumns, ragged
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import RoutedExperts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe.config.settings import ServerSettings
-from rayserve_moe.fleet.leaving import BEFORE_END_S, Leaving
+from rayserve_moe.fleet.member import BEFORE_END_S, Leaving
 
 STOPPING, RUNNING, STARTING = "STOPPING", "RUNNING", "STARTING"
 

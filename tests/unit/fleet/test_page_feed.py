@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rayserve_moe.cluster.channel import prove_connecting
 from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.engine.command_queue import CommandQueue
 from rayserve_moe.engine.page_watch import PageWatch
@@ -151,7 +152,7 @@ def test_a_reader_that_stops_reading_is_cut_off_and_holds_up_nobody(replica, mon
 
     async def check(view: FleetView) -> None:
         reader, writer = await asyncio.open_connection(address["host"], address["port"])
-        await serve_router.prove_connecting(reader, writer, key=KEY)
+        await prove_connecting(reader, writer, key=KEY)
         await become(lambda: len(replica.feed._unsent) == 1)
         large = PageMessage("epoch", 0, EVENTS, ((ADDED, 0, bytes(1 << 20)),))
         for _ in range(40):

@@ -33,7 +33,7 @@ def scaled_config(details: Mapping[str, Any], *, application: str, num_replicas:
     if not any(override["name"] == DEPLOYMENT for override in overrides):
         overrides.append({"name": DEPLOYMENT})
     ours = next(override for override in overrides if override["name"] == DEPLOYMENT)
-    is_scaled = settings_from(config.get("args") or {}).cluster.max_replicas
+    is_scaled = settings_from(config.get("args") or {}).replicas.max_replicas
     if is_scaled or ours.get("autoscaling_config") or ours.get("num_replicas") == "auto":
         raise StartError(f"{application} is scaled by its demand: its bounds are min_replicas and max_replicas")
     ours["num_replicas"] = num_replicas

@@ -1,0 +1,317 @@
+"""Channels over TCP between processes that know one key: the handshake and the frames of steps, heartbeats, the
+journal and page feeds.
+
+Both ends prove that they know the key before either reads anything else that the other sends:
+
+    listening end -> NONCE
+                  <- NONCE, proof of both nonces
+    proof of both ->
+
+Every message of it has a fixed length and every connection a deadline; connections are awaited side by side, so a
+silent one delays no other. Afterwards each end sends frames: the length of a body in 4 bytes, little-endian, then the
+body. A reader refuses bodies that are longer than it accepts. Bodies are bytes; their encoding is their users' choice.
+
+Threads use `connect_proven`, `accept_proven` and the `Channel` that they return, which blocks. Event loops use
+`prove_connecting`, `prove_listening`, `read_frame` and `framed` on the streams of asyncio. Either may be at either end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import math
+import secrets
+import select
+import selectors
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Self
+
+KEY_BYTES = 32
+NONCE_BYTES = PROOF_BYTES = 32
+HANDSHAKE_S = 10.0
+"""Longest time that an accepted connection may take to prove its key."""
+PAUSE_S = 0.01
+"""From being dropped to connecting again."""
+MOST_UNPROVEN = 64
+"""Connections without a proof that are kept at once; the oldest gives way to the next."""
+LENGTH_BYTES = 4
+MAX_FRAME_BYTES = (1 << 8 * LENGTH_BYTES) - 1
+"""Longest body that a length can state; readers may accept less."""
+
+Address = tuple[str, int]
+
+
+class UnprovenError(PermissionError):
+    """The other end does not know the key."""
+
+
+class Channel:
+    """A proven connection for threads: one may send while another receives. Its last reference closes it."""
+
+    def __init__(self, connection: socket.socket, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._connection, self._max_frame_bytes = connection, max_frame_bytes
+        # Unlike `__del__` it is never called after the socket's own finalizer, which warns.
+        weakref.finalize(self, connection.close).atexit = False
+        # The end of a long frame must not wait until its beginning is acknowledged.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return the file descriptor, -1 once the channel is closed."""
+        return self._connection.fileno()
+
+    def limit_silence(self, timeout_s: float) -> None:
+        """Have `send` and `receive` end with BlockingIOError if nothing moves for `timeout_s`."""
+        seconds = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1_000_000))
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+
+    def send(self, *bodies: bytes | memoryview) -> None:
+        """Send each body as a frame. OSError if the connection is lost."""
+        parts = [part for body in bodies for part in (_length_of(body), body)]
+        if len(bodies) > 1:
+            parts = [b"".join(parts)]
+        num_sent = self._connection.sendmsg(parts)
+        for part in parts:
+            if num_sent < len(part):
+                self._connection.sendall(memoryview(part)[num_sent:])
+            num_sent = max(0, num_sent - len(part))
+
+    def receive(self) -> bytes:
+        """Return the next body. EOFError if the other end has closed, OSError if the connection is lost."""
+        length = _accepted_length(self._read(LENGTH_BYTES), max_frame_bytes=self._max_frame_bytes)
+        return self._read(length)
+
+    def shutdown(self) -> None:
+        """End what other threads send and receive, now and later."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. May be called twice."""
+        self._connection.close()
+
+    def _read(self, num_bytes: int) -> bytes:
+        received = self._connection.recv(num_bytes, socket.MSG_WAITALL)
+        while len(received) < num_bytes:
+            part = self._connection.recv(num_bytes - len(received), socket.MSG_WAITALL)
+            if not part:
+                raise EOFError("the other end has closed")
+            received += part
+        return received
+
+
+def connect_proven(address: Address, *, key: bytes, deadline: float, max_frame_bytes: int = MAX_FRAME_BYTES) -> Channel:
+    """Connect to a listener that knows `key`, again if it gave way to others. OSError, TimeoutError."""
+    while True:
+        with ExitStack() as undo:
+            connection = undo.enter_context(socket.create_connection(address, timeout=_seconds_until(deadline)))
+            with suppress(ConnectionError, EOFError):
+                _prove(connection, key=key, deadline=deadline)
+                connection.settimeout(None)
+                channel = Channel(connection, max_frame_bytes=max_frame_bytes)
+                undo.pop_all()
+                return channel
+        time.sleep(min(PAUSE_S, _seconds_until(deadline)))
+
+
+def accept_proven(
+    listener: socket.socket, *, key: bytes, timeout_s: float, max_frame_bytes: int = MAX_FRAME_BYTES
+) -> Channel:
+    """Return the first connection that proves that it knows `key`; others are closed. TimeoutError, OSError."""
+    waiting = _Waiting(listener, key)
+    try:
+        connection = waiting.first(deadline=time.monotonic() + timeout_s)
+    finally:
+        waiting.close()
+    return Channel(connection, max_frame_bytes=max_frame_bytes)
+
+
+def wait_readable(channels: Sequence[Channel], *, timeout_s: float) -> list[Channel]:
+    """Return the channels that have something to receive or are closed, as soon as there is one, else none."""
+    poll = select.poll()
+    by_descriptor = {channel.fileno(): channel for channel in channels}
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN)
+    return [by_descriptor[descriptor] for descriptor, _ in poll.poll(math.ceil(1000 * max(0.0, timeout_s)))]
+
+
+async def prove_listening(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, key: bytes) -> None:
+    """Have the connecting end prove that it knows the key, and prove it in return. OSError, EOFError, TimeoutError."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    writer.write(nonce)
+    async with asyncio.timeout(HANDSHAKE_S):
+        received = await reader.readexactly(NONCE_BYTES + PROOF_BYTES)
+    writer.write(_proof_in_return(key, nonce, received=received))
+
+
+async def prove_connecting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, key: bytes) -> None:
+    """Prove to a listener that this end knows the key, and have it prove it too. OSError, EOFError, TimeoutError."""
+    async with asyncio.timeout(HANDSHAKE_S):
+        nonces = await reader.readexactly(NONCE_BYTES) + secrets.token_bytes(NONCE_BYTES)
+        writer.write(_proof_at_first(key, nonces))
+        proof = await reader.readexactly(PROOF_BYTES)
+    _check_proof(proof, key, role=b"listening", nonces=nonces)
+
+
+async def read_frame(reader: asyncio.StreamReader, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Return the next body. EOFError if the other end has closed, OSError if the connection is lost."""
+    length = _accepted_length(await reader.readexactly(LENGTH_BYTES), max_frame_bytes=max_frame_bytes)
+    return await reader.readexactly(length)
+
+
+def framed(body: bytes) -> bytes:
+    """Return a body behind its length."""
+    return _length_of(body) + body
+
+
+def _length_of(body: bytes | memoryview) -> bytes:
+    if len(body) > MAX_FRAME_BYTES:
+        raise ConnectionError(f"a frame of {len(body)} bytes is too long")
+    return len(body).to_bytes(LENGTH_BYTES, "little")
+
+
+def _accepted_length(header: bytes, *, max_frame_bytes: int) -> int:
+    length = int.from_bytes(header, "little")
+    if length > max_frame_bytes:
+        raise ConnectionError(f"a frame of {length} bytes is too long")
+    return length
+
+
+@dataclass
+class _Unproven:
+    """An accepted connection: the nonce it was sent, what it has sent so far, and its deadline."""
+
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    received: bytes = b""
+    deadline: float = field(default_factory=lambda: time.monotonic() + HANDSHAKE_S)
+
+
+class _Waiting:
+    """The unproven connections of a listener, in the order of their arrival."""
+
+    def __init__(self, listener: socket.socket, key: bytes) -> None:
+        self._listener, self._key = listener, key
+        self._unproven: dict[socket.socket, _Unproven] = {}
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def first(self, *, deadline: float) -> socket.socket:
+        """Return the first connection that proves the key, in blocking mode. TimeoutError after the `deadline`."""
+        while (now := time.monotonic()) < deadline:
+            for late in [peer for peer, state in self._unproven.items() if state.deadline <= now]:
+                self._drop(late)
+            until = min([deadline, *(state.deadline for state in self._unproven.values())])
+            for event, _ in self._selector.select(until - now):
+                ready = event.fileobj
+                assert isinstance(ready, socket.socket)
+                if ready is self._listener:
+                    self._accept()
+                elif ready in self._unproven and self._proves(ready):
+                    return ready
+        raise TimeoutError("no peer that knows the key has connected")
+
+    def close(self) -> None:
+        for peer in list(self._unproven):
+            self._drop(peer)
+        self._selector.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            peer, _ = self._listener.accept()
+            if len(self._unproven) >= MOST_UNPROVEN:
+                self._drop(next(iter(self._unproven)))
+            peer.setblocking(False)
+            self._unproven[peer] = state = _Unproven()
+            self._selector.register(peer, selectors.EVENT_READ)
+            try:
+                peer.sendall(state.nonce)
+            except OSError:
+                self._drop(peer)
+
+    def _proves(self, peer: socket.socket) -> bool:
+        """Receive from a peer; a whole proof is answered, a wrong one drops the peer."""
+        state = self._unproven[peer]
+        try:
+            received = peer.recv(NONCE_BYTES + PROOF_BYTES - len(state.received))
+            if not received:
+                raise EOFError
+            state.received += received
+            if len(state.received) < NONCE_BYTES + PROOF_BYTES:
+                return False
+            peer.sendall(_proof_in_return(self._key, state.nonce, received=state.received))
+        except BlockingIOError:
+            return False
+        except (OSError, EOFError):
+            self._drop(peer)
+            return False
+        del self._unproven[peer]
+        self._selector.unregister(peer)
+        peer.setblocking(True)
+        return True
+
+    def _drop(self, peer: socket.socket) -> None:
+        del self._unproven[peer]
+        self._selector.unregister(peer)
+        peer.close()
+
+
+def _prove(connection: socket.socket, *, key: bytes, deadline: float) -> None:
+    nonces = _receive(connection, NONCE_BYTES, deadline=deadline) + secrets.token_bytes(NONCE_BYTES)
+    connection.settimeout(_seconds_until(deadline))
+    connection.sendall(_proof_at_first(key, nonces))
+    proof = _receive(connection, PROOF_BYTES, deadline=deadline)
+    _check_proof(proof, key, role=b"listening", nonces=nonces)
+
+
+def _receive(connection: socket.socket, length: int, *, deadline: float) -> bytes:
+    received = b""
+    while len(received) < length:
+        connection.settimeout(_seconds_until(deadline))
+        part = connection.recv(length - len(received))
+        if not part:
+            raise EOFError("the other end has closed")
+        received += part
+    return received
+
+
+def _seconds_until(deadline: float) -> float:
+    """Return the seconds until the deadline. TimeoutError if it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no proof has come in time")
+    return left
+
+
+def _proof_at_first(key: bytes, nonces: bytes) -> bytes:
+    """Return the message of the connecting end: its nonce, which is the second one, and its proof."""
+    return nonces[NONCE_BYTES:] + _proof_of(key, b"connecting", nonces=nonces)
+
+
+def _proof_in_return(key: bytes, nonce: bytes, *, received: bytes) -> bytes:
+    """Return the listening end's proof for a message of the connecting end. UnprovenError."""
+    nonces = nonce + received[:NONCE_BYTES]
+    _check_proof(received[NONCE_BYTES:], key, role=b"connecting", nonces=nonces)
+    return _proof_of(key, b"listening", nonces=nonces)
+
+
+def _check_proof(proof: bytes, key: bytes, *, role: bytes, nonces: bytes) -> None:
+    if not hmac.compare_digest(proof, _proof_of(key, role, nonces=nonces)):
+        raise UnprovenError(f"the {role.decode()} end does not know the key")
+
+
+def _proof_of(key: bytes, role: bytes, *, nonces: bytes) -> bytes:
+    """Return what an end sends to prove that it knows the key: over the nonces of the listening and connecting end."""
+    return hmac.digest(key, role + nonces, "sha256")
