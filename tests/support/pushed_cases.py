@@ -36,7 +36,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     sum_results,
 )
 from rayserve_moe.kernels.table import CPU, KERNELS, Kernels
-from rayserve_moe.kernels.tpu import paged_attention, pushed_experts, pushed_products
+from rayserve_moe.kernels.tpu import paged_attention, pushed_experts
 from rayserve_moe.kernels.tpu.add_norm import add_and_norm
 from rayserve_moe.kernels.tpu.pushed_sizes import TILE_ROWS, PushSizes, lacks
 from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
@@ -259,11 +259,19 @@ def two_senders_to_the_same_rows() -> None:
 
 
 def no_wait_for_arrivals() -> None:
-    pushed_products.wait_for = lambda *_: None
+    multiply_slot, wait_for = pushed_experts.multiply_slot, pushed_experts.wait_for
+
+    def wrong(*arguments) -> Any:
+        pushed_experts.wait_for = lambda *_: None
+        turn = multiply_slot(*arguments)
+        pushed_experts.wait_for = wait_for
+        return turn
+
+    pushed_experts.multiply_slot = wrong
 
 
 def no_wait_for_rows_from_hbm() -> None:
-    pushed_products._copy = lambda rows, to, refs: pltpu.make_async_copy(rows, to, refs.moved.at[2]).start()
+    pushed_experts._copy = lambda rows, to, refs: pltpu.make_async_copy(rows, to, refs.moved.at[2]).start()
 
 
 def both_cores_as_the_first() -> None:
@@ -277,29 +285,29 @@ def no_barrier() -> None:
 
 
 def no_wait_for_weights() -> None:
-    weight_copies, calls = pushed_products._weight_copies, []
+    weight_copies, calls = pushed_experts._weight_copies, []
 
     def wrong(*arguments, half) -> list[Any]:
         calls.append(arguments)
         # Those that are begun first are waited for next.
         return [] if len(calls) == 2 else weight_copies(*arguments, half=half)
 
-    pushed_products._weight_copies = wrong
+    pushed_experts._weight_copies = wrong
 
 
 def scales_of_the_next_slot() -> None:
-    weight_copies = pushed_products._weight_copies
+    weight_copies = pushed_experts._weight_copies
 
     def wrong(refs, sizes, slot, block, *, half) -> list[Any]:
         own, next_ones = (weight_copies(refs, sizes, one, block, half=half) for one in (slot, slot ^ 1))
         return own[:3] + next_ones[3:]
 
-    pushed_products._weight_copies = wrong
+    pushed_experts._weight_copies = wrong
 
 
 def weights_over_those_that_are_multiplied() -> None:
-    weight_copies = pushed_products._weight_copies
-    pushed_products._weight_copies = lambda *arguments, half: weight_copies(*arguments, half=half * 0)
+    weight_copies = pushed_experts._weight_copies
+    pushed_experts._weight_copies = lambda *arguments, half: weight_copies(*arguments, half=half * 0)
 
 
 WHOLE: dict[str, Callable[[], Outcome]] = {
@@ -329,7 +337,7 @@ def _run(name: str) -> Outcome:
         FAULTS[name]()
     sizes = sizes_of(name)
     if IN_BLOCKS in name:
-        pushed_products.GROUP_ROWS = TILE_ROWS
+        pushed_experts.GROUP_ROWS = TILE_ROWS
     try:
         return outcome_of(slots_of(name.partition(", ")[0].split(": ")[-1], sizes), sizes)
     except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)

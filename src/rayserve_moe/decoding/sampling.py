@@ -1,11 +1,18 @@
-"""Choosing the next token on the device.
+"""Choosing the next token on the device: the samples, which samples of drafted tokens count, and reported evidence.
 
 By the Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample of their softmax. The noise of a
 token is a function of (seed, choice index, position) alone, from a counter-based generator (Threefry), and is added to
 the log-probabilities that survive truncation. So it depends on no other row of the batch.
+
+A sequence whose drafts are verified has several samples next to each other: after its last token, then after each
+draft, as if all drafts before it were its own tokens. Samples count up to the first draft that differs from the sample
+before it. As noise depends on the position alone, these are the samples of the sequence without drafts. Drafts are a
+chain, or a tree (`kernels.ancestors`): then the drafts before one are those on its path, and no two that follow the
+same token are equal.
 """
 
-# S sampled rows   V vocabulary (local share)   P parts   J likeliest tokens
+# S sampled rows   V vocabulary (local share)   P parts   J likeliest tokens   K most drafts of a row
+# W words of 32 bits   F requested evidence: a distribution, then listed ids
 
 from __future__ import annotations
 
@@ -17,8 +24,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.decoding.log_probs import LogProbs, Masses, TopTokens, likeliest, log_probs_of, ranks_of
+from rayserve_moe.decoding.log_probs import (
+    LogProbs,
+    Masses,
+    TopTokens,
+    entropy_of,
+    likeliest,
+    log_prob_of,
+    log_probs_at,
+    log_probs_of,
+    ranks_of,
+)
+from rayserve_moe.decoding.masks import WORD_BITS, mask_words
 from rayserve_moe.decoding.truncation import LastKept, is_kept, keep_all, last_kept
+from rayserve_moe.kernels.ancestors import depths_of, nodes_of, parents_of
 from rayserve_moe.kernels.reference.layers import best_of, gumbel_noise, masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
@@ -161,3 +180,145 @@ def likeliest_samples(
     foretold = log_probs_of(scores_SV, jnp.ones_like(rows.temperature_S), part=part, masses=masses)
     num_wanted = jnp.int32(count)
     return likeliest(foretold.logprobs_SV, num_wanted=num_wanted, most_top=count, part=part)
+
+
+class Drafts(NamedTuple):
+    """The token that each sample is taken after, int32 [S], and whether that is a draft, bool [S].
+
+    `drafted_SK` int32 are the drafts among its tokens, the last one first; -1: none. Of trees, `before_S` int32 is the
+    sample that each draft follows; of chains it is the one before.
+    """
+
+    ids_S: jax.Array
+    is_draft_S: jax.Array
+    drafted_SK: jax.Array
+    before_S: jax.Array | None = None
+
+    def at_parents(self, of_samples_S: jax.Array) -> jax.Array:
+        """What the samples have that drafts follow."""
+        return jnp.roll(of_samples_S, 1) if self.before_S is None else of_samples_S[self.before_S]
+
+
+def drafts_of(rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array, *, most_drafts: int) -> Drafts:
+    """Find the drafts among the tokens `ids_S` that samples are taken after.
+
+    A token is a draft where the sample before it is of the same row and of the position before.
+    """
+    follows_S = (rows_S == jnp.roll(rows_S, 1)) & (positions_S == jnp.roll(positions_S, 1) + 1)
+    is_draft_S = follows_S & (jnp.arange(len(rows_S)) > 0)
+    drafted, reaches_S = [], is_draft_S
+    for back in range(most_drafts):
+        drafted.append(jnp.where(reaches_S, jnp.roll(ids_S, back), -1))
+        reaches_S &= jnp.roll(is_draft_S, back + 1)
+    return Drafts(ids_S, is_draft_S, jnp.stack(drafted, axis=1))
+
+
+def tree_drafts_of(ancestors_S: jax.Array, ids_S: jax.Array, *, most_drafts: int) -> Drafts:
+    """The same of trees of at most `most_drafts` levels below their roots, by the masks of the tokens."""
+    places_S, is_draft_S = jnp.arange(len(ids_S)), depths_of(ancestors_S) > 0
+    before_S = jnp.where(is_draft_S, places_S - nodes_of(ancestors_S) + parents_of(ancestors_S), places_S)
+    drafted, at_S, reaches_S = [], places_S, is_draft_S
+    for _ in range(most_drafts):
+        drafted.append(jnp.where(reaches_S, ids_S[at_S], -1))
+        at_S = before_S[at_S]
+        reaches_S &= is_draft_S[at_S]
+    return Drafts(ids_S, is_draft_S, jnp.stack(drafted, axis=1), before_S)
+
+
+def accepted(sampled_S: jax.Array, drafts: Drafts) -> tuple[jax.Array, jax.Array]:
+    """Which samples count, and which are the last of their row that do; both bool [S]."""
+    is_right_S = drafts.ids_S == drafts.at_parents(sampled_S)
+    counts_S = jnp.ones_like(is_right_S)
+    for _ in range(drafts.drafted_SK.shape[1]):
+        counts_S = ~drafts.is_draft_S | (is_right_S & drafts.at_parents(counts_S))
+    goes_on_S = drafts.is_draft_S & counts_S
+    if drafts.before_S is None:
+        goes_on_S = jnp.roll(goes_on_S, -1)
+    else:
+        goes_on_S = (
+            jnp.zeros_like(goes_on_S).at[jnp.where(goes_on_S, drafts.before_S, len(goes_on_S))].set(True, mode="drop")
+        )
+    return counts_S, counts_S & ~goes_on_S
+
+
+class EvidenceLogits(NamedTuple):
+    """The model's own logits, float32 [S, V], and those that a sample was drawn from before truncation."""
+
+    raw_SV: jax.Array
+    processed_SV: jax.Array
+
+
+@jax.named_scope("evidence")
+def with_evidence(
+    sampled: Sampled,
+    logits: EvidenceLogits,
+    *,
+    asked_SF: jax.Array,
+    rows: SamplingBatch,
+    part: VocabularyPart,
+    masses: Masses,
+) -> tuple[Sampled, jax.Array]:
+    """The samples, and evidence of them, float32 [S, F]: entropy, then log-probs of the listed ids.
+
+    `asked_SF` int32 [S, F] has per row what its evidence is of, then ids, -1 for none. 0 stands for the distribution
+    that was sampled before truncation; 1 for the model's own, at temperature 1, of which the sample's log-prob, its
+    rank and the likeliest tokens are then as well; -1 asks for nothing. 2 more asks for `sampling_support`.
+    """
+    most_top = sampled.top.ids_SJ.shape[1]
+
+    def found() -> tuple[Sampled, jax.Array]:
+        is_raw_S = (asked_SF[:, 0] == 1) | (asked_SF[:, 0] == 3)
+        temperature_S = jnp.where(is_raw_S | (rows.temperature_S <= 0.0), 1.0, rows.temperature_S)
+        either_SV = jnp.where(is_raw_S[:, None], *logits)
+        logprobs_SV = log_probs_of(either_SV, temperature_S, part=part, masses=masses).logprobs_SV
+        own_S = log_prob_of(logprobs_SV, sampled.ids_S, part=part)
+        ranks_S = ranks_of(logprobs_SV, sampled.ids_S, own_S, part=part)
+        num_wanted = jnp.max(rows.num_top_S).astype(jnp.int32)
+        top = likeliest(logprobs_SV, num_wanted=num_wanted, most_top=most_top, part=part)
+        reported = sampled._replace(
+            logprobs_S=jnp.where(is_raw_S, own_S, sampled.logprobs_S),
+            ranks_S=jnp.where(is_raw_S, ranks_S, sampled.ranks_S),
+            top=TopTokens(
+                *(jnp.where(is_raw_S[:, None], one, other) for one, other in zip(top, sampled.top, strict=True))
+            ),
+        )
+        listed_SL = log_probs_at(logprobs_SV, asked_SF[:, 1:], part=part)
+        return reported, jnp.concatenate([entropy_of(logprobs_SV, part=part)[:, None], listed_SL], axis=1)
+
+    # All devices are asked the same, and exchange numbers only then.
+    nothing = sampled, jnp.zeros(asked_SF.shape, jnp.float32)
+    return jax.lax.cond(jnp.any(asked_SF[:, 0] >= 0), found, lambda: nothing)
+
+
+@jax.named_scope("evidence")
+def sampling_support(
+    logits_SV: jax.Array,
+    ids_S: jax.Array,
+    *,
+    wants_S: jax.Array,
+    rows: SamplingBatch,
+    part: VocabularyPart,
+    masses: Masses,
+) -> tuple[jax.Array, jax.Array]:
+    """The words that truncation has left to rows that want it, as bits int32 [S, W] of the whole vocabulary (those of
+    `masks`), and the log-probs float32 [S] of the samples `ids_S` among these. The same on all devices.
+    """
+    num_words = mask_words(part.num_parts * part.width)
+
+    def found() -> tuple[jax.Array, jax.Array]:
+        is_greedy_S = rows.temperature_S <= 0.0
+        temperature_S = jnp.where(is_greedy_S, 1.0, rows.temperature_S)
+        logprobs_SV = log_probs_of(logits_SV, temperature_S, part=part, masses=masses).logprobs_SV
+        limits = {"top_k_S": rows.top_k_S, "top_p_S": rows.top_p_S, "min_p_S": rows.min_p_S}
+        kept_SV = is_kept(logprobs_SV, last_kept(logprobs_SV, part=part, **limits), part=part)
+        kept_SV = jnp.where(is_greedy_S[:, None], part.ids() == ids_S[:, None], kept_SV & (jnp.exp(logprobs_SV) > 0))
+        kept_SV &= part.ids() < part.num_words
+        mass_S = part.sum(jnp.sum(jnp.exp(logprobs_SV), axis=-1, where=kept_SV))
+        own_S = log_prob_of(logprobs_SV, ids_S, part=part) - jnp.log(mass_S)
+        of_all = jnp.zeros((len(ids_S), num_words * WORD_BITS), jnp.int32)
+        of_all = jax.lax.dynamic_update_slice_in_dim(of_all, kept_SV.astype(jnp.int32), part.first, axis=1)
+        bits_SW = (of_all.reshape(len(ids_S), num_words, WORD_BITS) << jnp.arange(WORD_BITS)).sum(-1, dtype=jnp.int32)
+        return part.sum(bits_SW), own_S
+
+    nothing = jnp.zeros((len(ids_S), num_words), jnp.int32), jnp.zeros(len(ids_S), jnp.float32)
+    return jax.lax.cond(jnp.any(wants_S), found, lambda: nothing)

@@ -15,7 +15,7 @@ import jax
 
 from rayserve_moe.kernels import kv_pool
 from rayserve_moe.kernels.attention_layer import attend_layer
-from rayserve_moe.kernels.cpu_native import calls, latent
+from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 from rayserve_moe.kernels.reference import attention as attention_reference
@@ -164,7 +164,7 @@ LATENT_ATTENTION: dict[str, Mapping[str, Any]] = {
     "cpu": {
         "attention": partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend)
     },
-    "cpu_native": {"attention": latent.attend_latent_layer},
+    "cpu_native": {"attention": calls.attend_latent_layer},
     "tpu": {"attention": partial(attend_latent_layer, **_PAGED, rows_of=flat_latents), **_FLAT},
 }
 """What takes the place of fields where a model's attention is latent, by the name of the table."""

@@ -64,7 +64,7 @@ class Sequence:
 
     What it samples is what its `guide` allows; `processed` int32 [X] is what its request gives to logit
     processors (`processed_row`); `asked` int32 [F] is the evidence that its request wants of samples, a
-    row of `decoding.evidence`, and `evidence_of_outputs` what was found at each output. It ends at `stop_token_ids`;
+    row of `decoding.sampling`, and `evidence_of_outputs` what was found at each output. It ends at `stop_token_ids`;
     its first `min_new_tokens` tokens are none of `withheld_ids`. `choices` are those of its request, itself among them;
     `followers` wait for its prompt. Its client knows the first `num_published` tokens. `num_to_recompute` positions
     were computed before it was preempted. `origins` are ranges `(from, to, "cached" or "recomputed")` of positions that

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from examples.logit_processors import LOGIT_PROCESSORS, no_repeat_ngram
-from rayserve_moe.decoding.evidence import sampling_support
 from rayserve_moe.decoding.logit_processors import LogitProcessor, ProcessedRows, allowed_logits
-from rayserve_moe.decoding.sampling import SamplingBatch
+from rayserve_moe.decoding.sampling import SamplingBatch, sampling_support
 from rayserve_moe.kernels.reference.layers import masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.requests.processor_arguments import NOT_PROCESSED, NUM_RECENT, processed_row, row_size

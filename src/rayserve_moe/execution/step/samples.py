@@ -14,11 +14,19 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.decoding.adjustment import Penalties, adjust, note_samples
-from rayserve_moe.decoding.drafts import accepted, drafts_of, tree_drafts_of
-from rayserve_moe.decoding.evidence import EvidenceLogits, sampling_support, with_evidence
 from rayserve_moe.decoding.log_probs import TopTokens
 from rayserve_moe.decoding.logit_processors import allowed_logits
-from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, sample
+from rayserve_moe.decoding.sampling import (
+    EvidenceLogits,
+    Sampled,
+    SamplingBatch,
+    accepted,
+    drafts_of,
+    sample,
+    sampling_support,
+    tree_drafts_of,
+    with_evidence,
+)
 from rayserve_moe.execution.step.inputs import sampling_of
 from rayserve_moe.execution.step.pytrees import DeviceState, StepConfig, StepOutput
 from rayserve_moe.kernels.ancestors import places_of

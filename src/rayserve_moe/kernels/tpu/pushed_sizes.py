@@ -96,7 +96,7 @@ class PushSizes:
 
     @property
     def table_rows(self) -> int:
-        """Rows of `pushed_places.table_rows`, in whole tiles."""
+        """Rows of `pushed_rows.table_rows`, in whole tiles."""
         return -(-(3 * self.num_ranks + 2) // SUBLANES) * SUBLANES
 
     @property
