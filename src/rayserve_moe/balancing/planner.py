@@ -67,13 +67,13 @@ def replan(
     """
     if num_slices < 1 or previous.ep_size % num_slices:
         raise PlacementError(f"{previous.ep_size} ranks do not spread evenly over {num_slices} slices")
-    sizes = {"ep_size": previous.ep_size, "num_redundant": previous.num_redundant}
+    ep_size, num_redundant = previous.ep_size, previous.num_redundant
     if num_slices == 1 or previous.slots_per_rank >= previous.num_experts:
-        return plan(load, **sizes, previous=previous, tolerance=tolerance)
+        return plan(load, ep_size=ep_size, num_redundant=num_redundant, previous=previous, tolerance=tolerance)
     given = np.asarray(load)
-    _check(given, *sizes.values(), previous)
+    _check(given, ep_size, num_redundant, previous)
     scaled = _scaled(given)
-    goal = (1 + tolerance) * lower_bound(scaled, **sizes)
+    goal = (1 + tolerance) * lower_bound(scaled, ep_size=ep_size, num_redundant=num_redundant)
     layout, shares = _as_before(previous)
     layout.num_slices = num_slices
     return _rebalanced(layout, scaled, shares=shares, goal=goal, budget=np.inf)

@@ -153,9 +153,13 @@ def _noisy(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: Voca
 
 def _last_kept(logprobs_SV: jax.Array, rows: SamplingBatch, part: VocabularyPart) -> LastKept:
     truncates = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
-    limits = {"top_k_S": rows.top_k_S, "top_p_S": rows.top_p_S, "min_p_S": rows.min_p_S}
-    find = partial(last_kept, logprobs_SV, part=part, **limits)
+    find = partial(_find_last, logprobs_SV, rows, part)
     return jax.lax.cond(truncates, find, partial(keep_all, len(logprobs_SV)))
+
+
+def _find_last(logprobs_SV: jax.Array, rows: SamplingBatch, part: VocabularyPart) -> LastKept:
+    """Return `last_kept` under the limits of each row."""
+    return last_kept(logprobs_SV, part=part, top_k_S=rows.top_k_S, top_p_S=rows.top_p_S, min_p_S=rows.min_p_S)
 
 
 def likeliest_samples(
@@ -309,8 +313,7 @@ def sampling_support(
         is_greedy_S = rows.temperature_S <= 0.0
         temperature_S = jnp.where(is_greedy_S, 1.0, rows.temperature_S)
         logprobs_SV = log_probs_of(logits_SV, temperature_S, part=part, masses=masses).logprobs_SV
-        limits = {"top_k_S": rows.top_k_S, "top_p_S": rows.top_p_S, "min_p_S": rows.min_p_S}
-        kept_SV = is_kept(logprobs_SV, last_kept(logprobs_SV, part=part, **limits), part=part)
+        kept_SV = is_kept(logprobs_SV, _find_last(logprobs_SV, rows, part), part=part)
         kept_SV = jnp.where(is_greedy_S[:, None], part.ids() == ids_S[:, None], kept_SV & (jnp.exp(logprobs_SV) > 0))
         kept_SV &= part.ids() < part.num_words
         mass_S = part.sum(jnp.sum(jnp.exp(logprobs_SV), axis=-1, where=kept_SV))

@@ -2,12 +2,7 @@
 
 The pool is that of `flat_rows`. Pages are copied into the core's memory a block at a time while those of the block
 before are multiplied, across the sequences of a step: what is within reach of a block of queries, and nothing else.
-Single tokens of one sequence are attended in groups, by a call with a visit for each group of the step.
 """
-
-# B blocks   Q queries of a block   H query heads   h head width   v value width   W visits   U single tokens
-# C sets of heads   R query heads of a set, padded   K lanes of keys   V lanes of values   X lanes of a row
-# M rows of a block   P page-table width   G groups
 
 from __future__ import annotations
 
@@ -24,11 +19,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
-from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, groups_of
+from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, attend_groups, groups_of
 from rayserve_moe.kernels.tpu.paged_sizes import (
     CLEARED_ROWS,
-    GROUP_ALIGNED_ROWS,
-    GROUP_VMEM_BYTES,
     VMEM_BYTES,
     Knobs,
     TileShape,
@@ -37,9 +30,8 @@ from rayserve_moe.kernels.tpu.paged_sizes import (
     shape_for,
     tile_queries_for,
 )
-from rayserve_moe.kernels.tpu.paged_stream import Scalars
 from rayserve_moe.kernels.tpu.paged_tiles import attend_tile, sink_rows, tile_scratch
-from rayserve_moe.kernels.tpu.paged_writes import NEW_ROWS, PIECES, spaced_rows
+from rayserve_moe.kernels.tpu.paged_writes import NEW_ROWS
 
 
 def attend(  # noqa: PLR0913 (the reference's signature)
@@ -83,8 +75,7 @@ def attend_new(  # noqa: PLR0913 (as `attend`)
     knobs = Knobs(config, sinks_H, latent_width)
     if places.together is not None:
         num_cores = cores_for(len(queries_BHh), interpret)
-        how = {"knobs": knobs, "num_cores": num_cores, "interpret": interpret}
-        return attend_groups(queries_BHh, kv_pages, places, new, **how)
+        return attend_groups(queries_BHh, kv_pages, places, new, knobs=knobs, num_cores=num_cores, interpret=interpret)
     attended_B1Hv, kv_pages = _attend(queries_BHh[:, None], kv_pages, places, new, knobs=knobs, interpret=interpret)
     return attended_B1Hv[:, 0], kv_pages
 
@@ -267,104 +258,3 @@ def visits_of(positions_BQ: jax.Array, config: ScoreConfig, *, tile_queries: int
     visits_W = jnp.where(end_W > 0, np.arange(len(positions_Wq), dtype=np.int32), len(positions_Wq))
     filled_X = jax.lax.cummin(jnp.append(visits_W, len(positions_Wq)), reverse=True)
     return Visits(first_W, end_W, filled_X)
-
-
-def attend_groups(  # noqa: PLR0913 (arrays, by keyword)
-    queries_UHh: jax.Array,
-    kv_pages: jax.Array,
-    places: BlockPlaces,
-    new: NewRows,
-    *,
-    knobs: Knobs,
-    num_cores: int,
-    interpret: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """What `paged_attention.attend_new` returns, of single tokens in the groups that are described for each call."""
-    assert places.together is not None and places.described is not None, "groups are described ahead of all layers"
-    layout = layout_for(kv_pages, queries_UHh.shape[2], knobs)
-    queries_UCRK = spread_queries(queries_UHh[:, None], layout)[:, :, 0].astype(kv_pages.dtype)
-    query_rows, most = queries_UCRK.shape[2], places.together.most
-    queries_UCRK = jnp.pad(queries_UCRK, ((0, 0), (0, 0), (0, -query_rows % GROUP_ALIGNED_ROWS), (0, 0)))
-    shape = shape_for(kv_pages, places, layout, knobs=knobs, queries=(most, most, queries_UCRK.shape[2]))
-    shape = replace(shape, has_new_rows=True, is_grouped=True, num_cores=num_cores)
-    rows_RX = spaced_rows(new.rows_BX.astype(kv_pages.dtype))
-    call = partial(_call_for_groups, sinks=sink_rows(knobs.sinks_H, shape), shape=shape, interpret=interpret)
-    attended_UCRV: jax.Array | float = 0.0
-    for visits, part in zip(places.described, parts_of(len(queries_UHh), shape.table_width), strict=True):
-        of_part = places._replace(page_table_BP=places.page_table_BP[part], described=visits)
-        own_UCRV, kv_pages = call(queries_UCRK, kv_pages, of_part, NewRows(rows_RX, new.first_page))
-        attended_UCRV = jnp.where(visits.is_own_U[:, None, None, None], own_UCRV, attended_UCRV)
-    attended_UCQRV = jnp.asarray(attended_UCRV)[:, :, None, :query_rows]
-    attended_UQHv = gather_heads(attended_UCQRV, layout, width=knobs.latent_width or layout.head_dim)
-    return attended_UQHv[:, 0].astype(queries_UHh.dtype), kv_pages
-
-
-def _call_for_groups(  # noqa: PLR0913 (arrays, by keyword)
-    queries_UCRK: jax.Array,
-    kv_pages: jax.Array,
-    places: BlockPlaces,
-    new: NewRows,
-    *,
-    sinks: list[jax.Array],
-    shape: TileShape,
-    interpret: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Attend the groups that `places.described` has, and write their rows: [U, C, R, V], undefined for other tokens,
-    and the pool. The page table is that of the tokens at which these groups may begin; rows are `spaced_rows`."""
-    visits: GroupVisits = places.described
-    num_tokens, num_sets, num_rows, _ = queries_UCRK.shape
-    bits_U = places.positions_BQ if places.ancestors_BQ is None else places.ancestors_BQ
-    num_visits = jnp.maximum(pl.cdiv(visits.num_groups, shape.num_cores), 1)
-    begin = places.page_table_BP, visits.first_G, visits.end_G, visits.filled_X
-    flat = (*begin, places.positions_BQ, bits_U, visits.roots_G, visits.tables_G, visits.starts_G, visits.counts_G)
-    scalars = [jnp.asarray(new.first_page, jnp.int32), *(of.reshape(-1) for of in flat)]
-    # What a group of the last token reads lies beyond it.
-    given_UCRK = jnp.pad(queries_UCRK, ((0, shape.num_queries), (0, 0), (0, 0), (0, 0)))
-    given, (core, hbm) = (
-        [given_UCRK, *sinks, new.rows_BX],
-        (pl.BlockSpec(memory_space=at) for at in (pltpu.VMEM, pltpu.HBM)),
-    )
-    out = jax.ShapeDtypeStruct((num_tokens, num_sets, num_rows, shape.layout.value_lanes), queries_UCRK.dtype)
-    attended_UCRV, kv_pages = pl.pallas_call(
-        partial(attend_tile, shape=shape),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(shape.num_cores, num_visits),
-            in_specs=[_tokens(given_UCRK, shape), *(core for _ in sinks), core, hbm],
-            out_specs=[hbm, hbm],
-            scratch_shapes=[*tile_scratch(kv_pages, shape), *_group_scratch(queries_UCRK, kv_pages, shape)],
-        ),
-        out_shape=[out, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)],
-        input_output_aliases={len(scalars) + len(given): 1},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=GROUP_VMEM_BYTES
-        ),
-        name="paged_attention_of_groups",
-        interpret=interpret,
-    )(*scalars, *given, kv_pages)
-    return attended_UCRV, kv_pages
-
-
-def _tokens(queries_UCRK: jax.Array, shape: TileShape) -> pl.BlockSpec:
-    """As many queries as a group may have, from its first on."""
-
-    def of_visit(core: jax.Array, step: jax.Array, *scalars: Any) -> tuple[jax.Array | int, ...]:
-        return Scalars(*scalars).starts[core * pl.num_programs(1) + step], 0, 0, 0
-
-    sizes = (shape.num_queries, *queries_UCRK.shape[1:])
-    return pl.BlockSpec(tuple(pl.Element(size) for size in sizes), of_visit)
-
-
-def _group_scratch(queries_UCRK: jax.Array, kv_pages: jax.Array, shape: TileShape) -> list[Any]:
-    """What `GroupWrites` and `GroupTokens` have of their own."""
-    (_, num_sets, num_rows, lanes), dtype = queries_UCRK.shape, queries_UCRK.dtype
-    used, done = pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA
-    return [
-        pltpu.VMEM((PIECES, CLEARED_ROWS, kv_pages.shape[2]), kv_pages.dtype),
-        used,
-        done,
-        pltpu.VMEM((1, num_sets, shape.num_rows, lanes), dtype),
-        pltpu.VMEM((shape.num_queries, num_sets, num_rows, shape.layout.value_lanes), dtype),
-        used,
-        done,
-    ]
