@@ -212,8 +212,8 @@ def engine_outcome(case: EngineCase) -> Outcome:
         path = write_checkpoint(Path(folder) / "model", model, seed=0, dtype="float32")
         plain = run_together(prepared_runner(path, **settings), card_of(path), requests, way=WAY)
         for by_name in (LATENT_ATTENTION, FLAT_ATTENTION):
-            attention = partial(by_name["tpu"]["attention"], **own)
-            of_cpus = {**by_name["tpu"], "attention": attention, "norm_and_project": None}
+            of_tpu = by_name["tpu"]
+            of_cpus = replace(of_tpu, attend=partial(of_tpu.attend, **own), norm_and_project=None)
             stack.enter_context(patch.dict(by_name, cpu=of_cpus))
         more, proposer = {}, None
         if case.draft_heads:
@@ -223,7 +223,7 @@ def engine_outcome(case: EngineCase) -> Outcome:
             more, proposer = {"speculative_draft_model_path": str(head)}, ModelProposer("drafts")
         runner = prepared_runner(path, **settings, **case.settings, **more)
         layers = [each for each in (runner.config, runner.served.draft and runner.served.draft.layer) if each]
-        assert all(each.kernels.has_flat_rows for each in layers)
+        assert all(each.kernels.attention.has_flat_rows for each in layers)
         speculation, words = runner.served.settings.speculation, runner.config.spec.vocab_size
         if proposer is None and speculation.has_trees:
             proposer = TreeOracle(plain, share=0.9, vocab_size=words, levels=speculation.num_levels)

@@ -207,11 +207,11 @@ def engine_outcome(name: str) -> Outcome:
         for is_paged in (False, True):
             with ExitStack() as stack:
                 for by_name in (LATENT_ATTENTION, FLAT_ATTENTION) if is_paged else ():
-                    own = {"decode": paged, "prefill": paged, "write_and_decode": writing}
-                    attention = partial(by_name["tpu"]["attention"], **own)
-                    stack.enter_context(patch.dict(by_name, cpu={**by_name["tpu"], "attention": attention}))
+                    of_tpu = by_name["tpu"]
+                    attend = partial(of_tpu.attend, decode=paged, prefill=paged, write_and_decode=writing)
+                    stack.enter_context(patch.dict(by_name, cpu=replace(of_tpu, attend=attend)))
                 runner = prepared_runner(path, **settings)
-                assert runner.config.kernels.has_flat_rows == is_paged
+                assert runner.config.kernels.attention.has_flat_rows == is_paged
                 found.append(run_together(runner, card_of(path), requests, way=WAY))
     assert all(outcome.ids == found[1][key].ids for key, outcome in found[0].items())
     differences = [np.abs(np.subtract(each.logprobs, found[1][key].logprobs)).max() for key, each in found[0].items()]

@@ -35,7 +35,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     multiply_in_blocks,
     sum_results,
 )
-from rayserve_moe.kernels.table import CPU, KERNELS, Kernels
+from rayserve_moe.kernels.table import CPU, KERNELS, AttentionKernels, Kernels, PoolKernels
 from rayserve_moe.kernels.tpu import paged_attention, pushed_experts
 from rayserve_moe.kernels.tpu.add_norm import add_and_norm
 from rayserve_moe.kernels.tpu.pushed_sizes import TILE_ROWS, PushSizes, lacks
@@ -153,7 +153,8 @@ def interpreted(name: str, *, traced: list[str]) -> Kernels:
         traced.append(sizes.weight_dtype)
         return pushed_experts.push_experts(*arguments, sizes=sizes, interpret=INTERPRETED)
 
-    return replace(CPU, name=name, pushed_sums=push, push_lacks=partial(lacks, interpret=True))
+    experts = replace(CPU.experts, pushed_sums=push, push_lacks=partial(lacks, interpret=True))
+    return replace(CPU, name=name, experts=experts)
 
 
 def layer_outcome() -> Outcome:
@@ -199,17 +200,16 @@ def all_interpreted(traced: list[str]) -> Kernels:
     """Every kernel of a step on TPUs that is ours, in the place of those of CPUs."""
     paged_attention.cores_of_device = lambda _=None: 1
     own = {name: partial(kernel, interpret=INTERPRETED) for name, kernel in OWN.items()}
-    attention = {"decode": own["attend"], "prefill": own["attend"], "write_and_decode": own["attend_new"]}
-    return replace(
-        interpreted("cpu", traced=traced),
-        attention=partial(attend_layer, **attention, project=partial(own["project"], is_flat=True)),
-        add_norm=own["add_norm"],
-        norm_and_project=own["norm_and_project"],
-        choose_experts=own["choose_experts"],
+    by_our_own = {"decode": own["attend"], "prefill": own["attend"], "write_and_decode": own["attend_new"]}
+    attention = AttentionKernels(
+        partial(attend_layer, **by_our_own, project=partial(own["project"], is_flat=True)),
         describe_singles=paged_attention.describe_singles,
+        norm_and_project=own["norm_and_project"],
         has_flat_rows=True,
-        pool_dtypes={},
     )
+    cpu = interpreted("cpu", traced=traced)
+    experts = replace(cpu.experts, choose=own["choose_experts"])
+    return replace(cpu, attention=attention, add_norm=own["add_norm"], experts=experts, pool=PoolKernels())
 
 
 def laws_outcome(mesh: tuple[int, int]) -> Outcome:
@@ -234,7 +234,7 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
         found.append(run_alone(runner, card, requests[:2], way=WAY))
         other = replace(WAY, chunk_tokens=7, intervene=preempt_every(3), caches_prefixes=False)
         found.append(run_together(runner, card, requests[1:3], way=other))
-    assert set(traced) == {"bfloat16"} and runner.config.kernels.has_flat_rows
+    assert set(traced) == {"bfloat16"} and runner.config.kernels.attention.has_flat_rows
     wide, by_cpus, own, *again = found
     assert all(wide[key].ids == by_cpus[key].ids == one.ids for key, one in own.items())
     assert all(np.array_equal(one.rows, by_cpus[key].rows) for key, one in own.items())

@@ -65,7 +65,7 @@ def apply_all_to_all(
     of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
     if len(hidden_GTD) > 1 and platform_of(plan.mesh) == "tpu":  # otherwise every chunk would convert them
         of_layer = widened(of_layer, tokens.hidden_TD.dtype)
-    multiply = multiply_rows(of_layer, kernel=config.kernels.expert_results)
+    multiply = multiply_rows(of_layer, kernel=config.kernels.experts.results)
     run = run_overlapped if overlapped else run_in_turn
     out_TD = run(Chunk(hidden_GTD, slots_GTK, gates_GTK), multiply=multiply, config=exchange).reshape(-1, width)
     out_TD = out_TD[: len(part.valid_T)]
@@ -76,7 +76,7 @@ def apply_all_to_all(
 
 
 def multiply_rows(experts: LayerExperts, *, kernel: Kernel) -> Multiply:
-    """The grouped product of rows that belong to one local slot each, by `Kernels.expert_results`."""
+    """The grouped product of rows that belong to one local slot each, by `ExpertKernels.results`."""
 
     def multiply(rows_CQV: jax.Array, slots_C: jax.Array) -> jax.Array:
         with jax.named_scope("experts"):

@@ -96,8 +96,11 @@ def choose_backend(
         return "local"
     if platform == "cpu":
         return "replicated"
-    sizes = {"ep_size": ep_size, "tensor_size": tensor_size, "row_bytes": row_bytes}
-    if replicated_bytes(tokens_per_device, **sizes) <= all_to_all_bytes(tokens_per_device, top_k=top_k, **sizes):
+    gathered = replicated_bytes(tokens_per_device, ep_size=ep_size, tensor_size=tensor_size, row_bytes=row_bytes)
+    exchanged = all_to_all_bytes(
+        tokens_per_device, ep_size=ep_size, tensor_size=tensor_size, top_k=top_k, row_bytes=row_bytes
+    )
+    if gathered <= exchanged:
         return "replicated"
     return _exchange_for(tokens_per_device)
 
@@ -167,7 +170,7 @@ def _sums_of_my_slots(tokens: RoutedTokens, experts: PlacedExperts, config: Expe
     product = ProductConfig(num_local, ids_TK.size / config.router.num_experts, config.activation)
     with jax.named_scope("experts"):
         of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
-        return config.kernels.expert_sums(hidden_TD, local_TK, gates_TK, of_layer)
+        return config.kernels.experts.sums(hidden_TD, local_TK, gates_TK, of_layer)
 
 
 def _home_ranks(num_tokens: int, config: ExpertConfig) -> jax.Array:

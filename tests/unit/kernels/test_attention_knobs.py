@@ -141,7 +141,7 @@ def step_on(plan: ParallelPlan, spec: ModelSpec) -> Step:
     def step(weights: dict[str, jax.Array], pool: jax.Array, hidden: jax.Array, batch: TokenBatch, layer: jax.Array):
         frequencies = rope_frequencies(spec.rope, rotary_width(spec))
         rotation = rotation_of(batch.positions_T, frequencies, factor=yarn.attention_factor if yarn else 1.0)
-        out, pool = CPU.attention(hidden, pool, AttentionInputs(weights, batch, rotation, layer), config=config)
+        out, pool = CPU.attention.attend(hidden, pool, AttentionInputs(weights, batch, rotation, layer), config=config)
         return plan.sum_over_tensor(out), pool
 
     specs = parameter_specs(spec, dtype="float32", tensor_size=plan.tensor_size)["attention"]

@@ -82,7 +82,7 @@ def run(kernels: Kernels, spec: ModelSpec, batch: TokenBatch, hidden: jax.Array,
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
         rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, rotary_width(spec)))
         inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER))
-        out, pool = kernels.attention(hidden, pool, inputs, config=attention_config(spec))
+        out, pool = kernels.attention.attend(hidden, pool, inputs, config=attention_config(spec))
         return out.astype(hidden.dtype), pool
 
     out, pool = jax.jit(layer)(hidden, weights, pool_of(spec), batch)
@@ -191,7 +191,7 @@ def test_a_norm_over_the_heads_of_two_devices_is_that_of_one():
         packed = {name: pack(array) if name in PROJECTIONS else array for name, array in weights.items()}
         rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, rotary_width(spec)))
         inputs = AttentionInputs(packed, batch, rotation, jnp.int32(LAYER))
-        out, pool = CPU_NATIVE.attention(hidden, pool, inputs, config=attention_config(spec, plan))
+        out, pool = CPU_NATIVE.attention.attend(hidden, pool, inputs, config=attention_config(spec, plan))
         return plan.sum_over_tensor(out), pool
 
     axes = parameter_specs(spec, dtype="bfloat16", tensor_size=2)["attention"]

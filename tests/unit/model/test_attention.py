@@ -75,7 +75,7 @@ def test_a_tpu_has_another_kernel_for_sinks_and_narrow_heads():
     for other in (sinks, replace(spec, attention=replace(spec.attention, head_dim=64))):
         assert kernels_for(other, CPU) is CPU
         found = kernels_for(other, TPU)
-        assert found.has_flat_rows and found.name == "tpu" and found.attention is not TPU.attention
+        assert found.attention.has_flat_rows and found.name == "tpu" and found.attention is not TPU.attention
         row, flat = (cache_row(other, tensor_size=2, is_flat=is_flat) for is_flat in (False, True))
         assert flat.shape == (math.prod(row.shape) * max(1, 128 // other.attention.head_dim),)
 
@@ -101,6 +101,6 @@ def test_new_rows_are_written_where_they_are_attended():
     """In pools of flat rows alone: jax's kernel writes none."""
     spec = spec_from_hf(asdict(PRESETS["tiny"]))
     wide = replace(spec, attention=replace(spec.attention, head_dim=128))
-    assert kernels_for(wide, TPU) is TPU and "write_and_decode" not in TPU.attention.keywords
+    assert kernels_for(wide, TPU) is TPU and "write_and_decode" not in TPU.attention.attend.keywords
     assert kernels_for(wide, CPU, prefers_flat=True) is CPU
-    assert kernels_for(wide, TPU, prefers_flat=True).attention.keywords["write_and_decode"] is attend_new
+    assert kernels_for(wide, TPU, prefers_flat=True).attention.attend.keywords["write_and_decode"] is attend_new

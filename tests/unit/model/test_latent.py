@@ -80,8 +80,8 @@ def test_every_table_has_latent_attention_and_one_without_refuses_it_by_name():
         model_config(spec_with(), plan, experts=ExpertSettings(), kernels=replace(CPU, name="other"))
     for kernels in (CPU, CPU_NATIVE, TPU):
         found = model_config(spec_with(), plan, experts=ExpertSettings(), kernels=kernels).kernels
-        assert found.name == kernels.name and found.attention is LATENT_ATTENTION[kernels.name]["attention"]
-        row = cache_row(spec_with(), tensor_size=1, is_flat=found.has_flat_rows)
+        assert found.name == kernels.name and found.attention is LATENT_ATTENTION[kernels.name]
+        row = cache_row(spec_with(), tensor_size=1, is_flat=found.attention.has_flat_rows)
         assert row.shape == ((128,) if kernels is TPU else (1, 20)), "whole registers of a TPU"
 
 

@@ -198,7 +198,7 @@ def copy_pages(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> 
     def on_device(state: DeviceState, vector: jax.Array) -> DeviceState:
         size = len(state.kv_pages) // num_layers
         layers = config.layer_pages or tuple(LayerPages(0, layer * size, size) for layer in range(num_layers))
-        kernel = config.model.kernels.copy_pages
+        kernel = config.model.kernels.pool.copy_pages
         return apply_copies(state, vector, data_rank=plan.data_rank(), layer_pages=layers, copy=kernel)
 
     return _on_all_devices(on_device, state, vector, config)
@@ -217,7 +217,7 @@ def _on_all_devices(
 
 def state_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> DeviceState:
     """The tree of a DeviceState with partitions for arrays."""
-    row = cache_row(config.spec, tensor_size=config.plan.tensor_size, is_flat=config.kernels.has_flat_rows)
+    row = cache_row(config.spec, tensor_size=config.plan.tensor_size, is_flat=config.kernels.attention.has_flat_rows)
     axes_of_arrays = (
         WORD_AXES,
         BIAS_AXES,
@@ -310,7 +310,9 @@ def score_prompts(
     def score_group(hidden_YD: jax.Array, targets_W: jax.Array, wants_top_W: jax.Array) -> tuple[jax.Array, jax.Array]:
         ids_W = jnp.maximum(targets_W, 0)
         logits_WV = logits_of(params, hidden_YD, config=config)
-        logprobs_WV = log_probs_of(logits_WV, jnp.ones(len(ids_W)), part=part, masses=config.kernels.masses).logprobs_SV
+        logprobs_WV = log_probs_of(
+            logits_WV, jnp.ones(len(ids_W)), part=part, masses=config.kernels.sampling.masses
+        ).logprobs_SV
         num_wanted = num_top * jnp.any(wants_top_W & (targets_W >= 0)).astype(jnp.int32)
         top = likeliest(logprobs_WV, num_wanted=num_wanted, most_top=num_top, part=part)
         own_W = log_prob_of(logprobs_WV, ids_W, part=part)

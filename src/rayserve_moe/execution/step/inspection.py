@@ -54,7 +54,7 @@ def inspect_tokens(
             part = words_of(config.model)
             logits_PV = normed_logits(weights.params, normed_PD, config=config.model, are_everywhere=True)
             ones_P = jnp.ones(len(normed_PD))
-            found = log_probs_of(logits_PV, ones_P, part=part, masses=config.model.kernels.masses)
+            found = log_probs_of(logits_PV, ones_P, part=part, masses=config.model.kernels.sampling.masses)
             return log_probs_at(found.logprobs_SV, listed_PL, part=part)
 
         nothing = jnp.zeros(listed_PL.shape, jnp.float32)

@@ -97,7 +97,7 @@ def sample_rows(
 
     def draw() -> Sampled:
         allowed_AV = adjusted_AV if allow is None else allow(adjusted_AV)
-        table = config.model.kernels
+        table = config.model.kernels.sampling
         kernels = {"noise": table.noise, "masses": table.masses, "choose": table.choose}
         return sample(allowed_AV, sampling, part=part, most_top=MAX_TOP_LOGPROBS, **kernels)
 
@@ -110,7 +110,7 @@ def sample_rows(
         own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
         if trees:
             moves = _moves_of(state, samples, counts_A.reshape(plan.data_size, -1)[plan.data_rank()], config.page_size)
-            move, num_layers = config.model.kernels.moves, config.model.spec.num_layers
+            move, num_layers = config.model.kernels.pool.move_rows, config.model.spec.num_layers
             kv_pages = move(state.kv_pages, moves, num_layers=num_layers)
             state = replace(state, kv_pages=kv_pages)
     last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
@@ -153,11 +153,11 @@ def sample_held(
     allow = partial(allowed_logits, mask_SW=held.mask_AW, **given)
     sampled, own, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
     if own.moves is not None and state.draft is not None:
-        state = replace(state, draft=state.draft.moved(own.moves, config.model.kernels.moves))
+        state = replace(state, draft=state.draft.moved(own.moves, config.model.kernels.pool.move_rows))
     evidence_AF, support = None, None
     if held.asked_AF is not None:
         logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
-        how = {"rows": rows, "part": part, "masses": config.model.kernels.masses}
+        how = {"rows": rows, "part": part, "masses": config.model.kernels.sampling.masses}
         wants_S = held.asked_AF[:, 0] >= WANTS_SUPPORT
         support = sampling_support(logits.processed_SV, sampled.ids_S, wants_S=wants_S, **how)
         sampled, evidence_AF = with_evidence(sampled, logits, asked_SF=held.asked_AF, **how)

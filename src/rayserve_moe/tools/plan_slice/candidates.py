@@ -162,9 +162,9 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
 
 def row_bytes(model: ModelConfig, length: int, *, kv_dtype: str) -> int:
     """Bytes on a device that a sequence of `length` tokens keeps: layers with a window keep only that."""
-    row = cache_row(model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.has_flat_rows).local_size(
-        model.plan
-    )
+    row = cache_row(
+        model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.attention.has_flat_rows
+    ).local_size(model.plan)
     seen = sum(window or length for window in windows_of(model.spec, longest=length))
     return seen * row * jnp.dtype(kv_dtype).itemsize
 
