@@ -271,7 +271,7 @@ def no_wait_for_arrivals() -> None:
 
 
 def no_wait_for_rows_from_hbm() -> None:
-    pushed_experts._copy = lambda rows, to, refs: pltpu.make_async_copy(rows, to, refs.moved.at[2]).start()
+    pushed_experts._copy = lambda rows, to, refs: pltpu.make_async_copy(rows, to, refs.semaphores.moved.at[2]).start()
 
 
 def both_cores_as_the_first() -> None:

@@ -59,6 +59,7 @@ from rayserve_moe.kernels.tpu.pushed_sizes import (
     PushSizes,
     Refs,
     lacks,
+    refs_of,
     scratch_of,
     vmem_bytes,
 )
@@ -132,13 +133,13 @@ def _kernel_for(sizes: PushSizes, *, interpret: Any) -> Callable[..., list[jax.A
 
 
 def _kernel(*given: Any, sizes: PushSizes) -> None:
-    refs, core = Refs(*given), pl.program_id(0)
-    refs.own_TK[...] = jnp.full(refs.own_TK.shape, -1, jnp.int32)
-    refs.own_TK[pl.ds(0, sizes.num_tokens), :] = slots_of_core(refs.slots_TK[...], core, sizes)
+    refs, core = refs_of(*given), pl.program_id(0)
+    refs.tables.own_TK[...] = jnp.full(refs.tables.own_TK.shape, -1, jnp.int32)
+    refs.tables.own_TK[pl.ds(0, sizes.num_tokens), :] = slots_of_core(refs.operands.slots_TK[...], core, sizes)
     sizes, me = sizes.of_core, my_rank(sizes)
-    refs.first_s[0] = refs.first_1[0] + core * sizes.num_slots
+    refs.tables.first_s[0] = refs.operands.first_1[0] + core * sizes.num_slots
     if sizes.is_streamed:
-        refs = refs._replace(here=refs.here.at[core])
+        refs = refs._replace(rows=refs.rows._replace(here=refs.rows.here.at[core]))
     _tell_counts(refs, sizes, me)
     begin_weights(refs, sizes, me)
     _place_rows(refs, sizes)
@@ -153,43 +154,43 @@ def _kernel(*given: Any, sizes: PushSizes) -> None:
     zero = jnp.int32(0)
     _, pushed, returned = jax.lax.fori_loop(0, sizes.num_slots, visit, (zero, ahead, zero))
     _add_up(refs, sizes, me)
-    wait_for(refs.sent, pushed, refs.moved.at[0], sizes)
-    wait_for(refs.here, returned, refs.moved.at[1], sizes)
+    wait_for(refs.rows.sent, pushed, refs.semaphores.moved.at[0], sizes)
+    wait_for(refs.rows.here, returned, refs.semaphores.moved.at[1], sizes)
 
 
 def _tell_counts(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
     """Count this rank's assignments by slot, tell the others, and look up from all ranks' counts where rows go."""
-    slots_TK = refs.own_TK[...]
+    slots_TK = refs.tables.own_TK[...]
     counts_P = count_slots(slots_TK, sizes.num_lanes)
-    refs.counts[me] = jnp.broadcast_to(counts_P, (SUBLANES, sizes.num_lanes))
-    refs.places[...] = places_of(slots_TK, counts_P, nowhere=sizes.num_rows)
-    places = pltpu.make_async_copy(refs.places, refs.places_s, refs.counted.at[2])
+    refs.tables.counts[me] = jnp.broadcast_to(counts_P, (SUBLANES, sizes.num_lanes))
+    refs.tables.places[...] = places_of(slots_TK, counts_P, nowhere=sizes.num_rows)
+    places = pltpu.make_async_copy(refs.tables.places, refs.tables.places_s, refs.semaphores.counted.at[2])
     places.start()
     meet(sizes, me)
 
     def tell(k: jax.Array, _: None) -> None:
         device = device_of(jax.lax.rem(me + k, sizes.num_ranks), sizes)
         pltpu.make_async_remote_copy(
-            refs.counts.at[me],
-            refs.counts.at[me],
-            refs.counted.at[0],
-            refs.counted.at[1],
+            refs.tables.counts.at[me],
+            refs.tables.counts.at[me],
+            refs.semaphores.counted.at[0],
+            refs.semaphores.counted.at[1],
             device_id=device,
             device_id_type=pl.DeviceIdType.MESH,
         ).start()
 
     def hear(_: jax.Array, carry: None) -> None:
-        for semaphore in (refs.counted.at[0], refs.counted.at[1]):
-            pltpu.make_async_copy(refs.counts.at[0], refs.counts.at[0], semaphore).wait()
+        for semaphore in (refs.semaphores.counted.at[0], refs.semaphores.counted.at[1]):
+            pltpu.make_async_copy(refs.tables.counts.at[0], refs.tables.counts.at[0], semaphore).wait()
 
     jax.lax.fori_loop(1, sizes.num_ranks, tell, None)
     places.wait()
     jax.lax.fori_loop(1, sizes.num_ranks, hear, None)
-    rank_counts = [refs.counts[rank][:1] for rank in range(sizes.num_ranks)]
+    rank_counts = [refs.tables.counts[rank][:1] for rank in range(sizes.num_ranks)]
     rows = table_rows(rank_counts, num_local=sizes.num_slots, tile_rows=TILE_ROWS)
     for place, row_P in enumerate(rows):
-        refs.table[place : place + 1, :] = row_P
-    table = pltpu.make_async_copy(refs.table, refs.table_s, refs.counted.at[2])
+        refs.tables.table[place : place + 1, :] = row_P
+    table = pltpu.make_async_copy(refs.tables.table, refs.tables.table_s, refs.semaphores.counted.at[2])
     table.start()
     table.wait()
 
@@ -200,15 +201,16 @@ def _place_rows(refs: Refs, sizes: PushSizes) -> None:
 
     def convert(i: jax.Array, _: None) -> None:
         first = pl.multiple_of(i * chunk, chunk)
-        words_CW = as_words(refs.hidden_TD[pl.ds(first, chunk), :].astype(jnp.float32))
+        words_CW = as_words(refs.operands.hidden_TD[pl.ds(first, chunk), :].astype(jnp.float32))
         for q in range(words):
-            refs.tokens[pl.ds(first * words + q, chunk, stride=words), :] = words_CW[:, q * LANES : (q + 1) * LANES]
+            piece = pl.ds(first * words + q, chunk, stride=words)
+            refs.rows.tokens[piece, :] = words_CW[:, q * LANES : (q + 1) * LANES]
 
     def place(token: jax.Array, _: None) -> None:
-        row = refs.tokens[pl.ds(pl.multiple_of(token * words, words), words), :]
+        row = refs.rows.tokens[pl.ds(pl.multiple_of(token * words, words), words), :]
         for k in range(sizes.top_k):
-            at = pl.multiple_of(refs.places_s[token, k] * words, words)
-            refs.sent[pl.ds(at, words), :] = row
+            at = pl.multiple_of(refs.tables.places_s[token, k] * words, words)
+            refs.rows.sent[pl.ds(at, words), :] = row
 
     jax.lax.fori_loop(0, sizes.num_tokens // chunk, convert, None)
     jax.lax.fori_loop(0, sizes.num_tokens, place, None)
@@ -218,26 +220,26 @@ def _add_up(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
     """Wait for all results, weigh those of each token and add them in router order, in float32."""
     words, last, chunk = sizes.row_words, sizes.num_lanes - 1, min(CONVERTED_TOKENS, sizes.num_tokens)
     # Assignments that went nowhere have the place behind all others.
-    refs.home[pl.ds(sizes.num_rows * words, words), :] = jnp.zeros((words, LANES), jnp.uint32)
-    num_results = refs.table_s[2 * sizes.num_ranks + me, last] + refs.table_s[me, last]
-    wait_for(refs.home, num_results, refs.moved.at[2], sizes)
+    refs.rows.home[pl.ds(sizes.num_rows * words, words), :] = jnp.zeros((words, LANES), jnp.uint32)
+    num_results = refs.tables.table_s[2 * sizes.num_ranks + me, last] + refs.tables.table_s[me, last]
+    wait_for(refs.rows.home, num_results, refs.semaphores.moved.at[2], sizes)
 
     def add(token: jax.Array, _: None) -> None:
         lower, upper = jnp.zeros((words, LANES), jnp.float32), jnp.zeros((words, LANES), jnp.float32)
         for k in range(sizes.top_k):
-            at = pl.multiple_of(refs.places_s[token, k] * words, words)
-            result = halves(refs.home[pl.ds(at, words), :])
-            gate = refs.gates_TK[token, k]
+            at = pl.multiple_of(refs.tables.places_s[token, k] * words, words)
+            result = halves(refs.rows.home[pl.ds(at, words), :])
+            gate = refs.operands.gates_TK[token, k]
             lower, upper = lower + gate * result[0], upper + gate * result[1]
         both = jnp.concatenate([lower, upper], axis=1).astype(jnp.bfloat16).astype(jnp.float32)
-        refs.tokens[pl.ds(pl.multiple_of(token * words, words), words), :] = as_words(both)
+        refs.rows.tokens[pl.ds(pl.multiple_of(token * words, words), words), :] = as_words(both)
 
     def convert(i: jax.Array, _: None) -> None:
         first = pl.multiple_of(i * chunk, chunk)
-        parts = [halves(refs.tokens[pl.ds(first * words + q, chunk, stride=words), :]) for q in range(words)]
+        parts = [halves(refs.rows.tokens[pl.ds(first * words + q, chunk, stride=words), :]) for q in range(words)]
         columns = [lower for lower, _ in parts] + [upper for _, upper in parts]
         rows_CD = jnp.concatenate(columns, axis=1).astype(jnp.bfloat16)
-        refs.out_TD[pl.ds(first, chunk), :] = rows_CD
+        refs.operands.out_TD[pl.ds(first, chunk), :] = rows_CD
 
     jax.lax.fori_loop(0, sizes.num_tokens, add, None)
     jax.lax.fori_loop(0, sizes.num_tokens // chunk, convert, None)
@@ -245,27 +247,27 @@ def _add_up(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
 
 def begin_weights(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
     """Find the next slot with rows from each slot on, and begin to read the weights of the first one."""
-    refs.next_s[sizes.num_slots] = sizes.num_slots
+    refs.tables.next_s[sizes.num_slots] = sizes.num_slots
 
     def find(k: jax.Array, _: None) -> None:
         slot = sizes.num_slots - 1 - k
-        num_rows = refs.table_s[3 * sizes.num_ranks, me * sizes.num_slots + slot]
-        refs.next_s[slot] = jnp.where(num_rows > 0, slot, refs.next_s[slot + 1])
+        num_rows = refs.tables.table_s[3 * sizes.num_ranks, me * sizes.num_slots + slot]
+        refs.tables.next_s[slot] = jnp.where(num_rows > 0, slot, refs.tables.next_s[slot + 1])
 
     jax.lax.fori_loop(0, sizes.num_slots, find, None)
-    _read_weights(refs, sizes, refs.next_s[0], jnp.int32(0), half=jnp.int32(0))
+    _read_weights(refs, sizes, refs.tables.next_s[0], jnp.int32(0), half=jnp.int32(0))
 
 
 def multiply_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, turn: jax.Array) -> jax.Array:
     """Multiply the rows of a slot: results take their places. Counts on how many blocks of weights were used."""
     lane = me * sizes.num_slots + slot
-    num_rows, begin = refs.table_s[3 * sizes.num_ranks, lane], refs.table_s[3 * sizes.num_ranks + 1, lane]
+    num_rows, begin = (refs.tables.table_s[3 * sizes.num_ranks + row, lane] for row in (0, 1))
     if not sizes.is_streamed:
 
         @pl.when(num_rows > 0)
         def _() -> None:
-            half = _next_weights(refs, sizes, slot, jnp.int32(0), refs.next_s[slot + 1], turn=turn)
-            wait_for(refs.here, num_rows, refs.arrived_S.at[slot], sizes)
+            half = _next_weights(refs, sizes, slot, jnp.int32(0), refs.tables.next_s[slot + 1], turn=turn)
+            wait_for(refs.rows.here, num_rows, refs.semaphores.arrived_S.at[slot], sizes)
             _for_tiles(num_rows, lambda i: _multiply_tile(refs, sizes, begin + i * TILE_ROWS, half))
 
         return turn + jnp.where(num_rows > 0, 1, 0)
@@ -274,11 +276,11 @@ def multiply_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, 
     def multiply_block(step: jax.Array, turn: jax.Array) -> jax.Array:
         group, block = jax.lax.div(step, sizes.num_blocks), jax.lax.rem(step, sizes.num_blocks)
         number = jnp.minimum(num_rows - group * GROUP_ROWS, GROUP_ROWS)
-        waiting = rows_at(refs.here, begin + group * GROUP_ROWS, number, sizes)
-        held = rows_at(refs.held, jnp.int32(0), number, sizes)
-        after = jnp.where(step == num_steps - 1, refs.next_s[slot + 1], slot)
+        waiting = rows_at(refs.rows.here, begin + group * GROUP_ROWS, number, sizes)
+        held = rows_at(refs.rows.held, jnp.int32(0), number, sizes)
+        after = jnp.where(step == num_steps - 1, refs.tables.next_s[slot + 1], slot)
         half = _next_weights(refs, sizes, slot, block, after, turn=turn)
-        wait_for(refs.here, jnp.where(step == 0, num_rows, 0), refs.arrived_S.at[slot], sizes)
+        wait_for(refs.rows.here, jnp.where(step == 0, num_rows, 0), refs.semaphores.arrived_S.at[slot], sizes)
         pl.when(block == 0)(partial(_copy, waiting, held, refs))
         _for_tiles(number, lambda i: _multiply_tile(refs, sizes, i * TILE_ROWS, half, block))
         pl.when(block == sizes.num_blocks - 1)(partial(_copy, held, waiting, refs))
@@ -288,7 +290,7 @@ def multiply_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, 
 
 
 def _copy(rows: Any, to: Any, refs: Refs) -> None:
-    copy = pltpu.make_async_copy(rows, to, refs.counted.at[2])
+    copy = pltpu.make_async_copy(rows, to, refs.semaphores.counted.at[2])
     copy.start()
     copy.wait()
 
@@ -321,12 +323,12 @@ def _read_weights(refs: Refs, sizes: PushSizes, slot: jax.Array, block: jax.Arra
 
 
 def _weight_copies(refs: Refs, sizes: PushSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array) -> list[Any]:
-    index, semaphore = refs.first_s[0] + slot, refs.weights_in.at[half]
+    index, semaphore = refs.tables.first_s[0] + slot, refs.semaphores.weights_in.at[half]
     part = pl.ds(pl.multiple_of(block * sizes.block, sizes.block), sizes.block)
     # Of gate and up, and of their scales, a block has columns, of down rows; the scales of down are whole.
     columns, rows, whole = (index, slice(None), part), (index, part), (index,)
     cuts = (columns, columns, rows, columns, columns, whole) if sizes.is_streamed else (whole,) * 6
-    triples = zip(refs.weights_X, refs.weights_H, cuts, strict=False)
+    triples = zip(refs.operands.weights_X, refs.weights_H, cuts, strict=False)
     return [pltpu.make_async_copy(flat.at[cut], held.at[half], semaphore) for flat, held, cut in triples]
 
 
@@ -336,7 +338,7 @@ def _multiply_tile(
     """Multiply the rows of a tile by the weights of a half: all of an expert, or a block, after the last of which the
     sums of all blocks take the rows' places.
     """
-    words, rows = sizes.row_words, refs.here if block is None else refs.held
+    words, rows = sizes.row_words, refs.rows.here if block is None else refs.rows.held
     pieces = [pl.ds(first * words + q, TILE_ROWS, stride=words) for q in range(words)]
     parts = [halves(rows[piece, :]) for piece in pieces]
     columns = [lower for lower, _ in parts] + [upper for _, upper in parts]
@@ -354,8 +356,8 @@ def _multiply_tile(
         place(result_MD)
         return
     tile = pl.ds(pl.multiple_of(first, TILE_ROWS), TILE_ROWS)
-    sums_MD = jnp.where(block == 0, 0.0, refs.sums_RD[tile, :]) + result_MD
-    refs.sums_RD[tile, :] = sums_MD
+    sums_MD = jnp.where(block == 0, 0.0, refs.rows.sums_RD[tile, :]) + result_MD
+    refs.rows.sums_RD[tile, :] = sums_MD
     pl.when(block == sizes.num_blocks - 1)(partial(place, sums_MD))
 
 

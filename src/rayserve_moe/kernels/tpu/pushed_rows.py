@@ -84,26 +84,27 @@ def push_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, push
     There is nothing to push for a slot beyond the last one.
     """
     is_slot, slot = slot < sizes.num_slots, jnp.minimum(slot, sizes.num_slots - 1)
+    table_s = refs.tables.table_s
 
     def part_for(rank: jax.Array) -> Part:
         lane = rank * sizes.num_slots + slot
-        number = jnp.where(is_slot, refs.table_s[me, lane], 0)
-        rows = rows_at(refs.sent, refs.table_s[2 * sizes.num_ranks + me, lane], number, sizes)
-        return rows, rows_at(refs.here, refs.table_s[sizes.num_ranks + me, lane], number, sizes), number
+        number = jnp.where(is_slot, table_s[me, lane], 0)
+        rows = rows_at(refs.rows.sent, table_s[2 * sizes.num_ranks + me, lane], number, sizes)
+        return rows, rows_at(refs.rows.here, table_s[sizes.num_ranks + me, lane], number, sizes), number
 
-    return pushed + _copy_to_all(part_for, (refs.moved.at[0], refs.arrived_S.at[slot]), sizes, me)
+    return pushed + _copy_to_all(part_for, (refs.semaphores.moved.at[0], refs.semaphores.arrived_S.at[slot]), sizes, me)
 
 
 def return_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, returned: jax.Array) -> jax.Array:
     """Push a slot's results to where their rows came from; counts on how many rows left this device."""
-    lane = me * sizes.num_slots + slot
+    lane, table_s = me * sizes.num_slots + slot, refs.tables.table_s
 
     def part_for(rank: jax.Array) -> Part:
-        number = refs.table_s[rank, lane]
-        rows = rows_at(refs.here, refs.table_s[sizes.num_ranks + rank, lane], number, sizes)
-        return rows, rows_at(refs.home, refs.table_s[2 * sizes.num_ranks + rank, lane], number, sizes), number
+        number = table_s[rank, lane]
+        rows = rows_at(refs.rows.here, table_s[sizes.num_ranks + rank, lane], number, sizes)
+        return rows, rows_at(refs.rows.home, table_s[2 * sizes.num_ranks + rank, lane], number, sizes), number
 
-    return returned + _copy_to_all(part_for, (refs.moved.at[1], refs.moved.at[2]), sizes, me)
+    return returned + _copy_to_all(part_for, (refs.semaphores.moved.at[1], refs.semaphores.moved.at[2]), sizes, me)
 
 
 def _copy_to_all(
