@@ -108,7 +108,7 @@ def moe_layer(
     if config.spec.experts.shared != "none":
         shared_TD = _shared_expert(params["shared"], normed_TD, moe_index, config)
         out_TD = (out_TD.astype(jnp.float32) + shared_TD).astype(hidden_TD.dtype)
-    added_TD = scaled(out_TD, config.spec.residual_multiplier)
+    added_TD = scaled(out_TD, config.spec.factors.residual_multiplier)
     return LayerCarry(hidden_TD, added_TD, kv_pages, carry.num_done + 1), routing
 
 
@@ -132,7 +132,7 @@ def dense_layer(
     layer, dense_index = run.first + carry.num_done, run.first_of_kind + carry.num_done
     hidden_TD, normed_TD, kv_pages = attention_block(params, carry, layer, inputs=inputs, config=config)
     out_TD = dense_mlp(params["dense"], normed_TD, dense_index, config)
-    added_TD = scaled(out_TD.astype(hidden_TD.dtype), config.spec.residual_multiplier)
+    added_TD = scaled(out_TD.astype(hidden_TD.dtype), config.spec.factors.residual_multiplier)
     return LayerCarry(hidden_TD, added_TD, kv_pages, carry.num_done + 1), None
 
 
@@ -161,7 +161,7 @@ def attention_block(
     else:
         hidden_TD, made = projected[0], projected[1:]
         out_TD, kv_pages = attend(weights, (hidden_TD, kv_pages), layer, inputs=inputs, config=config, made=made)
-    added_TD = scaled(out_TD, config.spec.residual_multiplier)
+    added_TD = scaled(out_TD, config.spec.factors.residual_multiplier)
     return *_add_and_norm(hidden_TD, added_TD, params["mlp_norm"]["scale"], layer, config), kv_pages
 
 

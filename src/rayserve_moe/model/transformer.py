@@ -102,7 +102,7 @@ def embedded(params: Parameters, token_ids_T: jax.Array, *, config: ModelConfig)
     with jax.named_scope("embedding"):
         rows_TD = look_up(params["embedding"]["table_VD"], token_ids_T, plan=config.plan, take=take)
         hidden_TD = rows_TD[:, : config.spec.hidden_size]
-        return scaled(hidden_TD, config.spec.embedding_multiplier)
+        return scaled(hidden_TD, config.spec.factors.embedding_multiplier)
 
 
 def words_of(config: ModelConfig) -> VocabularyPart:
@@ -125,4 +125,5 @@ def normed_logits(
     head = partial(config.kernels.head.logits, head_VD=embedding.get("head_VD", embedding["table_VD"]))
     with jax.named_scope("head"):
         logits_WV = score_my_words(normed_SD, head, part=words_of(config), plan=None if are_everywhere else config.plan)
-        return logits_WV if config.spec.logits_divisor == 1.0 else logits_WV / config.spec.logits_divisor
+        divisor = config.spec.factors.logits_divisor
+        return logits_WV if divisor == 1.0 else logits_WV / divisor
