@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.checkpoints.synthetic_models import Drawn
 from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.kernels.reference import attention as attention_reference
@@ -202,7 +203,7 @@ ENGINES = {
 def engine_outcome(case: EngineCase) -> Outcome:
     """Sequences with drafts by the kernel, next to the same without drafts by the reference: log-probs."""
     model = FAMILY_PRESETS[case.preset]
-    model = replace(model, config={**model.config, "num_hidden_layers": 2, **case.changes}, scale=0.05)
+    model = replace(model, config={**model.config, "num_hidden_layers": 2, **case.changes}, drawn=Drawn(scale=0.05))
     generator = np.random.default_rng(5)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=9) for n in (1, 9, 40)]
     settings = {**TWO_SHAPES, "dtype": "float32", "cpu_kernels": "off", "compile_cache": "off", "page_size": PAGE}

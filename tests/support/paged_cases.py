@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.checkpoints.synthetic_models import Drawn
 from rayserve_moe.checkpoints.synthetic_presets import FAMILY_PRESETS
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
@@ -195,7 +196,7 @@ def engine_outcome(name: str) -> Outcome:
     """Sequences of a model with prompts in chunks and single tokens, next to the same by the reference: log-probs."""
     preset, more = MODELS[name]
     model = FAMILY_PRESETS[preset]
-    model = replace(model, config={**model.config, "num_hidden_layers": 2, **more}, scale=0.05)
+    model = replace(model, config={**model.config, "num_hidden_layers": 2, **more}, drawn=Drawn(scale=0.05))
     generator = np.random.default_rng(5)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (1, 9, 40)]
     settings = {**TWO_SHAPES, "dtype": "float32", "cpu_kernels": "off", "compile_cache": "off", "page_size": PAGE}

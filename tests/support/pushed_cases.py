@@ -26,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.checkpoints.synthetic_models import Drawn
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.narrow_weights import NARROW
 from rayserve_moe.kernels.reference.expert_products import (
@@ -57,6 +58,7 @@ IN_BLOCKS, ON_TWO_CORES = "in blocks: ", "on two cores: "
 has two cores, and three slots for them.
 """
 WIDTHS: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+DRAWN = Drawn(scale=0.05, norm_jitter=0.2)
 """Of models whose experts the kernel takes."""
 OWN: dict[str, Callable[..., Any]] = {
     "attend": paged_attention.attend,
@@ -176,7 +178,7 @@ def engine_outcome(expert_dtype: str = "bfloat16") -> Outcome:
     """Sequences of two data ranks of two devices each, next to the same by an exchange: ids, routing, log-probs."""
     traced: list[str] = []
     KERNELS["cpu"] = interpreted("cpu", traced=traced)
-    config = replace(CORE_CONFIG, **WIDTHS, scale=0.05)
+    config = replace(CORE_CONFIG, **WIDTHS, drawn=DRAWN)
     generator = np.random.default_rng(5)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (1, 9, 20)]
     settings = {**TWO_SHAPES, "dtype": "bfloat16", "cpu_kernels": "off", "num_redundant_experts": 4}
@@ -216,7 +218,7 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
     """Sequences by all kernels of our own, together, one by one, and in other chunks with preemption: equal to the bit.
     The difference is that of log-probs from float32; the largest, how far those by the kernels of CPUs are from it.
     AssertionError for other ids, or other rows than by the kernels of CPUs."""
-    config = replace(CORE_CONFIG, **WIDTHS, head_dim=128, num_experts=128, scale=0.05)
+    config = replace(CORE_CONFIG, **WIDTHS, head_dim=128, num_experts=128, drawn=DRAWN)
     generator = np.random.default_rng(8)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (2, 9, 20, 37)]
     settings = {**TWO_SHAPES, "dtype": "bfloat16", "cpu_kernels": "off", "compile_cache": "off"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -24,7 +24,7 @@ from tests.support.checkpoints import CORE_CONFIG
 from tests.support.native import need_native_kernels
 
 PAGE = 16
-SPEC = spec_from_hf(asdict(CORE_CONFIG))
+SPEC = spec_from_hf(CORE_CONFIG.hf_config("float32"))
 MODELS = {
     "all positions": SPEC,
     "windows": replace(SPEC, attention=replace(SPEC.attention, windows=(20, 0, 20))),

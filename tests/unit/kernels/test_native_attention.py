@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -38,7 +38,9 @@ def _kernels():
 
 def spec_with(**changes: Any) -> ModelSpec:
     """A tiny model with other values in its config, or of knobs of its attention or rotation."""
-    spec = spec_from_hf(asdict(replace(PRESETS["tiny"], num_hidden_layers=NUM_LAYERS, num_attention_heads=6)))
+    spec = spec_from_hf(
+        replace(PRESETS["tiny"], num_hidden_layers=NUM_LAYERS, num_attention_heads=6).hf_config("float32")
+    )
     rope = {name: value for name, value in changes.items() if hasattr(spec.rope, name)}
     attention = {name: value for name, value in changes.items() if name not in rope}
     return replace(spec, attention=replace(spec.attention, **attention), rope=replace(spec.rope, **rope))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -29,7 +29,9 @@ ATTENTION = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=12, latent=WIDTH
 
 
 def spec_with(widths: LatentSpec = WIDTHS, **changes: object) -> ModelSpec:
-    return replace(spec_from_hf(asdict(CORE_CONFIG)), attention=replace(ATTENTION, latent=widths, **changes))
+    return replace(
+        spec_from_hf(CORE_CONFIG.hf_config("float32")), attention=replace(ATTENTION, latent=widths, **changes)
+    )
 
 
 def parameters_with(*, tensor_size: int = 1, widths: LatentSpec = WIDTHS, **changes: object) -> dict[str, ParamSpec]:

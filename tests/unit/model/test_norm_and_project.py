@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -46,7 +46,7 @@ def own_kernels() -> Kernels:
 
 def block_by(kernels: Kernels, prompt: tuple[int, ...]) -> list[np.ndarray]:
     """The stream, its norm, and the pool behind attention, [layers * pages, page, elements of a row]."""
-    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     attention = replace(spec.attention, num_heads=4, num_kv_heads=2, head_dim=128)
     spec = replace(spec, hidden_size=WIDTH, attention=attention)
     config = model_config(spec, plan_for(jax.devices()[:1]), experts=ExpertSettings(), kernels=kernels)
