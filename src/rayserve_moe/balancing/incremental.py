@@ -40,7 +40,7 @@ class _Moves:
         return np.where(self.is_exchange, 2, 1)
 
     def of(self, layers: np.ndarray) -> tuple[Slot, Slot]:
-        """The two slots in some of the layers."""
+        """Return the two slots in some of the layers."""
         (rank, place), (other_rank, other_place) = self.hot_slot, self.other
         return (rank[layers], place[layers]), (other_rank[layers], other_place[layers])
 
@@ -118,7 +118,7 @@ def _best_moves(layout: Layout, items: np.ndarray, *, goal: np.ndarray, which: n
 
 
 def _discounted(after: np.ndarray, peak: np.ndarray, is_near: np.ndarray) -> np.ndarray:
-    """The load `after` a move, as if one that is not near relieved the peak by a part of it only."""
+    """Return the load `after` a move, of which one that is not near counts as relieving the peak by a part only."""
     return after if is_near.all() else np.where(is_near, after, peak - (peak - after) / FAR_COST)
 
 
@@ -278,7 +278,7 @@ class _Loads:
 
 
 def _best_exchange(layout: Layout, loads: _Loads) -> tuple[np.ndarray, np.ndarray, Slot]:
-    """Of each layer: the hottest rank's load after the move, the place of its slot, and the other slot."""
+    """Return per layer the hottest rank's load after the move, the place of its slot, and the other slot."""
     given = loads.hot_items[:, :, None, None] - loads.items[:, None]
     after = np.maximum(loads.peak[:, None, None, None] - given, loads.ranks[:, None, :, None] + given)
     after[loads.has_hot] = np.inf
@@ -289,7 +289,7 @@ def _best_exchange(layout: Layout, loads: _Loads) -> tuple[np.ndarray, np.ndarra
 
 
 def _best_replacement(layout: Layout, loads: _Loads) -> tuple[np.ndarray, Slot, np.ndarray]:
-    """Of each layer: the hottest rank's load after the move, the slot, and the expert that it gets.
+    """Return per layer the hottest rank's load after the move, the slot, and the expert that it gets.
 
     Bounds from above: where several changes meet on a rank, those that relieve it are left out.
     """
@@ -311,7 +311,7 @@ def _best_replacement(layout: Layout, loads: _Loads) -> tuple[np.ndarray, Slot, 
 
 
 def _disturb(layout: Layout, load: np.ndarray, generator: np.random.Generator, *, from_hottest: bool) -> None:
-    """One move at random, the same in all layers where it is possible, regardless of the loads."""
+    """Make one move at random, the same in all layers that allow it, regardless of the loads."""
     num_layers, num_ranks, num_slots = layout.experts.shape
     layers = np.arange(num_layers)
     here, there = generator.integers(num_ranks, size=2)

@@ -108,7 +108,7 @@ def _check(load: np.ndarray, ep_size: int, num_redundant: int, previous: ExpertP
 
 
 def _scaled(load: np.ndarray) -> np.ndarray:
-    """The load as float64 with a greatest value of 1 in every layer, or 0 where there is none."""
+    """Return the load as float64 with a maximum of 1 in every layer, or 0 in a layer without load."""
     load = load.astype(np.float64)
     most = load.max(axis=1, keepdims=True)
     return load / np.where(most > 0, most, 1)
@@ -163,7 +163,7 @@ def _from_previous(
 
 
 def _as_before(previous: ExpertPlacement) -> tuple[Layout, np.ndarray]:
-    """A placement as a layout, and its shares [layers, slots]."""
+    """Return a placement as a layout, and its shares [layers, slots]."""
     shape = previous.num_layers, previous.ep_size, previous.slots_per_rank
     experts = previous.expert_of_slot.reshape(shape).astype(np.int64)
     return layout_of(experts, previous.num_experts), previous.share_of_slot.astype(np.float64)
@@ -172,7 +172,7 @@ def _as_before(previous: ExpertPlacement) -> tuple[Layout, np.ndarray]:
 def _rebalanced(
     layout: Layout, load: np.ndarray, *, shares: np.ndarray, goal: np.ndarray, budget: float
 ) -> ExpertPlacement:
-    """The placement that `rebalance` finds from a layout with `shares`."""
+    """Return the placement that `rebalance` finds from a layout with `shares`."""
     amounts = shares * np.take_along_axis(load, layout.by_layer, axis=1)
     layers = np.flatnonzero(layout.peaks(amounts) > goal * (1 + ROUNDING))
     if layers.size:
@@ -232,7 +232,7 @@ def _everywhere(
 
 
 def _rest_of_budget(budget: float, experts: np.ndarray, previous: ExpertPlacement) -> float:
-    """What the budget leaves once ranks hold `experts`, which they have to."""
+    """Return the rest of the budget once ranks hold `experts`, which they have to."""
     forced = num_incoming(experts, previous)
     if forced > budget:
         raise PlacementError(f"other ranks force {forced} slots to change, more than the slot budget")
@@ -335,12 +335,12 @@ def lower_bound(load: np.ndarray, *, ep_size: int, num_redundant: int) -> np.nda
 
 
 def _counts_at(load: np.ndarray, level: np.ndarray, most: int) -> np.ndarray:
-    """Replicas of every expert, at most `most`, with which its load per replica is `level` or less."""
+    """Return the replicas of every expert, at most `most`, that bring its load per replica to `level` or less."""
     return np.clip(np.ceil(load / level), 1, most).astype(np.int64)
 
 
 def _pigeonhole_bound(load: np.ndarray, ep_size: int) -> np.ndarray:
-    """Of the k * ranks + 1 hottest experts some rank holds k + 1; the rest of its slots hold the coldest at best."""
+    """Bound the peak: of the k * ranks + 1 hottest experts some rank holds k + 1, beside the coldest at best."""
     num_experts = load.shape[1]
     slots_per_rank = num_experts // ep_size
     ordered = -np.sort(-load, axis=1)

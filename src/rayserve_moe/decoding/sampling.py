@@ -129,7 +129,7 @@ def _draw(
 def _best_here(
     logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of a device's words the one that scores best with its noise: score, id, log-probability."""
+    """Return a device's word that scores best with its noise: score, id, log-probability."""
     score_S, id_S = best_of(_noisy(logprobs_SV, rows, noise, part), part.ids())
     return score_S, id_S, jnp.sum(logprobs_SV, axis=-1, where=part.ids() == id_S[:, None])
 
@@ -137,7 +137,7 @@ def _best_here(
 def _chosen_here(
     found: LogProbs, rows: SamplingBatch, choose: Choose, part: VocabularyPart
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same by one kernel."""
+    """Return the same by one kernel."""
     last = _last_kept(found.logprobs_SV, rows, part)
     of_noise = rows.seed_S, rows.choice_S, rows.position_S
     num_places = part.num_parts * part.width
@@ -145,7 +145,7 @@ def _chosen_here(
 
 
 def _noisy(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart) -> jax.Array:
-    """Log-probabilities that survive truncation, minus infinity for others, with noise."""
+    """Return the log-probabilities that survive truncation, minus infinity for others, with noise."""
     last = _last_kept(logprobs_SV, rows, part)
     kept_SV = jnp.where(is_kept(logprobs_SV, last, part=part), logprobs_SV, -jnp.inf)
     return kept_SV + noise(rows.seed_S, rows.choice_S, rows.position_S, first=part.first, size=part.width)
@@ -171,7 +171,7 @@ def likeliest_samples(
     noise: Noise = gumbel_noise,
     masses: Masses = masses_of,
 ) -> TopTokens:
-    """The `count` tokens that `sample` is likeliest to take by logits near these, the same on all devices.
+    """Return the `count` tokens that `sample` is likeliest to take by logits near these, the same on all devices.
 
     The first is what `sample` takes. Their log-probabilities are those of a softmax of what it takes the largest of:
     as if others were off by noise of the same kind.
@@ -199,7 +199,7 @@ class Drafts(NamedTuple):
     before_S: jax.Array | None = None
 
     def at_parents(self, of_samples_S: jax.Array) -> jax.Array:
-        """What the samples have that drafts follow."""
+        """Return the values of the samples that drafts follow."""
         return jnp.roll(of_samples_S, 1) if self.before_S is None else of_samples_S[self.before_S]
 
 
@@ -218,7 +218,7 @@ def drafts_of(rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array, *, mo
 
 
 def tree_drafts_of(ancestors_S: jax.Array, ids_S: jax.Array, *, most_drafts: int) -> Drafts:
-    """The same of trees of at most `most_drafts` levels below their roots, by the masks of the tokens."""
+    """Find the drafts of trees of at most `most_drafts` levels below their roots, by the masks of the tokens."""
     places_S, is_draft_S = jnp.arange(len(ids_S)), depths_of(ancestors_S) > 0
     before_S = jnp.where(is_draft_S, places_S - nodes_of(ancestors_S) + parents_of(ancestors_S), places_S)
     drafted, at_S, reaches_S = [], places_S, is_draft_S
@@ -230,7 +230,7 @@ def tree_drafts_of(ancestors_S: jax.Array, ids_S: jax.Array, *, most_drafts: int
 
 
 def accepted(sampled_S: jax.Array, drafts: Drafts) -> tuple[jax.Array, jax.Array]:
-    """Which samples count, and which are the last of their row that do; both bool [S]."""
+    """Return the samples that count, and the last one of each row that does; both bool [S]."""
     is_right_S = drafts.ids_S == drafts.at_parents(sampled_S)
     counts_S = jnp.ones_like(is_right_S)
     for _ in range(drafts.drafted_SK.shape[1]):
@@ -262,7 +262,7 @@ def with_evidence(
     part: VocabularyPart,
     masses: Masses,
 ) -> tuple[Sampled, jax.Array]:
-    """The samples, and evidence of them, float32 [S, F]: entropy, then log-probs of the listed ids.
+    """Return the samples, and their evidence, float32 [S, F]: entropy, then log-probs of the listed ids.
 
     `asked_SF` int32 [S, F] has per row what its evidence is of, then ids, -1 for none. 0 stands for the distribution
     that was sampled before truncation; 1 for the model's own, at temperature 1, of which the sample's log-prob, its
@@ -304,7 +304,7 @@ def sampling_support(
     part: VocabularyPart,
     masses: Masses,
 ) -> tuple[jax.Array, jax.Array]:
-    """The words that truncation has left to rows that want it, as bits int32 [S, W] of the whole vocabulary (those of
+    """Return the words that truncation leaves, for rows that want it, as bits int32 [S, W] of the whole vocabulary (of
     `masks`), and the log-probs float32 [S] of the samples `ids_S` among these. The same on all devices.
     """
     num_words = mask_words(part.num_parts * part.width)

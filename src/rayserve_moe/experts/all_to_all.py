@@ -45,7 +45,7 @@ LANES = 128
 def apply_all_to_all(
     tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig, overlapped: bool = False
 ) -> jax.Array:
-    """The MoE sum of each token [T, D], one chunk of tokens after the other, or each sent while one is multiplied."""
+    """Return the MoE sum of each token [T, D], chunk after chunk, or each chunk sent while one is multiplied."""
     plan, (num_tokens, width), top_k = config.plan, tokens.hidden_TD.shape, config.router.top_k
     part = take_part(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
     row_bytes = width * tokens.hidden_TD.dtype.itemsize
@@ -76,7 +76,7 @@ def apply_all_to_all(
 
 
 def multiply_rows(experts: LayerExperts, *, kernel: Kernel) -> Multiply:
-    """The grouped product of rows that belong to one local slot each, by `ExpertKernels.results`."""
+    """Return the grouped product of rows that belong to one local slot each, by `ExpertKernels.results`."""
 
     def multiply(rows_CQV: jax.Array, slots_C: jax.Array) -> jax.Array:
         with jax.named_scope("experts"):
@@ -87,7 +87,7 @@ def multiply_rows(experts: LayerExperts, *, kernel: Kernel) -> Multiply:
 
 @dataclass(frozen=True)
 class ExchangeConfig:
-    """What is fixed about an exchange: mesh axes, ranks over them, slots of all ranks, rows taken per round, slices."""
+    """Fixed sizes of an exchange: mesh axes, ranks over them, slots of all ranks, rows taken per round, slices."""
 
     axes: tuple[str, ...]
     num_ranks: int
@@ -235,7 +235,7 @@ def plan_route(slots_TK: jax.Array, *, config: ExchangeConfig) -> Route:
 
 
 def _counted_slots(num_ranks: int, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a sender counts: rows to the slots from first to end, of each slot, then of each rank.
+    """Return the counted ranges of slots, first and end: each slot, then each rank.
 
     The numbers are a multiple of `LANES`: others TPUs do not gather, but add up.
     """
@@ -247,7 +247,7 @@ def _counted_slots(num_ranks: int, num_slots: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _runs(sent_RR: jax.Array, me: jax.Array) -> tuple[Runs, Runs]:
-    """The runs that rank `me` sends and receives, from the rows of each sender to each receiver."""
+    """Return the runs that rank `me` sends and receives, from the rows of each sender to each receiver."""
     ranks_R = jnp.asarray(np.arange(len(sent_RR)))
 
     def total(is_counted_R: jax.Array, axis: int) -> jax.Array:
@@ -262,7 +262,7 @@ def _runs(sent_RR: jax.Array, me: jax.Array) -> tuple[Runs, Runs]:
 
 
 def _fits_one_round(chunk: Chunk, config: ExchangeConfig) -> bool:
-    """Whether a rank can take all there is at once, even if every rank sends all of its rows there."""
+    """Return True if one exchange round suffices even when every rank sends all its rows to one rank."""
     return config.num_ranks * chunk.slots_TK.size <= config.round_rows
 
 
@@ -340,7 +340,7 @@ def _return_results(
 
 
 def _of_round(runs: Runs, turn: jax.Array | int, config: ExchangeConfig) -> Runs:
-    """The part of each run that this round takes; the receiver's places are those in the round."""
+    """Return the part of each run that this round takes; the receiver's places are those in the round."""
     begin_R = turn * config.round_rows - runs.at_receiver_R
     low_R = jnp.clip(begin_R, 0, runs.counts_R)
     counts_R = jnp.clip(begin_R + config.round_rows, 0, runs.counts_R) - low_R

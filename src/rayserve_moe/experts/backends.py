@@ -28,7 +28,7 @@ RESULT_BYTES = 4 * SEND_BYTES
 
 
 def apply_local(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> jax.Array:
-    """The MoE sum of each token [T, D] where this device holds all slots. ValueError where there are more devices."""
+    """Return the MoE sum of each token [T, D] if this device holds all slots; ValueError with more devices."""
     if config.plan.num_expert_ranks > 1:
         raise ValueError(
             f"expert backend local is for one device, and experts lie over {config.plan.num_expert_ranks}: choose auto"
@@ -37,7 +37,7 @@ def apply_local(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertC
 
 
 def apply_replicated(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> jax.Array:
-    """The MoE sum of each token [T, D], by a gather over data, then sums over all ranks.
+    """Return the MoE sum of each token [T, D], by a gather over data, then sums over all ranks.
 
     Over several slices each device of a tensor group gathers its part of the tokens, so that a token goes to another
     slice once and not once per device, nor does its sum.
@@ -119,7 +119,7 @@ def _exchange_for(tokens_per_device: int) -> str:
 
 
 def replicated_bytes(tokens_per_device: int, *, ep_size: int, tensor_size: int, row_bytes: int) -> int:
-    """Bytes that reach a device where tokens are gathered, with starting costs.
+    """Return the bytes that reach a device if tokens are gathered, with starting costs.
 
     Rows of the other data ranks come in, float32 sums (two rows' bytes each) go back, and sums are added over tensor.
     """
@@ -131,7 +131,7 @@ def replicated_bytes(tokens_per_device: int, *, ep_size: int, tensor_size: int, 
 
 
 def all_to_all_bytes(tokens_per_device: int, *, ep_size: int, tensor_size: int, top_k: int, row_bytes: int) -> int:
-    """Bytes that reach a device where tokens are exchanged, evenly routed, with starting costs.
+    """Return the bytes that reach a device if tokens are exchanged, evenly routed, with starting costs.
 
     A row per assignment is received and a result is sent back, but for the part that stays on its rank; then sums are
     shared over tensor. The counts that announce the rows are small.
@@ -142,7 +142,7 @@ def all_to_all_bytes(tokens_per_device: int, *, ep_size: int, tensor_size: int, 
 
 
 def _gather(tokens: RoutedTokens, axes: str | tuple[str, ...]) -> RoutedTokens:
-    """The tokens of all ranks of `axes`: their hidden states, and with one more collective all else, as integers."""
+    """Gather the tokens of all ranks of `axes`: hidden states, and with one more collective all else, as integers."""
     hidden_TD, ids_TK, gates_TK, valid_T = tokens
     bits_TK = jax.lax.bitcast_convert_type(gates_TK, jnp.int32)
     choice_TY = jnp.concatenate([ids_TK, bits_TK, valid_T[:, None].astype(jnp.int32)], axis=1)
@@ -158,7 +158,7 @@ def _combine(out_TD: jax.Array, tokens: RoutedTokens, config: ExpertConfig) -> j
 
 
 def _sums_of_my_slots(tokens: RoutedTokens, experts: PlacedExperts, config: ExpertConfig) -> jax.Array:
-    """What this rank's slots add to each token: float32 [T, D]. The choice of slots is the same on every rank."""
+    """Return the sum of this rank's slots for each token: float32 [T, D]. Every rank chooses the same slots."""
     hidden_TD, ids_TK, gates_TK, valid_T = tokens
     num_local = config.num_local_slots
     with jax.named_scope("dispatch"):

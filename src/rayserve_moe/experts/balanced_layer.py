@@ -58,7 +58,7 @@ class LimitedAssignments(NamedTuple):
 
 
 def step_capacity(valid_T: jax.Array, capacity_factor: jax.Array, *, config: ExpertConfig) -> StepCapacity:
-    """The capacity of a slot in a step; a collective of all ranks."""
+    """Return the capacity of a slot in a step; a collective of all ranks."""
     valid_W = _compete(valid_T, config)
     top_k = config.router.top_k
     return StepCapacity(valid_W, capacity_of(capacity_factor, valid_W, k=top_k, num_slots=config.num_slots))
@@ -104,7 +104,7 @@ def assign_slots(  # noqa: PLR0913 (what differs from call to call is by keyword
 def spread_over_replicas(
     ids_KW: jax.Array, valid_W: jax.Array, order: SlotOrder, *, capacity: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A slot of its expert for every assignment, int32 [K, W] (-1: padding), and tokens per slot [N].
+    """Return a slot of its expert for every assignment, int32 [K, W] (-1: padding), and tokens per slot [N].
 
     The first slot with free capacity; where an expert has none left, its slots take further tokens round robin.
     """
@@ -131,7 +131,7 @@ def spread_over_replicas(
 def order_of_placement(
     maps: PlacementArrays | None, layer: jax.Array, *, num_tokens: int, config: ExpertConfig
 ) -> SlotOrder:
-    """The expert of each slot, and how near it is: on the rank that dispatches a token, on its host, elsewhere.
+    """Return the expert and the distance of each slot: on the rank that dispatches a token, on its host, elsewhere.
 
     `num_tokens` are those of a data rank; a rank dispatches its part of them (`take_part`).
     """
@@ -154,7 +154,7 @@ def order_of_placement(
 
 
 def distances(config: ExpertConfig) -> np.ndarray:
-    """How far each slot lies from each rank, int32 [N, R]: OWN_RANK, OWN_HOST or ELSEWHERE."""
+    """Return the distance of each slot from each rank, int32 [N, R]: OWN_RANK, OWN_HOST or ELSEWHERE."""
     ranks = np.arange(config.plan.num_expert_ranks)
     hosts = np.array([device.process_index for device in config.plan.mesh.devices.flat])
     apart = np.where(hosts[:, None] == hosts, OWN_HOST, ELSEWHERE)
@@ -163,7 +163,7 @@ def distances(config: ExpertConfig) -> np.ndarray:
 
 
 def _compete(local: jax.Array, config: ExpertConfig) -> jax.Array:
-    """An array [T, ...] of this rank's tokens, joined over all tokens that compete with them."""
+    """Join an array [T, ...] of this rank's tokens over all tokens that compete with them."""
     return config.plan.gather_data_ranks(local, dim=0) if config.capacity_scope == "global" else local
 
 
@@ -230,7 +230,7 @@ def balanced_expert_selection(  # noqa: PLR0913 (the agreed signature)
 
 
 def capacity_of(factor: jax.Array | float, valid_B: jax.Array, *, k: int, num_slots: int) -> jax.Array:
-    """Tokens that a slot takes: the factor times the even load, rounded down, and 1 at least; int32.
+    """Return the tokens that a slot takes: the factor times the even load, rounded down, and at least 1; int32.
 
     Multiplied from left to right and divided in float32, and not as a product with a reciprocal.
     """
@@ -243,7 +243,7 @@ def capacity_of(factor: jax.Array | float, valid_B: jax.Array, *, k: int, num_sl
 def order_of_table(
     slots_of_expert: jax.Array, device_index: jax.Array | int | None, *, num_experts: int, num_slots: int
 ) -> SlotOrder:
-    """The order that a table of slots [E, M] or [D, E, M] states; see `balanced_expert_selection`."""
+    """Return the order of a table of slots [E, M] or [D, E, M]; see `balanced_expert_selection`."""
     if (slots_of_expert.ndim == 3) != (device_index is not None):
         raise ValueError(
             "slots_of_expert has a dimension of devices, or there is no device_index: give both or neither"
@@ -265,7 +265,7 @@ def _places(slots_X: jax.Array, num_slots: int) -> jax.Array:
 def weights_of(
     assigned: SlotAssignments, gates_BE: jax.Array, *, renormalize: bool, scale: float = 1.0, floor: float = 0.0
 ) -> jax.Array:
-    """Float32 [B, K]: gates at the experts that were assigned, 0 where none was.
+    """Return float32 [B, K]: gates at the assigned experts, 0 without one.
 
     What is divided by the sum, or by `floor` where that is larger, is multiplied by its reciprocal, which is what XLA
     makes of such a division anyway.

@@ -122,7 +122,7 @@ class Engine:
 
     @property
     def card(self) -> ModelCard:
-        """The model being served, with the version of its weights, as it is now."""
+        """Return the served model with the current version of its weights."""
         return self.loop.card
 
     def pause_generation(self, mode: str = "abort") -> None:

@@ -228,7 +228,7 @@ class OutputWriter:
     def request_output(
         self, request: GenerationRequest, results: Sequence[ChoiceResult], *, params: SamplingParams, prompt: str | None
     ) -> RequestOutput:
-        """Put together what came of one request; `params` are those that it was made of."""
+        """Return the output of one request, which was made of `params`."""
         num_prompt_tokens = len(request.prompt_ids)
         start = params.routed_experts_prompt_start
         found = (_rows(result.routing, start, num_prompt_tokens) for result in results)
@@ -287,7 +287,7 @@ class OutputWriter:
 
 
 def _rows(routing: RoutedExperts | None, first: int, last: int) -> np.ndarray | None:
-    """Rows of positions `[first, last)`, or None unless every one of them is known."""
+    """Return the rows of positions `[first, last)`, or None unless every one of them is known."""
     if routing is None or first < routing.start or routing.start + len(routing.rows) < last:
         return None
     if any(begin < last and end > first for begin, end in routing.missing):

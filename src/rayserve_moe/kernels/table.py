@@ -34,7 +34,7 @@ Kernel = Callable[..., jax.Array]
 
 
 def no_push(sizes: PushSizes) -> str:
-    """Of kernels that push no rows: what they lack for any sizes."""
+    """Return the reason for kernels that push no rows."""
     return f"there is no such kernel for rows of {sizes.width}"
 
 
@@ -150,7 +150,7 @@ class Kernels:
     """Options of XLA for programs of these kernels, unless XLA_FLAGS sets them."""
 
     def __repr__(self) -> str:
-        """The name: programs on disk are found by it, so it holds no address of a function."""
+        """Return the name: programs on disk are found by it, so it holds no address of a function."""
         return f"Kernels({self.name})"
 
 

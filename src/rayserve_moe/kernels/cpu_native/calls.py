@@ -63,7 +63,7 @@ MULTIPLES = MappingProxyType(dict.fromkeys(("expert_inner", "dense_inner", "voca
 
 
 def rms_norm(rows_TD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """`layers.rms_norm` of bfloat16 rows."""
+    """Compute `layers.rms_norm` of bfloat16 rows."""
     assert rows_TD.shape[1:] == scale_D.shape, f"{scale_D.shape} scales for {rows_TD.shape}"
     shape = jax.ShapeDtypeStruct(rows_TD.shape, rows_TD.dtype)
     return jax.ffi.ffi_call(f"{PREFIX}norm", shape)(rows_TD, scale_D, eps=np.float32(eps))
@@ -72,7 +72,7 @@ def rms_norm(rows_TD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
 def router_scores(
     hidden_TD: jax.Array, router_DE: jax.Array, *, bias_E: jax.Array | None = None, score: str = "softmax"
 ) -> jax.Array:
-    """`layers.router_scores` of bfloat16 rows."""
+    """Compute `layers.router_scores` of bfloat16 rows."""
     assert hidden_TD.shape[1] == router_DE.shape[0], f"{hidden_TD.shape} times {router_DE.shape}"
     shape = jax.ShapeDtypeStruct((hidden_TD.shape[0], router_DE.shape[1]), jnp.float32)
     return jax.ffi.ffi_call(f"{PREFIX}scores", shape)(hidden_TD, router_DE, _or_empty(bias_E, jnp.float32), score=score)
@@ -86,7 +86,7 @@ def rotation_of(positions_T: jax.Array, frequencies: np.ndarray, *, factor: floa
 
 
 def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array) -> WordMasses:
-    """`layers.masses_of`, added up in one order whatever the number of rows."""
+    """Compute `layers.masses_of`, added up in one order whatever the number of rows."""
     numbers, places = (jax.ShapeDtypeStruct(temperature_S.shape, dtype) for dtype in (jnp.float32, jnp.int32))
     call = jax.ffi.ffi_call(f"{PREFIX}masses", (numbers, places, numbers, places, numbers))
     return WordMasses(*call(logits_SV, temperature_S, num_words))
@@ -95,7 +95,7 @@ def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Arr
 def gumbel_noise(
     seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, first: jax.Array, size: int
 ) -> jax.Array:
-    """`layers.gumbel_noise`: of the same bits, with logarithms that may differ in the last one."""
+    """Draw `layers.gumbel_noise`: of the same bits, with logarithms that may differ in the last one."""
     shape = jax.ShapeDtypeStruct((len(seed_S), size), jnp.float32)
     return jax.ffi.ffi_call(f"{PREFIX}noise", shape)(seed_S, choice_S, position_S, first)
 
@@ -119,26 +119,26 @@ def choose(
 
 
 def move_rows(pool: jax.Array, moves: Moves, *, num_layers: int) -> jax.Array:
-    """`kv_pool.move_rows` of a bfloat16 pool, in place."""
+    """Do `kv_pool.move_rows` of a bfloat16 pool, in place."""
     shape = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
     call = jax.ffi.ffi_call(f"{PREFIX}moves", shape, input_output_aliases={0: 0})
     return call(pool, *moves, num_layers=np.int64(num_layers))
 
 
 def product(left_TK: jax.Array, right_KN: jax.Array) -> jax.Array:
-    """Rows times packed weights, float32 [T, N]."""
+    """Multiply rows by packed weights: float32 [T, N]."""
     assert left_TK.shape[1] == right_KN.shape[0], f"{left_TK.shape} times {right_KN.shape}"
     shape = jax.ShapeDtypeStruct((left_TK.shape[0], right_KN.shape[1]), jnp.float32)
     return jax.ffi.ffi_call(f"{PREFIX}product", shape)(left_TK, right_KN)
 
 
 def head_logits(hidden_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """Float32 logits [T, V] by a table that `layout.pack_columns` has laid out as the right side of a product."""
+    """Compute float32 logits [T, V] by a table that `layout.pack_columns` laid out as a product's right side."""
     return product(hidden_TD, head_VD.reshape(head_VD.shape[::-1]))
 
 
 def expert_sums(hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, experts: LayerExperts) -> jax.Array:
-    """`expert_products.sum_results`, each token's results added in the order of its slots: float32 [T, D].
+    """Compute `expert_products.sum_results`, a token's results added in the order of its slots: float32 [T, D].
 
     Weights, of bfloat16 or 8 bits, are packed; biases and scales are not. Inner rows and the result of each assignment
     are rounded to bfloat16.
@@ -160,12 +160,12 @@ def expert_sums(hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, 
 
 
 def _or_empty(array: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """What stands for an array that there is not."""
+    """Return the array, or an empty one in the place of None."""
     return jnp.zeros(0, dtype) if array is None else array
 
 
 def expert_results(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts) -> jax.Array:
-    """`expert_products.multiply_in_blocks` of packed weights: [T, K, D]."""
+    """Compute `expert_products.multiply_in_blocks` of packed weights: [T, K, D]."""
     num_tokens, top_k = slots_TK.shape
     rows_PD = jnp.repeat(hidden_TD.reshape(num_tokens, -1), top_k, axis=0)
     slots_P1 = slots_TK.reshape(-1, 1)
@@ -175,7 +175,7 @@ def expert_results(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExpe
 
 
 def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Array], *, layer: jax.Array) -> jax.Array:
-    """`layers.gated_mlp` of packed weights: every token takes the one expert of its layer."""
+    """Compute `layers.gated_mlp` of packed weights: every token takes the one expert of its layer."""
     slots_T1 = jnp.zeros((len(hidden_TD), 1), jnp.int32)
     ones_T1 = jnp.ones(slots_T1.shape, jnp.float32)
     config = ProductConfig(num_slots=1, mean_rows=len(hidden_TD))
@@ -185,7 +185,7 @@ def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Arr
 def attend_layer(
     normed_TD: jax.Array, kv_pages: jax.Array, inputs: AttentionInputs, *, config: AttentionConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """`attention_layer.attend_layer` with packed projections: float32 [T, D], and the pool, written in place.
+    """Attend as `attention_layer.attend_layer` with packed projections: float32 [T, D], and the pool, in place.
 
     It rounds where that does.
     """
@@ -232,7 +232,7 @@ def attend_layer(
 def attend_latent_layer(
     normed_TD: jax.Array, kv_pages: jax.Array, inputs: AttentionInputs, *, config: LatentConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """`latent_attention.attend_latent_layer` of packed weights: float32 [T, D], and the pool, written in place.
+    """Attend as `latent_attention.attend_latent_layer` with packed weights: float32 [T, D], and the pool, in place.
 
     It rounds where that does, and the queries against latents besides: they are multiplied as bfloat16.
 
@@ -272,14 +272,14 @@ def attend_latent_layer(
 
 
 def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, count: jax.Array) -> jax.Array:
-    """`kv_pool.copy_pages`, in place; what is not copied is copied to itself."""
+    """Do `kv_pool.copy_pages` in place; other pages are copied to themselves."""
     targets_N = jnp.where(jnp.arange(len(sources_N)) < count, targets_N, sources_N)
     call = jax.ffi.ffi_call(f"{PREFIX}pages", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
     return call(pool, sources_N, targets_N)
 
 
 def trees_of(batch: TokenBatch) -> tuple[jax.Array, ...]:
-    """The last argument of attention, where single tokens may be nodes of trees."""
+    """Return the last argument of attention if single tokens may be nodes of trees."""
     return () if batch.ancestors_U is None else (batch.ancestors_U,)
 
 

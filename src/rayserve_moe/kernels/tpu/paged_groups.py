@@ -50,7 +50,7 @@ def attend_groups(  # noqa: PLR0913 (arrays, by keyword)
     num_cores: int,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `paged_attention.attend_new` returns, of single tokens in the groups that are described for each call."""
+    """Attend as `paged_attention.attend_new`, single tokens in the groups that are described for each call."""
     assert places.together is not None and places.described is not None, "groups are described ahead of all layers"
     layout = layout_for(kv_pages, queries_UHh.shape[2], knobs)
     queries_UCRK = spread_queries(queries_UHh[:, None], layout)[:, :, 0].astype(kv_pages.dtype)
@@ -117,7 +117,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
 
 
 def _tokens(queries_UCRK: jax.Array, shape: TileShape) -> pl.BlockSpec:
-    """As many queries as a group may have, from its first on."""
+    """Return the block spec of the most queries that a group may have, from its first on."""
 
     def of_visit(core: jax.Array, step: jax.Array, *scalars: Any) -> tuple[jax.Array | int, ...]:
         return Scalars(*scalars).starts[core * pl.num_programs(1) + step], 0, 0, 0
@@ -127,7 +127,7 @@ def _tokens(queries_UCRK: jax.Array, shape: TileShape) -> pl.BlockSpec:
 
 
 def _scratch(queries_UCRK: jax.Array, kv_pages: jax.Array, shape: TileShape) -> list[Any]:
-    """What `GroupWrites` and `GroupTokens` have of their own."""
+    """Return the scratch of `GroupWrites` and `GroupTokens`."""
     (_, num_sets, num_rows, lanes), dtype = queries_UCRK.shape, queries_UCRK.dtype
     used, done = pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA
     return [
@@ -161,7 +161,7 @@ class GroupVisits(NamedTuple):
 
     @property
     def num_groups(self) -> jax.Array:
-        """How many groups there are."""
+        """Return the number of groups."""
         return jnp.sum(self.counts_G > 0, dtype=jnp.int32)
 
 
@@ -174,7 +174,7 @@ def groups_of(
     part: slice,
     num_cores: int,
 ) -> GroupVisits:
-    """The groups that begin in a `part` of the single tokens; tokens of one sequence stand side by side."""
+    """Return the groups that begin in a `part` of the single tokens; tokens of one sequence are adjacent."""
     num_tokens, num_groups = len(positions_U), part.stop - part.start + num_cores
     bits_U = jnp.ones_like(positions_U) if ancestors_U is None else ancestors_U
     ends_U = (positions_U if ancestors_U is None else places_of(positions_U, bits_U)) + 1

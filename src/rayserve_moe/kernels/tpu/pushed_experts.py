@@ -79,7 +79,7 @@ def push_experts(
     sizes: PushSizes,
     interpret: Any = False,
 ) -> jax.Array:
-    """The sum of gate * expert over the assignments of each token, in router order: bfloat16 [T, D].
+    """Return the sum of gate * expert over the assignments of each token, in router order: bfloat16 [T, D].
 
     Where cores share the device each one makes such a sum over its slots, and their sums are added up.
 
@@ -362,7 +362,7 @@ def _multiply_tile(
 
 
 def _product(rows_MK: jax.Array, refs: Refs, place: int, half: jax.Array, block: jax.Array | None = None) -> jax.Array:
-    """Rows times a matrix that is held, and times the scales of its columns if any: float32."""
+    """Multiply rows by a held matrix, and by the scales of its columns if any: float32."""
     matrix_KN, scales = refs.weights_H[place][half], refs.weights_H[3:]
     first = 0 if block is None else block * (matrix_KN.shape[0] // SCALE_BLOCK)
     return held_product(rows_MK, matrix_KN, scales[place].at[half] if scales else None, first=first)

@@ -34,7 +34,7 @@ Part = tuple[Any, Any, jax.Array]
 
 
 def my_rank(sizes: PushSizes) -> jax.Array:
-    """This device's rank."""
+    """Return this device's rank."""
     rank = jnp.int32(0)
     for name, size in sizes.axes:
         rank = rank * size + jax.lax.axis_index(name)
@@ -42,7 +42,7 @@ def my_rank(sizes: PushSizes) -> jax.Array:
 
 
 def device_of(rank: jax.Array, sizes: PushSizes) -> dict[str | tuple[str, ...], int | jax.Array]:
-    """Where a rank lies on the mesh."""
+    """Return the mesh coordinates of a rank."""
     place: dict[str | tuple[str, ...], int | jax.Array] = {}
     for name, size in reversed(sizes.axes):
         place[name] = jax.lax.rem(rank, size)
@@ -51,7 +51,7 @@ def device_of(rank: jax.Array, sizes: PushSizes) -> dict[str | tuple[str, ...], 
 
 
 def rows_at(ref: Any, first: jax.Array, number: jax.Array | int, sizes: PushSizes) -> Any:
-    """The part of an array of words that `number` rows from row `first` on have."""
+    """Return the words of `number` rows from row `first` on."""
     words = sizes.row_words
     return ref.at[pl.ds(pl.multiple_of(first * words, words), number * words)]
 
@@ -140,18 +140,18 @@ def _copy_to_all(
 
 
 def as_words(rows: jax.Array) -> jax.Array:
-    """Rows of float32 that are bfloat16 numbers [N, D] as words [N, D / 2]."""
+    """Return rows of float32 that are bfloat16 numbers [N, D] as words [N, D / 2]."""
     bits, half = pltpu.bitcast(rows, jnp.uint32), rows.shape[1] // 2
     return (bits[:, :half] >> 16) | (bits[:, half:] & jnp.uint32(UPPER))
 
 
 def halves(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The numbers in the lower and in the upper bits of words, in float32."""
+    """Return the numbers in the lower and in the upper bits of words, in float32."""
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & jnp.uint32(UPPER), jnp.float32)
 
 
 def slots_of_core(slots_TK: jax.Array, core: jax.Array, sizes: PushSizes) -> jax.Array:
-    """The slots of all ranks that a core has to do with, counted without those of other cores; -1 for all others."""
+    """Return a core's slots of all ranks, counted without those of other cores; -1 for all others."""
     slots_TK = jnp.where(slots_TK < sizes.num_ranks * sizes.num_slots, slots_TK, -1)
     if sizes.num_cores == 1:
         return slots_TK
@@ -164,7 +164,7 @@ def slots_of_core(slots_TK: jax.Array, core: jax.Array, sizes: PushSizes) -> jax
 
 
 def count_slots(slots_TK: jax.Array, num_lanes: int) -> jax.Array:
-    """Assignments of each slot: float32 [1, P], whole numbers. A slot of P or beyond, or below 0, is none."""
+    """Count the assignments of each slot: float32 [1, P], whole numbers. A slot of P or beyond, or below 0, is none."""
     total_P = jnp.zeros((1, num_lanes), jnp.float32)
     for k in range(slots_TK.shape[1]):
         total_P += jnp.sum(_is_slot(slots_TK, k, num_lanes), axis=0, keepdims=True)
@@ -172,7 +172,7 @@ def count_slots(slots_TK: jax.Array, num_lanes: int) -> jax.Array:
 
 
 def places_of(slots_TK: jax.Array, counts_P: jax.Array, *, nowhere: int) -> jax.Array:
-    """Place of each assignment among those of this device: int32 [T, LANES], of which K columns are used.
+    """Return each assignment's place among those of this device: int32 [T, LANES], of which K columns are used.
 
     Those of a slot are in the order of their columns, then tokens. What has no slot has the place `nowhere`.
     """
@@ -195,7 +195,7 @@ def places_of(slots_TK: jax.Array, counts_P: jax.Array, *, nowhere: int) -> jax.
 
 
 def table_rows(rank_counts: list[jax.Array], *, num_local: int, tile_rows: int) -> list[jax.Array]:
-    """What the kernel's scalar unit looks up by slot, int32 [1, P] each, from each rank's counts (float32 [1, P]).
+    """Return the rows of the scalar unit's table by slot, int32 [1, P] each, from each rank's counts (float32 [1, P]).
 
     For every rank: how many rows it has for a slot; then, where they begin at the slot's device; then, where they begin
     at the rank. At last the rows of all ranks for a slot, and where they begin.
@@ -214,7 +214,7 @@ def table_rows(rank_counts: list[jax.Array], *, num_local: int, tile_rows: int) 
 
 
 def sums_before(values_P: jax.Array, group: int) -> jax.Array:
-    """Of each lane the sum of the lanes before it within its group of `group`: exact for sums below 2**24."""
+    """Return for each lane the sum of the lanes before it in its group of `group`: exact for sums below 2**24."""
     size = values_P.shape[1]
     row_PP, column_PP = _iota((size, size), 0), _iota((size, size), 1)
     first_PP = column_PP - jax.lax.rem(column_PP, group)

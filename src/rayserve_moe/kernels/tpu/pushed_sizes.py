@@ -191,12 +191,12 @@ def refs_of(*given: Any) -> Refs:
 
 
 def block_weights(sizes: PushSizes) -> tuple[tuple[tuple[int, int], str], ...]:
-    """`held_weights` of a block of an expert; of the scales of down all, which are read by whole tiles alone."""
+    """Return `held_weights` of a block; the scales of down are whole, which are read by whole tiles alone."""
     return (*replace(sizes, inner=sizes.block).held_weights[:5], *sizes.held_weights[5:])
 
 
 def vmem_bytes(sizes: PushSizes) -> int:
-    """What a core takes of its memory for a call."""
+    """Return the bytes of its memory that a core takes for a call."""
     # Of a group there are the rows, and sums in float32; tokens and sums of a grid's step are there twice.
     rows = 3 * GROUP_ROWS if sizes.is_streamed else sizes.of_core.num_received
     rows += 2 * (sizes.num_rows + 1) + 5 * sizes.counted_tokens
@@ -231,18 +231,18 @@ def lacks(sizes: PushSizes, *, interpret: bool = False, core_bytes: int | None =
 
 
 def widest_block(width: int, inner: int, itemsize: int) -> int:
-    """The most of the expert width, in whole lanes that divide it, whose three matrices fit twice; 0: nothing does."""
+    """Return the maximum part of the expert width, in lanes that divide it, that fits twice; 0 if none does."""
     most = WEIGHT_BYTES // (2 * 3 * width * itemsize)
     return max((block for block in range(LANES, inner + 1, LANES) if inner % block == 0 and block <= most), default=0)
 
 
 def usable_bytes(vmem_bytes: int) -> int:
-    """What the kernel may ask for of a core's memory."""
+    """Return the bytes of a core's memory that the kernel may use."""
     return min(MOST_BYTES, vmem_bytes * 3 // 4)
 
 
 def scratch_of(sizes: PushSizes) -> list[Any]:
-    """The scratch of a call, in the order of `refs_of`; rows in HBM are among its results."""
+    """Return the scratch of a call, in the order of `refs_of`; rows in HBM are among its results."""
 
     def rows(number: int) -> Any:
         return pltpu.VMEM((number * sizes.row_words, LANES), jnp.uint32)
