@@ -24,8 +24,12 @@ from benchmarks.selection_table import MODES
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance
-from rayserve_moe.experts.balanced_layer import spread_over_replicas
-from rayserve_moe.experts.balanced_selection import balanced_expert_selection, capacity_of, order_of_table
+from rayserve_moe.experts.balanced_layer import (
+    balanced_expert_selection,
+    capacity_of,
+    order_of_table,
+    spread_over_replicas,
+)
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays

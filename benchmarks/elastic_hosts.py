@@ -29,8 +29,8 @@ from scipy.optimize import linear_sum_assignment
 from benchmarks.conditions import RESULTS, checkpoint_of, load_before_start, machine_facts, note, save
 from benchmarks.kill_nodes import LIMIT_S, NUM_CPUS, Answer, answers, differing
 from benchmarks.markdown import markdown_table
-from rayserve_moe.balancing.first_placement import lower_bound
 from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.balancing.planner import lower_bound
 from rayserve_moe.balancing.planning import Proposal, rank_loads
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine

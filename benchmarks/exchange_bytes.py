@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
 from benchmarks.table import tables
-from rayserve_moe.experts import exchange
+from rayserve_moe.experts import all_to_all
 from rayserve_moe.experts.backends import EXPERT_BACKENDS
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
@@ -50,14 +50,14 @@ class Tap:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Have whatever is traced meanwhile count what its exchanges and collectives send."""
-        originals = (exchange.ragged_all_to_all, jax.lax.all_gather, jax.lax.psum_scatter)
-        exchange.ragged_all_to_all = partial(self._exchange, originals[0])
+        originals = (all_to_all.ragged_all_to_all, jax.lax.all_gather, jax.lax.psum_scatter)
+        all_to_all.ragged_all_to_all = partial(self._exchange, originals[0])
         jax.lax.all_gather = partial(self._collective, originals[1], "gathered")
         jax.lax.psum_scatter = partial(self._collective, originals[2], "summed")
         try:
             yield
         finally:
-            exchange.ragged_all_to_all, jax.lax.all_gather, jax.lax.psum_scatter = originals
+            all_to_all.ragged_all_to_all, jax.lax.all_gather, jax.lax.psum_scatter = originals
 
     def _exchange(
         self, original: Any, operand: jax.Array, output: jax.Array, slices: Any, *, axis_name: Any

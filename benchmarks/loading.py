@@ -50,7 +50,6 @@ MODEL = replace(
     num_attention_heads=32,
     num_key_value_heads=4,
     head_dim=128,
-    mlp_only_layers=(),
 )
 CUT_AT = 0.5
 """Part of the bytes after which the load that is cut off is killed."""

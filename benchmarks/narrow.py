@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rayserve_moe.checkpoints.synthetic import SyntheticConfig, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticConfig, write_checkpoint
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.loop import EngineLoop
@@ -18,7 +18,7 @@ from rayserve_moe.requests.results import ChoiceResult
 NARROW = SyntheticConfig(
     vocab_size=512, hidden_size=128, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=48,
     num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=128, num_experts_per_tok=8,
-    scale=0.1, router_skew=0.5,
+    drawn=Drawn(scale=0.1, router_skew=0.5),
 )  # fmt: skip
 NUM_REDUNDANT = 32
 

@@ -20,9 +20,8 @@ import numpy as np
 from benchmarks.conditions import RESULTS, note, save
 from benchmarks.planner_loads import SKEWS, drift, greedy_experts, skewed
 from benchmarks.sections import SECTIONS
-from rayserve_moe.balancing.first_placement import lower_bound
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.balancing.planner import first_placement, plan
+from rayserve_moe.balancing.planner import first_placement, lower_bound, plan
 
 MODELS = ("48x128", "94x128", "58x256")
 EP_SIZES, REDUNDANT = (8, 16, 32, 64, 128), (0, 16, 32, 64, 128)

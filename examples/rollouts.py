@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from rayserve_moe import LLM, CompletionOutput, RequestOutput, SamplingParams
-from rayserve_moe.checkpoints.synthetic import SyntheticConfig, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticConfig, write_checkpoint
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.step.function import step_logits
 from rayserve_moe.execution.step.pytrees import ModelWeights, StepShape
@@ -63,7 +63,7 @@ class Size:
 
 def write_model(directory: Path, *, sharpness: float, seed: int) -> Path:
     """Write a random checkpoint whose weights, in bfloat16, are `sharpness` times as large as usual."""
-    config = replace(MODEL, scale=USUAL_SCALE * sharpness, norm_jitter=0.2)
+    config = replace(MODEL, drawn=Drawn(USUAL_SCALE * sharpness, norm_jitter=0.2))
     return write_checkpoint(directory / f"sharp{sharpness:g}-{seed}", config, seed=seed, dtype="bfloat16")
 
 

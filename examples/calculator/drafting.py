@@ -203,7 +203,8 @@ def write(directory: Path, head: Weights, form: Form) -> None:
     for name, (place,) in tensor_places(draft_parameters(form.spec, dtype="bfloat16"), form.rules).items():
         group, member = place.path
         values = np.asarray(head[group][member][place.stack_index], np.float32)
-        tensors[name] = np.ascontiguousarray(values.T if place.spec.transposed else values).astype(ml_dtypes.bfloat16)
+        values = values.T if place.spec.file.transposed else values
+        tensors[name] = np.ascontiguousarray(values).astype(ml_dtypes.bfloat16)
     save_file(tensors | form.extra_tensors(), directory / SINGLE_FILE, metadata={"format": "pt"})
     (directory / SINGLE_FILE).chmod(0o644)
 
@@ -214,5 +215,5 @@ def read(directory: Path, form: Form) -> Weights:
     for name, (place,) in tensor_places(draft_parameters(form.spec, dtype="float32"), form.rules).items():
         values = files.read(name).astype(np.float32)
         group, member = place.path
-        head[group][member][place.stack_index] = values.T if place.spec.transposed else values
+        head[group][member][place.stack_index] = values.T if place.spec.file.transposed else values
     return jax.tree.map(jnp.asarray, head)

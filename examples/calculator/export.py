@@ -85,7 +85,8 @@ def write_directory(directory: Path, weights: Weights) -> None:
         group, member = place.path
         values = np.asarray(weights[group][member][place.stack_index], np.float32)
         # A view of the transpose would be written in the order of its memory.
-        tensors[name] = np.ascontiguousarray(values.T if place.spec.transposed else values).astype(ml_dtypes.bfloat16)
+        values = values.T if place.spec.file.transposed else values
+        tensors[name] = np.ascontiguousarray(values).astype(ml_dtypes.bfloat16)
     save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
     (directory / SINGLE_FILE).chmod(0o644)
     write_tokenizer(directory)

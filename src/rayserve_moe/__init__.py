@@ -15,10 +15,10 @@ __version__ = "0.1.0"
 logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 _HOME_OF = {
-    "CompletionOutput": "rayserve_moe.inprocess.outputs",
+    "CompletionOutput": "rayserve_moe.inprocess.llm",
     "Engine": "rayserve_moe.inprocess.engine",
     "LLM": "rayserve_moe.inprocess.llm",
-    "RequestOutput": "rayserve_moe.inprocess.outputs",
+    "RequestOutput": "rayserve_moe.inprocess.llm",
     "SamplingParams": "rayserve_moe.inprocess.arguments",
     "extract_routed_experts_from_meta_info": "rayserve_moe.replay.encoding",
 }

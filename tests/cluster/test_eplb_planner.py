@@ -27,7 +27,7 @@ from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.balancing.planning import PlacementState, PlanFailure, imbalance
-from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import PRESETS, Drawn, write_checkpoint
 from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlanner, EplbPlannerActor, RemotePlanner
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
@@ -51,7 +51,7 @@ PROMPTS = [np.random.default_rng(seed).integers(3, 500, 10 + seed).tolist() for 
 
 @pytest.fixture(scope="module")
 def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = dataclasses.replace(PRESETS["tiny"], router_skew=1.0)
+    config = dataclasses.replace(PRESETS["tiny"], drawn=Drawn(router_skew=1.0))
     return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "skewed", config, dtype="float32")
 
 

@@ -134,7 +134,7 @@ def test_layers_with_windows_of_their_own_share_one_pool():
 
         def visit(carry, layer):
             inputs = AttentionInputs(dict(zip(rows, weights, strict=True)), batch, rotation, layer)
-            out, pool = TPU.attention(*carry, inputs, config=config)
+            out, pool = TPU.attention.attend(*carry, inputs, config=config)
             return (carry[0] + out.astype(jnp.bfloat16), pool), None
 
         return jax.lax.scan(visit, (hidden, pool), jnp.arange(num_layers))[0]

@@ -55,7 +55,7 @@ def test_a_sum_with_its_norm_compiles(chip, num_tokens):
 def test_padded_tables_lie_by_rows(chip):
     """A sixteenth of gpt-oss' words; whose table, unpadded, XLA lays out by columns, and copies to look rows up."""
     width, words = 2880, 12568
-    padded = width + -width % TPU.multiples["table_row"]
+    padded = width + -width % TPU.parameters.multiples["table_row"]
     ids = jax.ShapeDtypeStruct((256,), jnp.int32)
     for size, order in ((width, "0,1"), (padded, "1,0")):
         program = compile_for(chip, take_rows, jax.ShapeDtypeStruct((words, size), jnp.bfloat16), ids).as_text()

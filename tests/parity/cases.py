@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rayserve_moe.checkpoints.synthetic import SyntheticConfig, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import Constants, DenseLayers, Drawn, SyntheticConfig, write_checkpoint
 
 GOLDENS = Path(__file__).parent / "goldens"
 PROMPT_LENGTHS = (1, 2, 5, 17, 40, 64, 111, 200)
@@ -38,8 +38,7 @@ CASES = (
             head_dim=32,
             num_experts=16,
             num_experts_per_tok=4,
-            scale=0.1,
-            norm_jitter=0.2,
+            drawn=Drawn(scale=0.1, norm_jitter=0.2),
         ),
         seed=1,
     ),
@@ -57,10 +56,8 @@ CASES = (
             num_experts=8,
             num_experts_per_tok=2,
             norm_topk_prob=False,
-            decoder_sparse_step=2,
-            mlp_only_layers=(3,),
-            scale=0.1,
-            norm_jitter=0.2,
+            dense=DenseLayers(decoder_sparse_step=2, mlp_only_layers=(3,)),
+            drawn=Drawn(scale=0.1, norm_jitter=0.2),
         ),
         seed=2,
     ),
@@ -78,9 +75,8 @@ CASES = (
             num_experts=12,
             num_experts_per_tok=3,
             tie_word_embeddings=True,
-            rope_theta=1e4,
-            scale=0.1,
-            norm_jitter=0.2,
+            constants=Constants(rope_theta=1e4),
+            drawn=Drawn(scale=0.1, norm_jitter=0.2),
         ),
         seed=3,
     ),

@@ -11,7 +11,7 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.model_path import TRAINED
-from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, SyntheticModel, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, Drawn, SyntheticModel, write_checkpoint
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from rayserve_moe.requests.records import GenerationRequest
@@ -48,8 +48,7 @@ LATENT = SyntheticModel(
         "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 18, "attention_bias": True,
         "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
     },
-    scale=0.1,
-    norm_jitter=0.2,
+    drawn=Drawn(scale=0.1, norm_jitter=0.2),
 )  # fmt: skip
 """Latent attention in widths that are no whole panels, and a shared expert; all experts are selected, none by a tie."""
 MODELS = {"head": NATIVE_CORE_CONFIG, "tied": replace(NATIVE_CORE_CONFIG, tie_word_embeddings=True), "latent": LATENT}

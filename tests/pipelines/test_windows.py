@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.checkpoints.synthetic import SyntheticModel, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticModel, write_checkpoint
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.execution import served_model
 from rayserve_moe.execution.runner import HostRunner
@@ -44,8 +44,8 @@ SIZES = {
     "sliding_window": WINDOW,
     "max_position_embeddings": 512,
 }
-EVERY_OTHER = SyntheticModel({"architectures": ["GptOssForCausalLM"], **SIZES}, scale=0.2, norm_jitter=0.2)
-ALL = SyntheticModel({"architectures": ["MixtralForCausalLM"], **SIZES}, scale=0.2, norm_jitter=0.2)
+EVERY_OTHER = SyntheticModel({"architectures": ["GptOssForCausalLM"], **SIZES}, drawn=Drawn(0.2, norm_jitter=0.2))
+ALL = SyntheticModel({"architectures": ["MixtralForCausalLM"], **SIZES}, drawn=Drawn(0.2, norm_jitter=0.2))
 RunnerOf = Callable[[tuple[int, int]], HostRunner]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from rayserve_moe.experts.balanced_selection import balanced_expert_selection, capacity_of
+from rayserve_moe.experts.balanced_layer import balanced_expert_selection, capacity_of
 from tests.support.balanced_cases import Case, Shape, cases, make_scores, make_table
 from tests.support.balanced_oracle import oracle_capacity
 

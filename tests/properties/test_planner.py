@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.balancing.first_placement import first_layout, lower_bound
-from rayserve_moe.balancing.planner import first_placement, plan
+from rayserve_moe.balancing.planner import first_layout, first_placement, lower_bound, plan
 from tests.support.examples import examples
 from tests.support.planner_cases import (
     PlannerCase,

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rayserve_moe.balancing.first_placement import lower_bound
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, lowered_redundancy
-from rayserve_moe.balancing.planner import plan
+from rayserve_moe.balancing.planner import lower_bound, plan
 from tests.support.examples import examples
 from tests.support.planner_cases import KINDS, assert_fits, incoming, planner_cases, random_load, rank_loads, same
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from hypothesis import strategies as st
 
-from rayserve_moe.experts.balanced_selection import balanced_expert_selection
+from rayserve_moe.experts.balanced_layer import balanced_expert_selection
 from tests.support.balanced_oracle import Selected, balanced_oracle
 
 

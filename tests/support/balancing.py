@@ -18,7 +18,7 @@ from tests.support.checkpoints import CORE_CONFIG
 from tests.support.placements import random_placement
 
 NOTHING = np.zeros(0, np.int32)
-SKEWED_CONFIG = replace(CORE_CONFIG, router_skew=1.0)
+SKEWED_CONFIG = replace(CORE_CONFIG, drawn=replace(CORE_CONFIG.drawn, router_skew=1.0))
 """The core model, with experts that are chosen far more than others."""
 SPREAD_SETTINGS = {
     "devices_per_host": 4,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rayserve_moe.checkpoints.synthetic import SyntheticConfig
+from rayserve_moe.checkpoints.synthetic import DenseLayers, Drawn, SyntheticConfig
 
 CORE_CONFIG = SyntheticConfig(
     vocab_size=512,
@@ -17,16 +17,20 @@ CORE_CONFIG = SyntheticConfig(
     head_dim=8,
     num_experts=8,
     num_experts_per_tok=2,
-    mlp_only_layers=(0,),
+    dense=DenseLayers(mlp_only_layers=(0,)),
     max_position_embeddings=512,
-    scale=0.2,
-    norm_jitter=0.2,
+    drawn=Drawn(scale=0.2, norm_jitter=0.2),
 )
 """One dense layer, then two with experts; fewer KV heads than the four devices of the test process. Its weights are
 large enough that neither attention nor routing is flat."""
 
 NATIVE_CORE_CONFIG = replace(
-    CORE_CONFIG, hidden_size=64, intermediate_size=200, moe_intermediate_size=48, head_dim=32, scale=0.1
+    CORE_CONFIG,
+    hidden_size=64,
+    intermediate_size=200,
+    moe_intermediate_size=48,
+    head_dim=32,
+    drawn=Drawn(scale=0.1, norm_jitter=0.2),
 )
 """The core model in widths that the native kernels take, some of them padded, on one device and on four."""
 

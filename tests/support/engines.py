@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import PRESETS, DenseLayers, write_checkpoint
 from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
 
-SERVED_CONFIG = replace(PRESETS["tiny"], mlp_only_layers=(1,))
+SERVED_CONFIG = replace(PRESETS["tiny"], dense=DenseLayers(mlp_only_layers=(1,)))
 """The model behind servers: four layers, the second of them dense."""
 MAX_MODEL_LEN = 512
 SERVED: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from rayserve_moe.checkpoints.synthetic import SyntheticModel, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticModel, write_checkpoint
 from rayserve_moe.model import families
 from tests.support.checkpoints import CORE_CONFIG
 
@@ -211,4 +211,4 @@ def write_family(case: FamilyCase, path: Path, *, seed: int, dtype: str = "float
     """
     config = config_of(replace(case, config={**case.config, "vocab_size": CORE_CONFIG.vocab_size}))
     scale = 0.07 if config.get("logits_scaling", 1.0) < 1 else 0.15
-    return write_checkpoint(path, SyntheticModel(config, scale=scale, norm_jitter=0.2), seed=seed, dtype=dtype)
+    return write_checkpoint(path, SyntheticModel(config, drawn=Drawn(scale, norm_jitter=0.2)), seed=seed, dtype=dtype)

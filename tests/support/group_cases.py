@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, Drawn, write_checkpoint
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
@@ -201,7 +201,7 @@ ENGINES = {
 def engine_outcome(case: EngineCase) -> Outcome:
     """Sequences with drafts by the kernel, next to the same without drafts by the reference: log-probs."""
     model = FAMILY_PRESETS[case.preset]
-    model = replace(model, config={**model.config, "num_hidden_layers": 2, **case.changes}, scale=0.05)
+    model = replace(model, config={**model.config, "num_hidden_layers": 2, **case.changes}, drawn=Drawn(scale=0.05))
     generator = np.random.default_rng(5)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=9) for n in (1, 9, 40)]
     settings = {**TWO_SHAPES, "dtype": "float32", "cpu_kernels": "off", "compile_cache": "off", "page_size": PAGE}
@@ -211,8 +211,8 @@ def engine_outcome(case: EngineCase) -> Outcome:
         path = write_checkpoint(Path(folder) / "model", model, seed=0, dtype="float32")
         plain = run_together(prepared_runner(path, **settings), card_of(path), requests, way=WAY)
         for by_name in (LATENT_ATTENTION, FLAT_ATTENTION):
-            attention = partial(by_name["tpu"]["attention"], **own)
-            of_cpus = {**by_name["tpu"], "attention": attention, "norm_and_project": None}
+            of_tpu = by_name["tpu"]
+            of_cpus = replace(of_tpu, attend=partial(of_tpu.attend, **own), norm_and_project=None)
             stack.enter_context(patch.dict(by_name, cpu=of_cpus))
         more, proposer = {}, None
         if case.draft_heads:
@@ -222,7 +222,7 @@ def engine_outcome(case: EngineCase) -> Outcome:
             more, proposer = {"speculative_draft_model_path": str(head)}, ModelProposer("drafts")
         runner = prepared_runner(path, **settings, **case.settings, **more)
         layers = [each for each in (runner.config, runner.served.draft and runner.served.draft.layer) if each]
-        assert all(each.kernels.has_flat_rows for each in layers)
+        assert all(each.kernels.attention.has_flat_rows for each in layers)
         speculation, words = runner.served.settings.speculation, runner.config.spec.vocab_size
         if proposer is None and speculation.has_trees:
             proposer = TreeOracle(plain, share=0.9, vocab_size=words, levels=speculation.num_levels)

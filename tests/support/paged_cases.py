@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, Drawn, write_checkpoint
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
 from rayserve_moe.kernels.table import FLAT_ATTENTION, LATENT_ATTENTION
@@ -194,7 +194,7 @@ def engine_outcome(name: str) -> Outcome:
     """Sequences of a model with prompts in chunks and single tokens, next to the same by the reference: log-probs."""
     preset, more = MODELS[name]
     model = FAMILY_PRESETS[preset]
-    model = replace(model, config={**model.config, "num_hidden_layers": 2, **more}, scale=0.05)
+    model = replace(model, config={**model.config, "num_hidden_layers": 2, **more}, drawn=Drawn(scale=0.05))
     generator = np.random.default_rng(5)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (1, 9, 40)]
     settings = {**TWO_SHAPES, "dtype": "float32", "cpu_kernels": "off", "compile_cache": "off", "page_size": PAGE}
@@ -206,11 +206,11 @@ def engine_outcome(name: str) -> Outcome:
         for is_paged in (False, True):
             with ExitStack() as stack:
                 for by_name in (LATENT_ATTENTION, FLAT_ATTENTION) if is_paged else ():
-                    own = {"decode": paged, "prefill": paged, "write_and_decode": writing}
-                    attention = partial(by_name["tpu"]["attention"], **own)
-                    stack.enter_context(patch.dict(by_name, cpu={**by_name["tpu"], "attention": attention}))
+                    of_tpu = by_name["tpu"]
+                    attend = partial(of_tpu.attend, decode=paged, prefill=paged, write_and_decode=writing)
+                    stack.enter_context(patch.dict(by_name, cpu=replace(of_tpu, attend=attend)))
                 runner = prepared_runner(path, **settings)
-                assert runner.config.kernels.has_flat_rows == is_paged
+                assert runner.config.kernels.attention.has_flat_rows == is_paged
                 found.append(run_together(runner, card_of(path), requests, way=WAY))
     assert all(outcome.ids == found[1][key].ids for key, outcome in found[0].items())
     differences = [np.abs(np.subtract(each.logprobs, found[1][key].logprobs)).max() for key, each in found[0].items()]

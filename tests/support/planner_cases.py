@@ -8,8 +8,8 @@ from itertools import combinations, product
 import numpy as np
 from hypothesis import strategies as st
 
-from rayserve_moe.balancing.first_placement import lower_bound
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, lowered_redundancy
+from rayserve_moe.balancing.planner import lower_bound
 
 KINDS = ("lognormal", "hot", "half dead", "flat", "zero", "huge", "few")
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.checkpoints.synthetic import Drawn, write_checkpoint
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.narrow_weights import NARROW
 from rayserve_moe.kernels.reference.expert_products import (
@@ -35,8 +35,8 @@ from rayserve_moe.kernels.reference.expert_products import (
     multiply_in_blocks,
     sum_results,
 )
-from rayserve_moe.kernels.table import CPU, KERNELS, Kernels
-from rayserve_moe.kernels.tpu import paged_attention, pushed_experts, pushed_products
+from rayserve_moe.kernels.table import CPU, KERNELS, AttentionKernels, Kernels, PoolKernels
+from rayserve_moe.kernels.tpu import paged_attention, pushed_experts
 from rayserve_moe.kernels.tpu.add_norm import add_and_norm
 from rayserve_moe.kernels.tpu.pushed_sizes import TILE_ROWS, PushSizes, lacks
 from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
@@ -57,6 +57,7 @@ IN_BLOCKS, ON_TWO_CORES = "in blocks: ", "on two cores: "
 has two cores, and three slots for them.
 """
 WIDTHS: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+DRAWN = Drawn(scale=0.05, norm_jitter=0.2)
 """Of models whose experts the kernel takes."""
 OWN: dict[str, Callable[..., Any]] = {
     "attend": paged_attention.attend,
@@ -153,7 +154,8 @@ def interpreted(name: str, *, traced: list[str]) -> Kernels:
         traced.append(sizes.weight_dtype)
         return pushed_experts.push_experts(*arguments, sizes=sizes, interpret=INTERPRETED)
 
-    return replace(CPU, name=name, pushed_sums=push, push_lacks=partial(lacks, interpret=True))
+    experts = replace(CPU.experts, pushed_sums=push, push_lacks=partial(lacks, interpret=True))
+    return replace(CPU, name=name, experts=experts)
 
 
 def layer_outcome() -> Outcome:
@@ -175,7 +177,7 @@ def engine_outcome(expert_dtype: str = "bfloat16") -> Outcome:
     """Sequences of two data ranks of two devices each, next to the same by an exchange: ids, routing, log-probs."""
     traced: list[str] = []
     KERNELS["cpu"] = interpreted("cpu", traced=traced)
-    config = replace(CORE_CONFIG, **WIDTHS, scale=0.05)
+    config = replace(CORE_CONFIG, **WIDTHS, drawn=DRAWN)
     generator = np.random.default_rng(5)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (1, 9, 20)]
     settings = {**TWO_SHAPES, "dtype": "bfloat16", "cpu_kernels": "off", "num_redundant_experts": 4}
@@ -199,24 +201,23 @@ def all_interpreted(traced: list[str]) -> Kernels:
     """Every kernel of a step on TPUs that is ours, in the place of those of CPUs."""
     paged_attention.cores_of_device = lambda _=None: 1
     own = {name: partial(kernel, interpret=INTERPRETED) for name, kernel in OWN.items()}
-    attention = {"decode": own["attend"], "prefill": own["attend"], "write_and_decode": own["attend_new"]}
-    return replace(
-        interpreted("cpu", traced=traced),
-        attention=partial(attend_layer, **attention, project=partial(own["project"], is_flat=True)),
-        add_norm=own["add_norm"],
-        norm_and_project=own["norm_and_project"],
-        choose_experts=own["choose_experts"],
+    by_our_own = {"decode": own["attend"], "prefill": own["attend"], "write_and_decode": own["attend_new"]}
+    attention = AttentionKernels(
+        partial(attend_layer, **by_our_own, project=partial(own["project"], is_flat=True)),
         describe_singles=paged_attention.describe_singles,
+        norm_and_project=own["norm_and_project"],
         has_flat_rows=True,
-        pool_dtypes={},
     )
+    cpu = interpreted("cpu", traced=traced)
+    experts = replace(cpu.experts, choose=own["choose_experts"])
+    return replace(cpu, attention=attention, add_norm=own["add_norm"], experts=experts, pool=PoolKernels())
 
 
 def laws_outcome(mesh: tuple[int, int]) -> Outcome:
     """Sequences by all kernels of our own, together, one by one, and in other chunks with preemption: equal to the bit.
     The difference is that of log-probs from float32; the largest, how far those by the kernels of CPUs are from it.
     AssertionError for other ids, or other rows than by the kernels of CPUs."""
-    config = replace(CORE_CONFIG, **WIDTHS, head_dim=128, num_experts=128, scale=0.05)
+    config = replace(CORE_CONFIG, **WIDTHS, head_dim=128, num_experts=128, drawn=DRAWN)
     generator = np.random.default_rng(8)
     requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (2, 9, 20, 37)]
     settings = {**TWO_SHAPES, "dtype": "bfloat16", "cpu_kernels": "off", "compile_cache": "off"}
@@ -234,7 +235,7 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
         found.append(run_alone(runner, card, requests[:2], way=WAY))
         other = replace(WAY, chunk_tokens=7, intervene=preempt_every(3), caches_prefixes=False)
         found.append(run_together(runner, card, requests[1:3], way=other))
-    assert set(traced) == {"bfloat16"} and runner.config.kernels.has_flat_rows
+    assert set(traced) == {"bfloat16"} and runner.config.kernels.attention.has_flat_rows
     wide, by_cpus, own, *again = found
     assert all(wide[key].ids == by_cpus[key].ids == one.ids for key, one in own.items())
     assert all(np.array_equal(one.rows, by_cpus[key].rows) for key, one in own.items())
@@ -259,11 +260,19 @@ def two_senders_to_the_same_rows() -> None:
 
 
 def no_wait_for_arrivals() -> None:
-    pushed_products.wait_for = lambda *_: None
+    multiply_slot, wait_for = pushed_experts.multiply_slot, pushed_experts.wait_for
+
+    def wrong(*arguments) -> Any:
+        pushed_experts.wait_for = lambda *_: None
+        turn = multiply_slot(*arguments)
+        pushed_experts.wait_for = wait_for
+        return turn
+
+    pushed_experts.multiply_slot = wrong
 
 
 def no_wait_for_rows_from_hbm() -> None:
-    pushed_products._copy = lambda rows, to, refs: pltpu.make_async_copy(rows, to, refs.moved.at[2]).start()
+    pushed_experts._copy = lambda rows, to, refs: pltpu.make_async_copy(rows, to, refs.semaphores.moved.at[2]).start()
 
 
 def both_cores_as_the_first() -> None:
@@ -277,29 +286,29 @@ def no_barrier() -> None:
 
 
 def no_wait_for_weights() -> None:
-    weight_copies, calls = pushed_products._weight_copies, []
+    weight_copies, calls = pushed_experts._weight_copies, []
 
     def wrong(*arguments, half) -> list[Any]:
         calls.append(arguments)
         # Those that are begun first are waited for next.
         return [] if len(calls) == 2 else weight_copies(*arguments, half=half)
 
-    pushed_products._weight_copies = wrong
+    pushed_experts._weight_copies = wrong
 
 
 def scales_of_the_next_slot() -> None:
-    weight_copies = pushed_products._weight_copies
+    weight_copies = pushed_experts._weight_copies
 
     def wrong(refs, sizes, slot, block, *, half) -> list[Any]:
         own, next_ones = (weight_copies(refs, sizes, one, block, half=half) for one in (slot, slot ^ 1))
         return own[:3] + next_ones[3:]
 
-    pushed_products._weight_copies = wrong
+    pushed_experts._weight_copies = wrong
 
 
 def weights_over_those_that_are_multiplied() -> None:
-    weight_copies = pushed_products._weight_copies
-    pushed_products._weight_copies = lambda *arguments, half: weight_copies(*arguments, half=half * 0)
+    weight_copies = pushed_experts._weight_copies
+    pushed_experts._weight_copies = lambda *arguments, half: weight_copies(*arguments, half=half * 0)
 
 
 WHOLE: dict[str, Callable[[], Outcome]] = {
@@ -329,7 +338,7 @@ def _run(name: str) -> Outcome:
         FAULTS[name]()
     sizes = sizes_of(name)
     if IN_BLOCKS in name:
-        pushed_products.GROUP_ROWS = TILE_ROWS
+        pushed_experts.GROUP_ROWS = TILE_ROWS
     try:
         return outcome_of(slots_of(name.partition(", ")[0].split(": ")[-1], sizes), sizes)
     except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)

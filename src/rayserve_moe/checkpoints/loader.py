@@ -193,7 +193,7 @@ def fill_part(
         columns = columns_of_piece(spec.columns_in_file(*filled[spec.column_dim]))
         read = reader.take(piece)
         read = read.reshape(read.shape[spec.num_leading_dims :])
-        held = read.T if spec.transposed else read
+        held = read.T if spec.file.transposed else read
         held = held[columns] if spec.column_dim == 0 else held[..., columns]
         if not scales:
             assign(values[place + within], held)
@@ -213,7 +213,7 @@ def _scales_in_files(source: WeightSource, spec: ParamSpec, piece: Piece) -> np.
 
     None if the file has no such scales; the values are then quantised anew.
     """
-    if not spec.scale_block or not spec.transposed:
+    if not spec.scale_block or not spec.file.transposed:
         return None
     scales = source.files.read_scales(*piece, dtype=spec.dtype, block=spec.scale_block)
     return None if scales is None else scales.T

@@ -81,7 +81,7 @@ def parts_of(source: WeightSource, spec: ParamSpec, *, region: Region) -> Iterat
     if len(within) > 1:
         name = tensor_name(spec, (0,) * len(stacked), rules=source.rules)
         # What is quantised is cut between columns, so that each of them has all of its rows.
-        rows_last = spec.is_quantized or (source.files.row_dim(name) == -1) != spec.transposed
+        rows_last = spec.is_quantized or (source.files.row_dim(name) == -1) != spec.file.transposed
         row_dim = len(within) - 1 if rows_last else 0
     start, stop = within[row_dim]
     row_bytes = 4 * math.prod(spec.file_shape[spec.num_leading_dims :]) // max(1, _file_rows(spec, row_dim))
@@ -108,13 +108,15 @@ def pieces_of(source: WeightSource, spec: ParamSpec, *, region: Region) -> Itera
     columns = spec.columns_in_file(*filled[spec.column_dim])
     held = list(filled)
     held[spec.column_dim] = int(columns.min()), int(columns.max()) + 1
-    in_file = held[::-1] if spec.transposed else held
+    in_file = held[::-1] if spec.file.transposed else held
     stacked = region[: spec.num_stacked_dims]
     for stack_index in product(*(range(*bounds) for bounds in stacked)):
         place = tuple(index - start for index, (start, _) in zip(stack_index, stacked, strict=True))
         if spec.num_experts and source.expert_of_slot is not None:
             stack_index = (*stack_index[:-1], int(source.expert_of_slot[stack_index]))
-        leading = ((stack_index[-1], stack_index[-1] + 1),) if spec.experts_in_file else ((0, 1),) * spec.file_row
+        leading = ((0, 1),) * spec.file.is_row
+        if spec.file.has_all_experts:
+            leading = ((stack_index[-1], stack_index[-1] + 1),)
         yield place, (tensor_name(spec, stack_index, rules=source.rules), (*leading, *in_file))
 
 

@@ -163,7 +163,7 @@ class SentParameters:
         candidates: list[Sequence[int]] = [range(*bounds) for bounds in region[: spec.num_stacked_dims]]
         if spec.layers:
             candidates[0] = _only(candidates[0], place.stack_index[0])
-        if spec.num_experts and not spec.experts_in_file and candidates[0]:
+        if spec.num_experts and not spec.file.has_all_experts and candidates[0]:
             of_slot = slots[place.stack_index[0]] if slots is not None else np.arange(spec.shape[1])
             held = np.flatnonzero(of_slot == place.stack_index[-1])
             candidates[1] = [int(slot) for slot in held if slot in candidates[1]]
@@ -249,7 +249,7 @@ def _overwrite(
 def _as_held(spec: ParamSpec, read: np.ndarray, *, columns: slice | np.ndarray) -> np.ndarray:
     """The held columns of a piece in the orientation in which they are held."""
     read = read.reshape(read.shape[spec.num_leading_dims :])
-    held = read.T if spec.transposed else read
+    held = read.T if spec.file.transposed else read
     return held[columns] if spec.column_dim == 0 else held[..., columns]
 
 

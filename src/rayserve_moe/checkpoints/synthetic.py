@@ -11,7 +11,7 @@ import shutil
 import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,34 +71,59 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class SyntheticModel:
-    """A random model of any family.
+class Drawn:
+    """How weights are drawn; biases and sinks as other weights."""
 
-    `config` is its `config.json`, but for the dtype and the ids of special tokens, which are added. Weights are
-    drawn as those of `SyntheticConfig`; biases and sinks as other weights.
-    """
+    scale: float = 0.02
+    """Standard deviation of weights, which are normal."""
+    norm_jitter: float = 0.0
+    """Standard deviation of the normal noise of norms, which are one plus that."""
+    router_skew: float = 0.0
+    """Standard deviation of a lognormal factor of each expert's router weights: some are chosen far more."""
+
+
+@dataclass(frozen=True)
+class SyntheticModel:
+    """A random model of any family."""
 
     config: Mapping[str, Any]
-    scale: float = 0.02
-    norm_jitter: float = 0.0
-    router_skew: float = 0.0
+    """Its `config.json`, but for the dtype and the ids of special tokens, which are added."""
+    drawn: Drawn = Drawn()
 
     @property
     def vocab_size(self) -> int:
         return self.config["vocab_size"]
 
+    def recipe(self) -> dict[str, Any]:
+        """Return all that the checkpoint follows from besides seed and dtype."""
+        return {"config": dict(self.config), **asdict(self.drawn)}
+
     def hf_config(self, dtype: str) -> dict[str, Any]:
-        """`config.json`."""
-        return {**self.config, "dtype": dtype, "initializer_range": self.scale, "use_cache": True, **SPECIAL_IDS}
+        """Return `config.json`."""
+        return {**self.config, "dtype": dtype, "initializer_range": self.drawn.scale, "use_cache": True, **SPECIAL_IDS}
+
+
+@dataclass(frozen=True)
+class DenseLayers:
+    """Layers without experts, under the names of `config.json`."""
+
+    decoder_sparse_step: int = 1
+    """Every how many layers one has experts."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Further layers without experts."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Numbers of rotation and norms, under the names of `config.json`."""
+
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
 
 
 @dataclass(frozen=True)
 class SyntheticConfig:
-    """Sizes of a random Qwen3-MoE model, under the names of `config.json`; then how its weights are drawn.
-
-    Weights are normal with deviation `scale`; norms are one plus normal noise of deviation `norm_jitter`. Router
-    weights of each expert are scaled by a lognormal factor of deviation `router_skew`: some are chosen far more.
-    """
+    """Sizes of a random Qwen3-MoE model, under the names of `config.json`; then how its weights are drawn."""
 
     vocab_size: int
     hidden_size: int
@@ -111,20 +136,22 @@ class SyntheticConfig:
     num_experts: int
     num_experts_per_tok: int
     norm_topk_prob: bool = True
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
+    dense: DenseLayers = DenseLayers()
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 4096
-    rope_theta: float = 1e6
-    rms_norm_eps: float = 1e-6
-    scale: float = 0.02
-    norm_jitter: float = 0.0
-    router_skew: float = 0.0
+    constants: Constants = Constants()
+    drawn: Drawn = field(default_factory=Drawn)
+
+    def recipe(self) -> dict[str, Any]:
+        """Return all that the checkpoint follows from besides seed and dtype: sizes, then how weights are drawn."""
+        found: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            found |= value if isinstance(value, dict) else {name: value}
+        return found
 
     def hf_config(self, dtype: str) -> dict[str, Any]:
-        """`config.json`."""
-        sizes = asdict(self)
-        del sizes["scale"], sizes["norm_jitter"], sizes["router_skew"]
+        """Return `config.json`."""
+        sizes = {name: value for name, value in self.recipe().items() if name not in asdict(self.drawn)}
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -132,7 +159,7 @@ class SyntheticConfig:
             "hidden_act": "silu",
             "attention_bias": False,
             "attention_dropout": 0.0,
-            "initializer_range": self.scale,
+            "initializer_range": self.drawn.scale,
             "use_cache": True,
             **SPECIAL_IDS,
             **sizes,
@@ -184,7 +211,7 @@ def write_checkpoint(
     tensors become an indexed set of files.
     """
     _check(model, dtype, max_shard_bytes)
-    recipe = {"config": asdict(model), "seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
+    recipe = {"config": model.recipe(), "seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
     recipe = json.loads(json.dumps(recipe))
     target = Path(directory).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -281,10 +308,10 @@ def _draw(name: str, spec: ParamSpec, model: SyntheticConfig | SyntheticModel, s
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = generator.standard_normal(spec.file_shape, dtype=np.float32)
     if spec.initial == "ones":
-        return np.float32(1) + np.float32(model.norm_jitter) * values
-    if spec.role == "router" and model.router_skew:
-        values *= generator.lognormal(sigma=model.router_skew, size=(len(values), 1)).astype(np.float32)
-    return np.multiply(values, np.float32(model.scale), out=values)
+        return np.float32(1) + np.float32(model.drawn.norm_jitter) * values
+    if spec.role == "router" and model.drawn.router_skew:
+        values *= generator.lognormal(sigma=model.drawn.router_skew, size=(len(values), 1)).astype(np.float32)
+    return np.multiply(values, np.float32(model.drawn.scale), out=values)
 
 
 def _gpt_oss(sizes: dict[str, Any], **more: Any) -> SyntheticModel:

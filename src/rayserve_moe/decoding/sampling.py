@@ -1,11 +1,17 @@
-"""Choosing the next token on the device.
+"""Choosing the next token on the device: the samples, and which samples of drafted tokens count.
 
 By the Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample of their softmax. The noise of a
 token is a function of (seed, choice index, position) alone, from a counter-based generator (Threefry), and is added to
 the log-probabilities that survive truncation. So it depends on no other row of the batch.
+
+A sequence whose drafts are verified has several samples next to each other: after its last token, then after each
+draft, as if all drafts before it were its own tokens. Samples count up to the first draft that differs from the sample
+before it. As noise depends on the position alone, these are the samples of the sequence without drafts. Drafts are a
+chain, or a tree (`kernels.ancestors`): then the drafts before one are those on its path, and no two that follow the
+same token are equal.
 """
 
-# S sampled rows   V vocabulary (local share)   P parts   J likeliest tokens
+# S sampled rows   V vocabulary (local share)   P parts   J likeliest tokens   K most drafts of a row
 
 from __future__ import annotations
 
@@ -17,8 +23,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.decoding.log_probs import LogProbs, Masses, TopTokens, likeliest, log_probs_of, ranks_of
+from rayserve_moe.decoding.log_probs import (
+    LogProbs,
+    Masses,
+    TopTokens,
+    likeliest,
+    log_probs_of,
+    ranks_of,
+)
 from rayserve_moe.decoding.truncation import LastKept, is_kept, keep_all, last_kept
+from rayserve_moe.kernels.ancestors import depths_of, nodes_of, parents_of
 from rayserve_moe.kernels.reference.layers import best_of, gumbel_noise, masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
@@ -110,7 +124,7 @@ def _draw(
 def _best_here(
     logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of a device's words the one that scores best with its noise: score, id, log-probability."""
+    """Return a device's word that scores best with its noise: score, id, log-probability."""
     score_S, id_S = best_of(_noisy(logprobs_SV, rows, noise, part), part.ids())
     return score_S, id_S, jnp.sum(logprobs_SV, axis=-1, where=part.ids() == id_S[:, None])
 
@@ -118,7 +132,7 @@ def _best_here(
 def _chosen_here(
     found: LogProbs, rows: SamplingBatch, choose: Choose, part: VocabularyPart
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same by one kernel."""
+    """Return the same by one kernel."""
     last = _last_kept(found.logprobs_SV, rows, part)
     of_noise = rows.seed_S, rows.choice_S, rows.position_S
     num_places = part.num_parts * part.width
@@ -126,7 +140,7 @@ def _chosen_here(
 
 
 def _noisy(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart) -> jax.Array:
-    """Log-probabilities that survive truncation, minus infinity for others, with noise."""
+    """Return the log-probabilities that survive truncation, minus infinity for others, with noise."""
     last = _last_kept(logprobs_SV, rows, part)
     kept_SV = jnp.where(is_kept(logprobs_SV, last, part=part), logprobs_SV, -jnp.inf)
     return kept_SV + noise(rows.seed_S, rows.choice_S, rows.position_S, first=part.first, size=part.width)
@@ -134,8 +148,13 @@ def _noisy(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: Voca
 
 def _last_kept(logprobs_SV: jax.Array, rows: SamplingBatch, part: VocabularyPart) -> LastKept:
     truncates = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
-    find = partial(last_kept, logprobs_SV, part=part, top_k_S=rows.top_k_S, top_p_S=rows.top_p_S, min_p_S=rows.min_p_S)
+    find = partial(_find_last, logprobs_SV, rows, part)
     return jax.lax.cond(truncates, find, partial(keep_all, len(logprobs_SV)))
+
+
+def _find_last(logprobs_SV: jax.Array, rows: SamplingBatch, part: VocabularyPart) -> LastKept:
+    """Return `last_kept` under the limits of each row."""
+    return last_kept(logprobs_SV, part=part, top_k_S=rows.top_k_S, top_p_S=rows.top_p_S, min_p_S=rows.min_p_S)
 
 
 def likeliest_samples(
@@ -147,7 +166,7 @@ def likeliest_samples(
     noise: Noise = gumbel_noise,
     masses: Masses = masses_of,
 ) -> TopTokens:
-    """The `count` tokens that `sample` is likeliest to take by logits near these, the same on all devices.
+    """Return the `count` tokens that `sample` is likeliest to take by logits near these, the same on all devices.
 
     The first is what `sample` takes. Their log-probabilities are those of a softmax of what it takes the largest of:
     as if others were off by noise of the same kind.
@@ -160,3 +179,62 @@ def likeliest_samples(
     foretold = log_probs_of(scores_SV, jnp.ones_like(rows.temperature_S), part=part, masses=masses)
     num_wanted = jnp.int32(count)
     return likeliest(foretold.logprobs_SV, num_wanted=num_wanted, most_top=count, part=part)
+
+
+class Drafts(NamedTuple):
+    """The token that each sample is taken after, int32 [S], and whether that is a draft, bool [S].
+
+    `drafted_SK` int32 are the drafts among its tokens, the last one first; -1: none. Of trees, `before_S` int32 is the
+    sample that each draft follows; of chains it is the one before.
+    """
+
+    ids_S: jax.Array
+    is_draft_S: jax.Array
+    drafted_SK: jax.Array
+    before_S: jax.Array | None = None
+
+    def at_parents(self, of_samples_S: jax.Array) -> jax.Array:
+        """Return the values of the samples that drafts follow."""
+        return jnp.roll(of_samples_S, 1) if self.before_S is None else of_samples_S[self.before_S]
+
+
+def drafts_of(rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array, *, most_drafts: int) -> Drafts:
+    """Find the drafts among the tokens `ids_S` that samples are taken after.
+
+    A token is a draft where the sample before it is of the same row and of the position before.
+    """
+    follows_S = (rows_S == jnp.roll(rows_S, 1)) & (positions_S == jnp.roll(positions_S, 1) + 1)
+    is_draft_S = follows_S & (jnp.arange(len(rows_S)) > 0)
+    drafted, reaches_S = [], is_draft_S
+    for back in range(most_drafts):
+        drafted.append(jnp.where(reaches_S, jnp.roll(ids_S, back), -1))
+        reaches_S &= jnp.roll(is_draft_S, back + 1)
+    return Drafts(ids_S, is_draft_S, jnp.stack(drafted, axis=1))
+
+
+def tree_drafts_of(ancestors_S: jax.Array, ids_S: jax.Array, *, most_drafts: int) -> Drafts:
+    """Find the drafts of trees of at most `most_drafts` levels below their roots, by the masks of the tokens."""
+    places_S, is_draft_S = jnp.arange(len(ids_S)), depths_of(ancestors_S) > 0
+    before_S = jnp.where(is_draft_S, places_S - nodes_of(ancestors_S) + parents_of(ancestors_S), places_S)
+    drafted, at_S, reaches_S = [], places_S, is_draft_S
+    for _ in range(most_drafts):
+        drafted.append(jnp.where(reaches_S, ids_S[at_S], -1))
+        at_S = before_S[at_S]
+        reaches_S &= is_draft_S[at_S]
+    return Drafts(ids_S, is_draft_S, jnp.stack(drafted, axis=1), before_S)
+
+
+def accepted(sampled_S: jax.Array, drafts: Drafts) -> tuple[jax.Array, jax.Array]:
+    """Return the samples that count, and the last one of each row that does; both bool [S]."""
+    is_right_S = drafts.ids_S == drafts.at_parents(sampled_S)
+    counts_S = jnp.ones_like(is_right_S)
+    for _ in range(drafts.drafted_SK.shape[1]):
+        counts_S = ~drafts.is_draft_S | (is_right_S & drafts.at_parents(counts_S))
+    goes_on_S = drafts.is_draft_S & counts_S
+    if drafts.before_S is None:
+        goes_on_S = jnp.roll(goes_on_S, -1)
+    else:
+        goes_on_S = (
+            jnp.zeros_like(goes_on_S).at[jnp.where(goes_on_S, drafts.before_S, len(goes_on_S))].set(True, mode="drop")
+        )
+    return counts_S, counts_S & ~goes_on_S

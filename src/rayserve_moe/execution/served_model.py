@@ -143,7 +143,7 @@ class ServedModel:
     def num_pages_within(self, free: int) -> int:
         """KV pages of a data rank where a device has `free` bytes beside weights and staging area. SettingsError."""
         spec, plan = self.config.spec, self.config.plan
-        sizes = {"page_size": self.settings.cache.page_size, "is_flat": self.config.kernels.has_flat_rows}
+        sizes = {"page_size": self.settings.cache.page_size, "is_flat": self.config.kernels.attention.has_flat_rows}
         of_all = page_bytes(spec, dtype=self.kv_dtype, plan=plan, **sizes)
         of_draft = 0
         if self.draft is not None:
@@ -251,7 +251,7 @@ def _check_trees(served: ServedModel) -> None:
     what = f"speculative_eagle_topk {served.settings.speculation.eagle_topk}"
     if any(served.pool.windows):
         raise SettingsError(f"{what}: trees of drafts are not for models with sliding windows, take 1")
-    if platform_of(served.config.plan.mesh) == "tpu" and not served.config.kernels.has_flat_rows:
+    if platform_of(served.config.plan.mesh) == "tpu" and not served.config.kernels.attention.has_flat_rows:
         raise SettingsError(
             f"{what}: on TPUs trees of drafts take bfloat16 keys and values in pages of a multiple of {CLEARED_ROWS} "
             f"tokens; found kv_cache_dtype {served.kv_dtype} and page_size {served.settings.cache.page_size}"
@@ -262,7 +262,7 @@ def check_kv_heads(config: ModelConfig, *, kv_dtype: str) -> None:
     """SettingsError where a TPU's kernel cannot read 8-bit KV: jax's takes 32 bits at once, K and V of two heads, and
     for our own the compiler would copy the pool."""
     plan = config.plan
-    if kv_dtype.startswith("float8") and config.kernels.has_flat_rows:
+    if kv_dtype.startswith("float8") and config.kernels.attention.has_flat_rows:
         raise SettingsError(
             "kv_cache_dtype fp8 is not for models with sinks, latents or narrow heads on TPUs: take bfloat16"
         )

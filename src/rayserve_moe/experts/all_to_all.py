@@ -1,28 +1,51 @@
 """Expert parallelism by exchange: tokens travel to the ranks that hold their experts, and results travel back.
 
 The devices of a tensor group see the same tokens; each dispatches its own part of them, and the group shares the sums.
+
+Rows are exchanged by `ragged_all_to_all`: each assignment's row to the rank of its slot, and back. A rank sorts its
+assignments by slot; slots lie rank after rank, so rows for one rank are adjacent. All ranks gather how many rows go
+from each rank to each slot. From that alone follows where every row lies and where it goes:
+
+    sender's rows    [ to rank 0 | to rank 1 | ... | padding ]        in the order of slots
+    receiver's rows  [ from rank 0 | from rank 1 | ... ]              cut into rounds of `round_rows`
+
+Results are returned per assignment and are added by the sender in router order, never as sums per rank. Rows are
+exchanged as [Q, V] lanes, so that on a TPU each one is contiguous in memory.
 """
 
-# T tokens   D model width   K experts per token   G chunks   C rows of a round
+# T tokens of a chunk   G chunks   K experts per token   N assignments = T * K   D model width = Q * V, V lanes
+# R ranks   P slots of all ranks   S local slots   X (sender, local slot) pairs = R * S   C rows of a round
+# Y slots, then ranks, that rows are counted for
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.experts.exchange import Chunk, ExchangeConfig, Multiply, run_in_turn, run_overlapped
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows, take_part
+from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
 from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig, widened
+from rayserve_moe.kernels.slot_order import SortedAssignments, order_by_slot, take
 from rayserve_moe.kernels.table import Kernel
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
+
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+LANES = 128
 
 
 def apply_all_to_all(
     tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig, overlapped: bool = False
 ) -> jax.Array:
-    """The MoE sum of each token [T, D], one chunk of tokens after the other, or each sent while one is multiplied."""
+    """Return the MoE sum of each token [T, D], chunk after chunk, or each chunk sent while one is multiplied."""
     plan, (num_tokens, width), top_k = config.plan, tokens.hidden_TD.shape, config.router.top_k
     part = take_part(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
     row_bytes = width * tokens.hidden_TD.dtype.itemsize
@@ -42,7 +65,7 @@ def apply_all_to_all(
     of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
     if len(hidden_GTD) > 1 and platform_of(plan.mesh) == "tpu":  # otherwise every chunk would convert them
         of_layer = widened(of_layer, tokens.hidden_TD.dtype)
-    multiply = multiply_rows(of_layer, kernel=config.kernels.expert_results)
+    multiply = multiply_rows(of_layer, kernel=config.kernels.experts.results)
     run = run_overlapped if overlapped else run_in_turn
     out_TD = run(Chunk(hidden_GTD, slots_GTK, gates_GTK), multiply=multiply, config=exchange).reshape(-1, width)
     out_TD = out_TD[: len(part.valid_T)]
@@ -53,10 +76,277 @@ def apply_all_to_all(
 
 
 def multiply_rows(experts: LayerExperts, *, kernel: Kernel) -> Multiply:
-    """The grouped product of rows that belong to one local slot each, by `Kernels.expert_results`."""
+    """Return the grouped product of rows that belong to one local slot each, by `ExpertKernels.results`."""
 
     def multiply(rows_CQV: jax.Array, slots_C: jax.Array) -> jax.Array:
         with jax.named_scope("experts"):
             return kernel(rows_CQV, slots_C[:, None], experts)[:, 0]
 
     return multiply
+
+
+@dataclass(frozen=True)
+class ExchangeConfig:
+    """Fixed sizes of an exchange: mesh axes, ranks over them, slots of all ranks, rows taken per round, slices."""
+
+    axes: tuple[str, ...]
+    num_ranks: int
+    num_slots: int
+    round_rows: int
+    num_slices: int = 1
+
+
+class Runs(NamedTuple):
+    """Rows between this rank and each rank: how many, and where they begin in the sender's and the receiver's order."""
+
+    counts_R: jax.Array
+    at_sender_R: jax.Array
+    at_receiver_R: jax.Array
+
+
+class Route(NamedTuple):
+    """Where the rows of one chunk go.
+
+    `order` sorts the assignments by slot, padding last. `sent` are the runs that this rank sends, `received` those that
+    it receives. `ends_X` says where the rows of each (sender, local slot) end in this rank's receiving order; the
+    fullest rank receives `most_rows` in all.
+    """
+
+    order: SortedAssignments
+    sent: Runs
+    received: Runs
+    ends_X: jax.Array
+    most_rows: jax.Array
+
+
+class Underway(NamedTuple):
+    """The first round of a chunk on its way: its route, and rows: those received, their results, those returned."""
+
+    route: Route
+    rows_XQV: jax.Array
+
+
+class Chunk(NamedTuple):
+    """Tokens to exchange: hidden states [T, D], slot of each assignment [T, K] over all ranks' slots, gates [T, K].
+
+    A slot of `num_slots` or beyond goes nowhere.
+    """
+
+    hidden_TD: jax.Array
+    slots_TK: jax.Array
+    gates_TK: jax.Array
+
+
+def run_in_turn(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
+    """Exchange chunks [G, ...] one after the other; returns [G, T, D]."""
+
+    def run(chunk: Chunk) -> jax.Array:
+        return exchange_chunk(chunk, multiply=multiply, config=config)
+
+    return jax.lax.map(run, chunks)
+
+
+def run_overlapped(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
+    """Exchange chunks [G, ...] while others are multiplied and added up; returns [G, T, D].
+
+        return chunk i - 1, add it up  |  multiply chunk i  |  send chunk i + 1
+
+    None of the three needs another one, so both exchanges can run while the core multiplies and adds up.
+    """
+    if len(chunks.slots_TK) == 1:
+        return run_in_turn(chunks, multiply=multiply, config=config)
+    send, add_up = partial(send_chunk, config=config), partial(add_up_chunk, multiply=multiply, config=config)
+    multiplied_by = partial(multiply_chunk, multiply=multiply, config=config)
+    returned = partial(return_chunk, config=config)
+
+    def visit(carry: list[Underway], chunk: tuple[Chunk, Chunk]) -> tuple[list[Underway], jax.Array]:
+        (received, before), (previous, following) = carry, chunk
+        out_TD = add_up(previous, returned(previous, before))
+        return [send(following), multiplied_by(received)], out_TD
+
+    first, second, previous, last = (_of_chunks(chunks, which) for which in (0, 1, -2, -1))
+    carry = jax.lax.optimization_barrier([send(second), multiplied_by(send(first))])
+    pairs = _of_chunks(chunks, slice(-2)), _of_chunks(chunks, slice(2, None))
+    (received, before), out_GTD = jax.lax.scan(visit, carry, pairs)
+    both = jax.lax.optimization_barrier((returned(previous, before), multiplied_by(received)))
+    out_TD = add_up(previous, both[0]), add_up(last, returned(last, both[1]))
+    return jnp.concatenate([out_GTD, jnp.stack(out_TD)])
+
+
+def exchange_chunk(chunk: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
+    """Send a chunk's rows, multiply what arrives, return the results and add them up: [T, D].
+
+    `multiply(rows_CQV, slots_C)` returns the results, of the rows' shape. An empty row holds anything and has the
+    number of local slots for its slot; its result is not used.
+    """
+    if _fits_one_round(chunk, config):
+        underway = multiply_chunk(send_chunk(chunk, config=config), multiply=multiply, config=config)
+        return add_up_chunk(chunk, return_chunk(chunk, underway, config=config), multiply=multiply, config=config)
+    route = plan_route(chunk.slots_TK, config=config)
+    results_NQV = _rounds(chunk, route, _empty_results(chunk), first=0, multiply=multiply, config=config)
+    return _add_up(chunk, route, results_NQV, config)
+
+
+def send_chunk(chunk: Chunk, *, config: ExchangeConfig) -> Underway:
+    """First stage of an exchange in stages: plan the route and send the first round."""
+    route = plan_route(chunk.slots_TK, config=config)
+    return Underway(route, _dispatch(_rows_to_send(chunk, route), route, 0, config))
+
+
+def multiply_chunk(underway: Underway, *, multiply: Multiply, config: ExchangeConfig) -> Underway:
+    """Second stage: multiply what arrived in the first round."""
+    route, rows_CQV = underway
+    return Underway(route, multiply(rows_CQV, _slots_of_round(route, 0, config)))
+
+
+def return_chunk(chunk: Chunk, multiplied: Underway, *, config: ExchangeConfig) -> Underway:
+    """Third stage: return the results of the first round."""
+    route, rows_CQV = multiplied
+    return Underway(route, _return_results(rows_CQV, _empty_results(chunk), route, 0, config))
+
+
+def add_up_chunk(chunk: Chunk, returned: Underway, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
+    """Last stage: do further rounds where a rank is overfull, and add up all results: [T, D]."""
+    route, results_NQV = returned
+    if not _fits_one_round(chunk, config):
+        results_NQV = _rounds(chunk, route, results_NQV, first=1, multiply=multiply, config=config)
+    return _add_up(chunk, route, results_NQV, config)
+
+
+@jax.named_scope("dispatch")
+def plan_route(slots_TK: jax.Array, *, config: ExchangeConfig) -> Route:
+    """Sort the assignments by slot and gather what every rank sends."""
+    num_ranks, num_slots = config.num_ranks, config.num_slots
+    slots_N, num_local = jnp.minimum(slots_TK.reshape(-1), num_slots), num_slots // num_ranks
+    first_Y, end_Y = _counted_slots(num_ranks, num_slots)
+    is_in_NY = (slots_N[:, None] >= first_Y) & (slots_N[:, None] < end_Y)
+    counts_RY = jax.lax.all_gather(jnp.sum(is_in_NY, axis=0, dtype=jnp.int32), config.axes)
+    me, sent_RR = jax.lax.axis_index(config.axes), counts_RY[:, num_slots : num_slots + num_ranks]
+    mine_RS = jax.lax.dynamic_slice_in_dim(counts_RY, me * num_local, num_local, axis=1)
+    pairs_RS = np.arange(num_slots).reshape(num_ranks, num_local)
+    sent, received = _runs(sent_RR, me)
+    return Route(
+        order=order_by_slot(slots_TK, num_slots),
+        sent=sent,
+        received=received,
+        ends_X=jnp.sum(jnp.where(pairs_RS <= np.arange(num_slots)[:, None, None], mine_RS, 0), axis=(1, 2)),
+        most_rows=jnp.max(jnp.sum(sent_RR, axis=0)),
+    )
+
+
+def _counted_slots(num_ranks: int, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the counted ranges of slots, first and end: each slot, then each rank.
+
+    The numbers are a multiple of `LANES`: others TPUs do not gather, but add up.
+    """
+    ends_S, ends_R = np.arange(1, num_slots + 1), np.arange(1, num_ranks + 1) * (num_slots // num_ranks)
+    none = np.zeros(-(num_slots + num_ranks) % LANES, np.int32)
+    end_Y = np.concatenate([ends_S, ends_R, none]).astype(np.int32)
+    first_Y = np.concatenate([ends_S - 1, ends_R - num_slots // num_ranks, none]).astype(np.int32)
+    return first_Y, end_Y
+
+
+def _runs(sent_RR: jax.Array, me: jax.Array) -> tuple[Runs, Runs]:
+    """Return the runs that rank `me` sends and receives, from the rows of each sender to each receiver."""
+    ranks_R = jnp.asarray(np.arange(len(sent_RR)))
+
+    def total(is_counted_R: jax.Array, axis: int) -> jax.Array:
+        return jnp.sum(jnp.where(jnp.expand_dims(is_counted_R, 1 - axis), sent_RR, 0), axis=axis)
+
+    def begins(counts_R: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(ranks_R < ranks_R[:, None], counts_R, 0), axis=1)
+
+    to_R, from_R = (total(ranks_R == me, axis) for axis in (0, 1))
+    sent = Runs(to_R, begins(to_R), total(ranks_R < me, 0))
+    return sent, Runs(from_R, total(ranks_R < me, 1), begins(from_R))
+
+
+def _fits_one_round(chunk: Chunk, config: ExchangeConfig) -> bool:
+    """Return True if one exchange round suffices even when every rank sends all its rows to one rank."""
+    return config.num_ranks * chunk.slots_TK.size <= config.round_rows
+
+
+def _rounds(
+    chunk: Chunk, route: Route, results_NQV: jax.Array, *, first: int, multiply: Multiply, config: ExchangeConfig
+) -> jax.Array:
+    """Rounds from number `first` on, as many as the fullest rank needs: every rank does the same number."""
+
+    def round_trip(turn: jax.Array, results_NQV: jax.Array) -> jax.Array:
+        received_CQV = _dispatch(_rows_to_send(chunk, route), route, turn, config)
+        return _return_results(
+            multiply(received_CQV, _slots_of_round(route, turn, config)), results_NQV, route, turn, config
+        )
+
+    num_rounds = jax.lax.div(route.most_rows + config.round_rows - 1, config.round_rows)
+    return jax.lax.fori_loop(first, num_rounds, round_trip, results_NQV)
+
+
+def _row_shape(width: int) -> tuple[int, int]:
+    lanes = LANES if width % LANES == 0 else width
+    return width // lanes, lanes
+
+
+@jax.named_scope("dispatch")
+def _rows_to_send(chunk: Chunk, route: Route) -> jax.Array:
+    num_tokens, width = chunk.hidden_TD.shape
+    hidden_TQV = chunk.hidden_TD.reshape(num_tokens, *_row_shape(width))
+    return take(hidden_TQV, route.order.token_P)
+
+
+def _empty_results(chunk: Chunk) -> jax.Array:
+    return jax.lax.empty((chunk.slots_TK.size, *_row_shape(chunk.hidden_TD.shape[1])), chunk.hidden_TD.dtype)
+
+
+@jax.named_scope("combine")
+def _add_up(chunk: Chunk, route: Route, results_NQV: jax.Array, config: ExchangeConfig) -> jax.Array:
+    """Weigh each token's results and add them in router order, in float32. What went nowhere has no result."""
+    (num_tokens, top_k), row_shape = chunk.slots_TK.shape, results_NQV.shape[1:]
+    place_KT = route.order.place_P.reshape(num_tokens, top_k).T
+    results_KTQV = take(results_NQV, place_KT.reshape(-1)).reshape(top_k, num_tokens, *row_shape)
+    total_TQV = jnp.zeros((1, 1, 1), jnp.float32)
+    for rank in range(top_k):
+        sent_T11 = (chunk.slots_TK[:, rank] < config.num_slots)[:, None, None]
+        result_TQV = jnp.where(sent_T11, results_KTQV[rank].astype(jnp.float32), 0.0)
+        total_TQV += chunk.gates_TK[:, rank, None, None] * result_TQV
+    # XLA would bring the results of every rank into the order of the sum, instead of the sum alone.
+    return jax.lax.optimization_barrier(total_TQV.astype(chunk.hidden_TD.dtype)).reshape(chunk.hidden_TD.shape)
+
+
+def _slots_of_round(route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:
+    """Local slot of each received row [C]; the number of local slots where the round has no row."""
+    num_local = config.num_slots // config.num_ranks
+    place_C = turn * config.round_rows + np.arange(config.round_rows, dtype=np.int32)
+    pair_C = jnp.searchsorted(route.ends_X, place_C, side="right", method="compare_all")
+    return jnp.where(pair_C < route.ends_X.size, jax.lax.rem(pair_C, num_local), num_local)
+
+
+@jax.named_scope("dispatch")
+def _dispatch(rows_NQV: jax.Array, route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:
+    """Send this round's rows; returns what arrives [C, Q, V]."""
+    sent, received = (_of_round(runs, turn, config) for runs in (route.sent, route.received))
+    slices = RaggedSlices(sent.at_sender_R, sent.counts_R, sent.at_receiver_R, received.counts_R)
+    empty_CQV = jax.lax.empty((config.round_rows, *rows_NQV.shape[1:]), rows_NQV.dtype)
+    return ragged_all_to_all(rows_NQV, empty_CQV, slices, axis_name=config.axes, num_slices=config.num_slices)
+
+
+@jax.named_scope("combine")
+def _return_results(
+    results_CQV: jax.Array, into_NQV: jax.Array, route: Route, turn: jax.Array | int, config: ExchangeConfig
+) -> jax.Array:
+    """Send this round's results back to where their rows came from; returns `into_NQV` with them written in."""
+    sent, received = (_of_round(runs, turn, config) for runs in (route.sent, route.received))
+    slices = RaggedSlices(received.at_receiver_R, received.counts_R, received.at_sender_R, sent.counts_R)
+    return ragged_all_to_all(results_CQV, into_NQV, slices, axis_name=config.axes, num_slices=config.num_slices)
+
+
+def _of_round(runs: Runs, turn: jax.Array | int, config: ExchangeConfig) -> Runs:
+    """Return the part of each run that this round takes; the receiver's places are those in the round."""
+    begin_R = turn * config.round_rows - runs.at_receiver_R
+    low_R = jnp.clip(begin_R, 0, runs.counts_R)
+    counts_R = jnp.clip(begin_R + config.round_rows, 0, runs.counts_R) - low_R
+    some_R = counts_R > 0
+    return Runs(counts_R, jnp.where(some_R, runs.at_sender_R + low_R, 0), jnp.where(some_R, low_R - begin_R, 0))
+
+
+def _of_chunks(chunks: Chunk, which: int | slice) -> Chunk:
+    return Chunk(*(array[which] for array in chunks))

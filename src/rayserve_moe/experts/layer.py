@@ -76,7 +76,7 @@ def _chosen(
     hidden_TD: jax.Array, router: RouterWeights, config: ExpertConfig, forced: ForcedExperts | None
 ) -> tuple[jax.Array, jax.Array]:
     """Ids and weights by `select_top_k`, or by a kernel that computes the router with them, if it can."""
-    rule, choose = config.router, config.kernels.choose_experts
+    rule, choose = config.router, config.kernels.experts.choose
     if choose is not None and router.stacked is not None and forced is None and rule.groups_kept == rule.num_groups:
         with jax.named_scope("selection"):
             finish = partial(gates_of, router=rule)
@@ -91,7 +91,7 @@ def _chosen(
 @jax.named_scope("router")
 def _scores(hidden_TD: jax.Array, router: RouterWeights, config: ExpertConfig) -> ExpertScores:
     """Scores of all experts, and what they are chosen by."""
-    scores_TE = config.kernels.router_scores(
+    scores_TE = config.kernels.experts.router_scores(
         hidden_TD, router.matrix_DE, bias_E=router.logit_bias_E, score=config.router.score
     )
     return rank_experts(scores_TE, router=config.router, selection_bias_E=router.selection_bias_E)

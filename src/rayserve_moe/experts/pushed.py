@@ -36,7 +36,7 @@ def apply_pushed(tokens: RoutedTokens, experts: PlacedExperts, *, config: Expert
     product = ProductConfig(sizes.num_slots, sizes.num_ranks * sizes.num_rows / config.num_slots, config.activation)
     of_layer = LayerExperts(experts.weights, experts.layer * sizes.num_slots, product)
     with jax.named_scope("experts"):
-        out_TD = config.kernels.pushed_sums(part.hidden_TD, slots_TK, part.gates_TK, of_layer, sizes=sizes)
+        out_TD = config.kernels.experts.pushed_sums(part.hidden_TD, slots_TK, part.gates_TK, of_layer, sizes=sizes)
     if plan.tensor_size == 1:
         return out_TD
     with jax.named_scope("combine"):
@@ -62,7 +62,7 @@ def why_not_pushed(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertC
         return "the kernel is for experts without biases"
     if config.plan.num_slices > 1:
         return "the kernel is for one slice"
-    return config.kernels.push_lacks(_sizes_of(hidden_TD, weights, config))
+    return config.kernels.experts.push_lacks(_sizes_of(hidden_TD, weights, config))
 
 
 def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> PushSizes:

@@ -1,27 +1,36 @@
-"""The public engine of this process: a model, its engine thread, and text in and out, without Ray."""
+"""The public engine of this process: a model, its engine thread, and text in and out, without Ray.
+
+Its executor runs steps in this very process.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from rayserve_moe.answers.native import native_answer, native_routing
+from rayserve_moe.checkpoints.bucket import Heads, SentShares, SentTensor, WantedTensor, cut
 from rayserve_moe.checkpoints.model_path import located
 from rayserve_moe.config.given_files import is_url
 from rayserve_moe.config.load import default_cache_directory, settings_from
-from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.config.settings import SettingsError, UpdateSettings
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.guides import constraint_compiler
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.execution.weights.staged import WeightReading, refusing, too_late
+from rayserve_moe.execution.weights.tensor_staging import TensorStaging
 from rayserve_moe.inprocess.arguments import Prompts, prompts_from, requests_from, single_prompt_from
-from rayserve_moe.inprocess.local_executor import LocalExecutor
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.parallel.mesh import local_devices, plan_for
-from rayserve_moe.requests.records import ModelCard, RequestError
+from rayserve_moe.requests.records import ModelCard, RequestError, WeightsRefusedError
 from rayserve_moe.requests.results import ChoiceResult
+from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 Answer = dict[str, Any]
 SamplingMappings = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
@@ -114,7 +123,7 @@ class Engine:
 
     @property
     def card(self) -> ModelCard:
-        """The model being served, with the version of its weights, as it is now."""
+        """Return the served model with the current version of its weights."""
         return self.loop.card
 
     def pause_generation(self, mode: str = "abort") -> None:
@@ -203,3 +212,69 @@ class Engine:
         )
         answer["meta_info"] |= native_routing(request, result, layout=self.card.routing)
         return answer
+
+
+class LocalTensors:
+    """Stages tensors in this process, as an `engine.executor.TensorReceiver`."""
+
+    def __init__(self, staging: TensorStaging) -> None:
+        self._staging = staging
+
+    def begin(self, expert_of_slot: np.ndarray | None) -> None:
+        self._staging.begin(expert_of_slot)
+
+    def stage(self, tensors: Sequence[SentTensor]) -> None:
+        wanted = self._staging.wanted([(tensor.name, tensor.shape) for tensor in tensors])
+        for tensor, share in zip(tensors, wanted, strict=True):
+            with refusing():
+                pieces = cut(tensor, share)
+            self._staging.add(pieces)
+
+    def wanted(self, heads: Heads) -> list[list[WantedTensor]]:
+        return [self._staging.wanted(heads)]
+
+    def stage_shares(self, shares: SentShares) -> None:
+        """Here a share is the pieces themselves."""
+        (pieces,) = shares.by_host
+        self._staging.add([piece.as_typed() for piece in pieces])
+
+    def finish(self) -> None:
+        self._staging.finish(threading.Event())
+
+    def keep(self) -> None:
+        """Nothing outlives this process."""
+
+    def drop(self) -> None:
+        self._staging.drop()
+
+
+class LocalExecutor:
+    """Wraps one HostRunner as an `engine.cycle.Executor`."""
+
+    def __init__(self, runner: HostRunner, updates: UpdateSettings | None = None) -> None:
+        self.runner = runner
+        self.tensors = LocalTensors(runner.tensors)
+        self._reading, self._updates = WeightReading(runner.staged), updates or UpdateSettings()
+
+    def start(self) -> StartReport:
+        return self.runner.prepare(self.runner.load())
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        return self.runner.execute(plan)
+
+    def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
+        self._reading.begin(model_path, expert_of_slot)
+        refusal = self._reading.outcome(self._updates.staging_timeout_s)
+        if refusal is None:
+            self._reading.give_up()
+            raise too_late(self._updates.staging_timeout_s)
+        if refusal:
+            raise WeightsRefusedError(refusal)
+
+    def release(self) -> None:
+        """Nothing runs here between steps."""
+
+    def shutdown(self) -> None:
+        self._reading.give_up()
+        if self.runner.later is not None:
+            self.runner.later.stop()

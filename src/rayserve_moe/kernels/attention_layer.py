@@ -109,8 +109,9 @@ class PagedKernels(NamedTuple):
 
 class AttentionInputs(NamedTuple):
     """What a layer attends with besides the stream and the pool: weights of all layers under the names of
-    `model.parameters`, the tokens of the step, their rotation, and which layer it is; what `Kernels.describe_singles`
-    gave, where the kernels have it; queries and rows, where `Kernels.norm_and_project` made them."""
+    `model.parameters`, the tokens of the step, their rotation, and which layer it is; what
+    `AttentionKernels.describe_singles` gave, where the kernels have it; queries and rows, where
+    `AttentionKernels.norm_and_project` made them."""
 
     weights: Mapping[str, jax.Array]
     batch: TokenBatch
@@ -151,8 +152,9 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     with jax.named_scope("paged_attention"):
 
         def attend(scores: ScoreConfig) -> tuple[jax.Array, jax.Array]:
-            sinks = {"sinks_H": of_layer["sinks_LA"]} if "sinks_LA" in of_layer else {}
-            kernels = PagedKernels(decode, prefill, write_and_decode).with_knobs(config=scores, **sinks)
+            kernels = PagedKernels(decode, prefill, write_and_decode).with_knobs(config=scores)
+            if "sinks_LA" in of_layer:
+                kernels = kernels.with_knobs(sinks_H=of_layer["sinks_LA"])
             described = singles and singles.by_window[scores.window]
             return attend_blocks(queries, kv_pages, step, kernels=kernels, described=described)
 

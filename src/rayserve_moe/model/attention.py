@@ -28,7 +28,7 @@ def kernels_for(spec: ModelSpec, kernels: Kernels, *, prefers_flat: bool = False
     """
     if spec.attention.latent is None:
         is_plain = not spec.attention.sinks and spec.attention.head_dim % LANES == 0 and not prefers_flat
-        own = {} if is_plain else FLAT_ATTENTION.get(kernels.name, {})
+        own = None if is_plain else FLAT_ATTENTION.get(kernels.name)
     elif kernels.name in LATENT_ATTENTION:
         own = LATENT_ATTENTION[kernels.name]
     else:
@@ -36,7 +36,7 @@ def kernels_for(spec: ModelSpec, kernels: Kernels, *, prefers_flat: bool = False
             f"{spec.family}.attention.latent: the {kernels.name} kernels have no multi-head latent attention "
             f"(only {', '.join(LATENT_ATTENTION)})"
         )
-    return replace(kernels, **own) if own else kernels
+    return kernels if own is None else replace(kernels, attention=own)
 
 
 def attention_config(spec: ModelSpec, plan: ParallelPlan | None = None) -> AttentionConfig | LatentConfig:

@@ -108,7 +108,7 @@ def moe_layer(
     if config.spec.experts.shared != "none":
         shared_TD = _shared_expert(params["shared"], normed_TD, moe_index, config)
         out_TD = (out_TD.astype(jnp.float32) + shared_TD).astype(hidden_TD.dtype)
-    added_TD = scaled(out_TD, config.spec.residual_multiplier)
+    added_TD = scaled(out_TD, config.spec.factors.residual_multiplier)
     return LayerCarry(hidden_TD, added_TD, kv_pages, carry.num_done + 1), routing
 
 
@@ -122,7 +122,7 @@ def _shared_expert(
     if config.spec.experts.shared != "sigmoid_gated":
         return out_TD
     gate_D1 = weights["out_gate_MD1"][moe_layer].astype(jnp.float32)
-    return config.kernels.router_scores(normed_TD, gate_D1, score="sigmoid") * out_TD
+    return config.kernels.experts.router_scores(normed_TD, gate_D1, score="sigmoid") * out_TD
 
 
 def dense_layer(
@@ -132,7 +132,7 @@ def dense_layer(
     layer, dense_index = run.first + carry.num_done, run.first_of_kind + carry.num_done
     hidden_TD, normed_TD, kv_pages = attention_block(params, carry, layer, inputs=inputs, config=config)
     out_TD = dense_mlp(params["dense"], normed_TD, dense_index, config)
-    added_TD = scaled(out_TD.astype(hidden_TD.dtype), config.spec.residual_multiplier)
+    added_TD = scaled(out_TD.astype(hidden_TD.dtype), config.spec.factors.residual_multiplier)
     return LayerCarry(hidden_TD, added_TD, kv_pages, carry.num_done + 1), None
 
 
@@ -150,18 +150,18 @@ def attention_block(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention with its norm and residual; returns the stream, the stream normed for the MLP, and the pool."""
     (hidden_TD, added_TD, kv_pages, _), weights = carry, params["attention"]
-    projected, at_once = None, config.kernels.norm_and_project
+    projected, at_once = None, config.kernels.attention.norm_and_project
     if at_once is not None:
-        knobs = {"rotation": inputs.rotation, "config": attention_config(config.spec, config.plan)}
+        attention, stacked = attention_config(config.spec, config.plan), StackedWeights(weights, layer)
         with jax.named_scope("attention/projections"):
-            projected = at_once(hidden_TD, added_TD, StackedWeights(weights, layer), **knobs)
+            projected = at_once(hidden_TD, added_TD, stacked, rotation=inputs.rotation, config=attention)
     if projected is None:
         hidden_TD, normed_TD = _add_and_norm(hidden_TD, added_TD, weights["norm_LD"], layer, config)
         out_TD, kv_pages = attend(weights, (normed_TD, kv_pages), layer, inputs=inputs, config=config)
     else:
         hidden_TD, made = projected[0], projected[1:]
         out_TD, kv_pages = attend(weights, (hidden_TD, kv_pages), layer, inputs=inputs, config=config, made=made)
-    added_TD = scaled(out_TD, config.spec.residual_multiplier)
+    added_TD = scaled(out_TD, config.spec.factors.residual_multiplier)
     return *_add_and_norm(hidden_TD, added_TD, params["mlp_norm"]["scale"], layer, config), kv_pages
 
 
@@ -180,7 +180,7 @@ def attend(
     normed_TD, kv_pages = rows
     of_layer = AttentionInputs(weights, inputs.batch, inputs.rotation, layer, inputs.singles, made)
     attention = attention_config(config.spec, config.plan)
-    out_TD, kv_pages = config.kernels.attention(normed_TD, kv_pages, of_layer, config=attention)
+    out_TD, kv_pages = config.kernels.attention.attend(normed_TD, kv_pages, of_layer, config=attention)
     out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)
     return out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD, kv_pages
 
@@ -241,14 +241,19 @@ def _rotation(batch: TokenBatch, config: ModelConfig) -> Rotation:
 
 
 def _describe_singles(batch: TokenBatch, kv_pages: jax.Array, config: ModelConfig) -> DescribedSingles | None:
-    describe, num_singles = config.kernels.describe_singles, batch.num_singles
+    describe, num_singles = config.kernels.attention.describe_singles, batch.num_singles
     if describe is None or not num_singles:
         return None
     page_size, table_width = kv_pages.shape[1], batch.page_table_BP.shape[-1]
     with jax.named_scope("attention/paged_attention"):
         windows = config.spec.attention.windows or (0,)
         positions_U = batch.positions_T[:num_singles]
-        known = {"ancestors_U": batch.ancestors_U, "together": batch.together}
-        known = {name: given for name, given in known.items() if given is not None}
-        by_window = describe(positions_U, page_size=page_size, table_width=table_width, windows=windows, **known)
+        by_window = describe(
+            positions_U,
+            page_size=page_size,
+            table_width=table_width,
+            windows=windows,
+            ancestors_U=batch.ancestors_U,
+            together=batch.together,
+        )
         return DescribedSingles(by_window, batch.valid_T[:, None])

@@ -100,7 +100,7 @@ def draft_logits(weights: tuple[Parameters, Parameters], features_SD: jax.Array,
         features_SD = norm_rows(features_SD, own["norm_D"], config.layer)
     if not config.draft.has_head:
         return normed_logits(target, features_SD, config=config.target)
-    head = partial(config.layer.kernels.head, head_VD=own["head_VD"])
+    head = partial(config.layer.kernels.head.logits, head_VD=own["head_VD"])
     return score_my_words(features_SD, head, part=config.words, plan=config.layer.plan)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from rayserve_moe.model.config_parts import heads_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import flag_of, integer_of, object_of, refuse_other_values
-from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import AttentionSpec, ModelSpec, UnsupportedModelError
 
@@ -163,7 +163,7 @@ def draft_parameters(draft: DraftSpec, *, dtype: str, **held: Any) -> dict[str, 
     def vector(role: str, initial: str = "ones") -> ParamSpec:
         return ParamSpec((width,), dtype, ("model",), role, initial=initial)
 
-    own = {"fc_AD": ParamSpec((num_joined * width, width), dtype, ("model", "model"), "fc", transposed=True)}
+    own = {"fc_AD": ParamSpec((num_joined * width, width), dtype, ("model", "model"), "fc", file=TRANSPOSED)}
     if draft.algorithm == "EAGLE3":
         own |= {"hidden_norm_D": vector("hidden_norm"), "norm_D": vector("draft_norm")}
         tree["attention"] = {name: _widened(name, param) for name, param in tree["attention"].items()}

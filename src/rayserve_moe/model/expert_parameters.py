@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, scale_rows
-from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec
 from rayserve_moe.model.spec import ModelSpec
 
-Columns = tuple[int, int, int]
-"""`repeat_width`, `period` and `start` of a ParamSpec."""
 QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """Dtypes of the matrices of experts that have scales, by what the setting `expert_dtype` calls them."""
 SCALE_OF = {"gate_MPDF": "gate_scale_MPZF", "up_MPDF": "up_scale_MPZF", "down_MPFD": "down_scale_MPZD"}
@@ -24,16 +22,16 @@ def router_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
     """The router of every MoE layer: float32, biases included, since rounding those changes what is chosen."""
     router, layers = spec.router, spec.moe_layer_ids
 
-    def bias(role: str, *, file_row: bool = False) -> ParamSpec:
+    def bias(role: str, *, is_row: bool = False) -> ParamSpec:
         shape = (len(layers), router.num_experts)
-        return ParamSpec(shape, "float32", ("layers", None), role, layers, file_row=file_row)
+        return ParamSpec(shape, "float32", ("layers", None), role, layers, file=FileForm(is_row=is_row))
 
     shape, axes = (len(layers), spec.hidden_size, router.num_experts), ("layers", "model", None)
-    specs = {"router_MDE": ParamSpec(shape, "float32", axes, "router", layers, transposed=True)}
+    specs = {"router_MDE": ParamSpec(shape, "float32", axes, "router", layers, file=TRANSPOSED)}
     if router.logit_bias:
         specs["router_bias_ME"] = bias("router_bias")
     if router.selection_bias:
-        specs["selection_bias_ME"] = bias("selection_bias", file_row=router.selection_bias_in_row)
+        specs["selection_bias_ME"] = bias("selection_bias", is_row=router.selection_bias_in_row)
     return specs
 
 
@@ -47,9 +45,9 @@ def slot_specs(
     """
     layers, num_experts = spec.moe_layer_ids, spec.router.num_experts
     width, inner, layout = spec.hidden_size, spec.experts.intermediate_size, spec.experts.layout
+    whole = FileForm(transposed=layout != "fused_in_out_interleaved", has_all_experts=layout != "per_expert")
 
-    def stack(role: str, shape: tuple[int, ...], axes: tuple[str, ...], columns: Columns = (1, 0, 0)) -> ParamSpec:
-        repeat_width, period, start = columns
+    def stack(role: str, shape: tuple[int, ...], axes: tuple[str, ...], file: FileForm = whole) -> ParamSpec:
         return ParamSpec(
             (len(layers), num_experts + num_redundant, *shape),
             dtype,
@@ -57,14 +55,10 @@ def slot_specs(
             role,
             layers,
             num_experts,
-            transposed=len(shape) > 1 and layout != "fused_in_out_interleaved",
-            repeat_width=repeat_width,
-            period=period,
-            start=start,
-            experts_in_file=layout != "per_expert",
+            file=file if len(shape) > 1 else replace(file, transposed=False),
         )
 
-    gate, up = _columns_of_gate_and_up(spec)
+    gate, up = _gate_and_up(whole, spec)
     specs = {
         "gate_MPDF": stack("expert_gate", (width, inner), ("model", "expert_inner"), gate),
         "up_MPDF": stack("expert_up", (width, inner), ("model", "expert_inner"), up),
@@ -89,13 +83,14 @@ def _quantized(specs: dict[str, ParamSpec], dtype: str, *, in_blocks: bool) -> d
     return specs | scales
 
 
-def _columns_of_gate_and_up(spec: ModelSpec) -> tuple[Columns, Columns]:
-    """Which columns of the file are those of gate, and which those of up."""
+def _gate_and_up(whole: FileForm, spec: ModelSpec) -> tuple[FileForm, FileForm]:
+    """Return the forms of gate and of up, cut out of the tensors of files if these hold both."""
     inner = spec.experts.intermediate_size
+    halves, turns = replace(whole, repeat_width=inner, period=2 * inner), replace(whole, period=2)
     return {
-        "per_expert": ((1, 0, 0), (1, 0, 0)),
-        "fused_out_in": ((inner, 2 * inner, 0), (inner, 2 * inner, inner)),
-        "fused_in_out_interleaved": ((1, 2, 0), (1, 2, 1)),
+        "per_expert": (whole, whole),
+        "fused_out_in": (halves, replace(halves, start=inner)),
+        "fused_in_out_interleaved": (turns, replace(turns, start=1)),
     }[spec.experts.layout]
 
 
@@ -109,7 +104,7 @@ def shared_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
     }
     if spec.experts.shared == "sigmoid_gated":
         shape, axes = (len(layers), width, 1), ("layers", "model", None)
-        specs["out_gate_MD1"] = ParamSpec(shape, dtype, axes, "shared_expert_gate", layers, transposed=True)
+        specs["out_gate_MD1"] = ParamSpec(shape, dtype, axes, "shared_expert_gate", layers, file=TRANSPOSED)
     return specs
 
 
@@ -126,4 +121,4 @@ def dense_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
 def _product(role: str, shape: tuple[int, int], layers: tuple[int, ...], dtype: str) -> ParamSpec:
     """A matrix of a gated MLP whose inner dimension lies over the tensor axis."""
     axes = ("dense_inner", "model") if role.endswith("_down") else ("model", "dense_inner")
-    return ParamSpec((len(layers), *shape), dtype, ("layers", *axes), role, layers, transposed=True)
+    return ParamSpec((len(layers), *shape), dtype, ("layers", *axes), role, layers, file=TRANSPOSED)

@@ -34,8 +34,8 @@ def cache_row(spec: ModelSpec, *, tensor_size: int, is_flat: bool = False) -> Ca
     """The entry of a model's cache: [2 * KV heads, h], K and V of a head next to each other, spread with the heads.
 
     With latent attention [1, kv_lora_rank + rope_dim], the same on all devices of the tensor axis: the latent serves
-    all heads, as key (with the rotated part) and as value. `is_flat` (`Kernels.has_flat_rows`): one dimension, as
-    `kernels.tpu.flat_rows` has it.
+    all heads, as key (with the rotated part) and as value. `is_flat` (`AttentionKernels.has_flat_rows`): one
+    dimension, as `kernels.tpu.flat_rows` has it.
     """
     attention = spec.attention
     if attention.latent is not None:

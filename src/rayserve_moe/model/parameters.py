@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rayserve_moe.model.expert_parameters import dense_specs, router_specs, shared_specs, slot_specs
-from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec
 from rayserve_moe.model.spec import LatentSpec, ModelSpec
 
 
@@ -82,10 +82,10 @@ def _attention_specs(spec: ModelSpec, dtype: str, repeats: int) -> dict[str, Par
     kv_width = attention.num_kv_heads * attention.head_dim * repeats
 
     def project(role: str, shape: tuple[int, int], axes: tuple[str, str]) -> ParamSpec:
-        return ParamSpec((len(layers), *shape), dtype, ("layers", *axes), role, layers, transposed=True)
+        return ParamSpec((len(layers), *shape), dtype, ("layers", *axes), role, layers, file=TRANSPOSED)
 
     def of_kv_heads(spec: ParamSpec) -> ParamSpec:
-        return replace(spec, repeats=repeats, repeat_width=attention.head_dim)
+        return replace(spec, file=replace(spec.file, repeats=repeats, repeat_width=attention.head_dim))
 
     def per_layer(role: str, size: int, axis: str, initial: str) -> ParamSpec:
         return ParamSpec((len(layers), size), dtype, ("layers", axis), role, layers, initial=initial)
@@ -120,7 +120,7 @@ def _cut_out_of_one(specs: dict[str, ParamSpec], spec: ModelSpec) -> dict[str, P
     q_width, kv_width = (count * attention.head_dim for count in (attention.num_heads, attention.num_kv_heads))
     starts = {"q_": 0, "k_": q_width, "v_": q_width + kv_width}
     return {
-        name: replace(found, start=starts[name[:2]], file_columns=q_width + 2 * kv_width)
+        name: replace(found, file=replace(found.file, start=starts[name[:2]], num_columns=q_width + 2 * kv_width))
         for name, found in specs.items()
         if name[:2] in starts and "norm" not in name
     }
@@ -138,13 +138,13 @@ def _latent_specs(spec: ModelSpec, latent: LatentSpec, dtype: str) -> dict[str, 
     q_latent = latent.q_lora_rank
 
     def stack(role: str, shape: tuple[int, ...], axes: tuple[str | None, ...], initial: str = "normal") -> ParamSpec:
-        axes, is_matrix = ("layers", *axes), len(shape) > 1
-        return ParamSpec((len(layers), *shape), dtype, axes, role, layers, transposed=is_matrix, initial=initial)
+        axes, file = ("layers", *axes), FileForm(transposed=len(shape) > 1)
+        return ParamSpec((len(layers), *shape), dtype, axes, role, layers, file=file, initial=initial)
 
     def of_latent(first: int, size: int) -> ParamSpec:
         both = stack("kv_b", (latent.kv_lora_rank, attention.num_heads * size), (None, "heads"))
-        both = replace(both, repeat_width=size, period=latent.nope_dim + latent.value_dim, start=first)
-        return both.as_in_files()
+        file = replace(both.file, repeat_width=size, period=latent.nope_dim + latent.value_dim, start=first)
+        return replace(both, file=file).as_in_files()
 
     specs = {
         "norm_LD": _norm(spec, "attention_norm", dtype),

@@ -114,33 +114,47 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True)
+class FactorSpec:
+    """Constant factors of the residual stream and of the logits (Granite)."""
+
+    embedding_multiplier: float = 1.0
+    """Factor of the embedding."""
+    residual_multiplier: float = 1.0
+    """Factor of what a layer adds to the hidden state."""
+    logits_divisor: float = 1.0
+    """Logits are divided by it."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One decoder-only MoE language model. Widths are in elements; layer ids count all hidden layers.
 
-    The embedding is multiplied by `embedding_multiplier`, what a layer adds to the hidden state by
-    `residual_multiplier`, and logits are divided by `logits_divisor`. `block_dtype` is the 8-bit dtype whose 128 x 128
-    blocks have scales in the files; empty: none has.
     Building one raises UnsupportedModelError for a knob whose value is not computed.
     """
 
     family: str
+    """Name of the family, or of the kind of draft model."""
     vocab_size: int
     hidden_size: int
     num_layers: int
+    """Number of hidden layers, with or without experts."""
     dense_layer_ids: tuple[int, ...]
+    """Layers without experts, ascending."""
     dense_intermediate_size: int
+    """Width of the MLP of a layer without experts; 0 if every layer has experts."""
     attention: AttentionSpec
     rope: RopeSpec
     router: RouterSpec
     experts: ExpertSpec
     norm_eps: float
     tie_embeddings: bool
+    """True if the embedding's table is also the head."""
     max_position_embeddings: int
     checkpoint_dtype: str
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_divisor: float = 1.0
+    """Dtype of the weights in the files."""
     block_dtype: str = ""
+    """The 8-bit dtype whose 128 x 128 blocks have scales in the files; empty: none has."""
+    factors: FactorSpec = FactorSpec()
 
     def __post_init__(self) -> None:
         _refuse_what_is_not_computed(self.family, self)

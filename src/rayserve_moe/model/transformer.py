@@ -98,16 +98,16 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
 
 def embedded(params: Parameters, token_ids_T: jax.Array, *, config: ModelConfig) -> jax.Array:
     """The embeddings [T, D] of this data rank's tokens."""
-    take = config.kernels.tied_rows if config.spec.tie_embeddings else take_rows
+    take = config.kernels.head.tied_rows if config.spec.tie_embeddings else take_rows
     with jax.named_scope("embedding"):
         rows_TD = look_up(params["embedding"]["table_VD"], token_ids_T, plan=config.plan, take=take)
         hidden_TD = rows_TD[:, : config.spec.hidden_size]
-        return scaled(hidden_TD, config.spec.embedding_multiplier)
+        return scaled(hidden_TD, config.spec.factors.embedding_multiplier)
 
 
 def words_of(config: ModelConfig) -> VocabularyPart:
     """The words that a device scores."""
-    multiple = config.kernels.multiples.get("vocabulary", 1)
+    multiple = config.kernels.parameters.multiples.get("vocabulary", 1)
     return vocabulary_part(config.plan, num_words=config.spec.vocab_size, multiple=multiple)
 
 
@@ -122,7 +122,8 @@ def normed_logits(
 ) -> jax.Array:
     """`logits_of` hidden states that are normed already, and `are_everywhere` if all devices have the same."""
     embedding = params["embedding"]
-    head = partial(config.kernels.head, head_VD=embedding.get("head_VD", embedding["table_VD"]))
+    head = partial(config.kernels.head.logits, head_VD=embedding.get("head_VD", embedding["table_VD"]))
     with jax.named_scope("head"):
         logits_WV = score_my_words(normed_SD, head, part=words_of(config), plan=None if are_everywhere else config.plan)
-        return logits_WV if config.spec.logits_divisor == 1.0 else logits_WV / config.spec.logits_divisor
+        divisor = config.spec.factors.logits_divisor
+        return logits_WV if divisor == 1.0 else logits_WV / divisor

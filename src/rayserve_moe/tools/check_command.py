@@ -142,7 +142,7 @@ def render(report: CheckReport) -> str:
     ]
     for program in report.programs:
         lines += ["", *_program_lines(program)]
-    total = sum(program.lower_s + program.compile_s for program in report.programs)
+    total = sum(program.seconds.lower_s + program.seconds.compile_s for program in report.programs)
     return "\n".join([*lines, "", f"{len(report.programs)} programs in {total:.0f} s", *report.faults])
 
 
@@ -152,8 +152,9 @@ def _program_lines(program: ProgramReport) -> Iterator[str]:
         yield f"{program.name}: DOES NOT FIT"
         yield f"  {program.error}"
         return
-    seconds = f"{program.compile_s:.1f} s, of processors {program.compile_cpu_s:.1f} s"
-    yield f"{program.name}: lowered in {program.lower_s:.1f} s, compiled in {seconds}"
+    seconds, cycles = program.seconds, program.cycles
+    compiled = f"{seconds.compile_s:.1f} s, of processors {seconds.compile_cpu_s:.1f} s"
+    yield f"{program.name}: lowered in {seconds.lower_s:.1f} s, compiled in {compiled}"
     yield (
         f"  HBM: arguments {memory.arguments / GB:.2f}, temporaries {memory.temporaries / GB:.3f}, "
         f"peak {memory.peak / GB:.2f} of {memory.limit / GB:.2f} GB"
@@ -177,7 +178,7 @@ def _program_lines(program: ProgramReport) -> Iterator[str]:
     yield f"  kernels: {kernels or 'none'}"
     yield f"  operations with a cost in a layer: {program.ops_per_layer}"
     yield (
-        f"  XLA's own cycles {program.xla_cycles:,} (bodies once {program.xla_cycles_once:,}); "
+        f"  XLA's own cycles {cycles.xla_cycles:,} (bodies once {cycles.xla_cycles_once:,}); "
         f"reading weights and KV once: {program.roofline_s * 1e3:.2f} ms"
     )
     if program.estimate:

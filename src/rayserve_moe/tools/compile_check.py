@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +24,7 @@ from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.dump import DumpFolder
 from rayserve_moe.tools.estimate.report import Estimator
 from rayserve_moe.tools.estimate.workload import StepSizes
-from rayserve_moe.tools.program_report import ProgramReader, ProgramReport
+from rayserve_moe.tools.program_report import ProgramReader, ProgramReport, figures_of
 from rayserve_moe.tools.served_cases import ServedCase, lay_out
 
 COMPILER_ENVIRONMENT = {
@@ -70,7 +70,7 @@ class CheckReport:
         return not any(program.error for program in self.programs)
 
     def as_json(self) -> dict[str, Any]:
-        return {"fits": self.fits, **asdict(self)}
+        return {"fits": self.fits, **asdict(self), "programs": [figures_of(program) for program in self.programs]}
 
 
 def use_host_alone() -> None:
@@ -92,9 +92,7 @@ def check(
     do not go together or a name is unknown; refusals of the compiler are in the report.
     """
     assert estimator is None or num_threads == 1, "schedules are those of the program that was compiled last"
-    unknown = {name for most in (limits or {}).values() for name in most} - {
-        each.name for each in fields(ProgramReport)
-    }
+    unknown = {name for most in (limits or {}).values() for name in most} - figures_of(ProgramReport("")).keys()
     if unknown:
         raise ValueError(f"a limit for {', '.join(sorted(unknown))}, which no report has")
     served = lay_out(case)
@@ -138,9 +136,10 @@ def faults_of(program: ProgramReport, limits: Mapping[str, int]) -> Iterator[str
         yield f"{program.name} copies {size / 1e6:.1f} MB of {kind}"
     if not program.is_in_place:
         yield f"{program.name} does not update its state in place"
+    figures = figures_of(program)
     for name, most in limits.items():
-        if getattr(program, name) > most:
-            yield f"{program.name}: {name} is {getattr(program, name):,}, more than {most:,}"
+        if figures[name] > most:
+            yield f"{program.name}: {name} is {figures[name]:,}, more than {most:,}"
 
 
 def hbm_limit(device: jax.Device) -> int:

@@ -6,7 +6,8 @@ import math
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,37 +49,62 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class ProgramReport:
-    """One compiled program, or the compiler's reason why there is none.
+class CompileSeconds:
+    """Seconds that a program took to compile, to two places."""
 
-    `compile_cpu_s` are the seconds of processors, of other programs too where several are compiled at a time.
-    `is_in_place`: all that it takes for its own stays where it is. `copies` are those of weights and KV, of which none
-    should be; those of activations have limits. `crossings` are transfers between slices, `collectives` those within.
-    `ops_per_layer` are the costed operations in the body of the loop over layers. `xla_cycles` add up what XLA
-    estimates for its own fusions, `_once` with the body of every loop counted once; neither is a latency. `roofline_s`
-    is the time that reading weights and KV once takes at the memory's bandwidth. `estimate` is there where it was
-    asked for, and the program is a step.
-    """
-
-    name: str
-    error: str = ""
     lower_s: float = 0.0
     compile_s: float = 0.0
     compile_cpu_s: float = 0.0
-    memory: DeviceMemory | None = None
-    is_in_place: bool = False
-    copied_bytes: dict[str, int] = field(default_factory=dict)
-    copies: list[CopyOfPiece] = field(default_factory=list)
-    copied_activation_bytes: int = 0
-    activation_copies: list[ActivationCopy] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
-    crossings: list[Crossing] = field(default_factory=list)
-    kernels: dict[str, int] = field(default_factory=dict)
-    ops_per_layer: int = 0
+    """Seconds of processors, of other programs too if several are compiled at a time."""
+
+
+@dataclass(frozen=True)
+class StepCycles:
+    """Sums of the cycles that XLA estimates for its own fusions; neither is a latency."""
+
     xla_cycles: int = 0
     xla_cycles_once: int = 0
+    """With the body of every loop counted once."""
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """One compiled program, or the compiler's reason why there is none."""
+
+    name: str
+    error: str = ""
+    """The compiler's reason; empty if there is a program."""
+    seconds: CompileSeconds = CompileSeconds()
+    memory: DeviceMemory | None = None
+    is_in_place: bool = False
+    """True if all arrays that the program owns stay in their memory."""
+    copied_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of `copies` by kind."""
+    copies: list[CopyOfPiece] = field(default_factory=list)
+    """Copies of weights and KV; a sound program has none."""
+    copied_activation_bytes: int = 0
+    activation_copies: list[ActivationCopy] = field(default_factory=list)
+    """Copies of activations, which have limits."""
+    collectives: list[Collective] = field(default_factory=list)
+    """Transfers within a slice."""
+    crossings: list[Crossing] = field(default_factory=list)
+    """Transfers between slices."""
+    kernels: dict[str, int] = field(default_factory=dict)
+    """Number of calls by the kernel's name."""
+    ops_per_layer: int = 0
+    """Costed operations in the body of the loop over layers."""
+    cycles: StepCycles = StepCycles()
     roofline_s: float = 0.0
+    """Time to read weights and KV once at the memory's bandwidth."""
     estimate: EstimateReport | None = None
+    """The estimate of a step, if one was requested."""
+
+
+def figures_of(report: ProgramReport) -> dict[str, Any]:
+    """Return the fields of a report by name, with those of its seconds and cycles beside the others."""
+    found = asdict(report)
+    seconds, cycles = found.pop("seconds"), found.pop("cycles")
+    return found | seconds | cycles
 
 
 class ProgramReader:
@@ -104,14 +130,13 @@ class ProgramReader:
             compiled = optimized(unoptimized, self._plan)
         except jax.errors.JaxRuntimeError as error:
             return ProgramReport(program.name, error=compilers_sentence(error))
-        seconds = {
-            "lower_s": lowered_at - started,
-            "compile_s": time.perf_counter() - lowered_at,
-            "compile_cpu_s": time.process_time() - cpu_s,
-        }
+        seconds = CompileSeconds(
+            lower_s=round(lowered_at - started, 2),
+            compile_s=round(time.perf_counter() - lowered_at, 2),
+            compile_cpu_s=round(time.process_time() - cpu_s, 2),
+        )
         text = read_program(compiled.as_text() or "")
-        report = replace(self._read(program, compiled, text), estimate=self._estimate(program, text))
-        return replace(report, **{name: round(value, 2) for name, value in seconds.items()})
+        return replace(self._read(program, compiled, text), seconds=seconds, estimate=self._estimate(program, text))
 
     def _estimate(self, program: Program, text: ProgramText) -> EstimateReport | None:
         """Return the estimate of a step with the maximum number of sequences; None without an estimator or a step."""
@@ -153,8 +178,7 @@ class ProgramReader:
             crossings=crossings_of(text, num_slices=self._plan.num_slices),
             kernels=kernels_of(text),
             ops_per_layer=ops_per_layer(text),
-            xla_cycles=cycles,
-            xla_cycles_once=once,
+            cycles=StepCycles(cycles, once),
             roofline_s=self._roofline_s,
         )
 

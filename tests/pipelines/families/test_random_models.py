@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.checkpoints.synthetic import SyntheticModel, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticModel, write_checkpoint
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from tests.support.drive import cycle_for, preempt_every, run_alone, run_on, run_together
 from tests.support.family_cases import FAMILY_CONFIGS, FamilyCase
@@ -40,7 +40,7 @@ def started() -> list[Engine]:
 
 def written(case: FamilyCase, directory: Path) -> Path:
     need_native_kernels()
-    model = SyntheticModel(case.config, scale=0.1, norm_jitter=0.2)
+    model = SyntheticModel(case.config, drawn=Drawn(0.1, norm_jitter=0.2))
     return write_checkpoint(directory / "model", model, seed=case.variant)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.balancing.first_placement import lower_bound, replica_counts
+from rayserve_moe.balancing.planner import lower_bound, replica_counts
 
 
 def bound_of(load: list[float], *, ep_size: int, num_redundant: int) -> float:

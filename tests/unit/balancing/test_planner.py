@@ -7,9 +7,8 @@ import pytest
 
 from benchmarks.planner import DRIFTS, README_LOAD, Shape, followed, judged, peaks, ranks_of
 from benchmarks.planner_loads import SKEWS, skewed
-from rayserve_moe.balancing.first_placement import lower_bound
 from rayserve_moe.balancing.placement import PlacementError, identity_placement
-from rayserve_moe.balancing.planner import first_placement, plan
+from rayserve_moe.balancing.planner import first_placement, lower_bound, plan
 from tests.support.planner_cases import incoming, rank_loads
 
 SHAPES = [Shape(3, 128, 8, 32), Shape(3, 128, 32, 32), Shape(3, 256, 64, 128), Shape(3, 256, 32, 0)]

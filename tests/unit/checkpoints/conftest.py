@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rayserve_moe.checkpoints.synthetic import PRESETS, SyntheticConfig, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import PRESETS, DenseLayers, Drawn, SyntheticConfig, write_checkpoint
 
 SMALL = replace(
     PRESETS["tiny"],
@@ -20,8 +20,8 @@ SMALL = replace(
     num_key_value_heads=2,
     head_dim=4,
     num_experts=4,
-    mlp_only_layers=(1,),
-    norm_jitter=0.1,
+    dense=DenseLayers(mlp_only_layers=(1,)),
+    drawn=Drawn(norm_jitter=0.1),
 )
 
 

@@ -19,7 +19,7 @@ from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.config.given_files import GivenFile
 from rayserve_moe.model.families import qwen3_moe
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
-from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.param_spec import FileForm, ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from tests.support.fused import FUSED_RULES, LAYOUTS, fused
 
@@ -111,15 +111,16 @@ def test_a_host_holds_its_share_and_a_piece_while_loading(tmp_path, config, layo
 ROWS = np.arange(14 * 3, dtype=np.float32).reshape(14, 3)
 
 
-def _cut(num_columns: int, **place: int | bool) -> ParamSpec:
-    return ParamSpec((3, num_columns), "float32", (None, None), "cut", transposed=True, **place)  # ty: ignore
+def _cut(num_held: int, **place: int | bool) -> ParamSpec:
+    file = FileForm(transposed=True, **place)  # ty: ignore
+    return ParamSpec((3, num_held), "float32", (None, None), "cut", file=file)
 
 
 @pytest.mark.parametrize(
     ("spec", "rows"),
     [
-        (_cut(6, repeat_width=2, file_columns=14), [0, 1, 2, 3, 4, 5]),
-        (_cut(8, repeat_width=2, repeats=2, start=6, file_columns=14), [6, 7, 6, 7, 8, 9, 8, 9]),
+        (_cut(6, repeat_width=2, num_columns=14), [0, 1, 2, 3, 4, 5]),
+        (_cut(8, repeat_width=2, repeats=2, start=6, num_columns=14), [6, 7, 6, 7, 8, 9, 8, 9]),
         (_cut(8, repeat_width=4, period=7), [0, 1, 2, 3, 7, 8, 9, 10]),
         (_cut(6, repeat_width=3, period=7, start=4), [4, 5, 6, 11, 12, 13]),
         (_cut(7, period=2, start=1), [1, 3, 5, 7, 9, 11, 13]),
@@ -137,7 +138,7 @@ def test_columns_of_a_tensor_are_held_by_period_and_start(tmp_path, single, spec
 
 
 def test_a_vector_may_lie_in_a_row(tmp_path, single):
-    spec = ParamSpec((2, 4), "float32", ("layers", None), "bias", (0, 3), file_row=True)
+    spec = ParamSpec((2, 4), "float32", ("layers", None), "bias", (0, 3), file=FileForm(is_row=True))
     rows = {f"bias.{layer}": np.arange(4, dtype=np.float32)[None] + layer for layer in spec.layers}
     source = _with_tensors(tmp_path, single, rows, {"bias": "bias.{layer}"})
     held = read_region(source, spec, region=((0, 2), (1, 4)))
@@ -149,7 +150,8 @@ def test_a_bias_of_all_experts_is_cut_by_expert_and_in_turns(tmp_path, single):
     source = _with_tensors(tmp_path, single, {"bias.0": both}, {"bias": "bias.{layer}"})
     source = replace(source, expert_of_slot=np.array([[2, 0, 1, 2]]))
     axes = ("layers", "expert_slots", None)
-    spec = ParamSpec((1, 4, 4), "float32", axes, "bias", (0,), 3, period=2, start=1, experts_in_file=True)
+    file = FileForm(period=2, start=1, has_all_experts=True)
+    spec = ParamSpec((1, 4, 4), "float32", axes, "bias", (0,), 3, file=file)
     held = read_region(source, spec, region=((0, 1), (0, 3), (1, 4)))
     np.testing.assert_array_equal(held[0], both[[2, 0, 1], 3::2])
 
@@ -173,7 +175,7 @@ def test_a_tensor_fills_all_parameters_that_are_cut_out_of_it(fused_one):
 
 @pytest.mark.parametrize(("starts", "message"), [((0, 2), "two parameters claim"), ((0,), "holds all of")])
 def test_every_column_belongs_to_one_parameter(starts, message):
-    tree = {str(start): _cut(4, start=start, file_columns=8) for start in starts}
+    tree = {str(start): _cut(4, start=start, num_columns=8) for start in starts}
     with pytest.raises(AssertionError, match=message):
         tensor_places(tree, {"cut": "cut"})
 

@@ -62,7 +62,7 @@ def _stacked(path: Path, tree) -> dict[tuple[str, ...], np.ndarray]:
     tensors = load_file(path / "model.safetensors")
     whole = {keys: np.zeros(spec.shape, np.float32) for keys, spec in walk(tree)}
     for name, (place,) in tensor_places(tree, CHECKPOINT_RULES).items():
-        whole[place.path][place.stack_index] = tensors[name].T if place.spec.transposed else tensors[name]
+        whole[place.path][place.stack_index] = tensors[name].T if place.spec.file.transposed else tensors[name]
     return whole
 
 

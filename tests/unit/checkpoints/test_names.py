@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -118,9 +119,7 @@ def test_tensors_that_follow_from_the_config_are_passed_over(tmp_path, single):
 
 
 def test_a_stored_head_is_passed_over_only_where_it_is_tied(tmp_path, config):
-    tied = write_checkpoint(
-        tmp_path / "tied", type(config)(**{**vars(config), "tie_word_embeddings": True}), dtype="float32"
-    )
+    tied = write_checkpoint(tmp_path / "tied", replace(config, tie_word_embeddings=True), dtype="float32")
     head = np.zeros((config.vocab_size, config.hidden_size), np.float32)
     assert not _verify_changed(tied, tmp_path, _with("lm_head.weight", head))
     assert "unexpected" in _verify_changed(tied, tmp_path / "again", _with("lm_head.bias", head))

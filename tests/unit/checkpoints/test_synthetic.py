@@ -17,6 +17,8 @@ from rayserve_moe.checkpoints.synthetic import (
     FAMILY_PRESETS,
     MARKER_FILE,
     PRESETS,
+    DenseLayers,
+    Drawn,
     SyntheticModel,
     ensure_checkpoint,
     write_checkpoint,
@@ -55,7 +57,7 @@ def test_the_bytes_of_a_preset_are_the_same_for_ever(tmp_path):
 def test_a_model_of_any_family_is_drawn_as_its_config_describes_it(tmp_path, config):
     """Given as data, Qwen3-MoE has the weights that its own class has."""
     own = write_checkpoint(tmp_path / "own", config, seed=3, dtype="float32")
-    stated = SyntheticModel(config.hf_config("float32"), config.scale, config.norm_jitter)
+    stated = SyntheticModel(config.hf_config("float32"), config.drawn)
     given = write_checkpoint(tmp_path / "given", stated, seed=3, dtype="float32")
     assert _contents(own)["model.safetensors"] == _contents(given)["model.safetensors"]
     assert json.loads((own / "config.json").read_text()) == json.loads((given / "config.json").read_text())
@@ -96,8 +98,8 @@ def test_weights_do_not_depend_on_how_they_are_cut_into_files(tmp_path, config):
     "changes",
     [
         {},
-        {"mlp_only_layers": ()},
-        {"decoder_sparse_step": 2, "mlp_only_layers": ()},
+        {"dense": DenseLayers()},
+        {"dense": DenseLayers(decoder_sparse_step=2)},
         {"tie_word_embeddings": True},
         {"num_key_value_heads": 1, "head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False},
     ],
@@ -119,7 +121,7 @@ def test_presets_have_the_stated_number_of_parameters(name):
 
 
 def test_weights_are_normal_and_norms_near_one(tmp_path, config):
-    files = open_checkpoint(write_checkpoint(tmp_path / "model", replace(config, scale=0.5, norm_jitter=0.0)))
+    files = open_checkpoint(write_checkpoint(tmp_path / "model", replace(config, drawn=Drawn(scale=0.5))))
     table = files.read("model.embed_tokens.weight").astype(np.float32)
     assert abs(table.mean()) < 0.05 and table.std() == pytest.approx(0.5, rel=0.05)
     assert (files.read("model.norm.weight") == 1).all()
@@ -129,8 +131,8 @@ def test_transformers_reads_config_and_tokenizer(tmp_path, config):
     path = write_checkpoint(tmp_path / "model", config)
     read = AutoConfig.from_pretrained(path)
     assert (read.model_type, read.num_experts, read.head_dim) == ("qwen3_moe", config.num_experts, config.head_dim)
-    assert read.rope_parameters["rope_theta"] == config.rope_theta
-    assert list(read.mlp_only_layers) == list(config.mlp_only_layers)
+    assert read.rope_parameters["rope_theta"] == config.constants.rope_theta
+    assert list(read.mlp_only_layers) == list(config.dense.mlp_only_layers)
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.decoding.drafts import accepted, drafts_of, tree_drafts_of
+from rayserve_moe.decoding.sampling import accepted, drafts_of, tree_drafts_of
 from rayserve_moe.scheduling.draft_trees import lay_out
 
 MOST, MOST_CHAINS = 3, 6

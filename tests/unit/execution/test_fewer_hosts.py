@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import jax
 import pytest
@@ -15,7 +15,7 @@ from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.checkpoints import CORE_CONFIG
 
-SPEC = spec_from_hf(asdict(CORE_CONFIG))
+SPEC = spec_from_hf(CORE_CONFIG.hf_config("float32"))
 SETTINGS = RunnerSettings(
     ModelSettings(path="none", max_model_len=256),
     SchedulerSettings(max_running_requests=64, max_step_tokens=128),

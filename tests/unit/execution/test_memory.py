@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import jax
@@ -18,7 +17,7 @@ from tests.support.checkpoints import CORE_CONFIG
 
 
 def spec_with(**changes: object) -> ModelSpec:
-    return spec_from_hf(asdict(CORE_CONFIG) | changes)
+    return spec_from_hf(CORE_CONFIG.hf_config("float32") | changes)
 
 
 @pytest.mark.parametrize(("num_devices", "held_heads"), [(1, 2), (2, 1), (4, 1)])

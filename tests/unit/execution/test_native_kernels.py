@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.files import open_checkpoint
-from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import PRESETS, DenseLayers, write_checkpoint
 from rayserve_moe.config.settings import CacheSettings, CompileSettings, ExpertSettings, ModelSettings, SettingsError
 from rayserve_moe.execution import native_kernels
 from rayserve_moe.execution.native_kernels import choose_kernels
@@ -28,7 +28,7 @@ from tests.support.native import need_native_kernels
 
 
 def spec_with(**changes: object) -> ModelSpec:
-    return spec_from_hf({**asdict(PRESETS["tiny"]), "dtype": "bfloat16", **changes})
+    return spec_from_hf({**PRESETS["tiny"].hf_config("float32"), "dtype": "bfloat16", **changes})
 
 
 def chosen(setting: str, spec: ModelSpec | None = None, *, dtype: str = "auto", num_devices: int = 1) -> Kernels:
@@ -180,7 +180,7 @@ ODD_WIDTHS = {"vocab_size": 500, "intermediate_size": 200, "moe_intermediate_siz
 @pytest.mark.parametrize("widths", [{}, ODD_WIDTHS], ids=["whole panels", "padded"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_loaded_weights_lie_as_the_kernels_want_them_on_every_device(tmp_path, tied, widths):
-    config = replace(PRESETS["tiny"], tie_word_embeddings=tied, mlp_only_layers=(1,), **widths)
+    config = replace(PRESETS["tiny"], tie_word_embeddings=tied, dense=DenseLayers(mlp_only_layers=(1,)), **widths)
     files = open_checkpoint(write_checkpoint(tmp_path / "model", config, seed=1))
     plan, spec = plan_for(jax.devices()[:2]), spec_from_config(files.config)
     plain, packed = (

@@ -38,7 +38,7 @@ def vector_of(*copies: tuple[int, int, int, int]) -> np.ndarray:
 def copied(before: DeviceState, vector: np.ndarray, kernels: Kernels, layers: tuple[LayerPages, ...]) -> DeviceState:
     @jax.jit
     def run(given: DeviceState) -> DeviceState:
-        return apply_copies(given, vector, data_rank=jnp.int32(1), layer_pages=layers, copy=kernels.copy_pages)
+        return apply_copies(given, vector, data_rank=jnp.int32(1), layer_pages=layers, copy=kernels.pool.copy_pages)
 
     return run(jax.tree.map(jnp.asarray, before))
 
@@ -87,4 +87,4 @@ def test_the_native_kernel_refuses_pages_that_are_not_there(page):
     pool, places = jnp.ones((7, 2, 2, 2), jnp.bfloat16), jnp.array([3, page], jnp.int32)
     for sources, targets in ((places, places[::-1]), (places[::-1], places)):
         with pytest.raises(Exception, match="the pool has no such pages"):
-            jax.block_until_ready(jax.jit(CPU_NATIVE.copy_pages)(pool, sources, targets, jnp.int32(2)))
+            jax.block_until_ready(jax.jit(CPU_NATIVE.pool.copy_pages)(pool, sources, targets, jnp.int32(2)))

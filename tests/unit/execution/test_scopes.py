@@ -47,7 +47,7 @@ class Served:
     def __init__(self, kernels: str, backend: str) -> None:
         plan = plan_for(jax.devices()[:4], data_size=2)
         experts = ExpertSettings(backend, num_redundant=4)
-        spec = spec_from_hf(vars(replace(CORE_CONFIG)) | {"dtype": "float32"})
+        spec = spec_from_hf(CORE_CONFIG.hf_config("float32"))
         spec = replace(spec, experts=replace(spec.experts, shared="plain", shared_size=32))
         self.model = model_config(spec, plan, experts=experts, kernels=KERNELS[kernels])
         tree = parameter_tree(self.model, dtype="bfloat16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -25,7 +25,7 @@ from tests.support.placements import random_placement
 @pytest.mark.parametrize("slices", [1, 2])
 def test_biases_move_with_their_experts(slices):
     """On several slices too, where a fetch is two exchanges: within slices and between them."""
-    spec = spec_from_hf(asdict(CORE_CONFIG) | {"dtype": "float32"})
+    spec = spec_from_hf(CORE_CONFIG.hf_config("float32") | {"dtype": "float32"})
     plan = plan_for(jax.devices()[:4], data_size=2, num_slices=slices)
     spec = replace(spec, experts=replace(spec.experts, bias=True))
     config = model_config(spec, plan, experts=ExpertSettings(num_redundant=4))

@@ -20,7 +20,7 @@ from rayserve_moe.kernels.tpu.pushed_sizes import lacks
 from tests.support.expert_cases import plan_of
 
 SIZES = {"top_k": 8, "row_bytes": 4096}
-PUSHES = replace(CPU, push_lacks=partial(lacks, interpret=True))
+PUSHES = replace(CPU, experts=replace(CPU.experts, push_lacks=partial(lacks, interpret=True)))
 
 
 @cache

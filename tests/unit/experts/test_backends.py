@@ -156,7 +156,7 @@ def test_cutting_into_chunks_does_not_show(backend, most_tokens, monkeypatch):
     """Four chunks, each with a choice of slots of its own; stages of three and of two overlap in other ways."""
     token_bytes = CASE.top_k * CASE.width * 4
     monkeypatch.setattr("rayserve_moe.experts.tokens.SEND_BYTES", most_tokens * token_bytes)
-    monkeypatch.setattr("rayserve_moe.experts.replicated.RESULT_BYTES", 18 * token_bytes)
+    monkeypatch.setattr("rayserve_moe.experts.backends.RESULT_BYTES", 18 * token_bytes)
     run = MoeRun(CASE, plan_of(2, 1), backend=backend, num_redundant=8)
     for placement in placements_for(CASE, run.plan, 8):
         assert_close(run(placement), dense(CASE, 2))

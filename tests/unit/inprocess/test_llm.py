@@ -12,7 +12,7 @@ import pytest
 
 from rayserve_moe import LLM, RequestOutput, SamplingParams
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.inprocess.outputs import OutputWriter
+from rayserve_moe.inprocess.llm import OutputWriter
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, RequestError, RoutedExperts
 from rayserve_moe.requests.records import SamplingParams as EngineSampling

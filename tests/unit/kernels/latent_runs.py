@@ -36,7 +36,7 @@ def compiled(model: LatentModel, kernels: str):
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
         rotation = rotation_of(batch.positions_T, frequencies)
         inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER))
-        return LATENT_ATTENTION[kernels]["attention"](hidden, pool, inputs, config=config)
+        return LATENT_ATTENTION[kernels].attend(hidden, pool, inputs, config=config)
 
     return jax.jit(layer)
 
@@ -67,7 +67,7 @@ def run(
     width = model.kv_lora + model.rope
     pool = jnp.full((model.num_layers * NUM_PAGES, PAGE, 1, width), jnp.nan, pool_dtype or dtype)
     arrays, outputs, first = {name: jnp.asarray(array, dtype) for name, array in weights.items()}, [], 0
-    layouts = KERNELS[kernels].layouts
+    layouts = KERNELS[kernels].parameters.layouts
     arrays = {name: LAYOUTS[layouts.get(name, "")](array) for name, array in arrays.items()}
     for count in chunks:
         batch, places = batch_of(first, count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ MESHES = {"2 x 2": (2, 2), "1 x 4, with KV heads on two devices each": (1, 4)}
 
 
 def spec_with(knobs: dict[str, Any]) -> ModelSpec:
-    spec = spec_from_hf(asdict(CORE_CONFIG))
+    spec = spec_from_hf(CORE_CONFIG.hf_config("float32"))
     rope = {name: value for name, value in knobs.items() if hasattr(spec.rope, name)}
     others = {name: value for name, value in knobs.items() if name not in rope}
     attention = replace(spec.attention, **{"qk_norm": "none", **others})
@@ -141,7 +141,7 @@ def step_on(plan: ParallelPlan, spec: ModelSpec) -> Step:
     def step(weights: dict[str, jax.Array], pool: jax.Array, hidden: jax.Array, batch: TokenBatch, layer: jax.Array):
         frequencies = rope_frequencies(spec.rope, rotary_width(spec))
         rotation = rotation_of(batch.positions_T, frequencies, factor=yarn.attention_factor if yarn else 1.0)
-        out, pool = CPU.attention(hidden, pool, AttentionInputs(weights, batch, rotation, layer), config=config)
+        out, pool = CPU.attention.attend(hidden, pool, AttentionInputs(weights, batch, rotation, layer), config=config)
         return plan.sum_over_tensor(out), pool
 
     specs = parameter_specs(spec, dtype="float32", tensor_size=plan.tensor_size)["attention"]

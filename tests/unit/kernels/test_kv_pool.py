@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -24,7 +24,7 @@ from tests.support.checkpoints import CORE_CONFIG
 from tests.support.native import need_native_kernels
 
 PAGE = 16
-SPEC = spec_from_hf(asdict(CORE_CONFIG))
+SPEC = spec_from_hf(CORE_CONFIG.hf_config("float32"))
 MODELS = {
     "all positions": SPEC,
     "windows": replace(SPEC, attention=replace(SPEC.attention, windows=(20, 0, 20))),
@@ -80,7 +80,7 @@ def compiled_layers(spec: ModelSpec, dtype: str, *, num_pages: int):
     specs = parameter_specs(spec, dtype=dtype)["attention"]
     weights = {name: jnp.full(param.shape, 0.01, dtype) for name, param in specs.items()}
     shape = spec.num_layers * num_pages, PAGE, 2 * spec.attention.num_kv_heads, spec.attention.head_dim
-    pool = jnp.zeros(shape, CPU.pool_dtypes.get(dtype, dtype))
+    pool = jnp.zeros(shape, CPU.pool.dtypes.get(dtype, dtype))
     places = np.arange(8, dtype=np.int32)
     tables = np.tile(np.arange(1, 5, dtype=np.int32), (5, 1))
     batch = TokenBatch(np.zeros(8, np.int32), places, places + PAGE, tables, num_singles=4)
@@ -91,7 +91,7 @@ def compiled_layers(spec: ModelSpec, dtype: str, *, num_pages: int):
         def visit(carry: tuple[jax.Array, jax.Array], layer: jax.Array):
             hidden, pool = carry
             inputs = AttentionInputs(weights, batch, rotation, layer)
-            out, pool = CPU.attention(hidden, pool, inputs, config=attention_config(spec))
+            out, pool = CPU.attention.attend(hidden, pool, inputs, config=attention_config(spec))
             return (hidden + out.astype(dtype), pool), None
 
         hidden = jnp.ones((8, spec.hidden_size), dtype)
@@ -135,7 +135,7 @@ def test_rows_are_moved_in_every_layer_and_the_pool_stays_where_it_is(dtype, is_
     before = np.asarray(pool, np.float32).reshape(2, -1, 8)
     expected = before.copy()
     expected[:, [4, 5, 18]] = before[:, [5, 18, 40]]
-    compiled = jax.jit(partial(kernels.moves, num_layers=2), donate_argnums=0).lower(pool, moves).compile()
+    compiled = jax.jit(partial(kernels.pool.move_rows, num_layers=2), donate_argnums=0).lower(pool, moves).compile()
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < pool.nbytes / 16 and memory.alias_size_in_bytes >= pool.nbytes
     moved = compiled(pool, moves)
@@ -154,4 +154,4 @@ def test_native_moves_outside_the_pool_are_refused(moves, wrong):
     need_native_kernels()
     pool = jnp.zeros((64, 16, 8), jnp.bfloat16)
     with pytest.raises(Exception, match=wrong):
-        jax.block_until_ready(jax.jit(partial(CPU_NATIVE.moves, num_layers=2))(pool, moves))
+        jax.block_until_ready(jax.jit(partial(CPU_NATIVE.pool.move_rows, num_layers=2))(pool, moves))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -38,7 +38,9 @@ def _kernels():
 
 def spec_with(**changes: Any) -> ModelSpec:
     """A tiny model with other values in its config, or of knobs of its attention or rotation."""
-    spec = spec_from_hf(asdict(replace(PRESETS["tiny"], num_hidden_layers=NUM_LAYERS, num_attention_heads=6)))
+    spec = spec_from_hf(
+        replace(PRESETS["tiny"], num_hidden_layers=NUM_LAYERS, num_attention_heads=6).hf_config("float32")
+    )
     rope = {name: value for name, value in changes.items() if hasattr(spec.rope, name)}
     attention = {name: value for name, value in changes.items() if name not in rope}
     return replace(spec, attention=replace(spec.attention, **attention), rope=replace(spec.rope, **rope))
@@ -82,7 +84,7 @@ def run(kernels: Kernels, spec: ModelSpec, batch: TokenBatch, hidden: jax.Array,
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
         rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, rotary_width(spec)))
         inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER))
-        out, pool = kernels.attention(hidden, pool, inputs, config=attention_config(spec))
+        out, pool = kernels.attention.attend(hidden, pool, inputs, config=attention_config(spec))
         return out.astype(hidden.dtype), pool
 
     out, pool = jax.jit(layer)(hidden, weights, pool_of(spec), batch)
@@ -191,7 +193,7 @@ def test_a_norm_over_the_heads_of_two_devices_is_that_of_one():
         packed = {name: pack(array) if name in PROJECTIONS else array for name, array in weights.items()}
         rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, rotary_width(spec)))
         inputs = AttentionInputs(packed, batch, rotation, jnp.int32(LAYER))
-        out, pool = CPU_NATIVE.attention(hidden, pool, inputs, config=attention_config(spec, plan))
+        out, pool = CPU_NATIVE.attention.attend(hidden, pool, inputs, config=attention_config(spec, plan))
         return plan.sum_over_tensor(out), pool
 
     axes = parameter_specs(spec, dtype="bfloat16", tensor_size=2)["attention"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
-from rayserve_moe.kernels.cpu_native.latent import attend_latent_layer
+from rayserve_moe.kernels.cpu_native.calls import attend_latent_layer
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference.layers import Rotation
 from tests.support.native import need_native_kernels

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.tpu.pushed_places import count_slots, places_of, slots_of_core, table_rows
+from rayserve_moe.kernels.tpu.pushed_rows import count_slots, places_of, slots_of_core, table_rows
 from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes, lacks
 from tests.support.pushed_cases import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_cases
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_yarn_slows_pairs_by_their_turns_in_the_original_length(yarn, theta, wid
 
 
 def test_the_rotated_part_is_an_even_part_of_a_head():
-    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     assert rotary_width(spec) == spec.attention.head_dim
     assert rotary_width(replace(spec, rope=replace(spec.rope, rotary_dim=4))) == 4
     for wrong in (5, spec.attention.head_dim + 2):
@@ -66,7 +66,7 @@ def test_the_rotated_part_is_an_even_part_of_a_head():
 
 def test_a_tpu_has_another_kernel_for_sinks_and_narrow_heads():
     """Its pool has rows of its own, which hold as many elements; windows and scales are known to both."""
-    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     wide = replace(spec, attention=replace(spec.attention, head_dim=128, windows=(128, 0) * 2, score_scale=0.1))
     sinks = replace(wide, attention=replace(wide.attention, sinks=True))
     assert kernels_for(wide, TPU) is TPU
@@ -75,7 +75,7 @@ def test_a_tpu_has_another_kernel_for_sinks_and_narrow_heads():
     for other in (sinks, replace(spec, attention=replace(spec.attention, head_dim=64))):
         assert kernels_for(other, CPU) is CPU
         found = kernels_for(other, TPU)
-        assert found.has_flat_rows and found.name == "tpu" and found.attention is not TPU.attention
+        assert found.attention.has_flat_rows and found.name == "tpu" and found.attention is not TPU.attention
         row, flat = (cache_row(other, tensor_size=2, is_flat=is_flat) for is_flat in (False, True))
         assert flat.shape == (math.prod(row.shape) * max(1, 128 // other.attention.head_dim),)
 
@@ -84,14 +84,14 @@ def test_a_tpu_has_another_kernel_for_sinks_and_narrow_heads():
     ("heads", "width", "tensor_size", "elements"), [(8, 64, 1, 1024), (8, 64, 4, 1024), (4, 128, 2, 1024)]
 )
 def test_flat_rows_spread_with_the_heads_and_hold_nothing_else(heads, width, tensor_size, elements):
-    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     spec = replace(spec, attention=replace(spec.attention, num_heads=16, num_kv_heads=heads, head_dim=width))
     row = cache_row(spec, tensor_size=tensor_size, is_flat=True)
     assert row.shape == (elements,) and row.axes == ("kv_heads",)
 
 
 def test_there_is_a_window_for_every_layer():
-    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     for windows in ((128,), (-1,) * spec.num_layers):
         with pytest.raises(UnsupportedModelError, match="are no positions for"):
             replace(spec, attention=replace(spec.attention, windows=windows))
@@ -99,8 +99,8 @@ def test_there_is_a_window_for_every_layer():
 
 def test_new_rows_are_written_where_they_are_attended():
     """In pools of flat rows alone: jax's kernel writes none."""
-    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     wide = replace(spec, attention=replace(spec.attention, head_dim=128))
-    assert kernels_for(wide, TPU) is TPU and "write_and_decode" not in TPU.attention.keywords
+    assert kernels_for(wide, TPU) is TPU and "write_and_decode" not in TPU.attention.attend.keywords
     assert kernels_for(wide, CPU, prefers_flat=True) is CPU
-    assert kernels_for(wide, TPU, prefers_flat=True).attention.keywords["write_and_decode"] is attend_new
+    assert kernels_for(wide, TPU, prefers_flat=True).attention.attend.keywords["write_and_decode"] is attend_new

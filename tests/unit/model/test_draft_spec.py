@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import UnsupportedModelError
 from tests.support.checkpoints import CORE_CONFIG
 
-TARGET = spec_from_config({"architectures": ["Qwen3MoeForCausalLM"], **asdict(CORE_CONFIG)})
+TARGET = spec_from_config({"architectures": ["Qwen3MoeForCausalLM"], **CORE_CONFIG.hf_config("float32")})
 DEEP = replace(TARGET, num_layers=48)
 HEAD: dict[str, Any] = {
     "hidden_size": TARGET.hidden_size,

@@ -67,7 +67,7 @@ KNOBS = {
     "hunyuan_v1_moe-0": {"attention.qk_norm_after_rope": True, "experts.shared_size": 32},
     "hunyuan_v1_moe-1": {"rope.theta": 1e4 * 1000 ** (32 / 30)},
     "hunyuan_v1_moe-2": {"router.top_k": 3},
-    "granitemoe-0": {"embedding_multiplier": 3.0, "logits_divisor": 2.0, "attention.score_scale": 0.1},
+    "granitemoe-0": {"factors.embedding_multiplier": 3.0, "factors.logits_divisor": 2.0, "attention.score_scale": 0.1},
     "granitemoe-2": {"attention.score_scale": 1.0, "experts.layout": "fused_out_in"},
 }
 

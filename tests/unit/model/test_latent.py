@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -29,7 +29,9 @@ ATTENTION = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=12, latent=WIDTH
 
 
 def spec_with(widths: LatentSpec = WIDTHS, **changes: object) -> ModelSpec:
-    return replace(spec_from_hf(asdict(CORE_CONFIG)), attention=replace(ATTENTION, latent=widths, **changes))
+    return replace(
+        spec_from_hf(CORE_CONFIG.hf_config("float32")), attention=replace(ATTENTION, latent=widths, **changes)
+    )
 
 
 def parameters_with(*, tensor_size: int = 1, widths: LatentSpec = WIDTHS, **changes: object) -> dict[str, ParamSpec]:
@@ -80,8 +82,8 @@ def test_every_table_has_latent_attention_and_one_without_refuses_it_by_name():
         model_config(spec_with(), plan, experts=ExpertSettings(), kernels=replace(CPU, name="other"))
     for kernels in (CPU, CPU_NATIVE, TPU):
         found = model_config(spec_with(), plan, experts=ExpertSettings(), kernels=kernels).kernels
-        assert found.name == kernels.name and found.attention is LATENT_ATTENTION[kernels.name]["attention"]
-        row = cache_row(spec_with(), tensor_size=1, is_flat=found.has_flat_rows)
+        assert found.name == kernels.name and found.attention is LATENT_ATTENTION[kernels.name]
+        row = cache_row(spec_with(), tensor_size=1, is_flat=found.attention.has_flat_rows)
         assert row.shape == ((128,) if kernels is TPU else (1, 20)), "whole registers of a TPU"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -48,7 +48,7 @@ def spec_with(**changes: object) -> ModelSpec:
     """A model with all of it, but for `changes` to its router and its experts."""
     router = {name: value for name, value in changes.items() if hasattr(ROUTER, name)}
     experts = {name: value for name, value in changes.items() if hasattr(EXPERTS, name)}
-    plain = spec_from_hf(asdict(CORE_CONFIG) | {"dtype": "float32"})
+    plain = spec_from_hf(CORE_CONFIG.hf_config("float32") | {"dtype": "float32"})
     return replace(plain, router=replace(ROUTER, **router), experts=replace(EXPERTS, **experts))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.model.spec import FactorSpec
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.logits import prompt_logits_of
 from tests.support.runners import TWO_SHAPES, new_runner
@@ -48,7 +49,7 @@ def test_multipliers_are_those_of_weights_and_each_moves_the_logits(runner):
 
     wanted = with_scaled_weights(FACTORS)
     runner.weights = served
-    multiplied = replace(runner.config.spec, **FACTORS)
+    multiplied = replace(runner.config.spec, factors=FactorSpec(**FACTORS))
     logits = prompt_logits_of(runner, longest=len(PROMPT), spec=multiplied)(PROMPT)
     np.testing.assert_allclose(logits, wanted, atol=1e-5 * np.abs(wanted).max())
     for knob in FACTORS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,7 +15,7 @@ from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.config.settings import ExpertSettings
 from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.kernels.attention_layer import TokenBatch, attend_layer
-from rayserve_moe.kernels.table import CPU, Kernels
+from rayserve_moe.kernels.table import CPU, AttentionKernels, Kernels, PoolKernels
 from rayserve_moe.kernels.tpu import paged_attention
 from rayserve_moe.kernels.tpu.add_norm import add_and_norm
 from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
@@ -34,21 +34,19 @@ def own_kernels() -> Kernels:
     interpreter = pltpu.InterpretParams()
     paged, writing = (partial(of, interpret=interpreter) for of in (paged_attention.attend, paged_attention.attend_new))
     project = partial(project_rows_at_once, is_flat=True, interpret=interpreter)
-    attention = partial(attend_layer, decode=paged, prefill=paged, write_and_decode=writing, project=project)
-    return replace(
-        CPU,
-        attention=attention,
-        has_flat_rows=True,
-        pool_dtypes={},
+    attention = AttentionKernels(
+        partial(attend_layer, decode=paged, prefill=paged, write_and_decode=writing, project=project),
         describe_singles=paged_attention.describe_singles,
-        add_norm=partial(add_and_norm, interpret=interpreter),
         norm_and_project=partial(norm_and_project, interpret=interpreter),
+        has_flat_rows=True,
     )
+    add_norm = partial(add_and_norm, interpret=interpreter)
+    return replace(CPU, attention=attention, pool=PoolKernels(), add_norm=add_norm)
 
 
 def block_by(kernels: Kernels, prompt: tuple[int, ...]) -> list[np.ndarray]:
     """The stream, its norm, and the pool behind attention, [layers * pages, page, elements of a row]."""
-    spec = spec_from_hf(asdict(PRESETS["tiny"]))
+    spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     attention = replace(spec.attention, num_heads=4, num_kv_heads=2, head_dim=128)
     spec = replace(spec, hidden_size=WIDTH, attention=attention)
     config = model_config(spec, plan_for(jax.devices()[:1]), experts=ExpertSettings(), kernels=kernels)
@@ -72,7 +70,7 @@ def block_by(kernels: Kernels, prompt: tuple[int, ...]) -> list[np.ndarray]:
         return attention_block(weights, carry, jnp.int32(LAYER), inputs=inputs, config=config)
 
     pool = jnp.asarray(pool, jnp.float32)
-    *found, pool = jax.jit(run)(pool.reshape(*pool.shape[:2], -1) if kernels.has_flat_rows else pool)
+    *found, pool = jax.jit(run)(pool.reshape(*pool.shape[:2], -1) if kernels.attention.has_flat_rows else pool)
     keeps = np.asarray(positions >= 0)
     written = np.array(pool).reshape(*pool.shape[:2], -1)
     # Padding writes into page 0 of the layer, which no sequence owns.

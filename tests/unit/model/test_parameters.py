@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.support.checkpoints import CORE_CONFIG
 
 
 def tree_with(tensor_size: int = 1, **changes: object) -> dict[str, dict[str, ParamSpec]]:
-    spec = spec_from_hf(asdict(CORE_CONFIG) | changes)
+    spec = spec_from_hf(CORE_CONFIG.hf_config("float32") | changes)
     return parameter_specs(spec, dtype="bfloat16", tensor_size=tensor_size)
 
 
@@ -39,7 +39,7 @@ def test_parts_that_a_model_lacks_are_not_stated():
 
 @pytest.mark.parametrize(("tensor_size", "repeats"), [(1, 1), (2, 1), (4, 2), (8, 4)])
 def test_kv_heads_are_repeated_until_every_device_has_one(tensor_size, repeats):
-    spec = spec_from_hf(asdict(CORE_CONFIG))
+    spec = spec_from_hf(CORE_CONFIG.hf_config("float32"))
     assert kv_repeats(spec, tensor_size) == repeats
     once, held = tree_with()["attention"], tree_with(tensor_size)["attention"]
     for name in ("k_LDG", "v_LDG"):
@@ -49,7 +49,7 @@ def test_kv_heads_are_repeated_until_every_device_has_one(tensor_size, repeats):
 
 
 def test_norms_of_all_heads_and_sinks_lie_with_their_heads():
-    spec = spec_from_hf(asdict(CORE_CONFIG))
+    spec = spec_from_hf(CORE_CONFIG.hf_config("float32"))
     spec = replace(spec, attention=replace(spec.attention, qk_norm="full", sinks=True))
     held = parameter_specs(spec, dtype="bfloat16", tensor_size=4)["attention"]
     heads, kv_heads, width = spec.attention.num_heads, spec.attention.num_kv_heads, spec.attention.head_dim
@@ -67,7 +67,7 @@ def test_a_piece_lies_in_files_transposed():
 
 
 def test_redundant_slots_are_held_and_not_in_files():
-    spec = spec_from_hf(asdict(CORE_CONFIG))
+    spec = spec_from_hf(CORE_CONFIG.hf_config("float32"))
     plain, held = (parameter_specs(spec, dtype="bfloat16", num_redundant=size)["experts"] for size in (0, 4))
     for name in ("gate_MPDF", "up_MPDF", "down_MPFD"):
         assert plain[name].shape[1] == 8 and held[name].shape[1] == 12
@@ -78,7 +78,7 @@ def test_redundant_slots_are_held_and_not_in_files():
 
 @pytest.mark.parametrize(("num_devices", "size"), [(1, 510), (2, 510), (4, 512), (8, 512), (7, 511)])
 def test_the_vocabulary_is_padded_until_it_divides(num_devices, size):
-    spec = spec_from_hf(asdict(CORE_CONFIG) | {"vocab_size": 510})
+    spec = spec_from_hf(CORE_CONFIG.hf_config("float32") | {"vocab_size": 510})
     specs = parameter_specs(spec, dtype="bfloat16", num_devices=num_devices)["embedding"]
     assert specs["table_VD"].shape == (size, 32) and specs["head_VD"].shape == (size, 32)
     assert specs["table_VD"].file_shape == specs["head_VD"].file_shape == (510, 32)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import UnsupportedModelError
 from tests.support.checkpoints import CORE_CONFIG
 
-CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], **asdict(CORE_CONFIG)}
+CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], **CORE_CONFIG.hf_config("float32")}
 
 
 def spec_with(**changes: object):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 
 import jax
@@ -58,7 +57,7 @@ def test_rows_are_those_of_the_whole_table(layout, chunk, dtype, monkeypatch):
 
 
 def test_what_a_table_is_padded_with_enters_no_stream():
-    plan, spec = plan_of((2, 1)), spec_from_hf(asdict(CORE_CONFIG))
+    plan, spec = plan_of((2, 1)), spec_from_hf(CORE_CONFIG.hf_config("float32"))
     table = np.random.default_rng(3).standard_normal((spec.vocab_size, spec.hidden_size)).astype(np.float32)
     padded = np.pad(table, [(0, 0), (0, 5)], constant_values=100)
     ids = np.random.default_rng(4).integers(0, spec.vocab_size, (plan.data_size, NUM_TOKENS))

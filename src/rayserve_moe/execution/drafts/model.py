@@ -91,7 +91,9 @@ def draft_config(draft: DraftSpec, target: ModelConfig) -> DraftConfig:
     SettingsError where native kernels cannot compute it, or its heads do not divide over devices.
     """
     plan, attention = target.plan, draft.layer.attention
-    kernels = kernels_for(draft.layer, KERNELS[target.kernels.name], prefers_flat=target.kernels.has_flat_rows)
+    kernels = kernels_for(
+        draft.layer, KERNELS[target.kernels.name], prefers_flat=target.kernels.attention.has_flat_rows
+    )
     depths = {"hidden_size": draft.layer.hidden_size}
     if not attention.latent:
         depths["head_dim"] = attention.head_dim
@@ -189,9 +191,9 @@ def draft_state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
     """Shapes of a draft's state for pages and rows of every data rank; `dtypes` are those of features, and of keys."""
     plan, spec = config.layer.plan, config.draft.layer
     dtype, kv_dtype = dtypes
-    kv_dtype = config.layer.kernels.pool_dtypes.get(kv_dtype, kv_dtype)
+    kv_dtype = config.layer.kernels.pool.dtypes.get(kv_dtype, kv_dtype)
     num_pages += num_rows * scratch_pages(num_ahead, page_size)
-    row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=config.layer.kernels.has_flat_rows)
+    row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=config.layer.kernels.attention.has_flat_rows)
     of_rows = (num_rows, spec.hidden_size), (num_rows,), (num_rows, num_drafts)
     shapes = (num_pages, page_size, *row.shape), *of_rows
     arrays = (

@@ -35,7 +35,7 @@ def with_scratch(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Arra
 def noise_for(weights: ModelWeights, config: DraftConfig) -> tuple[Callable[..., jax.Array], jax.Array | None]:
     """The target's noise of the draft's words, and which words of the target they are where they are others."""
     words = weights_of_both(weights)[1]["draft"].get("target_ids_V")
-    return config.target.kernels.noise if words is None else partial(_noise_of_words, words), words
+    return config.target.kernels.sampling.noise if words is None else partial(_noise_of_words, words), words
 
 
 def _noise_of_words(

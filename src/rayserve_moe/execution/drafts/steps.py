@@ -62,7 +62,7 @@ def extended(
         features_RD=draft.features_RD.at[own.rows_S].set(features_TD[places_S], mode="drop"),
         positions_R=draft.positions_R.at[own.rows_S].set(batch.positions_T[places_S], mode="drop"),
     )
-    return after if own.moves is None else after.moved(own.moves, config.layer.kernels.moves)
+    return after if own.moves is None else after.moved(own.moves, config.layer.kernels.pool.move_rows)
 
 
 def _known_ends(step: DeviceInput) -> jax.Array:
@@ -154,7 +154,7 @@ def _chain(
 def draft_axes(config: DraftConfig) -> tuple[tuple[str | None, ...], ...]:
     """Return the logical axes of the arrays of a draft's state over all data ranks."""
     model = config.layer
-    row = cache_row(model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.has_flat_rows)
+    row = cache_row(model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.attention.has_flat_rows)
     return row.pool_axes, ROW_AXES, ROW_AXES[:1], ROW_AXES
 
 
@@ -203,7 +203,7 @@ def grown_tree(
         at_S1 = jnp.where(positions_S < 0, -1, positions_S + 1 + level)[:, None]
         at_SC = jnp.broadcast_to(at_S1, masks_SC.shape)
         batch = _batch(nodes.ids_SC, at_SC, masks_SC, table_SP, draft.kv_pages.shape[1])
-        if config.layer.kernels.has_flat_rows:
+        if config.layer.kernels.attention.has_flat_rows:
             batch = replace(batch, sequences_U=sequences_X, most_together=count)
         given_XD = nodes.features_SCD.reshape(-1, nodes.features_SCD.shape[2])
         features_XD, pages = draft_features(weights_of_both(weights), pages, batch, given_XD, config=config)
@@ -257,7 +257,7 @@ def _children(  # noqa: PLR0913 (what is bound once comes first)
     sampling = gather_rows(replace(sampling, num_top_S=jnp.full_like(sampling.num_top_S, count)), plan)
     logits_AV = draft_logits(weights_of_both(weights), features_XD, config=config)
     noise, words = noise_for(weights, config)
-    masses = config.target.kernels.masses
+    masses = config.target.kernels.sampling.masses
     found = likeliest_samples(logits_AV, sampling, part=config.words, count=count, noise=noise, masses=masses)
     own_ids, own_scores = (of_all.reshape(plan.data_size, len(rows_X), -1)[plan.data_rank()] for of_all in found)
     return own_ids if words is None else words[own_ids], jnp.minimum(own_scores, 0.0)

@@ -37,10 +37,10 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
 ) -> DeviceState:
     """Shapes of the pool of values of `dtype`, of counts and rows: `num_rows` rows on every data rank, and `num_pages`
     pages of every layer, or as many as `layer_pages` says."""
-    spec, plan, pool_dtype = config.spec, config.plan, config.kernels.pool_dtypes.get(dtype, dtype)
+    spec, plan, pool_dtype = config.spec, config.plan, config.kernels.pool.dtypes.get(dtype, dtype)
     num_layer_pages = sum(layer.num_pages for layer in layer_pages) or spec.num_layers * num_pages
     ranks, words = plan.data_size, words_of(config)
-    row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=config.kernels.has_flat_rows)
+    row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=config.kernels.attention.has_flat_rows)
 
     def array(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
         of_all_ranks = jax.ShapeDtypeStruct((ranks * shape[0], *shape[1:]), dtype, sharding=plan.sharding(axes))

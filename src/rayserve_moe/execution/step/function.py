@@ -185,7 +185,7 @@ def copy_pages(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> 
     def on_device(state: DeviceState, vector: jax.Array) -> DeviceState:
         size = len(state.kv_pages) // num_layers
         layers = config.layer_pages or tuple(LayerPages(0, layer * size, size) for layer in range(num_layers))
-        kernel = config.model.kernels.copy_pages
+        kernel = config.model.kernels.pool.copy_pages
         return apply_copies(state, vector, data_rank=plan.data_rank(), layer_pages=layers, copy=kernel)
 
     return _on_all_devices(on_device, state, vector, config)
@@ -204,7 +204,7 @@ def _on_all_devices(
 
 def state_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> DeviceState:
     """The tree of a DeviceState with partitions for arrays."""
-    row = cache_row(config.spec, tensor_size=config.plan.tensor_size, is_flat=config.kernels.has_flat_rows)
+    row = cache_row(config.spec, tensor_size=config.plan.tensor_size, is_flat=config.kernels.attention.has_flat_rows)
     axes_of_arrays = (
         WORD_AXES,
         BIAS_AXES,

@@ -127,7 +127,7 @@ def probe_tokens(
             num_wanted=num_top,
             max_top=min(MAX_TOP_LOGPROBS, config.model.spec.vocab_size),
             part=part,
-            masses=config.model.kernels.masses,
+            masses=config.model.kernels.sampling.masses,
         )
         return {
             "logprobs": found.logprobs_S,

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.decoding.adjustment import Penalties, adjust, note_samples
-from rayserve_moe.decoding.drafts import accepted, drafts_of, tree_drafts_of
 from rayserve_moe.decoding.evidence import EvidenceLogits, sampling_mask, with_evidence
 from rayserve_moe.decoding.log_probs import TopTokens
 from rayserve_moe.decoding.logit_processors import allowed_logits
-from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, sample
+from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, accepted, drafts_of, sample, tree_drafts_of
 from rayserve_moe.execution.step.inputs import sampling_of
 from rayserve_moe.execution.step.pytrees import DeviceState, StepConfig, StepOutput
 from rayserve_moe.kernels.ancestors import places_of
@@ -89,7 +88,7 @@ def sample_rows(
 
     def draw() -> Sampled:
         allowed_AV = adjusted_AV if allow is None else allow(adjusted_AV)
-        table = config.model.kernels
+        table = config.model.kernels.sampling
         return sample(
             allowed_AV,
             sampling,
@@ -109,7 +108,7 @@ def sample_rows(
         own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
         if trees:
             moves = _moves_of(state, samples, counts_A.reshape(plan.data_size, -1)[plan.data_rank()], config.page_size)
-            move, num_layers = config.model.kernels.moves, config.model.spec.num_layers
+            move, num_layers = config.model.kernels.pool.move_rows, config.model.spec.num_layers
             kv_pages = move(state.kv_pages, moves, num_layers=num_layers)
             state = replace(state, kv_pages=kv_pages)
     last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
@@ -153,11 +152,11 @@ def sample_held(
     )
     sampled, own, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
     if own.moves is not None and state.draft is not None:
-        state = replace(state, draft=state.draft.moved(own.moves, config.model.kernels.moves))
+        state = replace(state, draft=state.draft.moved(own.moves, config.model.kernels.pool.move_rows))
     columns: dict[str, Any] = {}
     if held.asked_AF is not None:
         logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
-        masses = config.model.kernels.masses
+        masses = config.model.kernels.sampling.masses
         wants_S = held.asked_AF[:, 0] >= WANTS_MASK
         columns["mask"] = sampling_mask(
             logits.processed_SV, sampled.ids_S, wants_S=wants_S, rows=rows, part=part, masses=masses

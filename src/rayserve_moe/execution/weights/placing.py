@@ -175,9 +175,11 @@ def parameter_tree(config: ModelConfig, *, dtype: str) -> dict[str, dict[str, Pa
 
 def laid_out(tree: dict[str, dict[str, ParamSpec]], config: ModelConfig) -> dict[str, dict[str, ParamSpec]]:
     """Parameters padded, and laid out in memory, as the kernels of a model take them."""
-    layouts = {**config.kernels.layouts}
+    layouts = {**config.kernels.parameters.layouts}
     layouts["table_VD" if config.spec.tie_embeddings else "head_VD"] = layouts.pop("head", "")
-    multiples = {axis: size * num_parts(config.plan, axis) for axis, size in config.kernels.multiples.items()}
+    multiples = {
+        axis: size * num_parts(config.plan, axis) for axis, size in config.kernels.parameters.multiples.items()
+    }
 
     def held(name: str, spec: ParamSpec) -> ParamSpec:
         for axis, multiple in multiples.items():

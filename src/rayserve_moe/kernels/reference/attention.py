@@ -72,7 +72,7 @@ class BlockPlaces(NamedTuple):
     """Where blocks of queries stand, int32: the pages of the sequence that each belongs to, and its queries' positions
     (-1: padding).
 
-    `described` is what a kernel has derived of the positions ahead of all layers (`Kernels.describe_singles`). A kernel
+    `described` is what a kernel has derived of the positions ahead of all layers (`AttentionKernels`). A kernel
     that is given it may leave what it returns for padding undefined. With `ancestors_BQ` (`kernels.ancestors`) queries
     are nodes of trees: of the keys from the root of its tree on, each sees its ancestors' and its own. Without
     `together` no two single tokens are of one sequence, where that matters.

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, ScoreConfig, Together
 from rayserve_moe.kernels.tpu.attention_blocks import (
     AttentionShape,
     KernelBlocks,
@@ -123,7 +123,7 @@ def attend_runs(
     )
     assert trees is None, "this kernel knows no trees"
     page_size, is_quantised = kv_pages.shape[1], kv_pages.dtype.itemsize == 1
-    scales = {"k_scale": 1.0, "v_scale": 1.0} if is_quantised else {}
+    scale = 1.0 if is_quantised else None
     reach = pages_within_reach(page_table_BP.shape[1], page_size, config, most_rows=kernel.most_rows)
     blocks_per_cell = kernel.most_rows // num_queries
     per_call = max(1, sequences_per_call(reach) // blocks_per_cell) * blocks_per_cell
@@ -142,7 +142,8 @@ def attend_runs(
             sm_scale=config.scale_for(head_shape[-1]),
             sliding_window=config.window or None,
             soft_cap=config.soft_cap or None,
-            **scales,
+            k_scale=scale,
+            v_scale=scale,
         )
         parts.append(attended.reshape(-1, num_queries, *head_shape))
     attended_BQHh = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -152,12 +153,19 @@ def attend_runs(
 
 
 def describe_singles(
-    positions_U: jax.Array, *, page_size: int, table_width: int, windows: Iterable[int]
+    positions_U: jax.Array,
+    *,
+    page_size: int,
+    table_width: int,
+    windows: Iterable[int],
+    ancestors_U: jax.Array | None = None,
+    together: Together | None = None,
 ) -> dict[int, tuple[RunLengths, ...]]:
-    """The runs of single tokens but for their pages, for each call of the kernel, by window (0: none).
+    """Return the runs of single tokens but for their pages, for each call of the kernel, by window (0: none).
 
     They are the same for all layers; XLA computes them anew in each where a loop over layers has them inside.
     """
+    assert ancestors_U is None and together is None, "this kernel knows neither trees nor tokens of one sequence"
 
     def of_window(window: int) -> tuple[RunLengths, ...]:
         config = ScoreConfig(window=window)

@@ -19,8 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
-from rayserve_moe.kernels.tpu.paged_group_call import attend_groups
-from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, groups_of
+from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, attend_groups, groups_of
 from rayserve_moe.kernels.tpu.paged_sizes import (
     CLEARED_ROWS,
     VMEM_BYTES,
@@ -76,8 +75,7 @@ def attend_new(  # noqa: PLR0913 (as `attend`)
     knobs = Knobs(config, sinks_H, latent_width)
     if places.together is not None:
         num_cores = cores_for(len(queries_BHh), interpret)
-        how = {"knobs": knobs, "num_cores": num_cores, "interpret": interpret}
-        return attend_groups(queries_BHh, kv_pages, places, new, **how)
+        return attend_groups(queries_BHh, kv_pages, places, new, knobs=knobs, num_cores=num_cores, interpret=interpret)
     attended_B1Hv, kv_pages = _attend(queries_BHh[:, None], kv_pages, places, new, knobs=knobs, interpret=interpret)
     return attended_B1Hv[:, 0], kv_pages
 

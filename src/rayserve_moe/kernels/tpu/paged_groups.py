@@ -1,23 +1,144 @@
 """Groups of single tokens: those of one sequence in a step, which follow each other and attend its pages at once.
 
 The tokens of a group, a chain of drafts or nodes of one tree, have keys at places that follow each other. So positions,
-ancestors and the sequence that each token belongs to say which groups there are.
+ancestors and the sequence that each token belongs to say which groups there are. A call of the paged attention kernel
+has a visit for each group of the step.
 """
 
-# U single tokens   G groups, and as many more as there are cores   X the same and one more
+# U single tokens   G groups, and as many more as there are cores   C sets of heads   R query heads of a set, padded
+# K lanes of keys   V lanes of values   X lanes of a row, or groups and one more   P page-table width
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.ancestors import depths_of, places_of
-from rayserve_moe.kernels.reference.attention import ScoreConfig
+from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, ScoreConfig
+from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
+from rayserve_moe.kernels.tpu.paged_sizes import (
+    CLEARED_ROWS,
+    GROUP_ALIGNED_ROWS,
+    GROUP_VMEM_BYTES,
+    Knobs,
+    TileShape,
+    layout_for,
+    parts_of,
+    shape_for,
+)
+from rayserve_moe.kernels.tpu.paged_stream import Scalars
+from rayserve_moe.kernels.tpu.paged_tiles import attend_tile, sink_rows, tile_scratch
+from rayserve_moe.kernels.tpu.paged_writes import PIECES, spaced_rows
 
 NEVER = np.iinfo(np.int32).max
+
+
+def attend_groups(  # noqa: PLR0913 (arrays, by keyword)
+    queries_UHh: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    new: NewRows,
+    *,
+    knobs: Knobs,
+    num_cores: int,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend as `paged_attention.attend_new`, single tokens in the groups that are described for each call."""
+    assert places.together is not None and places.described is not None, "groups are described ahead of all layers"
+    layout = layout_for(kv_pages, queries_UHh.shape[2], knobs)
+    queries_UCRK = spread_queries(queries_UHh[:, None], layout)[:, :, 0].astype(kv_pages.dtype)
+    query_rows, most = queries_UCRK.shape[2], places.together.most
+    queries_UCRK = jnp.pad(queries_UCRK, ((0, 0), (0, 0), (0, -query_rows % GROUP_ALIGNED_ROWS), (0, 0)))
+    shape = shape_for(kv_pages, places, layout, knobs=knobs, queries=(most, most, queries_UCRK.shape[2]))
+    shape = replace(shape, has_new_rows=True, is_grouped=True, num_cores=num_cores)
+    rows_RX = spaced_rows(new.rows_BX.astype(kv_pages.dtype))
+    call = partial(_call, sinks=sink_rows(knobs.sinks_H, shape), shape=shape, interpret=interpret)
+    attended_UCRV: jax.Array | float = 0.0
+    for visits, part in zip(places.described, parts_of(len(queries_UHh), shape.table_width), strict=True):
+        of_part = places._replace(page_table_BP=places.page_table_BP[part], described=visits)
+        own_UCRV, kv_pages = call(queries_UCRK, kv_pages, of_part, NewRows(rows_RX, new.first_page))
+        attended_UCRV = jnp.where(visits.is_own_U[:, None, None, None], own_UCRV, attended_UCRV)
+    attended_UCQRV = jnp.asarray(attended_UCRV)[:, :, None, :query_rows]
+    attended_UQHv = gather_heads(attended_UCQRV, layout, width=knobs.latent_width or layout.head_dim)
+    return attended_UQHv[:, 0].astype(queries_UHh.dtype), kv_pages
+
+
+def _call(  # noqa: PLR0913 (arrays, by keyword)
+    queries_UCRK: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    new: NewRows,
+    *,
+    sinks: list[jax.Array],
+    shape: TileShape,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend the groups that `places.described` has, and write their rows: [U, C, R, V], undefined for other tokens,
+    and the pool. The page table is that of the tokens at which these groups may begin; rows are `spaced_rows`."""
+    visits: GroupVisits = places.described
+    num_tokens, num_sets, num_rows, _ = queries_UCRK.shape
+    bits_U = places.positions_BQ if places.ancestors_BQ is None else places.ancestors_BQ
+    num_visits = jnp.maximum(pl.cdiv(visits.num_groups, shape.num_cores), 1)
+    begin = places.page_table_BP, visits.first_G, visits.end_G, visits.filled_X
+    flat = (*begin, places.positions_BQ, bits_U, visits.roots_G, visits.tables_G, visits.starts_G, visits.counts_G)
+    scalars = [jnp.asarray(new.first_page, jnp.int32), *(of.reshape(-1) for of in flat)]
+    # What a group of the last token reads lies beyond it.
+    given_UCRK = jnp.pad(queries_UCRK, ((0, shape.num_queries), (0, 0), (0, 0), (0, 0)))
+    given, (core, hbm) = (
+        [given_UCRK, *sinks, new.rows_BX],
+        (pl.BlockSpec(memory_space=at) for at in (pltpu.VMEM, pltpu.HBM)),
+    )
+    out = jax.ShapeDtypeStruct((num_tokens, num_sets, num_rows, shape.layout.value_lanes), queries_UCRK.dtype)
+    attended_UCRV, kv_pages = pl.pallas_call(
+        partial(attend_tile, shape=shape),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(shape.num_cores, num_visits),
+            in_specs=[_tokens(given_UCRK, shape), *(core for _ in sinks), core, hbm],
+            out_specs=[hbm, hbm],
+            scratch_shapes=[*tile_scratch(kv_pages, shape), *_scratch(queries_UCRK, kv_pages, shape)],
+        ),
+        out_shape=[out, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)],
+        input_output_aliases={len(scalars) + len(given): 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=GROUP_VMEM_BYTES
+        ),
+        name="paged_attention_of_groups",
+        interpret=interpret,
+    )(*scalars, *given, kv_pages)
+    return attended_UCRV, kv_pages
+
+
+def _tokens(queries_UCRK: jax.Array, shape: TileShape) -> pl.BlockSpec:
+    """Return the block spec of the most queries that a group may have, from its first on."""
+
+    def of_visit(core: jax.Array, step: jax.Array, *scalars: Any) -> tuple[jax.Array | int, ...]:
+        return Scalars(*scalars).starts[core * pl.num_programs(1) + step], 0, 0, 0
+
+    sizes = (shape.num_queries, *queries_UCRK.shape[1:])
+    return pl.BlockSpec(tuple(pl.Element(size) for size in sizes), of_visit)
+
+
+def _scratch(queries_UCRK: jax.Array, kv_pages: jax.Array, shape: TileShape) -> list[Any]:
+    """Return the scratch of `GroupWrites` and `GroupTokens`."""
+    (_, num_sets, num_rows, lanes), dtype = queries_UCRK.shape, queries_UCRK.dtype
+    used, done = pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA
+    return [
+        pltpu.VMEM((PIECES, CLEARED_ROWS, kv_pages.shape[2]), kv_pages.dtype),
+        used,
+        done,
+        pltpu.VMEM((1, num_sets, shape.num_rows, lanes), dtype),
+        pltpu.VMEM((shape.num_queries, num_sets, num_rows, shape.layout.value_lanes), dtype),
+        used,
+        done,
+    ]
 
 
 class GroupVisits(NamedTuple):
@@ -40,7 +161,7 @@ class GroupVisits(NamedTuple):
 
     @property
     def num_groups(self) -> jax.Array:
-        """How many groups there are."""
+        """Return the number of groups."""
         return jnp.sum(self.counts_G > 0, dtype=jnp.int32)
 
 
@@ -53,7 +174,7 @@ def groups_of(
     part: slice,
     num_cores: int,
 ) -> GroupVisits:
-    """The groups that begin in a `part` of the single tokens; tokens of one sequence stand side by side."""
+    """Return the groups that begin in a `part` of the single tokens; tokens of one sequence are adjacent."""
     num_tokens, num_groups = len(positions_U), part.stop - part.start + num_cores
     bits_U = jnp.ones_like(positions_U) if ancestors_U is None else ancestors_U
     ends_U = (positions_U if ancestors_U is None else places_of(positions_U, bits_U)) + 1

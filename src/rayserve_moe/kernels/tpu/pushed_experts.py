@@ -3,17 +3,24 @@
     share counts | place rows | for each local slot: [ push rows of a later slot, multiply, push results back ] | add up
 
 While a slot is multiplied the weights of the next one that has rows are read, and rows and results of others are on
-their way. Nothing but weights is read from HBM where an expert fits into the core's memory twice: it holds all rows of
-all ranks. Of larger ones what comes lies in HBM, and is multiplied in groups (`pushed_products`). No row is ever left
-out, and a device's own lie in the core's memory: this is for few tokens, what a decode step has. Weights of 8 bits
-are read as such, converted on their way into the matrix unit, and scaled, they or the products (`narrow_weights`).
+their way. An expert that fits into the core's memory twice is read whole, and its rows are multiplied in place: nothing
+but weights is read from HBM, for the core holds all rows of all ranks. A larger one is read in blocks of its width, and
+the products of all blocks are added up. Its rows wait in HBM and are multiplied in groups, for each of which the
+weights are read once:
+
+    | block 0 | block 1 | block 2 |  of group 0, then of group 1 or of the next slot; while one is multiplied
+              | block 1 | block 2 | block 0 |                                        the next one is read
+
+No row is ever left out, and a device's own lie in the core's memory: this is for few tokens, what a decode step has.
+Weights of 8 bits are read as such, converted on their way into the matrix unit, and scaled, they or the products
+(`narrow_weights`).
 
 Where two cores share a device, each has half of its slots, memory and semaphores of its own, and exchanges rows with
 the same core of the other devices: each pair of a rank and a core is a rank to the code, of those of its core.
 """
 
-# T tokens   D model width   F expert width   K experts per token   N assignments = T * K   R ranks   S local slots
-# P slots of all ranks   X layers * S   M rows of a tile   C tokens that are converted at once
+# T tokens   D model width   F expert width   B block of F   K experts per token   N assignments = T * K   R ranks, and
+# rows of a group   S local slots   P slots of all ranks   X layers * S   M rows of a tile   C tokens converted at once
 
 from __future__ import annotations
 
@@ -26,27 +33,33 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.reference.expert_products import LayerExperts
-from rayserve_moe.kernels.tpu.pushed_places import count_slots, places_of, slots_of_core, table_rows
-from rayserve_moe.kernels.tpu.pushed_products import begin_weights, multiply_slot
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
+from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS, LayerExperts
 from rayserve_moe.kernels.tpu.pushed_rows import (
     as_words,
+    count_slots,
     device_of,
     halves,
     meet,
     my_rank,
+    places_of,
     push_slot,
     return_slot,
+    rows_at,
+    slots_of_core,
+    table_rows,
     wait_for,
 )
 from rayserve_moe.kernels.tpu.pushed_sizes import (
     CONVERTED_TOKENS,
+    GROUP_ROWS,
     LANES,
     SUBLANES,
     TILE_ROWS,
     PushSizes,
     Refs,
     lacks,
+    refs_of,
     scratch_of,
     vmem_bytes,
 )
@@ -66,7 +79,7 @@ def push_experts(
     sizes: PushSizes,
     interpret: Any = False,
 ) -> jax.Array:
-    """The sum of gate * expert over the assignments of each token, in router order: bfloat16 [T, D].
+    """Return the sum of gate * expert over the assignments of each token, in router order: bfloat16 [T, D].
 
     Where cores share the device each one makes such a sum over its slots, and their sums are added up.
 
@@ -120,13 +133,13 @@ def _kernel_for(sizes: PushSizes, *, interpret: Any) -> Callable[..., list[jax.A
 
 
 def _kernel(*given: Any, sizes: PushSizes) -> None:
-    refs, core = Refs(*given), pl.program_id(0)
-    refs.own_TK[...] = jnp.full(refs.own_TK.shape, -1, jnp.int32)
-    refs.own_TK[pl.ds(0, sizes.num_tokens), :] = slots_of_core(refs.slots_TK[...], core, sizes)
+    refs, core = refs_of(*given), pl.program_id(0)
+    refs.tables.own_TK[...] = jnp.full(refs.tables.own_TK.shape, -1, jnp.int32)
+    refs.tables.own_TK[pl.ds(0, sizes.num_tokens), :] = slots_of_core(refs.operands.slots_TK[...], core, sizes)
     sizes, me = sizes.of_core, my_rank(sizes)
-    refs.first_s[0] = refs.first_1[0] + core * sizes.num_slots
+    refs.tables.first_s[0] = refs.operands.first_1[0] + core * sizes.num_slots
     if sizes.is_streamed:
-        refs = refs._replace(here=refs.here.at[core])
+        refs = refs._replace(rows=refs.rows._replace(here=refs.rows.here.at[core]))
     _tell_counts(refs, sizes, me)
     begin_weights(refs, sizes, me)
     _place_rows(refs, sizes)
@@ -141,43 +154,43 @@ def _kernel(*given: Any, sizes: PushSizes) -> None:
     zero = jnp.int32(0)
     _, pushed, returned = jax.lax.fori_loop(0, sizes.num_slots, visit, (zero, ahead, zero))
     _add_up(refs, sizes, me)
-    wait_for(refs.sent, pushed, refs.moved.at[0], sizes)
-    wait_for(refs.here, returned, refs.moved.at[1], sizes)
+    wait_for(refs.rows.sent, pushed, refs.semaphores.moved.at[0], sizes)
+    wait_for(refs.rows.here, returned, refs.semaphores.moved.at[1], sizes)
 
 
 def _tell_counts(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
     """Count this rank's assignments by slot, tell the others, and look up from all ranks' counts where rows go."""
-    slots_TK = refs.own_TK[...]
+    slots_TK = refs.tables.own_TK[...]
     counts_P = count_slots(slots_TK, sizes.num_lanes)
-    refs.counts[me] = jnp.broadcast_to(counts_P, (SUBLANES, sizes.num_lanes))
-    refs.places[...] = places_of(slots_TK, counts_P, nowhere=sizes.num_rows)
-    places = pltpu.make_async_copy(refs.places, refs.places_s, refs.counted.at[2])
+    refs.tables.counts[me] = jnp.broadcast_to(counts_P, (SUBLANES, sizes.num_lanes))
+    refs.tables.places[...] = places_of(slots_TK, counts_P, nowhere=sizes.num_rows)
+    places = pltpu.make_async_copy(refs.tables.places, refs.tables.places_s, refs.semaphores.counted.at[2])
     places.start()
     meet(sizes, me)
 
     def tell(k: jax.Array, _: None) -> None:
         device = device_of(jax.lax.rem(me + k, sizes.num_ranks), sizes)
         pltpu.make_async_remote_copy(
-            refs.counts.at[me],
-            refs.counts.at[me],
-            refs.counted.at[0],
-            refs.counted.at[1],
+            refs.tables.counts.at[me],
+            refs.tables.counts.at[me],
+            refs.semaphores.counted.at[0],
+            refs.semaphores.counted.at[1],
             device_id=device,
             device_id_type=pl.DeviceIdType.MESH,
         ).start()
 
     def hear(_: jax.Array, carry: None) -> None:
-        for semaphore in (refs.counted.at[0], refs.counted.at[1]):
-            pltpu.make_async_copy(refs.counts.at[0], refs.counts.at[0], semaphore).wait()
+        for semaphore in (refs.semaphores.counted.at[0], refs.semaphores.counted.at[1]):
+            pltpu.make_async_copy(refs.tables.counts.at[0], refs.tables.counts.at[0], semaphore).wait()
 
     jax.lax.fori_loop(1, sizes.num_ranks, tell, None)
     places.wait()
     jax.lax.fori_loop(1, sizes.num_ranks, hear, None)
-    rank_counts = [refs.counts[rank][:1] for rank in range(sizes.num_ranks)]
+    rank_counts = [refs.tables.counts[rank][:1] for rank in range(sizes.num_ranks)]
     rows = table_rows(rank_counts, num_local=sizes.num_slots, tile_rows=TILE_ROWS)
     for place, row_P in enumerate(rows):
-        refs.table[place : place + 1, :] = row_P
-    table = pltpu.make_async_copy(refs.table, refs.table_s, refs.counted.at[2])
+        refs.tables.table[place : place + 1, :] = row_P
+    table = pltpu.make_async_copy(refs.tables.table, refs.tables.table_s, refs.semaphores.counted.at[2])
     table.start()
     table.wait()
 
@@ -188,15 +201,16 @@ def _place_rows(refs: Refs, sizes: PushSizes) -> None:
 
     def convert(i: jax.Array, _: None) -> None:
         first = pl.multiple_of(i * chunk, chunk)
-        words_CW = as_words(refs.hidden_TD[pl.ds(first, chunk), :].astype(jnp.float32))
+        words_CW = as_words(refs.operands.hidden_TD[pl.ds(first, chunk), :].astype(jnp.float32))
         for q in range(words):
-            refs.tokens[pl.ds(first * words + q, chunk, stride=words), :] = words_CW[:, q * LANES : (q + 1) * LANES]
+            piece = pl.ds(first * words + q, chunk, stride=words)
+            refs.rows.tokens[piece, :] = words_CW[:, q * LANES : (q + 1) * LANES]
 
     def place(token: jax.Array, _: None) -> None:
-        row = refs.tokens[pl.ds(pl.multiple_of(token * words, words), words), :]
+        row = refs.rows.tokens[pl.ds(pl.multiple_of(token * words, words), words), :]
         for k in range(sizes.top_k):
-            at = pl.multiple_of(refs.places_s[token, k] * words, words)
-            refs.sent[pl.ds(at, words), :] = row
+            at = pl.multiple_of(refs.tables.places_s[token, k] * words, words)
+            refs.rows.sent[pl.ds(at, words), :] = row
 
     jax.lax.fori_loop(0, sizes.num_tokens // chunk, convert, None)
     jax.lax.fori_loop(0, sizes.num_tokens, place, None)
@@ -206,26 +220,149 @@ def _add_up(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
     """Wait for all results, weigh those of each token and add them in router order, in float32."""
     words, last, chunk = sizes.row_words, sizes.num_lanes - 1, min(CONVERTED_TOKENS, sizes.num_tokens)
     # Assignments that went nowhere have the place behind all others.
-    refs.home[pl.ds(sizes.num_rows * words, words), :] = jnp.zeros((words, LANES), jnp.uint32)
-    num_results = refs.table_s[2 * sizes.num_ranks + me, last] + refs.table_s[me, last]
-    wait_for(refs.home, num_results, refs.moved.at[2], sizes)
+    refs.rows.home[pl.ds(sizes.num_rows * words, words), :] = jnp.zeros((words, LANES), jnp.uint32)
+    num_results = refs.tables.table_s[2 * sizes.num_ranks + me, last] + refs.tables.table_s[me, last]
+    wait_for(refs.rows.home, num_results, refs.semaphores.moved.at[2], sizes)
 
     def add(token: jax.Array, _: None) -> None:
         lower, upper = jnp.zeros((words, LANES), jnp.float32), jnp.zeros((words, LANES), jnp.float32)
         for k in range(sizes.top_k):
-            at = pl.multiple_of(refs.places_s[token, k] * words, words)
-            result = halves(refs.home[pl.ds(at, words), :])
-            gate = refs.gates_TK[token, k]
+            at = pl.multiple_of(refs.tables.places_s[token, k] * words, words)
+            result = halves(refs.rows.home[pl.ds(at, words), :])
+            gate = refs.operands.gates_TK[token, k]
             lower, upper = lower + gate * result[0], upper + gate * result[1]
         both = jnp.concatenate([lower, upper], axis=1).astype(jnp.bfloat16).astype(jnp.float32)
-        refs.tokens[pl.ds(pl.multiple_of(token * words, words), words), :] = as_words(both)
+        refs.rows.tokens[pl.ds(pl.multiple_of(token * words, words), words), :] = as_words(both)
 
     def convert(i: jax.Array, _: None) -> None:
         first = pl.multiple_of(i * chunk, chunk)
-        parts = [halves(refs.tokens[pl.ds(first * words + q, chunk, stride=words), :]) for q in range(words)]
+        parts = [halves(refs.rows.tokens[pl.ds(first * words + q, chunk, stride=words), :]) for q in range(words)]
         columns = [lower for lower, _ in parts] + [upper for _, upper in parts]
         rows_CD = jnp.concatenate(columns, axis=1).astype(jnp.bfloat16)
-        refs.out_TD[pl.ds(first, chunk), :] = rows_CD
+        refs.operands.out_TD[pl.ds(first, chunk), :] = rows_CD
 
     jax.lax.fori_loop(0, sizes.num_tokens, add, None)
     jax.lax.fori_loop(0, sizes.num_tokens // chunk, convert, None)
+
+
+def begin_weights(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
+    """Find the next slot with rows from each slot on, and begin to read the weights of the first one."""
+    refs.tables.next_s[sizes.num_slots] = sizes.num_slots
+
+    def find(k: jax.Array, _: None) -> None:
+        slot = sizes.num_slots - 1 - k
+        num_rows = refs.tables.table_s[3 * sizes.num_ranks, me * sizes.num_slots + slot]
+        refs.tables.next_s[slot] = jnp.where(num_rows > 0, slot, refs.tables.next_s[slot + 1])
+
+    jax.lax.fori_loop(0, sizes.num_slots, find, None)
+    _read_weights(refs, sizes, refs.tables.next_s[0], jnp.int32(0), half=jnp.int32(0))
+
+
+def multiply_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, turn: jax.Array) -> jax.Array:
+    """Multiply the rows of a slot: results take their places. Counts on how many blocks of weights were used."""
+    lane = me * sizes.num_slots + slot
+    num_rows, begin = (refs.tables.table_s[3 * sizes.num_ranks + row, lane] for row in (0, 1))
+    if not sizes.is_streamed:
+
+        @pl.when(num_rows > 0)
+        def _() -> None:
+            half = _next_weights(refs, sizes, slot, jnp.int32(0), refs.tables.next_s[slot + 1], turn=turn)
+            wait_for(refs.rows.here, num_rows, refs.semaphores.arrived_S.at[slot], sizes)
+            _for_tiles(num_rows, lambda i: _multiply_tile(refs, sizes, begin + i * TILE_ROWS, half))
+
+        return turn + jnp.where(num_rows > 0, 1, 0)
+    num_steps = pl.cdiv(num_rows, GROUP_ROWS) * sizes.num_blocks
+
+    def multiply_block(step: jax.Array, turn: jax.Array) -> jax.Array:
+        group, block = jax.lax.div(step, sizes.num_blocks), jax.lax.rem(step, sizes.num_blocks)
+        number = jnp.minimum(num_rows - group * GROUP_ROWS, GROUP_ROWS)
+        waiting = rows_at(refs.rows.here, begin + group * GROUP_ROWS, number, sizes)
+        held = rows_at(refs.rows.held, jnp.int32(0), number, sizes)
+        after = jnp.where(step == num_steps - 1, refs.tables.next_s[slot + 1], slot)
+        half = _next_weights(refs, sizes, slot, block, after, turn=turn)
+        wait_for(refs.rows.here, jnp.where(step == 0, num_rows, 0), refs.semaphores.arrived_S.at[slot], sizes)
+        pl.when(block == 0)(partial(_copy, waiting, held, refs))
+        _for_tiles(number, lambda i: _multiply_tile(refs, sizes, i * TILE_ROWS, half, block))
+        pl.when(block == sizes.num_blocks - 1)(partial(_copy, held, waiting, refs))
+        return turn + 1
+
+    return jax.lax.fori_loop(0, num_steps, multiply_block, turn)
+
+
+def _copy(rows: Any, to: Any, refs: Refs) -> None:
+    copy = pltpu.make_async_copy(rows, to, refs.semaphores.counted.at[2])
+    copy.start()
+    copy.wait()
+
+
+def _for_tiles(num_rows: jax.Array, run: Any) -> None:
+    jax.lax.fori_loop(0, pl.cdiv(num_rows, TILE_ROWS), lambda i, _: run(i), None)
+
+
+def _next_weights(
+    refs: Refs, sizes: PushSizes, slot: jax.Array, block: jax.Array, after: jax.Array, *, turn: jax.Array
+) -> jax.Array:
+    """Wait for a block of a slot's weights and begin to read the one after it; returns the half that it is in.
+
+    After the last block comes the first one of the slot `after`.
+    """
+    half, is_last = jax.lax.rem(turn, 2), block == sizes.num_blocks - 1
+    for copy in _weight_copies(refs, sizes, slot, block, half=half):
+        copy.wait()
+    _read_weights(refs, sizes, jnp.where(is_last, after, slot), jnp.where(is_last, 0, block + 1), half=1 - half)
+    return half
+
+
+def _read_weights(refs: Refs, sizes: PushSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array) -> None:
+    """Begin to read a block into one of the two halves; there is nothing to read beyond the last slot."""
+
+    @pl.when(slot < sizes.num_slots)
+    def _() -> None:
+        for copy in _weight_copies(refs, sizes, slot, block, half=half):
+            copy.start()
+
+
+def _weight_copies(refs: Refs, sizes: PushSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array) -> list[Any]:
+    index, semaphore = refs.tables.first_s[0] + slot, refs.semaphores.weights_in.at[half]
+    part = pl.ds(pl.multiple_of(block * sizes.block, sizes.block), sizes.block)
+    # Of gate and up, and of their scales, a block has columns, of down rows; the scales of down are whole.
+    columns, rows, whole = (index, slice(None), part), (index, part), (index,)
+    cuts = (columns, columns, rows, columns, columns, whole) if sizes.is_streamed else (whole,) * 6
+    triples = zip(refs.operands.weights_X, refs.weights_H, cuts, strict=False)
+    return [pltpu.make_async_copy(flat.at[cut], held.at[half], semaphore) for flat, held, cut in triples]
+
+
+def _multiply_tile(
+    refs: Refs, sizes: PushSizes, first: jax.Array, half: jax.Array, block: jax.Array | None = None
+) -> None:
+    """Multiply the rows of a tile by the weights of a half: all of an expert, or a block, after the last of which the
+    sums of all blocks take the rows' places.
+    """
+    words, rows = sizes.row_words, refs.rows.here if block is None else refs.rows.held
+    pieces = [pl.ds(first * words + q, TILE_ROWS, stride=words) for q in range(words)]
+    parts = [halves(rows[piece, :]) for piece in pieces]
+    columns = [lower for lower, _ in parts] + [upper for _, upper in parts]
+    rows_MD = jnp.concatenate([column.astype(jnp.bfloat16) for column in columns], axis=1)
+    gate_MB, up_MB = (_product(rows_MD, refs, place, half) for place in (0, 1))
+    inner_MB = ACTIVATIONS[sizes.activation](gate_MB, up_MB).astype(jnp.bfloat16)
+    result_MD = _product(inner_MB, refs, 2, half, block)
+
+    def place(result_MD: jax.Array) -> None:
+        words_MW = as_words(result_MD.astype(jnp.bfloat16).astype(jnp.float32))
+        for q, piece in enumerate(pieces):
+            rows[piece, :] = words_MW[:, q * LANES : (q + 1) * LANES]
+
+    if block is None:
+        place(result_MD)
+        return
+    tile = pl.ds(pl.multiple_of(first, TILE_ROWS), TILE_ROWS)
+    sums_MD = jnp.where(block == 0, 0.0, refs.rows.sums_RD[tile, :]) + result_MD
+    refs.rows.sums_RD[tile, :] = sums_MD
+    pl.when(block == sizes.num_blocks - 1)(partial(place, sums_MD))
+
+
+def _product(rows_MK: jax.Array, refs: Refs, place: int, half: jax.Array, block: jax.Array | None = None) -> jax.Array:
+    """Multiply rows by a held matrix, and by the scales of its columns if any: float32."""
+    matrix_KN, scales = refs.weights_H[place][half], refs.weights_H[3:]
+    first = 0 if block is None else block * (matrix_KN.shape[0] // SCALE_BLOCK)
+    return held_product(rows_MK, matrix_KN, scales[place].at[half] if scales else None, first=first)

@@ -96,7 +96,7 @@ class PushSizes:
 
     @property
     def table_rows(self) -> int:
-        """Rows of `pushed_places.table_rows`, in whole tiles."""
+        """Rows of `pushed_rows.table_rows`, in whole tiles."""
         return -(-(3 * self.num_ranks + 2) // SUBLANES) * SUBLANES
 
     @property
@@ -109,52 +109,94 @@ class PushSizes:
         return matrices + scales * (self.weight_dtype in NARROW)
 
 
-class Refs(NamedTuple):
-    """Operands, result and scratch of the kernel, in its order.
-
-    Rows: `tokens` are this device's own, then their sums; `sent` and `home` have a row per assignment, and one more for
-    those that go nowhere; `here` are the rows of this core's slots, then their results. Of experts in blocks those are
-    in HBM, and `held` and `sums_RD` are a group of them and the sums of their blocks. `own_TK` are the slots of this
-    core alone. Of `counts` each rank's are one tile; `table` and `places` are read as scalars from their copies.
-    `next_s` has the next slot with rows, from each on, `first_s` where the weights of this core's first slot are.
-    Semaphores: counts that left, counts that came, copies to scalars and of groups; rows that left, results that left,
-    results that came; weights of each half; rows of each slot that came.
-    """
+class OperandRefs(NamedTuple):
+    """Operands and result of the kernel, in its order."""
 
     first_1: Any
+    """First slot of this device among the weights of all layers."""
     gates_TK: Any
     hidden_TD: Any
     slots_TK: Any
     weights_X: tuple[Any, ...]
+    """Weights of all experts, in HBM."""
     out_TD: Any
+
+
+class RowRefs(NamedTuple):
+    """Rows, as words."""
+
     here: Any
+    """Rows of this core's slots, then their results; in HBM for experts in blocks."""
     tokens: Any
+    """Rows of this device's own tokens, then their sums."""
     sent: Any
+    """A row per assignment, and one more for those that go nowhere."""
     home: Any
-    own_TK: Any
+    """Results, as `sent`."""
     held: Any
+    """A group of `here`, for experts in blocks."""
     sums_RD: Any
-    weights_H: tuple[Any, ...]
+    """Sums of the blocks of `held`, float32."""
+
+
+class TableRefs(NamedTuple):
+    """Slots, counts, and what follows from them."""
+
+    own_TK: Any
+    """Slots of this core alone."""
     counts: Any
+    """Counts by slot, one tile for each rank."""
     table: Any
+    """See `pushed_rows.table_rows`."""
     places: Any
+    """See `pushed_rows.places_of`."""
     table_s: Any
+    """Copy of `table` for the scalar unit."""
     places_s: Any
+    """Copy of `places` for the scalar unit."""
     next_s: Any
+    """The next slot with rows, from each slot on."""
     first_s: Any
+    """Index of the weights of this core's first slot."""
+
+
+class SemaphoreRefs(NamedTuple):
+    """Semaphores of copies."""
+
     counted: Any
+    """Counts that left, counts that came, copies to scalars and of groups."""
     moved: Any
+    """Rows that left, results that left, results that came."""
     weights_in: Any
+    """Weights of each half."""
     arrived_S: Any
+    """Rows of each slot that came."""
+
+
+class Refs(NamedTuple):
+    """Operands, result and scratch of the kernel."""
+
+    operands: OperandRefs
+    rows: RowRefs
+    weights_H: tuple[Any, ...]
+    """Weights of an expert or a block, two halves each."""
+    tables: TableRefs
+    semaphores: SemaphoreRefs
+
+
+def refs_of(*given: Any) -> Refs:
+    """Group what the kernel is called with: operands, results, then the scratch of `scratch_of`."""
+    rows = RowRefs(*given[6:12])
+    return Refs(OperandRefs(*given[:6]), rows, given[12], TableRefs(*given[13:21]), SemaphoreRefs(*given[21:]))
 
 
 def block_weights(sizes: PushSizes) -> tuple[tuple[tuple[int, int], str], ...]:
-    """`held_weights` of a block of an expert; of the scales of down all, which are read by whole tiles alone."""
+    """Return `held_weights` of a block; the scales of down are whole, which are read by whole tiles alone."""
     return (*replace(sizes, inner=sizes.block).held_weights[:5], *sizes.held_weights[5:])
 
 
 def vmem_bytes(sizes: PushSizes) -> int:
-    """What a core takes of its memory for a call."""
+    """Return the bytes of its memory that a core takes for a call."""
     # Of a group there are the rows, and sums in float32; tokens and sums of a grid's step are there twice.
     rows = 3 * GROUP_ROWS if sizes.is_streamed else sizes.of_core.num_received
     rows += 2 * (sizes.num_rows + 1) + 5 * sizes.counted_tokens
@@ -189,18 +231,18 @@ def lacks(sizes: PushSizes, *, interpret: bool = False, core_bytes: int | None =
 
 
 def widest_block(width: int, inner: int, itemsize: int) -> int:
-    """The most of the expert width, in whole lanes that divide it, whose three matrices fit twice; 0: nothing does."""
+    """Return the maximum part of the expert width, in lanes that divide it, that fits twice; 0 if none does."""
     most = WEIGHT_BYTES // (2 * 3 * width * itemsize)
     return max((block for block in range(LANES, inner + 1, LANES) if inner % block == 0 and block <= most), default=0)
 
 
 def usable_bytes(vmem_bytes: int) -> int:
-    """What the kernel may ask for of a core's memory."""
+    """Return the bytes of a core's memory that the kernel may use."""
     return min(MOST_BYTES, vmem_bytes * 3 // 4)
 
 
 def scratch_of(sizes: PushSizes) -> list[Any]:
-    """The scratch of a call, in the order of `Refs`; rows in HBM are among its results."""
+    """Return the scratch of a call, in the order of `refs_of`; rows in HBM are among its results."""
 
     def rows(number: int) -> Any:
         return pltpu.VMEM((number * sizes.row_words, LANES), jnp.uint32)
@@ -212,10 +254,10 @@ def scratch_of(sizes: PushSizes) -> list[Any]:
         rows(sizes.num_tokens),
         rows(sizes.num_rows + 1),
         rows(sizes.num_rows + 1),
-        pltpu.VMEM((sizes.counted_tokens, sizes.top_k), jnp.int32),
         rows(group),
         pltpu.VMEM((group, sizes.width), jnp.float32),
         tuple(pltpu.VMEM((2, *shape), jnp.dtype(dtype)) for shape, dtype in block_weights(sizes)),
+        pltpu.VMEM((sizes.counted_tokens, sizes.top_k), jnp.int32),
         pltpu.VMEM((sizes.num_ranks, SUBLANES, sizes.num_lanes), jnp.float32),
         pltpu.VMEM(table, jnp.int32),
         pltpu.VMEM(places, jnp.int32),

@@ -8,7 +8,7 @@ from typing import Any
 from rayserve_moe.model.config_parts import heads_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import flag_of, integer_of, number_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, FactorSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER
 
 ARCHITECTURE = "GraniteMoeForCausalLM"
@@ -46,7 +46,9 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
             renormalize=True,
         ),
         experts=ExpertSpec(integer_of(config, "intermediate_size"), layout="fused_out_in"),
-        embedding_multiplier=number_of(config, "embedding_multiplier", 1.0),
-        residual_multiplier=number_of(config, "residual_multiplier", 1.0),
-        logits_divisor=number_of(config, "logits_scaling", 1.0),
+        factors=FactorSpec(
+            embedding_multiplier=number_of(config, "embedding_multiplier", 1.0),
+            residual_multiplier=number_of(config, "residual_multiplier", 1.0),
+            logits_divisor=number_of(config, "logits_scaling", 1.0),
+        ),
     )

@@ -70,7 +70,7 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
             weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
             flops += 2 * elements * rows * (1 if used else 0)
     row_bytes = (
-        cache_row(spec, tensor_size=plan.tensor_size, is_flat=model.kernels.has_flat_rows).local_size(plan)
+        cache_row(spec, tensor_size=plan.tensor_size, is_flat=model.kernels.attention.has_flat_rows).local_size(plan)
         * jnp.dtype(sizes.kv_dtype).itemsize
     )
     attention = _attention_work(model, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
@@ -91,7 +91,7 @@ def _attention_work(
     model: ModelConfig, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
 ) -> dict[int, AttentionWork]:
     attention, tensor_size = model.spec.attention, model.plan.tensor_size
-    if model.kernels.has_flat_rows:
+    if model.kernels.attention.has_flat_rows:
         return _paged_work(model, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
     chip = sizes.topology.split(":")[0].removeprefix("tpu")
     shape = AttentionShape(

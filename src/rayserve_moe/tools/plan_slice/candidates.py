@@ -175,9 +175,9 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
 
 def row_bytes(model: ModelConfig, length: int, *, kv_dtype: str) -> int:
     """Bytes on a device that a sequence of `length` tokens keeps: layers with a window keep only that."""
-    row = cache_row(model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.has_flat_rows).local_size(
-        model.plan
-    )
+    row = cache_row(
+        model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.attention.has_flat_rows
+    ).local_size(model.plan)
     seen = sum(window or length for window in windows_of(model.spec, longest=length))
     return seen * row * jnp.dtype(kv_dtype).itemsize
 
@@ -352,9 +352,9 @@ def _expert_elements(model: ModelConfig, dtype: str) -> int:
 def _unseen_bytes(model: ModelConfig, tokens: StepTokens, kv_dtype: str) -> float:
     """KV bytes of `step_work` that layers with a window do not read."""
     row = (
-        cache_row(model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.has_flat_rows).local_size(
-            model.plan
-        )
+        cache_row(
+            model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.attention.has_flat_rows
+        ).local_size(model.plan)
         * jnp.dtype(kv_dtype).itemsize
     )
     unseen = sum(tokens.context - window for window in windows_of(model.spec, longest=tokens.context) if window)
