@@ -171,6 +171,17 @@ def test_ids_listed_for_a_prompt_need_no_setting(engine: Engine):
     assert all(logprob < 0 for entry in entries for logprob, _, _ in entry)
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
+def test_positions_between_two_spans_are_computed_in_any_chunks(engine: Engine, chunk_tokens: int):
+    """Ids are listed at the first positions, and scores begin later; decode steps of this server keep their states."""
+    listed = ListedInPrompt(0, np.full((3, 1), 7, np.int32))
+    request = replace(request_for([*range(40, 60)], max_new_tokens=2), listed_in_prompt=listed, score_prompt_from=12)
+    way = Way(chunk_tokens=chunk_tokens)
+    assert_all_same(
+        run_together(engine.runner, engine.card, [request], way=way), run_alone(engine.runner, engine.card, [request])
+    )
+
+
 @pytest.mark.parametrize(
     "listed",
     [

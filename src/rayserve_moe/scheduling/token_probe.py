@@ -99,9 +99,15 @@ class PromptProbe:
         return ProbedTokens(first, self._targets(first, last), self._listed(first, last))
 
     def needs_block(self, start: int, stop: int) -> bool:
-        """Return True if a chunk over `[start, stop)` has to take prefill blocks, because logits are requested."""
+        """Return True if a chunk over `[start, stop)` has to take prefill blocks, whose hidden states leave every step.
+
+        Positions that are probed for hidden states alone are in servers where those of single tokens leave it too.
+        """
         spans = [span for name, span in self._spans.items() if name != "hidden"]
-        return any(max(start, self.frontier, first) < min(stop, end) for first, end in spans)
+        if not spans:
+            return False
+        first, end = min(first for first, _ in spans), max(end for _, end in spans)
+        return max(start, self.frontier, first) < min(stop, end)
 
     def take(self, position: int, found: Columns) -> None:
         """Store what was found at consecutive positions from `position` on."""
