@@ -136,6 +136,17 @@ def keywords_after_two(source: Source) -> Iterator[str]:
             yield f"{node.lineno}: {node.name} takes {len(positional)} positional parameters; put `*` after the second"
 
 
+def keywords_at_the_call(source: Source) -> Iterator[str]:
+    """A call passes keywords, never a dict that the same file prepared: that hides errors from the type checker."""
+    assigned = [node for node in source.nodes if isinstance(node, ast.Assign | ast.AnnAssign)]
+    prepared = {name for node in assigned for name in _dicts(node)} - {""}
+    for node in source.nodes:
+        for keyword in node.keywords if isinstance(node, ast.Call) else ():
+            value = keyword.value
+            if keyword.arg is None and (isinstance(value, ast.Dict | ast.IfExp) or _last_name(value) in prepared):
+                yield f"{node.lineno}: passes **{ast.unparse(value)}"
+
+
 def documented_module(source: Source) -> Iterator[str]:
     """A file that holds anything says what it is for."""
     if source.tree.body and not ast.get_docstring(source.tree):
@@ -252,6 +263,7 @@ CHECKS: dict[str, Check] = {
     "short_function": short_function,
     "small_class": small_class,
     "keywords_after_two": keywords_after_two,
+    "keywords_at_the_call": keywords_at_the_call,
     "documented_module": documented_module,
     "empty_init": empty_init,
     "no_root_import": no_root_import,
@@ -265,6 +277,23 @@ CHECKS: dict[str, Check] = {
     "nothing_silenced": nothing_silenced,
     "plain_english": plain_english,
 }
+
+
+def _dicts(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    """Names that an assignment gives a dict which it makes."""
+    value = node.value
+    choices = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+    is_made = any(isinstance(choice, ast.Dict | ast.DictComp) or _is_dict_call(choice) for choice in choices)
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [_last_name(target) for target in targets] if is_made else []
+
+
+def _is_dict_call(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict"
+
+
+def _last_name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def _functions(source: Source) -> list[FunctionNode]:
