@@ -137,8 +137,7 @@ def sampling_mask(
         is_greedy_S = rows.temperature_S <= 0.0
         temperature_S = jnp.where(is_greedy_S, 1.0, rows.temperature_S)
         logprobs_SV = log_probs_of(logits_SV, temperature_S, part=part, masses=masses).logprobs_SV
-        last = last_kept(logprobs_SV, part=part, top_k_S=rows.top_k_S, top_p_S=rows.top_p_S, min_p_S=rows.min_p_S)
-        kept_SV = is_kept(logprobs_SV, last, part=part)
+        kept_SV = is_kept(logprobs_SV, last_kept(logprobs_SV, rows.limits, part=part), part=part)
         kept_SV = jnp.where(is_greedy_S[:, None], part.ids() == ids_S[:, None], kept_SV & (jnp.exp(logprobs_SV) > 0))
         kept_SV &= part.ids() < part.num_words
         mass_S = part.sum(jnp.sum(jnp.exp(logprobs_SV), axis=-1, where=kept_SV))
