@@ -55,11 +55,11 @@ def token_columns(  # noqa: PLR0913 (by keyword)
     logprobs_SV = log_probs_of(logits_SV, temperature_S, part=part, masses=masses).logprobs_SV
     own_S = log_prob_of(logprobs_SV, ids_S, part=part)
     return TokenColumns(
-        own_S,
-        ranks_of(logprobs_SV, ids_S, own_S, part=part),
-        likeliest(logprobs_SV, num_wanted=num_wanted, most_top=max_top, part=part),
-        entropy_of(logprobs_SV, part=part),
-        log_probs_at(logprobs_SV, listed_SL, part=part),
+        logprobs_S=own_S,
+        ranks_S=ranks_of(logprobs_SV, ids_S, own_S, part=part),
+        top=likeliest(logprobs_SV, num_wanted=num_wanted, most_top=max_top, part=part),
+        entropy_S=entropy_of(logprobs_SV, part=part),
+        listed_SL=log_probs_at(logprobs_SV, listed_SL, part=part),
     )
 
 
@@ -109,13 +109,15 @@ def with_evidence(
                 )
             ),
         )
-        return reported, {"entropy": of_logits.entropy_S, "listed_logprobs": of_logits.listed_SL}
+        return reported, {
+            "entropy": of_logits.entropy_S,
+            "listed_logprobs": of_logits.listed_SL,
+        }
 
     # All devices are asked the same, and exchange numbers only then.
-    num_rows, num_listed = len(asked_SF), asked_SF.shape[1] - 1
-    zeros = {"entropy": jnp.zeros(num_rows), "listed_logprobs": jnp.zeros((num_rows, num_listed))}
-    nothing = sampled, zeros
-    return jax.lax.cond(jnp.any(asked_SF[:, 0] >= 0), found, lambda: nothing)
+    _, columns = jax.eval_shape(found)
+    zeros = {name: jnp.zeros(column.shape, column.dtype) for name, column in columns.items()}
+    return jax.lax.cond(jnp.any(asked_SF[:, 0] >= 0), found, lambda: (sampled, zeros))
 
 
 @jax.named_scope("evidence")
