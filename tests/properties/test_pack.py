@@ -226,8 +226,9 @@ def check_samples(plan: StepPlan, packed: PackedStep, steps: list[DeviceInput], 
         assert step.sample_places_S[sample] == place
         assert sampling.position_S[sample] == plan.chunk_starts[chunk] + plan.chunk_lengths[chunk]
         _, *penalties, withholds = step.penalties
-        floats = [a[sample] for a in (sampling.temperature_S, sampling.top_p_S, sampling.min_p_S, *penalties)]
-        integers = [a[sample] for a in (sampling.top_k_S, sampling.seed_S, sampling.choice_S)]
+        limits = sampling.limits
+        floats = [a[sample] for a in (sampling.temperature_S, limits.top_p_S, limits.min_p_S, *penalties)]
+        integers = [a[sample] for a in (limits.top_k_S, sampling.seed_S, sampling.choice_S)]
         np.testing.assert_array_equal(floats, rows.floats[row])
         np.testing.assert_array_equal(integers, rows.integers[row, :3])
         is_withheld = sampling.position_S[sample] < rows.integers[row, 5]

@@ -55,11 +55,11 @@ def token_columns(  # noqa: PLR0913 (by keyword)
     logprobs_SV = log_probs_of(logits_SV, temperature_S, part=part, masses=masses).logprobs_SV
     own_S = log_prob_of(logprobs_SV, ids_S, part=part)
     return TokenColumns(
-        own_S,
-        ranks_of(logprobs_SV, ids_S, own_S, part=part),
-        likeliest(logprobs_SV, num_wanted=num_wanted, most_top=max_top, part=part),
-        entropy_of(logprobs_SV, part=part),
-        log_probs_at(logprobs_SV, listed_SL, part=part),
+        logprobs_S=own_S,
+        ranks_S=ranks_of(logprobs_SV, ids_S, own_S, part=part),
+        top=likeliest(logprobs_SV, num_wanted=num_wanted, most_top=max_top, part=part),
+        entropy_S=entropy_of(logprobs_SV, part=part),
+        listed_SL=log_probs_at(logprobs_SV, listed_SL, part=part),
     )
 
 
@@ -109,13 +109,15 @@ def with_evidence(
                 )
             ),
         )
-        return reported, {"entropy": of_logits.entropy_S, "listed_logprobs": of_logits.listed_SL}
+        return reported, {
+            "entropy": of_logits.entropy_S,
+            "listed_logprobs": of_logits.listed_SL,
+        }
 
     # All devices are asked the same, and exchange numbers only then.
-    num_rows, num_listed = len(asked_SF), asked_SF.shape[1] - 1
-    zeros = {"entropy": jnp.zeros(num_rows), "listed_logprobs": jnp.zeros((num_rows, num_listed))}
-    nothing = sampled, zeros
-    return jax.lax.cond(jnp.any(asked_SF[:, 0] >= 0), found, lambda: nothing)
+    _, columns = jax.eval_shape(found)
+    zeros = {name: jnp.zeros(column.shape, column.dtype) for name, column in columns.items()}
+    return jax.lax.cond(jnp.any(asked_SF[:, 0] >= 0), found, lambda: (sampled, zeros))
 
 
 @jax.named_scope("evidence")
@@ -137,8 +139,7 @@ def sampling_mask(
         is_greedy_S = rows.temperature_S <= 0.0
         temperature_S = jnp.where(is_greedy_S, 1.0, rows.temperature_S)
         logprobs_SV = log_probs_of(logits_SV, temperature_S, part=part, masses=masses).logprobs_SV
-        last = last_kept(logprobs_SV, part=part, top_k_S=rows.top_k_S, top_p_S=rows.top_p_S, min_p_S=rows.min_p_S)
-        kept_SV = is_kept(logprobs_SV, last, part=part)
+        kept_SV = is_kept(logprobs_SV, last_kept(logprobs_SV, rows.limits, part=part), part=part)
         kept_SV = jnp.where(is_greedy_S[:, None], part.ids() == ids_S[:, None], kept_SV & (jnp.exp(logprobs_SV) > 0))
         kept_SV &= part.ids() < part.num_words
         mass_S = part.sum(jnp.sum(jnp.exp(logprobs_SV), axis=-1, where=kept_SV))

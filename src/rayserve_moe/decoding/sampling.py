@@ -23,15 +23,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.decoding.log_probs import (
-    LogProbs,
-    Masses,
-    TopTokens,
-    likeliest,
-    log_probs_of,
-    ranks_of,
-)
-from rayserve_moe.decoding.truncation import LastKept, is_kept, keep_all, last_kept
+from rayserve_moe.decoding.log_probs import LogProbs, Masses, TopTokens, likeliest, log_probs_of, ranks_of
+from rayserve_moe.decoding.truncation import LastKept, Limits, are_limited, is_kept, keep_all, last_kept
 from rayserve_moe.kernels.ancestors import depths_of, nodes_of, parents_of
 from rayserve_moe.kernels.reference.layers import best_of, gumbel_noise, masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
@@ -51,9 +44,7 @@ class SamplingBatch:
     """
 
     temperature_S: jax.Array
-    top_p_S: jax.Array
-    min_p_S: jax.Array
-    top_k_S: jax.Array
+    limits: Limits
     seed_S: jax.Array
     choice_S: jax.Array
     position_S: jax.Array
@@ -147,14 +138,8 @@ def _noisy(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: Voca
 
 
 def _last_kept(logprobs_SV: jax.Array, rows: SamplingBatch, part: VocabularyPart) -> LastKept:
-    truncates = jnp.any((rows.top_k_S > 0) | (rows.top_p_S < 1.0) | (rows.min_p_S > 0.0))
-    find = partial(_find_last, logprobs_SV, rows, part)
-    return jax.lax.cond(truncates, find, partial(keep_all, len(logprobs_SV)))
-
-
-def _find_last(logprobs_SV: jax.Array, rows: SamplingBatch, part: VocabularyPart) -> LastKept:
-    """Return `last_kept` under the limits of each row."""
-    return last_kept(logprobs_SV, part=part, top_k_S=rows.top_k_S, top_p_S=rows.top_p_S, min_p_S=rows.min_p_S)
+    find = partial(last_kept, logprobs_SV, rows.limits, part=part)
+    return jax.lax.cond(jnp.any(are_limited(rows.limits)), find, partial(keep_all, len(logprobs_SV)))
 
 
 def likeliest_samples(

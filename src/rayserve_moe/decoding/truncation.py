@@ -24,6 +24,17 @@ DIGIT_BITS = 2
 LEAST, MOST = -(2**31), 2**31 - 1
 
 
+class Limits(NamedTuple):
+    """Parameters of truncation per sampled row, [S]."""
+
+    top_k_S: jax.Array
+    """uint32; 0 keeps all."""
+    top_p_S: jax.Array
+    """float32; 1 keeps all."""
+    min_p_S: jax.Array
+    """float32; 0 keeps all."""
+
+
 class LastKept(NamedTuple):
     """The last token that is kept of each row, int32 [S]: key of its log-probability, and place among ties."""
 
@@ -31,8 +42,13 @@ class LastKept(NamedTuple):
     place_S: jax.Array
 
 
+def are_limited(limits: Limits) -> jax.Array:
+    """Return for each row whether it has a limit, bool [S]."""
+    return (limits.top_k_S > 0) | (limits.top_p_S < 1.0) | (limits.min_p_S > 0.0)
+
+
 def keep_all(num_rows: int) -> LastKept:
-    """What keeps every token of `num_rows` rows."""
+    """Return the entry that keeps every token, for `num_rows` rows."""
     return LastKept(jnp.full(num_rows, LEAST, jnp.int32), jnp.zeros(num_rows, jnp.int32))
 
 
@@ -46,10 +62,8 @@ def _is_within(keys_SV: jax.Array, last: LastKept, part: VocabularyPart) -> jax.
     return (keys_SV > key_S1) | ((keys_SV == key_S1) & (_places(part) >= last.place_S[:, None]))
 
 
-def last_kept(
-    logprobs_SV: jax.Array, *, part: VocabularyPart, top_k_S: jax.Array, top_p_S: jax.Array, min_p_S: jax.Array
-) -> LastKept:
-    """The last token of each row that top-k, top-p and min-p keep; at least the likeliest is kept.
+def last_kept(logprobs_SV: jax.Array, limits: Limits, *, part: VocabularyPart) -> LastKept:
+    """Return the last token of each row that top-k, top-p and min-p keep; at least the likeliest is kept.
 
     Top-k keeps `top_k` tokens (0: all). Of the mass of these, top-p keeps a token if the mass of those before it is
     less than `top_p` times the whole, computed in float32 (1: all). Min-p keeps the tokens down to the last whose
@@ -57,19 +71,21 @@ def last_kept(
     """
     keys_SV, probs_SV = _keys(logprobs_SV), jnp.exp(logprobs_SV)
     masses_SV = jnp.round(probs_SV * MASS_OF_ONE).astype(jnp.int32)
-    most_S = jnp.where(top_k_S == 0, MOST, jnp.minimum(top_k_S, MOST)).astype(jnp.int32)
+    most_S = jnp.where(limits.top_k_S == 0, MOST, jnp.minimum(limits.top_k_S, MOST)).astype(jnp.int32)
 
     def cut(is_top_p: jax.Array, last: LastKept) -> LastKept:
         left_SV = jnp.where(_is_within(keys_SV, last, part), jnp.where(is_top_p, masses_SV, 1), 0)
-        share_S = jnp.ceil(top_p_S * part.sum(left_SV.sum(-1)).astype(jnp.float32)).astype(jnp.int32)
-        share_S = jnp.where(top_p_S < 1.0, jnp.maximum(share_S, 1), MOST)
+        share_S = jnp.ceil(limits.top_p_S * part.sum(left_SV.sum(-1)).astype(jnp.float32)).astype(jnp.int32)
+        share_S = jnp.where(limits.top_p_S < 1.0, jnp.maximum(share_S, 1), MOST)
         return _earlier(last, _prefix(keys_SV, left_SV, limit_S=jnp.where(is_top_p, share_S, most_S), part=part))
 
     # One loop of two turns, top-k and top-p: the search is compiled once.
     last = jax.lax.fori_loop(0, 2, cut, keep_all(len(logprobs_SV)))
     (largest_PS,) = part.gather(probs_SV.max(-1))
-    likely_SV = probs_SV >= min_p_S[:, None] * largest_PS.max(0)[:, None]
-    (floor_PS,) = part.gather(jnp.min(keys_SV, axis=-1, where=likely_SV, initial=MOST))
+    largest_S = largest_PS.max(0)
+    min_prob_S = limits.min_p_S * largest_S
+    is_likely_SV = probs_SV >= min_prob_S[:, None]
+    (floor_PS,) = part.gather(jnp.min(keys_SV, axis=-1, where=is_likely_SV, initial=MOST))
     floor_S = floor_PS.min(0)
     return _earlier(last, LastKept(floor_S, jnp.zeros_like(floor_S)))
 

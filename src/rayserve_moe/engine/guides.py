@@ -12,6 +12,7 @@ from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.constraints.matchers import Vocabulary
 from rayserve_moe.constraints.token_guide import EMPTY, id_bits
+from rayserve_moe.requests.columns import OUTPUT_COLUMNS
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.reasoning_span import ReasoningSpan, ThinkingLimit
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError
@@ -66,15 +67,11 @@ def _wanting(request: GenerationRequest) -> str | None:
     """Return the request field that needs deferred sampling, or None."""
     if request.constraint is not None:
         return request.constraint.param
-    wants = {
-        "bad_words": request.bad_word_ids,
-        "thinking_token_budget": request.thinking,
-        "logprob_token_ids": request.logprob_token_ids,
-        "return_entropy": request.return_entropy,
-        "return_sampling_mask": request.return_sampling_mask,
-        "vllm_xargs": request.sampling.processor_arguments,
-        "logprobs_mode": request.raw_logprobs,
-    }
+    wants: dict[str, object] = {"bad_words": request.bad_word_ids, "thinking_token_budget": request.thinking}
+    for column in OUTPUT_COLUMNS.values():
+        if column.source == "evidence":
+            wants[column.param] = column.width(request) is not None
+    wants |= {"vllm_xargs": request.sampling.processor_arguments, "logprobs_mode": request.raw_logprobs}
     for name, is_wanted in wants.items():
         if is_wanted:
             return name

@@ -62,6 +62,8 @@ class OutputColumn:
     dtype: type
     width: Callable[[GenerationRequest], int | None]
     """Numbers per output; 0 for one number without a dimension of its own, None if it is not requested."""
+    param: str = ""
+    """Field that requests a column of evidence, as errors call it."""
     is_ragged: bool = False
 
 
@@ -104,14 +106,24 @@ def _shown(request: GenerationRequest) -> tuple[int, int] | None:
 OUTPUT_COLUMNS: Mapping[str, OutputColumn] = {
     "top_ids": OutputColumn("step", np.int32, _num_top),
     "top_logprobs": OutputColumn("step", np.float32, _num_top),
-    "entropy": OutputColumn("evidence", np.float32, lambda request: 0 if request.return_entropy else None),
-    "listed_logprobs": OutputColumn("evidence", np.float32, lambda request: len(request.logprob_token_ids) or None),
-    "mask_ids": OutputColumn(
-        "evidence", np.int32, lambda request: 0 if request.return_sampling_mask else None, is_ragged=True
+    "listed_logprobs": OutputColumn(
+        "evidence", np.float32, lambda request: len(request.logprob_token_ids) or None, "logprob_token_ids"
     ),
-    "mask_logprobs": OutputColumn("evidence", np.float32, lambda request: 0 if request.return_sampling_mask else None),
+    "entropy": OutputColumn(
+        "evidence", np.float32, lambda request: 0 if request.return_entropy else None, "return_entropy"
+    ),
+    "mask_ids": OutputColumn(
+        "evidence",
+        np.int32,
+        lambda request: 0 if request.return_sampling_mask else None,
+        "return_sampling_mask",
+        is_ragged=True,
+    ),
+    "mask_logprobs": OutputColumn(
+        "evidence", np.float32, lambda request: 0 if request.return_sampling_mask else None, "return_sampling_mask"
+    ),
 }
-"""By name: the likeliest tokens in falling order and their log-probs, the entropy in nats, the log-probs of listed ids,
+"""By name: the likeliest tokens in falling order and their log-probs, the log-probs of listed ids, the entropy in nats,
 the tokens that truncation left, and the output's log-prob among these."""
 
 PROBED_COLUMNS: Mapping[str, ProbedColumn] = {

@@ -11,6 +11,7 @@ from examples.logit_processors import LOGIT_PROCESSORS, no_repeat_ngram
 from rayserve_moe.decoding.evidence import sampling_mask
 from rayserve_moe.decoding.logit_processors import LogitProcessor, ProcessedRows, allowed_logits
 from rayserve_moe.decoding.sampling import SamplingBatch
+from rayserve_moe.decoding.truncation import Limits
 from rayserve_moe.kernels.reference.layers import masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.requests.processor_arguments import NOT_PROCESSED, NUM_RECENT, processed_row, row_size
@@ -102,9 +103,11 @@ def test_a_list_has_one_length_and_its_own_kind():
 def test_support_is_what_truncation_leaves(logits: np.ndarray):
     rows = SamplingBatch(
         temperature_S=np.array([1.0, 0.0, 2.0], np.float32),
-        top_p_S=np.ones(3, np.float32),
-        min_p_S=np.array([0.0, 0.0, 0.4], np.float32),
-        top_k_S=np.array([3, 0, 0], np.uint32),
+        limits=Limits(
+            top_k_S=np.array([3, 0, 0], np.uint32),
+            top_p_S=np.ones(3, np.float32),
+            min_p_S=np.array([0.0, 0.0, 0.4], np.float32),
+        ),
         seed_S=np.zeros(3, np.uint32),
         choice_S=np.zeros(3, np.uint32),
         position_S=np.zeros(3, np.uint32),

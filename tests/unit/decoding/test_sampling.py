@@ -11,6 +11,7 @@ import pytest
 
 from rayserve_moe.decoding.log_probs import LOWEST_LOGPROB
 from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, sample
+from rayserve_moe.decoding.truncation import Limits
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 VOCABULARY = 24
@@ -33,7 +34,8 @@ def rows(count: int, **fields: object) -> SamplingBatch:
         f"{name}_S": jnp.asarray(np.broadcast_to(np.asarray(value, kinds.get(name, np.uint32)), (count,)))
         for name, value in merged.items()
     }
-    return SamplingBatch(**arrays)
+    limits = Limits(*(arrays.pop(name) for name in Limits._fields))
+    return SamplingBatch(limits=limits, **arrays)
 
 
 def logits_of(count: int, seed: int = 0, size: int = VOCABULARY) -> np.ndarray:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.decoding.truncation import MASS_OF_ONE, is_kept, last_kept
+from rayserve_moe.decoding.truncation import MASS_OF_ONE, Limits, is_kept, last_kept
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.vocabulary_part import vocabulary_part
 
-Limits = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
 
 ROWS = 1000
 """Rows of a batch."""
@@ -27,8 +27,8 @@ def on_parts(size: int, num_parts: int) -> Callable[[jax.Array, dict[str, jax.Ar
     part, whole = vocabulary_part(plan, num_words=size), plan.partition((None,))
 
     def on_device(logprobs: jax.Array, limits: dict[str, jax.Array]) -> jax.Array:
-        last = last_kept(logprobs, part=part, **{f"{name}_S": values for name, values in limits.items()})
-        return is_kept(logprobs, last, part=part)
+        of_rows = Limits(**{f"{name}_S": values for name, values in limits.items()})
+        return is_kept(logprobs, last_kept(logprobs, of_rows, part=part), part=part)
 
     of_words = plan.partition((None, "vocabulary"))
     run = jax.shard_map(on_device, mesh=plan.mesh, in_specs=(of_words, whole), out_specs=of_words, check_vma=False)
@@ -40,11 +40,11 @@ def on_parts(size: int, num_parts: int) -> Callable[[jax.Array, dict[str, jax.Ar
     return jax.jit(found)
 
 
-def found(logprobs: jax.Array, limits: Limits, num_parts: int = 1) -> np.ndarray:
+def found(logprobs: jax.Array, limits: Arrays, num_parts: int = 1) -> np.ndarray:
     return np.asarray(on_parts(logprobs.shape[1], num_parts)(logprobs, limits))
 
 
-def defined(logprobs: np.ndarray, limits: Limits) -> np.ndarray:
+def defined(logprobs: np.ndarray, limits: Arrays) -> np.ndarray:
     """The definition: sort, take the first k, then by whole units of mass, then down to the last that is likely."""
     probs = np.asarray(jax.jit(jnp.exp)(logprobs))
     order = np.argsort(-logprobs, axis=1, kind="stable")
@@ -79,7 +79,7 @@ def random_rows(seed: int, *, size: int, num_rows: int = ROWS) -> np.ndarray:
     return log_softmax(np.where(random.random((num_rows, 1)) < 0.02, 1.5, logits))
 
 
-def random_limits(seed: int, num_rows: int = ROWS, **fixed: float) -> Limits:
+def random_limits(seed: int, num_rows: int = ROWS, **fixed: float) -> Arrays:
     random = np.random.default_rng((seed, 1))
     drawn = {
         "top_k": random.choice([0, 0, 1, 2, 5, 17, 64, 1000, 2**32 - 1], num_rows),
@@ -90,7 +90,7 @@ def random_limits(seed: int, num_rows: int = ROWS, **fixed: float) -> Limits:
     return {name: values.astype(kinds[name]) for name, values in drawn.items()}
 
 
-def check(logprobs: np.ndarray, limits: Limits, num_parts: int = 1) -> np.ndarray:
+def check(logprobs: np.ndarray, limits: Arrays, num_parts: int = 1) -> np.ndarray:
     kept, expected = found(logprobs, limits, num_parts), defined(logprobs, limits)
     np.testing.assert_array_equal(kept, expected)
     assert expected[np.arange(len(logprobs)), logprobs.argmax(1)].all(), "the likeliest token is always kept"

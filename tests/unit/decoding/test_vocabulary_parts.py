@@ -13,6 +13,7 @@ import pytest
 from rayserve_moe.decoding.adjustment import PROMPT_MARK, AdjustmentState, Penalties, adjust, note_samples
 from rayserve_moe.decoding.log_probs import log_prob_of, log_probs_of, ranks_of
 from rayserve_moe.decoding.sampling import SamplingBatch, sample
+from rayserve_moe.decoding.truncation import Limits
 from rayserve_moe.kernels.reference.layers import gumbel_noise
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
@@ -69,7 +70,8 @@ def batch(seed: int, *, truncated: bool, greedy: bool = False) -> SamplingBatch:
     arrays |= {name: values.astype(np.uint32) for name, values in integers.items()}
     for name, value in NEUTRAL.items():
         arrays[name] = arrays[name] if truncated else np.full_like(arrays[name], value)
-    return SamplingBatch(**{f"{name}_S": values for name, values in arrays.items()})
+    limits = Limits(*(arrays.pop(name.removesuffix("_S")) for name in Limits._fields))
+    return SamplingBatch(limits=limits, **{f"{name}_S": values for name, values in arrays.items()})
 
 
 @pytest.mark.sampled(2)

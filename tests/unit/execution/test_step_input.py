@@ -45,7 +45,7 @@ def test_padding_changes_nothing_reads_nothing_and_is_greedy(shape: StepShape):
     assert not step.batch.valid_T.any() and not step.batch.kv_slots_T.any()
     assert not step.batch.token_ids_T.any(), "nobody's last token is fed in"
     assert (step.sample_rows_S == NUM_ROWS).all()
-    assert not step.sampling.temperature_S.any() and (step.sampling.top_p_S == 1).all()
+    assert not step.sampling.temperature_S.any() and (step.sampling.limits.top_p_S == 1).all()
     assert not step.sampling.seed_S.any() and not step.sampling.num_top_S.any()
     assert not step.penalties.withholds_S.any()
     assert not step.penalties.is_adjusted_S.any() and (step.penalties.repetition_S == 1).all()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.decoding.truncation import is_kept, keep_all, last_kept
+from rayserve_moe.decoding.truncation import Limits, is_kept, keep_all, last_kept
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import INVERSES, LAYOUTS, pack, pack_columns, take_columns
 from rayserve_moe.kernels.reference.expert_products import (
@@ -139,7 +139,7 @@ def test_the_chosen_word_is_the_best_of_those_kept_with_its_noise(size, spread):
     first, part = 7, VocabularyPart(size + 7, size + 7)
     whole = jnp.pad(logprobs, ((0, 0), (first, 0)), constant_values=-jnp.inf)
     top_k = jnp.asarray(generator.integers(0, 5, 40), jnp.uint32)
-    last = last_kept(whole, part=part, top_k_S=top_k, top_p_S=jnp.full(40, 0.9), min_p_S=jnp.zeros(40))
+    last = last_kept(whole, Limits(top_k, jnp.full(40, 0.9), jnp.zeros(40)), part=part)
     for kept in (keep_all(40), last):
         scores = whole + calls.gumbel_noise(*of_noise, first=jnp.int32(0), size=size + first)
         scores = jnp.where(is_kept(whole, kept, part=part), scores, -jnp.inf)

@@ -16,6 +16,7 @@ import numpy as np
 
 from rayserve_moe.decoding.adjustment import Penalties
 from rayserve_moe.decoding.sampling import SamplingBatch
+from rayserve_moe.decoding.truncation import Limits
 from rayserve_moe.execution.step.pytrees import DeviceState, DraftState, StepShape
 from rayserve_moe.kernels.ancestors import places_of
 from rayserve_moe.kernels.attention_layer import TokenBatch
@@ -185,9 +186,11 @@ def sampling_of(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Array
     integers = RowIntegers(*jnp.where(is_real_S[:, None], state.sampling_integers_RI[rows_S], 0).T)
     sampling = SamplingBatch(
         temperature_S=floats.temperature,
-        top_p_S=floats.top_p,
-        min_p_S=floats.min_p,
-        top_k_S=integers.top_k,
+        limits=Limits(
+            top_k_S=integers.top_k,
+            top_p_S=floats.top_p,
+            min_p_S=floats.min_p,
+        ),
         seed_S=integers.seed,
         choice_S=integers.choice,
         position_S=positions_S.astype(jnp.uint32),
