@@ -194,9 +194,17 @@ class Speculation:
         rows = np.fromiter(found, np.intp, len(found))
         available = np.array([len(drafts) for drafts in found.values()])
         acceptance = self._acceptance.of(rows, self._table.generations[rows])
-        times = {"plain": self._plain.known(), "verifying": self._verifying.known(), "reach": self._reach}
         levels = np.array([levels_of(drafts) for drafts in found.values()]) if self._are_trees else None
-        return min(self._most, choose_drafts(num_rows, available, acceptance=acceptance, levels=levels, **times))
+        chosen = choose_drafts(
+            num_rows,
+            available,
+            acceptance=acceptance,
+            plain=self._plain.known(),
+            verifying=self._verifying.known(),
+            reach=self._reach,
+            levels=levels,
+        )
+        return min(self._most, chosen)
 
     def _consider(self, rows: np.ndarray) -> None:
         """Go on if drafts promise to pay for the rows that decode, else look again soon."""
