@@ -27,9 +27,9 @@ from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
 from rayserve_moe.engine.recovery.hosts import RebuildBounds, Rebuilder, Recovery, step_start
 from rayserve_moe.engine.recovery.losses import StepLosses
 from rayserve_moe.engine.routing.capture import RoutingCapture
-from rayserve_moe.engine.speculation.expert_reach import ExpertReach
 from rayserve_moe.engine.speculation.model_drafts import proposer_for
 from rayserve_moe.engine.speculation.policy import DraftTotals, Speculation
+from rayserve_moe.engine.speculation.step_times import ExpertReach
 from rayserve_moe.engine.step_clock import selection_statistics
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError
