@@ -26,21 +26,21 @@ from rayserve_moe.execution.programs.compiled import (
     CompilationCount,
     CompiledPrograms,
     CompiledUpdate,
+    LaterShapes,
     Launched,
     compile_served,
+    first_shapes,
     launch_for,
 )
-from rayserve_moe.execution.programs.later_shapes import LaterShapes, first_shapes
 from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, draft_sizes, served_model
 from rayserve_moe.execution.step.device_state import BlockInputSource, allocate
-from rayserve_moe.execution.step.held_samples import HeldSamples, held_of, held_plans
 from rayserve_moe.execution.step.pack import PackedStep, Packer
 from rayserve_moe.execution.step.page_copies import no_copies
 from rayserve_moe.execution.step.probe import ProbeRun, probe_runs
 from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepOutput
 from rayserve_moe.execution.step.results import only_wanted, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step.row_updates import no_adjustment, updates_of
-from rayserve_moe.execution.step.samples import HeldInputs
+from rayserve_moe.execution.step.samples import HeldInputs, HeldSamples, held_of, held_plans
 from rayserve_moe.execution.weights.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
 from rayserve_moe.execution.weights.placing import load_weights, open_model, with_capacity
 from rayserve_moe.execution.weights.share import read_share, read_spread
