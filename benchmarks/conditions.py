@@ -72,7 +72,7 @@ def conditions(engine: Engine, *, size: str, repeats: int, load_before: float) -
         "repeats": repeats,
         "machine": machine_facts(load_before),
         "num_parameters": num_parameters(Path(engine.card.path)),
-        "ours": {"dtype": str(engine.runner.dtype), "devices": engine.runner.config.plan.mesh.size},
+        "ours": {"dtype": str(engine.runner.served.dtype), "devices": engine.runner.config.plan.mesh.size},
     }
 
 

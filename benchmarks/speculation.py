@@ -29,8 +29,8 @@ from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_befor
 from benchmarks.engine_runs import in_turn
 from benchmarks.speculation_runs import Run, run
 from benchmarks.speculation_table import speculation as as_table
-from rayserve_moe.engine.speculation.expert_reach import ExpertReach
 from rayserve_moe.engine.speculation.policy import Speculation
+from rayserve_moe.engine.speculation.step_times import ExpertReach
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.scheduling.row_table import RowTable

@@ -98,7 +98,7 @@ def main() -> None:
     load_before = load_before_start()
     with Engine(model_of(arguments.text), max_model_len=arguments.tokens + 64, **SETTINGS) as engine:
         runs, text = measure(engine, repeats=arguments.repeats, num_tokens=arguments.tokens)
-        num_ids, dtype = engine.card.vocab_size, str(engine.runner.dtype)
+        num_ids, dtype = engine.card.vocab_size, str(engine.runner.served.dtype)
     result = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
     measured = {
         "text": TEXTS[arguments.text],

@@ -125,7 +125,7 @@ def served_distributions(runner: HostRunner, *, longest: int) -> Callable[[np.nd
     pool = (spec.num_layers * (num_blocks + 1), PAGE, *cache_row(spec, tensor_size=1).shape)
 
     def everywhere(weights: ModelWeights, batch: TokenBatch, forced_MTK: jax.Array) -> jax.Array:
-        places, kv_pages = jnp.arange(shape.num_tokens), jnp.zeros(pool, runner.dtype)
+        places, kv_pages = jnp.arange(shape.num_tokens), jnp.zeros(pool, runner.served.dtype)
         _, logits_TV = step_logits(
             weights, kv_pages, batch=batch, sample_places_S=places, config=config, forced_MXK=forced_MTK
         )

@@ -48,4 +48,4 @@ def test_they_are_rounded_to_a_byte_each(narrow, expected, core_checkpoint):
     assert (first_logprobs(found) != first_logprobs(expected)).any()
     pools = [runner.served.state(8).kv_pages for runner in (narrow, wide)]
     assert [math.prod(pool.shape) for pool in pools] == [math.prod(pools[0].shape)] * 2
-    assert [pool.dtype.itemsize for pool in pools] == [1, jnp.dtype(wide.dtype).itemsize]
+    assert [pool.dtype.itemsize for pool in pools] == [1, jnp.dtype(wide.served.dtype).itemsize]

@@ -14,7 +14,7 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.execution.programs import later_shapes
+from rayserve_moe.execution.programs import compiled
 from tests.support.checkpoints import NATIVE_CORE_CONFIG
 from tests.support.native import need_native_kernels
 from tests.support.runners import new_runner
@@ -57,17 +57,17 @@ def answers_of(engine: Engine) -> list[tuple[Any, ...]]:
 
 
 def test_results_are_the_same_before_and_after_a_shape_is_there(monkeypatch, checkpoint):
-    compile_shape, gate = later_shapes.compile_shape, threading.Event()
+    compile_shape, gate = compiled.compile_shape, threading.Event()
 
     def held(*given: Any, **named: Any) -> Any:
         gate.wait()
         return compile_shape(*given, **named)
 
-    monkeypatch.setattr(later_shapes, "compile_shape", held)
+    monkeypatch.setattr(compiled, "compile_shape", held)
     with started(checkpoint) as engine:
         runner, later = engine.runner, engine.runner.later
         assert later is not None
-        first = later_shapes.first_shapes(runner.served)
+        first = compiled.first_shapes(runner.served)
         assert 2 <= len(first) < len(runner.served.shapes)
         before = answers_of(engine)
         assert set(runner.programs.steps) == set(first)
@@ -83,7 +83,7 @@ def test_a_shape_that_does_not_compile_is_replaced_by_a_larger_one(monkeypatch, 
     def fail(*given: Any, **named: Any) -> Any:
         raise jax.errors.JaxRuntimeError("no such instruction")
 
-    monkeypatch.setattr(later_shapes, "compile_shape", fail)
+    monkeypatch.setattr(compiled, "compile_shape", fail)
     with started(checkpoint) as engine:
         assert engine.runner.later is not None
         engine.runner.later.wait()
@@ -92,28 +92,28 @@ def test_a_shape_that_does_not_compile_is_replaced_by_a_larger_one(monkeypatch, 
 
 
 def test_an_engine_that_ends_compiles_nothing_more(monkeypatch, checkpoint):
-    compiled, begun, ends = [], threading.Event(), threading.Event()
-    stop = later_shapes.LaterShapes.stop
+    begun_shapes, begun, ends = [], threading.Event(), threading.Event()
+    stop = compiled.LaterShapes.stop
 
     def hold(shape: Any, *given: Any, **named: Any) -> Any:
-        compiled.append(shape)
+        begun_shapes.append(shape)
         begun.set()
         ends.wait()
         raise jax.errors.JaxRuntimeError("stopped")
 
-    def stop_while_compiling(later: later_shapes.LaterShapes) -> None:
+    def stop_while_compiling(later: compiled.LaterShapes) -> None:
         later._stops.set()
         ends.set()
         stop(later)
 
-    monkeypatch.setattr(later_shapes, "compile_shape", hold)
-    monkeypatch.setattr(later_shapes.LaterShapes, "stop", stop_while_compiling)
+    monkeypatch.setattr(compiled, "compile_shape", hold)
+    monkeypatch.setattr(compiled.LaterShapes, "stop", stop_while_compiling)
     with started(checkpoint):
         begun.wait()
-    assert len(compiled) == 1
+    assert len(begun_shapes) == 1
 
 
 @pytest.mark.float32("XLA's own kernels")
 def test_xla_compiles_all_shapes_ahead(core_checkpoint):
     served = new_runner(core_checkpoint, dtype="float32", cpu_kernels="off", max_model_len=512).served
-    assert later_shapes.first_shapes(served) == served.shapes
+    assert compiled.first_shapes(served) == served.shapes

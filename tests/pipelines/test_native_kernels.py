@@ -72,7 +72,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def native(path: Path) -> Iterator[Engine]:
     with engine_at(path) as engine:
-        assert engine.runner.config.kernels.name == CPU_NATIVE.name and engine.runner.dtype == "bfloat16"
+        assert engine.runner.config.kernels.name == CPU_NATIVE.name and engine.runner.served.dtype == "bfloat16"
         yield engine
 
 

@@ -188,7 +188,7 @@ def eplb(engines: dict[str, Engine]) -> EplbSteps:
 
 def assert_slots_hold(runner: HostRunner, placement: ExpertPlacement, path: Path) -> None:
     """Every slot has the weights that a checkpoint has for the expert that the placement names."""
-    wanted = load_weights(open_checkpoint(path), runner.config, dtype=runner.dtype, placement=placement)
+    wanted = load_weights(open_checkpoint(path), runner.config, dtype=runner.served.dtype, placement=placement)
     for name in slot_specs(runner.config.spec):
         held, expected = (np.asarray(weights.params["experts"][name]) for weights in (runner.weights, wanted))
         np.testing.assert_array_equal(held, expected)

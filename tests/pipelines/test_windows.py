@@ -110,7 +110,7 @@ def test_a_mesh_of_two_by_two_is_one_device(runner_of: RunnerOf, card: ModelCard
 def test_what_stands_in_freed_pages_is_without_effect(runner_of: RunnerOf, card: ModelCard, unfreed: Outcomes):
     """After every step all pages of windowed layers that no coming query sees hold what is not a number."""
     runner = runner_of((1, 1))
-    windows, groups = runner.pool.windows, runner.pool.groups(NUM_PAGES)
+    windows, groups = runner.served.pool.windows, runner.served.pool.groups(NUM_PAGES)
     places = layer_pages_of(windows, groups) or [(0, i * groups[0].num_pages, groups[0].num_pages) for i in range(3)]
     num_poisoned = []
 

@@ -124,7 +124,7 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         card.max_model_len,
         num_data_ranks=num_data_ranks,
         caches_prefixes=way.caches_prefixes,
-        page_groups=runner.pool.groups(way.num_pages),
+        page_groups=runner.served.pool.groups(way.num_pages),
         verify_rows=max(shape.num_singles for shape in runner.served.shapes),
     )
     capture = RoutingCapture(

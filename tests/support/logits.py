@@ -54,7 +54,7 @@ def prompt_outputs_of(
     def all_logits(weights: ModelWeights, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
         everywhere = jnp.arange(shape.num_tokens)
         out, logits_TV = step_logits(
-            weights, jnp.zeros(pool, runner.dtype), batch=batch, sample_places_S=everywhere, config=config
+            weights, jnp.zeros(pool, runner.served.dtype), batch=batch, sample_places_S=everywhere, config=config
         )
         return logits_TV, out.topk_ids_MTK
 

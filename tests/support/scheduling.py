@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.engine.speculation.expert_reach import ExpertReach
+from rayserve_moe.engine.speculation.step_times import ExpertReach
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.scheduler import Commit, Schedule, Scheduler, StepLimits

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfig, planning_config
@@ -27,9 +28,9 @@ from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
 from rayserve_moe.engine.recovery.hosts import RebuildBounds, Rebuilder, Recovery, step_start
 from rayserve_moe.engine.recovery.losses import StepLosses
 from rayserve_moe.engine.routing.capture import RoutingCapture
-from rayserve_moe.engine.speculation.expert_reach import ExpertReach
 from rayserve_moe.engine.speculation.model_drafts import proposer_for
 from rayserve_moe.engine.speculation.policy import DraftTotals, Speculation
+from rayserve_moe.engine.speculation.step_times import ExpertReach
 from rayserve_moe.engine.step_clock import selection_statistics
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError
@@ -53,10 +54,7 @@ class EngineLoop:
     """Owns the engine thread. All public methods may be called from any thread.
 
     Commands take effect between steps. After a failure every request ends with an error, and nothing is accepted any
-    more. `has_failed` says how the thread ended, once every client has its error. `control` pauses the engine and
-    changes its weights, `eplb_control` follows the planner that `planner_for` makes, where experts move.
-    `request_metrics` measures requests. `constraints` compiles those of requests, and closes with the loop. Where a
-    `rebuilder` can replace the hosts of the executor, requests outlive them, by `recovery`.
+    more. Where a `rebuilder` can replace the hosts of the executor, requests outlive them.
     """
 
     def __init__(
@@ -69,19 +67,21 @@ class EngineLoop:
         constraints: ConstraintCompiler | None = None,
         rebuilder: Rebuilder | None = None,
     ) -> None:
-        self._executor, self._settings, self.constraints = executor, settings, constraints
+        self._executor, self._settings = executor, settings
+        self.constraints = constraints
+        """Compiles the constraints of requests, and closes with the loop."""
         bounds = RebuildBounds(settings.cluster.most_rebuilds_in_10_minutes, settings.cluster.most_rebuilds_in_hour)
         self.recovery = None if rebuilder is None else Recovery(rebuilder, bounds)
+        """Has lost hosts replaced."""
         self._commands = CommandQueue()
-        self._step_started_at: float | None = None
-        self._ending = ABORTED
+        self._state = _ThreadState()
         self.has_failed: Future[bool] = Future()
+        """Done once every client has its end: True if the thread ended by a failure."""
         self.start_report = executor.start()
         log.info("started: %s", self.start_report)
         self.eplb = eplb_steps_for(
             card.routing, self.start_report, settings=settings.balancing, parallel=settings.parallel
         )
-        self._longest = (self.start_report.num_pages - 1) * settings.cache.page_size
         self._cycle = step_cycle_for(
             executor, card, settings=settings, started=self.start_report, eplb=self.eplb, recovery=self.recovery
         )
@@ -92,6 +92,7 @@ class EngineLoop:
         most = most_live_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size)
         self.capacity = Capacity(self._outputs, most)
         self.control = EngineControl(self._cycle, executor, outputs=self._outputs, commands=self._commands, card=card)
+        """Pauses the engine and changes its weights."""
         planning = planning_config(settings.balancing, settings.experts)
         self.eplb_control = EplbControl(
             self.eplb,
@@ -99,6 +100,7 @@ class EngineLoop:
             config=planning,
             layer_ids=card.routing.layer_ids,
         )
+        """Follows the planner that `planner_for` makes, if experts move."""
         if rebuilder is not None and self.recovery is not None:
             rebuilder.on_loss = partial(self._commands.post, partial(replace_lost, self.control, self.recovery))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -119,7 +121,8 @@ class EngineLoop:
         progress = None if self.recovery is None else self.recovery.progress
         if progress is not None and progress.seconds > LONGEST_QUEUE_S:
             raise EngineRebuildingError(f"hosts are being replaced: {progress.phase}, {progress.seconds:.0f} s so far")
-        check_request(request, self.card, longest=self._longest)
+        longest = (self.start_report.num_pages - 1) * self._settings.cache.page_size  # page 0 is of no sequence
+        check_request(request, self.card, longest=longest)
         guides = guides_of(request, self.constraints, num_ids=self.card.vocab_size)
         with self._commands.lock:
             self._commands.check_open()
@@ -181,7 +184,7 @@ class EngineLoop:
     def check_health(self) -> None:
         """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
         self._commands.check_open()
-        started = step_start(self._step_started_at, self.recovery)
+        started = step_start(self._state.step_started_at, self.recovery)
         if started is not None and time.monotonic() - started > self._settings.cluster.step_timeout_s:
             raise EngineStoppedError(f"a step has been running for over {self._settings.cluster.step_timeout_s} s")
 
@@ -195,7 +198,7 @@ class EngineLoop:
 
     def shutdown(self, ending: FinishReason = ABORTED) -> None:
         """End what runs, stop the thread and the executor. May be called twice."""
-        self._ending = ending
+        self._state.ending = ending
         self.eplb_control.stop()
         self._commands.close("the engine is shut down")
         self.control.close()
@@ -211,23 +214,23 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                self._step_started_at = time.monotonic()
+                self._state.step_started_at = time.monotonic()
                 self._outputs.publish(*self._cycle.run(), now=time.monotonic())
-                self._step_started_at = None
+                self._state.step_started_at = None
         except Exception as error:
             if not (isinstance(error, ExecutorFailure) and self._commands.is_closed):
                 log.exception("the engine has failed")
                 self._fail(f"{type(error).__name__}: {error}")
                 return
-        _end_all(self._outputs, self._ending)  # a shutdown may have ended a rebuild
+        _end_all(self._outputs, self._state.ending)  # a shutdown may have ended a rebuild
         self.has_failed.set_result(False)
 
     def _take_commands(self) -> bool:
         """Run queued commands; with no work, sleep. False once the engine is to stop."""
         while not self._commands.is_closed:
-            self._step_started_at = time.monotonic()
+            self._state.step_started_at = time.monotonic()
             self._commands.run_all()
-            self._step_started_at = None
+            self._state.step_started_at = None
             if self._cycle.has_work:
                 return True
             if not self._commands.wait(self._settings.cluster.idle_release_s):
@@ -245,10 +248,20 @@ class EngineLoop:
         """Refuse everything from now on and end what runs with an error."""
         with self._commands.lock:
             self._commands.close(f"the engine has failed: {message}")
-            self._step_started_at = None
+            self._state.step_started_at = None
         self._commands.give_up()
         _end_all(self._outputs, FinishReason("error", message=f"the engine has failed: {message}"))
         self.has_failed.set_result(True)
+
+
+@dataclass
+class _ThreadState:
+    """State of the engine thread that other threads read or set."""
+
+    step_started_at: float | None = None
+    """When the running step or command began, monotonic; None between them."""
+    ending: FinishReason = ABORTED
+    """Reason by which requests end that still run at the shutdown."""
 
 
 def _end_all(outputs: OutputDispatch, reason: FinishReason) -> None:

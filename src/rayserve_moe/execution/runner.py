@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.balancing.migration import MigrationPiece
+from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.open_shares import AnyShare, WeightShare
 from rayserve_moe.config.given_files import Reach
@@ -26,38 +27,32 @@ from rayserve_moe.execution.programs.compiled import (
     CompilationCount,
     CompiledPrograms,
     CompiledUpdate,
+    LaterShapes,
+    Launch,
     Launched,
     compile_served,
+    first_shapes,
     launch_for,
 )
-from rayserve_moe.execution.programs.later_shapes import LaterShapes, first_shapes
 from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, draft_sizes, served_model
 from rayserve_moe.execution.step.device_state import BlockInputSource, allocate
-from rayserve_moe.execution.step.held_samples import HeldSamples, held_of, held_plans
 from rayserve_moe.execution.step.pack import PackedStep, Packer
 from rayserve_moe.execution.step.page_copies import no_copies
 from rayserve_moe.execution.step.probe import ProbeRun, probe_runs
 from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepOutput
 from rayserve_moe.execution.step.results import only_wanted, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step.row_updates import no_adjustment, updates_of
-from rayserve_moe.execution.step.samples import HeldInputs
+from rayserve_moe.execution.step.samples import HeldInputs, HeldSamples, held_of, held_plans
 from rayserve_moe.execution.weights.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
 from rayserve_moe.execution.weights.placing import load_weights, open_model, with_capacity
 from rayserve_moe.execution.weights.share import read_share, read_spread
 from rayserve_moe.execution.weights.staged import StagedWeights
 from rayserve_moe.execution.weights.tensor_staging import TensorStaging
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
-
-
-class _Later(NamedTuple):
-    """What follows a step: samples that wait for masks, drafts, and probes of its tokens."""
-
-    held: HeldSamples | None
-    drafting: DraftRows | None
-    probes: list[ProbeRun]
 
 
 class HostRunner:
@@ -67,31 +62,38 @@ class HostRunner:
     """
 
     def __init__(self, settings: RunnerSettings, plan: ParallelPlan) -> None:
-        self._settings, self._files = settings, open_model(settings.model)
+        self._files = open_model(settings.model)
         spec = spec_from_config(self._files.config)
         self._draft = open_draft(settings.speculation, spec, files=self._files, model=settings.model)
+        """Files of the model that drafts, None if none does."""
         self.served = served_model(spec, plan, settings=settings, draft=spec_of(self._draft))
-        self.config, self.dtype, self.placement = self.served.config, self.served.dtype, self.served.placement
-        self.pool = self.served.pool
-        self.weights = ModelWeights({}, None)  # empty until `load`
+        self.weights = ModelWeights({}, None)
+        """Weights that serve; empty until `load`."""
+        self.staged = _staging_for(self.served)
+        """Weights that will serve next."""
+        self.tensors = TensorStaging(self.staged, self.served, config=self._files.config, weights=lambda: self.weights)
+        """Puts weights that are sent into `staged`."""
+        self._mover = _mover_for(self.served)
+        """Moves experts between slots, None in a server whose experts lie still."""
         self._packer = _packer_for(self.served)
         self._block_inputs = {s: BlockInputSource(s, self.config) for s in self.served.shapes if s.num_blocks}
-        self._mover: MigrationRunner | None = None
-        if self.served.moves_experts:
-            slots_per_step = settings.balancing.slots_per_step
-            self._mover = MigrationRunner(self.config, dtype=self.dtype, slots_per_step=slots_per_step)
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None
-        self.later: LaterShapes | None = None  # those that are compiled beside the steps
+        self.later: LaterShapes | None = None
+        """Compiles beside the steps what `compile` leaves out."""
         self._compilations = CompilationCount()
-        self._launch = launch_for(list(plan.mesh.local_devices))
-        self._copies_to_host = platform_of(plan.mesh) != "cpu"  # where results are in host memory already
-        self._in_flight: Callable[[], StepResult] | None = None  # waits for the result of the step launched last
-        self._held: HeldSamples | None = None  # those of the step launched last
-        self._mask_words = mask_words(self.config.spec.vocab_size)
-        self.staged = _staging_for(self.served)
-        self.tensors = TensorStaging(self.staged, self.served, config=self._files.config, weights=lambda: self.weights)
+        self._launches = _Launches.of(plan)
         self._report = self.tensors.unstarted()
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model, laid out on its mesh."""
+        return self.served.config
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Placement of the experts at the start."""
+        return self.served.placement
 
     def load(self, source: str = "", *, share: WeightShare | None = None, spread: Sequence[AnyShare] = ()) -> int:
         """Load the weights, out of a `share`, or those of a group of another size as `spread`, else of a `source` in
@@ -100,15 +102,17 @@ class HostRunner:
         started = time.perf_counter()
         kept = read_share(share, self.served) if share else read_spread(spread, self.served) if spread else None
         loaded = kept or self._read(source)
-        self.weights = with_capacity(loaded, self._settings.experts.capacity_factor, config=self.config)
-        self.weights = replace(self.weights, draft=draft_of(self._draft, self.served.draft, dtype=self.dtype))
+        self.weights = with_capacity(loaded, self.served.settings.experts.capacity_factor, config=self.config)
+        self.weights = replace(self.weights, draft=draft_of(self._draft, self.served.draft, dtype=self.served.dtype))
         self._report = replace(self._report, load_s=time.perf_counter() - started)
         return self.served.num_pages_within(memory.free_bytes(list(self.config.plan.mesh.local_devices)))
 
     def _read(self, source: str) -> ModelWeights:
-        files = open_checkpoint(source, Reach(self._settings.updates.weight_roots)) if source else self._files
-        moves = self.served.moves_experts
-        return load_weights(files, self.config, dtype=self.dtype, placement=self.placement, may_change=moves)
+        files = open_checkpoint(source, Reach(self.served.settings.updates.weight_roots)) if source else self._files
+        served = self.served
+        return load_weights(
+            files, served.config, dtype=served.dtype, placement=served.placement, may_change=served.moves_experts
+        )
 
     def prepare(self, num_pages: int) -> StartReport:
         """Allocate the pool, compile every step shape, and run each once: all that one host does before its steps."""
@@ -118,7 +122,7 @@ class HostRunner:
     def compile(self, num_pages: int) -> None:
         """Allocate the pool, and compile what steps need and is not found on disk. It waits for no other host."""
         self._state = allocate(self.served.state(num_pages))
-        kept = kept_programs(self._settings.compile, self.config.plan)
+        kept = kept_programs(self.served.settings.compile, self.config.plan)
         shapes = first_shapes(self.served)
         self._programs = compile_served(self.served, num_pages=num_pages, kept=kept, shapes=shapes)
         self._packer.use(shapes)
@@ -127,7 +131,7 @@ class HostRunner:
         self._report = replace(
             self._report,
             num_pages=num_pages,
-            page_groups=self.pool.groups(num_pages),
+            page_groups=self.served.pool.groups(num_pages),
             compile_s=times.wall_s,
             compile_sum_s=times.sum_s,
             num_programs=times.num_programs,
@@ -167,18 +171,21 @@ class HostRunner:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
+        launches = self._launches
         assert plan.num_chunks or plan.migration is None, "a piece of a migration goes with a step"
         if plan.most_drafts:
-            assert plan.most_drafts <= self._settings.speculation.num_levels, "steps are compiled for fewer drafts"
+            max_drafts = self.served.settings.speculation.num_levels
+            assert plan.most_drafts <= max_drafts, "steps are compiled for fewer drafts"
         if plan.takes_staged_weights:
-            assert self._in_flight is None, "weights change while no step is under way"
+            assert launches.step is None, "weights change while no step is under way"
             self.weights = self.staged.take(self.weights)
             threading.Thread(target=memory.give_back_freed, daemon=True).start()
             return None
-        if self._held is not None:
-            held, self._held = self._held, None
-            held.drawn = self._launch(partial(self._draw, held, held.inputs(plan.masks, num_words=self._mask_words)))
-        before, self._in_flight = self._in_flight, self._launch_step(plan) if plan.num_chunks else None
+        if launches.held is not None:
+            held, launches.held = launches.held, None
+            inputs = held.inputs(plan.masks, num_words=mask_words(self.config.spec.vocab_size))
+            held.drawn = launches.launch(partial(self._draw, held, inputs))
+        before, launches.step = launches.step, self._launch_step(plan) if plan.num_chunks else None
         return before() if before is not None else None
 
     def move_experts(self, piece: MigrationPiece) -> None:
@@ -193,16 +200,17 @@ class HostRunner:
         updates = [] if fits else list(updates_of(plan, self.programs.changes, rows_per_rank=self.served.num_rows))
         moves = None if plan.migration is None else vectors_of(plan.migration)
         wanted = wanted_outputs(plan)
-        self._held = held_of(packed, plan, processors=self.served.processors) if plan.holds_samples else None
+        held = held_of(packed, plan, processors=self.served.processors) if plan.holds_samples else None
         drafting = _drafting(plan, self.served) if plan.wants_drafts else None
-        later = _Later(self._held, drafting, list(probe_runs(plan.probe, packed)) if plan.probe is not None else [])
+        later = _Later(held, drafting, list(probe_runs(plan.probe, packed)) if plan.probe is not None else [])
         run = partial(self._run, packed, updates, wanted=wanted, moves=moves, later=later)
         pack_s = time.perf_counter() - started
-        return partial(self._collect, self._launch(run), packed=packed, pack_s=pack_s, later=later)
+        self._launches.held = held
+        return partial(self._collect, self._launches.launch(run), packed=packed, pack_s=pack_s, later=later)
 
     def _draw(self, held: HeldSamples, inputs: HeldInputs) -> StepOutput:
         self._state, output = held.draw(self.programs.samplers, self.state, inputs=inputs)
-        return start_copies(output, is_needed=self._copies_to_host)
+        return start_copies(output, is_needed=self._launches.copies_to_host)
 
     def _run(
         self,
@@ -230,7 +238,7 @@ class HostRunner:
         output = replace(only_wanted(output, wanted), probed=probed)
         if later.drafting is not None:
             output = replace(output, drafts_NSK=self._draft_ahead(later.drafting.rows_NS))
-        return start_copies(output, is_needed=self._copies_to_host)
+        return start_copies(output, is_needed=self._launches.copies_to_host)
 
     def _probe(
         self, hidden_TD: jax.Array | None, probes: list[ProbeRun], num_tokens: int
@@ -264,17 +272,49 @@ class HostRunner:
         if self._mover is not None:
             self._move(MigrationVectors(*idle_vectors(self.config, slots_per_step=self._mover.slots_per_step)))
         self.programs.read_counts(self.state.expert_counts_ME)
-        num_rows, shows_hidden = self.served.num_rows, self._settings.replay.shows_hidden
+        num_rows, shows_hidden = self.served.num_rows, self.served.settings.replay.shows_hidden
         for shape in self._packer.shapes:
             is_probed = shape.num_blocks > 0 or shows_hidden
             plan = filling_plan(shape, max_model_len=self.served.longest, num_rows=num_rows, is_probed=is_probed)
-            for one in (plan, *(held_plans(plan) if self._settings.structured.enabled else ())):
+            for one in (plan, *(held_plans(plan) if self.served.settings.structured.enabled else ())):
                 self.execute(one)
         self.execute(StepPlan(step_id=-1))
         for size in draft_sizes(self.served):
             self._draft_ahead(np.full((self.config.plan.data_size, size), num_rows, np.int32))
         self._state = replace(self.state, expert_counts_ME=jnp.zeros_like(self.state.expert_counts_ME))
         jax.block_until_ready(self._state)
+
+
+@dataclass
+class _Launches:
+    """How steps are launched, and the ones that were launched last."""
+
+    launch: Launch
+    copies_to_host: bool
+    """Whether results are copied to the host; on CPUs they are in host memory."""
+    step: Callable[[], StepResult] | None = None
+    """Waits for the result of the step launched last, None if it is collected."""
+    held: HeldSamples | None = None
+    """Samples of the step launched last that wait for their masks."""
+
+    @classmethod
+    def of(cls, plan: ParallelPlan) -> _Launches:
+        return cls(launch_for(list(plan.mesh.local_devices)), platform_of(plan.mesh) != "cpu")
+
+
+class _Later(NamedTuple):
+    """What follows a step: samples that wait for masks, drafts, and probes of its tokens."""
+
+    held: HeldSamples | None
+    drafting: DraftRows | None
+    probes: list[ProbeRun]
+
+
+def _mover_for(served: ServedModel) -> MigrationRunner | None:
+    if not served.moves_experts:
+        return None
+    slots_per_step = served.settings.balancing.slots_per_step
+    return MigrationRunner(served.config, dtype=served.dtype, slots_per_step=slots_per_step)
 
 
 def _packer_for(served: ServedModel) -> Packer:

@@ -143,11 +143,12 @@ class ServedModel:
     def num_pages_within(self, free: int) -> int:
         """KV pages of a data rank where a device has `free` bytes beside weights and staging area. SettingsError."""
         spec, plan = self.config.spec, self.config.plan
-        sizes = {"page_size": self.settings.cache.page_size, "is_flat": self.config.kernels.attention.has_flat_rows}
-        of_all = page_bytes(spec, dtype=self.kv_dtype, plan=plan, **sizes)
+        page_size, is_flat = self.settings.cache.page_size, self.config.kernels.attention.has_flat_rows
+        of_all = page_bytes(spec, page_size=page_size, dtype=self.kv_dtype, plan=plan, is_flat=is_flat)
         of_draft = 0
         if self.draft is not None:
-            of_draft = page_bytes(self.draft.draft.layer, dtype=self.kv_dtype, plan=plan, **sizes)
+            layer = self.draft.draft.layer
+            of_draft = page_bytes(layer, page_size=page_size, dtype=self.kv_dtype, plan=plan, is_flat=is_flat)
             free -= of_draft * self.num_rows * self._scratch_pages
         of_layer = of_all // spec.num_layers
         return self.pool.num_pages_within(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from rayserve_moe.config.derive import PageGroup
@@ -29,10 +31,8 @@ class DataRank:
     ) -> None:
         self.index = index
         self.rows = rows
-        sizes = {"num_rank_pages": num_pages, "page_size": table.page_size, "num_rows": len(rows)}
-        self.groups = [
-            WindowedPages(window, num_pages=size, **sizes) if window else None for window, size in page_groups
-        ] or [None]
+        pages = partial(WindowedPages, num_rank_pages=num_pages, page_size=table.page_size, num_rows=len(rows))
+        self.groups = [pages(window, num_pages=size) if window else None for window, size in page_groups] or [None]
         self.windowed = tuple(group for group in self.groups if group is not None)
         self.allocator = PageAllocator(num_pages, windowed=self.windowed)
         self.tree = PrefixTree(self.allocator, page_size=table.page_size)

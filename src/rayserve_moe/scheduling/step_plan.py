@@ -24,7 +24,7 @@ The chunks of a rank stand together, ranks in order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -293,12 +293,17 @@ class StartReport:
 
 
 def slowest_start(reports: Sequence[StartReport]) -> StartReport:
-    """Combine the reports of hosts that started in parallel: the worst of each number."""
-    columns = zip(*(asdict(report).items() for report in reports), strict=True)
-    min_fields = ("num_pages", "num_programs_found")
-    worst = {
-        column[0][0]: (min if column[0][0] in min_fields else max)(value for _, value in column)
-        for column in columns
-        if column[0][1] is not None
-    }
-    return StartReport(**worst)
+    """Combine the reports of hosts that started in parallel: the worst of each number.
+
+    All hosts serve the same model by the same plan, so the other fields are those of any report.
+    """
+    return replace(
+        reports[0],
+        num_pages=min(report.num_pages for report in reports),
+        load_s=max(report.load_s for report in reports),
+        compile_s=max(report.compile_s for report in reports),
+        compile_sum_s=max(report.compile_sum_s for report in reports),
+        first_run_s=max(report.first_run_s for report in reports),
+        num_programs=max(report.num_programs for report in reports),
+        num_programs_found=min(report.num_programs_found for report in reports),
+    )

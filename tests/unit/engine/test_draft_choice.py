@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.speculation.policy import Acceptance, StepTimes, choose_drafts, seconds_of
+from rayserve_moe.engine.speculation.policy import Acceptance, choose_drafts
+from rayserve_moe.engine.speculation.step_times import StepTimes, seconds_of
 from tests.support.scheduling import some_reach
 
 FLAT = {1: 1.0, 64: 1.01}

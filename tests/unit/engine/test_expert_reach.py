@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.speculation.expert_reach import LOOK_EVERY, ExpertReach
+from rayserve_moe.engine.speculation.step_times import LOOK_EVERY, ExpertReach
 
 EXPERTS, TOP_K, LAYERS = 32, 4, 24
 

@@ -55,10 +55,12 @@ def test_what_a_group_of_another_size_has_read_is_what_a_checkpoint_holds(
     assert writer.served.config.spec.router.num_experts == 8
     placement = random_placement(writer.placement, 5) if is_moved else writer.placement
     files = open_checkpoint(other_checkpoint)
-    writer.weights = load_weights(files, writer.config, dtype=writer.dtype, placement=placement, may_change=is_moved)
+    writer.weights = load_weights(
+        files, writer.config, dtype=writer.served.dtype, placement=placement, may_change=is_moved
+    )
     shares = shares_of(writer, monkeypatch, num_hosts=before[0])
     reader.load(spread=shares)
-    wanted = load_weights(files, reader.config, dtype=reader.dtype, placement=reader.placement)
+    wanted = load_weights(files, reader.config, dtype=reader.served.dtype, placement=reader.placement)
     for found, expected in zip(*map(jax.tree.leaves, (reader.weights, wanted)), strict=True):
         assert (found.shape, found.dtype, found.sharding) == (expected.shape, expected.dtype, expected.sharding)
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))

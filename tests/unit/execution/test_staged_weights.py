@@ -53,7 +53,7 @@ def loaded(path: Path, *, mesh: tuple[int, int] = (1, 1), weight_roots: tuple[st
 def assert_weights(runner: HostRunner, path: Path, placement: ExpertPlacement) -> None:
     """Bit for bit, and on the same devices, what loading the checkpoint brings."""
     fresh = loaded(path, mesh=(runner.config.plan.data_size, runner.config.plan.tensor_size))
-    wanted = load_weights(fresh._files, runner.config, dtype=runner.dtype, placement=placement)
+    wanted = load_weights(fresh._files, runner.config, dtype=runner.served.dtype, placement=placement)
     for held, expected in zip(*(jax.tree.leaves(weights.params) for weights in (runner.weights, wanted)), strict=True):
         assert (held.shape, held.dtype, held.sharding) == (expected.shape, expected.dtype, expected.sharding)
         np.testing.assert_array_equal(np.asarray(held), np.asarray(expected))
@@ -86,7 +86,7 @@ def test_experts_in_one_tensor_are_staged_into_the_slots_of_a_placement(
     runner.staged.read(str(other), placement.expert_of_slot)
     runner.weights = runner.staged.take(runner.weights)
     plain = loaded(other_checkpoint, mesh=(2, 2), num_redundant=4)
-    wanted = load_weights(plain._files, plain.config, dtype=runner.dtype, placement=placement)
+    wanted = load_weights(plain._files, plain.config, dtype=runner.served.dtype, placement=placement)
     jax.tree.map(np.testing.assert_array_equal, runner.weights.params, wanted.params)
     with pytest.raises(WeightsRefusedError, match="experts differ"):
         runner.staged.read(str(other_checkpoint))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.engine.speculation.expert_reach import ExpertReach
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer, with_drafting
 from rayserve_moe.engine.speculation.proposers import Proposer
+from rayserve_moe.engine.speculation.step_times import ExpertReach, StepTimes, rounded, seconds_of
 from rayserve_moe.requests.results import DraftCounts
 from rayserve_moe.scheduling.draft_trees import depths_of, levels_of, right_drafts
 from rayserve_moe.scheduling.plan_builder import Schedule
@@ -50,13 +48,12 @@ class DraftTotals:
 
 class Speculation:
     """Decides before every step whether it has drafts. Those of one step follow on tokens that are on the host, so
-    steps do not overlap while it `is_on`, unless a draft model leaves chains on the devices (`overlaps`). `reach` tells
-    what steps of more rows cost that were not measured.
+    steps do not overlap while it `is_on`, unless a draft model leaves chains on the devices (`overlaps`).
 
     It is off to begin with, and where drafts do not pay. What trying them loses is kept within a credit of a few plain
     steps, that every step adds a hundredth to. While it is off, drafts are still proposed now and then, and compared
     with what follows: it goes on where they promise more tokens per second by `choose_drafts`. Where it `is_fixed` it
-    decides nothing: all steps have all drafts. Where drafts `are_trees` a step has all of them or none.
+    decides nothing. Where drafts `are_trees` a step has all of them or none.
     """
 
     def __init__(
@@ -69,21 +66,28 @@ class Speculation:
         are_trees: bool = False,
         is_fixed: bool = False,
     ) -> None:
-        self.proposer, self._reach = proposer, reach
+        self.proposer = proposer
         self.totals = DraftTotals()
-        self._table, self._most, self._fixed, self._are_trees = table, most_drafts, is_fixed, are_trees
-        self._on_devices = np.full(most_drafts, DRAFTED, np.int32)
+        self._table = table
+        self._most, self._are_trees = most_drafts, are_trees
+        """Maximum number of drafts of a sequence and step, and whether they are trees."""
+        self._fixed = is_fixed
+        """Whether all steps have all drafts."""
+        self._reach, self._plain, self._verifying = reach, StepTimes(), StepTimes()
+        """Seconds of steps without and with drafts, and the cost of more rows than were measured."""
         self._acceptance = Acceptance(len(table.sequences))
-        self._plain, self._verifying = StepTimes(), StepTimes()
-        self._rest, self._credit = REST, FIRST_CREDIT
-        self._num_fruitless = self._num_plain = self._num_declined = 0
+        self._trial = Trial()
+        """Whether the next step has drafts."""
+        self._on_devices = np.full(most_drafts, DRAFTED, np.int32)
+        """Stands for drafts whose ids are on the devices only."""
         self._newest: tuple[Schedule, StepResult] | None = None
-        self._watched: list[tuple[int, int, int, np.ndarray]] = []
+        """The step that is committed next, or was last."""
+        self._watched: list[WatchedDrafts] = []
 
     @property
     def is_on(self) -> bool:
         """Whether the next step is planned with `draft`."""
-        return self._fixed or self._rest <= 0
+        return self._fixed or self._trial.rest <= 0
 
     @property
     def overlaps(self) -> bool:
@@ -97,14 +101,14 @@ class Speculation:
         found = self._proposed(rows, is_awaited(self._table, rows) if self.overlaps else None)
         most = self._most if self._fixed else self._chosen(len(rows), found)
         self.totals.draft_s += time.perf_counter() - begun
-        self._num_fruitless = 0 if most else self._num_fruitless + 1
+        self._trial.num_fruitless = 0 if most else self._trial.num_fruitless + 1
         return {row: drafts[:most] for row, drafts in found.items()} if most else NO_DRAFTS
 
     def asking(self, schedule: Schedule, in_flight: Schedule | None) -> Schedule:
         """The next step, as a draft model needs it: drafts are there too when they are looked at."""
         if not isinstance(self.proposer, ModelProposer):
             return schedule
-        is_looked_at = self._rest == (1 if in_flight is None else 2)
+        is_looked_at = self._trial.rest == (1 if in_flight is None else 2)
         return with_drafting(schedule, self._table, wants_drafts=self.is_on or is_looked_at)
 
     def absorb(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
@@ -152,25 +156,22 @@ class Speculation:
         began_before_rest = schedule.plan.most_drafts > 0 and not self.is_on
         if schedule.plan.has_blocks or not num_tokens or began_before_rest:
             return
-        self._credit = min(self._credit + CREDIT_OF_STEP, MOST_CREDIT)
+        trial = self._trial
+        trial.credit = min(trial.credit + CREDIT_OF_STEP, MOST_CREDIT)
         if not self.is_on:
             self._plain.add(schedule.plan.num_tokens, seconds)
-            self._rest -= 1
-            self._num_plain += 1
-            if self._rest == 0:
+            trial.rest -= 1
+            trial.num_plain += 1
+            if trial.rest == 0:
                 self._consider(schedule.sampling_rows)
             return
-        self._num_plain = 0
+        trial.num_plain = 0
         if self._fixed:
             return
         num_rows = len(np.unique(schedule.sampling_rows))
         alone = seconds_of(num_rows, self._plain.known(), reach=self._reach)
         seconds = self._verifying.add(schedule.plan.num_tokens, seconds, known={num_rows: alone})
-        self._credit += num_tokens / num_rows - seconds / alone
-        if self._credit < 0:
-            self._rest = int((TRYING_CREDIT - self._credit) / CREDIT_OF_STEP)
-        elif self._num_fruitless >= FRUITLESS_STEPS:
-            self._rest = REST
+        trial.gain(num_tokens / num_rows - seconds / alone)
 
     def end(self, sequence: Sequence) -> None:
         """Note that a sequence has ended."""
@@ -194,24 +195,28 @@ class Speculation:
         rows = np.fromiter(found, np.intp, len(found))
         available = np.array([len(drafts) for drafts in found.values()])
         acceptance = self._acceptance.of(rows, self._table.generations[rows])
-        times = {"plain": self._plain.known(), "verifying": self._verifying.known(), "reach": self._reach}
         levels = np.array([levels_of(drafts) for drafts in found.values()]) if self._are_trees else None
-        return min(self._most, choose_drafts(num_rows, available, acceptance=acceptance, levels=levels, **times))
+        chosen = choose_drafts(
+            num_rows,
+            available,
+            acceptance=acceptance,
+            plain=self._plain.known(),
+            verifying=self._verifying.known(),
+            reach=self._reach,
+            levels=levels,
+        )
+        return min(self._most, chosen)
 
     def _consider(self, rows: np.ndarray) -> None:
         """Go on if drafts promise to pay for the rows that decode, else look again soon."""
-        self._num_fruitless = 0
         begun = time.perf_counter()
         self._compare()
-        if self._num_plain >= FORGETTING_STEPS:
-            self._num_plain, self._verifying = 0, StepTimes()
-        found = self._proposed(rows)
-        self._num_declined = 0 if self._chosen(len(rows), found) else self._num_declined + 1
-        if self._num_declined:
-            doublings = min(max(self._num_declined - LOOKS_BEFORE_BACKOFF, 0), MOST_DOUBLINGS)
-            self._rest = REST << doublings if isinstance(self.proposer, ModelProposer) else REST
+        if self._trial.num_plain >= FORGETTING_STEPS:
+            self._trial.num_plain, self._verifying = 0, StepTimes()
+        found, backs_off = self._proposed(rows), isinstance(self.proposer, ModelProposer)
+        if not self._trial.starts(pays=self._chosen(len(rows), found) > 0, backs_off=backs_off):
             generations, starts = self._table.generations, self._table.num_tokens
-            self._watched = [(row, int(generations[row]), int(starts[row]), found[row]) for row in found]
+            self._watched = [WatchedDrafts(row, int(generations[row]), int(starts[row]), found[row]) for row in found]
         self.totals.draft_s += time.perf_counter() - begun
 
     def _compare(self) -> None:
@@ -228,72 +233,60 @@ class Speculation:
         self._watched = []
 
 
+class WatchedDrafts(NamedTuple):
+    """Drafts of a row that no step verifies: they are compared with the tokens that follow."""
+
+    row: int
+    generation: int
+    """Generation of the row, which tells whether its sequence is still the same."""
+    start: int
+    """Tokens of the sequence before the drafts."""
+    drafts: np.ndarray
+
+
+@dataclass
+class Trial:
+    """When drafts are tried, so that trying them loses a few plain steps at most."""
+
+    rest: int = REST
+    """Steps without drafts until the next look; at 0 or below steps have drafts."""
+    credit: float = FIRST_CREDIT
+    """What trying drafts may lose, in plain steps."""
+    num_fruitless: int = 0
+    """Steps in a row that could have had drafts and had none."""
+    num_plain: int = 0
+    """Steps in a row without drafts."""
+    num_declined: int = 0
+    """Looks in a row that found that drafts would not pay."""
+
+    def gain(self, num_steps: float) -> None:
+        """Add what a step with drafts gained, in plain steps, and rest if the credit is used up or drafts are rare."""
+        self.credit += num_steps
+        if self.credit < 0:
+            self.rest = int((TRYING_CREDIT - self.credit) / CREDIT_OF_STEP)
+        elif self.num_fruitless >= FRUITLESS_STEPS:
+            self.rest = REST
+
+    def starts(self, *, pays: bool, backs_off: bool) -> bool:
+        """Return True if drafts begin because a look found that they would pay; otherwise rest.
+
+        Rests grow with the number of such looks in a row if the proposer `backs_off`.
+        """
+        self.num_fruitless = 0
+        self.num_declined = 0 if pays else self.num_declined + 1
+        if not pays:
+            doublings = min(max(self.num_declined - LOOKS_BEFORE_BACKOFF, 0), MOST_DOUBLINGS)
+            self.rest = REST << doublings if backs_off else REST
+        return pays
+
+
 LADDER = (1, 3, 5, 7)
 """Numbers of drafts per sequence that steps are planned with, besides 0."""
-KEPT_TIMES = 9
 FORGETTING = 0.9
 """Weight of older outcomes after each verification of a row."""
 PRIOR_TRIALS = 2.0
-SLACK = 2.0
-"""Maximum seconds of a step, relative to the seconds expected from other steps."""
 MARGIN = 1.02
 """Minimum tokens per second with drafts, relative to steps without drafts."""
-
-
-class StepTimes:
-    """Median seconds of recent steps without prompts, by number of rows rounded up to three significant bits.
-
-    The first two measurements of a size give their minimum.
-    """
-
-    def __init__(self) -> None:
-        self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
-        self._known: dict[int, float] = {}
-        self._doubted: set[int] = set()
-
-    def add(self, num_rows: int, seconds: float, *, known: Mapping[int, float] | None = None) -> float:
-        """Record one step and return its seconds, or a limit if they exceed it: then the excess is an outside delay.
-
-        The limit is the minimum over all recorded and `known` sizes of SLACK times their seconds, scaled up to
-        `num_rows`. The first measurement of a size is not recorded if it exceeds the limit.
-        """
-        size = _rounded(num_rows)
-        of_others = {**self._known, **(known or {})}.items()
-        max_s = min((SLACK * one * max(1.0, num_rows / rows) for rows, one in of_others), default=seconds)
-        if seconds > max_s and size not in self._known and size not in self._doubted:
-            self._doubted.add(size)
-            return max_s
-        seconds = min(seconds, max_s)
-        times, is_new = self._times[size], size not in self._known
-        times.append(seconds)
-        self._known[size] = median(times) if len(times) > 2 else min(times)
-        if is_new:
-            self._known = dict(sorted(self._known.items()))
-        return seconds
-
-    def known(self) -> Mapping[int, float]:
-        """Return the seconds by rounded number of rows, ascending."""
-        return self._known
-
-
-def seconds_of(num_rows: int, known: Mapping[int, float], *, reach: ExpertReach) -> float:
-    """Return the expected seconds of a step, from the seconds by rounded number of rows in `known`.
-
-    They are interpolated by the work that `reach` gives for a number of rows. Larger steps continue the slope of the
-    last two sizes; smaller ones take as long as the first size. `known` is ascending and not empty.
-    """
-    sizes, size = list(known), _rounded(num_rows)
-    above = bisect_left(sizes, size)
-    if above == 0 or len(sizes) == 1:
-        return known[sizes[0]]
-    if size in known:
-        return known[size]
-    above = min(above, len(sizes) - 1)
-    first, second = sizes[above - 1], sizes[above]
-    slope = (known[second] - known[first]) / (reach.work(second) - reach.work(first))
-    if size > second:
-        return known[second] + max(0.0, slope) * (reach.work(size) - reach.work(second))
-    return known[first] + slope * (reach.work(size) - reach.work(first))
 
 
 class Acceptance:
@@ -342,7 +335,7 @@ def choose_drafts(  # noqa: PLR0913 (what is known, by keyword)
     in small increments. Such a step is expected to take as long as the size before it until two sizes are measured,
     because part of the cost is common to all of them.
     """
-    alone, largest, at = seconds_of(num_rows, plain, reach=reach), max(verifying, default=0), _rounded(num_rows)
+    alone, largest, at = seconds_of(num_rows, plain, reach=reach), max(verifying, default=0), rounded(num_rows)
     known = {size: seconds for size, seconds in sorted({**plain, **verifying}.items()) if size > at}
     first, with_alone = min(known, default=at), {at: alone} | known
     ladder = np.array(LADDER) if levels is None else available.max(keepdims=True)
@@ -355,12 +348,6 @@ def choose_drafts(  # noqa: PLR0913 (what is known, by keyword)
         rate = expected / seconds_of(size, known if size > first and known else with_alone, reach=reach)
         if rate > best_rate:
             best, best_rate = num_drafts, rate
-        if _rounded(size) > largest:
+        if rounded(size) > largest:
             break
     return best
-
-
-def _rounded(count: int) -> int:
-    """Return `count` rounded up to three significant bits."""
-    step = 1 << max(0, count.bit_length() - 3)
-    return -(-count // step) * step

@@ -60,14 +60,20 @@ class NgramProposer:
     name = "ngram"
 
     def __init__(self, settings: SpeculationSettings) -> None:
-        self._branching = Branching.of(settings)
-        self._lengths = {"shortest": settings.shortest_match, "longest": settings.longest_match}
+        self._branching, self._settings = Branching.of(settings), settings
 
     def propose(self, sequence: Sequence, count: int) -> np.ndarray:
         """The continuations of its longest end that stood before."""
         known = sequence.token_ids[: sequence.num_tokens]
-        most = {"count": self._branching.tokens_of(count), "width": self._branching.width}
-        return self._branching.drafts_of(continuations(known, known, **most, **self._lengths), count)
+        found = continuations(
+            known,
+            known,
+            count=self._branching.tokens_of(count),
+            shortest=self._settings.shortest_match,
+            longest=self._settings.longest_match,
+            width=self._branching.width,
+        )
+        return self._branching.drafts_of(found, count)
 
     def end(self, sequence: Sequence) -> None:
         """Nothing is kept."""
@@ -89,8 +95,8 @@ class SiblingProposer:
     name = "siblings"
 
     def __init__(self, settings: SpeculationSettings) -> None:
-        self._branching = Branching.of(settings)
-        self._lengths = {"shortest": settings.shortest_match, "longest": settings.longest_match}
+        self._branching, self._settings = Branching.of(settings), settings
+        self._own = NgramProposer(settings)
         self._finished: OrderedDict[Hashable, deque[np.ndarray]] = OrderedDict()
         self._groups: dict[Hashable, _Group] = {}
 
@@ -101,9 +107,7 @@ class SiblingProposer:
         branching, num_tokens = self._branching, self._branching.tokens_of(count)
         if found := index.continuations(sequence, num_tokens, width=branching.width):
             return branching.drafts_of(found, count)
-        known = sequence.token_ids[: sequence.num_tokens]
-        most = {"count": num_tokens, "width": branching.width}
-        return branching.drafts_of(continuations(known, known, **most, **self._lengths), count)
+        return self._own.propose(sequence, count)
 
     def end(self, sequence: Sequence) -> None:
         """Keep its answer for those that come after it, unless it failed."""
@@ -123,7 +127,8 @@ class SiblingProposer:
         """The group of a prompt, with `sequence`; made anew where it has become too large."""
         group = self._groups.get(prompt)
         if group is None or len(group.index) > 2 * MOST_ANSWERS + len(group.running):
-            group = _Group(TokenIndex(**self._lengths), group.running if group else set())
+            index = TokenIndex(shortest=self._settings.shortest_match, longest=self._settings.longest_match)
+            group = _Group(index, group.running if group else set())
             for place, answer in enumerate(self._finished.get(prompt, ())):
                 group.index.extend(place, answer, is_whole=True)
             self._groups[prompt] = group
@@ -132,7 +137,7 @@ class SiblingProposer:
 
     def _answer(self, sequence: Sequence) -> np.ndarray:
         """The outputs of a sequence, after as much of its prompt as an end can reach into."""
-        first = max(0, sequence.num_prompt_tokens - self._lengths["longest"])
+        first = max(0, sequence.num_prompt_tokens - self._settings.longest_match)
         return sequence.token_ids[first : sequence.num_tokens]
 
 

@@ -133,12 +133,15 @@ class StagedWeights:
         slots = self._first_placement.expert_of_slot if expert_of_slot is None else expert_of_slot
         # On a CPU the steps need the cores.
         num_threads = 1 if platform_of(plan.mesh) == "cpu" else 0
-        how = {"in_host_memory": is_full, "num_threads": num_threads}
-        ready = read_parameters(files, self._tree, plan=plan, expert_of_slot=slots, **how)
+        ready = read_parameters(
+            files, self._tree, plan=plan, expert_of_slot=slots, in_host_memory=is_full, num_threads=num_threads
+        )
         if self._draft is not None and self._draft.draft.algorithm == "NEXTN":
             opened = opened_prediction(files, self._config.spec)
             if opened is not None:
-                ready[DRAFT] = load_draft(opened, self._draft, dtype=self._dtype, **how)
+                ready[DRAFT] = load_draft(
+                    opened, self._draft, dtype=self._dtype, in_host_memory=is_full, num_threads=num_threads
+                )
         return ready
 
 

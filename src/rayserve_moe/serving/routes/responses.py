@@ -170,6 +170,7 @@ class ResponsesWriter:
 
 
 def _envelope(body: ResponsesBody, model: str) -> dict[str, Any]:
+    fields = dict(body)
     return {
         "id": body.request_id or f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -188,12 +189,12 @@ def _envelope(body: ResponsesBody, model: str) -> dict[str, Any]:
         "reasoning": body.reasoning,
         "service_tier": "default",
         "store": body.store,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": 1.0 if fields["temperature"] is None else fields["temperature"],
         "text": body.text or {"format": {"type": "text"}},
         "tool_choice": body.tool_choice,
         "tools": body.tools,
         "top_logprobs": body.top_logprobs,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": 1.0 if fields["top_p"] is None else fields["top_p"],
         "truncation": "disabled",
         "user": body.user,
     }

@@ -35,15 +35,21 @@ def record_fields(
     """Decorate a schema with the fields that a record declares for a dialect, but for those that it states itself."""
 
     def extended(schema: type[Schema]) -> type[Schema]:
-        return create_model(
-            schema.__name__,
-            __base__=schema,
-            __doc__=schema.__doc__,
-            __module__=schema.__module__,
-            **_typed_fields(dialect, record, without={*schema.model_fields, *without}),
-        )
+        return _extended(schema, _typed_fields(dialect, record, without={*schema.model_fields, *without}))
 
     return extended
+
+
+def unchecked_fields(names: Collection[str]) -> Callable[[type[Schema]], type[Schema]]:
+    """Decorate a schema with fields of any value, None if not given, which another schema checks."""
+    return lambda schema: _extended(schema, dict.fromkeys(names, (Any, None)))
+
+
+def _extended(schema: type[Schema], fields: dict[str, Any]) -> type[Schema]:
+    """Return a schema with more fields, by name as pydantic takes them."""
+    return create_model(
+        schema.__name__, __base__=schema, __doc__=schema.__doc__, __module__=schema.__module__, **fields
+    )
 
 
 def _typed_fields(dialect: str, record: Any, *, without: Collection[str]) -> dict[str, Any]:

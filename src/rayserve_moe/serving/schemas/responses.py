@@ -8,26 +8,32 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.schemas.field_types import MaxTokens, NumTopLogprobs, RequestBody, RequestId
+from rayserve_moe.serving.schemas.field_types import MaxTokens, NumTopLogprobs, RequestBody, RequestId, unchecked_fields
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 _CHAT_NAMES = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "cache_salt", "priority", "chat_template_kwargs"),
-    *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs", "include_reasoning"),
-    *("thinking_token_budget", "repetition_detection", "vllm_xargs"),
+    *("seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "cache_salt", "priority", "vllm_xargs"),
+    *("chat_template_kwargs", "include_stop_str_in_output", "skip_special_tokens", "structured_outputs"),
+    *("include_reasoning", "thinking_token_budget", "repetition_detection"),
 )
-"""Fields that mean the same in a chat."""
+"""Fields that mean the same in a chat, whose body checks them."""
 
 
-class ResponsesBody(RequestBody):
-    """Input, a string or items, and how the response is sampled. Sampling fields are checked as those of a chat are."""
+class ResponsesPrompt(RequestBody):
+    """Input, a string or items, after instructions."""
 
     input: Annotated[Any, Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array"}]})]
     model: str | None = None
     instructions: str | None = None
+
+
+@unchecked_fields(_CHAT_NAMES)
+class ResponsesBody(ResponsesPrompt):
+    """Input, a string or items, and how the response is sampled. Sampling fields are checked as those of a chat are."""
+
     max_output_tokens: MaxTokens | None = None
     previous_response_id: RequestId | None = None
     store: bool = True
@@ -42,28 +48,6 @@ class ResponsesBody(RequestBody):
     request_id: RequestId | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    seed: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    ignore_eos: Any = None
-    logit_bias: Any = None
-    cache_salt: Any = None
-    priority: Any = None
-    vllm_xargs: Any = None
-    chat_template_kwargs: Any = None
-    include_stop_str_in_output: Any = None
-    skip_special_tokens: Any = None
-    structured_outputs: Any = None
-    include_reasoning: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
 
     @property
     def has_logprobs(self) -> bool:
