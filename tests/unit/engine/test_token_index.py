@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.engine.speculation.proposers import continuations
-from rayserve_moe.scheduling.token_index import FIRST_PLACES, TokenIndex
+from rayserve_moe.engine.speculation.proposers import FIRST_PLACES, TokenIndex, continuations
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=30).map(lambda ids: np.array(ids, np.int32))
 GROWTH = st.lists(st.integers(1, 12), max_size=12)
