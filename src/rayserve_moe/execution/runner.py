@@ -168,8 +168,8 @@ class HostRunner:
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
         assert plan.num_chunks or plan.migration is None, "a piece of a migration goes with a step"
-        if plan.most_drafts:
-            assert plan.most_drafts <= self._settings.speculation.num_levels, "steps are compiled for fewer drafts"
+        if num_drafts := plan.chunks.most_drafts:
+            assert num_drafts <= self._settings.speculation.num_levels, "steps are compiled for fewer drafts"
         if plan.takes_staged_weights:
             assert self._in_flight is None, "weights change while no step is under way"
             self.weights = self.staged.take(self.weights)
@@ -324,7 +324,7 @@ def draft_rows(plan: StepPlan, *, sizes: tuple[int, ...], rows_per_rank: int, nu
 
     A plan with deferred sampling has no drafts, because its samples do not exist yet.
     """
-    sampled = plan.chunk_rows[plan.chunk_samples]
+    sampled = plan.chunks.rows[plan.chunks.samples]
     if not plan.wants_drafts or plan.holds_samples or not len(sampled):
         return None
     is_first = np.concatenate([[True], sampled[1:] != sampled[:-1]])

@@ -95,25 +95,25 @@ def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResul
     They are of sequences still in their row. A sample after a draft counts if the sample that the draft follows counts,
     equals the draft, and does not end the sequence.
     """
-    plan = schedule.plan
-    assert plan.ancestors is not None, "without drafts all samples count"
+    chunks = schedule.plan.chunks
+    assert chunks.ancestors is not None, "without drafts all samples count"
     rows, ids = schedule.sampling_rows, result.token_ids
     is_draft, places = follows(rows), np.arange(len(rows))
-    before = places - parents_of(plan.ancestors[plan.chunk_samples])
+    before = places - parents_of(chunks.ancestors[chunks.samples])
     ends = (table.stop_ids[rows] == ids[:, None]).any(axis=1) | ~result.finite
-    drafted = plan.token_ids[_last_tokens(plan.chunk_lengths, plan.chunk_samples)]
+    drafted = chunks.token_ids[_last_tokens(chunks.lengths, chunks.samples)]
     is_right = (drafted == ids[before]) & ~ends[before]
     counts = np.ones(len(rows), np.bool_)
-    for _ in range(plan.most_drafts):
+    for _ in range(chunks.most_drafts):
         counts = ~is_draft | (is_right & counts[before])
     return counts & (table.generations[rows] == schedule.sampling_generations)
 
 
 def tokens_that_count(schedule: Schedule, counts: np.ndarray) -> np.ndarray:
     """Which tokens of a plan belong to their sequences, bool [num_tokens]; `counts` is of its samples."""
-    plan = schedule.plan
-    belongs = np.ones(plan.num_tokens, np.bool_)
-    belongs[_last_tokens(plan.chunk_lengths, plan.chunk_samples)] = counts
+    chunks = schedule.plan.chunks
+    belongs = np.ones(len(chunks.token_ids), np.bool_)
+    belongs[_last_tokens(chunks.lengths, chunks.samples)] = counts
     return belongs
 
 

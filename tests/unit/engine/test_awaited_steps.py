@@ -155,13 +155,13 @@ def settles_as_run(found: Run) -> None:
     if (schedule := found.cycle._in_flight) is None:
         return
     plan, table = schedule.plan, found.cycle.scheduler.table
-    ran, firsts = found.device.steps[plan.step_id], np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
+    ran, firsts = found.device.steps[plan.step_id], np.cumsum(plan.chunks.lengths) - plan.chunks.lengths
     generations = dict(zip(schedule.sampling_rows.tolist(), schedule.sampling_generations.tolist(), strict=True))
-    for chunk in np.flatnonzero((plan.chunk_lengths == 1) & plan.chunk_samples).tolist():
+    for chunk in np.flatnonzero((plan.chunks.lengths == 1) & plan.chunks.samples).tolist():
         row, position, token = ran[firsts[chunk]]
         if table.generations[row] == generations[row]:
-            assert plan.chunk_starts[chunk] == position < table.num_computed[row]
-            assert plan.token_ids[firsts[chunk]] in (LAST_SAMPLED, token)
+            assert plan.chunks.starts[chunk] == position < table.num_computed[row]
+            assert plan.chunks.token_ids[firsts[chunk]] in (LAST_SAMPLED, token)
 
 
 @pytest.mark.sampled(3)
@@ -206,7 +206,9 @@ def one_too_near(table: Any, schedule: Any, **given: Any) -> Any:
 
 def one_too_far(table: Any, schedule: Any, **given: Any) -> Any:
     found = settled(table, schedule, **given)
-    return replace(found, plan=replace(found.plan, chunk_starts=found.plan.chunk_starts + 1))
+    return replace(
+        found, plan=replace(found.plan, chunks=replace(found.plan.chunks, starts=found.plan.chunks.starts + 1))
+    )
 
 
 def drafts_of_another_row(table: Any, schedule: Any, *, before: Any, result: Any) -> Any:

@@ -22,7 +22,7 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.results import DraftCounts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import Chunks, StepPlan, StepResult
 from tests.support.scheduling import choices, one, scheduler, some_reach
 
 LENGTH, FIRST = 400, 100
@@ -38,7 +38,7 @@ class Counting:
     def execute(self, plan: StepPlan) -> StepResult | None:
         before, self._result = self._result, None
         if plan.num_chunks:
-            stops = (plan.chunk_starts + plan.chunk_lengths)[plan.chunk_samples].astype(np.int32)
+            stops = (plan.chunks.starts + plan.chunks.lengths)[plan.chunks.samples].astype(np.int32)
             ones = np.ones(len(stops), np.int32)
             self._result = StepResult(plan.step_id, FIRST + stops, ones.astype(np.float32), ones)
         return before
@@ -126,9 +126,10 @@ def plain_schedule(cycle: StepCycle):
 
 def with_draft(schedule: Schedule) -> Schedule:
     """The same step with a draft of its sequence."""
-    names = ("chunk_rows", "chunk_starts", "chunk_lengths", "chunk_samples", "token_ids")
-    doubled = {name: np.repeat(getattr(schedule.plan, name), 2) for name in names}
-    return replace(schedule, plan=replace(schedule.plan, most_drafts=1, **doubled))
+    chunks = schedule.plan.chunks
+    parts = (chunks.rows, chunks.starts, chunks.lengths, chunks.token_ids, chunks.samples)
+    doubled = Chunks(*(np.repeat(part, 2) for part in parts), most_drafts=1)
+    return replace(schedule, plan=replace(schedule.plan, chunks=doubled))
 
 
 def test_losses_end_trying_until_other_steps_have_paid_for_them():

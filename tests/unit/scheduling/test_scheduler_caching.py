@@ -36,7 +36,7 @@ def test_whoever_comes_back_finds_its_pages_and_computes_the_rest():
     assert sequence.num_tokens == 13
     target.preempt(sequence)
     schedule = target.schedule()
-    assert schedule.plan.chunk_starts.tolist() == [12] and schedule.plan.token_ids.tolist() == [TOKEN]
+    assert schedule.plan.chunks.starts.tolist() == [12] and schedule.plan.chunks.token_ids.tolist() == [TOKEN]
     assert sequence.num_cached == 0, "that counts what others had computed"
     assert sequence.origins == ()
 
@@ -51,8 +51,8 @@ def test_whoever_comes_back_after_its_pages_went_is_computed_anew():
     target.flush()
     schedule = target.schedule()
     assert turns.lengths(schedule) == {"a/0": 8}
-    np.testing.assert_array_equal(schedule.plan.token_ids, [10, 11, 12, 13, 14, TOKEN, TOKEN, TOKEN])
-    assert schedule.plan.chunk_samples.tolist() == [True]
+    np.testing.assert_array_equal(schedule.plan.chunks.token_ids, [10, 11, 12, 13, 14, TOKEN, TOKEN, TOKEN])
+    assert schedule.plan.chunks.samples.tolist() == [True]
     np.testing.assert_array_equal(schedule.plan.sampling.rows, [sequence.row])
     assert sequence.origins == ((0, 5, "recomputed"),)
 

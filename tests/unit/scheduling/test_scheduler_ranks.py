@@ -8,7 +8,7 @@ from tests.support.scheduling import Turns, one, scheduler
 
 def rows_by_rank(target: Scheduler, schedule: Schedule) -> list[int]:
     per_rank = len(target.table.sequences) // len(target.ranks)
-    return (schedule.plan.chunk_rows // per_rank).tolist()
+    return (schedule.plan.chunks.rows // per_rank).tolist()
 
 
 def test_sequences_spread_over_data_ranks_each_with_a_budget_of_its_own():

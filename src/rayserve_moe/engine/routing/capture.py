@@ -55,14 +55,15 @@ class RoutingCapture:
         """Note where the rows of a step belong, before its rows can change hands."""
         if not plan.wants_routing:
             return
-        rows, positions = plan.chunk_rows, plan.chunk_starts
-        if plan.num_tokens != plan.num_chunks or plan.num_forks:
-            first_token = np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
-            rows = np.repeat(rows, plan.chunk_lengths)
-            positions = np.arange(plan.num_tokens) + np.repeat(positions - first_token, plan.chunk_lengths)
+        chunks = plan.chunks
+        rows, positions = chunks.rows, chunks.starts
+        if plan.num_tokens != plan.num_chunks or chunks.num_forks:
+            first_token = np.cumsum(chunks.lengths) - chunks.lengths
+            rows = np.repeat(rows, chunks.lengths)
+            positions = np.arange(plan.num_tokens) + np.repeat(positions - first_token, chunks.lengths)
         places = self._places_in(table, rows, positions)
         kept = self._kept_rows(plan, table) if self._has_kept else []
-        forks = self._forked_places(plan, table) if plan.num_forks else None
+        forks = self._forked_places(plan, table) if chunks.num_forks else None
         under = len(self._versions) - 1
         self._submitted[plan.step_id] = partial(self._store_rows, places=places, version=under, kept=kept, forks=forks)
 
@@ -130,11 +131,12 @@ class RoutingCapture:
 
     def _forked_places(self, plan: StepPlan, table: RowTable) -> tuple[Places, Places]:
         """Where the rows of what forks copy are stored, and where they will be."""
-        forks = np.flatnonzero(plan.chunk_lengths == 0)
-        ends = plan.chunk_starts[forks]
+        chunks = plan.chunks
+        forks = np.flatnonzero(chunks.lengths == 0)
+        ends = chunks.starts[forks]
         counts = ends % self._page_size
         positions = np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
-        rows = (np.repeat(plan.chunk_rows[chunks], counts) for chunks in (plan.sources[forks], forks))
+        rows = (np.repeat(chunks.rows[places], counts) for places in (chunks.sources[forks], forks))
         source, own = (self._places_in(table, each, positions) for each in rows)
         return source, own
 
@@ -172,13 +174,13 @@ class RoutingCapture:
 
     def _kept_rows(self, plan: StepPlan, table: RowTable) -> list[tuple[np.ndarray, ...]]:
         """Places, rows and versions of sampled tokens that this step recomputes although their rows were kept."""
-        kept = []
-        again = (plan.chunk_lengths > 1) | np.isin(plan.chunk_rows, plan.sampling.rows)
+        kept, chunks = [], plan.chunks
+        again = (chunks.lengths > 1) | np.isin(chunks.rows, plan.sampling.rows)
         for chunk in np.flatnonzero(again).tolist():
-            sequence = table.sequences[plan.chunk_rows[chunk]]
+            sequence = table.sequences[chunks.rows[chunk]]
             if sequence is None or (known := sequence.kept_rows) is None:
                 continue
-            start, length = int(plan.chunk_starts[chunk]), int(plan.chunk_lengths[chunk])
+            start, length = int(chunks.starts[chunk]), int(chunks.lengths[chunk])
             first, last = max(start, sequence.num_prompt_tokens), min(start + length, known.end)
             if last > first:
                 part = np.arange(first, last)[known.is_known[first - known.start : last - known.start]] - known.start
