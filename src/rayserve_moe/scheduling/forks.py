@@ -8,7 +8,7 @@ from itertools import takewhile
 import numpy as np
 
 from rayserve_moe.scheduling.data_rank import DataRank
-from rayserve_moe.scheduling.rank_step import RankStep
+from rayserve_moe.scheduling.rank_step import ChunkRun, RankStep
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
 
 
@@ -32,14 +32,15 @@ def _fork(step: RankStep, sequence: Sequence, *, leader: Sequence, own_pages: np
     step.new_sequences.append(sequence)
     row, pages = sequence.row, sequence.pages.copy()
     step.set_pages(np.full(len(pages), row), np.arange(len(pages)), page_ids=pages)
-    place = next(i for i, rows in enumerate(step.rows) if rows[0] == leader.row) + 1
-    step.rows.insert(place, np.array([row]))
-    step.starts.insert(place, np.array([sequence.num_computed]))
-    step.lengths.insert(place, np.array([0]))
-    step.token_ids.insert(place, np.zeros(0, np.int32))
-    step.samples.insert(place, np.array([leader.num_prompt_tokens < leader.limit]))
-    step.demands.insert(place, None)
-    step.ancestors.insert(place, None)
+    fork = ChunkRun(
+        np.array([row]),
+        np.array([sequence.num_computed]),
+        lengths=np.array([0]),
+        token_ids=np.zeros(0, np.int32),
+        samples=np.array([leader.num_prompt_tokens < leader.limit]),
+    )
+    place = next(i for i, run in enumerate(step.runs) if run.rows[0] == leader.row)
+    step.runs.insert(place + 1, fork)
     step.num_forks += 1
     step.completed.append((sequence, int(step.rank.table.generations[row])))
 

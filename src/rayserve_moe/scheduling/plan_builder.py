@@ -11,12 +11,13 @@ import numpy as np
 from rayserve_moe.requests.columns import names_in
 from rayserve_moe.requests.records import SamplingParams
 from rayserve_moe.scheduling.chunk_demands import block_work_of
-from rayserve_moe.scheduling.rank_step import RankStep
+from rayserve_moe.scheduling.rank_step import ChunkRun, RankStep
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import (
     ALLOWED,
     NO_BLOCK_WORK,
+    NO_CHUNKS,
     NO_NEW_ROWS,
     NO_PAGE_CHANGES,
     WITHHELD,
@@ -29,6 +30,14 @@ from rayserve_moe.scheduling.step_plan import (
     StepPlan,
 )
 from rayserve_moe.scheduling.token_probe import NO_ID, ProbedTokens, TokenProbe, join_probes
+
+NO_RUN = ChunkRun(
+    NO_CHUNKS.rows,
+    NO_CHUNKS.starts,
+    lengths=NO_CHUNKS.lengths,
+    token_ids=NO_CHUNKS.token_ids,
+    samples=NO_CHUNKS.samples,
+)
 
 
 class Probed(NamedTuple):
@@ -68,24 +77,27 @@ def build_schedule(
     whole, *others = steps
     for other in others:
         whole.extend(other)
-    rows, samples = _joined(whole.rows, np.intp), _joined(whole.samples, np.bool_)
+    runs = whole.runs
+    chunks = _joined(runs)
+    rows, samples = chunks.rows, chunks.samples
     sampling_rows = rows if np.count_nonzero(samples) == len(rows) else rows[samples]
     work = NO_BLOCK_WORK
     if whole.has_demands:
-        work = block_work_of(list(zip(whole.demands, whole.rows, whole.token_ids, strict=True)))
+        work = block_work_of([(run.demand, run.rows, run.token_ids) for run in runs])
     wants_routing = captures_all or (table.num_wanting_routing > 0 and bool(table.wants_routing[rows].any()))
-    starts, lengths = _joined(whole.starts, np.intp), _joined(whole.lengths, np.intp)
-    probe, probed = _probe(table, rows, starts=starts, lengths=lengths) if table.num_probed else (None, ())
+    probe, probed = (
+        _probe(table, rows, starts=chunks.starts, lengths=chunks.lengths) if table.num_probed else (None, ())
+    )
     plan = StepPlan(
         step_id=step_id,
         chunks=Chunks(
             rows,
-            starts=starts,
-            lengths=lengths,
-            token_ids=_joined(whole.token_ids, np.int32),
+            starts=chunks.starts,
+            lengths=chunks.lengths,
+            token_ids=chunks.token_ids,
             samples=samples,
             num_forks=whole.num_forks,
-            ancestors=_ancestors(whole),
+            ancestors=chunks.ancestors,
             most_drafts=most_drafts,
         ),
         pages=_pages(whole.pages),
@@ -101,16 +113,24 @@ def build_schedule(
     return Schedule(plan, sampling_rows, generations, table.num_departures, tuple(whole.completed), probed)
 
 
-def _ancestors(step: RankStep) -> np.ndarray | None:
-    """The ancestors of all chunks, where some are nodes of trees."""
-    if all(of_part is None for of_part in step.ancestors):
-        return None
-    parts = zip(step.ancestors, step.rows, strict=True)
-    return np.concatenate([np.ones(len(rows), np.int32) if of_part is None else of_part for of_part, rows in parts])
+def _joined(runs: list[ChunkRun]) -> ChunkRun:
+    """Return the chunks of all runs as one run, without demands."""
+    if len(runs) <= 1:
+        return runs[0] if runs else NO_RUN
+    rows, starts, lengths, token_ids, samples, *_ = zip(NO_RUN, *runs, strict=True)
+    has_trees = any(run.ancestors is not None for run in runs)
+    return ChunkRun(
+        np.concatenate(rows),
+        np.concatenate(starts),
+        lengths=np.concatenate(lengths),
+        token_ids=np.concatenate(token_ids),
+        samples=np.concatenate(samples),
+        ancestors=np.concatenate([_ancestors(run) for run in runs]) if has_trees else None,
+    )
 
 
-def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
+def _ancestors(run: ChunkRun) -> np.ndarray:
+    return np.ones(len(run.rows), np.int32) if run.ancestors is None else run.ancestors
 
 
 def _pages(changes: list[PageTableChanges]) -> PageTableChanges:

@@ -50,8 +50,8 @@ def add_decoding(steps: list[RankStep], draft: Draft, *, limits: StepLimits) -> 
 
 def _chunks(step: RankStep) -> Iterator[tuple[bool, bool]]:
     """Of the chunks of prompts in a step, whether each is a single token, and whether it samples."""
-    for lengths, samples, demand in zip(step.lengths, step.samples, step.demands, strict=True):
-        yield bool(lengths[0] == 1 and demand is None), bool(samples[0])
+    for run in step.runs:
+        yield bool(run.lengths[0] == 1 and run.demand is None), bool(run.samples[0])
 
 
 def _grow(step: RankStep, row: int, count: int, *, page_size: int) -> int:
@@ -83,9 +83,8 @@ def _add(step: RankStep, rows: np.ndarray, starts: np.ndarray, *, found: Mapping
     token_ids[np.cumsum(lengths) - lengths] = LAST_SAMPLED
     depths = np.concatenate([part.depths for part in parts])
     first, way = (np.repeat(each, lengths) for each in (np.where(are_awaited, AWAITED, starts), 1 - 2 * are_awaited))
-    step.add_singles(np.repeat(rows, lengths), first + way * depths, token_ids=token_ids)
-    if found or are_awaited.any():
-        step.ancestors[-1] = np.concatenate([part.ancestors for part in parts])
+    ancestors = np.concatenate([part.ancestors for part in parts]) if found or are_awaited.any() else None
+    step.add_singles(np.repeat(rows, lengths), first + way * depths, token_ids=token_ids, ancestors=ancestors)
     table.num_computed[rows] = starts + lengths
 
 
