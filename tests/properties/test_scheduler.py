@@ -216,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for owner, start, length in zip(owners, plan.chunks.starts.tolist(), lengths.tolist(), strict=True):
             if owner.row in plan.sampling.rows and start and length:
                 assert self.device.oldest(owner.row, start) == self.device.num_flushes, "found in spite of a flush"
-                assert owner.num_to_recompute or owner.num_cached == start
+                assert owner.queue.num_to_recompute or owner.cache.num_cached == start
         return result
 
     def _draft(self, rows: np.ndarray) -> dict[int, np.ndarray]:
@@ -270,13 +270,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sequence.token_ids[: sequence.num_tokens].tolist() == known
         first = sequence.num_prompt_tokens
         expected = np.asarray(known[first:]) / VOCABULARY
-        np.testing.assert_allclose(sequence.logprobs[first : sequence.num_tokens], expected, rtol=1e-6)
+        np.testing.assert_allclose(sequence.state.logprobs[first : sequence.num_tokens], expected, rtol=1e-6)
 
     def _check_cached(self, rank) -> None:
         """All that later requests could find holds what they will take it for."""
         num_found = 0
         for past, sequence in {past.stands_for.tobytes(): (past, s) for s, past in self.pasts.items()}.values():
-            prefix = rank.tree.match(sequence.namespace, np.asarray(past.tokens, np.int32))
+            prefix = rank.tree.match(sequence.cache.namespace, np.asarray(past.tokens, np.int32))
             for place, group in enumerate(rank.groups):
                 page_ids = prefix.page_ids if group is None else group.page_of[prefix.page_ids]
                 assert self.device.holds(rank.index, page_ids, past.stands_for, place=place), "a page was written over"

@@ -47,7 +47,7 @@ class Past:
                 self.finish = "error"
                 break
             self.tokens.append(token)
-            if token in sequence.stop_token_ids:
+            if token in sequence.rules.stop_token_ids:
                 self.finish = "stop"
                 break
         self.num_computed_at_most = max(len(prompt), len(prompt) + wanted - 1)

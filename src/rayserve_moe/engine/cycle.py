@@ -216,7 +216,7 @@ class StepCycle:
         """Collect the routing of an ended sequence where it is wanted, then free its pages."""
         self._retain_preempted()
         if self._capture is not None and sequence.request.return_routed_experts:
-            sequence.final_routing = self._gather(sequence)
+            sequence.routing.final = self._gather(sequence)
         self.scheduler.release(sequence)
         if self.speculation is not None:
             self.speculation.end(sequence)
@@ -225,9 +225,10 @@ class StepCycle:
     def _gather(self, sequence: Sequence) -> RoutedExperts:
         """Rows that its client does not have yet; streamed ones count as published from now on."""
         assert self._capture is not None, "without capture there are no rows"
-        routing = self._capture.gather(sequence, start=sequence.num_published_rows)
+        published = sequence.published
+        routing = self._capture.gather(sequence, start=published.num_routing_rows)
         if _streams_routing(sequence.request):
-            sequence.num_published_rows += len(routing.rows)
+            published.num_routing_rows += len(routing.rows)
         return routing
 
     def _retain_preempted(self) -> None:
@@ -293,7 +294,7 @@ def wants_every_token(scheduler: Scheduler) -> bool:
     if table.num_held or table.num_probed:
         return True
     max_num_next = CANDIDATES + sum(len(rank.free_rows) for rank in scheduler.open_ranks)
-    return any(each.is_held or each.probe is not None for each in islice(scheduler.waiting, max_num_next))
+    return any(each.is_held or each.evidence.probe is not None for each in islice(scheduler.waiting, max_num_next))
 
 
 def settled(table: RowTable, schedule: Schedule, *, before: Schedule, result: StepResult) -> Schedule:

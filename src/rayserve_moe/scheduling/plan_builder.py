@@ -157,12 +157,13 @@ def _probe(
     num_top = 0
     for chunk in np.flatnonzero(table.are_probed[rows]).tolist():
         sequence, start = table.sequences[rows[chunk]], int(starts[chunk])
-        assert sequence is not None and sequence.probe is not None, "a chunk belongs to a sequence"
+        assert sequence is not None, "a chunk belongs to a sequence"
+        assert sequence.evidence.probe is not None, "the sequence is probed"
         for tokens in _pending(sequence, start, start + int(lengths[chunk])):
             parts.append((int(firsts[chunk]) - start + tokens.position, tokens))
             generation = int(table.generations[rows[chunk]])
             probed.append(Probed(sequence, generation, tokens.position, len(tokens.targets)))
-            columns |= dict.fromkeys(sequence.probe.columns)
+            columns |= dict.fromkeys(sequence.evidence.probe.columns)
             num_top = max(num_top, sequence.request.num_top_logprobs)
     if not parts:
         return None, ()
@@ -171,11 +172,13 @@ def _probe(
 
 def _pending(sequence: Sequence, start: int, stop: int) -> Iterator[ProbedTokens]:
     """Yield the tokens at positions `[start, stop)` to be probed: of the prompt, then the states of outputs."""
-    assert sequence.probe is not None, "the sequence is probed"
-    if (of_prompt := sequence.probe.pending(start, min(stop, sequence.num_prompt_tokens))) is not None:
+    evidence, num_prompt_tokens = sequence.evidence, sequence.num_prompt_tokens
+    probe = evidence.probe
+    assert probe is not None, "the sequence is probed"
+    if (of_prompt := probe.pending(start, min(stop, num_prompt_tokens))) is not None:
         yield of_prompt
-    first = max(start, sequence.num_prompt_tokens + len(sequence.output_states))
-    if sequence.probe.wants_hidden and first < stop:
+    first = max(start, num_prompt_tokens + len(evidence.output_states))
+    if probe.wants_hidden and first < stop:
         yield ProbedTokens(first, np.full(stop - first, NO_ID, np.int32), np.zeros((stop - first, 0), np.int32))
 
 
@@ -202,7 +205,8 @@ def adjustments_of(sequences: list[Sequence]) -> tuple[RowAdjustment, ...]:
 def _adjustment(sequence: Sequence) -> RowAdjustment:
     sampling, num_prompt = sequence.request.sampling, sequence.num_prompt_tokens
     counts = _penalizes(sampling)
-    withheld = [(token_id, WITHHELD) for token_id in sorted(sequence.withheld_ids if _first_end(sequence) else ())]
+    withheld_ids = sequence.rules.withheld_ids if _first_end(sequence) else ()
+    withheld = [(token_id, WITHHELD) for token_id in sorted(withheld_ids)]
     allowed = [(token_id, ALLOWED) for token_id in sorted(set(sampling.allowed_token_ids))]
     biases = [*allowed, *sampling.logit_bias, *withheld]
     return RowAdjustment(
@@ -217,7 +221,7 @@ def _adjustment(sequence: Sequence) -> RowAdjustment:
 def _first_end(sequence: Sequence) -> int:
     """First position where withheld ids may stand; 0 where nothing is withheld any more."""
     position = sequence.num_prompt_tokens + sequence.request.sampling.min_new_tokens
-    return position if sequence.withheld_ids and sequence.num_tokens < position else 0
+    return position if sequence.rules.withheld_ids and sequence.num_tokens < position else 0
 
 
 def _adjusts(params: SamplingParams) -> bool:

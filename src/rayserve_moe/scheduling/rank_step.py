@@ -100,7 +100,7 @@ class RankStep:
     @property
     def has_followers(self) -> bool:
         """Return True if other choices wait for a prompt that this step completes."""
-        return len([sequence for sequence, _ in self.completed if sequence.followers]) > 0
+        return len([sequence for sequence, _ in self.completed if sequence.group.followers]) > 0
 
     def extend(self, other: RankStep) -> None:
         """Append what a rank after this one computes."""
@@ -268,8 +268,8 @@ def next_to_admit(waiting: Queued[Sequence], *, cached_tokens: Callable[[Sequenc
     front. To prevent starvation the front is admitted once it was passed over MAX_PASSED_OVER times, or when it was
     preempted.
     """
-    front = waiting[0]
-    if len(waiting) == 1 or front.num_to_recompute or front.num_passed_over >= MAX_PASSED_OVER:
+    front, queue = waiting[0], waiting[0].queue
+    if len(waiting) == 1 or queue.num_to_recompute or queue.num_passed_over >= MAX_PASSED_OVER:
         return 0
     priority = front.request.priority
     candidates = list(takewhile(lambda s: s.request.priority == priority, islice(waiting, CANDIDATES)))

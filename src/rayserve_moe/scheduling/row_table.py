@@ -12,14 +12,12 @@ from rayserve_moe.scheduling.sequence import (
     NUM_PAGES,
     NUM_TOKENS,
     TARGET,
+    RowArrays,
     Sequence,
 )
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED
 
 NO_TOKEN = -1
-BY_POSITION = ("token_ids", "logprobs", "ranks")
-BY_PAGE = ("page_ids", "page_generations")
-"""Arrays of a sequence that are views of its row while it has one."""
 
 
 class RowTable:
@@ -71,41 +69,52 @@ class RowTable:
     def take(self, row: int, sequence: Sequence) -> None:
         """Move a waiting sequence into a free row."""
         assert self.sequences[row] is None and sequence.row == NO_ROW, f"row {row} is taken"
-        self._counters[:, row] = sequence.counters
-        sequence.counters = self._counters[:, row]
-        for name in (*BY_POSITION, *BY_PAGE):
-            values, view = getattr(sequence, name), getattr(self, name)[row]
-            view[: len(values)] = values
-            setattr(sequence, name, view)
-        self._keep_stop_ids(row, sequence.stop_token_ids)
+        view = RowArrays(
+            self._counters[:, row],
+            token_ids=self.token_ids[row],
+            logprobs=self.logprobs[row],
+            ranks=self.ranks[row],
+            page_ids=self.page_ids[row],
+            page_generations=self.page_generations[row],
+        )
+        for values, own in zip(view, sequence.state, strict=True):
+            values[: len(own)] = own
+        sequence.state = view
+        self._keep_stop_ids(row, sequence.rules.stop_token_ids)
         self.wants_routing[row] = sequence.request.return_routed_experts
-        self.num_with_stop_ids += bool(sequence.stop_token_ids)
+        self.num_with_stop_ids += bool(sequence.rules.stop_token_ids)
         self.num_wanting_routing += sequence.request.return_routed_experts
-        self.wanted_columns[row] = sequence.columns.bits
-        self.num_wanting_columns += sequence.columns.bits > 0
+        self.wanted_columns[row] = sequence.evidence.columns.bits
+        self.num_wanting_columns += sequence.evidence.columns.bits > 0
         self.are_held[row] = sequence.is_held
         self.num_held += sequence.is_held
         self.are_probed[row] = sequence.is_probed
         self.num_probed += sequence.is_probed
-        self.capacities[row] = sequence.counters[NUM_PAGES] * self.page_size
+        self.capacities[row] = sequence.state.counters[NUM_PAGES] * self.page_size
         self.is_incremental[row] = sequence.request.incremental
         self.published_at[row] = -np.inf
-        self.accepted_at[row], self.token_at[row] = sequence.accepted_at, sequence.token_at
+        self.accepted_at[row], self.token_at[row] = sequence.times.accepted_at, sequence.times.token_at
         self.sequences[row], sequence.row = sequence, row
 
     def leave(self, sequence: Sequence) -> None:
         """Move a sequence out of its row; tokens still on their way are given up."""
-        row, sequence.counters = sequence.row, sequence.counters.copy()
-        for names, counter in ((BY_POSITION, NUM_TOKENS), (BY_PAGE, NUM_PAGES)):
-            for name in names:
-                setattr(sequence, name, getattr(sequence, name)[: sequence.counters[counter]].copy())
+        row, state = sequence.row, sequence.state
+        num_tokens, num_pages = int(state.counters[NUM_TOKENS]), int(state.counters[NUM_PAGES])
+        sequence.state = RowArrays(
+            state.counters.copy(),
+            token_ids=state.token_ids[:num_tokens].copy(),
+            logprobs=state.logprobs[:num_tokens].copy(),
+            ranks=state.ranks[:num_tokens].copy(),
+            page_ids=state.page_ids[:num_pages].copy(),
+            page_generations=state.page_generations[:num_pages].copy(),
+        )
         self.sequences[row], sequence.row = None, NO_ROW
-        sequence.token_at = float(self.token_at[row])
+        sequence.times.token_at = float(self.token_at[row])
         self.generations[row] += 1
         self.num_departures += 1
-        self.num_with_stop_ids -= bool(sequence.stop_token_ids)
+        self.num_with_stop_ids -= bool(sequence.rules.stop_token_ids)
         self.num_wanting_routing -= sequence.request.return_routed_experts
-        self.num_wanting_columns -= sequence.columns.bits > 0
+        self.num_wanting_columns -= sequence.evidence.columns.bits > 0
         self.num_held -= sequence.is_held
         self.num_probed -= bool(self.are_probed[row])
 

@@ -139,8 +139,8 @@ class BlockWork:
 class SampleMasks:
     """The words that samples of a plan may be: `samples` intp [N] says which, in the plan's order; the others may be
     any. `bits` int32 [N, W] has bit i % 32 of number i // 32 for id i. Of the samples `asking` intp [M] evidence is
-    `asked`, int32 [M, F], as `Sequence.asked` has it. Those of `processing` intp [O] are given to logit processors with
-    `processed` int32 [O, X], what `allowed_logits` takes."""
+    `asked`, int32 [M, F], as `SampleRules.asked` has it. Those of `processing` intp [O] are given to logit processors
+    with `processed` int32 [O, X], what `allowed_logits` takes."""
 
     samples: np.ndarray
     bits: np.ndarray

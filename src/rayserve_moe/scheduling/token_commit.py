@@ -89,7 +89,7 @@ def _append_columns(table: RowTable, rows: np.ndarray, columns: Columns) -> Iter
     for i in np.flatnonzero(table.wanted_columns[rows]).tolist():
         sequence = table.sequences[rows[i]]
         assert sequence is not None, "a sample belongs to a sequence"
-        sequence.columns.append(entries, i)
+        sequence.evidence.columns.append(entries, i)
         if sequence.request.return_sampling_mask and len(entries["mask_ids"][i]) > MAX_MASK_IDS:
             yield int(rows[i]), TOO_WIDE
 
@@ -98,15 +98,16 @@ def commit_probe(table: RowTable, schedule: Schedule, *, result: StepResult) -> 
     """Store what a step found at probed tokens; yield the rows of sequences for which that is not finite."""
     runs = runs_of([probed.count for probed in schedule.probed])
     for (sequence, generation, position, _), run in zip(schedule.probed, runs, strict=True):
-        assert sequence.probe is not None, "the sequence is probed"
+        probe = sequence.evidence.probe
+        assert probe is not None, "the sequence is probed"
         found = take(result.probed, run)
         is_own = sequence.row != NO_ROW and table.generations[sequence.row] == generation
         if not as_array(found[IS_FINITE]).all():
             if sequence.row != NO_ROW and (is_own or position < sequence.num_prompt_tokens):
                 yield sequence.row
         elif position < sequence.num_prompt_tokens:
-            sequence.probe.take(position, found)
+            probe.take(position, found)
             if is_own and not sequence.is_probed:
                 table.end_probe(sequence.row)
         elif is_own:
-            sequence.output_states += list(as_array(found["hidden"]))
+            sequence.evidence.output_states += list(as_array(found["hidden"]))

@@ -86,7 +86,7 @@ def run(seed: int, settings: Settings, *, check: Callable[[Run], None] | None = 
         for sequence in ended:
             first, last = sequence.num_prompt_tokens, sequence.num_tokens
             found.tokens[key_of(sequence)] = tokens = sequence.token_ids[first:last].tolist()
-            assert sequence.logprobs[first:last].tolist() == [-token for token in tokens]
+            assert sequence.state.logprobs[first:last].tolist() == [-token for token in tokens]
         if check is not None:
             check(found)
         if target.running and settings.preempts_every and step % settings.preempts_every == 0:
@@ -185,7 +185,7 @@ def test_a_stream_takes_one_step_for_four_tokens_of_right_drafts():
     speculation = Speculation(target.table, ModelProposer("fake"), **how)
     cycle = StepCycle(target, device, capture=None, speculation=speculation)
     (sequence,) = choices("a", [1, 2, 3], num_new=41)
-    sequence.stop_token_ids = frozenset()
+    sequence.rules.stop_token_ids = frozenset()
     target.add([sequence])
     while cycle.has_work:
         cycle.run()
@@ -247,9 +247,9 @@ def test_what_needs_each_token_on_the_host_is_found_before_it_runs():
     within = CANDIDATES + 1
     for place, expected in ((within + 1, False), (within, True)):
         each = target.waiting[place]
-        each.asked = np.zeros(1, np.int32)
+        each.rules.asked = np.zeros(1, np.int32)
         assert step_cycle.wants_every_token(target) == expected
-        each.asked = None
-    target.waiting[0].asked = np.zeros(1, np.int32)
+        each.rules.asked = None
+    target.waiting[0].rules.asked = np.zeros(1, np.int32)
     target.schedule()
     assert target.table.num_held == 1 and step_cycle.wants_every_token(target)

@@ -52,7 +52,7 @@ def test_choices_for_which_rows_or_pages_are_short_follow_the_prompt(limits):
     assert [(choice.row == NO_ROW, choice in target.waiting) for choice in group[3:]] == [(True, True)] * 2
     turns.finish()
     assert [choice.num_outputs for choice in group] == [2] * 5
-    assert [choice.num_cached for choice in group] == [0, 6, 6, 4, 4]
+    assert [choice.cache.num_cached for choice in group] == [0, 6, 6, 4, 4]
 
 
 def test_nobody_forks_ahead_of_what_was_preempted():
@@ -107,7 +107,7 @@ def test_what_another_choice_has_not_computed_yet_is_not_cached_when_the_first_o
     assert turns.turn()["a/1"] == 6 and second.num_computed == 6
     abort(target, first)
     asking = one("b", 12)
-    asking.namespace = second.namespace
+    asking.cache.namespace = second.cache.namespace
     assert target.ranks[0].num_cached(asking) <= 4
     turns.finish()
 

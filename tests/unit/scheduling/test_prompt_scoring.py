@@ -108,7 +108,8 @@ def test_a_cached_prefix_is_taken_up_to_the_first_that_is_scored():
         (sequence,) = scored(first)
         target.add([sequence])
         finish(target)
-        assert sequence.num_cached == num_cached and sequence.probe is not None and sequence.probe.is_complete
+        probe = sequence.evidence.probe
+        assert sequence.cache.num_cached == num_cached and probe is not None and probe.is_complete
 
 
 def test_scores_stay_over_a_preemption_and_are_not_computed_twice():
@@ -121,7 +122,7 @@ def test_scores_stay_over_a_preemption_and_are_not_computed_twice():
     target.preempt(sequence)
     target.flush()
     target.commit(in_flight, result_with_scores(in_flight))
-    assert sequence.probe is not None and sequence.probe.frontier == 16
+    assert sequence.evidence.probe is not None and sequence.evidence.probe.frontier == 16
     again = target.schedule()
     assert again.plan.chunks.starts.tolist() == [0] and len(targets_of(again)) == 0
     target.commit(again, result_with_scores(again))

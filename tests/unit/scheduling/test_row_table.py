@@ -32,7 +32,7 @@ def test_a_sequence_shows_what_its_row_holds_and_takes_it_along(table: RowTable)
     table.num_tokens[1], table.num_computed[1] = 4, 3
     for _ in ("in its row", "out of it"):
         assert (sequence.num_tokens, sequence.num_computed, sequence.limit) == (4, 3, 7)
-        assert sequence.token_ids[:4].tolist() == [11, 12, 13, 99] and sequence.logprobs[3:4].tolist() == [-0.25]
+        assert sequence.token_ids[:4].tolist() == [11, 12, 13, 99] and sequence.state.logprobs[3:4].tolist() == [-0.25]
         assert sequence.pages.tolist() == [7, 5] and sequence.page_generations[:2].tolist() == [70, 50]
         if sequence.row != NO_ROW:
             table.leave(sequence)

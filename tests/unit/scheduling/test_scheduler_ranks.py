@@ -31,6 +31,6 @@ def test_a_prompt_goes_to_the_rank_that_has_it_cached_and_elsewhere_where_that_i
     for sequence in (second, third):
         target.add([sequence])
         turns.turn()
-    assert (second.data_rank, second.num_cached) == (first.data_rank, 12)
-    assert (third.data_rank, third.num_cached) == (1 - first.data_rank, 0)
+    assert (second.data_rank, second.cache.num_cached) == (first.data_rank, 12)
+    assert (third.data_rank, third.cache.num_cached) == (1 - first.data_rank, 0)
     turns.finish()

@@ -83,8 +83,8 @@ class RoutingCapture:
         sampled tokens but those that no output followed on."""
         sequence = preemption.sequence
         if sequence.request.return_routed_experts:
-            start = min(sequence.num_published_rows, sequence.num_prompt_tokens)
-            sequence.kept_rows = self._known_rows(sequence, preemption, start)
+            start = min(sequence.published.num_routing_rows, sequence.num_prompt_tokens)
+            sequence.routing.kept = self._known_rows(sequence, preemption, start, origins=preemption.origins)
             self._has_kept = True
 
     def gather(self, sequence: Sequence, *, start: int = 0) -> RoutedExperts:
@@ -93,7 +93,7 @@ class RoutingCapture:
         Rows are for positions up to num_tokens - 2 (all prompt positions where nothing was generated). What was never
         computed is missing.
         """
-        known = self._known_rows(sequence, sequence, start)
+        known = self._known_rows(sequence, sequence, start, origins=sequence.cache.origins)
         return RoutedExperts(
             rows=known.rows,
             start=start,
@@ -147,7 +147,9 @@ class RoutingCapture:
             slots = slots + rows // (len(table.sequences) // self._num_data_ranks) * self._slots_per_rank
         return slots, stamps
 
-    def _known_rows(self, sequence: Sequence, held: Sequence | Preemption, start: int) -> KnownRows:
+    def _known_rows(
+        self, sequence: Sequence, held: Sequence | Preemption, start: int, *, origins: tuple[tuple[int, int, str], ...]
+    ) -> KnownRows:
         """Rows from position `start` on: those in the pages that are or were held, and those kept before."""
         num_fed = sequence.num_tokens - 1
         count = max(0, (num_fed if sequence.num_outputs else max(num_fed, held.num_computed)) - start)
@@ -157,13 +159,13 @@ class RoutingCapture:
             np.zeros(count, np.bool_),
             np.zeros((count, *self._layout.row_shape), self._layout.dtype),
             np.zeros(count, np.int32),
-            _kinds(held.origins, start, count),
+            _kinds(origins, start, count),
         )
         slots, stamps = self._places(held, start, start + num_computed)
         known.rows[:num_computed], known.is_known[:num_computed] = self._store.read(slots, stamps)
         known.versions[:num_computed] = self._store.versions(slots)
-        if sequence.kept_rows is not None:
-            _add_kept(known, sequence.kept_rows, first_output=sequence.num_prompt_tokens)
+        if (kept := sequence.routing.kept) is not None:
+            _add_kept(known, kept, first_output=sequence.num_prompt_tokens)
         return known
 
     def _places(self, held: Sequence | Preemption, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
@@ -178,7 +180,7 @@ class RoutingCapture:
         again = (chunks.lengths > 1) | np.isin(chunks.rows, plan.sampling.rows)
         for chunk in np.flatnonzero(again).tolist():
             sequence = table.sequences[chunks.rows[chunk]]
-            if sequence is None or (known := sequence.kept_rows) is None:
+            if sequence is None or (known := sequence.routing.kept) is None:
                 continue
             start, length = int(chunks.starts[chunk]), int(chunks.lengths[chunk])
             first, last = max(start, sequence.num_prompt_tokens), min(start + length, known.end)

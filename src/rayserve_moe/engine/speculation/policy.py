@@ -128,8 +128,8 @@ class Speculation:
         self.totals.accepted += int(right.sum())
         for row, num_drafted, num_right in zip(verified.tolist(), drafted.tolist(), right.tolist(), strict=True):
             if (sequence := self._table.sequences[row]) is not None:
-                before = sequence.drafts
-                sequence.drafts = DraftCounts(
+                before = sequence.evidence.drafts
+                sequence.evidence.drafts = DraftCounts(
                     before.chains + 1, before.drafted + num_drafted, before.accepted + num_right
                 )
 
