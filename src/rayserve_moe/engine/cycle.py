@@ -291,7 +291,7 @@ def wants_every_token(scheduler: Scheduler) -> bool:
     These are sequences with deferred sampling or a token probe.
     """
     table = scheduler.table
-    if table.num_held or table.num_probed:
+    if table.wants.num_held or table.wants.num_probed:
         return True
     max_num_next = CANDIDATES + sum(len(rank.free_rows) for rank in scheduler.open_ranks)
     return any(each.is_held or each.evidence.probe is not None for each in islice(scheduler.waiting, max_num_next))

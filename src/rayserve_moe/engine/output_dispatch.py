@@ -117,11 +117,11 @@ class OutputDispatch:
 
     def _due(self, rows: np.ndarray, now: float) -> np.ndarray:
         """Rows whose clients want updates and have waited long enough; the first token is due at once."""
-        table = self._table
+        wants, published_at = self._table.wants, self._table.times.published_at
         rows = _each_once(rows)
         interval = min(LONGEST_GROUPING_S, GROUPING_S_PER_SEQUENCE * len(rows))
-        due = rows[table.is_incremental[rows] & (now - table.published_at[rows] >= interval)]
-        table.published_at[due] = now
+        due = rows[wants.is_incremental[rows] & (now - published_at[rows] >= interval)]
+        published_at[due] = now
         return due
 
     def _send(self, request_id: str, updates: list[ChoiceResult]) -> list[Sequence]:
@@ -170,14 +170,15 @@ def note_tokens(metrics: RequestMetrics, table: RowTable, *, rows: np.ndarray, n
     the last. `now` is of the monotonic clock."""
     if not len(rows):
         return
-    gaps = (now - table.token_at[rows]) / np.bincount(rows)[rows]
-    table.token_at[rows] = now
+    times = table.times
+    gaps = (now - times.token_at[rows]) / np.bincount(rows)[rows]
+    times.token_at[rows] = now
     longest = gaps.max()
     if gaps.min() == longest:  # all got one with the step before too, and none is a first one, whose gap is NaN
         metrics.inter_token.add(float(longest), len(gaps))
         return
     is_first = np.isnan(gaps)
-    metrics.time_to_first_token.add_all(now - table.accepted_at[rows[is_first]])
+    metrics.time_to_first_token.add_all(now - times.accepted_at[rows[is_first]])
     metrics.inter_token.add_all(gaps[~is_first])
 
 

@@ -84,10 +84,9 @@ def build_schedule(
     work = NO_BLOCK_WORK
     if whole.has_demands:
         work = block_work_of([(run.demand, run.rows, run.token_ids) for run in runs])
-    wants_routing = captures_all or (table.num_wanting_routing > 0 and bool(table.wants_routing[rows].any()))
-    probe, probed = (
-        _probe(table, rows, starts=chunks.starts, lengths=chunks.lengths) if table.num_probed else (None, ())
-    )
+    wants = table.wants
+    wants_routing = captures_all or (wants.num_with_routing > 0 and bool(wants.routing[rows].any()))
+    probe, probed = _probe(table, chunks) if wants.num_probed else (None, ())
     plan = StepPlan(
         step_id=step_id,
         chunks=Chunks(
@@ -105,8 +104,8 @@ def build_schedule(
         wants_routing=wants_routing and len(rows) > 0,
         adjustments=adjustments_of(whole.new_sequences),
         block_work=work,
-        columns=_columns(table, sampling_rows) if table.num_wanting_columns else (),
-        holds_samples=table.num_held > 0 and bool(table.are_held[sampling_rows].any()),
+        columns=_columns(table, sampling_rows) if wants.num_with_columns else (),
+        holds_samples=wants.num_held > 0 and bool(wants.are_held[sampling_rows].any()),
         probe=probe,
     )
     generations = table.generations[sampling_rows]
@@ -145,17 +144,16 @@ def _pages(changes: list[PageTableChanges]) -> PageTableChanges:
 
 def _columns(table: RowTable, rows: np.ndarray) -> tuple[str, ...]:
     """Return the columns that every step computes and that the samples of `rows` want."""
-    return names_in(int(np.bitwise_or.reduce(table.wanted_columns[rows], initial=0)), source="step")
+    return names_in(int(np.bitwise_or.reduce(table.wants.columns[rows], initial=0)), source="step")
 
 
-def _probe(
-    table: RowTable, rows: np.ndarray, *, starts: np.ndarray, lengths: np.ndarray
-) -> tuple[TokenProbe | None, tuple[Probed, ...]]:
+def _probe(table: RowTable, chunks: ChunkRun) -> tuple[TokenProbe | None, tuple[Probed, ...]]:
     """Return the probe of a plan with these chunks, and the sequences that it is for."""
+    rows, starts, lengths = chunks.rows, chunks.starts, chunks.lengths
     firsts, parts, probed = np.cumsum(lengths) - lengths, [], []
     columns: dict[str, None] = {}
     num_top = 0
-    for chunk in np.flatnonzero(table.are_probed[rows]).tolist():
+    for chunk in np.flatnonzero(table.wants.are_probed[rows]).tolist():
         sequence, start = table.sequences[rows[chunk]], int(starts[chunk])
         assert sequence is not None, "a chunk belongs to a sequence"
         assert sequence.evidence.probe is not None, "the sequence is probed"

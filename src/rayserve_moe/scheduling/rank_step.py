@@ -124,10 +124,9 @@ class RankStep:
             rows, starts = self.decoding()
         if len(rows) and not self._defers_decoding:
             table, count = self.rank.table, len(rows)
-            lengths, token_ids = table.singles[:, :count]
-            self.runs.append(
-                ChunkRun(rows, starts, lengths=lengths, token_ids=token_ids, samples=table.all_true[:count])
-            )
+            lengths, token_ids, samples = table.singles
+            run = ChunkRun(rows, starts, lengths=lengths[:count], token_ids=token_ids[:count], samples=samples[:count])
+            self.runs.append(run)
             table.num_computed[rows] = starts + 1
 
     def decoding(self) -> tuple[np.ndarray, np.ndarray]:
@@ -170,7 +169,7 @@ class RankStep:
         """Free what no query that is planned from now on will see."""
         for group in self.rank.windowed:
             of_rank, table = slice(self.rank.rows.start, self.rank.rows.stop), self.rank.table
-            group.follow(table.num_computed[of_rank], table.page_ids[of_rank])
+            group.follow(table.num_computed[of_rank], table.state.page_ids[of_rank])
 
     def _grow_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """Give every decoding sequence the page its next token needs; returns what `decoding` does."""

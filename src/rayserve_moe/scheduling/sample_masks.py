@@ -70,7 +70,7 @@ def _held(table: RowTable, schedule: Schedule) -> Iterator[tuple[int, Sequence]]
     """The held samples of a step whose rows have the owner that they had, with their sequences."""
     rows = schedule.sampling_rows
     is_own = table.generations[rows] == schedule.sampling_generations
-    for sample in np.flatnonzero(table.are_held[rows] & is_own).tolist():
+    for sample in np.flatnonzero(table.wants.are_held[rows] & is_own).tolist():
         sequence = table.sequences[rows[sample]]
         assert sequence is not None, "a row whose samples are held has a sequence"
         yield sample, sequence

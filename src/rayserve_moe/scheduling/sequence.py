@@ -260,7 +260,8 @@ class Sequence:
     @property
     def pages(self) -> np.ndarray:
         """Pages held, int32, by page index."""
-        return self.state.page_ids[: self.state.counters[NUM_PAGES]]
+        state = self.state
+        return state.page_ids[: state.counters[NUM_PAGES]]
 
     @property
     def page_generations(self) -> np.ndarray:

@@ -61,7 +61,7 @@ def _grow(step: RankStep, row: int, count: int, *, page_size: int) -> int:
     """
     rank, table = step.rank, step.rank.table
     used, held = int(table.num_computed[row]) + 1, int(table.num_pages[row])
-    count = min(count, table.page_ids.shape[1] * page_size - used)
+    count = min(count, table.state.page_ids.shape[1] * page_size - used)
     missing = min(1, -(-(used + count) // page_size) - held)
     pages = rank.take_pages(missing) if missing > 0 else None
     if pages is not None:
@@ -99,7 +99,7 @@ def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResul
     rows, ids = schedule.sampling_rows, result.token_ids
     is_draft, places = follows(rows), np.arange(len(rows))
     before = places - parents_of(chunks.ancestors[chunks.samples])
-    ends = (table.stop_ids[rows] == ids[:, None]).any(axis=1) | ~result.finite
+    ends = (table.wants.stop_ids[rows] == ids[:, None]).any(axis=1) | ~result.finite
     drafted = chunks.token_ids[_last_tokens(chunks.lengths, chunks.samples)]
     is_right = (drafted == ids[before]) & ~ends[before]
     counts = np.ones(len(rows), np.bool_)

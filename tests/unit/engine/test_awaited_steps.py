@@ -252,4 +252,4 @@ def test_what_needs_each_token_on_the_host_is_found_before_it_runs():
         each.rules.asked = None
     target.waiting[0].rules.asked = np.zeros(1, np.int32)
     target.schedule()
-    assert target.table.num_held == 1 and step_cycle.wants_every_token(target)
+    assert target.table.wants.num_held == 1 and step_cycle.wants_every_token(target)
