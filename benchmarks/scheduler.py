@@ -53,7 +53,7 @@ class InstantDevices:
         return before
 
     def _answer(self, plan: StepPlan, pack_s: float) -> StepResult:
-        count = int(np.count_nonzero(plan.chunk_samples))
+        count = int(np.count_nonzero(plan.chunks.samples))
         routing = None
         if self._with_routing and plan.wants_routing:
             routing = np.zeros((plan.num_tokens, *LAYOUT.row_shape), LAYOUT.dtype)

@@ -26,7 +26,7 @@ from benchmarks.engine_runs import in_turn
 from benchmarks.table import tables
 from rayserve_moe.cluster.channel import Address
 from rayserve_moe.cluster.step_transport import TRANSPORTS, CompiledGraph, StepTransport, listen_for_steps
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import Chunks, StepPlan, StepResult
 
 LAYERS, TOP_K = 48, 8
 WAITING_S = 0.002
@@ -48,7 +48,7 @@ class AnsweringHost:
         num_tokens = plan.num_tokens
         routing = np.zeros((num_tokens, LAYERS, TOP_K), np.uint8)
         logprobs = np.zeros(num_tokens, np.float32)
-        return StepResult(plan.step_id, plan.token_ids, logprobs, np.ones(num_tokens, bool), routing)
+        return StepResult(plan.step_id, plan.chunks.token_ids, logprobs, np.ones(num_tokens, bool), routing)
 
     def listen_for_steps(self, key: bytes, timeout_s: float) -> Address:
         return listen_for_steps(self.execute, host=ray.util.get_node_ip_address(), key=key, timeout_s=timeout_s)
@@ -60,7 +60,9 @@ class AnsweringHost:
 def decode_plan(step_id: int, num_sequences: int) -> StepPlan:
     """A token each."""
     each = np.arange(num_sequences)
-    return StepPlan(step_id, each, each, np.ones_like(each), each.astype(np.int32), np.ones(num_sequences, bool))
+    return StepPlan(
+        step_id, Chunks(each, each, np.ones_like(each), each.astype(np.int32), np.ones(num_sequences, bool))
+    )
 
 
 def connected(name: str, hosts: list[ActorHandle]) -> StepTransport:

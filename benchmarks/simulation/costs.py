@@ -34,18 +34,19 @@ def load_of(plan: StepPlan, *, rows_per_rank: int) -> StepLoad:
     """The load of the rank that has most tokens: the others wait for it."""
     if not plan.num_chunks:
         return StepLoad()
-    ranks = plan.chunk_rows // rows_per_rank
-    decodes = (plan.chunk_lengths == 1) & plan.chunk_samples
-    positions = plan.chunk_starts * plan.chunk_lengths + plan.chunk_lengths * (plan.chunk_lengths - 1) // 2
-    busiest = np.argmax(np.bincount(ranks, weights=plan.chunk_lengths))
+    chunks = plan.chunks
+    ranks = chunks.rows // rows_per_rank
+    decodes = (chunks.lengths == 1) & chunks.samples
+    positions = chunks.starts * chunks.lengths + chunks.lengths * (chunks.lengths - 1) // 2
+    busiest = np.argmax(np.bincount(ranks, weights=chunks.lengths))
     mine = ranks == busiest
     decoding, prompts = mine & decodes, mine & ~decodes
     return StepLoad(
         int(decoding.sum()),
-        int(plan.chunk_starts[decoding].sum()),
-        int(plan.chunk_lengths[prompts].sum()),
+        int(chunks.starts[decoding].sum()),
+        int(chunks.lengths[prompts].sum()),
         int(positions[prompts].sum()),
-        int((prompts & plan.chunk_samples).sum()),
+        int((prompts & chunks.samples).sum()),
     )
 
 

@@ -230,7 +230,7 @@ class Simulation:
     def _end(self, sequence: Sequence, now: float) -> None:
         asked = self._asked.pop(sequence)
         self._seen.ended_at = now
-        asked.num_cached = sequence.num_cached
+        asked.num_cached = sequence.cache.num_cached
         self._seen.asked.append(asked)
         conversation, following = asked.conversation, asked.turn + 1
         if following < len(conversation.turns):

@@ -60,7 +60,7 @@ class SimulatedDevices:
 
 
 def _answer(plan: StepPlan) -> StepResult:
-    count = int(np.count_nonzero(plan.chunk_samples))
+    count = int(np.count_nonzero(plan.chunks.samples))
     ids, ranks = np.full(count, ANSWER_ID, np.int32), np.ones(count, np.int32)
     return StepResult(plan.step_id, ids, np.zeros(count, np.float32), ranks)
 

@@ -214,7 +214,7 @@ class CountingAwaited(PreparedExecutor):
     num_awaited = 0
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        self.num_awaited += int((plan.chunk_starts <= AWAITED).sum())
+        self.num_awaited += int((plan.chunks.starts <= AWAITED).sum())
         return super().execute(plan)
 
 

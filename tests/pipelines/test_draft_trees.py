@@ -127,8 +127,8 @@ def _of_the_wrong_branch(schedule: Any, counts: np.ndarray) -> np.ndarray:
     """Routing of a sibling in place of that of the draft that was right (SGLang #37949)."""
     plan, belongs = schedule.plan, true_belongs(schedule, counts)
     for place in range(1, plan.num_tokens):
-        if len(belongs) == plan.num_chunks and belongs[place] and plan.ancestors[place] > 1:
-            rows, starts = plan.chunk_rows, plan.chunk_starts
+        if len(belongs) == plan.num_chunks and belongs[place] and plan.chunks.ancestors[place] > 1:
+            rows, starts = plan.chunks.rows, plan.chunks.starts
             others = (rows == rows[place]) & (starts == starts[place]) & ~belongs
             if others.any():
                 belongs[np.flatnonzero(others)[0]], belongs[place] = True, False

@@ -41,7 +41,7 @@ def test_few_pages_do_preempt(engine: Engine, alone: Outcomes):
     preempted: set[str] = set()
 
     def note_preempted(cycle: StepCycle, step: int) -> None:
-        preempted.update(s.request.request_id for s in cycle.scheduler.waiting if s.num_to_recompute)
+        preempted.update(s.request.request_id for s in cycle.scheduler.waiting if s.queue.num_to_recompute)
 
     way = replace(WAYS["pages for two long sequences"], intervene=note_preempted)
     outcomes = run_together(engine.runner, engine.card, mixed_workload(), way=way)

@@ -65,7 +65,7 @@ def test_a_stop_id_ends_its_choice_and_the_token_after_it_shows_nowhere(
 def test_an_abort_cuts_its_request_and_nobody_else(engine: Engine, alone: Outcomes, num_pages: int, overlaps: bool):
     def abort_some(cycle: StepCycle, step: int):
         due = [s for s in cycle.scheduler.running if s.num_outputs >= ABORTED_AFTER.get(s.request.request_id, 1000)]
-        choices = {choice for s in due for choice in s.choices if choice.finish is None}
+        choices = {choice for s in due for choice in s.group.choices if choice.finish is None}
         return [cycle.end(choice, FinishReason("abort")) for choice in choices]
 
     way = Way(num_pages=num_pages, overlaps=overlaps, intervene=abort_some)

@@ -97,8 +97,8 @@ def test_kept_rows_outrank_what_is_computed_again(engine: Engine, preempted_agai
             cycle.scheduler.flush()
         if step == 11:
             (sequence,) = cycle.scheduler.running
-            assert sequence.kept_rows is not None and sequence.kept_rows.end == 48
-            sequence.kept_rows.rows[40:] = marked
+            assert sequence.routing.kept is not None and sequence.routing.kept.end == 48
+            sequence.routing.kept.rows[40:] = marked
 
     outcome = intervened(engine, wanted, mark_kept_rows)["r", 0]
     untouched = run_alone(engine.runner, engine.card, [wanted])["r", 0]

@@ -107,7 +107,7 @@ class Interleaving:
         self._cycle.scheduler.flush()
 
     def _check(self, sequence: Sequence) -> None:
-        routing = sequence.final_routing
+        routing = sequence.routing.final
         assert routing is not None and routing.start == 0
         if sequence.finish != ABORTED or sequence.num_outputs:
             assert routing.missing == (), "a choice with outputs lacks rows, whatever state it ended in"

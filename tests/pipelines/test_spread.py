@@ -132,7 +132,7 @@ def test_preemption_on_ranks_with_few_pages_does_not_show(spreads: Spreads):
 
     def note_preempted(cycle: StepCycle, step: int) -> None:
         if cycle.scheduler.num_preemptions:
-            preempted.update(s.data_rank for s in cycle.scheduler.waiting if s.num_to_recompute)
+            preempted.update(s.data_rank for s in cycle.scheduler.waiting if s.queue.num_to_recompute)
 
     way = replace(WAY, num_pages=16, intervene=note_preempted)
     assert_all_same(spreads.run(TWO, mixed_workload(), way=way), spreads.expected)
@@ -168,11 +168,11 @@ def test_a_prompt_goes_where_it_is_cached(spreads: Spreads):
     cycle = spreads.cycle(TWO)
     first = finish(cycle, [request_for(p, f"a{i}", max_new_tokens=12) for i, p in enumerate(prompts)], spreads.card)
     assert {sequence.data_rank for sequence in first} == {0, 1}
-    assert [sequence.num_cached for sequence in first] == [0, 0]
+    assert [sequence.cache.num_cached for sequence in first] == [0, 0]
     for prompt, before in zip(prompts, first, strict=True):
         longer = [np.concatenate([prompt, draw_prompt(generator, 7)]) for _ in range(3)]
         again = [request_for(ids, f"b{i}", max_new_tokens=12) for i, ids in enumerate([prompt, *longer])]
         found = finish(cycle, again, spreads.card, turns_between=2)
         assert {sequence.data_rank for sequence in found} == {before.data_rank}
-        assert [sequence.num_cached for sequence in found] == [4 * PAGE_SIZE, *[5 * PAGE_SIZE] * 3]
+        assert [sequence.cache.num_cached for sequence in found] == [4 * PAGE_SIZE, *[5 * PAGE_SIZE] * 3]
         np.testing.assert_array_equal(found[0].token_ids[: before.num_tokens], before.token_ids[: before.num_tokens])

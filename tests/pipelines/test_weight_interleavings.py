@@ -142,9 +142,9 @@ class Interleaving:
         self._cycle.scheduler.check_integrity()
         for sequence in ended:
             first, last = sequence.num_prompt_tokens, sequence.num_tokens
-            ids, logprobs = (values[first:last].tolist() for values in (sequence.token_ids, sequence.logprobs))
-            ranges = list(labelled_ranges(sequence.weight_versions, last))
-            routing = sequence.final_routing
+            ids, logprobs = (values[first:last].tolist() for values in (sequence.token_ids, sequence.state.logprobs))
+            ranges = list(labelled_ranges(sequence.evidence.weight_versions, last))
+            routing = sequence.routing.final
             assert routing is not None
             assert not routing.missing or (sequence.finish == ABORTED and not sequence.num_outputs)
             oldest = self._versions[self._born[sequence.request.request_id] :]
@@ -236,7 +236,7 @@ def test_a_prompt_is_not_recomputed_under_two_weights(engines, reference, paths,
     interleaving.stage(1)
     interleaving.swap(False)
     interleaving.finish()
-    assert choice.finish is not None and len(choice.final_routing.weight_version) == 3, "prompt, outputs, outputs"
+    assert choice.finish is not None and len(choice.routing.final.weight_version) == 3, "prompt, outputs, outputs"
 
 
 SUMMED_APART = pytest.mark.float32("its devices add up parts of sums, and the reference has one device")

@@ -21,6 +21,7 @@ from rayserve_moe.scheduling.step_plan import (
     NUM_FLOATS,
     NUM_INTEGERS,
     PREFILL_BLOCK_TOKENS,
+    Chunks,
     PageTableChanges,
     RowSampling,
     StepPlan,
@@ -121,12 +122,14 @@ def random_plan(data: st.DataObject, rows: Rows, *, rows_per_rank: int, num_rank
     new_rows = some(generator, num_rows, 0.0 if decodes and not forks else share)
     return StepPlan(
         step_id=0,
-        chunk_rows=np.asarray(chunk_rows, np.intp),
-        chunk_starts=starts,
-        chunk_lengths=lengths_array,
-        token_ids=token_ids,
-        chunk_samples=generator.random(len(lengths)) < 0.6,
-        num_forks=lengths.count(0),
+        chunks=Chunks(
+            np.asarray(chunk_rows, np.intp),
+            starts=starts,
+            lengths=lengths_array,
+            token_ids=token_ids,
+            samples=generator.random(len(lengths)) < 0.6,
+            num_forks=lengths.count(0),
+        ),
         pages=PageTableChanges(
             changed_rows,
             generator.integers(0, width, len(changed_rows)),
@@ -170,7 +173,7 @@ def test_the_devices_see_what_the_plan_says(data: st.DataObject):
 
 def test_changes_go_along_with_decoding_and_ahead_of_prompts_and_new_rows():
     packer = Packer((StepShape(3, 0, 32), StepShape(3, 2, 32)), rows_per_rank=3, num_data_ranks=2)
-    decode = StepPlan(0, *(np.array(a) for a in ([0, 1, 4], [5, 6, 7], [1, 1, 1], [9, 9, 9], [True] * 3)))
+    decode = StepPlan(0, Chunks(*map(np.array, ([0, 1, 4], [5, 6, 7], [1, 1, 1], [9, 9, 9], [True] * 3))))
 
     def changed(*at: int) -> PageTableChanges:
         return PageTableChanges(np.array(at), np.zeros(len(at), np.intp), np.ones(len(at), np.int32))
@@ -179,24 +182,26 @@ def test_changes_go_along_with_decoding_and_ahead_of_prompts_and_new_rows():
     assert not packer.fits(replace(decode, pages=changed(0, 4, 5))), "more than the second rank has tokens"
     new_row = RowSampling(np.array([2]), np.zeros((1, NUM_FLOATS), np.float32), np.zeros((1, NUM_INTEGERS), np.uint32))
     assert not packer.fits(replace(decode, sampling=new_row))
-    prompt = replace(decode, chunk_lengths=np.array([1, 2, 1]), token_ids=np.array([9, 9, 9, 9]))
+    prompt = replace(
+        decode, chunks=replace(decode.chunks, lengths=np.array([1, 2, 1]), token_ids=np.array([9, 9, 9, 9]))
+    )
     assert not packer.fits(prompt)
 
 
 def check_tokens(plan: StepPlan, packed: PackedStep, steps: list[DeviceInput], *, rows: Rows) -> None:
     shape = packed.shape
     taken: set[tuple[int, int]] = set()
-    last_tokens = np.cumsum(plan.chunk_lengths)
+    last_tokens = np.cumsum(plan.chunks.lengths)
     rows_per_rank = len(rows.last_tokens) // len(steps)
-    for chunk, row in enumerate(plan.chunk_rows.tolist()):
-        length, start = int(plan.chunk_lengths[chunk]), int(plan.chunk_starts[chunk])
+    for chunk, row in enumerate(plan.chunks.rows.tolist()):
+        length, start = int(plan.chunks.lengths[chunk]), int(plan.chunks.starts[chunk])
         tokens = slice(last_tokens[chunk] - length, last_tokens[chunk])
         rank, batch = row // rows_per_rank, steps[row // rows_per_rank].batch
         places = packed.token_places[tokens] - rank * shape.num_tokens
         taken |= {(rank, place) for place in places.tolist()}
         assert ((places >= 0) & (places < shape.num_tokens)).all()
         assert ((places < shape.num_singles) == (length == 1)).all()
-        expected = plan.token_ids[tokens]
+        expected = plan.chunks.token_ids[tokens]
         expected = np.where(expected == LAST_SAMPLED, rows.last_tokens[row], expected)
         positions = np.arange(start, start + length)
         pages, within = rows.page_table[row, positions // rows.page_size], positions % rows.page_size
@@ -215,16 +220,16 @@ def check_tokens(plan: StepPlan, packed: PackedStep, steps: list[DeviceInput], *
 def check_samples(plan: StepPlan, packed: PackedStep, steps: list[DeviceInput], *, rows: Rows) -> None:
     num_samples = packed.shape.num_singles
     rows_per_rank = len(rows.last_tokens) // len(steps)
-    last_tokens = np.cumsum(plan.chunk_lengths) - 1
-    sampling_chunks = np.flatnonzero(plan.chunk_samples).tolist()
+    last_tokens = np.cumsum(plan.chunks.lengths) - 1
+    sampling_chunks = np.flatnonzero(plan.chunks.samples).tolist()
     assert len(set(packed.sample_places.tolist())) == len(sampling_chunks) == len(packed.sample_places)
     for chunk, at in zip(sampling_chunks, packed.sample_places.tolist(), strict=True):
-        row, (rank, sample) = int(plan.chunk_rows[chunk]), divmod(at, num_samples)
+        row, (rank, sample) = int(plan.chunks.rows[chunk]), divmod(at, num_samples)
         step, sampling = steps[rank], steps[rank].sampling
         assert step.sample_rows_S[sample] == row - rank * rows_per_rank
         place = packed.token_places[last_tokens[chunk]] - rank * packed.shape.num_tokens
         assert step.sample_places_S[sample] == place
-        assert sampling.position_S[sample] == plan.chunk_starts[chunk] + plan.chunk_lengths[chunk]
+        assert sampling.position_S[sample] == plan.chunks.starts[chunk] + plan.chunks.lengths[chunk]
         _, *penalties, withholds = step.penalties
         limits = sampling.limits
         floats = [a[sample] for a in (sampling.temperature_S, limits.top_p_S, limits.min_p_S, *penalties)]

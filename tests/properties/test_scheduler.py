@@ -197,26 +197,26 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _run(self, schedule: Schedule) -> StepResult:
         plan, limits = schedule.plan, self.limits
-        rows, lengths = plan.chunk_rows, plan.chunk_lengths
-        most = 1 + plan.most_drafts if plan.ancestors is None or not self.are_trees else 32
+        rows, lengths = plan.chunks.rows, plan.chunks.lengths
+        most = 1 + plan.chunks.most_drafts if plan.chunks.ancestors is None or not self.are_trees else 32
         assert np.bincount(rows).max() <= most, "a row has two chunks"
         assert rows.min() >= 0 and rows.max() < limits.num_rows * limits.num_data_ranks
         assert (np.diff(rows // limits.num_rows) >= 0).all(), "the chunks of a rank stand apart"
         assert lengths.min() >= 0 and lengths.max() <= limits.chunk_tokens and lengths.sum() == plan.num_tokens
-        assert np.count_nonzero(lengths == 0) == plan.num_forks and lengths[0], "a fork has nothing to fork off"
+        assert np.count_nonzero(lengths == 0) == plan.chunks.num_forks and lengths[0], "a fork has nothing to fork off"
         blocks = np.where(lengths > 1, -(-lengths // PREFILL_BLOCK_TOKENS), 0)
         per_rank = np.bincount(rows // limits.num_rows, weights=blocks)
         assert (per_rank * PREFILL_BLOCK_TOKENS <= limits.step_tokens).all(), "a rank has more than a step holds"
-        assert ((plan.token_ids == LAST_SAMPLED) <= np.repeat(lengths == 1, lengths)).all()
+        assert ((plan.chunks.token_ids == LAST_SAMPLED) <= np.repeat(lengths == 1, lengths)).all()
         owners = [self.scheduler.table.sequences[row] for row in rows.tolist()]
-        samples = np.bincount(rows[plan.chunk_samples] // limits.num_rows)
+        samples = np.bincount(rows[plan.chunks.samples] // limits.num_rows)
         most_singles = limits.num_rows if blocks.any() else max(limits.num_rows, limits.verify_rows)
         assert samples.max(initial=0) <= most_singles, "a rank has more samples than a step holds"
         result = self.device.run_drafts(plan, [self.pasts[owner] for owner in owners])
-        for owner, start, length in zip(owners, plan.chunk_starts.tolist(), lengths.tolist(), strict=True):
+        for owner, start, length in zip(owners, plan.chunks.starts.tolist(), lengths.tolist(), strict=True):
             if owner.row in plan.sampling.rows and start and length:
                 assert self.device.oldest(owner.row, start) == self.device.num_flushes, "found in spite of a flush"
-                assert owner.num_to_recompute or owner.num_cached == start
+                assert owner.queue.num_to_recompute or owner.cache.num_cached == start
         return result
 
     def _draft(self, rows: np.ndarray) -> dict[int, np.ndarray]:
@@ -247,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         schedule, result = step
         counts = None
-        if schedule.plan.ancestors is not None:
+        if schedule.plan.chunks.ancestors is not None:
             counts = samples_that_count(self.scheduler.table, schedule, result=result)
         rows, ended = self.scheduler.commit(schedule, result, counts=counts)
         for row in rows.tolist():
@@ -270,13 +270,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sequence.token_ids[: sequence.num_tokens].tolist() == known
         first = sequence.num_prompt_tokens
         expected = np.asarray(known[first:]) / VOCABULARY
-        np.testing.assert_allclose(sequence.logprobs[first : sequence.num_tokens], expected, rtol=1e-6)
+        np.testing.assert_allclose(sequence.state.logprobs[first : sequence.num_tokens], expected, rtol=1e-6)
 
     def _check_cached(self, rank) -> None:
         """All that later requests could find holds what they will take it for."""
         num_found = 0
         for past, sequence in {past.stands_for.tobytes(): (past, s) for s, past in self.pasts.items()}.values():
-            prefix = rank.tree.match(sequence.namespace, np.asarray(past.tokens, np.int32))
+            prefix = rank.tree.match(sequence.cache.namespace, np.asarray(past.tokens, np.int32))
             for place, group in enumerate(rank.groups):
                 page_ids = prefix.page_ids if group is None else group.page_of[prefix.page_ids]
                 assert self.device.holds(rank.index, page_ids, past.stands_for, place=place), "a page was written over"

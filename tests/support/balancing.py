@@ -13,7 +13,7 @@ from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planning import PlacementState, Proposal
 from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.scheduling.plan_builder import Schedule
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import Chunks, StepPlan, StepResult
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.placements import random_placement
 
@@ -105,7 +105,7 @@ class CountedSteps:
         for _ in range(num_steps):
             self.num_steps += 1
             one = np.ones(1, np.int32)
-            plan = StepPlan(self.num_steps, one, one, one, one, one.astype(bool))
+            plan = StepPlan(self.num_steps, Chunks(one, one, one, one, one.astype(bool)))
             plan = self._eplb.attach(Schedule(plan, NOTHING, NOTHING, 0)).plan
             before, self._in_flight = self._in_flight, self._compute(plan)
             if before is not None:

@@ -83,12 +83,11 @@ class CountingExecutor:
 
     def _compute(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
-        self.num_prompt_tokens += int((plan.token_ids != LAST_SAMPLED).sum())
+        self.num_prompt_tokens += int((plan.chunks.token_ids != LAST_SAMPLED).sum())
         ids = []
-        ends = np.cumsum(plan.chunk_lengths) - 1
-        for row, token_id in zip(
-            plan.chunk_rows[plan.chunk_samples], plan.token_ids[ends][plan.chunk_samples], strict=True
-        ):
+        chunks = plan.chunks
+        ends = np.cumsum(chunks.lengths) - 1
+        for row, token_id in zip(chunks.rows[chunks.samples], chunks.token_ids[ends][chunks.samples], strict=True):
             last = self._last_tokens[row] if token_id == LAST_SAMPLED else int(token_id)
             self._last_tokens[row] = (last + 1) % VOCABULARY
             ids.append(self._last_tokens[row])
@@ -105,7 +104,7 @@ class CountingExecutor:
 
 
 def _rows(plan: StepPlan) -> np.ndarray:
-    first_tokens = np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
-    positions = np.arange(plan.num_tokens) + np.repeat(plan.chunk_starts - first_tokens, plan.chunk_lengths)
+    first_tokens = np.cumsum(plan.chunks.lengths) - plan.chunks.lengths
+    positions = np.arange(plan.num_tokens) + np.repeat(plan.chunks.starts - first_tokens, plan.chunks.lengths)
     rows = np.stack([positions, np.full(plan.num_tokens, plan.step_id)], axis=1) % ROUTING.num_experts
     return rows[:, None].astype(ROUTING.dtype)

@@ -172,7 +172,7 @@ def choices_of(
         for i, guide in enumerate(guides_of(request, constraints, num_ids=card.vocab_size))
     ]
     for choice in choices:
-        choice.processed = processed_of(sampling, card)
+        choice.rules.processed = processed_of(sampling, card)
     return choices
 
 
@@ -209,10 +209,10 @@ def _take_over(outcomes: Outcomes, ended: Iterable[Sequence]) -> None:
         outcome = outcomes[sequence.request.request_id, sequence.choice_index]
         first, last = sequence.num_prompt_tokens, sequence.num_tokens
         outcome.ids = sequence.token_ids[first:last].tolist()
-        outcome.logprobs = sequence.logprobs[first:last].tolist()
-        outcome.finish, outcome.routing = sequence.finish, sequence.final_routing
-        outcome.num_cached = sequence.num_cached
-        outcome.columns = sequence.columns.slice(0, last - first)
+        outcome.logprobs = sequence.state.logprobs[first:last].tolist()
+        outcome.finish, outcome.routing = sequence.finish, sequence.routing.final
+        outcome.num_cached = sequence.cache.num_cached
+        outcome.columns = sequence.evidence.columns.slice(0, last - first)
         outcome.prompt = prompt_columns(sequence)
 
 

@@ -58,14 +58,14 @@ class FakeDevice:
         self.steps[plan.step_id] = places
         for row, position, token in places:
             self._keys[self._slot(row, position)] = token
-        ends, samples = np.cumsum(plan.chunk_lengths), plan.chunk_samples
+        ends, samples = np.cumsum(plan.chunks.lengths), plan.chunks.samples
         of_rows: dict[int, list[tuple[int, int, int]]] = {}
         for chunk in np.flatnonzero(samples).tolist():
             source, position, token = places[ends[chunk] - 1]
             sampled.append(self._sample(source, position))
-            of_rows.setdefault(int(plan.chunk_rows[chunk]), []).append((position, token, sampled[-1]))
-        for chunk in np.flatnonzero(plan.chunk_lengths == 0).tolist():
-            self._fork(int(plan.chunk_rows[chunk]), places[ends[chunk] - 1][0], int(plan.chunk_starts[chunk]))
+            of_rows.setdefault(int(plan.chunks.rows[chunk]), []).append((position, token, sampled[-1]))
+        for chunk in np.flatnonzero(plan.chunks.lengths == 0).tolist():
+            self._fork(int(plan.chunks.rows[chunk]), places[ends[chunk] - 1][0], int(plan.chunks.starts[chunk]))
         for row, found in of_rows.items():
             self._note(self._rows[row], found)
         drafts = None
@@ -77,13 +77,13 @@ class FakeDevice:
     def _places(self, plan: StepPlan) -> list[tuple[int, int, int]]:
         """Row, position and id of each token of a plan."""
         places, token = [], 0
-        for row, start, length in zip(plan.chunk_rows, plan.chunk_starts, plan.chunk_lengths, strict=True):
+        for row, start, length in zip(plan.chunks.rows, plan.chunks.starts, plan.chunks.lengths, strict=True):
             state, first = self._rows[row], int(start)
             if first <= AWAITED:
                 self.num_awaited += 1
                 first = state.at + 1 + AWAITED - first
             for position in range(first, first + int(length)):
-                found = int(plan.token_ids[token])
+                found = int(plan.chunks.token_ids[token])
                 if found == LAST_SAMPLED:
                     found = state.last
                 elif found == DRAFTED:

@@ -49,10 +49,12 @@ class LosingExecutor(CountingExecutor):
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         assert not self._is_lost, "a step for hosts that are gone"
-        assert (plan.chunk_rows < self.layout.num_data_ranks * self._rows_per_rank).all(), "rows of ranks that are gone"
+        assert (plan.chunks.rows < self.layout.num_data_ranks * self._rows_per_rank).all(), (
+            "rows of ranks that are gone"
+        )
         if self.num_calls + 1 in self.losses and not self._loses_late:
             self._lose("host 1 is gone")
-        if self.poison is not None and (plan.token_ids == self.poison).any():
+        if self.poison is not None and (plan.chunks.token_ids == self.poison).any():
             self.num_calls += 1
             self._lose("host 1 failed", in_step=True)
         result = super().execute(plan)
@@ -68,13 +70,13 @@ class LosingExecutor(CountingExecutor):
         raise ExecutorFailure(message, in_step=in_step)
 
     def _compute(self, plan: StepPlan) -> StepResult:
-        for token_id in plan.token_ids[np.cumsum(plan.chunk_lengths) - 1]:
+        for token_id in plan.chunks.token_ids[np.cumsum(plan.chunks.lengths) - 1]:
             assert token_id != LAST_SAMPLED or self._last_tokens, "new hosts know of no token that was sampled before"
         result = super()._compute(plan)
         if result.routing is None:
             return result
-        first_tokens = np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
-        positions = np.arange(plan.num_tokens) + np.repeat(plan.chunk_starts - first_tokens, plan.chunk_lengths)
+        first_tokens = np.cumsum(plan.chunks.lengths) - plan.chunks.lengths
+        positions = np.arange(plan.num_tokens) + np.repeat(plan.chunks.starts - first_tokens, plan.chunks.lengths)
         rows = np.stack([positions, positions], axis=1)[:, None] % ROUTING.num_experts
         return StepResult(result.step_id, result.token_ids, result.logprobs, result.finite, rows.astype(ROUTING.dtype))
 

@@ -128,6 +128,6 @@ class Turns:
 
     def lengths(self, schedule: Schedule) -> dict[str, int]:
         """Lengths of the chunks of a schedule that was just planned, by `request/choice`."""
-        owners = [self.target.table.sequences[row] for row in schedule.plan.chunk_rows.tolist()]
+        owners = [self.target.table.sequences[row] for row in schedule.plan.chunks.rows.tolist()]
         names = [f"{s.request.request_id}/{s.choice_index}" for s in owners if s is not None]
-        return dict(zip(names, schedule.plan.chunk_lengths.tolist(), strict=True))
+        return dict(zip(names, schedule.plan.chunks.lengths.tolist(), strict=True))

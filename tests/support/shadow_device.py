@@ -47,7 +47,7 @@ class Past:
                 self.finish = "error"
                 break
             self.tokens.append(token)
-            if token in sequence.stop_token_ids:
+            if token in sequence.rules.stop_token_ids:
                 self.finish = "stop"
                 break
         self.num_computed_at_most = max(len(prompt), len(prompt) + wanted - 1)
@@ -104,9 +104,9 @@ class ShadowDevice:
             own = plan.pages.indices % num_pools == place
             pool.pages[plan.pages.rows[own], plan.pages.indices[own] // num_pools] = plan.pages.page_ids[own]
         self._sampling[plan.sampling.rows] = plan.sampling.integers[:, 1:3]
-        first_tokens = np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
+        first_tokens = np.cumsum(plan.chunks.lengths) - plan.chunks.lengths
         chunks = list(
-            zip(plan.chunk_rows.tolist(), plan.chunk_starts.tolist(), plan.chunk_lengths.tolist(), strict=True)
+            zip(plan.chunks.rows.tolist(), plan.chunks.starts.tolist(), plan.chunks.lengths.tolist(), strict=True)
         )
         for pool in self._pools:
             written = [pool.slots(row, start, start + length) for row, start, length in chunks]
@@ -115,7 +115,7 @@ class ShadowDevice:
         for (row, start, length), first, past in zip(chunks, first_tokens, pasts, strict=True):
             if not length:
                 continue
-            tokens = plan.token_ids[first : first + length].tolist()
+            tokens = plan.chunks.token_ids[first : first + length].tolist()
             tokens = [self._last_tokens[row] if token == LAST_SAMPLED else token for token in tokens]
             before = whole.stands_for[whole.slots(row, start - 1, start)[0]] if start else None
             for pool in self._pools:
@@ -133,8 +133,8 @@ class ShadowDevice:
             assert stop <= min(len(past.tokens) + fails, past.num_computed_at_most), "it has ended"
         result = self._sample(plan)
         for row, position in zip(
-            plan.chunk_rows[plan.chunk_samples][~result.finite].tolist(),
-            (plan.chunk_starts + plan.chunk_lengths - 1)[plan.chunk_samples][~result.finite].tolist(),
+            plan.chunks.rows[plan.chunks.samples][~result.finite].tolist(),
+            (plan.chunks.starts + plan.chunks.lengths - 1)[plan.chunks.samples][~result.finite].tolist(),
             strict=True,
         ):
             for pool in self._pools:
@@ -143,8 +143,8 @@ class ShadowDevice:
 
     def _copy_to_forks(self, plan: StepPlan) -> None:
         """What lies in the page in which a prompt ends, to the pages of those that fork off it."""
-        for chunk in np.flatnonzero(plan.chunk_lengths == 0).tolist():
-            end, rows = int(plan.chunk_starts[chunk]), plan.chunk_rows[[plan.sources[chunk], chunk]]
+        for chunk in np.flatnonzero(plan.chunks.lengths == 0).tolist():
+            end, rows = int(plan.chunks.starts[chunk]), plan.chunks.rows[[plan.chunks.sources[chunk], chunk]]
             first = end // self._limits.page_size * self._limits.page_size
             for pool in self._pools:
                 source, own = (pool.slots(int(row), first, end) for row in rows)
@@ -157,37 +157,39 @@ class ShadowDevice:
 
         Nodes of a tree have slots behind the root in their order; right ones are moved to those of their positions.
         """
-        if not plan.most_drafts:
+        if not plan.chunks.most_drafts:
             return self.run(plan, pasts)
         is_right = np.ones(plan.num_chunks, np.bool_)
-        last_tokens = np.cumsum(plan.chunk_lengths) - 1
-        assert plan.ancestors is not None, "drafts have ancestors"
-        before, root = np.arange(plan.num_chunks) - parents_of(plan.ancestors), 0
-        places = plan.chunk_starts - depths_of(plan.ancestors)
+        chunks = plan.chunks
+        last_tokens = np.cumsum(chunks.lengths) - 1
+        assert chunks.ancestors is not None, "drafts have ancestors"
+        before, root = np.arange(plan.num_chunks) - parents_of(chunks.ancestors), 0
+        places = chunks.starts - depths_of(chunks.ancestors)
         for c in range(1, plan.num_chunks):
-            root = root if plan.chunk_rows[c] == plan.chunk_rows[c - 1] else c
+            root = root if chunks.rows[c] == chunks.rows[c - 1] else c
             places[c] += c - root
             if c > root:
-                position, past = int(plan.chunk_starts[c]), pasts[c]
+                position, past = int(chunks.starts[c]), pasts[c]
                 known = past.tokens[position] if position < len(past.tokens) else None
-                is_right[c] = is_right[before[c]] and plan.token_ids[last_tokens[c]] == known
-        right = replace(
-            plan,
-            chunk_rows=plan.chunk_rows[is_right],
-            chunk_starts=plan.chunk_starts[is_right],
-            chunk_lengths=plan.chunk_lengths[is_right],
-            chunk_samples=plan.chunk_samples[is_right],
-            token_ids=plan.token_ids[np.repeat(is_right, plan.chunk_lengths)],
+                is_right[c] = is_right[before[c]] and chunks.token_ids[last_tokens[c]] == known
+        kept = replace(
+            chunks,
+            rows=chunks.rows[is_right],
+            starts=chunks.starts[is_right],
+            lengths=chunks.lengths[is_right],
+            samples=chunks.samples[is_right],
+            token_ids=chunks.token_ids[np.repeat(is_right, chunks.lengths)],
         )
+        right = replace(plan, chunks=kept)
         found = self.run(right, [past for past, keeps in zip(pasts, is_right, strict=True) if keeps])
-        kept = set(zip(right.chunk_rows.tolist(), right.chunk_starts.tolist(), strict=True))
-        is_elsewhere = ~is_right | (places != plan.chunk_starts)
-        for row, place in zip(plan.chunk_rows[is_elsewhere].tolist(), places[is_elsewhere].tolist(), strict=True):
+        kept = set(zip(right.chunks.rows.tolist(), right.chunks.starts.tolist(), strict=True))
+        is_elsewhere = ~is_right | (places != plan.chunks.starts)
+        for row, place in zip(plan.chunks.rows[is_elsewhere].tolist(), places[is_elsewhere].tolist(), strict=True):
             for pool in self._pools if (row, place) not in kept else ():
                 slots = pool.slots(row, place, place + 1)
                 assert not np.isin(slots, self._written_now(right, pool)).any(), "a draft writes over another token"
                 pool.stands_for[slots] = POISON
-        keeps = is_right[plan.chunk_samples]
+        keeps = is_right[plan.chunks.samples]
         ids, logprobs = np.full(len(keeps), VOCABULARY + 7, np.int32), np.zeros(len(keeps), np.float32)
         ids[keeps], logprobs[keeps] = found.token_ids, found.logprobs
         ranks = np.ones(len(keeps), np.int32)
@@ -195,8 +197,9 @@ class ShadowDevice:
         return StepResult(plan.step_id, ids, logprobs, ranks)
 
     def _written_now(self, plan: StepPlan, pool: _Pool) -> np.ndarray:
-        chunks = zip(plan.chunk_rows.tolist(), plan.chunk_starts.tolist(), plan.chunk_lengths.tolist(), strict=True)
-        return np.concatenate([pool.slots(row, start, start + length) for row, start, length in chunks])
+        chunks = plan.chunks
+        each = zip(chunks.rows.tolist(), chunks.starts.tolist(), chunks.lengths.tolist(), strict=True)
+        return np.concatenate([pool.slots(row, start, start + length) for row, start, length in each])
 
     def holds(self, data_rank: int, page_ids: np.ndarray, past: np.ndarray, *, place: int = 0) -> bool:
         """Whether pages of a rank hold the keys and values that `past` stands for, where they are not 0."""
@@ -215,8 +218,9 @@ class ShadowDevice:
         return stand_for(past.root if before is None else int(before), [int(token) for token in tokens])
 
     def _sample(self, plan: StepPlan) -> StepResult:
-        rows = plan.chunk_rows[plan.chunk_samples]
-        positions = (plan.chunk_starts + plan.chunk_lengths)[plan.chunk_samples]
+        chunks = plan.chunks
+        rows = chunks.rows[chunks.samples]
+        positions = (chunks.starts + chunks.lengths)[chunks.samples]
         drawn = [draw(*self._sampling[row].tolist(), int(at)) for row, at in zip(rows, positions, strict=True)]
         ids = np.array([token for token, _ in drawn], np.int32)
         self._last_tokens[rows] = ids

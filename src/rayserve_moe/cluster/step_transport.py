@@ -36,9 +36,11 @@ from rayserve_moe.cluster.channel import KEY_BYTES, Address, Channel, accept_pro
 from rayserve_moe.requests.columns import Ragged
 from rayserve_moe.scheduling.step_plan import (
     NO_BLOCK_WORK,
+    NO_CHUNKS,
     NO_NEW_ROWS,
     NO_PAGE_CHANGES,
     BlockWork,
+    Chunks,
     PageTableChanges,
     RowAdjustment,
     RowSampling,
@@ -239,6 +241,7 @@ def _owned(value: Any) -> Any:
 
 RECORDS = (
     StepPlan,
+    Chunks,
     PageTableChanges,
     RowSampling,
     RowAdjustment,
@@ -248,7 +251,7 @@ RECORDS = (
     TokenProbe,
     Ragged,
 )
-NOTHING = (NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK)
+NOTHING = (NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK, NO_CHUNKS)
 """Values of plans that change nothing: sent as their index here."""
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -62,7 +62,7 @@ def allowed_logits(
 ) -> jax.Array:
     """Logits of the words that a mask allows (`masked`), changed by the processors that rows ask for, in their order.
 
-    `given_SX` int32 has of every row what `Sequence.processed` says, then the number of its outputs and its last
+    `given_SX` int32 has of every row what `SampleRules.processed` says, then the number of its outputs and its last
     tokens. A row keeps its own logits where processors would leave it no word, or where these were not finite before.
     """
     plain_SV = masked(logits_SV, mask_SW, part=part)

@@ -77,7 +77,7 @@ class StepCycle:
             self.losses.try_next(self.retract)
         started, speculation = time.perf_counter(), self.speculation
         tries, overlaps = _ways(speculation, self.scheduler, self._in_flight, overlaps=self._overlaps)
-        if self._in_flight is not None and not (overlaps if tries else self._in_flight.plan.most_drafts == 0):
+        if self._in_flight is not None and not (overlaps if tries else self._in_flight.plan.chunks.most_drafts == 0):
             return self.drain()
         draft = speculation.draft if speculation is not None and tries else None
         # A request that finds a cached prefix may want rows that another one computed.
@@ -174,7 +174,7 @@ class StepCycle:
             self._retain_finally()
             return NO_ROWS, []
         assert result is not None and result.step_id == finished.plan.step_id, "a result belongs to another step"
-        has_drafts = finished.plan.ancestors is not None
+        has_drafts = finished.plan.chunks.ancestors is not None
         counts = samples_that_count(self.scheduler.table, finished, result=result) if has_drafts else None
         if self._capture is not None:
             belongs = None if counts is None else tokens_that_count(finished, counts)
@@ -216,7 +216,7 @@ class StepCycle:
         """Collect the routing of an ended sequence where it is wanted, then free its pages."""
         self._retain_preempted()
         if self._capture is not None and sequence.request.return_routed_experts:
-            sequence.final_routing = self._gather(sequence)
+            sequence.routing.final = self._gather(sequence)
         self.scheduler.release(sequence)
         if self.speculation is not None:
             self.speculation.end(sequence)
@@ -225,9 +225,10 @@ class StepCycle:
     def _gather(self, sequence: Sequence) -> RoutedExperts:
         """Rows that its client does not have yet; streamed ones count as published from now on."""
         assert self._capture is not None, "without capture there are no rows"
-        routing = self._capture.gather(sequence, start=sequence.num_published_rows)
+        published = sequence.published
+        routing = self._capture.gather(sequence, start=published.num_routing_rows)
         if _streams_routing(sequence.request):
-            sequence.num_published_rows += len(routing.rows)
+            published.num_routing_rows += len(routing.rows)
         return routing
 
     def _retain_preempted(self) -> None:
@@ -280,7 +281,8 @@ def _streams_routing(request: GenerationRequest) -> bool:
 
 def awaits(plan: StepPlan) -> bool:
     """Return True if some chunks of the plan have awaited start positions."""
-    return plan.ancestors is not None and bool((plan.chunk_starts <= AWAITED).any())
+    chunks = plan.chunks
+    return chunks.ancestors is not None and bool((chunks.starts <= AWAITED).any())
 
 
 def wants_every_token(scheduler: Scheduler) -> bool:
@@ -289,10 +291,10 @@ def wants_every_token(scheduler: Scheduler) -> bool:
     These are sequences with deferred sampling or a token probe.
     """
     table = scheduler.table
-    if table.num_held or table.num_probed:
+    if table.wants.num_held or table.wants.num_probed:
         return True
     max_num_next = CANDIDATES + sum(len(rank.free_rows) for rank in scheduler.open_ranks)
-    return any(each.is_held or each.probe is not None for each in islice(scheduler.waiting, max_num_next))
+    return any(each.is_held or each.evidence.probe is not None for each in islice(scheduler.waiting, max_num_next))
 
 
 def settled(table: RowTable, schedule: Schedule, *, before: Schedule, result: StepResult) -> Schedule:
@@ -301,18 +303,18 @@ def settled(table: RowTable, schedule: Schedule, *, before: Schedule, result: St
     Its plan and the `num_computed` of `table`, which this updates, are as if the step had been planned after the
     commit. Samples of sequences that have left their rows do not count (`samples_that_count`).
     """
-    plan = schedule.plan
-    (chunks,) = np.nonzero(plan.chunk_starts <= AWAITED)
-    rows, depths = plan.chunk_rows[chunks], AWAITED - plan.chunk_starts[chunks]
-    starts, token_ids = plan.chunk_starts.copy(), plan.token_ids.copy()
+    chunks = schedule.plan.chunks
+    (awaited,) = np.nonzero(chunks.starts <= AWAITED)
+    rows, depths = chunks.rows[awaited], AWAITED - chunks.starts[awaited]
+    starts, token_ids = chunks.starts.copy(), chunks.token_ids.copy()
     generations = np.full(len(table.generations), -1, np.int64)
     generations[schedule.sampling_rows] = schedule.sampling_generations
     is_there = table.generations[rows] == generations[rows]
-    starts[chunks] = np.where(is_there, table.num_tokens[rows] - 1 + depths, 0)
+    starts[awaited] = np.where(is_there, table.num_tokens[rows] - 1 + depths, 0)
     lengths = np.bincount(rows[is_there], minlength=len(generations))
     there = np.flatnonzero(lengths)
     table.num_computed[there] = table.num_tokens[there] - 1 + lengths[there]
-    tokens = (np.cumsum(plan.chunk_lengths) - 1)[chunks]
+    tokens = (np.cumsum(chunks.lengths) - 1)[awaited]
     is_draft = token_ids[tokens] == DRAFTED
     if is_draft.any():
         assert result.drafts is not None, "drafts were asked for"
@@ -321,4 +323,5 @@ def settled(table: RowTable, schedule: Schedule, *, before: Schedule, result: St
         of_drafted = drafted[np.concatenate([[True], drafted[1:] != drafted[:-1]])]
         locations[of_drafted] = np.arange(len(of_drafted))
         token_ids[tokens[is_draft]] = result.drafts[locations[rows[is_draft]], depths[is_draft] - 1]
-    return replace(schedule, plan=replace(plan, chunk_starts=starts, token_ids=token_ids))
+    chunks = replace(chunks, starts=starts, token_ids=token_ids)
+    return replace(schedule, plan=replace(schedule.plan, chunks=chunks))

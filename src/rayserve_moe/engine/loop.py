@@ -296,7 +296,7 @@ def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[
         for i, guide in enumerate(guides)
     ]
     for sequence in sequences if sampling.processor_arguments else ():
-        sequence.processed = processed_of(sampling, card)
+        sequence.rules.processed = processed_of(sampling, card)
     return sequences
 
 

@@ -117,11 +117,11 @@ class OutputDispatch:
 
     def _due(self, rows: np.ndarray, now: float) -> np.ndarray:
         """Rows whose clients want updates and have waited long enough; the first token is due at once."""
-        table = self._table
+        wants, published_at = self._table.wants, self._table.times.published_at
         rows = _each_once(rows)
         interval = min(LONGEST_GROUPING_S, GROUPING_S_PER_SEQUENCE * len(rows))
-        due = rows[table.is_incremental[rows] & (now - table.published_at[rows] >= interval)]
-        table.published_at[due] = now
+        due = rows[wants.is_incremental[rows] & (now - published_at[rows] >= interval)]
+        published_at[due] = now
         return due
 
     def _send(self, request_id: str, updates: list[ChoiceResult]) -> list[Sequence]:
@@ -141,26 +141,27 @@ def _each_once(rows: np.ndarray) -> np.ndarray:
 
 def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResult:
     """What a sequence has generated since its last update."""
-    first, last, num_prompt = sequence.num_published, sequence.num_tokens, sequence.num_prompt_tokens
-    sequence.num_published = last
+    state, evidence, num_prompt = sequence.state, sequence.evidence, sequence.num_prompt_tokens
+    first, last = sequence.published.num_tokens, sequence.num_tokens
+    sequence.published.num_tokens = last
     return ChoiceResult(
         sequence.request.request_id,
         sequence.choice_index,
-        token_ids=sequence.token_ids[first:last].tolist(),
-        logprobs=sequence.logprobs[first:last].tolist(),
+        token_ids=state.token_ids[first:last].tolist(),
+        logprobs=state.logprobs[first:last].tolist(),
         routing=routing,
-        num_cached_tokens=sequence.num_cached,
-        weight_versions=sequence.weight_versions,
-        ranks=sequence.ranks[first:last].tolist(),
-        drafts=sequence.drafts,
-        columns=sequence.columns.slice(first - num_prompt, last - num_prompt) if sequence.columns.bits else {},
+        num_cached_tokens=sequence.cache.num_cached,
+        weight_versions=evidence.weight_versions,
+        ranks=state.ranks[first:last].tolist(),
+        drafts=evidence.drafts,
+        columns=evidence.columns.slice(first - num_prompt, last - num_prompt) if evidence.columns.bits else {},
     )
 
 
 def _last_update_of(sequence: Sequence) -> ChoiceResult:
-    update = _update_of(sequence, sequence.final_routing)
+    update = _update_of(sequence, sequence.routing.final)
     update.finish = sequence.finish
-    update.prompt = None if sequence.probe is None else prompt_columns(sequence)
+    update.prompt = None if sequence.evidence.probe is None else prompt_columns(sequence)
     return update
 
 
@@ -169,25 +170,27 @@ def note_tokens(metrics: RequestMetrics, table: RowTable, *, rows: np.ndarray, n
     the last. `now` is of the monotonic clock."""
     if not len(rows):
         return
-    gaps = (now - table.token_at[rows]) / np.bincount(rows)[rows]
-    table.token_at[rows] = now
+    times = table.times
+    gaps = (now - times.token_at[rows]) / np.bincount(rows)[rows]
+    times.token_at[rows] = now
     longest = gaps.max()
     if gaps.min() == longest:  # all got one with the step before too, and none is a first one, whose gap is NaN
         metrics.inter_token.add(float(longest), len(gaps))
         return
     is_first = np.isnan(gaps)
-    metrics.time_to_first_token.add_all(now - table.accepted_at[rows[is_first]])
+    metrics.time_to_first_token.add_all(now - times.accepted_at[rows[is_first]])
     metrics.inter_token.add_all(gaps[~is_first])
 
 
 def note_end(metrics: RequestMetrics, sequence: Sequence, *, kind: str, now: float) -> None:
     """Measure that a choice has ended, and how (`FinishReason.kind`)."""
+    times = sequence.times
     metrics.finished[kind] += 1
-    metrics.end_to_end.add(now - sequence.accepted_at)
+    metrics.end_to_end.add(now - times.accepted_at)
     metrics.output_tokens.add(sequence.num_outputs)
-    if sequence.started_at is not None:
-        metrics.queue_time.add(sequence.started_at - sequence.accepted_at)
+    if times.started_at is not None:
+        metrics.queue_time.add(times.started_at - times.accepted_at)
     if sequence.choice_index == 0:
         metrics.prompt_tokens.add(sequence.num_prompt_tokens)
         metrics.num_prompt_tokens += sequence.num_prompt_tokens
-        metrics.num_cached_tokens += sequence.num_cached
+        metrics.num_cached_tokens += sequence.cache.num_cached

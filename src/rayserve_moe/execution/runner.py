@@ -173,9 +173,9 @@ class HostRunner:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
         launches = self._launches
         assert plan.num_chunks or plan.migration is None, "a piece of a migration goes with a step"
-        if plan.most_drafts:
+        if num_drafts := plan.chunks.most_drafts:
             max_drafts = self.served.settings.speculation.num_levels
-            assert plan.most_drafts <= max_drafts, "steps are compiled for fewer drafts"
+            assert num_drafts <= max_drafts, "steps are compiled for fewer drafts"
         if plan.takes_staged_weights:
             assert launches.step is None, "weights change while no step is under way"
             self.weights = self.staged.take(self.weights)
@@ -364,7 +364,7 @@ def draft_rows(plan: StepPlan, *, sizes: tuple[int, ...], rows_per_rank: int, nu
 
     A plan with deferred sampling has no drafts, because its samples do not exist yet.
     """
-    sampled = plan.chunk_rows[plan.chunk_samples]
+    sampled = plan.chunks.rows[plan.chunks.samples]
     if not plan.wants_drafts or plan.holds_samples or not len(sampled):
         return None
     is_first = np.concatenate([[True], sampled[1:] != sampled[:-1]])

@@ -137,19 +137,10 @@ class Constraint(NamedTuple):
     within: str = ""
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
-    """One prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len]."""
+@dataclass(frozen=True, kw_only=True)
+class RequestedEvidence:
+    """What a request wants to know of tokens besides the tokens themselves."""
 
-    request_id: str
-    prompt_ids: np.ndarray
-    sampling: SamplingParams
-    return_routed_experts: bool = stated(False, FLAG)
-    """Return routing from position `routed_experts_start` on."""
-    cache_salt: str = stated("", text(256))
-    """Only requests with the same salt share cached prefixes."""
-    incremental: bool = True
-    """Send updates as tokens are sampled; otherwise a choice has one, at its end."""
     num_top_logprobs: int = stated(
         0, whole(0, MAX_TOP_LOGPROBS), sglang="top_logprobs_num", openai="top_logprobs", vllm=None
     )
@@ -164,16 +155,31 @@ class GenerationRequest:
     """What log-probs of outputs are of: the distribution that is sampled before truncation, or the model's own."""
     raw_logprobs: bool = False
     """They are the model's own, and that may be another."""
-    thinking_token_budget: int | None = stated(None, BUDGET, sglang="max_thinking_tokens", vllm=None)
-    """Tokens of reasoning, after which it is ended."""
-    thinking: ThinkingLimit | None = None
-    """The same with markers, which the text layer knows."""
     score_prompt_from: int | None = None
     """Return log-probs of the prompt tokens at positions above this one."""
     listed_in_prompt: ListedInPrompt | None = None
     """Ids whose log-probs are returned at positions of the prompt."""
     return_hidden_states: str = stated("", HIDDEN_STATES, vllm=None)
     """Return the states of the last layer: true those of all tokens, `last` of the last one."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest(RequestedEvidence):
+    """One prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len]."""
+
+    request_id: str
+    prompt_ids: np.ndarray
+    sampling: SamplingParams
+    return_routed_experts: bool = stated(False, FLAG)
+    """Return routing from position `routed_experts_start` on."""
+    cache_salt: str = stated("", text(256))
+    """Only requests with the same salt share cached prefixes."""
+    incremental: bool = True
+    """Send updates as tokens are sampled; otherwise a choice has one, at its end."""
+    thinking_token_budget: int | None = stated(None, BUDGET, sglang="max_thinking_tokens", vllm=None)
+    """Tokens of reasoning, after which it is ended."""
+    thinking: ThinkingLimit | None = None
+    """The same with markers, which the text layer knows."""
     forced_routing: RoutedExperts | None = None
     """Replaces what the router selects at the prompt positions that it has rows for."""
     stream_routed_experts: bool = stated(False, FLAG)

@@ -58,9 +58,10 @@ class DataRank:
 
     def num_cached(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that it would find cached here, with all that its next query sees of them."""
+        namespace, token_ids = sequence.cache.namespace, self._reusable_tokens(sequence)
         if not self.windowed:
-            return self.tree.match_length(sequence.namespace, self._reusable_tokens(sequence))
-        page_ids = self.tree.matching_pages(sequence.namespace, self._reusable_tokens(sequence))
+            return self.tree.match_length(namespace, token_ids)
+        page_ids = self.tree.matching_pages(namespace, token_ids)
         is_whole = np.all([group.is_whole_after(page_ids) for group in self.windowed], axis=0)
         return int(np.flatnonzero(is_whole)[-1]) * self.table.page_size
 
@@ -69,7 +70,7 @@ class DataRank:
         token_ids = self._reusable_tokens(sequence)
         if self.windowed:
             token_ids = token_ids[: self.num_cached(sequence)]
-        prefix = self.tree.match(sequence.namespace, token_ids)
+        prefix = self.tree.match(sequence.cache.namespace, token_ids)
         self.tree.lock(prefix)
         return prefix
 
@@ -77,7 +78,8 @@ class DataRank:
         """Make a sequence the youngest running one; it starts after its cached prefix, whose lock it takes over."""
         row = self.free_rows.pop()
         self.table.take(row, sequence)
-        sequence.data_rank, sequence.prefix, sequence.num_flushes = self.index, prefix, self._num_flushes
+        sequence.data_rank, cache = self.index, sequence.cache
+        cache.prefix, cache.num_flushes = prefix, self._num_flushes
         page_ids = prefix.page_ids
         self.allocator.share(page_ids)
         for group in self.windowed:
@@ -116,24 +118,26 @@ class DataRank:
 
         What was computed before a flush is not cached after it, nor what lies beyond `num_cacheable`.
         """
-        num_pages = min(min(num_tokens, sequence.num_cacheable) // self.table.page_size, len(sequence.pages))
-        assert sequence.prefix is not None, "only a sequence that was admitted has computed pages"
-        if num_pages <= sequence.prefix.num_pages or sequence.num_flushes != self._num_flushes:
+        cache = sequence.cache
+        num_pages = min(min(num_tokens, cache.num_cacheable) // self.table.page_size, len(sequence.pages))
+        assert cache.prefix is not None, "only a sequence that was admitted has computed pages"
+        if num_pages <= cache.prefix.num_pages or cache.num_flushes != self._num_flushes:
             return
         token_ids = sequence.token_ids[: num_pages * self.table.page_size]
-        longer = self.tree.insert(sequence.namespace, token_ids, page_ids=sequence.pages[:num_pages])
+        longer = self.tree.insert(cache.namespace, token_ids, page_ids=sequence.pages[:num_pages])
         self.tree.lock(longer)
-        self.tree.unlock(sequence.prefix)
-        sequence.prefix = longer
+        self.tree.unlock(cache.prefix)
+        cache.prefix = longer
 
     def give_up_pages(self, sequence: Sequence) -> None:
         """Take all pages from a sequence that has left its row."""
-        if sequence.prefix is not None:
+        prefix = sequence.cache.prefix
+        if prefix is not None:
             for group in self.windowed:
-                cached_ids = sequence.prefix.page_ids
+                cached_ids = prefix.page_ids
                 group.hand_over(sequence.pages[: len(cached_ids)], cached_ids)
-            self.tree.unlock(sequence.prefix)
-            sequence.prefix = None
+            self.tree.unlock(prefix)
+            sequence.cache.prefix = None
         self.allocator.release(sequence.let_go())
 
     def flush(self) -> None:
@@ -156,7 +160,7 @@ class DataRank:
 
     def _reusable_tokens(self, sequence: Sequence) -> np.ndarray:
         """Return the known tokens but the last, which has to be computed to sample after it, and those to be probed."""
-        count, probe = sequence.num_tokens - 1, sequence.probe
+        count, probe = sequence.num_tokens - 1, sequence.evidence.probe
         if probe is not None and not probe.is_complete:
             count = min(count, probe.frontier)
         return sequence.token_ids[:count]

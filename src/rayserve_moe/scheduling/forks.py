@@ -8,7 +8,7 @@ from itertools import takewhile
 import numpy as np
 
 from rayserve_moe.scheduling.data_rank import DataRank
-from rayserve_moe.scheduling.rank_step import RankStep
+from rayserve_moe.scheduling.rank_step import ChunkRun, RankStep
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
 
 
@@ -17,12 +17,13 @@ def fork_followers(step: RankStep, *, page_size: int) -> None:
     where it ends inside one. The others follow on."""
     rank = step.rank
     for leader, _ in list(step.completed):
-        while rank.free_rows and any(follower.finish is None for follower in leader.followers):
+        group = leader.group
+        while rank.free_rows and any(follower.finish is None for follower in group.followers):
             pages = rank.take_pages(1 if leader.num_prompt_tokens % page_size else 0)
             if pages is None:
                 return
-            leader.followers = [follower for follower in leader.followers if follower.finish is None]
-            _fork(step, leader.followers.pop(0), leader=leader, own_pages=pages)
+            group.followers = [follower for follower in group.followers if follower.finish is None]
+            _fork(step, group.followers.pop(0), leader=leader, own_pages=pages)
 
 
 def _fork(step: RankStep, sequence: Sequence, *, leader: Sequence, own_pages: np.ndarray) -> None:
@@ -32,14 +33,15 @@ def _fork(step: RankStep, sequence: Sequence, *, leader: Sequence, own_pages: np
     step.new_sequences.append(sequence)
     row, pages = sequence.row, sequence.pages.copy()
     step.set_pages(np.full(len(pages), row), np.arange(len(pages)), page_ids=pages)
-    place = next(i for i, rows in enumerate(step.rows) if rows[0] == leader.row) + 1
-    step.rows.insert(place, np.array([row]))
-    step.starts.insert(place, np.array([sequence.num_computed]))
-    step.lengths.insert(place, np.array([0]))
-    step.token_ids.insert(place, np.zeros(0, np.int32))
-    step.samples.insert(place, np.array([leader.num_prompt_tokens < leader.limit]))
-    step.demands.insert(place, None)
-    step.ancestors.insert(place, None)
+    fork = ChunkRun(
+        np.array([row]),
+        np.array([sequence.num_computed]),
+        lengths=np.array([0]),
+        token_ids=np.zeros(0, np.int32),
+        samples=np.array([leader.num_prompt_tokens < leader.limit]),
+    )
+    place = next(i for i, run in enumerate(step.runs) if run.rows[0] == leader.row)
+    step.runs.insert(place + 1, fork)
     step.num_forks += 1
     step.completed.append((sequence, int(step.rank.table.generations[row])))
 
@@ -52,9 +54,11 @@ def _take_row(rank: DataRank, sequence: Sequence, *, leader: Sequence, own_pages
     table, position = rank.table, leader.num_prompt_tokens
     row, shared = rank.free_rows.pop(), leader.pages[: position // table.page_size]
     table.take(row, sequence)
-    assert leader.prefix is not None, "a leader runs"
-    rank.tree.lock(leader.prefix)
-    sequence.data_rank, sequence.prefix, sequence.num_flushes = rank.index, leader.prefix, leader.num_flushes
+    prefix = leader.cache.prefix
+    assert prefix is not None, "a leader runs"
+    rank.tree.lock(prefix)
+    sequence.data_rank, cache = rank.index, sequence.cache
+    cache.prefix, cache.num_flushes = prefix, leader.cache.num_flushes
     rank.allocator.share(shared)
     for group in rank.windowed:
         group.enter(row - rank.rows.start, shared, position=position)
@@ -67,9 +71,10 @@ def _take_row(rank: DataRank, sequence: Sequence, *, leader: Sequence, own_pages
 
 def release_followers(leader: Sequence, waiting: deque[Sequence]) -> None:
     """Queue the other choices of a request, to find its prompt cached: after those that have run before."""
-    followers, leader.followers = [f for f in leader.followers if f.finish is None], []
+    group = leader.group
+    followers, group.followers = [f for f in group.followers if f.finish is None], []
     if followers:
-        num_preempted = sum(1 for _ in takewhile(lambda s: s.num_to_recompute > 0, waiting))
+        num_preempted = sum(1 for _ in takewhile(lambda s: s.queue.num_to_recompute > 0, waiting))
         waiting.rotate(-num_preempted)
         waiting.extendleft(reversed(followers))
         waiting.rotate(num_preempted)
@@ -79,6 +84,6 @@ def cache_with_forks(rank: DataRank, sequence: Sequence, *, num_tokens: int) -> 
     """Add the whole pages of the first `num_tokens` of a sequence to the prefix cache, also for the choices that share
     them without a lock: those that have forked off in a step that is not committed yet."""
     rank.cache_computed(sequence, num_tokens)
-    for other in sequence.choices:
+    for other in sequence.group.choices:
         if other is not sequence and other.row != NO_ROW and other.data_rank == rank.index:
             rank.cache_computed(other, min(num_tokens, other.num_prompt_tokens, other.num_computed))

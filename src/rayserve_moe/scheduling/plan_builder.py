@@ -11,15 +11,17 @@ import numpy as np
 from rayserve_moe.requests.columns import names_in
 from rayserve_moe.requests.records import SamplingParams
 from rayserve_moe.scheduling.chunk_demands import block_work_of
-from rayserve_moe.scheduling.rank_step import RankStep
+from rayserve_moe.scheduling.rank_step import ChunkRun, RankStep
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import (
     ALLOWED,
     NO_BLOCK_WORK,
+    NO_CHUNKS,
     NO_NEW_ROWS,
     NO_PAGE_CHANGES,
     WITHHELD,
+    Chunks,
     PageTableChanges,
     RowAdjustment,
     RowFloats,
@@ -28,6 +30,14 @@ from rayserve_moe.scheduling.step_plan import (
     StepPlan,
 )
 from rayserve_moe.scheduling.token_probe import NO_ID, ProbedTokens, TokenProbe, join_probes
+
+NO_RUN = ChunkRun(
+    NO_CHUNKS.rows,
+    NO_CHUNKS.starts,
+    lengths=NO_CHUNKS.lengths,
+    token_ids=NO_CHUNKS.token_ids,
+    samples=NO_CHUNKS.samples,
+)
 
 
 class Probed(NamedTuple):
@@ -67,47 +77,59 @@ def build_schedule(
     whole, *others = steps
     for other in others:
         whole.extend(other)
-    rows, samples = _joined(whole.rows, np.intp), _joined(whole.samples, np.bool_)
+    runs = whole.runs
+    chunks = _joined(runs)
+    rows, samples = chunks.rows, chunks.samples
     sampling_rows = rows if np.count_nonzero(samples) == len(rows) else rows[samples]
     work = NO_BLOCK_WORK
     if whole.has_demands:
-        work = block_work_of(list(zip(whole.demands, whole.rows, whole.token_ids, strict=True)))
-    wants_routing = captures_all or (table.num_wanting_routing > 0 and bool(table.wants_routing[rows].any()))
-    starts, lengths = _joined(whole.starts, np.intp), _joined(whole.lengths, np.intp)
-    probe, probed = _probe(table, rows, starts=starts, lengths=lengths) if table.num_probed else (None, ())
+        work = block_work_of([(run.demand, run.rows, run.token_ids) for run in runs])
+    wants = table.wants
+    wants_routing = captures_all or (wants.num_with_routing > 0 and bool(wants.routing[rows].any()))
+    probe, probed = _probe(table, chunks) if wants.num_probed else (None, ())
     plan = StepPlan(
         step_id=step_id,
-        chunk_rows=rows,
-        chunk_starts=starts,
-        chunk_lengths=lengths,
-        token_ids=_joined(whole.token_ids, np.int32),
-        chunk_samples=samples,
+        chunks=Chunks(
+            rows,
+            starts=chunks.starts,
+            lengths=chunks.lengths,
+            token_ids=chunks.token_ids,
+            samples=samples,
+            num_forks=whole.num_forks,
+            ancestors=chunks.ancestors,
+            most_drafts=most_drafts,
+        ),
         pages=_pages(whole.pages),
         sampling=row_sampling_of(whole.new_sequences),
         wants_routing=wants_routing and len(rows) > 0,
         adjustments=adjustments_of(whole.new_sequences),
         block_work=work,
-        columns=_columns(table, sampling_rows) if table.num_wanting_columns else (),
-        most_drafts=most_drafts,
-        num_forks=whole.num_forks,
-        ancestors=_ancestors(whole),
-        holds_samples=table.num_held > 0 and bool(table.are_held[sampling_rows].any()),
+        columns=_columns(table, sampling_rows) if wants.num_with_columns else (),
+        holds_samples=wants.num_held > 0 and bool(wants.are_held[sampling_rows].any()),
         probe=probe,
     )
     generations = table.generations[sampling_rows]
     return Schedule(plan, sampling_rows, generations, table.num_departures, tuple(whole.completed), probed)
 
 
-def _ancestors(step: RankStep) -> np.ndarray | None:
-    """The ancestors of all chunks, where some are nodes of trees."""
-    if all(of_part is None for of_part in step.ancestors):
-        return None
-    parts = zip(step.ancestors, step.rows, strict=True)
-    return np.concatenate([np.ones(len(rows), np.int32) if of_part is None else of_part for of_part, rows in parts])
+def _joined(runs: list[ChunkRun]) -> ChunkRun:
+    """Return the chunks of all runs as one run, without demands."""
+    if len(runs) <= 1:
+        return runs[0] if runs else NO_RUN
+    rows, starts, lengths, token_ids, samples, *_ = zip(NO_RUN, *runs, strict=True)
+    has_trees = any(run.ancestors is not None for run in runs)
+    return ChunkRun(
+        np.concatenate(rows),
+        np.concatenate(starts),
+        lengths=np.concatenate(lengths),
+        token_ids=np.concatenate(token_ids),
+        samples=np.concatenate(samples),
+        ancestors=np.concatenate([_ancestors(run) for run in runs]) if has_trees else None,
+    )
 
 
-def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
+def _ancestors(run: ChunkRun) -> np.ndarray:
+    return np.ones(len(run.rows), np.int32) if run.ancestors is None else run.ancestors
 
 
 def _pages(changes: list[PageTableChanges]) -> PageTableChanges:
@@ -122,24 +144,24 @@ def _pages(changes: list[PageTableChanges]) -> PageTableChanges:
 
 def _columns(table: RowTable, rows: np.ndarray) -> tuple[str, ...]:
     """Return the columns that every step computes and that the samples of `rows` want."""
-    return names_in(int(np.bitwise_or.reduce(table.wanted_columns[rows], initial=0)), source="step")
+    return names_in(int(np.bitwise_or.reduce(table.wants.columns[rows], initial=0)), source="step")
 
 
-def _probe(
-    table: RowTable, rows: np.ndarray, *, starts: np.ndarray, lengths: np.ndarray
-) -> tuple[TokenProbe | None, tuple[Probed, ...]]:
+def _probe(table: RowTable, chunks: ChunkRun) -> tuple[TokenProbe | None, tuple[Probed, ...]]:
     """Return the probe of a plan with these chunks, and the sequences that it is for."""
+    rows, starts, lengths = chunks.rows, chunks.starts, chunks.lengths
     firsts, parts, probed = np.cumsum(lengths) - lengths, [], []
     columns: dict[str, None] = {}
     num_top = 0
-    for chunk in np.flatnonzero(table.are_probed[rows]).tolist():
+    for chunk in np.flatnonzero(table.wants.are_probed[rows]).tolist():
         sequence, start = table.sequences[rows[chunk]], int(starts[chunk])
-        assert sequence is not None and sequence.probe is not None, "a chunk belongs to a sequence"
+        assert sequence is not None, "a chunk belongs to a sequence"
+        assert sequence.evidence.probe is not None, "the sequence is probed"
         for tokens in _pending(sequence, start, start + int(lengths[chunk])):
             parts.append((int(firsts[chunk]) - start + tokens.position, tokens))
             generation = int(table.generations[rows[chunk]])
             probed.append(Probed(sequence, generation, tokens.position, len(tokens.targets)))
-            columns |= dict.fromkeys(sequence.probe.columns)
+            columns |= dict.fromkeys(sequence.evidence.probe.columns)
             num_top = max(num_top, sequence.request.num_top_logprobs)
     if not parts:
         return None, ()
@@ -148,11 +170,13 @@ def _probe(
 
 def _pending(sequence: Sequence, start: int, stop: int) -> Iterator[ProbedTokens]:
     """Yield the tokens at positions `[start, stop)` to be probed: of the prompt, then the states of outputs."""
-    assert sequence.probe is not None, "the sequence is probed"
-    if (of_prompt := sequence.probe.pending(start, min(stop, sequence.num_prompt_tokens))) is not None:
+    evidence, num_prompt_tokens = sequence.evidence, sequence.num_prompt_tokens
+    probe = evidence.probe
+    assert probe is not None, "the sequence is probed"
+    if (of_prompt := probe.pending(start, min(stop, num_prompt_tokens))) is not None:
         yield of_prompt
-    first = max(start, sequence.num_prompt_tokens + len(sequence.output_states))
-    if sequence.probe.wants_hidden and first < stop:
+    first = max(start, num_prompt_tokens + len(evidence.output_states))
+    if probe.wants_hidden and first < stop:
         yield ProbedTokens(first, np.full(stop - first, NO_ID, np.int32), np.zeros((stop - first, 0), np.int32))
 
 
@@ -179,7 +203,8 @@ def adjustments_of(sequences: list[Sequence]) -> tuple[RowAdjustment, ...]:
 def _adjustment(sequence: Sequence) -> RowAdjustment:
     sampling, num_prompt = sequence.request.sampling, sequence.num_prompt_tokens
     counts = _penalizes(sampling)
-    withheld = [(token_id, WITHHELD) for token_id in sorted(sequence.withheld_ids if _first_end(sequence) else ())]
+    withheld_ids = sequence.rules.withheld_ids if _first_end(sequence) else ()
+    withheld = [(token_id, WITHHELD) for token_id in sorted(withheld_ids)]
     allowed = [(token_id, ALLOWED) for token_id in sorted(set(sampling.allowed_token_ids))]
     biases = [*allowed, *sampling.logit_bias, *withheld]
     return RowAdjustment(
@@ -194,7 +219,7 @@ def _adjustment(sequence: Sequence) -> RowAdjustment:
 def _first_end(sequence: Sequence) -> int:
     """First position where withheld ids may stand; 0 where nothing is withheld any more."""
     position = sequence.num_prompt_tokens + sequence.request.sampling.min_new_tokens
-    return position if sequence.withheld_ids and sequence.num_tokens < position else 0
+    return position if sequence.rules.withheld_ids and sequence.num_tokens < position else 0
 
 
 def _adjusts(params: SamplingParams) -> bool:

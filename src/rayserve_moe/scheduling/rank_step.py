@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Queued
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,13 +22,6 @@ CANDIDATES = 8
 
 MAX_PASSED_OVER = 16
 """Times that others may be admitted before the sequence at the front."""
-
-
-PARTS = (
-    *("rows", "starts", "lengths", "token_ids", "samples", "demands", "ancestors"),
-    *("pages", "new_sequences", "completed"),
-)
-"""What a step is made of: lists of `RankStep`."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +46,26 @@ class StepLimits:
     verify_rows: int = 0
 
 
+class ChunkRun(NamedTuple):
+    """Chunks that follow each other in a step: those of all sequences that decode, or one chunk of a prompt."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    token_ids: np.ndarray
+    samples: np.ndarray
+    """As in `Chunks`, as are the arrays before."""
+    demand: ChunkDemand | None = None
+    """Extra work of a chunk of a prompt."""
+    ancestors: np.ndarray | None = None
+    """As in `Chunks`; None if no chunk is a node of a tree."""
+
+
 class RankStep:
     """Collects what a rank computes in one step: first `go_on`, then any number of `admit`.
 
-    Where it `defers_decoding`, sequences that decode are left to `add_singles` after that.
-
-    Where pages run out, `preempt` is called with the rank's youngest sequence. `rows`, `starts`, `lengths`, `token_ids`
-    and `samples` are as in StepPlan, to be joined: one entry for all sequences that decode, and one for each chunk of a
-    prompt, whose extra work stands in `demands`; `ancestors` are None where no chunk is a node of a tree.
-    `new_sequences` have just taken their rows; `completed` is as in Schedule.
+    Where it `defers_decoding`, sequences that decode are left to `add_singles` after that. Where pages run out,
+    `preempt` is called with the rank's youngest sequence.
     """
 
     def __init__(
@@ -72,18 +77,18 @@ class RankStep:
         defers_decoding: bool = False,
     ) -> None:
         self.rank = rank
-        self.rows: list[np.ndarray] = []
-        self.starts: list[np.ndarray] = []
-        self.lengths: list[np.ndarray] = []
-        self.token_ids: list[np.ndarray] = []
-        self.samples: list[np.ndarray] = []
-        self.demands: list[ChunkDemand | None] = []
-        self.ancestors: list[np.ndarray | None] = []
-        self.has_demands = False
-        self.pages: list[PageTableChanges] = []
-        self.new_sequences: list[Sequence] = []
-        self.completed: list[tuple[Sequence, int]] = []
+        self.runs: list[ChunkRun] = []
+        """All chunks, in the order of the plan."""
         self.num_forks = 0
+        """Chunks without tokens."""
+        self.has_demands = False
+        """Some run has a demand."""
+        self.pages: list[PageTableChanges] = []
+        """To be joined."""
+        self.new_sequences: list[Sequence] = []
+        """They have just taken their rows."""
+        self.completed: list[tuple[Sequence, int]] = []
+        """As in `Schedule`."""
         self._limits, self._preempt, self._defers_decoding = limits, preempt, defers_decoding
         self._budget = limits.step_tokens
 
@@ -95,14 +100,16 @@ class RankStep:
     @property
     def has_followers(self) -> bool:
         """Return True if other choices wait for a prompt that this step completes."""
-        return len([sequence for sequence, _ in self.completed if sequence.followers]) > 0
+        return len([sequence for sequence, _ in self.completed if sequence.group.followers]) > 0
 
     def extend(self, other: RankStep) -> None:
         """Append what a rank after this one computes."""
-        for name in PARTS:
-            getattr(self, name).extend(getattr(other, name))
-        self.has_demands |= other.has_demands
+        self.runs += other.runs
         self.num_forks += other.num_forks
+        self.has_demands |= other.has_demands
+        self.pages += other.pages
+        self.new_sequences += other.new_sequences
+        self.completed += other.completed
 
     def go_on(self) -> None:
         """Add the running sequences: chunks of prompts, oldest first, then one token of each that decodes.
@@ -117,8 +124,9 @@ class RankStep:
             rows, starts = self.decoding()
         if len(rows) and not self._defers_decoding:
             table, count = self.rank.table, len(rows)
-            lengths, token_ids = table.singles[:, :count]
-            self._add(rows, starts, lengths=lengths, token_ids=token_ids, samples=table.all_true[:count])
+            lengths, token_ids, samples = table.singles
+            run = ChunkRun(rows, starts, lengths=lengths[:count], token_ids=token_ids[:count], samples=samples[:count])
+            self.runs.append(run)
             table.num_computed[rows] = starts + 1
 
     def decoding(self) -> tuple[np.ndarray, np.ndarray]:
@@ -130,10 +138,14 @@ class RankStep:
             return rows, starts
         return rows[is_active], starts[is_active]
 
-    def add_singles(self, rows: np.ndarray, starts: np.ndarray, *, token_ids: np.ndarray) -> None:
+    def add_singles(
+        self, rows: np.ndarray, starts: np.ndarray, *, token_ids: np.ndarray, ancestors: np.ndarray | None
+    ) -> None:
         """Add chunks of one token each that sample."""
-        count = len(rows)
-        self._add(rows, starts, lengths=np.ones(count, np.int32), token_ids=token_ids, samples=np.ones(count, np.bool_))
+        lengths, samples = np.ones(len(rows), np.int32), np.ones(len(rows), np.bool_)
+        self.runs.append(
+            ChunkRun(rows, starts, lengths=lengths, token_ids=token_ids, samples=samples, ancestors=ancestors)
+        )
 
     def admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if there are pages for all its known tokens, and budget for some of them."""
@@ -157,7 +169,7 @@ class RankStep:
         """Free what no query that is planned from now on will see."""
         for group in self.rank.windowed:
             of_rank, table = slice(self.rank.rows.start, self.rank.rows.stop), self.rank.table
-            group.follow(table.num_computed[of_rank], table.page_ids[of_rank])
+            group.follow(table.num_computed[of_rank], table.state.page_ids[of_rank])
 
     def _grow_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """Give every decoding sequence the page its next token needs; returns what `decoding` does."""
@@ -186,7 +198,7 @@ class RankStep:
         table, row, start = self.rank.table, sequence.row, sequence.num_computed
         stop = start + length
         is_last = stop == sequence.num_tokens
-        self._add(
+        run = ChunkRun(
             np.array([row]),
             np.array([start]),
             lengths=np.array([length]),
@@ -194,6 +206,8 @@ class RankStep:
             samples=np.array([is_last and stop < sequence.limit]),
             demand=chunk_demand(sequence, start, stop=stop),
         )
+        self.runs.append(run)
+        self.has_demands |= run.demand is not None
         if is_last:
             self.completed.append((sequence, int(table.generations[row])))
         table.num_computed[row] = stop
@@ -238,25 +252,6 @@ class RankStep:
             of_group = page_ids if group is None else group.page_of[page_ids]
             self.pages.append(PageTableChanges(rows, indices * len(groups) + place, of_group))
 
-    def _add(
-        self,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        *,
-        lengths: np.ndarray,
-        token_ids: np.ndarray,
-        samples: np.ndarray,
-        demand: ChunkDemand | None = None,
-    ) -> None:
-        self.rows.append(rows)
-        self.starts.append(starts)
-        self.lengths.append(lengths)
-        self.token_ids.append(token_ids)
-        self.samples.append(samples)
-        self.demands.append(demand)
-        self.ancestors.append(None)
-        self.has_demands |= demand is not None
-
 
 def queue_by_priority(waiting: deque[Sequence], sequence: Sequence) -> None:
     """Queue a sequence behind those of its priority, and of smaller ones."""
@@ -272,8 +267,8 @@ def next_to_admit(waiting: Queued[Sequence], *, cached_tokens: Callable[[Sequenc
     front. To prevent starvation the front is admitted once it was passed over MAX_PASSED_OVER times, or when it was
     preempted.
     """
-    front = waiting[0]
-    if len(waiting) == 1 or front.num_to_recompute or front.num_passed_over >= MAX_PASSED_OVER:
+    front, queue = waiting[0], waiting[0].queue
+    if len(waiting) == 1 or queue.num_to_recompute or queue.num_passed_over >= MAX_PASSED_OVER:
         return 0
     priority = front.request.priority
     candidates = list(takewhile(lambda s: s.request.priority == priority, islice(waiting, CANDIDATES)))

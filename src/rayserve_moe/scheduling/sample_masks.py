@@ -31,7 +31,7 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
     """
     samples, bits, endings, spent_ms = [], [], [], 0.0
     held = list(_held(table, schedule))
-    guided = [(sample, sequence, sequence.guide) for sample, sequence in held if sequence.guide is not None]
+    guided = [(sample, sequence, guide) for sample, sequence in held if (guide := sequence.rules.guide) is not None]
     for sample, sequence, guide in sorted(guided, key=lambda each: each[2].last_ms):
         outputs = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_tokens]
         mask = guide.next_mask(outputs) if spent_ms < BUDGET_MS else OVER_BUDGET
@@ -43,14 +43,14 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
             bits.append(mask)
     stacked = np.stack(bits) if bits else np.zeros((0, 0), np.int32)
     masks = SampleMasks(np.asarray(samples, np.intp), stacked)
-    asking = [(sample, sequence.asked) for sample, sequence in held if sequence.asked is not None]
+    asking = [(sample, asked) for sample, sequence in held if (asked := sequence.rules.asked) is not None]
     if asking:
         of_samples, asked = zip(*asking, strict=True)
         masks = replace(masks, asking=np.asarray(of_samples, np.intp), asked=np.stack(asked))
     processing = [
-        (sample, _processed(sequence, sequence.processed))
+        (sample, _processed(sequence, given))
         for sample, sequence in held
-        if sequence.processed is not None
+        if (given := sequence.rules.processed) is not None
     ]
     if processing:
         of_samples, given = zip(*processing, strict=True)
@@ -70,7 +70,7 @@ def _held(table: RowTable, schedule: Schedule) -> Iterator[tuple[int, Sequence]]
     """The held samples of a step whose rows have the owner that they had, with their sequences."""
     rows = schedule.sampling_rows
     is_own = table.generations[rows] == schedule.sampling_generations
-    for sample in np.flatnonzero(table.are_held[rows] & is_own).tolist():
+    for sample in np.flatnonzero(table.wants.are_held[rows] & is_own).tolist():
         sequence = table.sequences[rows[sample]]
         assert sequence is not None, "a row whose samples are held has a sequence"
         yield sample, sequence

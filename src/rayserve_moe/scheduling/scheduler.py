@@ -91,13 +91,13 @@ class Scheduler:
     def add(self, choices: list[Sequence]) -> None:
         """Queue the choices of a request; those after the first follow its prompt."""
         leader, *followers = choices
-        leader.followers = followers
+        leader.group.followers = followers
         request = leader.request
         probe = probe_for(request, self.weight_version)
         for sequence in choices:
-            sequence.choices = choices
-            sequence.namespace = self._namespace(request)
-            sequence.probe = probe
+            sequence.group.choices = choices
+            sequence.cache.namespace = self._namespace(request)
+            sequence.evidence.probe = probe
             note_weights(sequence, self.weight_version)
         queue_by_priority(self.waiting, leader)
 
@@ -112,7 +112,7 @@ class Scheduler:
         for step in steps:
             step.go_on()
         if self.num_preemptions == num_preemptions:
-            for step in steps if not (self.waiting and self.waiting[0].num_to_recompute) else ():
+            for step in steps if not (self.waiting and self.waiting[0].queue.num_to_recompute) else ():
                 if step.has_followers:
                     fork_followers(step, page_size=limits.page_size)
             while self._admit_next(steps):
@@ -146,7 +146,7 @@ class Scheduler:
                 endings.append((row, LENGTH))
             if row not in failed:
                 self.ranks[sequence.data_rank].cache_computed(sequence, sequence.num_prompt_tokens)
-            if sequence.followers:
+            if sequence.group.followers:
                 release_followers(sequence, self.waiting)
         owned = [(sequence, reason) for row, reason in endings if (sequence := self.table.sequences[row])]
         for sequence, reason in owned:
@@ -162,16 +162,16 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence in self.held:
             self.held.remove(sequence)
-        if sequence.followers:
+        if sequence.group.followers:
             release_followers(sequence, self.waiting)
 
     def release(self, sequence: Sequence) -> None:
         """Release the pages of an ended sequence; whole ones stay cached until they are evicted."""
         assert sequence.finish is not None, "only ended sequences are released"
         self._give_up_pages(sequence)
-        if self._is_private(sequence.request) and all(choice.finish for choice in sequence.choices):
+        if self._is_private(sequence.request) and all(choice.finish for choice in sequence.group.choices):
             for rank in self.ranks:
-                rank.tree.clear(sequence.namespace)
+                rank.tree.clear(sequence.cache.namespace)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take row and pages from a running sequence and put it at the front of the queue."""
@@ -179,8 +179,9 @@ class Scheduler:
         self.ranks[sequence.data_rank].dismiss(sequence)
         num_computed = min(sequence.num_computed, sequence.num_tokens)
         pages = (sequence.pages, sequence.page_generations)
-        self.preemptions.append(Preemption(sequence, sequence.data_rank, num_computed, *pages, sequence.origins))
-        sequence.num_to_recompute = max(sequence.num_to_recompute, num_computed)
+        self.preemptions.append(Preemption(sequence, sequence.data_rank, num_computed, *pages, sequence.cache.origins))
+        queue = sequence.queue
+        queue.num_to_recompute = max(queue.num_to_recompute, num_computed)
         self._give_up_pages(sequence)
         self.waiting.appendleft(sequence)
 
@@ -214,7 +215,7 @@ class Scheduler:
                 if step.has_followers:
                     fork_followers(step, page_size=self._limits.page_size)
                 for passed_over in list(self.waiting)[:place]:
-                    passed_over.num_passed_over += 1
+                    passed_over.queue.num_passed_over += 1
                 self.waiting.remove(sequence)
                 return True
             if step.is_full and step.rank.num_cached(sequence):
@@ -229,7 +230,7 @@ class Scheduler:
         rank, failed = self.ranks[sequence.data_rank], sequence.finish is not None and sequence.finish.kind == "error"
         if len(sequence.pages) and not failed:
             num_known = min(sequence.num_computed, sequence.num_tokens - 1)
-            if len(sequence.choices) > 1:
+            if len(sequence.group.choices) > 1:
                 cache_with_forks(rank, sequence, num_tokens=num_known)
             else:
                 rank.cache_computed(sequence, num_known)
@@ -248,9 +249,8 @@ class Scheduler:
 
 def unfinished(scheduler: Scheduler) -> list[Sequence]:
     """All choices that have not ended: running, waiting, or followers of another."""
-    found = {
-        id(choice): choice for s in (*scheduler.running, *scheduler.waiting, *scheduler.held) for choice in s.choices
-    }
+    known = (*scheduler.running, *scheduler.waiting, *scheduler.held)
+    found = {id(choice): choice for sequence in known for choice in sequence.group.choices}
     return [choice for choice in found.values() if choice.finish is None]
 
 
@@ -270,9 +270,9 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
     for sequence in unfinished(scheduler):
         note_weights(sequence, weight_version)
         if sequence.num_outputs and sequence.request.return_routed_experts:
-            sequence.num_cacheable = sequence.num_prompt_tokens
-        if sequence.probe is not None:
-            sequence.probe.change_weights(weight_version)
+            sequence.cache.num_cacheable = sequence.num_prompt_tokens
+        if (probe := sequence.evidence.probe) is not None:
+            probe.change_weights(weight_version)
 
 
 def rename_weights(scheduler: Scheduler, weight_version: str) -> None:

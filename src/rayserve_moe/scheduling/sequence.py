@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from rayserve_moe.scheduling.token_probe import PromptProbe
 
 NO_ROW = -1
 NUM_TOKENS, NUM_COMPUTED, NUM_PAGES, TARGET, LIMIT = range(5)
-"""Places in `Sequence.counters`."""
+"""Places in `RowArrays.counters`."""
 
 NUM_COUNTERS = 5
 
@@ -52,29 +53,133 @@ class Guide(Protocol):
         ...
 
 
+class RowArrays(NamedTuple):
+    """State of a sequence that a step reads and writes for all running sequences at once.
+
+    While a sequence has a row, its arrays are views of the row in the `RowTable`, and longer than what is known.
+    """
+
+    counters: np.ndarray
+    """int64 [NUM_COUNTERS]."""
+    token_ids: np.ndarray
+    """int32, by position."""
+    logprobs: np.ndarray
+    """float32, by position; 0 for the prompt."""
+    ranks: np.ndarray
+    """int32, by position; 0 for the prompt."""
+    page_ids: np.ndarray
+    """int32, by page index."""
+    page_generations: np.ndarray
+    """Allocation that each page belongs to, int64, by page index."""
+
+
+@dataclass(slots=True)
+class SampleRules:
+    """Rules for the tokens that a sequence samples, and for its end."""
+
+    stop_token_ids: frozenset[int]
+    """It ends at one of these ids."""
+    withheld_ids: frozenset[int]
+    """None of its first `min_new_tokens` tokens is one of these ids."""
+    guide: Guide | None
+    """Restricts its samples."""
+    processed: np.ndarray | None = None
+    """Arguments of its request for logit processors, int32 [X] (`processed_row`)."""
+    asked: np.ndarray | None = None
+    """Evidence that its request wants of samples, int32 [F] (`evidence_row`)."""
+
+
+@dataclass(slots=True)
+class ChoiceGroup:
+    """The choices of a request, as one of them sees them."""
+
+    choices: list[Sequence]
+    """All choices, itself among them."""
+    followers: list[Sequence] = field(default_factory=list)
+    """Choices that wait for its prompt."""
+
+
+@dataclass(slots=True)
+class QueueState:
+    """What the queue knows of a sequence."""
+
+    num_passed_over: int = 0
+    """Times that others were admitted before it while it was at the front."""
+    num_to_recompute: int = 0
+    """Positions that were computed before it was preempted."""
+
+
+@dataclass(slots=True)
+class CacheState:
+    """What a sequence shares with the prefix cache of its rank."""
+
+    namespace: Hashable
+    """Of the prefixes that it may find."""
+    num_cacheable: int
+    """Tokens whose rows and keys come from the same weights, and may be found by others."""
+    prefix: CachedPrefix | None = None
+    """Locked for it while it has pages."""
+    num_flushes: int = 0
+    """Flushes of the rank before it got its row."""
+    num_cached: int = 0
+    """Tokens that it found cached at its first start."""
+    origins: tuple[tuple[int, int, str], ...] = ()
+    """Ranges `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once more; a later
+    range outranks earlier ones."""
+
+
+@dataclass(slots=True)
+class SequenceTimes:
+    """Times of the monotonic clock."""
+
+    accepted_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    """When it first got a row."""
+    token_at: float = math.nan
+    """When it got its last token; while it has a row, the `RowTable` has the time."""
+
+
+@dataclass(slots=True)
+class Published:
+    """What the client of a sequence has."""
+
+    num_tokens: int
+    """Tokens that it knows, the prompt included."""
+    num_routing_rows: int
+    """Routing rows that it has, or does not want."""
+
+
+@dataclass(slots=True)
+class SequenceRouting:
+    """Routing rows that a sequence holds itself."""
+
+    kept: KnownRows | None = None
+    """Rows that outlive a preemption."""
+    final: RoutedExperts | None = None
+    """At its end, the rows that its client does not have."""
+
+
+@dataclass(slots=True)
+class Evidence:
+    """Records of the tokens of a sequence besides ids, log-probs and ranks."""
+
+    columns: ColumnLog
+    """Entries of its outputs that its request wants."""
+    weight_versions: tuple[tuple[int, str], ...] = ()
+    """Weights of its outputs, as in `ChoiceResult`."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    probe: PromptProbe | None = None
+    """What was found at its prompt; shared by all choices."""
+    output_states: list[np.ndarray] = field(default_factory=list)
+    """Hidden states at its outputs."""
+
+
 class Sequence:
     """Tokens, pages and row of one choice.
-
-    What it samples is what its `guide` allows; `processed` int32 [X] is what its request gives to logit
-    processors (`processed_row`); `asked` int32 [F] is the evidence that its request wants of samples
-    (`evidence_row`). `columns` are what its request wants of outputs. It ends at `stop_token_ids`;
-    its first `min_new_tokens` tokens are none of `withheld_ids`. `choices` are those of its request, itself among them;
-    `followers` wait for its prompt. Its client knows the first `num_published` tokens. `num_to_recompute` positions
-    were computed before it was preempted. `origins` are ranges `(from, to, "cached" or "recomputed")` of positions that
-    it found cached, or computed once more; later ones outrank. `probe` has what was found at its prompt, and
-    `output_states` are the hidden states at its outputs; its client has, or does not want, the first
-    `num_published_rows` routing rows. `kept_rows` are those that outlive a preemption, `num_cacheable` the tokens whose
-    rows and keys come from the same weights, and may be found by others. `weight_versions` are those of its outputs, as
-    in `ChoiceResult`. It came, first got a row, and got its last token, at `accepted_at`, `started_at` and, out of a
-    row, `token_at`.
 
     Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
     will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
     way. A sequence samples when the last of its tokens is computed.
-
-    `counters` int64 [NUM_COUNTERS], `token_ids` int32, `logprobs` float32 and `ranks` int32 by position, `page_ids`
-    int32 and `page_generations` int64 by page index are views of its row in the `RowTable` while it runs, so that a
-    step can process all running sequences at once. They may be longer than what is known.
     """
 
     def __init__(
@@ -87,53 +192,43 @@ class Sequence:
         withheld_ids: frozenset[int] = frozenset(),
         guide: Guide | None = None,
     ) -> None:
-        prompt_len, max_new_tokens = len(request.prompt_ids), request.sampling.max_new_tokens
-        limit = prompt_len + max_new_tokens
+        prompt_len = len(request.prompt_ids)
+        limit, widths = prompt_len + request.sampling.max_new_tokens, output_widths(request)
         self.request = request
         self.choice_index, self.seed = choice_index, seed
-        self.stop_token_ids, self.withheld_ids = stop_token_ids, withheld_ids
-        self.guide = guide
-        self.processed: np.ndarray | None = None
         self.num_prompt_tokens = prompt_len
-        self.num_cached, self.data_rank, self.row = 0, 0, NO_ROW
+        self.data_rank, self.row = 0, NO_ROW
         self.finish: FinishReason | None = None
-        self.choices: list[Sequence] = [self]
-        self.followers: list[Sequence] = []
-        widths = output_widths(request)
-        self.columns = ColumnLog(widths)
-        self.asked = evidence_row(request, widths) if widths or request.raw_logprobs else None
-        self.namespace: Hashable = request.cache_salt
-        self.prefix: CachedPrefix | None = None
-        self.num_flushes = self.num_passed_over = 0
-        self.num_published, self.num_to_recompute = prompt_len, 0
-        self.origins: tuple[tuple[int, int, str], ...] = ()
-        self.weight_versions: tuple[tuple[int, str], ...] = ()
-        self.accepted_at = time.monotonic()
-        self.started_at: float | None = None
-        self.token_at = math.nan
-        self.kept_rows: KnownRows | None = None
-        self.num_cacheable = limit
-        self.num_published_rows = request.routed_experts_start
-        self.final_routing: RoutedExperts | None = None
-        self.probe: PromptProbe | None = None
-        self.output_states: list[np.ndarray] = []
-        self.drafts = DraftCounts()
-        self.counters = np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64)
-        self.token_ids = np.asarray(request.prompt_ids, np.int32)
-        self.logprobs = np.zeros(prompt_len, np.float32)
-        self.ranks = np.zeros(prompt_len, np.int32)
-        self.page_ids = np.zeros(0, np.int32)
-        self.page_generations = np.zeros(0, np.int64)
+        """How it has ended."""
+        self.state = RowArrays(
+            np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64),
+            token_ids=np.asarray(request.prompt_ids, np.int32),
+            logprobs=np.zeros(prompt_len, np.float32),
+            ranks=np.zeros(prompt_len, np.int32),
+            page_ids=np.zeros(0, np.int32),
+            page_generations=np.zeros(0, np.int64),
+        )
+        asked = evidence_row(request, widths) if widths or request.raw_logprobs else None
+        self.rules = SampleRules(stop_token_ids, withheld_ids, guide=guide, asked=asked)
+        self.group = ChoiceGroup([self])
+        self.queue = QueueState()
+        self.cache = CacheState(request.cache_salt, num_cacheable=limit)
+        self.times = SequenceTimes()
+        self.published = Published(prompt_len, num_routing_rows=request.routed_experts_start)
+        self.routing = SequenceRouting()
+        self.evidence = Evidence(ColumnLog(widths))
 
     @property
     def is_held(self) -> bool:
         """Whether its samples are drawn by a program of their own."""
-        return not (self.guide is None and self.asked is None and self.processed is None)
+        rules = self.rules
+        return not (rules.guide is None and rules.asked is None and rules.processed is None)
 
     @property
     def is_probed(self) -> bool:
         """Return True if tokens that it computes may still have to be probed."""
-        return self.probe is not None and (self.probe.wants_hidden or not self.probe.is_complete)
+        probe = self.evidence.probe
+        return probe is not None and (probe.wants_hidden or not probe.is_complete)
 
     @property
     def takes_drafts(self) -> bool:
@@ -142,66 +237,79 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.counters[NUM_TOKENS])
+        return int(self.state.counters[NUM_TOKENS])
 
     @property
     def num_computed(self) -> int:
-        return int(self.counters[NUM_COMPUTED])
+        return int(self.state.counters[NUM_COMPUTED])
 
     @property
     def limit(self) -> int:
         """Prompt tokens and all that may be generated."""
-        return int(self.counters[LIMIT])
+        return int(self.state.counters[LIMIT])
 
     @property
     def num_outputs(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
+    def token_ids(self) -> np.ndarray:
+        """Tokens by position, int32; the first `num_tokens` are known."""
+        return self.state.token_ids
+
+    @property
     def pages(self) -> np.ndarray:
         """Pages held, int32, by page index."""
-        return self.page_ids[: self.counters[NUM_PAGES]]
+        state = self.state
+        return state.page_ids[: state.counters[NUM_PAGES]]
+
+    @property
+    def page_generations(self) -> np.ndarray:
+        """Allocations of the pages held, int64, by page index."""
+        return self.state.page_generations
 
     def note_start(self, num_cached: int) -> None:
         """Note that it starts to run after `num_cached` cached tokens, for the first time or once more."""
-        num_known = self.num_to_recompute
+        num_known, cache, times = self.queue.num_to_recompute, self.cache, self.times
         if num_known == 0:
-            self.num_cached = num_cached
-        if self.started_at is None:
-            self.started_at = time.monotonic()
+            cache.num_cached = num_cached
+        if times.started_at is None:
+            times.started_at = time.monotonic()
         again = (num_cached, min(num_known, self.num_prompt_tokens), "recomputed")
         ranges = ((num_known, num_cached, "cached"), again)
-        self.origins += tuple(origin for origin in ranges if origin[0] < origin[1])
+        cache.origins += tuple(origin for origin in ranges if origin[0] < origin[1])
 
     def let_go(self) -> np.ndarray:
         """Drop all pages and with them everything computed; returns the pages for release."""
         pages = self.pages.copy()
-        self.counters[NUM_PAGES] = 0
-        self.counters[NUM_COMPUTED] = 0
+        counters = self.state.counters
+        counters[NUM_PAGES] = counters[NUM_COMPUTED] = 0
         return pages
 
 
 def note_weights(sequence: Sequence, weight_version: str) -> None:
     """Note which weights the next output of a sequence is sampled under."""
-    before = tuple(known for known in sequence.weight_versions if known[0] < sequence.num_tokens)
+    evidence, position = sequence.evidence, sequence.num_tokens
+    before = tuple(known for known in evidence.weight_versions if known[0] < position)
     if not before or before[-1][1] != weight_version:
-        before = (*before, (sequence.num_tokens, weight_version))
-    sequence.weight_versions = before
+        before = (*before, (position, weight_version))
+    evidence.weight_versions = before
 
 
 def prompt_columns(sequence: Sequence) -> PromptColumns | None:
     """Return what was found at the tokens that the request of a sequence has probed; None if it wants nothing."""
-    if sequence.probe is None:
+    evidence = sequence.evidence
+    if evidence.probe is None:
         return None
-    return sequence.probe.result(np.stack(sequence.output_states) if sequence.output_states else None)
+    return evidence.probe.result(np.stack(evidence.output_states) if evidence.output_states else None)
 
 
 def chunk_demand(sequence: Sequence, start: int, *, stop: int) -> ChunkDemand | None:
     """Return the extra work of a sequence's chunk over positions `[start, stop)`, or None."""
-    forced = sequence.request.forced_routing
-    if sequence.probe is None and forced is None:
+    probe, forced = sequence.evidence.probe, sequence.request.forced_routing
+    if probe is None and forced is None:
         return None
-    return demand_of(start, stop, probe=sequence.probe, forced=forced)
+    return demand_of(start, stop, probe=probe, forced=forced)
 
 
 def restore(choices: Iterable[Sequence], committed: Iterable[ChoiceResult]) -> None:
@@ -217,14 +325,18 @@ def _restore(sequence: Sequence, committed: ChoiceResult) -> None:
     sequence.finish = committed.finish
     if not committed.token_ids:
         return
-    sequence.token_ids = np.concatenate([sequence.token_ids, np.asarray(committed.token_ids, np.int32)])
-    sequence.logprobs = np.concatenate([sequence.logprobs, np.asarray(committed.logprobs, np.float32)])
-    sequence.ranks = np.concatenate([sequence.ranks, np.asarray(committed.ranks, np.int32)])
-    sequence.counters[NUM_TOKENS] = sequence.num_published = len(sequence.token_ids)
-    sequence.num_to_recompute = len(sequence.token_ids) - 1
-    sequence.num_cached, sequence.drafts = committed.num_cached_tokens, committed.drafts
-    sequence.weight_versions = committed.weight_versions
-    sequence.token_at = time.monotonic()
-    sequence.columns.extend(committed.columns)
+    state, evidence = sequence.state, sequence.evidence
+    sequence.state = state._replace(
+        token_ids=np.concatenate([state.token_ids, np.asarray(committed.token_ids, np.int32)]),
+        logprobs=np.concatenate([state.logprobs, np.asarray(committed.logprobs, np.float32)]),
+        ranks=np.concatenate([state.ranks, np.asarray(committed.ranks, np.int32)]),
+    )
+    num_tokens = len(sequence.state.token_ids)
+    state.counters[NUM_TOKENS] = sequence.published.num_tokens = num_tokens
+    sequence.queue.num_to_recompute = num_tokens - 1
+    sequence.cache.num_cached = committed.num_cached_tokens
+    sequence.times.token_at = time.monotonic()
+    evidence.drafts, evidence.weight_versions = committed.drafts, committed.weight_versions
+    evidence.columns.extend(committed.columns)
     if (routing := committed.routing) is not None:
-        sequence.num_published_rows = routing.start + len(routing.rows)
+        sequence.published.num_routing_rows = routing.start + len(routing.rows)

@@ -18,10 +18,11 @@ def give_up_step(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
 
     Awaited chunks follow on those of another step, which is taken back too.
     """
-    table, is_known = scheduler.table, plan.chunk_starts > AWAITED
-    starts = np.where(plan.chunk_lengths > 0, plan.chunk_starts, 0)
-    np.minimum.at(table.num_computed, plan.chunk_rows[is_known], starts[is_known])
-    return [sequence for row in plan.chunk_rows.tolist() if (sequence := table.sequences[row])]
+    table, chunks = scheduler.table, plan.chunks
+    is_known = chunks.starts > AWAITED
+    starts = np.where(chunks.lengths > 0, chunks.starts, 0)
+    np.minimum.at(table.num_computed, chunks.rows[is_known], starts[is_known])
+    return [sequence for row in chunks.rows.tolist() if (sequence := table.sequences[row])]
 
 
 def hold_back_all_but(scheduler: Scheduler, kept: list[Sequence]) -> None:

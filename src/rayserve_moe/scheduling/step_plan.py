@@ -3,16 +3,15 @@
 Both are small frozen records of numpy arrays: they travel to every host each step, so a plan holds only what
 changed. A plan without chunks computes nothing and only collects the result of the step before it.
 
-A chunk is a run of tokens of one sequence: `chunk_rows[c]` is its row, its tokens sit at positions
-`chunk_starts[c] .. chunk_starts[c] + chunk_lengths[c] - 1`, and the tokens of all chunks follow each other in
-`token_ids`. Where `chunk_samples[c]`, the chunk ends at the last expected token and the next one is sampled. A token
-id of LAST_SAMPLED stands for the token that was sampled last in that row: it may not have left the device yet.
+A chunk is a run of tokens of one sequence: `rows[c]` of `Chunks` is its row, its tokens sit at positions
+`starts[c] .. starts[c] + lengths[c] - 1`, and the tokens of all chunks follow each other in `token_ids`. Where
+`samples[c]`, the chunk ends at the last expected token and the next one is sampled. A token id of LAST_SAMPLED stands
+for the token that was sampled last in that row: it may not have left the device yet.
 A choice that forks off another has a chunk of no tokens behind the one that ends their prompt: it samples there too.
 Where that is inside a page, the page of the other's row is copied to its own after the step.
 A sequence whose drafts are verified has 1 + n chunks of one token each, next to each other: its last token, then the
 drafts. All sample, each as if the drafts on its path were sampled tokens, and count while those are. Nodes of a tree
-start at their depth, several at one position: `ancestors` int32 [chunks] has the path to each (`kernels.ancestors`), 1
-for other chunks. `most_drafts` is the largest depth.
+start at their depth, several at one position: `ancestors` has the path to each.
 Where the step before has drafts of that sequence too, and has not come back, only the devices know where it has got to:
 such chunks are awaited. Their starts are AWAITED - d, for d behind the token that counts last, and a draft's id is
 DRAFTED, for what the draft model has said of the row.
@@ -140,8 +139,8 @@ class BlockWork:
 class SampleMasks:
     """The words that samples of a plan may be: `samples` intp [N] says which, in the plan's order; the others may be
     any. `bits` int32 [N, W] has bit i % 32 of number i // 32 for id i. Of the samples `asking` intp [M] evidence is
-    `asked`, int32 [M, F], as `Sequence.asked` has it. Those of `processing` intp [O] are given to logit processors with
-    `processed` int32 [O, X], what `allowed_logits` takes."""
+    `asked`, int32 [M, F], as `SampleRules.asked` has it. Those of `processing` intp [O] are given to logit processors
+    with `processed` int32 [O, X], what `allowed_logits` takes."""
 
     samples: np.ndarray
     bits: np.ndarray
@@ -151,65 +150,84 @@ class SampleMasks:
     processed: np.ndarray = field(default_factory=lambda: _empty(np.int32, 0))
 
 
-NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK = PageTableChanges(), RowSampling(), BlockWork()
-
-
 @dataclass(frozen=True)
-class StepPlan:
-    """One step for all hosts. `wants_routing` says that some row of this step will be asked for.
+class Chunks:
+    """The chunks of a plan, and the tokens of all of them."""
 
-    `columns` are the names of the columns that some sample wants. A piece of
-    a `migration` runs ahead of the step, on every host of the group. It and `wants_expert_counts` are for steps with
-    chunks, of a server that may move experts. `takes_staged_weights` is for a plan without chunks that follows another
-    such: every host puts the weights that it has staged in the place of those it serves. A plan that `holds_samples`
-    does not sample: the plan after it has the `masks` for that, which take the tokens before to be filled.
-    With `wants_drafts` a draft model says what may follow the samples; `next_ids` int32 [chunks] are tokens behind
-    chunks that are known, -1: none, if it wants them. `num_forks` chunks have no tokens. Tokens of `probe` are probed
-    after the step.
-    """
-
-    step_id: int
-    chunk_rows: np.ndarray = field(default_factory=lambda: _empty(np.intp))
-    chunk_starts: np.ndarray = field(default_factory=lambda: _empty(np.intp))
-    chunk_lengths: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    rows: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    """Row of each chunk, [chunks]."""
+    starts: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    """Position of the first token of each chunk, [chunks]."""
+    lengths: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    """Number of tokens of each chunk, [chunks]."""
     token_ids: np.ndarray = field(default_factory=lambda: _empty(np.int32))
-    chunk_samples: np.ndarray = field(default_factory=lambda: _empty(np.bool_))
-    pages: PageTableChanges = NO_PAGE_CHANGES
-    sampling: RowSampling = NO_NEW_ROWS
-    wants_routing: bool = False
-    adjustments: tuple[RowAdjustment, ...] = ()
-    block_work: BlockWork = NO_BLOCK_WORK
-    columns: tuple[str, ...] = ()
-    migration: MigrationPiece | None = None
-    wants_expert_counts: bool = False
-    takes_staged_weights: bool = False
-    most_drafts: int = 0
-    holds_samples: bool = False
-    masks: SampleMasks | None = None
-    wants_drafts: bool = False
-    next_ids: np.ndarray | None = None
-    probe: TokenProbe | None = None
+    """Ids of the tokens of all chunks, int32 [tokens]."""
+    samples: np.ndarray = field(default_factory=lambda: _empty(np.bool_))
+    """True for a chunk after which a token is sampled, bool [chunks]."""
     num_forks: int = 0
+    """Chunks without tokens."""
     ancestors: np.ndarray | None = None
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether some chunk takes blocks."""
-        is_longer = (self.chunk_lengths > 1).any() if self.num_forks else self.num_tokens != self.num_chunks
-        return bool(is_longer) or len(self.block_work.chunks) > 0
+    """Path to each chunk in a tree of drafts, int32 [chunks] (`kernels.ancestors`); 1 for other chunks."""
+    most_drafts: int = 0
+    """Largest depth of a draft."""
 
     @property
     def sources(self) -> np.ndarray:
         """Which chunk computes what each samples after, intp [chunks]: itself, or the one that it forks off."""
-        return np.maximum.accumulate(np.where(self.chunk_lengths > 0, np.arange(self.num_chunks), 0))
+        return np.maximum.accumulate(np.where(self.lengths > 0, np.arange(len(self.rows)), 0))
+
+
+NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK, NO_CHUNKS = PageTableChanges(), RowSampling(), BlockWork(), Chunks()
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step for all hosts."""
+
+    step_id: int
+    chunks: Chunks = NO_CHUNKS
+    pages: PageTableChanges = NO_PAGE_CHANGES
+    sampling: RowSampling = NO_NEW_ROWS
+    """Parameters of rows that new sequences have taken."""
+    wants_routing: bool = False
+    """Some row of this step is requested."""
+    adjustments: tuple[RowAdjustment, ...] = ()
+    """Of the rows of `sampling` whose logits are adjusted."""
+    block_work: BlockWork = NO_BLOCK_WORK
+    columns: tuple[str, ...] = ()
+    """Names of the columns that some sample wants."""
+    migration: MigrationPiece | None = None
+    """Runs ahead of the step, on every host of the group; only with chunks, on a server that may move experts."""
+    wants_expert_counts: bool = False
+    """Only with chunks, on a server that may move experts."""
+    takes_staged_weights: bool = False
+    """Every host replaces the weights that it serves by those that it has staged. Only for a plan without chunks that
+    follows another such plan."""
+    holds_samples: bool = False
+    """The step does not sample: the plan after it has the `masks` for that."""
+    masks: SampleMasks | None = None
+    """For the samples of the step before, whose tokens they take to be filled."""
+    wants_drafts: bool = False
+    """A draft model drafts what may follow the samples."""
+    next_ids: np.ndarray | None = None
+    """Known tokens behind chunks, int32 [chunks], -1 for none, if the draft model wants them."""
+    probe: TokenProbe | None = None
+    """Tokens that are probed after the step."""
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether some chunk takes blocks."""
+        chunks = self.chunks
+        is_longer = (chunks.lengths > 1).any() if chunks.num_forks else len(chunks.token_ids) != len(chunks.rows)
+        return bool(is_longer) or len(self.block_work.chunks) > 0
 
     @property
     def num_chunks(self) -> int:
-        return len(self.chunk_rows)
+        return len(self.chunks.rows)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.chunks.token_ids)
 
 
 @dataclass(frozen=True)

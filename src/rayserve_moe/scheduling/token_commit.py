@@ -45,12 +45,12 @@ def commit_tokens(
         kept &= result.finite
         rows, ids, logprobs, ranks = rows[kept], ids[kept], logprobs[kept], ranks[kept]
         columns = take(columns, kept)
-    places = table.num_tokens[rows]
+    places, state, wants = table.num_tokens[rows], table.state, table.wants
     if counts is not None:
         places = places + _places_in_runs(rows)
-    table.token_ids[rows, places] = ids
-    table.logprobs[rows, places] = logprobs
-    table.ranks[rows, places] = ranks
+    state.token_ids[rows, places] = ids
+    state.logprobs[rows, places] = logprobs
+    state.ranks[rows, places] = ranks
     places += 1
     table.num_tokens[rows] = places
     if counts is not None:
@@ -58,11 +58,11 @@ def commit_tokens(
     if columns:
         endings += _append_columns(table, rows, columns)
     over = places >= table.limits[rows]
-    if table.num_with_stop_ids:
-        over |= (table.stop_ids[rows] == ids[:, None]).any(axis=1)
+    if wants.num_with_stop_ids:
+        over |= (wants.stop_ids[rows] == ids[:, None]).any(axis=1)
     ended = {row for row, _ in endings}
     for i in [i for i in np.flatnonzero(over).tolist() if int(rows[i]) not in ended]:
-        is_stop = ids[i] in table.stop_ids[rows[i]]
+        is_stop = ids[i] in wants.stop_ids[rows[i]]
         reason = FinishReason("stop", matched=int(ids[i])) if is_stop else LENGTH
         endings.append((int(rows[i]), reason))
     return rows, endings
@@ -86,10 +86,10 @@ def _drop_rejected(table: RowTable, schedule: Schedule) -> None:
 def _append_columns(table: RowTable, rows: np.ndarray, columns: Columns) -> Iterator[tuple[int, FinishReason]]:
     """Append the entries of each sample to the columns of its sequence; yield the rows whose mask is too wide."""
     entries = {name: values.entries() if isinstance(values, Ragged) else values for name, values in columns.items()}
-    for i in np.flatnonzero(table.wanted_columns[rows]).tolist():
+    for i in np.flatnonzero(table.wants.columns[rows]).tolist():
         sequence = table.sequences[rows[i]]
         assert sequence is not None, "a sample belongs to a sequence"
-        sequence.columns.append(entries, i)
+        sequence.evidence.columns.append(entries, i)
         if sequence.request.return_sampling_mask and len(entries["mask_ids"][i]) > MAX_MASK_IDS:
             yield int(rows[i]), TOO_WIDE
 
@@ -98,15 +98,16 @@ def commit_probe(table: RowTable, schedule: Schedule, *, result: StepResult) -> 
     """Store what a step found at probed tokens; yield the rows of sequences for which that is not finite."""
     runs = runs_of([probed.count for probed in schedule.probed])
     for (sequence, generation, position, _), run in zip(schedule.probed, runs, strict=True):
-        assert sequence.probe is not None, "the sequence is probed"
+        probe = sequence.evidence.probe
+        assert probe is not None, "the sequence is probed"
         found = take(result.probed, run)
         is_own = sequence.row != NO_ROW and table.generations[sequence.row] == generation
         if not as_array(found[IS_FINITE]).all():
             if sequence.row != NO_ROW and (is_own or position < sequence.num_prompt_tokens):
                 yield sequence.row
         elif position < sequence.num_prompt_tokens:
-            sequence.probe.take(position, found)
+            probe.take(position, found)
             if is_own and not sequence.is_probed:
                 table.end_probe(sequence.row)
         elif is_own:
-            sequence.output_states += list(as_array(found["hidden"]))
+            sequence.evidence.output_states += list(as_array(found["hidden"]))

@@ -50,8 +50,8 @@ def add_decoding(steps: list[RankStep], draft: Draft, *, limits: StepLimits) -> 
 
 def _chunks(step: RankStep) -> Iterator[tuple[bool, bool]]:
     """Of the chunks of prompts in a step, whether each is a single token, and whether it samples."""
-    for lengths, samples, demand in zip(step.lengths, step.samples, step.demands, strict=True):
-        yield bool(lengths[0] == 1 and demand is None), bool(samples[0])
+    for run in step.runs:
+        yield bool(run.lengths[0] == 1 and run.demand is None), bool(run.samples[0])
 
 
 def _grow(step: RankStep, row: int, count: int, *, page_size: int) -> int:
@@ -61,7 +61,7 @@ def _grow(step: RankStep, row: int, count: int, *, page_size: int) -> int:
     """
     rank, table = step.rank, step.rank.table
     used, held = int(table.num_computed[row]) + 1, int(table.num_pages[row])
-    count = min(count, table.page_ids.shape[1] * page_size - used)
+    count = min(count, table.state.page_ids.shape[1] * page_size - used)
     missing = min(1, -(-(used + count) // page_size) - held)
     pages = rank.take_pages(missing) if missing > 0 else None
     if pages is not None:
@@ -83,9 +83,8 @@ def _add(step: RankStep, rows: np.ndarray, starts: np.ndarray, *, found: Mapping
     token_ids[np.cumsum(lengths) - lengths] = LAST_SAMPLED
     depths = np.concatenate([part.depths for part in parts])
     first, way = (np.repeat(each, lengths) for each in (np.where(are_awaited, AWAITED, starts), 1 - 2 * are_awaited))
-    step.add_singles(np.repeat(rows, lengths), first + way * depths, token_ids=token_ids)
-    if found or are_awaited.any():
-        step.ancestors[-1] = np.concatenate([part.ancestors for part in parts])
+    ancestors = np.concatenate([part.ancestors for part in parts]) if found or are_awaited.any() else None
+    step.add_singles(np.repeat(rows, lengths), first + way * depths, token_ids=token_ids, ancestors=ancestors)
     table.num_computed[rows] = starts + lengths
 
 
@@ -95,25 +94,25 @@ def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResul
     They are of sequences still in their row. A sample after a draft counts if the sample that the draft follows counts,
     equals the draft, and does not end the sequence.
     """
-    plan = schedule.plan
-    assert plan.ancestors is not None, "without drafts all samples count"
+    chunks = schedule.plan.chunks
+    assert chunks.ancestors is not None, "without drafts all samples count"
     rows, ids = schedule.sampling_rows, result.token_ids
     is_draft, places = follows(rows), np.arange(len(rows))
-    before = places - parents_of(plan.ancestors[plan.chunk_samples])
-    ends = (table.stop_ids[rows] == ids[:, None]).any(axis=1) | ~result.finite
-    drafted = plan.token_ids[_last_tokens(plan.chunk_lengths, plan.chunk_samples)]
+    before = places - parents_of(chunks.ancestors[chunks.samples])
+    ends = (table.wants.stop_ids[rows] == ids[:, None]).any(axis=1) | ~result.finite
+    drafted = chunks.token_ids[_last_tokens(chunks.lengths, chunks.samples)]
     is_right = (drafted == ids[before]) & ~ends[before]
     counts = np.ones(len(rows), np.bool_)
-    for _ in range(plan.most_drafts):
+    for _ in range(chunks.most_drafts):
         counts = ~is_draft | (is_right & counts[before])
     return counts & (table.generations[rows] == schedule.sampling_generations)
 
 
 def tokens_that_count(schedule: Schedule, counts: np.ndarray) -> np.ndarray:
     """Which tokens of a plan belong to their sequences, bool [num_tokens]; `counts` is of its samples."""
-    plan = schedule.plan
-    belongs = np.ones(plan.num_tokens, np.bool_)
-    belongs[_last_tokens(plan.chunk_lengths, plan.chunk_samples)] = counts
+    chunks = schedule.plan.chunks
+    belongs = np.ones(len(chunks.token_ids), np.bool_)
+    belongs[_last_tokens(chunks.lengths, chunks.samples)] = counts
     return belongs
 
 

@@ -16,7 +16,7 @@ from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.slices import slice_replica
 from benchmarks.simulation.workloads import SHAPES, Conversation, Shape, Turn, drawn, token_ids, traced
 from rayserve_moe.scheduling.scheduler import StepLimits
-from rayserve_moe.scheduling.step_plan import StepPlan
+from rayserve_moe.scheduling.step_plan import Chunks, StepPlan
 
 LIMITS = StepLimits(num_rows=4, step_tokens=256, chunk_tokens=64, page_size=16, num_pages=200, max_tokens=1024)
 TIMES = MeasuredSteps(0.01, 0.001, 0.0, 0.0, 0.0002, 0.0, 0.005)
@@ -141,11 +141,13 @@ def test_traces_are_read_with_what_their_prompts_share(tmp_path) -> None:
 def test_a_step_takes_what_its_busiest_rank_has() -> None:
     plan = StepPlan(
         0,
-        chunk_rows=np.array([0, 1, 4, 5]),
-        chunk_starts=np.array([10, 30, 100, 0]),
-        chunk_lengths=np.array([1, 1, 1, 20]),
-        token_ids=np.zeros(23, np.int32),
-        chunk_samples=np.array([True, True, True, True]),
+        Chunks(
+            rows=np.array([0, 1, 4, 5]),
+            starts=np.array([10, 30, 100, 0]),
+            lengths=np.array([1, 1, 1, 20]),
+            token_ids=np.zeros(23, np.int32),
+            samples=np.array([True, True, True, True]),
+        ),
     )
     assert load_of(plan, rows_per_rank=4) == StepLoad(rows=1, context=100, prompt=20, prompt_context=190, prompt_ends=1)
     assert load_of(StepPlan(0), rows_per_rank=4) == StepLoad()

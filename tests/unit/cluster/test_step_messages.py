@@ -18,6 +18,7 @@ from rayserve_moe.scheduling.step_plan import (
     NO_NEW_ROWS,
     NO_PAGE_CHANGES,
     BlockWork,
+    Chunks,
     PageTableChanges,
     RowAdjustment,
     RowSampling,
@@ -33,14 +34,10 @@ PIECE = MigrationPiece(
     SlotFetch(1, INTS.reshape(2, 3), INTS.reshape(2, 3)[::-1]),
     LayerSwap(1, identity_placement(1, 8, ep_size=2), INTS > 2),
 )
-DECODING = StepPlan(7, INTS.astype(np.intp), INTS.astype(np.int64), INTS, INTS, INTS >= 0, wants_routing=True)
+DECODING = StepPlan(7, Chunks(INTS.astype(np.intp), INTS.astype(np.int64), INTS, INTS, INTS >= 0), wants_routing=True)
 FULL = StepPlan(
     8,
-    INTS.astype(np.intp),
-    INTS.astype(np.int64),
-    INTS,
-    INTS,
-    INTS % 2 == 0,
+    Chunks(INTS.astype(np.intp), INTS.astype(np.int64), INTS, INTS, INTS % 2 == 0, ancestors=INTS),
     pages=PageTableChanges(INTS[:2], INTS[2:4], INTS[4:]),
     sampling=RowSampling(INTS[:1], np.ones((1, 6), np.float32), np.ones((1, 5), np.uint32)),
     adjustments=(RowAdjustment(4, INTS, INTS[:0], INTS, INTS / np.float32(3)),),
@@ -51,7 +48,6 @@ FULL = StepPlan(
     wants_expert_counts=True,
     wants_drafts=True,
     next_ids=INTS,
-    ancestors=INTS,
 )
 RESULT = StepResult(
     7,

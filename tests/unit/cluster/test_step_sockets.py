@@ -14,7 +14,7 @@ import pytest
 from rayserve_moe.cluster import channel
 from rayserve_moe.cluster.channel import HANDSHAKE_S, MOST_UNPROVEN, Address, accept_proven
 from rayserve_moe.cluster.step_transport import HostLostError, Sockets, listen_for_steps
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import Chunks, StepPlan, StepResult
 
 HOST, KEY = "127.0.0.1", b"k" * 32
 LARGE = 4 * 1024 * 1024
@@ -24,13 +24,13 @@ Execute = Callable[[StepPlan], StepResult | None]
 
 
 def plan_of(step_id: int, num_tokens: int) -> StepPlan:
-    return StepPlan(step_id, token_ids=np.arange(num_tokens, dtype=np.int32) + step_id)
+    return StepPlan(step_id, Chunks(token_ids=np.arange(num_tokens, dtype=np.int32) + step_id))
 
 
 def answer_to(plan: StepPlan) -> StepResult:
     """A result that holds all of its plan."""
-    rows = plan.token_ids.view(np.uint8).reshape(-1, 2, 2)
-    return StepResult(plan.step_id, plan.token_ids, plan.token_ids.astype(np.float32), plan.token_ids >= 0, rows)
+    ids = plan.chunks.token_ids
+    return StepResult(plan.step_id, ids, ids.astype(np.float32), ids >= 0, ids.view(np.uint8).reshape(-1, 2, 2))
 
 
 def listening(execute: Execute, *, timeout_s: float = 30.0) -> Address:
@@ -56,11 +56,11 @@ def test_every_host_gets_the_plan_and_the_first_one_answers(num_tokens: int) -> 
         result = sockets.execute(plan)
         assert result is not None and result.step_id == step_id
         assert result.routing is not None
-        np.testing.assert_array_equal(result.token_ids, plan.token_ids)
-        np.testing.assert_array_equal(result.routing.reshape(-1).view(np.int32), plan.token_ids)
+        np.testing.assert_array_equal(result.token_ids, plan.chunks.token_ids)
+        np.testing.assert_array_equal(result.routing.reshape(-1).view(np.int32), plan.chunks.token_ids)
     for plans in seen:
         assert [plan.step_id for plan in plans] == [0, 1, 2]
-        np.testing.assert_array_equal(plans[2].token_ids, plan.token_ids)
+        np.testing.assert_array_equal(plans[2].chunks.token_ids, plan.chunks.token_ids)
 
 
 def test_a_host_that_fails_on_a_step_is_named_with_its_error() -> None:

@@ -86,7 +86,7 @@ def run(seed: int, settings: Settings, *, check: Callable[[Run], None] | None = 
         for sequence in ended:
             first, last = sequence.num_prompt_tokens, sequence.num_tokens
             found.tokens[key_of(sequence)] = tokens = sequence.token_ids[first:last].tolist()
-            assert sequence.logprobs[first:last].tolist() == [-token for token in tokens]
+            assert sequence.state.logprobs[first:last].tolist() == [-token for token in tokens]
         if check is not None:
             check(found)
         if target.running and settings.preempts_every and step % settings.preempts_every == 0:
@@ -155,13 +155,13 @@ def settles_as_run(found: Run) -> None:
     if (schedule := found.cycle._in_flight) is None:
         return
     plan, table = schedule.plan, found.cycle.scheduler.table
-    ran, firsts = found.device.steps[plan.step_id], np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
+    ran, firsts = found.device.steps[plan.step_id], np.cumsum(plan.chunks.lengths) - plan.chunks.lengths
     generations = dict(zip(schedule.sampling_rows.tolist(), schedule.sampling_generations.tolist(), strict=True))
-    for chunk in np.flatnonzero((plan.chunk_lengths == 1) & plan.chunk_samples).tolist():
+    for chunk in np.flatnonzero((plan.chunks.lengths == 1) & plan.chunks.samples).tolist():
         row, position, token = ran[firsts[chunk]]
         if table.generations[row] == generations[row]:
-            assert plan.chunk_starts[chunk] == position < table.num_computed[row]
-            assert plan.token_ids[firsts[chunk]] in (LAST_SAMPLED, token)
+            assert plan.chunks.starts[chunk] == position < table.num_computed[row]
+            assert plan.chunks.token_ids[firsts[chunk]] in (LAST_SAMPLED, token)
 
 
 @pytest.mark.sampled(3)
@@ -185,7 +185,7 @@ def test_a_stream_takes_one_step_for_four_tokens_of_right_drafts():
     speculation = Speculation(target.table, ModelProposer("fake"), **how)
     cycle = StepCycle(target, device, capture=None, speculation=speculation)
     (sequence,) = choices("a", [1, 2, 3], num_new=41)
-    sequence.stop_token_ids = frozenset()
+    sequence.rules.stop_token_ids = frozenset()
     target.add([sequence])
     while cycle.has_work:
         cycle.run()
@@ -206,7 +206,9 @@ def one_too_near(table: Any, schedule: Any, **given: Any) -> Any:
 
 def one_too_far(table: Any, schedule: Any, **given: Any) -> Any:
     found = settled(table, schedule, **given)
-    return replace(found, plan=replace(found.plan, chunk_starts=found.plan.chunk_starts + 1))
+    return replace(
+        found, plan=replace(found.plan, chunks=replace(found.plan.chunks, starts=found.plan.chunks.starts + 1))
+    )
 
 
 def drafts_of_another_row(table: Any, schedule: Any, *, before: Any, result: Any) -> Any:
@@ -245,9 +247,9 @@ def test_what_needs_each_token_on_the_host_is_found_before_it_runs():
     within = CANDIDATES + 1
     for place, expected in ((within + 1, False), (within, True)):
         each = target.waiting[place]
-        each.asked = np.zeros(1, np.int32)
+        each.rules.asked = np.zeros(1, np.int32)
         assert step_cycle.wants_every_token(target) == expected
-        each.asked = None
-    target.waiting[0].asked = np.zeros(1, np.int32)
+        each.rules.asked = None
+    target.waiting[0].rules.asked = np.zeros(1, np.int32)
     target.schedule()
-    assert target.table.num_held == 1 and step_cycle.wants_every_token(target)
+    assert target.table.wants.num_held == 1 and step_cycle.wants_every_token(target)

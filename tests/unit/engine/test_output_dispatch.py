@@ -42,8 +42,8 @@ class Clients:
         """Each of `sequences` gets a token."""
         rows = np.array([sequence.row for sequence in sequences])
         places = self.table.num_tokens[rows]
-        self.table.token_ids[rows, places] = places
-        self.table.logprobs[rows, places] = -places
+        self.table.state.token_ids[rows, places] = places
+        self.table.state.logprobs[rows, places] = -places
         self.table.num_tokens[rows] += 1
         self.outputs.publish(rows, [], now=now)
 

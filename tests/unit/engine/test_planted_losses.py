@@ -59,15 +59,15 @@ def at_every_loss(change: Callable[[Sequence], object]) -> Plant:
 
 
 def send_rows_again(sequence: Sequence) -> None:
-    sequence.num_published_rows = 0
+    sequence.published.num_routing_rows = 0
 
 
 def send_token_again(sequence: Sequence) -> None:
-    sequence.num_published = max(sequence.num_prompt_tokens, sequence.num_published - 1)
+    sequence.published.num_tokens = max(sequence.num_prompt_tokens, sequence.published.num_tokens - 1)
 
 
 def skip_token(sequence: Sequence) -> None:
-    sequence.num_published = sequence.num_tokens + 1
+    sequence.published.num_tokens = sequence.num_tokens + 1
 
 
 class LateExecutor(LosingExecutor):

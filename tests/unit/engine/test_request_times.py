@@ -26,7 +26,7 @@ def metrics():
 
 def sequence_at(accepted_at, *, index=0):
     sequence = Sequence(GenerationRequest("r", PROMPT, SamplingParams(n=2)), index, seed=0, stop_token_ids=frozenset())
-    sequence.accepted_at = accepted_at
+    sequence.times.accepted_at = accepted_at
     return sequence
 
 
@@ -61,7 +61,7 @@ def test_a_preempted_choice_goes_on_from_its_last_token(table, metrics):
 
 def test_a_choice_that_ends_is_counted_once_and_its_prompt_with_the_first(metrics):
     first, second = sequence_at(1.0), sequence_at(1.0, index=1)
-    first.started_at, first.num_cached = 3.0, 2
+    first.times.started_at, first.cache.num_cached = 3.0, 2
     note_end(metrics, first, kind="stop", now=6.0)
     note_end(metrics, second, kind="abort", now=6.0)
     assert metrics.finished == {"stop": 1, "abort": 1}

@@ -35,7 +35,7 @@ class Captured:
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
-            self.routing |= {sequence: sequence.final_routing for sequence in self.cycle.run()[1]}
+            self.routing |= {sequence: sequence.routing.final for sequence in self.cycle.run()[1]}
 
     def begin(self, sequence: Sequence, num_turns: int) -> None:
         """Add one more sequence, and turn."""
@@ -56,7 +56,7 @@ class Captured:
         return [self.of(sequence) for group in groups for sequence in group]
 
     def abort(self, sequence: Sequence) -> RoutedExperts:
-        self.routing[sequence] = self.cycle.end(sequence, ABORT).final_routing
+        self.routing[sequence] = self.cycle.end(sequence, ABORT).routing.final
         return self.of(sequence)
 
     def of(self, sequence: Sequence) -> RoutedExperts:
@@ -197,7 +197,7 @@ def test_rows_that_were_on_their_way_at_a_preemption_are_kept_once_they_are_in(o
     captured.scheduler.add([young])
     while not captured.scheduler.num_preemptions:
         captured.turn()
-    num_computed = young.num_to_recompute
+    num_computed = young.queue.num_to_recompute
     assert young.row == NO_ROW and num_computed > 0
     assert captured.abort(young).missing == (((num_computed, 19),) if num_computed < 19 else ())
 
@@ -301,11 +301,11 @@ def test_what_was_preempted_between_steps_is_kept_once_however_many_end_then(ret
         captured.scheduler.add([sequence])
     captured.turn(2)
     changed(captured, retracts=retracts)
-    kept = [sequence.kept_rows for sequence in group]
+    kept = [sequence.routing.kept for sequence in group]
     assert all(rows is not None and rows.is_known.any() for rows in kept[:2])
     for sequence in group[2], group[0]:
         captured.abort(sequence)
-    assert group[1].kept_rows is kept[1]
+    assert group[1].routing.kept is kept[1]
 
 
 def corrupt(store: RoutingStore, generator: np.random.Generator, slots: np.ndarray) -> None:

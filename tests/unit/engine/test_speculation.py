@@ -21,8 +21,8 @@ from rayserve_moe.engine.speculation.proposers import NgramProposer, SiblingProp
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.results import DraftCounts
 from rayserve_moe.scheduling.plan_builder import Schedule
-from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.sequence import NUM_TOKENS, Sequence
+from rayserve_moe.scheduling.step_plan import Chunks, StepPlan, StepResult
 from tests.support.scheduling import choices, one, scheduler, some_reach
 
 LENGTH, FIRST = 400, 100
@@ -38,7 +38,7 @@ class Counting:
     def execute(self, plan: StepPlan) -> StepResult | None:
         before, self._result = self._result, None
         if plan.num_chunks:
-            stops = (plan.chunk_starts + plan.chunk_lengths)[plan.chunk_samples].astype(np.int32)
+            stops = (plan.chunks.starts + plan.chunks.lengths)[plan.chunks.samples].astype(np.int32)
             ones = np.ones(len(stops), np.int32)
             self._result = StepResult(plan.step_id, FIRST + stops, ones.astype(np.float32), ones)
         return before
@@ -82,9 +82,10 @@ def run_all(cycle: StepCycle, *, num_new: int = LENGTH) -> tuple[Sequence, int]:
 def test_right_drafts_give_eight_tokens_a_step_and_wrong_ones_one():
     sequence, num_turns = run_all(cycle_with(Knowing(True), is_fixed=True))
     assert num_turns == 1 + -(-(LENGTH - 1) // 8)
-    assert sequence.drafts == DraftCounts(num_turns - 1, LENGTH - 1 - (num_turns - 1), LENGTH - num_turns)
+    assert sequence.evidence.drafts == DraftCounts(num_turns - 1, LENGTH - 1 - (num_turns - 1), LENGTH - num_turns)
     sequence, num_turns = run_all(cycle_with(Knowing(False), is_fixed=True))
-    assert num_turns == LENGTH and sequence.drafts.accepted == 0 and sequence.drafts.chains == LENGTH - 2
+    drafts = sequence.evidence.drafts
+    assert num_turns == LENGTH and drafts.accepted == 0 and drafts.chains == LENGTH - 2
 
 
 @dataclass
@@ -103,8 +104,8 @@ def test_a_tree_gives_as_many_tokens_as_its_levels_that_are_right(is_right: bool
     cycle = cycle_with(Branching(is_right), is_fixed=True, are_trees=True)
     sequence, num_turns = run_all(cycle)
     assert num_turns == (1 + -(-(LENGTH - 1) // 4) if is_right else LENGTH)
-    assert sequence.drafts.accepted == LENGTH - num_turns
-    assert sequence.drafts.drafted > 5 * (sequence.drafts.chains - 2)
+    assert sequence.evidence.drafts.accepted == LENGTH - num_turns
+    assert sequence.evidence.drafts.drafted > 5 * (sequence.evidence.drafts.chains - 2)
 
 
 def note_steps(speculation: Speculation, schedule, count: int, *, tokens: int, seconds: float) -> int:
@@ -126,9 +127,10 @@ def plain_schedule(cycle: StepCycle):
 
 def with_draft(schedule: Schedule) -> Schedule:
     """The same step with a draft of its sequence."""
-    names = ("chunk_rows", "chunk_starts", "chunk_lengths", "chunk_samples", "token_ids")
-    doubled = {name: np.repeat(getattr(schedule.plan, name), 2) for name in names}
-    return replace(schedule, plan=replace(schedule.plan, most_drafts=1, **doubled))
+    chunks = schedule.plan.chunks
+    parts = (chunks.rows, chunks.starts, chunks.lengths, chunks.token_ids, chunks.samples)
+    doubled = Chunks(*(np.repeat(part, 2) for part in parts), most_drafts=1)
+    return replace(schedule, plan=replace(schedule.plan, chunks=doubled))
 
 
 def test_losses_end_trying_until_other_steps_have_paid_for_them():
@@ -188,14 +190,20 @@ def test_wrong_drafts_are_watched_and_not_tried():
     assert num_turns <= 1.05 * LENGTH
 
 
+def know(sequence: Sequence, token_ids: list[int]) -> None:
+    """Have a sequence out of a row know these tokens."""
+    sequence.state = sequence.state._replace(token_ids=np.array(token_ids, np.int32))
+    sequence.state.counters[NUM_TOKENS] = len(token_ids)
+
+
 def test_siblings_draft_what_others_have_answered():
     first, second = choices("r", [1, 2, 3], n=2)
-    first.choices = second.choices = [first, second]
+    first.group.choices = second.group.choices = [first, second]
     proposer = SiblingProposer(SETTINGS)
-    first.token_ids, first.counters[0] = np.array([1, 2, 3, 7, 8, 9], np.int32), 6
+    know(first, [1, 2, 3, 7, 8, 9])
     assert proposer.propose(first, 4).tolist() == []
     assert proposer.propose(second, 4).tolist() == [7, 8, 9]
-    first.token_ids, first.counters[0] = np.append(first.token_ids, np.int32(4)), 7
+    know(first, [1, 2, 3, 7, 8, 9, 4])
     proposer.propose(first, 4)
     assert proposer.propose(second, 4).tolist() == [7, 8, 9, 4]
     proposer.end(first)
@@ -208,7 +216,7 @@ def test_siblings_draft_what_others_have_answered():
 def test_an_answer_that_failed_is_no_draft_and_what_has_ended_takes_no_memory():
     proposer, finish = SiblingProposer(SETTINGS), FinishReason("error")
     sequence = one("failed", [1, 2, 3], num_new=5)
-    sequence.token_ids, sequence.counters[0] = np.array([1, 2, 3, 7, 8], np.int32), 5
+    know(sequence, [1, 2, 3, 7, 8])
     proposer.propose(sequence, 4)
     sequence.finish = finish
     proposer.end(sequence)
@@ -227,7 +235,7 @@ def test_drafts_lose_no_cache_hit_and_no_page():
             while cycle.has_work:
                 cycle.run()
                 cycle.scheduler.check_integrity()
-            cached.append(sequence.num_cached)
+            cached.append(sequence.cache.num_cached)
             known = [*sequence.token_ids[: sequence.num_tokens].tolist(), 5, 6, 7]
         (rank,) = cycle.scheduler.ranks
         return cached, rank.tree.num_cached_pages

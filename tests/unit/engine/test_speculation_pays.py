@@ -110,7 +110,7 @@ def seconds_with_head(seconds_of: Curve, *, num_new: int, share: float | None) -
     cycle = StepCycle(target, device, capture=None, speculation=speculation)
     for i in range(4):
         target.add([one(f"r{i}", [0], num_new=num_new)])
-        target.waiting[-1].stop_token_ids = frozenset()
+        target.waiting[-1].rules.stop_token_ids = frozenset()
     with patch.object(step_cycle.time, "perf_counter", lambda: device.now):
         while cycle.has_work:
             cycle.run()

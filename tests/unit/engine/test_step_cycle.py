@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.engine.cycle import StepCycle
-from rayserve_moe.scheduling.step_plan import StepPlan
+from rayserve_moe.scheduling.step_plan import Chunks, StepPlan
 from tests.support.counting import CountingExecutor
 from tests.support.scheduling import ABORT, choices, one, scheduler
 
@@ -96,7 +96,7 @@ def test_a_result_of_another_step_is_our_own_fault():
     cycle.scheduler.add([one("a", [7])])
     cycle.run()
     executor.execute(StepPlan(step_id=-1))
-    executor.execute(StepPlan(-1, *(np.array([value]) for value in (0, 0, 1, 7, True))))
+    executor.execute(StepPlan(-1, Chunks(*(np.array([value]) for value in (0, 0, 1, 7, True)))))
     with pytest.raises(AssertionError, match="belongs to another step"):
         cycle.run()
 

@@ -69,7 +69,7 @@ def test_what_fills_a_shape_has_one_token_of_the_null_page_or_blocks():
     """Two tokens of one page may not be given to a kernel that writes their rows."""
     for shape in (StepShape(1, 0, BLOCK), StepShape(8, 0, BLOCK), StepShape(8, 3, BLOCK)):
         plan = filling_plan(shape, max_model_len=64, num_rows=8)
-        is_real = plan.chunk_starts >= 0
+        is_real = plan.chunks.starts >= 0
         assert is_real[0] and is_real.sum() == (shape.num_blocks or 1)
         assert plan.num_chunks == (shape.num_blocks or shape.num_singles)
 

@@ -28,7 +28,7 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import ParallelPlan
-from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import Chunks, StartReport, StepPlan, StepResult
 
 DIRECTORY = "executables/0-of-1"
 
@@ -48,7 +48,7 @@ def started(path: Path, cache: str, *, places: slice = slice(1)) -> tuple[StartR
     for step_id in range(2):
         place, one = np.full(1, step_id, np.intp), np.ones(1, np.intp)
         token, row = np.array([7], np.int32), np.zeros(1, np.intp)
-        runner.execute(StepPlan(step_id, row, place, one, token, np.array([True]), wants_routing=True))
+        runner.execute(StepPlan(step_id, Chunks(row, place, one, token, np.array([True])), wants_routing=True))
     result = runner.execute(StepPlan(2))
     assert result is not None
     assert pages.is_deleted(), "the pool is donated, not copied"

@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 
 from rayserve_moe.execution.runner import draft_rows, drafts_of
-from rayserve_moe.scheduling.step_plan import StepPlan
+from rayserve_moe.scheduling.step_plan import Chunks, StepPlan
 
 
 def plan_of(rows: list[int], samples: list[bool], *, wants_drafts: bool = True) -> StepPlan:
     count = len(rows)
     positions, ids = np.arange(count), np.zeros(count, np.int32)
     return StepPlan(
-        0, np.array(rows), positions, np.ones(count, np.int32), ids, np.array(samples), wants_drafts=wants_drafts
+        0,
+        Chunks(np.array(rows), positions, np.ones(count, np.int32), ids, np.array(samples)),
+        wants_drafts=wants_drafts,
     )
 
 

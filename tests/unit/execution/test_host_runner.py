@@ -12,7 +12,7 @@ from rayserve_moe.config.settings import CacheSettings, ModelSettings, ReplaySet
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.parallel.mesh import plan_for
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PageTableChanges, StepPlan
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, Chunks, PageTableChanges, StepPlan
 
 
 def prepared(path: Path, *, max_model_len: int, max_step_tokens: int = 64, page_size: int = 16) -> HostRunner:
@@ -32,7 +32,7 @@ def single(step_id: int, position: int, token_id: int, *, wants_routing: bool = 
     chunk = (np.array([value]) for value in (0, position, 1))
     page = PageTableChanges(*(np.array([value]) for value in (0, 0, 1)))
     tokens = np.array([token_id], np.int32)
-    return StepPlan(step_id, *chunk, tokens, np.array([True]), page, wants_routing=wants_routing)
+    return StepPlan(step_id, Chunks(*chunk, tokens, np.array([True])), page, wants_routing=wants_routing)
 
 
 @pytest.mark.parametrize("max_model_len", [5, pytest.param(50, marks=pytest.mark.slow)])

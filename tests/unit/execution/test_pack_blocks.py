@@ -9,7 +9,7 @@ import numpy as np
 from rayserve_moe.execution.step.pack import Packer
 from rayserve_moe.execution.step.probe import MAX_PROBED, probe_runs
 from rayserve_moe.execution.step.pytrees import StepShape
-from rayserve_moe.scheduling.step_plan import BlockWork, StepPlan
+from rayserve_moe.scheduling.step_plan import BlockWork, Chunks, StepPlan
 from rayserve_moe.scheduling.token_probe import TokenProbe
 
 SHAPES = (StepShape(3, 0, 32), StepShape(3, 3, 32))
@@ -22,11 +22,13 @@ def plan(work: BlockWork) -> StepPlan:
     lengths = np.array([1, 40, 1, 1])
     return StepPlan(
         0,
-        chunk_rows=np.array([0, 2, 3, 5]),
-        chunk_starts=np.array([9, 64, 7, 3]),
-        chunk_lengths=lengths,
-        token_ids=np.arange(100, 143, dtype=np.int32),
-        chunk_samples=np.array([True, False, False, True]),
+        Chunks(
+            rows=np.array([0, 2, 3, 5]),
+            starts=np.array([9, 64, 7, 3]),
+            lengths=lengths,
+            token_ids=np.arange(100, 143, dtype=np.int32),
+            samples=np.array([True, False, False, True]),
+        ),
         block_work=work,
     )
 
@@ -55,9 +57,9 @@ def test_a_step_of_single_tokens_runs_in_a_shape_with_blocks_where_one_is_scored
     lengths = np.ones(2, np.intp)
     work = BlockWork(np.array([1]))
     one_rank = Packer(SHAPES, rows_per_rank=3)
-    scored = StepPlan(0, np.array([0, 1]), np.array([5, 6]), lengths, np.array([8, 9]), np.array([True, False]))
+    scored = StepPlan(0, Chunks(np.array([0, 1]), np.array([5, 6]), lengths, np.array([8, 9]), np.array([True, False])))
     assert one_rank.pack(scored, with_changes=False).shape.num_blocks == 0
-    asked = StepPlan(**{**vars(scored), "block_work": work})
+    asked = replace(scored, block_work=work)
     assert not one_rank.fits(asked) and one_rank.pack(asked, with_changes=False).shape.num_blocks == 3
 
 
@@ -79,7 +81,9 @@ def test_probed_tokens_are_found_among_those_of_all_ranks():
 
 def test_more_tokens_than_a_run_holds_take_several():
     count = MAX_PROBED + 3
-    long = replace(plan(BlockWork()), chunk_lengths=np.array([1, count, 1, 1]), token_ids=np.zeros(count + 3, np.int32))
+    short = plan(BlockWork())
+    lengths, token_ids = np.array([1, count, 1, 1]), np.zeros(count + 3, np.int32)
+    long = replace(short, chunks=replace(short.chunks, lengths=lengths, token_ids=token_ids))
     shapes = (StepShape(3, 0, 32), StepShape(3, 6, 32))
     probe = TokenProbe(np.arange(1, 1 + count), np.arange(count, dtype=np.int32), np.zeros((count, 0), np.int32))
     step = Packer(shapes, rows_per_rank=3, num_data_ranks=2).pack(replace(long, probe=probe), with_changes=False)

@@ -37,15 +37,15 @@ def test_only_those_near_the_front_are_looked_at():
 
 def test_whoever_was_preempted_goes_first():
     waiting, cached = queue_of(0, 64)
-    waiting[0].num_to_recompute = 1
+    waiting[0].queue.num_to_recompute = 1
     assert place(waiting, cached) == 0
 
 
 def test_passing_over_ends():
     waiting, cached = queue_of(0, 64)
-    waiting[0].num_passed_over = MAX_PASSED_OVER - 1
+    waiting[0].queue.num_passed_over = MAX_PASSED_OVER - 1
     assert place(waiting, cached) == 1
-    waiting[0].num_passed_over = MAX_PASSED_OVER
+    waiting[0].queue.num_passed_over = MAX_PASSED_OVER
     assert place(waiting, cached) == 0
 
 
@@ -64,7 +64,7 @@ def test_a_stream_of_cached_prompts_starves_nobody():
             num_passing += 1
         turns.turn()
         assert num_passing < 5 * MAX_PASSED_OVER, "it waits for ever"
-    assert patient.num_passed_over == MAX_PASSED_OVER, "it did let others go first"
+    assert patient.queue.num_passed_over == MAX_PASSED_OVER, "it did let others go first"
     turns.finish()
 
 

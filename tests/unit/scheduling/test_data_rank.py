@@ -120,7 +120,7 @@ def test_after_a_flush_nothing_old_is_found_or_cached(rank: DataRank, table: Row
 
 def test_a_page_that_is_lost_is_noticed(rank: DataRank, table: RowTable):
     sequence = admitted(rank, table, one("a", 11), num_computed=11)
-    table.page_ids[sequence.row, 0] = 30
+    table.state.page_ids[sequence.row, 0] = 30
     with pytest.raises(AssertionError):
         rank.check_integrity()
 

@@ -14,10 +14,10 @@ def test_a_plan_names_forks_after_what_they_fork_off():
     target = scheduler()
     target.add(choices("a", 6, n=3))
     plan = target.schedule().plan
-    assert plan.chunk_lengths.tolist() == [6, 0, 0] and plan.chunk_starts.tolist() == [0, 6, 6]
-    assert plan.num_forks == 2 and plan.has_blocks and plan.sources.tolist() == [0, 0, 0]
+    assert plan.chunks.lengths.tolist() == [6, 0, 0] and plan.chunks.starts.tolist() == [0, 6, 6]
+    assert plan.chunks.num_forks == 2 and plan.has_blocks and plan.chunks.sources.tolist() == [0, 0, 0]
     (vector,) = copy_vectors(plan, rows_per_rank=4)
-    rows = plan.chunk_rows.tolist()
+    rows = plan.chunks.rows.tolist()
     assert vector.reshape(MAX_COPIES, 4)[:3].tolist() == [[0, rows[0], row, 6] for row in rows[1:]] + [[-1, 0, 0, 0]]
 
 
@@ -28,7 +28,7 @@ def test_a_single_token_that_ends_a_prompt_takes_no_blocks_with_its_forks():
     turns.turn()
     target.add(choices("a", 5, n=3))
     schedule = target.schedule()
-    lengths = schedule.plan.chunk_lengths.tolist()
+    lengths = schedule.plan.chunks.lengths.tolist()
     assert sorted(lengths) == [0, 0, 1, 1] and not schedule.plan.has_blocks
 
 
@@ -38,7 +38,7 @@ def test_forks_of_a_continued_prompt_stand_behind_it_and_before_what_decodes():
     turns.begin(one("old", [*range(200, 205)], num_new=40), num_turns=2)
     target.add(choices("a", 14, n=3))
     turns.turn()
-    assert target.schedule().plan.chunk_lengths.tolist() == [6, 0, 0, 1]
+    assert target.schedule().plan.chunks.lengths.tolist() == [6, 0, 0, 1]
 
 
 @pytest.mark.parametrize("limits", [{"num_rows": 3}, {"num_pages": 5}])
@@ -52,7 +52,7 @@ def test_choices_for_which_rows_or_pages_are_short_follow_the_prompt(limits):
     assert [(choice.row == NO_ROW, choice in target.waiting) for choice in group[3:]] == [(True, True)] * 2
     turns.finish()
     assert [choice.num_outputs for choice in group] == [2] * 5
-    assert [choice.num_cached for choice in group] == [0, 6, 6, 4, 4]
+    assert [choice.cache.num_cached for choice in group] == [0, 6, 6, 4, 4]
 
 
 def test_nobody_forks_ahead_of_what_was_preempted():
@@ -107,7 +107,7 @@ def test_what_another_choice_has_not_computed_yet_is_not_cached_when_the_first_o
     assert turns.turn()["a/1"] == 6 and second.num_computed == 6
     abort(target, first)
     asking = one("b", 12)
-    asking.namespace = second.namespace
+    asking.cache.namespace = second.cache.namespace
     assert target.ranks[0].num_cached(asking) <= 4
     turns.finish()
 

@@ -97,7 +97,7 @@ def test_a_step_without_room_for_a_block_does_not_score():
     target = scheduler(step_tokens=32, chunk_tokens=1)
     target.add(scored(0, name="a"))
     target.add(scored(0, name="b"))
-    assert len(target.schedule().plan.chunk_rows) == 1, "a second block does not fit"
+    assert len(target.schedule().plan.chunks.rows) == 1, "a second block does not fit"
 
 
 def test_a_cached_prefix_is_taken_up_to_the_first_that_is_scored():
@@ -108,7 +108,8 @@ def test_a_cached_prefix_is_taken_up_to_the_first_that_is_scored():
         (sequence,) = scored(first)
         target.add([sequence])
         finish(target)
-        assert sequence.num_cached == num_cached and sequence.probe is not None and sequence.probe.is_complete
+        probe = sequence.evidence.probe
+        assert sequence.cache.num_cached == num_cached and probe is not None and probe.is_complete
 
 
 def test_scores_stay_over_a_preemption_and_are_not_computed_twice():
@@ -121,9 +122,9 @@ def test_scores_stay_over_a_preemption_and_are_not_computed_twice():
     target.preempt(sequence)
     target.flush()
     target.commit(in_flight, result_with_scores(in_flight))
-    assert sequence.probe is not None and sequence.probe.frontier == 16
+    assert sequence.evidence.probe is not None and sequence.evidence.probe.frontier == 16
     again = target.schedule()
-    assert again.plan.chunk_starts.tolist() == [0] and len(targets_of(again)) == 0
+    assert again.plan.chunks.starts.tolist() == [0] and len(targets_of(again)) == 0
     target.commit(again, result_with_scores(again))
     finish(target)
     assert scores_of(sequence) == expected(2)
@@ -162,7 +163,7 @@ def test_forced_rows_go_with_their_tokens_and_their_chunks_take_blocks():
     told = {}
     for _ in range(4):
         schedule = target.schedule()
-        work, start = schedule.plan.block_work, int(schedule.plan.chunk_starts[0])
+        work, start = schedule.plan.block_work, int(schedule.plan.chunks.starts[0])
         if work.forced_rows is not None:
             assert work.chunks.tolist() == [0]
             told |= dict(zip((start + work.forced_tokens).tolist(), work.forced_rows[:, 0, 0].tolist(), strict=True))

@@ -28,11 +28,11 @@ def test_a_sequence_shows_what_its_row_holds_and_takes_it_along(table: RowTable)
     table.take(1, sequence)
     assert sequence.row == 1 and table.sequences == [None, sequence, None]
     table.extend(1, np.array([7, 5], np.int32), generations=np.array([70, 50]))
-    table.token_ids[1, 3], table.logprobs[1, 3] = 99, -0.25
+    table.state.token_ids[1, 3], table.state.logprobs[1, 3] = 99, -0.25
     table.num_tokens[1], table.num_computed[1] = 4, 3
     for _ in ("in its row", "out of it"):
         assert (sequence.num_tokens, sequence.num_computed, sequence.limit) == (4, 3, 7)
-        assert sequence.token_ids[:4].tolist() == [11, 12, 13, 99] and sequence.logprobs[3:4].tolist() == [-0.25]
+        assert sequence.token_ids[:4].tolist() == [11, 12, 13, 99] and sequence.state.logprobs[3:4].tolist() == [-0.25]
         assert sequence.pages.tolist() == [7, 5] and sequence.page_generations[:2].tolist() == [70, 50]
         if sequence.row != NO_ROW:
             table.leave(sequence)
@@ -76,7 +76,7 @@ def test_pages_are_appended_to_each_row_where_it_ends(table: RowTable):
     indices = table.add_pages(np.array([1, 2]), np.array([5, 6], np.int32), generations=np.array([3, 4]))
     assert indices.tolist() == [2, 0]
     assert table.num_pages.tolist() == [0, 3, 1] and table.capacities.tolist() == [0, 12, 4]
-    assert table.page_ids[1, :3].tolist() == [8, 9, 5] and table.page_ids[2, :1].tolist() == [6]
+    assert table.state.page_ids[1, :3].tolist() == [8, 9, 5] and table.state.page_ids[2, :1].tolist() == [6]
     slots, generations = table.places(np.array([1, 1, 2]), np.array([3, 9, 2]))
     assert slots.tolist() == [8 * PAGE_SIZE + 3, 5 * PAGE_SIZE + 1, 6 * PAGE_SIZE + 2]
     assert generations.tolist() == [1, 3, 4]
@@ -86,22 +86,22 @@ def test_stop_ids_are_those_of_the_present_owner_however_many(table: RowTable):
     many, few, none = with_stop_ids(5, 6, 7), with_stop_ids(8), with_stop_ids()
     table.take(0, few)
     table.take(1, many)
-    assert set(table.stop_ids[0]) == {8, NO_TOKEN} and set(table.stop_ids[1]) == {5, 6, 7}
-    assert table.num_with_stop_ids == 2
+    assert set(table.wants.stop_ids[0]) == {8, NO_TOKEN} and set(table.wants.stop_ids[1]) == {5, 6, 7}
+    assert table.wants.num_with_stop_ids == 2
     for sequence in (few, many):
         table.leave(sequence)
     table.take(1, few)
     table.take(0, none)
-    assert set(table.stop_ids[1]) == {8, NO_TOKEN} and set(table.stop_ids[0]) == {NO_TOKEN}
-    assert table.num_with_stop_ids == 1
+    assert set(table.wants.stop_ids[1]) == {8, NO_TOKEN} and set(table.wants.stop_ids[0]) == {NO_TOKEN}
+    assert table.wants.num_with_stop_ids == 1
 
 
 def test_rows_that_want_routing_are_counted(table: RowTable):
     wanting, other = one("a", 3, routing=True), one("b", 3)
     table.take(0, wanting)
     table.take(1, other)
-    assert table.wants_routing.tolist() == [True, False, False] and table.num_wanting_routing == 1
+    assert table.wants.routing.tolist() == [True, False, False] and table.wants.num_with_routing == 1
     table.leave(wanting)
-    assert table.num_wanting_routing == 0
+    assert table.wants.num_with_routing == 0
     table.take(0, one("c", 3))
-    assert not table.wants_routing[0]
+    assert not table.wants.routing[0]

@@ -45,7 +45,7 @@ def test_a_step_is_filled_in_the_order_of_arrival():
 def test_only_the_chunk_that_ends_a_prompt_samples():
     target = scheduler(chunk_tokens=16)
     target.add([one("a", 33)])
-    assert [target.schedule().plan.chunk_samples.tolist() for _ in range(3)] == [[False], [False], [True]]
+    assert [target.schedule().plan.chunks.samples.tolist() for _ in range(3)] == [[False], [False], [True]]
 
 
 def test_a_sequence_goes_on_from_the_token_that_is_on_its_way():
@@ -53,8 +53,8 @@ def test_a_sequence_goes_on_from_the_token_that_is_on_its_way():
     sequence = one("a", 5, num_new=4)
     target.add([sequence])
     ahead = [target.schedule() for _ in range(5)]
-    assert [schedule.plan.chunk_starts.tolist() for schedule in ahead] == [[0], [5], [6], [7], []]
-    assert [schedule.plan.token_ids.tolist() for schedule in ahead[1:4]] == [[LAST_SAMPLED]] * 3
+    assert [schedule.plan.chunks.starts.tolist() for schedule in ahead] == [[0], [5], [6], [7], []]
+    assert [schedule.plan.chunks.token_ids.tolist() for schedule in ahead[1:4]] == [[LAST_SAMPLED]] * 3
     for i, schedule in enumerate(ahead[:4]):
         _, ended = target.commit(schedule, result_of(schedule, 40 + i))
     assert ended == [sequence] and sequence.token_ids[5:9].tolist() == [40, 41, 42, 43]
@@ -66,8 +66,8 @@ def test_nothing_is_computed_beyond_the_last_token_that_is_wanted():
     for sequence in sequences:
         target.add([sequence])
     first, second, third = (target.schedule() for _ in range(3))
-    assert first.plan.num_chunks == 3 and first.plan.chunk_samples.tolist() == [False, True, True]
-    assert second.plan.chunk_rows.tolist() == [sequences[2].row]
+    assert first.plan.num_chunks == 3 and first.plan.chunks.samples.tolist() == [False, True, True]
+    assert second.plan.chunks.rows.tolist() == [sequences[2].row]
     assert third.plan.num_chunks == 0, "all that runs is on its way"
 
 
@@ -165,7 +165,7 @@ def test_a_stop_token_ends_and_is_kept_and_the_one_after_it_is_dropped():
     sequence = one("a", 3)
     target.add([sequence])
     first, extra = target.schedule(), target.schedule()
-    assert extra.plan.chunk_starts.tolist() == [3]
+    assert extra.plan.chunks.starts.tolist() == [3]
     _, ended = target.commit(first, result_of(first, STOP_TOKEN_ID))
     assert ended == [sequence] and len(sequence.pages) == 4, "one of them for the token too many"
     target.release(sequence)
@@ -188,7 +188,7 @@ def test_the_next_owner_of_a_row_is_not_given_the_token_too_many():
     for sequence in target.commit(begin, result_of(begin, STOP_TOKEN_ID))[1]:
         target.release(sequence)
     takes_over = target.schedule()
-    assert second.row == int(extra.plan.chunk_rows[0])
+    assert second.row == int(extra.plan.chunks.rows[0])
     assert len(target.commit(extra, result_of(extra, 88))[0]) == 0
     target.commit(takes_over, result_of(takes_over, 44))
     assert second.token_ids[2 : second.num_tokens].tolist() == [44]

@@ -36,9 +36,9 @@ def test_whoever_comes_back_finds_its_pages_and_computes_the_rest():
     assert sequence.num_tokens == 13
     target.preempt(sequence)
     schedule = target.schedule()
-    assert schedule.plan.chunk_starts.tolist() == [12] and schedule.plan.token_ids.tolist() == [TOKEN]
-    assert sequence.num_cached == 0, "that counts what others had computed"
-    assert sequence.origins == ()
+    assert schedule.plan.chunks.starts.tolist() == [12] and schedule.plan.chunks.token_ids.tolist() == [TOKEN]
+    assert sequence.cache.num_cached == 0, "that counts what others had computed"
+    assert sequence.cache.origins == ()
 
 
 def test_whoever_comes_back_after_its_pages_went_is_computed_anew():
@@ -51,10 +51,10 @@ def test_whoever_comes_back_after_its_pages_went_is_computed_anew():
     target.flush()
     schedule = target.schedule()
     assert turns.lengths(schedule) == {"a/0": 8}
-    np.testing.assert_array_equal(schedule.plan.token_ids, [10, 11, 12, 13, 14, TOKEN, TOKEN, TOKEN])
-    assert schedule.plan.chunk_samples.tolist() == [True]
+    np.testing.assert_array_equal(schedule.plan.chunks.token_ids, [10, 11, 12, 13, 14, TOKEN, TOKEN, TOKEN])
+    assert schedule.plan.chunks.samples.tolist() == [True]
     np.testing.assert_array_equal(schedule.plan.sampling.rows, [sequence.row])
-    assert sequence.origins == ((0, 5, "recomputed"),)
+    assert sequence.cache.origins == ((0, 5, "recomputed"),)
 
 
 def test_a_prompt_that_is_computed_again_is_remembered_as_such():
@@ -68,7 +68,7 @@ def test_a_prompt_that_is_computed_again_is_remembered_as_such():
         if forgets:
             target.flush()
         turns.turn()
-    assert sequence.origins == ((0, 32, "recomputed"), (0, 64, "recomputed"))
+    assert sequence.cache.origins == ((0, 32, "recomputed"), (0, 64, "recomputed"))
     turns.finish()
 
 
@@ -83,7 +83,7 @@ def test_what_others_computed_meanwhile_is_cached_and_not_computed():
     turns.finish()
     target.waiting.append(first)
     turns.finish()
-    assert first.origins == ((8, 28, "cached"),) and first.num_cached == 0
+    assert first.cache.origins == ((8, 28, "cached"),) and first.cache.num_cached == 0
 
 
 def test_choices_share_the_whole_pages_of_their_prompt():
@@ -95,7 +95,7 @@ def test_choices_share_the_whole_pages_of_their_prompt():
     assert turns.turn() == {"a/0": 1, "a/1": 1, "a/2": 1}
     assert all(choice.pages[:2].tolist() == group[0].pages[:2].tolist() for choice in group)
     assert len({int(choice.pages[2]) for choice in group}) == 3, "the page that each writes to is its own"
-    assert [choice.num_cached for choice in group] == [0, 10, 10]
+    assert [choice.cache.num_cached for choice in group] == [0, 10, 10]
 
 
 def test_at_least_one_token_of_a_shared_prompt_is_left_to_compute():
@@ -106,7 +106,7 @@ def test_at_least_one_token_of_a_shared_prompt_is_left_to_compute():
     turns.turn()
     target.add([second])
     assert turns.turn() == {"a/0": 1, "b/0": 4}
-    assert second.num_cached == 4
+    assert second.cache.num_cached == 4
 
 
 def test_choices_find_what_an_aborted_first_one_had_computed():
@@ -117,7 +117,7 @@ def test_choices_find_what_an_aborted_first_one_had_computed():
     turns.turn()
     abort(target, group[0])
     turns.turn()
-    assert group[1].num_cached == 8
+    assert group[1].cache.num_cached == 8
     turns.finish()
 
 
@@ -130,7 +130,7 @@ def test_requests_share_prefixes_where_that_is_on_and_choices_always(caches_pref
         target.add(group)
         turns.finish()
     found = 12 if caches_prefixes else 0
-    assert [[choice.num_cached for choice in group] for group in groups] == [[0, 13], [found, 13]]
+    assert [[choice.cache.num_cached for choice in group] for group in groups] == [[0, 13], [found, 13]]
     assert all_pages_are_free(target) == (not caches_prefixes), "what nobody may find is not kept"
 
 
@@ -141,7 +141,7 @@ def test_salts_keep_requests_apart():
     for sequence in group:
         target.add([sequence])
         turns.finish()
-    assert [sequence.num_cached for sequence in group] == [0, 0, 12, 12]
+    assert [sequence.cache.num_cached for sequence in group] == [0, 0, 12, 12]
 
 
 def test_an_answer_is_found_by_the_next_turn_of_its_conversation():
@@ -153,7 +153,7 @@ def test_an_answer_is_found_by_the_next_turn_of_its_conversation():
     conversation = first.token_ids[: first.num_tokens].tolist()
     second = one("second", [*conversation, 60, 61, 62])
     turns.begin(second)
-    assert second.num_cached == 16, "17 tokens, the last of which was sampled and never computed"
+    assert second.cache.num_cached == 16, "17 tokens, the last of which was sampled and never computed"
     turns.finish()
 
 
@@ -184,7 +184,7 @@ def test_what_runs_goes_on_after_a_flush_but_is_not_found():
     target, turns, sequence = flushed_in_flight()
     late = one("late", 13, num_new=1)
     turns.begin(late)
-    assert late.num_cached == 0
+    assert late.cache.num_cached == 0
     turns.finish()
     assert sequence.num_outputs == 20
     assert found(target, sequence.token_ids[:30]) == 12, "of the prompt that was computed since, and no more"

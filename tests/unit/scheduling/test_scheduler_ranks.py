@@ -8,7 +8,7 @@ from tests.support.scheduling import Turns, one, scheduler
 
 def rows_by_rank(target: Scheduler, schedule: Schedule) -> list[int]:
     per_rank = len(target.table.sequences) // len(target.ranks)
-    return (schedule.plan.chunk_rows // per_rank).tolist()
+    return (schedule.plan.chunks.rows // per_rank).tolist()
 
 
 def test_sequences_spread_over_data_ranks_each_with_a_budget_of_its_own():
@@ -31,6 +31,6 @@ def test_a_prompt_goes_to_the_rank_that_has_it_cached_and_elsewhere_where_that_i
     for sequence in (second, third):
         target.add([sequence])
         turns.turn()
-    assert (second.data_rank, second.num_cached) == (first.data_rank, 12)
-    assert (third.data_rank, third.num_cached) == (1 - first.data_rank, 0)
+    assert (second.data_rank, second.cache.num_cached) == (first.data_rank, 12)
+    assert (third.data_rank, third.cache.num_cached) == (1 - first.data_rank, 0)
     turns.finish()

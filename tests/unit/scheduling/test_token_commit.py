@@ -49,7 +49,7 @@ def test_each_row_gets_its_own_token_where_it_ends(table: RowTable):
     assert rows.tolist() == [3, 0, 2] and endings == []
     assert [s.num_outputs for s in sequences] == [1, 0, 1, 1]
     assert [s.token_ids[s.num_prompt_tokens : s.num_tokens].tolist() for s in sequences] == [[31], [], [32], [30]]
-    assert sequences[3].logprobs[6:7].tolist() == [-3.0]
+    assert sequences[3].state.logprobs[6:7].tolist() == [-3.0]
 
 
 @pytest.mark.parametrize("comes_back", ["another sequence", "the same sequence", "nobody"])

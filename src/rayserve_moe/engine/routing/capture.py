@@ -55,14 +55,15 @@ class RoutingCapture:
         """Note where the rows of a step belong, before its rows can change hands."""
         if not plan.wants_routing:
             return
-        rows, positions = plan.chunk_rows, plan.chunk_starts
-        if plan.num_tokens != plan.num_chunks or plan.num_forks:
-            first_token = np.cumsum(plan.chunk_lengths) - plan.chunk_lengths
-            rows = np.repeat(rows, plan.chunk_lengths)
-            positions = np.arange(plan.num_tokens) + np.repeat(positions - first_token, plan.chunk_lengths)
+        chunks = plan.chunks
+        rows, positions = chunks.rows, chunks.starts
+        if plan.num_tokens != plan.num_chunks or chunks.num_forks:
+            first_token = np.cumsum(chunks.lengths) - chunks.lengths
+            rows = np.repeat(rows, chunks.lengths)
+            positions = np.arange(plan.num_tokens) + np.repeat(positions - first_token, chunks.lengths)
         places = self._places_in(table, rows, positions)
         kept = self._kept_rows(plan, table) if self._has_kept else []
-        forks = self._forked_places(plan, table) if plan.num_forks else None
+        forks = self._forked_places(plan, table) if chunks.num_forks else None
         under = len(self._versions) - 1
         self._submitted[plan.step_id] = partial(self._store_rows, places=places, version=under, kept=kept, forks=forks)
 
@@ -82,8 +83,8 @@ class RoutingCapture:
         sampled tokens but those that no output followed on."""
         sequence = preemption.sequence
         if sequence.request.return_routed_experts:
-            start = min(sequence.num_published_rows, sequence.num_prompt_tokens)
-            sequence.kept_rows = self._known_rows(sequence, preemption, start)
+            start = min(sequence.published.num_routing_rows, sequence.num_prompt_tokens)
+            sequence.routing.kept = self._known_rows(sequence, preemption, start, origins=preemption.origins)
             self._has_kept = True
 
     def gather(self, sequence: Sequence, *, start: int = 0) -> RoutedExperts:
@@ -92,7 +93,7 @@ class RoutingCapture:
         Rows are for positions up to num_tokens - 2 (all prompt positions where nothing was generated). What was never
         computed is missing.
         """
-        known = self._known_rows(sequence, sequence, start)
+        known = self._known_rows(sequence, sequence, start, origins=sequence.cache.origins)
         return RoutedExperts(
             rows=known.rows,
             start=start,
@@ -130,11 +131,12 @@ class RoutingCapture:
 
     def _forked_places(self, plan: StepPlan, table: RowTable) -> tuple[Places, Places]:
         """Where the rows of what forks copy are stored, and where they will be."""
-        forks = np.flatnonzero(plan.chunk_lengths == 0)
-        ends = plan.chunk_starts[forks]
+        chunks = plan.chunks
+        forks = np.flatnonzero(chunks.lengths == 0)
+        ends = chunks.starts[forks]
         counts = ends % self._page_size
         positions = np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
-        rows = (np.repeat(plan.chunk_rows[chunks], counts) for chunks in (plan.sources[forks], forks))
+        rows = (np.repeat(chunks.rows[places], counts) for places in (chunks.sources[forks], forks))
         source, own = (self._places_in(table, each, positions) for each in rows)
         return source, own
 
@@ -145,7 +147,9 @@ class RoutingCapture:
             slots = slots + rows // (len(table.sequences) // self._num_data_ranks) * self._slots_per_rank
         return slots, stamps
 
-    def _known_rows(self, sequence: Sequence, held: Sequence | Preemption, start: int) -> KnownRows:
+    def _known_rows(
+        self, sequence: Sequence, held: Sequence | Preemption, start: int, *, origins: tuple[tuple[int, int, str], ...]
+    ) -> KnownRows:
         """Rows from position `start` on: those in the pages that are or were held, and those kept before."""
         num_fed = sequence.num_tokens - 1
         count = max(0, (num_fed if sequence.num_outputs else max(num_fed, held.num_computed)) - start)
@@ -155,13 +159,13 @@ class RoutingCapture:
             np.zeros(count, np.bool_),
             np.zeros((count, *self._layout.row_shape), self._layout.dtype),
             np.zeros(count, np.int32),
-            _kinds(held.origins, start, count),
+            _kinds(origins, start, count),
         )
         slots, stamps = self._places(held, start, start + num_computed)
         known.rows[:num_computed], known.is_known[:num_computed] = self._store.read(slots, stamps)
         known.versions[:num_computed] = self._store.versions(slots)
-        if sequence.kept_rows is not None:
-            _add_kept(known, sequence.kept_rows, first_output=sequence.num_prompt_tokens)
+        if (kept := sequence.routing.kept) is not None:
+            _add_kept(known, kept, first_output=sequence.num_prompt_tokens)
         return known
 
     def _places(self, held: Sequence | Preemption, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
@@ -172,13 +176,13 @@ class RoutingCapture:
 
     def _kept_rows(self, plan: StepPlan, table: RowTable) -> list[tuple[np.ndarray, ...]]:
         """Places, rows and versions of sampled tokens that this step recomputes although their rows were kept."""
-        kept = []
-        again = (plan.chunk_lengths > 1) | np.isin(plan.chunk_rows, plan.sampling.rows)
+        kept, chunks = [], plan.chunks
+        again = (chunks.lengths > 1) | np.isin(chunks.rows, plan.sampling.rows)
         for chunk in np.flatnonzero(again).tolist():
-            sequence = table.sequences[plan.chunk_rows[chunk]]
-            if sequence is None or (known := sequence.kept_rows) is None:
+            sequence = table.sequences[chunks.rows[chunk]]
+            if sequence is None or (known := sequence.routing.kept) is None:
                 continue
-            start, length = int(plan.chunk_starts[chunk]), int(plan.chunk_lengths[chunk])
+            start, length = int(chunks.starts[chunk]), int(chunks.lengths[chunk])
             first, last = max(start, sequence.num_prompt_tokens), min(start + length, known.end)
             if last > first:
                 part = np.arange(first, last)[known.is_known[first - known.start : last - known.start]] - known.start

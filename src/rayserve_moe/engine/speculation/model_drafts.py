@@ -20,10 +20,11 @@ def with_drafting(schedule: Schedule, table: RowTable, *, wants_drafts: bool) ->
     """A step that tells a draft model what follows the parts of prompts in it, and asks for drafts or not."""
     plan, next_ids = schedule.plan, None
     if plan.has_blocks:
+        chunks = plan.chunks
         next_ids = np.full(plan.num_chunks, -1, np.int32)
-        ends = plan.chunk_starts + plan.chunk_lengths
-        for chunk in np.flatnonzero(~plan.chunk_samples).tolist():
-            sequence = table.sequences[plan.chunk_rows[chunk]]
+        ends = chunks.starts + chunks.lengths
+        for chunk in np.flatnonzero(~chunks.samples).tolist():
+            sequence = table.sequences[chunks.rows[chunk]]
             if sequence is not None and ends[chunk] < sequence.num_tokens:
                 next_ids[chunk] = sequence.token_ids[ends[chunk]]
     return replace(schedule, plan=replace(plan, wants_drafts=wants_drafts, next_ids=next_ids))

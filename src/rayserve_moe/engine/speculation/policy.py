@@ -117,7 +117,7 @@ class Speculation:
         self.totals.draft_s += result.draft_s
         if result.routing is not None and not schedule.plan.has_blocks:
             self._reach.note(result.routing)
-        if counts is not None and schedule.plan.most_drafts:
+        if counts is not None and schedule.plan.chunks.most_drafts:
             self.note_drafts(schedule, counts)
 
     def note_drafts(self, schedule: Schedule, counts: np.ndarray) -> None:
@@ -132,8 +132,8 @@ class Speculation:
         self.totals.accepted += int(right.sum())
         for row, num_drafted, num_right in zip(verified.tolist(), drafted.tolist(), right.tolist(), strict=True):
             if (sequence := self._table.sequences[row]) is not None:
-                before = sequence.drafts
-                sequence.drafts = DraftCounts(
+                before = sequence.evidence.drafts
+                sequence.evidence.drafts = DraftCounts(
                     before.chains + 1, before.drafted + num_drafted, before.accepted + num_right
                 )
 
@@ -141,9 +141,9 @@ class Speculation:
         """How many drafts of each verified row could have been right: of a tree as many as follow each other."""
         if not self._are_trees:
             return drafted
-        ancestors, levels = schedule.plan.ancestors, np.zeros(len(self._table.sequences), np.int64)
-        assert ancestors is not None, "drafts have ancestors"
-        np.maximum.at(levels, schedule.plan.chunk_rows, depths_of(ancestors))
+        chunks, levels = schedule.plan.chunks, np.zeros(len(self._table.sequences), np.int64)
+        assert chunks.ancestors is not None, "drafts have ancestors"
+        np.maximum.at(levels, chunks.rows, depths_of(chunks.ancestors))
         return levels[verified]
 
     def note_time(self, schedule: Schedule, num_tokens: int, *, seconds: float) -> None:
@@ -153,7 +153,7 @@ class Speculation:
         """
         if isinstance(self.proposer, ModelProposer) and self._newest is not None:
             self.proposer.keep(*self._newest, table=self._table)
-        began_before_rest = schedule.plan.most_drafts > 0 and not self.is_on
+        began_before_rest = schedule.plan.chunks.most_drafts > 0 and not self.is_on
         if schedule.plan.has_blocks or not num_tokens or began_before_rest:
             return
         trial = self._trial

@@ -18,7 +18,7 @@ from rayserve_moe.config.settings import SchedulerSettings
 from rayserve_moe.execution.step.pytrees import StepShape
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.transformer import ModelConfig
-from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, StepPlan
+from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, Chunks, StepPlan
 from rayserve_moe.scheduling.token_probe import NO_ID, TokenProbe
 
 Seconds = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -259,11 +259,13 @@ def filling_plan(shape: StepShape, *, max_model_len: int, num_rows: int, is_prob
     is_first = np.arange(len(lengths)) == 0
     return StepPlan(
         step_id=-1,
-        chunk_rows=np.arange(len(lengths), dtype=np.int32) % num_rows,
-        chunk_starts=np.where(is_first | bool(blocks), 0, -1).astype(np.int32),
-        chunk_lengths=lengths,
-        token_ids=np.zeros(int(lengths.sum()), np.int32),
-        chunk_samples=is_first,
+        chunks=Chunks(
+            np.arange(len(lengths), dtype=np.int32) % num_rows,
+            starts=np.where(is_first | bool(blocks), 0, -1).astype(np.int32),
+            lengths=lengths,
+            token_ids=np.zeros(int(lengths.sum()), np.int32),
+            samples=is_first,
+        ),
         wants_routing=True,
         probe=FIRST_TOKEN if is_probed else None,
     )

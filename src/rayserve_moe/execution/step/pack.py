@@ -78,7 +78,7 @@ class Packer:
             return len(plan.pages.rows) <= plan.num_chunks * self._num_tables
         changes, singles = (
             np.bincount(rows // self._rows_per_rank, minlength=self._num_ranks)
-            for rows in (plan.pages.rows, plan.chunk_rows)
+            for rows in (plan.pages.rows, plan.chunks.rows)
         )
         return bool((changes <= singles * self._num_tables).all())
 
@@ -90,17 +90,18 @@ class Packer:
         return self._held(plan, packed) if plan.holds_samples else packed
 
     def _packed(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
-        if self._num_ranks == 1 and not plan.has_blocks and not plan.num_forks:
+        planned = plan.chunks
+        if self._num_ranks == 1 and not plan.has_blocks and not planned.num_forks:
             return self._pack_singles(plan, with_changes=with_changes)
-        ranks, rows = np.divmod(plan.chunk_rows, self._rows_per_rank)
-        starts, lengths, block = plan.chunk_starts, plan.chunk_lengths, self._block_tokens
+        ranks, rows = np.divmod(planned.rows, self._rows_per_rank)
+        starts, lengths, block = planned.starts, planned.lengths, self._block_tokens
         takes_blocks = lengths > 1
         takes_blocks[plan.block_work.chunks] = True
         blocks = np.where(takes_blocks, -(-lengths // block), 0)
         is_single = ~takes_blocks & (lengths > 0)
         singles_before, num_singles = self._on_ranks(is_single, ranks)
         blocks_before, num_blocks = self._on_ranks(blocks, ranks)
-        samples_before, num_samples = self._on_ranks(plan.chunk_samples, ranks)
+        samples_before, num_samples = self._on_ranks(planned.samples, ranks)
         most_singles = max(*num_singles, *num_samples)
         shape = choose_shape(self.shapes, num_singles=most_singles, num_blocks=max(num_blocks))
         layout, at = self.layouts[shape], self.layouts[shape].slices
@@ -110,8 +111,8 @@ class Packer:
         of_singles = ranks[singles], singles_before[singles]
         vectors[:, at.single_rows][of_singles] = rows[singles]
         vectors[:, at.single_positions][of_singles] = starts[singles]
-        if self._has_trees and plan.ancestors is not None:
-            vectors[:, at.single_ancestors][of_singles] = plan.ancestors[singles]
+        if self._has_trees and planned.ancestors is not None:
+            vectors[:, at.single_ancestors][of_singles] = planned.ancestors[singles]
         chunks, index = np.repeat(np.arange(len(blocks)), blocks), _offsets(blocks)
         of_blocks = ranks[chunks], blocks_before[chunks] + index
         vectors[:, at.block_rows][of_blocks] = rows[chunks]
@@ -124,37 +125,38 @@ class Packer:
         places = np.where(takes_blocks, shape.num_singles + blocks_before * block, singles_before)
         token_places = np.repeat(ranks * shape.num_tokens + places, lengths) + _offsets(lengths)
         ids = np.zeros((self._num_ranks, shape.num_tokens), np.int32)
-        ids.reshape(-1)[token_places] = plan.token_ids
+        ids.reshape(-1)[token_places] = planned.token_ids
         vectors[:, at.single_ids], vectors[:, at.block_ids] = np.split(ids, [shape.num_singles], axis=1)
 
-        chunks = np.flatnonzero(plan.chunk_samples)
+        chunks = np.flatnonzero(planned.samples)
         of_samples = ranks[chunks], samples_before[chunks]
-        vectors[:, at.sample_places][of_samples] = (places + lengths - 1)[plan.sources[chunks]]
+        vectors[:, at.sample_places][of_samples] = (places + lengths - 1)[planned.sources[chunks]]
         vectors[:, at.sample_rows][of_samples] = rows[chunks]
         if with_changes:
             self._fill_changes(vectors, plan.pages, at=at)
         sample_places = ranks[chunks] * shape.num_singles + samples_before[chunks]
         asked = _pack_blocks(plan.block_work, token_places, shape, self._num_ranks)
-        copies = tuple(copy_vectors(plan, rows_per_rank=self._rows_per_rank)) if plan.num_forks else ()
+        copies = tuple(copy_vectors(plan, rows_per_rank=self._rows_per_rank)) if planned.num_forks else ()
         return PackedStep(plan.step_id, shape, vectors, token_places, sample_places, asked, copies=copies)
 
     def _pack_singles(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         """The common case, decoding on one rank: what `pack` does, in few calls."""
-        count, rows = plan.num_chunks, plan.chunk_rows
+        chunks = plan.chunks
+        count, rows = len(chunks.rows), chunks.rows
         layout = next(layout for layout in self._decode_layouts if layout.shape.num_singles >= count)
         vector, at, places = layout.padding.copy(), layout.slices, self._places[:count]
-        num_samples = np.count_nonzero(plan.chunk_samples)
-        samples = places if num_samples == count else np.flatnonzero(plan.chunk_samples)
+        num_samples = np.count_nonzero(chunks.samples)
+        samples = places if num_samples == count else np.flatnonzero(chunks.samples)
         for section, values in (
             (at.single_rows, rows),
-            (at.single_positions, plan.chunk_starts),
-            (at.single_ids, plan.token_ids),
+            (at.single_positions, chunks.starts),
+            (at.single_ids, chunks.token_ids),
             (at.sample_places, samples),
             (at.sample_rows, rows[samples]),
         ):
             vector[section.start : section.start + len(values)] = values
-        if self._has_trees and plan.ancestors is not None:
-            vector[at.single_ancestors][: len(plan.ancestors)] = plan.ancestors
+        if self._has_trees and chunks.ancestors is not None:
+            vector[at.single_ancestors][: len(chunks.ancestors)] = chunks.ancestors
         vectors = vector[None]
         if with_changes:
             self._fill_changes(vectors, plan.pages, at=at)
@@ -165,15 +167,16 @@ class Packer:
         num_held, places = 3 + self._has_trees, packed.sample_places
         held = np.zeros((num_held, self._num_ranks * packed.shape.num_singles), np.int32)
         held[0], held[3:] = self._rows_per_rank, 1
-        samples = np.flatnonzero(plan.chunk_samples)
-        rows, lengths = plan.chunk_rows[samples], plan.chunk_lengths
-        last = np.cumsum(lengths)[samples] - 1 if plan.has_blocks or plan.num_forks else samples
-        assert (plan.chunk_starts[samples] >= 0).all(), "held samples are drawn at positions that the host knows"
+        chunks = plan.chunks
+        samples = np.flatnonzero(chunks.samples)
+        rows, lengths = chunks.rows[samples], chunks.lengths
+        last = np.cumsum(lengths)[samples] - 1 if plan.has_blocks or chunks.num_forks else samples
+        assert (chunks.starts[samples] >= 0).all(), "held samples are drawn at positions that the host knows"
         held[0, places] = rows if self._num_ranks == 1 else rows % self._rows_per_rank
-        held[1, places] = plan.chunk_starts[samples] + lengths[samples]
-        held[2, places] = plan.token_ids[last]
-        if self._has_trees and plan.ancestors is not None:
-            held[3, places] = plan.ancestors[samples]
+        held[1, places] = chunks.starts[samples] + lengths[samples]
+        held[2, places] = chunks.token_ids[last]
+        if self._has_trees and chunks.ancestors is not None:
+            held[3, places] = chunks.ancestors[samples]
         packed.vectors[:, self.layouts[packed.shape].slices.sample_rows] = self._rows_per_rank
         by_rank = held.reshape(num_held, self._num_ranks, -1).swapaxes(0, 1)
         return replace(packed, held=by_rank)

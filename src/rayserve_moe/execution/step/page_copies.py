@@ -25,10 +25,11 @@ where their prompt ends: a page that ends there, too, is not copied. A rank of -
 
 def copy_vectors(plan: StepPlan, *, rows_per_rank: int) -> Iterator[np.ndarray]:
     """Cut what is copied after the step of a plan with forks into vectors int32 [COPIES_SIZE]."""
-    forks = np.flatnonzero(plan.chunk_lengths == 0)
-    ranks, rows = np.divmod(plan.chunk_rows[forks], rows_per_rank)
-    sources = plan.chunk_rows[plan.sources[forks]] % rows_per_rank
-    copies = np.stack([ranks, sources, rows, plan.chunk_starts[forks]], axis=1)
+    chunks = plan.chunks
+    forks = np.flatnonzero(chunks.lengths == 0)
+    ranks, rows = np.divmod(chunks.rows[forks], rows_per_rank)
+    sources = chunks.rows[chunks.sources[forks]] % rows_per_rank
+    copies = np.stack([ranks, sources, rows, chunks.starts[forks]], axis=1)
     for first in range(0, len(copies), MAX_COPIES):
         some = copies[first : first + MAX_COPIES]
         vector = no_copies()
