@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.edits.sampling_parameter import PROMPT, SETTINGS
 from benchmarks.edits.scratch import Edit, Insertion
 from rayserve_moe import Engine
-from rayserve_moe.checkpoints.synthetic import SyntheticModel, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticModel, write_checkpoint
 
 EDIT = Edit(
     new_files={
@@ -82,7 +82,7 @@ def observe() -> dict[str, Any]:
 
 
 def _outputs(directory: Path, architecture: str) -> list[list[float]]:
-    model = SyntheticModel(CONFIG | {"architectures": [architecture]}, scale=0.2)
+    model = SyntheticModel(CONFIG | {"architectures": [architecture]}, drawn=Drawn(scale=0.2))
     with Engine(str(write_checkpoint(directory, model, dtype="float32")), **SETTINGS) as engine:
         answer = engine.generate(PROMPT, temperature=0, max_new_tokens=8, ignore_eos=True, return_logprob=True)
     assert isinstance(answer, dict), "one prompt has one answer"

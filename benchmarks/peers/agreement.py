@@ -23,6 +23,7 @@ from benchmarks.workloads import FIRST_PLAIN_ID, Workload
 from rayserve_moe.checkpoints.synthetic import (
     FAMILY_PRESETS,
     PRESETS,
+    Drawn,
     SyntheticConfig,
     SyntheticModel,
     write_checkpoint,
@@ -31,12 +32,12 @@ from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.model.family_table import spec_from_config
 
 WORKLOAD = Workload(num_requests=8, prompt_len=40, num_new_tokens=32)
-WIDER = {"scale": 0.1, "norm_jitter": 0.2}
+WIDER = Drawn(scale=0.1, norm_jitter=0.2)
 
 
 def model_of(size: str) -> SyntheticConfig | SyntheticModel:
     """The preset with weights that show, and with a yarn ramp that every peer knows."""
-    model = replace((PRESETS | FAMILY_PRESETS)[size], **WIDER)
+    model = replace((PRESETS | FAMILY_PRESETS)[size], drawn=WIDER)
     if isinstance(model, SyntheticModel) and (scaling := model.config.get("rope_scaling")):
         return replace(model, config={**model.config, "rope_scaling": {**scaling, "truncate": True}})
     return model

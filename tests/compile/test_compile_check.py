@@ -48,7 +48,9 @@ def name_of(case: object) -> str:
 
 
 def case_of(model: str, topology: str, values: dict, *, num_layers: int = 2) -> ServedCase:
-    return case_of_model(model, topology, num_layers=num_layers, values={**CONTEXT, **values})
+    sizes = {name: size for name, size in values.items() if name in ("dp", "tp")}
+    settings = {name: value for name, value in values.items() if name not in sizes}
+    return case_of_model(model, topology, num_layers=num_layers, values={**CONTEXT, **settings}, **sizes)
 
 
 def assert_sound(program: ProgramReport) -> None:

@@ -153,7 +153,7 @@ def test_trees_are_refused_by_name_where_models_cannot_verify_them(tmp_path):
     ngram = {"speculative_algorithm": "NGRAM", **TREE}
     with pytest.raises(SettingsError, match="trees of drafts are not for models with sliding windows"):
         lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", values=ngram))
-    assert lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values=ngram)).config.kernels.has_flat_rows
+    assert lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values=ngram)).config.kernels.attention.has_flat_rows
 
 
 def test_what_serves_on_cpus_is_skipped_unless_a_topology_is_named(capsys):

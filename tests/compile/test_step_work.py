@@ -109,7 +109,7 @@ def test_8_bit_keys_stay_with_a_kernel_that_takes_them():
     values = {"max_model_len": 1024, "max_running_requests": 2}
     for more, is_flat in (({}, True), ({"kv_cache_dtype": "fp8"}, False), ({"page_size": 8}, False)):
         case = case_of_model("qwen3-30b-a3b", "v5p:2x2x1", values={**values, **more})
-        assert lay_out(case).config.kernels.has_flat_rows == is_flat
+        assert lay_out(case).config.kernels.attention.has_flat_rows == is_flat
 
 
 def test_devices_that_share_heads_read_less():

@@ -62,8 +62,7 @@ def spreads(tmp_path_factory: pytest.TempPathFactory) -> Spreads:
             **TWO_SHAPES,
         )
         if spread.shuffled:
-            made.placement = shuffled(made.placement, seed=spread.data)
-            made.served = replace(made.served, placement=made.placement)
+            made.served = replace(made.served, placement=shuffled(made.placement, seed=spread.data))
         made.prepare(made.load())
         return made
 

@@ -101,7 +101,7 @@ class Counter:
             if self._done - self._reported < self._step and self._done < self._total:
                 return
             self._reported = self._done
-        report(self._stage, self._done, total=self._total, detail=self._detail)
+            report(self._stage, self._done, total=self._total, detail=self._detail)  # in the order of the sums
 
 
 def _append(fields: dict[str, object]) -> None:
