@@ -26,7 +26,7 @@ def _figures_of(each: Mapping[str, Any]) -> dict[str, str]:
         "types that it creates": str(each["completion"]["types_created"]),
         "modules with one importer": str(each["one_importer"]),
         "classes of more than 16 attributes": str(len(each["wide_classes"])),
-        "the widest": f"{widest[0]}, {widest[1]}",
+        "the widest": f"{widest[0]}, {widest[1]}" if widest[1] else "none",
         "lines of the server": f"{each['server_lines']:,}",
     }
 
