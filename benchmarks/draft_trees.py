@@ -78,7 +78,7 @@ def lengths_of(head: Path, shape: str, *, num_problems: int) -> tuple[dict[float
                 with_capture=False,
                 proposer=ModelProposer("drafts"),
             )
-            cycle = cycle_for(engine.runner, engine.card, replace(way, num_drafts=speculation.most_drafts))
+            cycle = cycle_for(engine.runner, engine.card, replace(way, num_drafts=speculation.max_drafts))
             found = run_on(cycle, engine.card, requests)
             cycle.scheduler.flush()
             assert cycle.speculation is not None

@@ -125,7 +125,7 @@ def measure(
 
             def speculation_for(table: RowTable, side: str = side) -> Speculation:
                 most = int(side) if side.isdigit() else MOST
-                return Speculation(table, oracle, most_drafts=most, is_fixed=side.isdigit(), **reach_of(engine))
+                return Speculation(table, oracle, max_drafts=most, is_fixed=side.isdigit(), **reach_of(engine))
 
             found = run(engine, requests, None if side == "plain" else speculation_for)
             if found.ids != plain:

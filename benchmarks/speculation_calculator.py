@@ -111,7 +111,7 @@ def sides(engines: dict[str, Engine]) -> Iterator[tuple[str, Engine, Speculation
 def _speculation_of(name: str, engine: Engine, *, is_fixed: bool) -> Callable[..., Speculation]:
     settings = SpeculationSettings(name, num_steps=MOST)
     return lambda table: Speculation(
-        table, proposer_for(settings), most_drafts=MOST, is_fixed=is_fixed, **reach_of(engine)
+        table, proposer_for(settings), max_drafts=MOST, is_fixed=is_fixed, **reach_of(engine)
     )
 
 

@@ -80,6 +80,6 @@ def run(
         found.ids.setdefault(name, []).extend(ids)
     found.seconds = at - (at if started is None else started)
     found.step_tokens = [plan.num_tokens for plan in executor.decoding]
-    found.step_drafts = [plan.chunks.most_drafts for plan in executor.decoding]
+    found.step_drafts = [plan.chunks.max_drafts for plan in executor.decoding]
     found.totals = None if cycle.speculation is None else cycle.speculation.totals
     return found

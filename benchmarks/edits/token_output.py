@@ -44,7 +44,7 @@ EDIT = Edit(
             Insertion("    entropy_S: jax.Array\n", "    margin_S: jax.Array\n"),
             Insertion(
                 "    own_S = log_prob_of(logprobs_SV, ids_S, part=part)\n",
-                "    best_SJ = likeliest(logprobs_SV, num_wanted=jnp.int32(2), most_top=2, part=part).logprobs_SJ\n",
+                "    best_SJ = likeliest(logprobs_SV, num_wanted=jnp.int32(2), max_top=2, part=part).logprobs_SJ\n",
             ),
             Insertion(
                 "        entropy_S=entropy_of(logprobs_SV, part=part),\n",

@@ -19,7 +19,7 @@ from tests.support.draft_models import write_eagle_head
 from tests.support.drive import run_together
 from tests.support.oracle import Oracle, TreeOracle
 from tests.support.outcomes import Outcomes, assert_same
-from tests.support.speculating import DRAFTS, PLAIN, VOCAB_SIZE, known_to_devices, most_drafts, random_requests
+from tests.support.speculating import DRAFTS, PLAIN, VOCAB_SIZE, known_to_devices, max_drafts, random_requests
 
 NGRAM: dict[str, Any] = {
     "speculative_algorithm": "NGRAM",
@@ -81,7 +81,7 @@ def check_law(checkpoint: Path, *proposers: Callable[[Outcomes], Proposer], **sp
             plain = run_together(engine.runner, engine.card, some, way=plain_way)
             for proposer_for in proposers:
                 over = OverTransport(transport_to(executor, "sockets"), PAGES["num_pages"])
-                way = replace(plain_way, proposer=proposer_for(plain), num_drafts=most_drafts(engine), executor=over)
+                way = replace(plain_way, proposer=proposer_for(plain), num_drafts=max_drafts(engine), executor=over)
                 found = run_together(engine.runner, engine.card, some, way=way)
                 assert found.keys() == plain.keys()
                 for key, outcome in plain.items():

@@ -42,7 +42,7 @@ def engine(checkpoint):
     with Engine(model_path=str(checkpoint), **SERVED, **drafts) as engine:
         cycle = engine.loop._cycle
         proposer = SiblingProposer(engine.runner.served.settings.speculation)
-        fixed = Speculation(cycle.scheduler.table, proposer, most_drafts=MOST, is_fixed=True, reach=some_reach())
+        fixed = Speculation(cycle.scheduler.table, proposer, max_drafts=MOST, is_fixed=True, reach=some_reach())
         with patch.object(cycle, "speculation", fixed):
             yield engine
         assert fixed.totals.drafted > fixed.totals.accepted > 0

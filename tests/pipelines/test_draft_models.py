@@ -41,7 +41,7 @@ from tests.support.speculating import (
     SPECULATES,
     assert_unchanged,
     known_to_devices,
-    most_drafts,
+    max_drafts,
     random_requests,
     settle_placement,
 )
@@ -232,7 +232,7 @@ def check_law(engine: Engine, seed: int, *, count: int, **always: Any) -> None:
 def check_runs(engine: Engine, seed: int, requests: list[GenerationRequest], *, way: Way) -> None:
     generator = np.random.default_rng(seed)
     plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
-    alone = replace(way, proposer=ModelProposer("drafts"), num_drafts=most_drafts(engine))
+    alone = replace(way, proposer=ModelProposer("drafts"), num_drafts=max_drafts(engine))
     assert_unchanged(engine, run_together(engine.runner, engine.card, requests, way=alone), plain)
     preempts = preempt_every(int(generator.integers(17, 25)), forgets=bool(generator.random() < 0.5))
     beside = {"chunk_tokens": 7, "num_pages": 60, "intervene": way.intervene or preempts}

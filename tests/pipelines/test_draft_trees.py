@@ -32,7 +32,7 @@ from tests.support.speculating import (
     TREES,
     assert_unchanged,
     check_mix,
-    most_drafts,
+    max_drafts,
     oracle_for,
     random_requests,
 )
@@ -81,7 +81,7 @@ def test_large_trees_do_not_show_over_small_pages(engine_with: EngineStore):
 def test_trees_that_hold_what_follows_take_fewer_steps(growing: Engine):
     requests = [request_for(np.arange(5, 25), max_new_tokens=24)]
     plain = run_together(growing.runner, growing.card, requests, way=PLAIN)
-    way = replace(PLAIN, proposer=oracle_for(growing, plain, share=1.0), num_drafts=most_drafts(growing))
+    way = replace(PLAIN, proposer=oracle_for(growing, plain, share=1.0), num_drafts=max_drafts(growing))
     cycle = cycle_for(growing.runner, growing.card, way)
     assert_unchanged(growing, run_on(cycle, growing.card, requests, constraints=PLAIN.constraints), plain)
     cycle.scheduler.flush()
@@ -96,7 +96,7 @@ def test_trees_that_hold_what_follows_take_fewer_steps(growing: Engine):
 def test_answers_are_those_without_trees(growing: Engine, algorithm: str):
     cycle = growing.loop._cycle
     proposer = PROPOSERS[algorithm](replace(growing.runner.served.settings.speculation, shortest_match=1))
-    how = {"most_drafts": most_drafts(growing), "are_trees": True, "reach": some_reach()}
+    how = {"max_drafts": max_drafts(growing), "are_trees": True, "reach": some_reach()}
     fixed = Speculation(cycle.scheduler.table, proposer, **how, is_fixed=True)
     plain = answers_of(growing, speculative=False)
     with patch.object(cycle, "speculation", fixed):
@@ -110,7 +110,7 @@ def test_answers_are_those_without_trees(growing: Engine, algorithm: str):
 def run_with_trees(engine: Engine) -> None:
     requests = random_requests(5, count=12, layout=engine.card.routing)
     plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
-    way = replace(PLAIN, proposer=oracle_for(engine, plain, share=0.8), num_drafts=most_drafts(engine))
+    way = replace(PLAIN, proposer=oracle_for(engine, plain, share=0.8), num_drafts=max_drafts(engine))
     cycle = cycle_for(engine.runner, engine.card, way)
     try:
         found = run_on(cycle, engine.card, requests, intervene=check_store, constraints=PLAIN.constraints)
@@ -207,7 +207,7 @@ def test_faults_on_the_devices_would_be_seen(core_checkpoint, growing: Engine, f
         for module, name, faulty in DEVICE_FAULTS[fault]:
             stack.enter_context(patch.object(module, name, faulty))
         engine = stack.enter_context(Engine(str(core_checkpoint), **TREES, **kept))
-        way = replace(PLAIN, proposer=oracle_for(engine, plain, share=0.9), num_drafts=most_drafts(engine))
+        way = replace(PLAIN, proposer=oracle_for(engine, plain, share=0.9), num_drafts=max_drafts(engine))
         found = run_together(engine.runner, engine.card, requests, way=way)
     with pytest.raises(AssertionError):
         assert_unchanged(growing, found, plain)

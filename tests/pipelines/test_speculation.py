@@ -230,7 +230,7 @@ def check_told(engine: Engine, speculation: Speculation, infos: list[dict[str, A
 def test_answers_are_those_without_drafts(speculating: Engine, algorithm: str):
     cycle = speculating.loop._cycle
     proposer = PROPOSERS[algorithm](replace(speculating.runner.served.settings.speculation, shortest_match=1))
-    fixed = Speculation(cycle.scheduler.table, proposer, most_drafts=DRAFTS, is_fixed=True, reach=some_reach())
+    fixed = Speculation(cycle.scheduler.table, proposer, max_drafts=DRAFTS, is_fixed=True, reach=some_reach())
     plain = answers_of(speculating, speculative=False)
     with patch.object(cycle, "speculation", fixed):
         drafted = answers_of(speculating)

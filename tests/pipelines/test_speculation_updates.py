@@ -47,7 +47,7 @@ def changing(speculating: Engine) -> Iterator[Engine]:
     """All steps have drafts, and some of them are right, if they are no guesses of random weights."""
     cycle = speculating.loop._cycle
     proposer = proposer_for(replace(speculating.runner.served.settings.speculation, shortest_match=1))
-    fixed = Speculation(cycle.scheduler.table, proposer, most_drafts=DRAFTS, is_fixed=True, reach=some_reach())
+    fixed = Speculation(cycle.scheduler.table, proposer, max_drafts=DRAFTS, is_fixed=True, reach=some_reach())
     with patch.object(cycle, "speculation", fixed):
         yield speculating
     assert fixed.totals.drafted > fixed.totals.accepted

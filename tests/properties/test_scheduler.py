@@ -44,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches_prefixes=st.booleans(),
         overlaps=st.sampled_from([True, True, False]),
         windows=st.sampled_from([(0,), (0,), (0, 1), (0, 5), (0, 16), (0, 3, 21)]),
-        most_drafts=st.sampled_from([0, 0, 1, 3, 7]),
+        max_drafts=st.sampled_from([0, 0, 1, 3, 7]),
         are_trees=st.booleans(),
         seed=st.integers(0, 2**32 - 1),
     )
@@ -59,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches_prefixes,
         overlaps,
         windows,
-        most_drafts,
+        max_drafts,
         are_trees,
         seed,
     ):
@@ -76,11 +76,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_data_ranks=num_data_ranks,
             caches_prefixes=caches_prefixes,
             page_groups=page_groups(windows, num_pages, scheduler=scheduler, cache=cache),
-            verify_rows=num_rows * (1 + most_drafts) // 2,
+            verify_rows=num_rows * (1 + max_drafts) // 2,
         )
         self.scheduler = Scheduler(self.limits)
         self.device = ShadowDevice(self.limits)
-        self.overlaps, self.most_drafts = overlaps and not most_drafts, most_drafts
+        self.overlaps, self.max_drafts = overlaps and not max_drafts, max_drafts
         self.are_trees = are_trees and windows == (0,)  # others are refused
         self.generator = np.random.default_rng(seed)
         self.longest = min((num_pages - 1) * page_size, self.limits.max_tokens)
@@ -184,7 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _step(self) -> None:
         num_preemptions = self.scheduler.num_preemptions
-        schedule = self.scheduler.schedule(draft=self._draft if self.most_drafts else None)
+        schedule = self.scheduler.schedule(draft=self._draft if self.max_drafts else None)
         submitted = (schedule, self._run(schedule)) if schedule.plan.num_chunks else None
         is_stuck = submitted is None and self.in_flight is None
         assert not is_stuck or self.scheduler.num_preemptions > num_preemptions, "work is pending, nothing is planned"
@@ -198,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _run(self, schedule: Schedule) -> StepResult:
         plan, limits = schedule.plan, self.limits
         rows, lengths = plan.chunks.rows, plan.chunks.lengths
-        most = 1 + plan.chunks.most_drafts if plan.chunks.ancestors is None or not self.are_trees else 32
+        most = 1 + plan.chunks.max_drafts if plan.chunks.ancestors is None or not self.are_trees else 32
         assert np.bincount(rows).max() <= most, "a row has two chunks"
         assert rows.min() >= 0 and rows.max() < limits.num_rows * limits.num_data_ranks
         assert (np.diff(rows // limits.num_rows) >= 0).all(), "the chunks of a rank stand apart"
@@ -224,8 +224,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts = {}
         for row in rows.tolist():
             owner = self.scheduler.table.sequences[row]
-            drafted = np.array(self.pasts[owner].tokens[owner.num_tokens :][: self.most_drafts], np.int32)
-            drafted[self.generator.integers(0, self.most_drafts + 2) :] = VOCABULARY + 5
+            drafted = np.array(self.pasts[owner].tokens[owner.num_tokens :][: self.max_drafts], np.int32)
+            drafted[self.generator.integers(0, self.max_drafts + 2) :] = VOCABULARY + 5
             drafts[row] = self._tree_around(drafted) if self.are_trees else drafted
         return drafts
 

@@ -138,7 +138,7 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
     if way.proposer is not None:
         are_trees = runner.served.settings.speculation.has_trees
         how = {"is_fixed": True, "are_trees": are_trees}
-        speculation = Speculation(scheduler.table, way.proposer, most_drafts=way.num_drafts, reach=some_reach(), **how)
+        speculation = Speculation(scheduler.table, way.proposer, max_drafts=way.num_drafts, reach=some_reach(), **how)
     return StepCycle(
         scheduler,
         way.executor or PreparedExecutor(runner, way.num_pages),

@@ -227,7 +227,7 @@ def engine_outcome(case: EngineCase) -> Outcome:
         if proposer is None and speculation.has_trees:
             proposer = TreeOracle(plain, share=0.9, vocab_size=words, levels=speculation.num_levels)
         proposer = proposer or Oracle(plain, share=0.8, vocab_size=words)
-        way = replace(WAY, proposer=proposer, num_drafts=speculation.most_drafts)
+        way = replace(WAY, proposer=proposer, num_drafts=speculation.max_drafts)
         found = run_together(runner, card_of(path), requests, way=way)
     assert all(outcome.ids == found[key].ids for key, outcome in plain.items())
     differences = [np.abs(np.subtract(each.logprobs, found[key].logprobs)).max() for key, each in plain.items()]

@@ -157,7 +157,7 @@ class ShadowDevice:
 
         Nodes of a tree have slots behind the root in their order; right ones are moved to those of their positions.
         """
-        if not plan.chunks.most_drafts:
+        if not plan.chunks.max_drafts:
             return self.run(plan, pasts)
         is_right = np.ones(plan.num_chunks, np.bool_)
         chunks = plan.chunks

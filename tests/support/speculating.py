@@ -81,9 +81,9 @@ def oracle_for(engine: Engine, plain: Outcomes, *, share: float) -> Proposer:
     return TreeOracle(plain, share=share, vocab_size=VOCAB_SIZE, levels=DRAFTS)
 
 
-def most_drafts(engine: Engine) -> int:
+def max_drafts(engine: Engine) -> int:
     """Drafts of a sequence in a step."""
-    return engine.runner.served.settings.speculation.most_drafts
+    return engine.runner.served.settings.speculation.max_drafts
 
 
 def random_way(engine: Engine, generator: np.random.Generator, plain: Outcomes, **always: Any) -> Way:
@@ -97,7 +97,7 @@ def random_way(engine: Engine, generator: np.random.Generator, plain: Outcomes, 
         intervene=preempts if generator.random() < 0.5 else None,
         caches_prefixes=bool(generator.random() < 0.8),
         proposer=oracle,
-        num_drafts=int(generator.choice([1, most_drafts(engine)])),
+        num_drafts=int(generator.choice([1, max_drafts(engine)])),
     )
     return replace(way, **always)
 
@@ -118,7 +118,7 @@ def check_mix(
     plain = run_together(engine.runner, engine.card, requests, way=PLAIN)
     always = {} if eplb is None else {"eplb": eplb, "intervene": intervene}
     way = random_way(engine, generator, plain, **always)
-    alone = {"proposer": way.proposer, "num_drafts": most_drafts(engine)}
+    alone = {"proposer": way.proposer, "num_drafts": max_drafts(engine)}
     drafts_alone = replace(PLAIN, **alone, eplb=eplb, intervene=intervene)
     assert_unchanged(engine, run_together(engine.runner, engine.card, requests, way=drafts_alone), plain)
     found = run_together(engine.runner, engine.card, requests, way=way)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayserve_moe.balancing.layout import Layout, Slot, coldest_other, least_places
+from rayserve_moe.balancing.layout import Layout, Slot, coldest_other, min_locations
 
 FIRST_ROUNDS, ROUNDS = 32, 12
 RANKS_TRIED = 8
@@ -103,13 +103,13 @@ def _best_moves(layout: Layout, items: np.ndarray, *, goal: np.ndarray, which: n
     np.maximum(after, (coldest_other(layout, ranks) + items)[:, None], out=after)
     after[has_hot] = np.inf
     near = layout.on_slices(layout.held)[layers[:, None], :, layout.experts[layers, hottest]]
-    replicated, replica_places = least_places(_discounted(after, wide_peak, near[..., None]))
+    replicated, replica_places = min_locations(_discounted(after, wide_peak, near[..., None]))
     after = np.maximum(wide_peak - hot_items + items[:, None], rest + hot_items)
     after[has_hot] = np.inf
     taken = np.take_along_axis(layout.held[layers, hottest], layout.by_layer, axis=1).reshape(items.shape)
     after[np.broadcast_to(taken[:, None], after.shape)] = np.inf
     near = layout.on_slices(np.arange(ranks.shape[1]) == hottest[:, None])
-    exchanged, exchange_places = least_places(_discounted(after, wide_peak, near[:, None, :, None]))
+    exchanged, exchange_places = min_locations(_discounted(after, wide_peak, near[:, None, :, None]))
     # Two experts have to move for an exchange, so it has to relieve twice as much; more than to the goal is no gain.
     is_exchange = (peak - np.maximum(exchanged, goal)) / 2 > peak - np.maximum(replicated, goal)
     place, rank, other = (np.where(is_exchange, a, b) for a, b in zip(exchange_places, replica_places, strict=True))
@@ -118,7 +118,7 @@ def _best_moves(layout: Layout, items: np.ndarray, *, goal: np.ndarray, which: n
 
 
 def _discounted(after: np.ndarray, peak: np.ndarray, is_near: np.ndarray) -> np.ndarray:
-    """Return the load `after` a move, of which one that is not near counts as relieving the peak by a part only."""
+    """Return the load `after` a move, with a part of the relief of the peak taken off moves that are not near."""
     return after if is_near.all() else np.where(is_near, after, peak - (peak - after) / FAR_COST)
 
 
@@ -137,7 +137,7 @@ def _apply(layout: Layout, items: np.ndarray, moves: _Moves, helps: np.ndarray) 
     layout.replace(layers, other, experts=layout.experts[layers, *hot])
     # What the replaced replica carried goes to the coldest rank that still holds its expert.
     holders = np.where(layout.experts[layers] == gone[:, None, None], ranks[:, :, None], np.inf)
-    _, heir = least_places(holders)
+    _, heir = min_locations(holders)
     rest = ranks[np.arange(len(layers)), other[0]] - freed
     given = np.clip((moves.peak[layers] - rest) / 2, 0, items[layers, *hot])
     items[layers, *hot] -= given
@@ -284,7 +284,7 @@ def _best_exchange(layout: Layout, loads: _Loads) -> tuple[np.ndarray, np.ndarra
     after[loads.has_hot] = np.inf
     taken = np.take_along_axis(loads.in_hot, layout.by_layer, axis=1).reshape(layout.experts.shape)
     after[np.broadcast_to(taken[:, None], after.shape)] = np.inf
-    peak, (hot_slot, rank, place) = least_places(after)
+    peak, (hot_slot, rank, place) = min_locations(after)
     return peak, hot_slot, (rank, place)
 
 
@@ -299,12 +299,12 @@ def _best_replacement(layout: Layout, loads: _Loads) -> tuple[np.ndarray, Slot, 
     np.maximum(after, loads.without[:, None], out=after)
     np.maximum(after, relieved[:, :, None, None], out=after)
     after[loads.has_hot] = np.inf
-    outward, (hot_slot, rank, place) = least_places(after)
+    outward, (hot_slot, rank, place) = min_locations(after)
     expert = loads.hot_experts[loads.layers, hot_slot]
     after = (loads.peak[:, None] - loads.hot_items)[:, :, None] + loads.with_more[:, None]
     np.maximum(after, loads.without[loads.layers, loads.hottest][:, :, None], out=after)
     after[np.broadcast_to(loads.in_hot[:, None], after.shape)] = np.inf
-    inward, (hot_slot, colder) = least_places(after)
+    inward, (hot_slot, colder) = min_locations(after)
     is_outward = outward <= inward
     slot = np.where(is_outward, rank, loads.hottest), np.where(is_outward, place, hot_slot)
     return np.minimum(outward, inward), slot, np.where(is_outward, expert, colder)

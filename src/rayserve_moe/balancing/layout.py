@@ -117,7 +117,7 @@ def coldest_other(layout: Layout, ranks: np.ndarray) -> np.ndarray:
     return np.where(np.isinf(lowest), np.inf, -lowest)
 
 
-def least_places(values: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+def min_locations(values: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """The least value of each layer and where it is: `values` [layers, ...]; of equal ones the first."""
     flat = values.reshape(len(values), values[0].size)
     place = flat.argmin(axis=1)

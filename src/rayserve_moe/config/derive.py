@@ -128,10 +128,10 @@ def transport(cluster: ClusterSettings) -> str:
 def verify_rows(scheduler: SchedulerSettings, speculation: SpeculationSettings) -> int:
     """Single tokens of a data rank in the largest step without prompts: all rows with all their drafts, up to a number
     beyond which drafts gain little; never fewer than rows. 0 without speculation."""
-    if not speculation.most_drafts:
+    if not speculation.max_drafts:
         return 0
     rows = scheduler.max_running_requests
-    return max(rows, min(rows * (1 + speculation.most_drafts), MOST_VERIFY_ROWS))
+    return max(rows, min(rows * (1 + speculation.max_drafts), MOST_VERIFY_ROWS))
 
 
 def prefill_chunk_tokens(scheduler: SchedulerSettings) -> int:

@@ -87,7 +87,7 @@ class SpeculationSettings:
     """Maximum length of a match with the end of a sequence, tokens."""
 
     @property
-    def most_drafts(self) -> int:
+    def max_drafts(self) -> int:
         """Return the maximum number of drafts per sequence and step; 0 without speculation."""
         if self.has_trees:
             return self.num_draft_tokens - 1
@@ -101,7 +101,7 @@ class SpeculationSettings:
     @property
     def num_levels(self) -> int:
         """Return the maximum depth of a sequence's drafts in one step."""
-        return min(self.num_steps or MAX_DRAFTS, self.most_drafts) if self.has_trees else self.most_drafts
+        return min(self.num_steps or MAX_DRAFTS, self.max_drafts) if self.has_trees else self.max_drafts
 
 
 class SettingsError(ValueError):

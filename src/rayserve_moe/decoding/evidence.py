@@ -57,7 +57,7 @@ def token_columns(  # noqa: PLR0913 (by keyword)
     return TokenColumns(
         logprobs_S=own_S,
         ranks_S=ranks_of(logprobs_SV, ids_S, own_S, part=part),
-        top=likeliest(logprobs_SV, num_wanted=num_wanted, most_top=max_top, part=part),
+        top=likeliest(logprobs_SV, num_wanted=num_wanted, max_top=max_top, part=part),
         entropy_S=entropy_of(logprobs_SV, part=part),
         listed_SL=log_probs_at(logprobs_SV, listed_SL, part=part),
     )

@@ -90,13 +90,13 @@ def ranks_of(logprobs_SV: jax.Array, ids_S: jax.Array, own_S: jax.Array, *, part
 
 
 @jax.named_scope("log_probs")
-def likeliest(logprobs_SV: jax.Array, *, num_wanted: jax.Array, most_top: int, part: VocabularyPart) -> TopTokens:
-    """The `num_wanted` likeliest tokens of each row in `most_top` places, or as many as there are words; then zeros.
+def likeliest(logprobs_SV: jax.Array, *, num_wanted: jax.Array, max_top: int, part: VocabularyPart) -> TopTokens:
+    """The `num_wanted` likeliest tokens of each row in `max_top` places, or as many as there are words; then zeros.
 
     Log-probabilities are reported as LOWEST_LOGPROB at least. Every device finds those of its words, and the likeliest
     of these are those of all.
     """
-    count = min(most_top, part.num_words)
+    count = min(max_top, part.num_words)
     found = _falling(logprobs_SV, part.ids()[None], num_wanted, count=count)
 
     def of_all_parts(found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

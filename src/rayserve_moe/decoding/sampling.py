@@ -75,7 +75,7 @@ def sample(  # noqa: PLR0913 (the kernels are by keyword)
     rows: SamplingBatch,
     *,
     part: VocabularyPart,
-    most_top: int,
+    max_top: int,
     noise: Noise = gumbel_noise,
     masses: Masses = masses_of,
     choose: Choose | None = None,
@@ -86,7 +86,7 @@ def sample(  # noqa: PLR0913 (the kernels are by keyword)
     against the likeliest token (`last_kept`). Returns token ids int32 [S], their log-probabilities under
     log_softmax(logits / temperature) before truncation (temperature 0 counts as 1), and whether the row's logits
     were all finite; ids and log-probabilities of rows that were not are meaningless. With them come the likeliest
-    tokens of the same distribution, of all rows as many as any row wants, up to `most_top`, and int32 ranks.
+    tokens of the same distribution, of all rows as many as any row wants, up to `max_top`, and int32 ranks.
     """
     greedy_S = rows.temperature_S <= 0.0
     found = log_probs_of(logits_SV, jnp.where(greedy_S, 1.0, rows.temperature_S), part=part, masses=masses)
@@ -98,7 +98,7 @@ def sample(  # noqa: PLR0913 (the kernels are by keyword)
     drawn = jax.lax.cond(jnp.all(greedy_S), lambda: best, draw)
     chosen = _Drawn(*(jnp.where(greedy_S, one, other) for one, other in zip(best, drawn, strict=True)))
     num_wanted = jnp.max(rows.num_top_S).astype(jnp.int32)
-    top = likeliest(found.logprobs_SV, num_wanted=num_wanted, most_top=most_top, part=part)
+    top = likeliest(found.logprobs_SV, num_wanted=num_wanted, max_top=max_top, part=part)
     return Sampled(chosen.ids_S, chosen.logprobs_S, found.finite_S, top, chosen.ranks_S)
 
 
@@ -163,7 +163,7 @@ def likeliest_samples(
     scores_SV = jnp.where(greedy_S[:, None], found.logprobs_SV, jnp.maximum(noisy_SV, jnp.finfo(jnp.float32).min))
     foretold = log_probs_of(scores_SV, jnp.ones_like(rows.temperature_S), part=part, masses=masses)
     num_wanted = jnp.int32(count)
-    return likeliest(foretold.logprobs_SV, num_wanted=num_wanted, most_top=count, part=part)
+    return likeliest(foretold.logprobs_SV, num_wanted=num_wanted, max_top=count, part=part)
 
 
 class Drafts(NamedTuple):
@@ -183,7 +183,7 @@ class Drafts(NamedTuple):
         return jnp.roll(of_samples_S, 1) if self.before_S is None else of_samples_S[self.before_S]
 
 
-def drafts_of(rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array, *, most_drafts: int) -> Drafts:
+def drafts_of(rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array, *, max_drafts: int) -> Drafts:
     """Find the drafts among the tokens `ids_S` that samples are taken after.
 
     A token is a draft where the sample before it is of the same row and of the position before.
@@ -191,18 +191,18 @@ def drafts_of(rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array, *, mo
     follows_S = (rows_S == jnp.roll(rows_S, 1)) & (positions_S == jnp.roll(positions_S, 1) + 1)
     is_draft_S = follows_S & (jnp.arange(len(rows_S)) > 0)
     drafted, reaches_S = [], is_draft_S
-    for back in range(most_drafts):
+    for back in range(max_drafts):
         drafted.append(jnp.where(reaches_S, jnp.roll(ids_S, back), -1))
         reaches_S &= jnp.roll(is_draft_S, back + 1)
     return Drafts(ids_S, is_draft_S, jnp.stack(drafted, axis=1))
 
 
-def tree_drafts_of(ancestors_S: jax.Array, ids_S: jax.Array, *, most_drafts: int) -> Drafts:
-    """Find the drafts of trees of at most `most_drafts` levels below their roots, by the masks of the tokens."""
+def tree_drafts_of(ancestors_S: jax.Array, ids_S: jax.Array, *, max_drafts: int) -> Drafts:
+    """Find the drafts of trees of at most `max_drafts` levels below their roots, by the masks of the tokens."""
     places_S, is_draft_S = jnp.arange(len(ids_S)), depths_of(ancestors_S) > 0
     before_S = jnp.where(is_draft_S, places_S - nodes_of(ancestors_S) + parents_of(ancestors_S), places_S)
     drafted, at_S, reaches_S = [], places_S, is_draft_S
-    for _ in range(most_drafts):
+    for _ in range(max_drafts):
         drafted.append(jnp.where(reaches_S, ids_S[at_S], -1))
         at_S = before_S[at_S]
         reaches_S &= is_draft_S[at_S]

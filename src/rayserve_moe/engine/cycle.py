@@ -77,7 +77,7 @@ class StepCycle:
             self.losses.try_next(self.retract)
         started, speculation = time.perf_counter(), self.speculation
         tries, overlaps = _ways(speculation, self.scheduler, self._in_flight, overlaps=self._overlaps)
-        if self._in_flight is not None and not (overlaps if tries else self._in_flight.plan.chunks.most_drafts == 0):
+        if self._in_flight is not None and not (overlaps if tries else self._in_flight.plan.chunks.max_drafts == 0):
             return self.drain()
         draft = speculation.draft if speculation is not None and tries else None
         # A request that finds a cached prefix may want rows that another one computed.

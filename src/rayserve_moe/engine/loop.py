@@ -348,12 +348,12 @@ def step_cycle_for(
 
 def _speculation_for(settings: SpeculationSettings, target: Scheduler, *, card: ModelCard) -> Speculation | None:
     """Return the speculation for a scheduler, or None if the settings allow no drafts."""
-    if not settings.most_drafts:
+    if not settings.max_drafts:
         return None
     return Speculation(
         target.table,
         proposer_for(settings),
-        most_drafts=settings.most_drafts,
+        max_drafts=settings.max_drafts,
         reach=ExpertReach(card.routing.num_experts, card.routing.top_k),
         are_trees=settings.has_trees,
     )

@@ -29,7 +29,7 @@ class StepClock:
         """Add a step that is committed."""
         self.steps += 1
         self.tokens_computed += finished.plan.num_tokens
-        self.tokens_sampled += num_sampled if finished.plan.chunks.most_drafts else len(finished.sampling_rows)
+        self.tokens_sampled += num_sampled if finished.plan.chunks.max_drafts else len(finished.sampling_rows)
         self.pack_s += result.pack_s
         self.device_s += result.device_s
         self.transport_s -= result.pack_s + result.device_s

@@ -173,7 +173,7 @@ class HostRunner:
         """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
         launches = self._launches
         assert plan.num_chunks or plan.migration is None, "a piece of a migration goes with a step"
-        if num_drafts := plan.chunks.most_drafts:
+        if num_drafts := plan.chunks.max_drafts:
             max_drafts = self.served.settings.speculation.num_levels
             assert num_drafts <= max_drafts, "steps are compiled for fewer drafts"
         if plan.takes_staged_weights:

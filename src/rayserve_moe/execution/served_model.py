@@ -168,13 +168,13 @@ class ServedModel:
     def step_config(self, num_pages: int) -> StepConfig:
         layer_pages = layer_pages_of(self.pool.windows, self.pool.groups(num_pages))
         speculation = self.settings.speculation
-        tree = TreeShape(speculation.num_levels, speculation.eagle_topk, speculation.most_drafts)
+        tree = TreeShape(speculation.num_levels, speculation.eagle_topk, speculation.max_drafts)
         return StepConfig(
             self.config,
             self.settings.cache.page_size,
             self.settings.replay.enabled,
             layer_pages=layer_pages,
-            most_drafts=speculation.num_levels,
+            max_drafts=speculation.num_levels,
             tree=tree if speculation.has_trees else None,
             holds_samples=self.settings.structured.enabled,
             draft=self.draft,
@@ -201,7 +201,7 @@ class ServedModel:
             page_size=step.page_size,
             num_rows=self.num_rows,
             num_ahead=self._num_ahead,
-            num_drafts=step.most_drafts,
+            num_drafts=step.max_drafts,
             dtypes=(self.dtype, self.kv_dtype),
         )
         return replace(state, draft=own)

@@ -70,7 +70,7 @@ class Schedule:
 
 
 def build_schedule(
-    step_id: int, steps: list[RankStep], *, table: RowTable, captures_all: bool, most_drafts: int = 0
+    step_id: int, steps: list[RankStep], *, table: RowTable, captures_all: bool, max_drafts: int = 0
 ) -> Schedule:
     """Join the parts of all ranks, in their order; the plan wants routing where a sequence of it does, or where
     `captures_all`."""
@@ -97,7 +97,7 @@ def build_schedule(
             samples=samples,
             num_forks=whole.num_forks,
             ancestors=chunks.ancestors,
-            most_drafts=most_drafts,
+            max_drafts=max_drafts,
         ),
         pages=_pages(whole.pages),
         sampling=row_sampling_of(whole.new_sequences),

@@ -119,7 +119,7 @@ class Scheduler:
                 pass
         most = 0 if draft is None else add_decoding(steps, draft, limits=limits)
         schedule = build_schedule(
-            self._next_step_id, steps, table=self.table, captures_all=captures_all, most_drafts=most
+            self._next_step_id, steps, table=self.table, captures_all=captures_all, max_drafts=most
         )
         self._next_step_id += 1
         for sequence, _ in schedule.completed:

@@ -168,7 +168,7 @@ class Chunks:
     """Chunks without tokens."""
     ancestors: np.ndarray | None = None
     """Path to each chunk in a tree of drafts, int32 [chunks] (`kernels.ancestors`); 1 for other chunks."""
-    most_drafts: int = 0
+    max_drafts: int = 0
     """Largest depth of a draft."""
 
     @property

@@ -103,7 +103,7 @@ def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResul
     drafted = chunks.token_ids[_last_tokens(chunks.lengths, chunks.samples)]
     is_right = (drafted == ids[before]) & ~ends[before]
     counts = np.ones(len(rows), np.bool_)
-    for _ in range(chunks.most_drafts):
+    for _ in range(chunks.max_drafts):
         counts = ~is_draft | (is_right & counts[before])
     return counts & (table.generations[rows] == schedule.sampling_generations)
 

@@ -116,7 +116,7 @@ class ProgramReader:
         state = served.state(num_pages)
         self._plan, self._limit, self._estimator = served.config.plan, limit, estimator
         self._num_layers, self._num_rows = served.config.spec.num_layers, served.num_rows
-        self._max_drafts = served.settings.speculation.most_drafts
+        self._max_drafts = served.settings.speculation.max_drafts
         self._pieces = pieces_of(served, state)
         self._roofline_s = (bytes_on_device(served.weights) + bytes_on_device(state.kv_pages)) / _bandwidth(topology)
 

@@ -19,22 +19,22 @@ def speculation(**values: Any) -> SpeculationSettings:
 
 @pytest.mark.parametrize("off", [{}, {"speculative_algorithm": None}, {"speculative_algorithm": "off"}])
 def test_without_an_algorithm_nothing_is_drafted(off):
-    assert speculation(**off, speculative_num_steps=5).most_drafts == 0
+    assert speculation(**off, speculative_num_steps=5).max_drafts == 0
 
 
 def test_drafts_are_counted_as_steps_or_as_rows():
     ngram = {"speculative_algorithm": "NGRAM"}
-    assert speculation(**ngram).most_drafts == 7
-    assert speculation(**ngram, speculative_num_steps=3).most_drafts == 3
-    assert speculation(**ngram, speculative_num_draft_tokens=4).most_drafts == 3
-    assert speculation(**ngram, speculative_num_steps=3, speculative_num_draft_tokens=4).most_drafts == 3
+    assert speculation(**ngram).max_drafts == 7
+    assert speculation(**ngram, speculative_num_steps=3).max_drafts == 3
+    assert speculation(**ngram, speculative_num_draft_tokens=4).max_drafts == 3
+    assert speculation(**ngram, speculative_num_steps=3, speculative_num_draft_tokens=4).max_drafts == 3
 
 
 def test_trees_have_levels_and_nodes():
     tree = speculation(**TREE, speculative_num_steps=3)
-    assert (tree.has_trees, tree.num_levels, tree.most_drafts) == (True, 3, 15)
+    assert (tree.has_trees, tree.num_levels, tree.max_drafts) == (True, 3, 15)
     small = speculation(**NGRAM, speculative_eagle_topk=2, speculative_num_draft_tokens=4)
-    assert (small.num_levels, small.most_drafts) == (3, 3)
+    assert (small.num_levels, small.max_drafts) == (3, 3)
     assert not speculation(speculative_eagle_topk=4).has_trees
 
 

@@ -32,7 +32,7 @@ def test_what_counts_is_a_prefix_of_every_chain(chains):
         drafted += [[*reversed(chain[:i]), *[-1] * (MOST - i)] for i in range(num_drafts + 1)]
     padding = NUM_SAMPLES - len(rows)
     zeros, places = [0] * padding, np.array([*positions, *[1] * padding], np.uint32)
-    found = drafts_of(np.array([*rows, *[99] * padding]), places, np.array([*ids, *zeros]), most_drafts=MOST)
+    found = drafts_of(np.array([*rows, *[99] * padding]), places, np.array([*ids, *zeros]), max_drafts=MOST)
     found_counts, found_last = accepted(np.array([*sampled, *zeros]), found)
     assert np.asarray(found_counts).tolist() == [*counts, *[True] * padding]
     assert np.asarray(found_last).tolist() == [*is_last, *[True] * padding]
@@ -63,7 +63,7 @@ def test_what_counts_of_a_tree_is_the_path_that_was_sampled(trees, data):
         drafted += [one + [-1] * (levels - len(one)) for one in before]
     padding = 50 - len(ids)
     zeros = [0] * padding
-    found = tree_drafts_of(np.array([*masks, *[1] * padding], np.int32), np.array([*ids, *zeros]), most_drafts=levels)
+    found = tree_drafts_of(np.array([*masks, *[1] * padding], np.int32), np.array([*ids, *zeros]), max_drafts=levels)
     found_counts, found_last = accepted(np.array([*sampled, *zeros]), found)
     assert np.asarray(found_counts).tolist() == [*counts, *[True] * padding]
     assert np.asarray(found_last).tolist() == [*is_last, *[True] * padding]

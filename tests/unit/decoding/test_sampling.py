@@ -17,8 +17,8 @@ from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 VOCABULARY = 24
 
 
-def sample_from_whole(logits: jax.Array, batch: SamplingBatch, *, most_top: int = 5) -> Sampled:
-    return sample(logits, batch, part=VocabularyPart(logits.shape[1], logits.shape[1]), most_top=most_top)
+def sample_from_whole(logits: jax.Array, batch: SamplingBatch, *, max_top: int = 5) -> Sampled:
+    return sample(logits, batch, part=VocabularyPart(logits.shape[1], logits.shape[1]), max_top=max_top)
 
 
 compiled_sample = jax.jit(sample_from_whole)
@@ -214,5 +214,5 @@ def test_words_of_no_probability_come_last_each_once():
 
 def test_a_vocabulary_may_be_smaller_than_what_is_told():
     logits = jnp.asarray(logits_of(2, size=3))
-    found = jax.jit(partial(sample_from_whole, most_top=20))(logits, rows(2, num_top=3))
+    found = jax.jit(partial(sample_from_whole, max_top=20))(logits, rows(2, num_top=3))
     assert found.top.ids_SJ.shape == (2, 3)

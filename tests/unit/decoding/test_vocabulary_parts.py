@@ -83,7 +83,7 @@ def test_tokens_are_those_of_the_whole_with_their_ranks_and_likeliest_on_every_d
     logits[10:20, :50] = np.finfo(np.float32).min  # withheld
 
     def on_part(part: VocabularyPart, logits: jax.Array, rows: SamplingBatch) -> Any:
-        return sample(part.without_padding(logits), rows, part=part, most_top=20)
+        return sample(part.without_padding(logits), rows, part=part, max_top=20)
 
     (expected,) = (jax.tree.map(lambda found: found[0], run(LAYOUTS[0], on_part, logits, whole=rows)),)
     found = run(layout, on_part, logits, whole=rows)

@@ -69,7 +69,7 @@ def run(seed: int, settings: Settings, *, check: Callable[[Run], None] | None = 
     device = FakeDevice(num_rows=ROWS, page_size=PAGE_SIZE, num_drafts=DRAFTS, share=settings.share or 0.0, seed=seed)
     speculation = None
     if settings.share is not None:
-        how = {"most_drafts": settings.num_drafts, "reach": some_reach(), "is_fixed": True}
+        how = {"max_drafts": settings.num_drafts, "reach": some_reach(), "is_fixed": True}
         speculation = OnAndOff(target.table, ModelProposer("fake"), **how)
     found = Run(StepCycle(target, device, capture=None, speculation=speculation), device)
     found.cycle.losses, device.lost_every = Losses(target), settings.lost_every
@@ -181,7 +181,7 @@ def test_a_stream_takes_one_step_for_four_tokens_of_right_drafts():
     """All steps but the first follow on what is not known here."""
     target = scheduler(num_rows=1, verify_rows=4)
     device = FakeDevice(num_rows=1, page_size=PAGE_SIZE, num_drafts=DRAFTS, share=1.0)
-    how = {"most_drafts": DRAFTS, "reach": some_reach(), "is_fixed": True}
+    how = {"max_drafts": DRAFTS, "reach": some_reach(), "is_fixed": True}
     speculation = Speculation(target.table, ModelProposer("fake"), **how)
     cycle = StepCycle(target, device, capture=None, speculation=speculation)
     (sequence,) = choices("a", [1, 2, 3], num_new=41)

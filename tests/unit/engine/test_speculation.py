@@ -62,7 +62,7 @@ class Knowing:
 def cycle_with(proposer: object, *, is_fixed: bool = False, num_rows: int = 4, are_trees: bool = False) -> StepCycle:
     target = scheduler(num_rows=num_rows, max_tokens=2 * LENGTH, num_pages=90, page_size=16, verify_rows=8 * num_rows)
     how = {"is_fixed": is_fixed, "are_trees": are_trees, "reach": some_reach()}
-    speculation = Speculation(target.table, proposer, most_drafts=7, **how)
+    speculation = Speculation(target.table, proposer, max_drafts=7, **how)
     return StepCycle(target, Counting(), capture=None, speculation=speculation)
 
 
@@ -129,7 +129,7 @@ def with_draft(schedule: Schedule) -> Schedule:
     """The same step with a draft of its sequence."""
     chunks = schedule.plan.chunks
     parts = (chunks.rows, chunks.starts, chunks.lengths, chunks.token_ids, chunks.samples)
-    doubled = Chunks(*(np.repeat(part, 2) for part in parts), most_drafts=1)
+    doubled = Chunks(*(np.repeat(part, 2) for part in parts), max_drafts=1)
     return replace(schedule, plan=replace(schedule.plan, chunks=doubled))
 
 

@@ -71,7 +71,7 @@ def seconds(seconds_of: Curve, *, num_streams: int, share: float | None, clock: 
     target = scheduler(num_rows=num_streams, verify_rows=(1 + MOST) * num_streams, **limits)
     speculation = None
     if share is not None:
-        speculation = Speculation(target.table, OftenRight(share), most_drafts=MOST, reach=some_reach())
+        speculation = Speculation(target.table, OftenRight(share), max_drafts=MOST, reach=some_reach())
     timed = clock(seconds_of)
     cycle = StepCycle(target, timed, capture=None, speculation=speculation)
     for i in range(num_streams):
@@ -106,7 +106,7 @@ def seconds_with_head(seconds_of: Curve, *, num_new: int, share: float | None) -
     device = TimedDevice(seconds_of, num_rows=4, page_size=16, num_drafts=MOST, share=share or 0.0)
     speculation = None
     if share is not None:
-        speculation = Speculation(target.table, ModelProposer("head"), most_drafts=MOST, reach=some_reach())
+        speculation = Speculation(target.table, ModelProposer("head"), max_drafts=MOST, reach=some_reach())
     cycle = StepCycle(target, device, capture=None, speculation=speculation)
     for i in range(4):
         target.add([one(f"r{i}", [0], num_new=num_new)])

@@ -61,7 +61,7 @@ class Speculation:
         table: RowTable,
         proposer: Proposer,
         *,
-        most_drafts: int,
+        max_drafts: int,
         reach: ExpertReach,
         are_trees: bool = False,
         is_fixed: bool = False,
@@ -69,7 +69,7 @@ class Speculation:
         self.proposer = proposer
         self.totals = DraftTotals()
         self._table = table
-        self._most, self._are_trees = most_drafts, are_trees
+        self._most, self._are_trees = max_drafts, are_trees
         """Maximum number of drafts of a sequence and step, and whether they are trees."""
         self._fixed = is_fixed
         """Whether all steps have all drafts."""
@@ -78,7 +78,7 @@ class Speculation:
         self._acceptance = Acceptance(len(table.sequences))
         self._trial = Trial()
         """Whether the next step has drafts."""
-        self._on_devices = np.full(most_drafts, DRAFTED, np.int32)
+        self._on_devices = np.full(max_drafts, DRAFTED, np.int32)
         """Stands for drafts whose ids are on the devices only."""
         self._newest: tuple[Schedule, StepResult] | None = None
         """The step that is committed next, or was last."""
@@ -117,7 +117,7 @@ class Speculation:
         self.totals.draft_s += result.draft_s
         if result.routing is not None and not schedule.plan.has_blocks:
             self._reach.note(result.routing)
-        if counts is not None and schedule.plan.chunks.most_drafts:
+        if counts is not None and schedule.plan.chunks.max_drafts:
             self.note_drafts(schedule, counts)
 
     def note_drafts(self, schedule: Schedule, counts: np.ndarray) -> None:
@@ -153,7 +153,7 @@ class Speculation:
         """
         if isinstance(self.proposer, ModelProposer) and self._newest is not None:
             self.proposer.keep(*self._newest, table=self._table)
-        began_before_rest = schedule.plan.chunks.most_drafts > 0 and not self.is_on
+        began_before_rest = schedule.plan.chunks.max_drafts > 0 and not self.is_on
         if schedule.plan.has_blocks or not num_tokens or began_before_rest:
             return
         trial = self._trial

@@ -89,7 +89,7 @@ class ExpertReach:
         self._work: dict[int, float] = {}
 
     def distinct(self, num_rows: int) -> float:
-        """Experts of a layer that so many rows reach, on average."""
+        """Return the mean number of experts of a layer that `num_rows` rows reach."""
         return self._effective * (1 - (1 - self._top_k / self._effective) ** num_rows)
 
     def work(self, num_rows: int) -> float:

@@ -129,7 +129,7 @@ def _chain(
         sampling = gather_rows(replace(sampling, num_top_S=jnp.zeros_like(sampling.num_top_S)), plan)
         logits_AV = draft_logits(both, features_SD, config=config)
         noise, words = noise_for(weights, config)
-        ids_A = sample(logits_AV, sampling, part=config.words, most_top=1, noise=noise).ids_S
+        ids_A = sample(logits_AV, sampling, part=config.words, max_top=1, noise=noise).ids_S
         return ids_A if words is None else words[ids_A]
 
     def ahead(carry: tuple[jax.Array, ...], step: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:

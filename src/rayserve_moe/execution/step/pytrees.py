@@ -46,7 +46,7 @@ class TreeShape(NamedTuple):
 class StepConfig:
     """All that is fixed when a step is compiled, besides its shape; `layer_pages` as in `TokenBatch`.
 
-    `most_drafts` is that of any `StepPlan`, `tree` how drafts branch where they are trees. Where samples may be `held`,
+    `max_drafts` is that of any `StepPlan`, `tree` how drafts branch where they are trees. Where samples may be `held`,
     logits leave the step, and a step without a sample leaves out sampling. Hidden states leave it where it
     `shows_hidden`. `processors` change logits of held samples.
     """
@@ -55,7 +55,7 @@ class StepConfig:
     page_size: int
     capture_routing: bool
     layer_pages: tuple[LayerPages, ...] = ()
-    most_drafts: int = 0
+    max_drafts: int = 0
     holds_samples: bool = False
     draft: DraftConfig | None = None
     shows_hidden: bool = False
@@ -65,7 +65,7 @@ class StepConfig:
     @property
     def drafting(self) -> TreeShape:
         """How drafts branch; a chain does not."""
-        return self.tree or TreeShape(self.most_drafts, 1, self.most_drafts)
+        return self.tree or TreeShape(self.max_drafts, 1, self.max_drafts)
 
     @property
     def most_together(self) -> int:

@@ -86,10 +86,10 @@ def sample_rows(
     rows_S = jnp.where(samples.rows_S < num_rows, plan.data_rank() * num_rows + samples.rows_S, nowhere)
     given = (rows_S, samples.sampling, samples.penalties)
     trees = () if samples.ancestors_S is None else (samples.ancestors_S,)
-    inputs = (*trees, samples.ids_S) if config.most_drafts else ()
+    inputs = (*trees, samples.ids_S) if config.max_drafts else ()
     rows_A, sampling, penalties, *inputs = gather_rows((*given, *inputs), plan)
     find = tree_drafts_of if trees else partial(drafts_of, rows_A, sampling.position_S)
-    drafts = find(*inputs, most_drafts=config.most_drafts) if inputs else None
+    drafts = find(*inputs, max_drafts=config.max_drafts) if inputs else None
     drafted_SK = drafts and drafts.drafted_SK
     adjusted_AV = adjust(logits_AV, state, rows_S=rows_A, penalties=penalties, part=part, drafted_SK=drafted_SK)
 
@@ -100,7 +100,7 @@ def sample_rows(
             allowed_AV,
             sampling,
             part=part,
-            most_top=MAX_TOP_LOGPROBS,
+            max_top=MAX_TOP_LOGPROBS,
             noise=table.noise,
             masses=table.masses,
             choose=table.choose,
