@@ -100,7 +100,7 @@ class RankStep:
     @property
     def has_followers(self) -> bool:
         """Return True if other choices wait for a prompt that this step completes."""
-        return len([sequence for sequence, _ in self.completed if sequence.group.followers]) > 0
+        return any(sequence.group.followers for sequence, _ in self.completed)
 
     def extend(self, other: RankStep) -> None:
         """Append what a rank after this one computes."""
