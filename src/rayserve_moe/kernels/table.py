@@ -206,6 +206,7 @@ CPU_NATIVE = Kernels(
     sampling=SamplingKernels(calls.masses_of, noise=calls.gumbel_noise, choose=calls.choose),
     pool=PoolKernels(calls.copy_pages, calls.move_rows),
     parameters=ParameterLayout(calls.LAYOUT_OF, calls.MULTIPLES),
+    add_norm=calls.add_and_norm,
     dtype="bfloat16",
     compiler_options={"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"},
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import permutations
 
 import jax
@@ -96,6 +97,21 @@ def test_norms_and_scores_are_those_of_jax_row_by_row(num_tokens, num_experts):
     np.testing.assert_array_equal(calls.router_scores(rows[row:][:1], router)[0], scores[row])
     poisoned = calls.router_scores(rows.at[row, 3].set(jnp.nan), router)
     assert np.isnan(poisoned[row]).all() and np.isfinite(np.delete(poisoned, row, axis=0)).all()
+
+
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 96), (40, 90)])
+def test_a_sum_and_its_norm_at_once_are_those_made_one_after_the_other(num_tokens, width):
+    generator = np.random.default_rng(num_tokens)
+    rows, added, scales = (draw(generator, *size, width) for size in ((num_tokens,), (num_tokens,), (3,)))
+    total, normed = jax.jit(partial(calls.add_and_norm, eps=1e-6))(rows, added, scales, layer=1)
+    np.testing.assert_array_equal(total, rows + added)
+    np.testing.assert_array_equal(normed, calls.rms_norm(rows + added, scales[1], 1e-6))
+
+
+def test_a_norm_by_the_scales_of_no_layer_is_refused():
+    rows = jnp.ones((2, 32), jnp.bfloat16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no scales of this layer"):
+        jax.block_until_ready(calls.add_and_norm(rows, rows, rows, layer=2, eps=1e-6))
 
 
 def test_angles_are_those_of_jax_position_by_position():

@@ -33,6 +33,7 @@ NAMES = (
     "Fp8Experts",
     "Product",
     "Norm",
+    "AddNorm",
     "Scores",
     "Rotation",
     "Masses",
@@ -67,6 +68,18 @@ def rms_norm(rows_TD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     assert rows_TD.shape[1:] == scale_D.shape, f"{scale_D.shape} scales for {rows_TD.shape}"
     shape = jax.ShapeDtypeStruct(rows_TD.shape, rows_TD.dtype)
     return jax.ffi.ffi_call(f"{PREFIX}norm", shape)(rows_TD, scale_D, eps=np.float32(eps))
+
+
+def add_and_norm(
+    hidden_TD: jax.Array, added_TD: jax.Array, scale_LD: jax.Array, *, layer: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of bfloat16 rows [T, D], and its `rms_norm` by the scales of `layer`."""
+    assert hidden_TD.shape == added_TD.shape, f"{added_TD.shape} added to {hidden_TD.shape}"
+    assert hidden_TD.shape[1:] == scale_LD.shape[1:], f"{scale_LD.shape} scales for {hidden_TD.shape}"
+    shape = jax.ShapeDtypeStruct(hidden_TD.shape, hidden_TD.dtype)
+    call = jax.ffi.ffi_call(f"{PREFIX}addnorm", (shape, shape), input_output_aliases={0: 0})
+    total_TD, normed_TD = call(hidden_TD, added_TD, scale_LD, jnp.asarray(layer, jnp.int32), eps=np.float32(eps))
+    return total_TD, normed_TD
 
 
 def router_scores(

@@ -35,6 +35,27 @@ ffi::Error Norm(Bf16 rows, Bf16 scale, float eps, ffi::ResultBuffer<ffi::BF16> o
   return ffi::Error::Success();
 }
 
+// A residual stream with what is added to it, and the norm of the sum by the scales of one layer.
+ffi::Error AddNorm(Bf16 rows, Bf16 added, Bf16 scales, S32 layer, float eps, ffi::ResultBuffer<ffi::BF16> sums,
+                   ffi::ResultBuffer<ffi::BF16> out) {
+  if (!have_dims(2, rows, scales) || layer.element_count() != 1) return wrong("a sum and its norm take rows, scales and a layer");
+  const int64_t num_rows = size_of(rows, 0), width = size_of(rows, 1), at = *layer.typed_data();
+  if (!is(added, {num_rows, width}) || !is(scales, {size_of(scales, 0), width}) || !is(*sums, {num_rows, width}) ||
+      !is(*out, {num_rows, width}))
+    return wrong("a sum and its norm have other widths");
+  if (at < 0 || at >= size_of(scales, 0)) return wrong("a norm has no scales of this layer");
+  const native::bf16* scale = numbers(scales) + at * width;
+  auto* sum = reinterpret_cast<native::bf16*>(sums->untyped_data());
+  auto* normed = reinterpret_cast<native::bf16*>(out->untyped_data());
+  native::for_pieces(num_rows, 32, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * width; i < end * width; i += width) {
+      native::add_row(numbers(rows) + i, numbers(added) + i, sum + i, width);
+      native::norm_row(sum + i, scale, normed + i, width, eps);
+    }
+  });
+  return ffi::Error::Success();
+}
+
 ffi::Error Scores(Bf16 rows, F32 router, F32 bias, std::string_view score, ffi::ResultBuffer<ffi::F32> out) {
   if (!have_dims(2, rows, router)) return wrong("scores take rows and a matrix");
   const int64_t width = size_of(rows, 1), experts = size_of(router, 1);
@@ -187,6 +208,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNoise, Noise,
                               ffi::Ffi::Bind().Arg<U32>().Arg<U32>().Arg<U32>().Arg<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNorm, Norm,
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<Bf16>().Attr<float>("eps").Ret<Bf16>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAddNorm, AddNorm,
+                              ffi::Ffi::Bind().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<S32>().Attr<float>("eps").Ret<Bf16>()
+                                  .Ret<Bf16>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeScores, Scores,
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<F32>().Arg<F32>().Attr<std::string_view>("score")
                                   .Ret<F32>());

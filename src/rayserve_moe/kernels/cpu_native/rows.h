@@ -39,6 +39,13 @@ inline float mean_square_of(const bf16* row, int64_t width) {
   return total(squares) / width;
 }
 
+inline void add_row(const bf16* row, const bf16* added, bf16* out, int64_t width) {
+  for (int64_t i = 0; i < width; i += 16) {
+    const Mask lanes = lanes_of(i, width);
+    store(out + i, wide(row + i, lanes) + wide(added + i, lanes), lanes);
+  }
+}
+
 // Shrinks a row, rounds, then scales.
 inline void scale_row(const bf16* row, const bf16* scale, bf16* out, int64_t width, float shrink) {
   for (int64_t i = 0; i < width; i += 16) {
