@@ -1,0 +1,45 @@
+"""State kinds: what layers keep of a sequence, as data.
+
+Memory, sharding, allocation and page sizes follow from the kinds that a model's layers declare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape, logical axes and dtype of one array of a state."""
+
+    shape: tuple[int, ...]
+    """Shape over the whole mesh, without the dimensions of layers, pages and tokens."""
+    axes: tuple[str | None, ...]
+    """Logical axis of each dimension (`parallel.sharding`)."""
+    dtype: str = ""
+    """Empty: the dtype of the KV cache."""
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), f"axes {self.axes} of an array of shape {self.shape}"
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """What one kind of layer keeps of a sequence, and how long."""
+
+    name: str
+    """Key of pools and page tables."""
+    per: Literal["token", "entry"]
+    """`token`: a row for every token, on pages. `entry`: one immutable entry per `entry_tokens` tokens."""
+    entry: tuple[ArraySpec, ...]
+    """Arrays of one token's row, or of one entry."""
+    window: int = 0
+    """Token kinds: number of positions that a query sees, its own included. 0: all."""
+    entry_tokens: int = 0
+    """Entry kinds: tokens from one entry to the next. 0 for token kinds."""
+
+    def __post_init__(self) -> None:
+        assert self.window >= 0, f"{self.name}: a window of {self.window} positions"
+        assert self.per == "token" or not self.window, f"{self.name}: entries have no window"
+        assert (self.per == "entry") == (self.entry_tokens > 0), f"{self.name}: {self.entry_tokens} tokens per entry"
