@@ -20,7 +20,7 @@ from examples.calculator.problems import END, MIX, draw
 from rayserve_moe import Engine
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.requests.records import GenerationRequest
-from tests.support.drive import Way, cycle_for, run_on
+from tests.support.drive import Way, cycle_for, run_on, speculation_of
 from tests.support.workload import request_for
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -81,8 +81,7 @@ def lengths_of(head: Path, shape: str, *, num_problems: int) -> tuple[dict[float
             cycle = cycle_for(engine.runner, engine.card, replace(way, num_drafts=speculation.max_drafts))
             found = run_on(cycle, engine.card, requests)
             cycle.scheduler.flush()
-            assert cycle.speculation is not None
-            totals = cycle.speculation.totals
+            totals = speculation_of(cycle).totals
             lengths[temperature] = 1 + totals.accepted / totals.chains
             answers[temperature] = {key: outcome.ids for key, outcome in found.items()}
     return lengths, answers

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rayserve_moe.config.settings import SchedulerSettings
-from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.loop import cycle_with
 from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.execution.programs.buckets import step_shapes
 from rayserve_moe.execution.step.pack import Packer
@@ -67,9 +67,10 @@ def microseconds_per_step(num_sequences: int, *, num_steps: int, with_routing: b
     num_pages = num_sequences * (max_tokens // PAGE_SIZE + 1) + 1
     step_tokens = SchedulerSettings().max_step_tokens
     limits = StepLimits(num_sequences, step_tokens, step_tokens, PAGE_SIZE, num_pages, max_tokens)
-    capture = RoutingCapture(LAYOUT, num_pages=num_pages, page_size=PAGE_SIZE, weight_version="0")
+    scheduler = Scheduler(limits)
+    capture = RoutingCapture(LAYOUT, scheduler.table, num_pages=num_pages, weight_version="0")
     devices = InstantDevices(num_sequences, with_routing=with_routing)
-    cycle = StepCycle(Scheduler(limits), devices, capture=capture if with_routing else None)
+    cycle = cycle_with(scheduler, devices, capture=capture if with_routing else None)
     generator = np.random.default_rng(0)
     for i in range(num_sequences):
         # Prompts of different lengths, so that pages fill up at different steps.

@@ -11,7 +11,7 @@ from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
-from tests.support.drive import PreparedExecutor, Way, choices_of, cycle_for
+from tests.support.drive import PreparedExecutor, Way, choices_of, cycle_for, speculation_of
 
 PAGE_SIZE = 16
 SpeculationFor = Callable[[RowTable], Speculation]
@@ -58,10 +58,15 @@ def run(
         chunk_tokens=1024,
         num_pages=engine.loop.start_report.num_pages,
     )
-    way = replace(way, with_capture=False, caches_prefixes=False, executor=executor, page_size=PAGE_SIZE)
+    way = replace(
+        way,
+        speculation=speculation_for,
+        with_capture=False,
+        caches_prefixes=False,
+        executor=executor,
+        page_size=PAGE_SIZE,
+    )
     cycle = cycle_for(engine.runner, engine.card, way)
-    if speculation_for is not None:
-        cycle.speculation = speculation_for(cycle.scheduler.table)
     for request in requests:
         cycle.scheduler.add(choices_of(request, engine.card))
     started, at, of_choices = None, time.perf_counter(), dict[tuple[str, int], list[int]]()
@@ -81,5 +86,5 @@ def run(
     found.seconds = at - (at if started is None else started)
     found.step_tokens = [plan.num_tokens for plan in executor.decoding]
     found.step_drafts = [plan.chunks.max_drafts for plan in executor.decoding]
-    found.totals = None if cycle.speculation is None else cycle.speculation.totals
+    found.totals = None if speculation_for is None else speculation_of(cycle).totals
     return found

@@ -71,7 +71,7 @@ class SimulatedReplica:
     def __init__(self, limits: StepLimits, times: StepTimes) -> None:
         self.clock = Clock()
         self.devices = SimulatedDevices(times, self.clock, rows_per_rank=limits.num_rows)
-        self.cycle = StepCycle(Scheduler(limits), self.devices, capture=None)  # ty: ignore[invalid-argument-type]
+        self.cycle = StepCycle(Scheduler(limits), self.devices)  # ty: ignore[invalid-argument-type]
         self.is_awake = False
         self._events, self._watched = PageEvents(lambda: None), False
         self._log = PageLog(

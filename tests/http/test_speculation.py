@@ -6,8 +6,10 @@ from unittest.mock import patch
 
 import pytest
 
+from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.engine.speculation.proposers import SiblingProposer
+from rayserve_moe.engine.speculation.steps import DraftedSteps
 from rayserve_moe.inprocess.engine import Engine
 from tests.http import test_ends as ends
 from tests.http import test_forced_routing as forced_routing
@@ -43,7 +45,7 @@ def engine(checkpoint):
         cycle = engine.loop._cycle
         proposer = SiblingProposer(engine.runner.served.settings.speculation)
         fixed = Speculation(cycle.scheduler.table, proposer, max_drafts=MOST, is_fixed=True, reach=some_reach())
-        with patch.object(cycle, "speculation", fixed):
+        with patch.object(extension_of(cycle.extensions, DraftedSteps), "speculation", fixed):
             yield engine
         assert fixed.totals.drafted > fixed.totals.accepted > 0
 

@@ -14,8 +14,11 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.engine import cycle as step_cycle
+from rayserve_moe.engine.extension import extension_of
+from rayserve_moe.engine.routing import capture
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.engine.speculation.proposers import PROPOSERS
+from rayserve_moe.engine.speculation.steps import DraftedSteps
 from rayserve_moe.execution.step import inputs as step_input
 from rayserve_moe.execution.step import samples as step_samples
 from rayserve_moe.kernels.cpu_native import calls
@@ -24,7 +27,7 @@ from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.scheduling import verify_rows
 from tests.pipelines.test_speculation import answers_of, check_store
 from tests.support.checkpoints import PAGE_SIZE
-from tests.support.drive import cycle_for, run_on, run_together
+from tests.support.drive import cycle_for, run_on, run_together, speculation_of
 from tests.support.engine_store import EngineStore
 from tests.support.scheduling import some_reach
 from tests.support.speculating import (
@@ -87,8 +90,7 @@ def test_trees_that_hold_what_follows_take_fewer_steps(growing: Engine):
     cycle.scheduler.flush()
     assert cycle.statistics()["tokens_sampled"] == 24
     assert cycle.statistics()["steps"] <= 14
-    assert cycle.speculation is not None
-    totals = cycle.speculation.totals
+    totals = speculation_of(cycle).totals
     assert totals.accepted >= 10 and totals.drafted > 3 * totals.accepted
 
 
@@ -99,7 +101,7 @@ def test_answers_are_those_without_trees(growing: Engine, algorithm: str):
     how = {"max_drafts": max_drafts(growing), "are_trees": True, "reach": some_reach()}
     fixed = Speculation(cycle.scheduler.table, proposer, **how, is_fixed=True)
     plain = answers_of(growing, speculative=False)
-    with patch.object(cycle, "speculation", fixed):
+    with patch.object(extension_of(cycle.extensions, DraftedSteps), "speculation", fixed):
         drafted = answers_of(growing)
     assert fixed.totals.drafted > fixed.totals.accepted > 0
     for answer, expected in zip(drafted, plain, strict=True):
@@ -135,7 +137,7 @@ def _of_the_wrong_branch(schedule: Any, counts: np.ndarray) -> np.ndarray:
     return belongs
 
 
-true_belongs = step_cycle.tokens_that_count
+true_belongs = verify_rows.tokens_that_count
 true_counts = verify_rows.samples_that_count
 
 
@@ -147,15 +149,15 @@ def _one_more(table: Any, schedule: Any, *, result: Any) -> np.ndarray | None:
 
 
 HOST_FAULTS = {
-    "routing of the wrong branch": ("tokens_that_count", _of_the_wrong_branch),
-    "one draft too many": ("samples_that_count", _one_more),
+    "routing of the wrong branch": (capture, "tokens_that_count", _of_the_wrong_branch),
+    "one draft too many": (step_cycle, "samples_that_count", _one_more),
 }
 
 
 @pytest.mark.parametrize("fault", list(HOST_FAULTS))
 def test_faults_on_the_host_would_be_seen(growing: Engine, fault: str):
-    name, faulty = HOST_FAULTS[fault]
-    with patch.object(step_cycle, name, faulty), pytest.raises(AssertionError):
+    module, name, faulty = HOST_FAULTS[fault]
+    with patch.object(module, name, faulty), pytest.raises(AssertionError):
         run_with_trees(growing)
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.extension import extension_of
+from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.pipelines.conftest import ReferenceFactory
@@ -166,7 +168,9 @@ def test_after_a_flush_no_old_row_comes_back(engine: Engine, reference: RouterRe
     if flushes:
         cycle.scheduler.flush()
     spoilt = engine.card.routing.num_experts - 1
-    cycle._capture._store._rows[:] = spoilt
+    capture = extension_of(cycle.extensions, RoutingCapture)
+    assert capture is not None
+    capture._store._rows[:] = spoilt
     after = run_on(cycle, engine.card, [wanted])["r", 0]
     cycle.scheduler.flush()
     assert after.ids == before.ids

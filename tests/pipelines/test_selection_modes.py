@@ -14,7 +14,8 @@ from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.eplb.steps import EplbSteps
-from rayserve_moe.engine.step_clock import selection_statistics
+from rayserve_moe.engine.extension import extension_of
+from rayserve_moe.engine.step_clock import SelectionTally, selection_statistics
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.model.family_table import spec_from_config
@@ -67,10 +68,10 @@ def few_requests() -> list[GenerationRequest]:
 
 def run(runner: HostRunner, card: ModelCard, *, seed: int | None = None) -> tuple[Outcomes, np.ndarray | None]:
     """Outcomes and tally; with a `seed` experts move to a random placement and back meanwhile."""
-    way, migration = replace(WAY, with_capture=False), Migration(runner.placement, hosts=1, slots_per_step=1)
+    migration = Migration(runner.placement, hosts=1, slots_per_step=1)
+    way = replace(WAY, with_capture=False, eplb=EplbSteps(migration))
     if seed is not None:
         migration.begin(random_placement(runner.placement, seed=seed))
-        way = replace(way, eplb=EplbSteps(migration))
     cycle = cycle_for(runner, card, way)
     outcomes = run_on(cycle, card, few_requests(), intervene=way.intervene)
     cycle.scheduler.flush()
@@ -79,7 +80,8 @@ def run(runner: HostRunner, card: ModelCard, *, seed: int | None = None) -> tupl
         migration.begin(runner.placement)
         while (piece := migration.next_piece()) is not None:
             runner.move_experts(piece)
-    return outcomes, cycle.tally
+    tally = extension_of(cycle.extensions, SelectionTally)
+    return outcomes, None if tally is None else tally._tally
 
 
 @pytest.mark.slow

@@ -18,8 +18,12 @@ from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.engine import cycle as step_cycle
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.engine.eplb.steps import EplbSteps
+from rayserve_moe.engine.extension import extension_of
+from rayserve_moe.engine.routing import capture
+from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.engine.speculation.proposers import PROPOSERS
+from rayserve_moe.engine.speculation.steps import DraftedSteps
 from rayserve_moe.execution.step import inputs as step_input
 from rayserve_moe.execution.step import samples as step_samples
 from rayserve_moe.requests.finish_reason import FinishReason
@@ -31,7 +35,7 @@ from rayserve_moe.serving.metrics import EngineMetrics
 from tests.pipelines.test_migration import heading_elsewhere
 from tests.support.checkpoints import PAGE_SIZE
 from tests.support.constraints import synthetic_tokenizer
-from tests.support.drive import PreparedExecutor, cycle_for, run_on, run_together
+from tests.support.drive import PreparedExecutor, cycle_for, run_on, run_together, speculation_of
 from tests.support.engine_store import EngineStore
 from tests.support.engines import MOVING
 from tests.support.oracle import Oracle
@@ -174,7 +178,7 @@ def test_a_request_that_wants_no_drafts_has_none(speculating: Engine):
     cycle = cycle_for(speculating.runner, speculating.card, way)
     run_on(cycle, speculating.card, requests, constraints=PLAIN.constraints)
     cycle.scheduler.flush()
-    assert cycle.speculation is not None and cycle.speculation.totals.drafted == 0
+    assert speculation_of(cycle).totals.drafted == 0
 
 
 def test_aborts_leave_the_others_alone(speculating: Engine):
@@ -232,7 +236,7 @@ def test_answers_are_those_without_drafts(speculating: Engine, algorithm: str):
     proposer = PROPOSERS[algorithm](replace(speculating.runner.served.settings.speculation, shortest_match=1))
     fixed = Speculation(cycle.scheduler.table, proposer, max_drafts=DRAFTS, is_fixed=True, reach=some_reach())
     plain = answers_of(speculating, speculative=False)
-    with patch.object(cycle, "speculation", fixed):
+    with patch.object(extension_of(cycle.extensions, DraftedSteps), "speculation", fixed):
         drafted = answers_of(speculating)
         check_told(speculating, fixed, [answer["meta_info"] for answer in drafted])
     assert fixed.totals.drafted > 0 and (fixed.totals.accepted > 0 or algorithm == "NGRAM")
@@ -250,12 +254,12 @@ def test_answers_are_those_without_drafts(speculating: Engine, algorithm: str):
 
 def check_store(cycle: StepCycle, _: int) -> None:
     """The store has no row beyond what a sequence has computed for good."""
-    capture = cycle._capture
-    assert capture is not None
+    captured = extension_of(cycle.extensions, RoutingCapture)
+    assert captured is not None
     for sequence in cycle.scheduler.running:
         end = len(sequence.pages) * PAGE_SIZE
-        slots, stamps = capture._places(sequence, sequence.num_computed, end)
-        assert not capture._store.read(slots, stamps)[1].any(), "a row of a rejected token is kept"
+        slots, stamps = captured._places(sequence, sequence.num_computed, end)
+        assert not captured._store.read(slots, stamps)[1].any(), "a row of a rejected token is kept"
 
 
 def run_with_drafts(engine: Engine, *, share: float = 0.6) -> None:
@@ -279,7 +283,7 @@ def test_routing_of_rejected_tokens_would_be_seen(speculating: Engine):
     def keeps_all(schedule: Any, _: np.ndarray) -> np.ndarray:
         return np.ones(schedule.plan.num_tokens, np.bool_)
 
-    with patch.object(step_cycle, "tokens_that_count", keeps_all), pytest.raises(AssertionError, match="rejected"):
+    with patch.object(capture, "tokens_that_count", keeps_all), pytest.raises(AssertionError, match="rejected"):
         run_with_drafts(speculating)
 
 

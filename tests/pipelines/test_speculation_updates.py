@@ -11,8 +11,10 @@ from unittest.mock import patch
 import pytest
 
 from rayserve_moe import Engine
+from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.speculation.model_drafts import proposer_for
 from rayserve_moe.engine.speculation.policy import Speculation
+from rayserve_moe.engine.speculation.steps import DraftedSteps
 from tests.pipelines import test_weight_updates as updates
 from tests.support.draft_models import write_eagle_head
 from tests.support.engine_store import EngineStore
@@ -48,7 +50,7 @@ def changing(speculating: Engine) -> Iterator[Engine]:
     cycle = speculating.loop._cycle
     proposer = proposer_for(replace(speculating.runner.served.settings.speculation, shortest_match=1))
     fixed = Speculation(cycle.scheduler.table, proposer, max_drafts=DRAFTS, is_fixed=True, reach=some_reach())
-    with patch.object(cycle, "speculation", fixed):
+    with patch.object(extension_of(cycle.extensions, DraftedSteps), "speculation", fixed):
         yield speculating
     assert fixed.totals.drafted > fixed.totals.accepted
     assert fixed.overlaps or fixed.totals.accepted > 0

@@ -11,7 +11,7 @@ from examples.calculator.problems import MIX, draw
 from rayserve_moe import Engine
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.requests.records import GenerationRequest
-from tests.support.drive import Way, cycle_for, preempt_every, run_on, run_together
+from tests.support.drive import Way, cycle_for, preempt_every, run_on, run_together, speculation_of
 from tests.support.speculating import assert_unchanged
 from tests.support.workload import request_for
 
@@ -52,6 +52,5 @@ def test_right_drafts_that_are_not_known_yet_do_not_show():
             found = run_on(cycle, engine.card, requests(), intervene=way.intervene)
             cycle.scheduler.flush()
             assert_unchanged(engine, found, plain)
-            assert cycle.speculation is not None
-            totals = cycle.speculation.totals
+            totals = speculation_of(cycle).totals
             assert totals.accepted > totals.drafted / 20

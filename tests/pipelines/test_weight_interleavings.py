@@ -18,6 +18,7 @@ from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.engine.eplb.steps import EplbSteps
+from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights.placing import load_weights
 from rayserve_moe.model.expert_parameters import slot_specs
@@ -69,6 +70,7 @@ class Interleaving:
 
     def __init__(self, cycle: StepCycle, engine: Engine, reference: VersionedReference, paths: list[Path]) -> None:
         self._cycle, self._engine, self._reference, self._paths = cycle, engine, reference, paths
+        self._eplb = extension_of(cycle.extensions, EplbSteps)
         self._num_requests = 0
         self._versions = ["0"]
         self._born: dict[str, int] = {}
@@ -110,8 +112,8 @@ class Interleaving:
     def stage(self, which: int) -> None:
         """Read weights now; steps may follow before they are put to use, and experts stay where they are."""
         self._check_all(self._cycle.drain()[1])
-        eplb, self._staged = self._cycle.eplb, self._paths[which]
-        placement = eplb.hold() if eplb is not None else self._engine.runner.placement
+        self._staged = self._paths[which]
+        placement = self._eplb.hold() if self._eplb is not None else self._engine.runner.placement
         self._engine.runner.staged.read(str(self._staged), placement.expert_of_slot)
 
     def swap(self, retracts: bool) -> None:
@@ -124,14 +126,14 @@ class Interleaving:
             self._cycle.retract()
         self._cycle.take_staged_weights(version)
         self._reference.note(version, path, is_recomputed=retracts)
-        if self._cycle.eplb is not None:
-            self._cycle.eplb.go_on()
+        if self._eplb is not None:
+            self._eplb.go_on()
         self._cycle.scheduler.check_integrity()
 
     def move(self, seed: int) -> None:
-        if self._cycle.eplb is not None:
-            placement = self._cycle.eplb.migration.placement
-            self._cycle.eplb.head_for(random_placement(placement, seed=seed))
+        if self._eplb is not None:
+            placement = self._eplb.migration.placement
+            self._eplb.head_for(random_placement(placement, seed=seed))
 
     def finish(self) -> None:
         while self._cycle.has_work:
@@ -206,7 +208,7 @@ def test_experts_that_were_fetched_before_a_change_are_fetched_anew(engines, pat
     assert_slots_hold(runner, migration.placement, paths[0])
     runner.staged.read(str(paths[1]), eplb.hold().expert_of_slot)
     waiting.add([one("a", [7], num_new=3)])
-    assert eplb.attach(waiting.schedule()).plan.migration is None, "experts stay while weights wait"
+    assert eplb.plan(waiting.schedule(), None).plan.migration is None, "experts stay while weights wait"
     runner.weights = runner.staged.take(runner.weights)
     eplb.change_weights()
     for placement in (migration.target, runner.placement):

@@ -106,10 +106,10 @@ class CountedSteps:
             self.num_steps += 1
             one = np.ones(1, np.int32)
             plan = StepPlan(self.num_steps, Chunks(one, one, one, one, one.astype(bool)))
-            plan = self._eplb.attach(Schedule(plan, NOTHING, NOTHING, 0)).plan
-            before, self._in_flight = self._in_flight, self._compute(plan)
+            schedule = self._eplb.plan(Schedule(plan, NOTHING, NOTHING, 0), None)
+            before, self._in_flight = self._in_flight, self._compute(schedule.plan)
             if before is not None:
-                self._eplb.absorb(before)
+                self._eplb.returned(schedule, before, counts=None)
 
     @property
     def failed_version(self) -> int:

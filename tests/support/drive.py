@@ -15,12 +15,15 @@ from rayserve_moe.engine.admission import ending_ids, processed_of
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.executor import Executor
+from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.guides import guides_of
-from rayserve_moe.engine.routing.capture import RoutingCapture
+from rayserve_moe.engine.loop import capture_for, cycle_with
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.engine.speculation.proposers import Proposer
+from rayserve_moe.engine.speculation.steps import DraftedSteps
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
+from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence, prompt_columns
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
@@ -68,6 +71,7 @@ class Way:
     caches_prefixes: bool = True
     intervene: Intervention | None = None
     eplb: EplbSteps | None = None
+    speculation: Callable[[RowTable], Speculation] | None = None
     proposer: Proposer | None = None
     num_drafts: int = 1
     constraints: ConstraintCompiler | None = None
@@ -127,19 +131,14 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         page_groups=runner.served.pool.groups(way.num_pages),
         verify_rows=max(shape.num_singles for shape in runner.served.shapes),
     )
-    capture = RoutingCapture(
-        card.routing,
-        num_pages=way.num_pages,
-        page_size=way.page_size,
-        num_data_ranks=num_data_ranks,
-        weight_version="0",
-    )
-    scheduler, speculation = Scheduler(limits), None
+    scheduler = Scheduler(limits)
+    speculation = None if way.speculation is None else way.speculation(scheduler.table)
     if way.proposer is not None:
         are_trees = runner.served.settings.speculation.has_trees
         how = {"is_fixed": True, "are_trees": are_trees}
         speculation = Speculation(scheduler.table, way.proposer, max_drafts=way.num_drafts, reach=some_reach(), **how)
-    return StepCycle(
+    capture = capture_for(scheduler, replace(card, weight_version="0"), num_pages=way.num_pages)
+    return cycle_with(
         scheduler,
         way.executor or PreparedExecutor(runner, way.num_pages),
         capture=capture if way.with_capture else None,
@@ -147,6 +146,13 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         eplb=way.eplb,
         speculation=speculation,
     )
+
+
+def speculation_of(cycle: StepCycle) -> Speculation:
+    """Return the speculation of a cycle that has it."""
+    drafted = extension_of(cycle.extensions, DraftedSteps)
+    assert drafted is not None, "the cycle has no drafts"
+    return drafted.speculation
 
 
 def run_alone(

@@ -15,6 +15,7 @@ import numpy as np
 from rayserve_moe.config.given_files import is_url
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.cycle import NO_ROWS, StepCycle
+from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.page_watch import PageWatch
@@ -49,18 +50,20 @@ class EngineControl:
         cycle: StepCycle,
         executor: Executor,
         *,
+        eplb: EplbSteps,
         outputs: OutputDispatch,
         commands: CommandQueue,
         card: ModelCard,
     ) -> None:
-        self._cycle, self._executor, self._outputs, self._commands = cycle, executor, outputs, commands
+        self._cycle, self._outputs, self._commands = cycle, outputs, commands
+        self._eplb = eplb
         self._updates = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._mode: str | None = None
         self._held: list[list[Sequence]] | None = None
         self.num_updates = 0
         self.card = card
         between = BetweenSteps(
-            self._hold_experts, self._let_experts_move, self._swap, self.note_loss, lambda: self.card.weight_version
+            self._hold_experts, eplb.go_on, self._swap, self.note_loss, lambda: self.card.weight_version
         )
         self.tensors = TensorUpdates(executor, commands, between=between, updates=self._updates)
         self.staged = StagedUpdates(executor, commands, between, self.tensors, self._updates)
@@ -72,7 +75,7 @@ class EngineControl:
 
     @property
     def _generation(self) -> int:
-        return 0 if self._cycle.losses is None else self._cycle.losses.generation
+        return self._cycle.losses.generation
 
     def pause(self, mode: str) -> Future[None]:
         """Run no steps until `resume`; the future is done once none is in flight.
@@ -207,15 +210,10 @@ class EngineControl:
 
     def _hold_experts(self) -> tuple[np.ndarray | None, int]:
         """Keep experts where they are from now on; returns where, None where they never move, and the generation."""
-        eplb = self._cycle.eplb
-        if eplb is None or not eplb.moves_experts:
+        if not self._eplb.moves_experts:
             return None, self._generation
         self._drain()
-        return eplb.hold().expert_of_slot, self._generation
-
-    def _let_experts_move(self) -> None:
-        if self._cycle.eplb is not None:
-            self._cycle.eplb.go_on()
+        return self._eplb.hold().expert_of_slot, self._generation
 
 
 def following_version(control: EngineControl) -> str:

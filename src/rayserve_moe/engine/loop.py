@@ -20,9 +20,11 @@ from rayserve_moe.engine.admission import Capacity, check_request, ending_ids, p
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
 from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.deferred import DeferredSampling
 from rayserve_moe.engine.eplb.control import EplbControl
 from rayserve_moe.engine.eplb.steps import EplbSteps, eplb_steps_for
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
+from rayserve_moe.engine.extension import SteadyPace, extension_of
 from rayserve_moe.engine.guides import guides_of
 from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
 from rayserve_moe.engine.recovery.hosts import RebuildBounds, Rebuilder, Recovery, step_start
@@ -31,7 +33,8 @@ from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.engine.speculation.model_drafts import proposer_for
 from rayserve_moe.engine.speculation.policy import DraftTotals, Speculation
 from rayserve_moe.engine.speculation.step_times import ExpertReach
-from rayserve_moe.engine.step_clock import selection_statistics
+from rayserve_moe.engine.speculation.steps import DraftedSteps
+from rayserve_moe.engine.step_clock import SelectionTally
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError
 from rayserve_moe.requests.results import ChoiceResult
@@ -82,16 +85,28 @@ class EngineLoop:
         self.eplb = eplb_steps_for(
             card.routing, self.start_report, settings=settings.balancing, parallel=settings.parallel
         )
-        self._cycle = step_cycle_for(
-            executor, card, settings=settings, started=self.start_report, eplb=self.eplb, recovery=self.recovery
+        scheduler = scheduler_for(settings, card, started=self.start_report)
+        capture = capture_for(scheduler, card, num_pages=self.start_report.num_pages) if card.returns_routing else None
+        self._cycle = cycle_with(
+            scheduler,
+            executor,
+            eplb=self.eplb,
+            speculation=speculation_for(settings.speculation, scheduler, card=card),
+            capture=capture,
+            losses=None if self.recovery is None else StepLosses(self.recovery, scheduler),
+            overlaps=settings.scheduler.overlap_steps,
         )
         self._outputs = OutputDispatch(
-            self._cycle.scheduler.table, streamed_routing=self._cycle.streamed_routing, end=self._cycle.end
+            scheduler.table,
+            streamed_routing=_no_routing if capture is None else capture.streamed,
+            end=self._cycle.end,
         )
         self.request_metrics = self._outputs.metrics
         most = most_live_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size)
         self.capacity = Capacity(self._outputs, most)
-        self.control = EngineControl(self._cycle, executor, outputs=self._outputs, commands=self._commands, card=card)
+        self.control = EngineControl(
+            self._cycle, executor, eplb=self.eplb, outputs=self._outputs, commands=self._commands, card=card
+        )
         """Pauses the engine and changes its weights."""
         planning = planning_config(settings.balancing, settings.experts)
         self.eplb_control = EplbControl(
@@ -170,7 +185,6 @@ class EngineLoop:
             "requests_live": float(len(self._outputs)),
             "requests_waiting": float(max(0, self._outputs.num_unfinished - num_running)),
             **self._cycle.statistics(),
-            **selection_statistics(self._cycle.tally, num_ranks=self.eplb.migration.placement.ep_size),
             **self.start_report.statistics(),
             **({} if self.recovery is None else self.recovery.statistics()),
         }
@@ -178,8 +192,8 @@ class EngineLoop:
     @property
     def drafts(self) -> tuple[str, DraftTotals] | None:
         """The proposer, and what became of its drafts; None without speculation."""
-        speculation = self._cycle.speculation
-        return None if speculation is None else (speculation.proposer.name, speculation.totals)
+        drafted = extension_of(self._cycle.extensions, DraftedSteps)
+        return None if drafted is None else (drafted.speculation.proposer.name, drafted.speculation.totals)
 
     def check_health(self) -> None:
         """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
@@ -300,17 +314,9 @@ def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[
     return sequences
 
 
-def step_cycle_for(
-    executor: Executor,
-    card: ModelCard,
-    *,
-    settings: Settings,
-    started: StartReport,
-    eplb: EplbSteps,
-    recovery: Recovery | None,
-) -> StepCycle:
-    """Build the step cycle of an engine whose executor has `started`, with the features that its settings enable."""
-    scheduler, cache, num_ranks = settings.scheduler, settings.cache, settings.parallel.data_parallel_size
+def scheduler_for(settings: Settings, card: ModelCard, *, started: StartReport) -> Scheduler:
+    """Return the scheduler of an engine whose executor has `started`."""
+    scheduler, cache = settings.scheduler, settings.cache
     limits = StepLimits(
         num_rows=scheduler.max_running_requests,
         step_tokens=scheduler.max_step_tokens,
@@ -319,41 +325,63 @@ def step_cycle_for(
         num_pages=started.num_pages,
         page_groups=started.page_groups,
         max_tokens=card.max_model_len,
-        num_data_ranks=num_ranks,
+        num_data_ranks=settings.parallel.data_parallel_size,
         caches_prefixes=cache.enable_prefix_caching,
         verify_rows=verify_rows(scheduler, settings.speculation),
     )
-    capture = None
-    if card.returns_routing:
-        capture = RoutingCapture(
-            card.routing,
-            num_pages=started.num_pages,
-            page_size=cache.page_size,
-            num_data_ranks=num_ranks,
-            weight_version=card.weight_version,
-        )
-    target = Scheduler(limits, weight_version=card.weight_version)
-    cycle = StepCycle(
-        target,
-        executor,
-        capture=capture,
-        overlaps=scheduler.overlap_steps,
-        eplb=eplb,
-        speculation=_speculation_for(settings.speculation, target, card=card),
+    return Scheduler(limits, weight_version=card.weight_version)
+
+
+def capture_for(scheduler: Scheduler, card: ModelCard, *, num_pages: int) -> RoutingCapture:
+    """Return the routing capture of a scheduler."""
+    return RoutingCapture(
+        card.routing,
+        scheduler.table,
+        num_pages=num_pages,
+        num_data_ranks=len(scheduler.ranks),
+        weight_version=card.weight_version,
     )
-    if recovery is not None:
-        cycle.losses = StepLosses(recovery, target, capture=capture, eplb=eplb)
-    return cycle
 
 
-def _speculation_for(settings: SpeculationSettings, target: Scheduler, *, card: ModelCard) -> Speculation | None:
+def speculation_for(settings: SpeculationSettings, scheduler: Scheduler, *, card: ModelCard) -> Speculation | None:
     """Return the speculation for a scheduler, or None if the settings allow no drafts."""
     if not settings.max_drafts:
         return None
     return Speculation(
-        target.table,
+        scheduler.table,
         proposer_for(settings),
         max_drafts=settings.max_drafts,
         reach=ExpertReach(card.routing.num_experts, card.routing.top_k),
         are_trees=settings.has_trees,
     )
+
+
+def cycle_with(  # noqa: PLR0913 (features, by keyword)
+    scheduler: Scheduler,
+    executor: Executor,
+    *,
+    eplb: EplbSteps | None = None,
+    speculation: Speculation | None = None,
+    capture: RoutingCapture | None = None,
+    losses: StepLosses | None = None,
+    overlaps: bool = True,
+) -> StepCycle:
+    """Return the step cycle with these features; None: without."""
+    drafted = None if speculation is None else DraftedSteps(speculation, scheduler, overlaps=overlaps)
+    tally = None if eplb is None else SelectionTally(eplb.migration)
+    features = (drafted, eplb, DeferredSampling(scheduler.table), capture, tally, losses)
+    if capture is not None:
+        # A request that finds a cached prefix may want rows that another request computed.
+        scheduler.captures_all = scheduler.caches_prefixes
+        scheduler.on_preemption = capture.preempted
+    return StepCycle(
+        scheduler,
+        executor,
+        extensions=[each for each in features if each is not None],
+        pacing=drafted or SteadyPace(overlaps=overlaps),
+        losses=losses,
+    )
+
+
+def _no_routing(sequence: Sequence) -> None:
+    """Stand for the streamed rows of a server that does not capture routing."""

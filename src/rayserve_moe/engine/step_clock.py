@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.engine.extension import StepExtension
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.step_plan import StepResult
@@ -23,7 +25,6 @@ class StepClock:
     transport_s: float = 0.0
     device_s: float = 0.0
     commit_s: float = 0.0
-    mask_s: float = 0.0
 
     def note(self, finished: Schedule, result: StepResult, *, num_sampled: int, commit_s: float) -> None:
         """Add a step that is committed."""
@@ -47,6 +48,23 @@ def scheduler_statistics(scheduler: Scheduler) -> dict[str, float]:
         "tokens_in_use": float(sum(sequence.num_computed for sequence in running)),
         "preemptions": float(scheduler.num_preemptions),
     }
+
+
+class SelectionTally(StepExtension):
+    """Sum of the tallies of all steps, in servers whose expert slots have limited capacity."""
+
+    def __init__(self, migration: Migration) -> None:
+        self._migration = migration
+        self._tally: np.ndarray | None = None
+
+    def returned(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
+        """Add the tally of a step."""
+        if result.tally is not None:
+            self._tally = result.tally if self._tally is None else self._tally + result.tally
+
+    def statistics(self) -> dict[str, float]:
+        """Return `selection_statistics` of all steps."""
+        return selection_statistics(self._tally, num_ranks=self._migration.placement.ep_size)
 
 
 def selection_statistics(tally: np.ndarray | None, *, num_ranks: int) -> dict[str, float]:

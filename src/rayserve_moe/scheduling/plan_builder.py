@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayserve_moe.requests.columns import names_in
+from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import SamplingParams
 from rayserve_moe.scheduling.chunk_demands import block_work_of
 from rayserve_moe.scheduling.rank_step import ChunkRun, RankStep
@@ -53,20 +54,26 @@ class Probed(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A plan, and what is needed to commit its result.
-
-    `sampling_rows` are the rows of the chunks that sample, `sampling_generations` the generations of those rows,
-    `num_departures` how many sequences had left a row by then. `completed` are the sequences whose last known token is
-    computed by a longer chunk of this step, with their row's generation; `probed` are those with tokens to probe, in
-    the plan's order.
-    """
+    """A step: its plan, and what is needed to commit its result."""
 
     plan: StepPlan
     sampling_rows: np.ndarray
+    """Rows of the chunks that sample, intp [S]."""
     sampling_generations: np.ndarray
+    """Generations of those rows, [S]."""
     num_departures: int
+    """Number of sequences that had left a row when the step was planned."""
     completed: tuple[tuple[Sequence, int], ...] = ()
+    """Sequences whose last known token a longer chunk of this step computes, with the generation of their row."""
     probed: tuple[Probed, ...] = ()
+    """Sequences with tokens to probe, in the order of the plan."""
+    endings: tuple[tuple[Sequence, FinishReason], ...] = ()
+    """Sequences that end before the step is submitted, because nothing may follow their last token."""
+
+
+def empty_schedule(plan: StepPlan) -> Schedule:
+    """Return the schedule of a plan that computes nothing."""
+    return Schedule(plan, NO_CHUNKS.rows, NO_CHUNKS.rows, 0)
 
 
 def build_schedule(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,7 +71,10 @@ class Scheduler:
         ]
         self.open_ranks, self.waiting = self.ranks, deque[Sequence]()
         self.held: list[Sequence] = []
-        self.preemptions: list[Preemption] = []
+        self.captures_all = False
+        """Whether every step captures routing, also for sequences that find its pages cached later."""
+        self.on_preemption: Callable[[Preemption], object] = _ignore
+        """Called with every preemption, before its pages are released."""
         self.page_events: PageEvents | None = None
         self.num_preemptions = self._next_step_id = 0
 
@@ -101,11 +104,11 @@ class Scheduler:
             note_weights(sequence, self.weight_version)
         queue_by_priority(self.waiting, leader)
 
-    def schedule(self, *, captures_all: bool = False, draft: Draft | None = None) -> Schedule:
+    def schedule(self, *, draft: Draft | None = None) -> Schedule:
         """Plan the next step. Its plan is empty when all that runs is on its way.
 
-        `captures_all` requests the routing of the step even where none of its sequences wants it. A step with `draft`
-        follows a committed one, or one that the devices have drafts after; then what it awaits is `settled` later.
+        A step with `draft` follows a committed step, or a step after which the devices draft. In the latter case
+        `resolve_awaited` completes it.
         """
         num_preemptions, limits, defers = self.num_preemptions, self._limits, draft is not None
         steps = [RankStep(r, limits=limits, preempt=self.preempt, defers_decoding=defers) for r in self.open_ranks]
@@ -119,7 +122,7 @@ class Scheduler:
                 pass
         most = 0 if draft is None else add_decoding(steps, draft, limits=limits)
         schedule = build_schedule(
-            self._next_step_id, steps, table=self.table, captures_all=captures_all, max_drafts=most
+            self._next_step_id, steps, table=self.table, captures_all=self.captures_all, max_drafts=most
         )
         self._next_step_id += 1
         for sequence, _ in schedule.completed:
@@ -179,7 +182,7 @@ class Scheduler:
         self.ranks[sequence.data_rank].dismiss(sequence)
         num_computed = min(sequence.num_computed, sequence.num_tokens)
         pages = (sequence.pages, sequence.page_generations)
-        self.preemptions.append(Preemption(sequence, sequence.data_rank, num_computed, *pages, sequence.cache.origins))
+        self.on_preemption(Preemption(sequence, sequence.data_rank, num_computed, *pages, sequence.cache.origins))
         queue = sequence.queue
         queue.num_to_recompute = max(queue.num_to_recompute, num_computed)
         self._give_up_pages(sequence)
@@ -245,6 +248,10 @@ class Scheduler:
     def _is_private(self, request: GenerationRequest) -> bool:
         """Whether only its own choices share its prefixes, as with forced routing."""
         return not self._limits.caches_prefixes or request.forced_routing is not None
+
+
+def _ignore(preemption: Preemption) -> None:
+    """Keep nothing of a preemption."""
 
 
 def unfinished(scheduler: Scheduler) -> list[Sequence]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from rayserve_moe.scheduling.draft_trees import LaidOut, lay_out, parents_of
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.step_plan import AWAITED, LAST_SAMPLED, StepResult
+from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, StepPlan, StepResult
 
 Draft = Callable[[np.ndarray], Mapping[int, np.ndarray]]
 """Given the rows that decode, returns by row the drafts (`draft_trees`) of what may follow the tokens it knows."""
@@ -88,14 +89,15 @@ def _add(step: RankStep, rows: np.ndarray, starts: np.ndarray, *, found: Mapping
     table.num_computed[rows] = starts + lengths
 
 
-def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResult) -> np.ndarray:
-    """Return which samples of a step with drafts or awaited chunks become tokens, bool [S].
+def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResult) -> np.ndarray | None:
+    """Return which samples of a step become tokens, bool [S]; None: all of sequences still in their row.
 
-    They are of sequences still in their row. A sample after a draft counts if the sample that the draft follows counts,
-    equals the draft, and does not end the sequence.
+    A sample after a draft counts if the sample that the draft follows counts, equals the draft, and does not end the
+    sequence.
     """
     chunks = schedule.plan.chunks
-    assert chunks.ancestors is not None, "without drafts all samples count"
+    if chunks.ancestors is None:
+        return None
     rows, ids = schedule.sampling_rows, result.token_ids
     is_draft, places = follows(rows), np.arange(len(rows))
     before = places - parents_of(chunks.ancestors[chunks.samples])
@@ -106,6 +108,42 @@ def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResul
     for _ in range(chunks.max_drafts):
         counts = ~is_draft | (is_right & counts[before])
     return counts & (table.generations[rows] == schedule.sampling_generations)
+
+
+def awaits(plan: StepPlan) -> bool:
+    """Return True if some chunks of the plan have awaited start positions."""
+    chunks = plan.chunks
+    return chunks.ancestors is not None and bool((chunks.starts <= AWAITED).any())
+
+
+def resolve_awaited(table: RowTable, schedule: Schedule, *, before: Schedule, result: StepResult) -> Schedule:
+    """Return the schedule with start positions and drafts filled in after the step `before` is committed.
+
+    Its plan and the `num_computed` of `table`, which this updates, are as if the step had been planned after the
+    commit. Samples of sequences that have left their rows do not count (`samples_that_count`).
+    """
+    chunks = schedule.plan.chunks
+    (awaited,) = np.nonzero(chunks.starts <= AWAITED)
+    rows, depths = chunks.rows[awaited], AWAITED - chunks.starts[awaited]
+    starts, token_ids = chunks.starts.copy(), chunks.token_ids.copy()
+    generations = np.full(len(table.generations), -1, np.int64)
+    generations[schedule.sampling_rows] = schedule.sampling_generations
+    is_there = table.generations[rows] == generations[rows]
+    starts[awaited] = np.where(is_there, table.num_tokens[rows] - 1 + depths, 0)
+    lengths = np.bincount(rows[is_there], minlength=len(generations))
+    there = np.flatnonzero(lengths)
+    table.num_computed[there] = table.num_tokens[there] - 1 + lengths[there]
+    tokens = (np.cumsum(chunks.lengths) - 1)[awaited]
+    is_draft = token_ids[tokens] == DRAFTED
+    if is_draft.any():
+        assert result.drafts is not None, "drafts were asked for"
+        locations = np.zeros(len(generations), np.intp)
+        drafted = before.sampling_rows
+        of_drafted = drafted[np.concatenate([[True], drafted[1:] != drafted[:-1]])]
+        locations[of_drafted] = np.arange(len(of_drafted))
+        token_ids[tokens[is_draft]] = result.drafts[locations[rows[is_draft]], depths[is_draft] - 1]
+    chunks = replace(chunks, starts=starts, token_ids=token_ids)
+    return replace(schedule, plan=replace(schedule.plan, chunks=chunks))
 
 
 def tokens_that_count(schedule: Schedule, counts: np.ndarray) -> np.ndarray:

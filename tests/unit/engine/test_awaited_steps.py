@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 
 from rayserve_moe.engine import cycle as step_cycle
-from rayserve_moe.engine.cycle import StepCycle, settled
+from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.loop import cycle_with
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.engine.speculation.policy import Speculation
+from rayserve_moe.engine.speculation.steps import needs_host_tokens
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.rank_step import CANDIDATES
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.starting_over import give_up_step
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan
+from rayserve_moe.scheduling.verify_rows import resolve_awaited
 from tests.support.fake_device import FakeDevice
 from tests.support.scheduling import all_pages_are_free, choices, scheduler, some_reach
 
@@ -58,6 +61,7 @@ class Run:
 
     cycle: StepCycle
     device: FakeDevice
+    speculation: Speculation | None = None
     tokens: Tokens = field(default_factory=dict)
     aborted: set[tuple[str, int]] = field(default_factory=set)
 
@@ -71,8 +75,9 @@ def run(seed: int, settings: Settings, *, check: Callable[[Run], None] | None = 
     if settings.share is not None:
         how = {"max_drafts": settings.num_drafts, "reach": some_reach(), "is_fixed": True}
         speculation = OnAndOff(target.table, ModelProposer("fake"), **how)
-    found = Run(StepCycle(target, device, capture=None, speculation=speculation), device)
-    found.cycle.losses, device.lost_every = Losses(target), settings.lost_every
+    cycle = cycle_with(target, device, speculation=speculation)
+    found = Run(cycle, device, speculation)
+    cycle.losses, device.lost_every = Losses(target), settings.lost_every
     for group in requests_of(seed):
         target.add(group)
     step, generator = 0, np.random.default_rng(seed + 1)
@@ -108,15 +113,13 @@ class Losses:
     def __init__(self, target: Scheduler) -> None:
         self._target = target
 
-    def start_over(self, failure: Exception, lost: list[StepPlan], *, retract: Callable[[], object]) -> None:
+    def start_over(self, failure: Exception, lost: list[StepPlan], *, retract: Callable[[], object], **_: Any) -> Any:
         for plan in lost:
             give_up_step(self._target, plan)
         assert (self._target.table.num_computed >= 0).all()
         retract()
         self._target.flush()
-
-    def note_commit(self) -> None:
-        """Nothing is counted."""
+        return ()
 
 
 class OnAndOff(Speculation):
@@ -172,8 +175,8 @@ def test_steps_that_follow_on_unknown_drafts_change_nothing(way: str, seed: int)
     plain, found = run(seed, PLAIN).tokens, run(seed, settings, check=settles_as_run)
     assert found.tokens == {key: tokens for key, tokens in plain.items() if key not in found.aborted}
     assert bool(found.aborted) == bool(settings.aborts_every)
-    assert found.device.num_awaited > 20 and found.cycle.speculation is not None
-    totals = found.cycle.speculation.totals
+    assert found.device.num_awaited > 20 and found.speculation is not None
+    totals = found.speculation.totals
     assert totals.drafted > 0 and (totals.accepted > 0) == (settings.share != 0.0)
 
 
@@ -183,7 +186,7 @@ def test_a_stream_takes_one_step_for_four_tokens_of_right_drafts():
     device = FakeDevice(num_rows=1, page_size=PAGE_SIZE, num_drafts=DRAFTS, share=1.0)
     how = {"max_drafts": DRAFTS, "reach": some_reach(), "is_fixed": True}
     speculation = Speculation(target.table, ModelProposer("fake"), **how)
-    cycle = StepCycle(target, device, capture=None, speculation=speculation)
+    cycle = cycle_with(target, device, speculation=speculation)
     (sequence,) = choices("a", [1, 2, 3], num_new=41)
     sequence.rules.stop_token_ids = frozenset()
     target.add([sequence])
@@ -199,13 +202,13 @@ def one_too_near(table: Any, schedule: Any, **given: Any) -> Any:
     before = table.num_tokens.copy()
     table.num_tokens[:] = before - 1
     try:
-        return settled(table, schedule, **given)
+        return resolve_awaited(table, schedule, **given)
     finally:
         table.num_tokens[:] = before
 
 
 def one_too_far(table: Any, schedule: Any, **given: Any) -> Any:
-    found = settled(table, schedule, **given)
+    found = resolve_awaited(table, schedule, **given)
     return replace(
         found, plan=replace(found.plan, chunks=replace(found.plan.chunks, starts=found.plan.chunks.starts + 1))
     )
@@ -213,13 +216,13 @@ def one_too_far(table: Any, schedule: Any, **given: Any) -> Any:
 
 def drafts_of_another_row(table: Any, schedule: Any, *, before: Any, result: Any) -> Any:
     rolled = result if result.drafts is None else replace(result, drafts=np.roll(result.drafts, 1, axis=0))
-    return settled(table, schedule, before=before, result=rolled)
+    return resolve_awaited(table, schedule, before=before, result=rolled)
 
 
 @pytest.mark.parametrize("fault", [one_too_near, one_too_far, drafts_of_another_row])
 def test_steps_that_turn_out_otherwise_would_be_seen(fault: Callable[..., Any]):
     plain = run(0, PLAIN).tokens
-    with patch.object(step_cycle, "settled", fault), pytest.raises(AssertionError):
+    with patch.object(step_cycle, "resolve_awaited", fault), pytest.raises(AssertionError):
         assert run(0, Settings(), check=settles_as_run).tokens == plain
 
 
@@ -243,13 +246,13 @@ def test_what_needs_each_token_on_the_host_is_found_before_it_runs():
     target = scheduler(num_rows=2)
     for number in range(30):
         target.add(choices(str(number), 3))
-    assert not step_cycle.wants_every_token(target)
+    assert not needs_host_tokens(target)
     within = CANDIDATES + 1
     for place, expected in ((within + 1, False), (within, True)):
         each = target.waiting[place]
         each.rules.asked = np.zeros(1, np.int32)
-        assert step_cycle.wants_every_token(target) == expected
+        assert needs_host_tokens(target) == expected
         each.rules.asked = None
     target.waiting[0].rules.asked = np.zeros(1, np.int32)
     target.schedule()
-    assert target.table.wants.num_held == 1 and step_cycle.wants_every_token(target)
+    assert target.table.wants.num_held == 1 and needs_host_tokens(target)

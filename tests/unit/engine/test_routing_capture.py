@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.extension import RenamedWeights
+from rayserve_moe.engine.loop import cycle_with
 from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.replay.routing_store import RoutingStore
 from rayserve_moe.requests.records import RoutedExperts
@@ -26,10 +27,10 @@ class Captured:
             **{"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "num_data_ranks": num_data_ranks, **limits}
         )
         self.capture = RoutingCapture(
-            ROUTING, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_data_ranks=num_data_ranks, weight_version="v"
+            ROUTING, target.table, num_pages=NUM_PAGES, num_data_ranks=num_data_ranks, weight_version="v"
         )
         self.executor = CountingExecutor()
-        self.cycle = StepCycle(target, self.executor, capture=self.capture, overlaps=overlaps)
+        self.cycle = cycle_with(target, self.executor, capture=self.capture, overlaps=overlaps)
         self.scheduler = target
         self.routing: dict[Sequence, RoutedExperts | None] = {}
 
@@ -228,8 +229,8 @@ def test_rows_that_never_come_are_missing():
     sequence = wanting("a", 9, num_new=3)
     captured.scheduler.add([sequence])
     schedule = captured.scheduler.schedule()
-    captured.capture.submit(schedule.plan, captured.scheduler.table)
-    captured.capture.absorb(StepResult(schedule.plan.step_id, *[np.zeros(0)] * 3))
+    captured.capture.submitted(schedule)
+    captured.capture.returned(schedule, StepResult(schedule.plan.step_id, *[np.zeros(0)] * 3), counts=None)
     assert captured.abort(sequence).missing == ((0, 9),)
 
 
@@ -245,7 +246,7 @@ def test_every_row_names_the_weights_it_was_computed_under():
     captured = Captured()
     sequence = wanting("a", 9, num_new=12)
     captured.begin(sequence, 4)
-    captured.capture.set_weight_version("w")
+    captured.capture.reset(RenamedWeights("w"))
     assert captured.capture.weight_version == "w"
     captured.finish()
     routing = captured.of(sequence)
@@ -261,7 +262,7 @@ def test_kept_rows_keep_their_version():
     captured.begin(sequence, 6)
     captured.lose(sequence)
     captured.turn(0)
-    captured.capture.set_weight_version("w")
+    captured.capture.reset(RenamedWeights("w"))
     captured.finish()
     routing = captured.of(sequence)
     assert steps(routing)[9:13] == [1, 2, 3, 4]
@@ -353,7 +354,6 @@ def test_pieces_start_where_they_are_asked_to():
         assert routing.start == start and positions(routing) == list(range(start, sequence.num_tokens - 1))
         assert routing.missing == ()
     captured.scheduler.preempt(sequence)
-    captured.cycle._retain_preempted()
     for start in (0, 5, 9, 11, 13):
         routing = captured.capture.gather(sequence, start=start)
         assert positions(routing) == list(range(start, 13)) and routing.missing == ()

@@ -9,6 +9,7 @@ import pytest
 
 from rayserve_moe.config.settings import SpeculationSettings
 from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.loop import cycle_with
 from rayserve_moe.engine.speculation.policy import (
     CREDIT_OF_STEP,
     FIRST_CREDIT,
@@ -21,8 +22,10 @@ from rayserve_moe.engine.speculation.proposers import NgramProposer, SiblingProp
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.results import DraftCounts
 from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import NUM_TOKENS, Sequence
 from rayserve_moe.scheduling.step_plan import Chunks, StepPlan, StepResult
+from tests.support.drive import speculation_of
 from tests.support.scheduling import choices, one, scheduler, some_reach
 
 LENGTH, FIRST = 400, 100
@@ -59,11 +62,19 @@ class Knowing:
         """Nothing is kept."""
 
 
-def cycle_with(proposer: object, *, is_fixed: bool = False, num_rows: int = 4, are_trees: bool = False) -> StepCycle:
-    target = scheduler(num_rows=num_rows, max_tokens=2 * LENGTH, num_pages=90, page_size=16, verify_rows=8 * num_rows)
+def target_of(num_rows: int = 4) -> Scheduler:
+    return scheduler(num_rows=num_rows, max_tokens=2 * LENGTH, num_pages=90, page_size=16, verify_rows=8 * num_rows)
+
+
+def plain_cycle() -> StepCycle:
+    return cycle_with(target_of(), Counting())
+
+
+def speculating(proposer: object, *, is_fixed: bool = False, num_rows: int = 4, are_trees: bool = False) -> StepCycle:
+    target = target_of(num_rows)
     how = {"is_fixed": is_fixed, "are_trees": are_trees, "reach": some_reach()}
     speculation = Speculation(target.table, proposer, max_drafts=7, **how)
-    return StepCycle(target, Counting(), capture=None, speculation=speculation)
+    return cycle_with(target, Counting(), speculation=speculation)
 
 
 def run_all(cycle: StepCycle, *, num_new: int = LENGTH) -> tuple[Sequence, int]:
@@ -80,10 +91,10 @@ def run_all(cycle: StepCycle, *, num_new: int = LENGTH) -> tuple[Sequence, int]:
 
 
 def test_right_drafts_give_eight_tokens_a_step_and_wrong_ones_one():
-    sequence, num_turns = run_all(cycle_with(Knowing(True), is_fixed=True))
+    sequence, num_turns = run_all(speculating(Knowing(True), is_fixed=True))
     assert num_turns == 1 + -(-(LENGTH - 1) // 8)
     assert sequence.evidence.drafts == DraftCounts(num_turns - 1, LENGTH - 1 - (num_turns - 1), LENGTH - num_turns)
-    sequence, num_turns = run_all(cycle_with(Knowing(False), is_fixed=True))
+    sequence, num_turns = run_all(speculating(Knowing(False), is_fixed=True))
     drafts = sequence.evidence.drafts
     assert num_turns == LENGTH and drafts.accepted == 0 and drafts.chains == LENGTH - 2
 
@@ -101,7 +112,7 @@ class Branching(Knowing):
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_a_tree_gives_as_many_tokens_as_its_levels_that_are_right(is_right: bool):
-    cycle = cycle_with(Branching(is_right), is_fixed=True, are_trees=True)
+    cycle = speculating(Branching(is_right), is_fixed=True, are_trees=True)
     sequence, num_turns = run_all(cycle)
     assert num_turns == (1 + -(-(LENGTH - 1) // 4) if is_right else LENGTH)
     assert sequence.evidence.drafts.accepted == LENGTH - num_turns
@@ -134,8 +145,8 @@ def with_draft(schedule: Schedule) -> Schedule:
 
 
 def test_losses_end_trying_until_other_steps_have_paid_for_them():
-    cycle = cycle_with(Knowing(True))
-    schedule, speculation = plain_schedule(cycle), cycle.speculation
+    cycle = speculating(Knowing(True))
+    schedule, speculation = plain_schedule(cycle), speculation_of(cycle)
     assert speculation is not None and not speculation.is_on
     assert note_steps(speculation, schedule, 1000, tokens=1, seconds=1.0) == REST
     speculation.draft(np.array([0]))
@@ -147,8 +158,8 @@ def test_losses_end_trying_until_other_steps_have_paid_for_them():
 
 
 def test_a_gain_keeps_them_on():
-    cycle = cycle_with(Knowing(True))
-    schedule, speculation = plain_schedule(cycle), cycle.speculation
+    cycle = speculating(Knowing(True))
+    schedule, speculation = plain_schedule(cycle), speculation_of(cycle)
     assert speculation is not None
     note_steps(speculation, schedule, REST, tokens=1, seconds=1.0)
     assert speculation.is_on
@@ -156,8 +167,8 @@ def test_a_gain_keeps_them_on():
 
 
 def test_a_step_that_is_held_up_ends_nothing():
-    cycle = cycle_with(Knowing(True))
-    schedule, speculation = plain_schedule(cycle), cycle.speculation
+    cycle = speculating(Knowing(True))
+    schedule, speculation = plain_schedule(cycle), speculation_of(cycle)
     assert speculation is not None
     note_steps(speculation, schedule, REST, tokens=1, seconds=1.0)
     for seconds in (1.5, 80.0, *[1.5] * 20, 80.0):
@@ -165,15 +176,15 @@ def test_a_step_that_is_held_up_ends_nothing():
 
 
 def test_without_drafts_steps_overlap():
-    cycle = cycle_with(NgramProposer(SETTINGS))
-    schedule, speculation = plain_schedule(cycle), cycle.speculation
+    cycle = speculating(NgramProposer(SETTINGS))
+    schedule, speculation = plain_schedule(cycle), speculation_of(cycle)
     assert speculation is not None
     assert note_steps(speculation, schedule, 1000, tokens=1, seconds=1.0) == 0 and not speculation.is_on
 
 
 def test_steps_without_drafts_end_trying():
-    cycle = cycle_with(Knowing(True))
-    schedule, speculation = plain_schedule(cycle), cycle.speculation
+    cycle = speculating(Knowing(True))
+    schedule, speculation = plain_schedule(cycle), speculation_of(cycle)
     assert speculation is not None
     note_steps(speculation, schedule, REST, tokens=1, seconds=1.0)
     speculation.proposer = NgramProposer(SETTINGS)
@@ -184,9 +195,9 @@ def test_steps_without_drafts_end_trying():
 
 
 def test_wrong_drafts_are_watched_and_not_tried():
-    cycle = cycle_with(Knowing(False))
+    cycle = speculating(Knowing(False))
     _, num_turns = run_all(cycle)
-    assert cycle.speculation is not None and cycle.speculation.totals.drafted < LENGTH // 20
+    assert speculation_of(cycle).totals.drafted < LENGTH // 20
     assert num_turns <= 1.05 * LENGTH
 
 
@@ -228,8 +239,8 @@ def test_drafts_lose_no_cache_hit_and_no_page():
     """Turns of a conversation find as much cached as without drafts, right or wrong, and leave as many pages."""
 
     def turns(proposer: object | None) -> tuple[list[int], int]:
-        cycle, known, cached = cycle_with(proposer or Knowing(True), is_fixed=True), [0, 1, 2], []
-        cycle.speculation = cycle.speculation if proposer else None
+        cycle = plain_cycle() if proposer is None else speculating(proposer, is_fixed=True)
+        known, cached = [0, 1, 2], []
         for turn, num_new in enumerate((29, 30, 31, 64)):
             cycle.scheduler.add([sequence := one(f"turn{turn}", known, num_new=num_new)])
             while cycle.has_work:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.engine import cycle as step_cycle
-from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.loop import cycle_with
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.scheduling.sequence import Sequence
@@ -73,7 +73,7 @@ def seconds(seconds_of: Curve, *, num_streams: int, share: float | None, clock: 
     if share is not None:
         speculation = Speculation(target.table, OftenRight(share), max_drafts=MOST, reach=some_reach())
     timed = clock(seconds_of)
-    cycle = StepCycle(target, timed, capture=None, speculation=speculation)
+    cycle = cycle_with(target, timed, speculation=speculation)
     for i in range(num_streams):
         cycle.scheduler.add([one(f"r{i}", [0], num_new=NUM_NEW)])
     with patch.object(step_cycle.time, "perf_counter", lambda: timed.now):
@@ -107,7 +107,7 @@ def seconds_with_head(seconds_of: Curve, *, num_new: int, share: float | None) -
     speculation = None
     if share is not None:
         speculation = Speculation(target.table, ModelProposer("head"), max_drafts=MOST, reach=some_reach())
-    cycle = StepCycle(target, device, capture=None, speculation=speculation)
+    cycle = cycle_with(target, device, speculation=speculation)
     for i in range(4):
         target.add([one(f"r{i}", [0], num_new=num_new)])
         target.waiting[-1].rules.stop_token_ids = frozenset()

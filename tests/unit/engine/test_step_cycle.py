@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.loop import cycle_with
 from rayserve_moe.scheduling.step_plan import Chunks, StepPlan
 from tests.support.counting import CountingExecutor
 from tests.support.scheduling import ABORT, choices, one, scheduler
@@ -13,7 +14,7 @@ from tests.support.scheduling import ABORT, choices, one, scheduler
 
 def cycle_over(executor: CountingExecutor | None = None, *, overlaps: bool = True, **limits: object) -> StepCycle:
     executor = executor or CountingExecutor()
-    return StepCycle(scheduler(**limits), executor, capture=None, overlaps=overlaps)
+    return cycle_with(scheduler(**limits), executor, overlaps=overlaps)
 
 
 def finish(cycle: StepCycle) -> int:

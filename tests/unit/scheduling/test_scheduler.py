@@ -93,9 +93,11 @@ def test_the_youngest_gives_way_when_pages_run_out_and_comes_back_first():
         target.add([sequence])
     turns.turn()
     target.add([late])
+    preemptions = []
+    target.on_preemption = preemptions.append
     while not target.num_preemptions:
         turns.turn()
-    (preemption,) = target.preemptions
+    (preemption,) = preemptions
     assert preemption.sequence is young and target.waiting[0] is young
     assert preemption.num_computed == len(preemption.pages) == len(preemption.page_generations) == 6
     assert young.num_computed == 0 and young.num_outputs > 0, "it keeps its tokens, not its pages"
@@ -201,7 +203,8 @@ def test_routing_is_wanted_where_anyone_in_the_step_asks():
     target.add([one("b", 3, num_new=1, routing=True)])
     assert target.schedule().plan.wants_routing
     assert not target.schedule().plan.wants_routing
-    assert target.schedule(captures_all=True).plan.wants_routing
+    target.captures_all = True
+    assert target.schedule().plan.wants_routing
 
 
 def test_an_empty_plan_computes_nothing():

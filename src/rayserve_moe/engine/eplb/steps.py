@@ -15,6 +15,7 @@ from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, id
 from rayserve_moe.balancing.planning import PlacementState
 from rayserve_moe.config.settings import BalancingSettings, ParallelSettings
 from rayserve_moe.engine.executor import GroupLayout
+from rayserve_moe.engine.extension import NewWeights, ReplacedHosts, Reset, StepExtension
 from rayserve_moe.requests.records import RoutingLayout
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.step_plan import StartReport, StepResult
@@ -44,7 +45,7 @@ def eplb_steps_for(
     return EplbSteps(migration, own_order=own_order, counts_every=COUNTS_EVERY_UNPLANNED, moves_experts=False)
 
 
-class EplbSteps:
+class EplbSteps(StepExtension):
     """Adds the pieces of `migration` to step plans, at most one each, and reads the expert counts of their results.
 
     The plan of a step carries its piece, so that every host runs the same one with the same step. `reading` is the
@@ -112,6 +113,13 @@ class EplbSteps:
             self.migration.begin(self.migration.target)
         self.forget_counts()
 
+    def reset(self, cause: Reset) -> None:
+        """Restart for other weights or hosts."""
+        if isinstance(cause, NewWeights):
+            self.change_weights(are_sent=cause.are_sent)
+        elif isinstance(cause, ReplacedHosts):
+            self.start_over(cause.layout)
+
     def start_over(self, layout: GroupLayout) -> None:
         """Other hosts serve, experts as at their start and counts from zero: go back to where they were headed.
 
@@ -133,7 +141,7 @@ class EplbSteps:
             self._wanted.append(target)
         self.on_reading()
 
-    def attach(self, schedule: Schedule) -> Schedule:
+    def plan(self, schedule: Schedule, before: Schedule | None) -> Schedule:
         """Add the next piece, and every few steps a request for counts, to a step that computes something."""
         if not schedule.plan.num_chunks:
             return schedule
@@ -145,8 +153,8 @@ class EplbSteps:
             self._steps_with_pieces.add(schedule.plan.step_id)
         return replace(schedule, plan=replace(schedule.plan, migration=piece, wants_expert_counts=wants_counts))
 
-    def absorb(self, result: StepResult) -> None:
-        """Take over a result's counts, if any, and whether a fetch failed."""
+    def returned(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
+        """Take over a result's expert counts, if any, and whether a fetch failed."""
         self._steps_with_pieces.discard(result.step_id)
         if result.failed_fetch is not None and result.failed_fetch.version > self.migration.given_up_version:
             log.error("experts could not be fetched: those of layers from %d on stay", result.failed_fetch.layer)

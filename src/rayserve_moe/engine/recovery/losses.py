@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.executor import ExecutorFailure
+from rayserve_moe.engine.extension import ReplacedHosts, StepExtension
 from rayserve_moe.engine.recovery.hosts import Recovery
-from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.requests.finish_reason import FinishReason
+from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler, unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.starting_over import admit_all, give_up_step, hold_back_all_but, use_ranks
 from rayserve_moe.scheduling.step_plan import StepPlan
 
 
-class StepLosses:
+class StepLosses(StepExtension):
     """Keeps what was committed and drops all else: then every sequence is as after a preemption.
 
     Tokens, log-probs, scores and rows of committed tokens stay with their sequences; keys, values and cached prefixes
@@ -23,10 +23,8 @@ class StepLosses:
     without take whole data ranks along. While sequences are on trial for a step that raised an error, they run alone.
     """
 
-    def __init__(
-        self, recovery: Recovery, scheduler: Scheduler, *, capture: RoutingCapture | None, eplb: EplbSteps | None
-    ) -> None:
-        self._recovery, self._scheduler, self._capture, self._eplb = recovery, scheduler, capture, eplb
+    def __init__(self, recovery: Recovery, scheduler: Scheduler) -> None:
+        self._recovery, self._scheduler = recovery, scheduler
 
     @property
     def generation(self) -> int:
@@ -38,16 +36,20 @@ class StepLosses:
         return bool(self._scheduler.held) and self._recovery.blame.is_cleared
 
     def start_over(
-        self, failure: ExecutorFailure, lost: list[StepPlan], *, retract: Callable[[], object]
-    ) -> tuple[Sequence, FinishReason] | None:
-        """Drop `lost` steps, the oldest first, `retract` all that runs, and have the hosts replaced.
+        self,
+        failure: ExecutorFailure,
+        lost: list[StepPlan],
+        *,
+        retract: Callable[[], object],
+        reset: Callable[[ReplacedHosts], object],
+    ) -> tuple[tuple[Sequence, FinishReason], ...]:
+        """Drop `lost` steps, the oldest first, `retract` all that runs, replace the hosts and `reset` all features.
 
-        Returns who is to blame for it, if that is known, with what ends it. Raises where hosts are not replaced.
+        Returns the sequence to blame for it, if it is known, with the reason that ends it. Raises if hosts are not
+        replaced.
         """
         scheduler, blame = self._scheduler, self._recovery.blame
         computed = dict.fromkeys(sequence for plan in lost for sequence in give_up_step(scheduler, plan))
-        if self._capture is not None:
-            self._capture.forget_submitted()
         retract()
         admit_all(scheduler)
         scheduler.flush()
@@ -56,12 +58,11 @@ class StepLosses:
         self._recovery.rebuild(failure, num_carried=len(unfinished(scheduler)), counts=counts)
         layout = self._recovery.layout
         use_ranks(scheduler, layout.num_data_ranks)
-        if self._eplb is not None:
-            self._eplb.start_over(layout)
+        reset(ReplacedHosts(layout))
         hold_back_all_but(scheduler, blame.trial)
         if culprit is None:
-            return None
-        return culprit, FinishReason("error", message=f"every step with this request fails: {failure}")
+            return ()
+        return ((culprit, FinishReason("error", message=f"every step with this request fails: {failure}")),)
 
     def try_next(self, retract: Callable[[], object]) -> None:
         """After a trial: have the next suspects run alone, or all that waits where there are no more."""
@@ -70,6 +71,6 @@ class StepLosses:
         admit_all(self._scheduler)
         hold_back_all_but(self._scheduler, self._recovery.blame.trial)
 
-    def note_commit(self) -> None:
-        """Note that a step was committed: the hosts work."""
+    def committed(self, schedule: Schedule, num_tokens: int) -> None:
+        """Record that the hosts work."""
         self._recovery.num_since_commit = 0

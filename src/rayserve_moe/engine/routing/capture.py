@@ -8,12 +8,15 @@ from functools import partial
 
 import numpy as np
 
+from rayserve_moe.engine.extension import ReplacedHosts, Reset, StepExtension
 from rayserve_moe.replay.routing_store import RoutingStore
-from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, RoutingLayout
+from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.scheduler import Preemption
 from rayserve_moe.scheduling.sequence import KnownRows, Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from rayserve_moe.scheduling.verify_rows import tokens_that_count
 
 SOURCES = ("computed", "cached", "recomputed")
 NO_VERSION = -1
@@ -21,24 +24,34 @@ Places = tuple[np.ndarray, np.ndarray]
 """Slots of the store, and the stamps that their rows have."""
 
 
-class RoutingCapture:
-    """Owns the store. The rows of a step are due with its result, which may come after the next step is submitted.
+class RoutingCapture(StepExtension):
+    """Owner of the routing store. The rows of a step are due with its result, which may come after the next step is
+    submitted.
 
-    Rows survive preemption: they stay with the sequence. Those of sampled tokens go with log-probs that are known, and
-    replace what the recomputation finds; those of the prompt stand in until it is computed anew. Every row remembers
-    the weight version that it was computed under.
+    Rows survive preemption: they stay with the sequence. Rows of sampled tokens belong to log-probs that are known, so
+    they replace what the recomputation finds; rows of the prompt stand in until it is computed again. Every row
+    remembers the weight version that it was computed under.
     """
 
     def __init__(
-        self, layout: RoutingLayout, *, num_pages: int, page_size: int, num_data_ranks: int = 1, weight_version: str
+        self,
+        layout: RoutingLayout,
+        table: RowTable,
+        *,
+        num_pages: int,
+        num_data_ranks: int = 1,
+        weight_version: str,
     ) -> None:
-        self._layout = layout
-        self._page_size = page_size
+        self._layout, self._table = layout, table
+        self._page_size = page_size = table.page_size
         self._slots_per_rank = num_pages * page_size
         self._store = RoutingStore(layout, num_slots=num_data_ranks * self._slots_per_rank)
         self._num_data_ranks = num_data_ranks
         self._versions = [weight_version]
-        self._submitted: dict[int, Callable[..., None]] = {}  # by step: stores its rows where they belong
+        self._submitted: dict[int, Callable[..., None]] = {}
+        """By step: stores its rows where they belong."""
+        self._preempted: list[Preemption] = []
+        """Preemptions with rows that are due."""
         self._has_kept = False
 
     @property
@@ -46,13 +59,9 @@ class RoutingCapture:
         """The version that steps submitted from now on run under."""
         return self._versions[-1]
 
-    def set_weight_version(self, weight_version: str) -> None:
-        """Name the weights of all steps that are submitted from now on."""
-        if weight_version != self._versions[-1]:
-            self._versions.append(weight_version)
-
-    def submit(self, plan: StepPlan, table: RowTable) -> None:
-        """Note where the rows of a step belong, before its rows can change hands."""
+    def submitted(self, schedule: Schedule) -> None:
+        """Record where the rows of a step belong, before its rows can change hands."""
+        plan, table = schedule.plan, self._table
         if not plan.wants_routing:
             return
         chunks = plan.chunks
@@ -67,25 +76,37 @@ class RoutingCapture:
         under = len(self._versions) - 1
         self._submitted[plan.step_id] = partial(self._store_rows, places=places, version=under, kept=kept, forks=forks)
 
-    def absorb(self, result: StepResult, *, belongs: np.ndarray | None = None) -> None:
-        """Store the rows that came with the result of a step, of tokens that belong to their sequences, bool [T], where
-        that is given. Rows that never come stay missing."""
+    def returned(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
+        """Store the rows that came with the result of a step. Rows that never come stay missing."""
         store_rows = self._submitted.pop(result.step_id, None)
         if store_rows is not None and result.routing is not None:
-            store_rows(result.routing, belongs=slice(None) if belongs is None else belongs)
+            store_rows(result.routing, belongs=slice(None) if counts is None else tokens_that_count(schedule, counts))
+        for preemption in self._preempted:
+            self._retain(preemption)
+        self._preempted.clear()
 
-    def forget_submitted(self) -> None:
-        """Expect no more rows of steps that were submitted."""
-        self._submitted.clear()
+    def preempted(self, preemption: Preemption) -> None:
+        """Keep the rows of a preempted sequence: now, and again once those of the step in flight have arrived."""
+        self._retain(preemption)
+        if self._submitted:
+            self._preempted.append(preemption)
 
-    def retain(self, preemption: Preemption) -> None:
-        """Keep with a sequence that lost its pages the rows that its client wants and does not have, and all of its
-        sampled tokens but those that no output followed on."""
-        sequence = preemption.sequence
+    def released(self, sequence: Sequence) -> None:
+        """Collect the rows of an ended sequence if its client wants them."""
         if sequence.request.return_routed_experts:
-            start = min(sequence.published.num_routing_rows, sequence.num_prompt_tokens)
-            sequence.routing.kept = self._known_rows(sequence, preemption, start, origins=preemption.origins)
-            self._has_kept = True
+            sequence.routing.final = self._published(sequence)
+
+    def reset(self, cause: Reset) -> None:
+        """Expect no more rows of lost hosts, or name the weights of all steps that are submitted from now on."""
+        if isinstance(cause, ReplacedHosts):
+            self._submitted.clear()
+            self._preempted.clear()
+        elif cause.weight_version != self._versions[-1]:
+            self._versions.append(cause.weight_version)
+
+    def streamed(self, sequence: Sequence) -> RoutedExperts | None:
+        """Return the rows of a running sequence that its client does not have yet; None if they are not streamed."""
+        return self._published(sequence) if _streams_routing(sequence.request) else None
 
     def gather(self, sequence: Sequence, *, start: int = 0) -> RoutedExperts:
         """Collect the rows from position `start` on of a sequence that runs, waits, or has ended.
@@ -105,6 +126,23 @@ class RoutingCapture:
                 if version != NO_VERSION
             ),
         )
+
+    def _published(self, sequence: Sequence) -> RoutedExperts:
+        """Return the rows that the client does not have yet; streamed rows count as published from now on."""
+        published = sequence.published
+        routing = self.gather(sequence, start=published.num_routing_rows)
+        if _streams_routing(sequence.request):
+            published.num_routing_rows += len(routing.rows)
+        return routing
+
+    def _retain(self, preemption: Preemption) -> None:
+        """Keep with a preempted sequence the rows that its client wants and does not have, and all of its sampled
+        tokens except those that no output followed."""
+        sequence = preemption.sequence
+        if sequence.request.return_routed_experts:
+            start = min(sequence.published.num_routing_rows, sequence.num_prompt_tokens)
+            sequence.routing.kept = self._known_rows(sequence, preemption, start, origins=preemption.origins)
+            self._has_kept = True
 
     def _store_rows(
         self,
@@ -190,6 +228,10 @@ class RoutingCapture:
                 places = part + known.start - first
                 kept.append((slots[places], stamps[places], known.rows[part], known.versions[part]))
         return kept
+
+
+def _streams_routing(request: GenerationRequest) -> bool:
+    return request.return_routed_experts and request.stream_routed_experts
 
 
 def _add_kept(known: KnownRows, kept: KnownRows, *, first_output: int) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from rayserve_moe.engine.deferred import BUDGET_MS, OVER_BUDGET, sample_masks
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sample_masks import BUDGET_MS, OVER_BUDGET, sample_masks
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan
 from tests.support.workload import request_for

@@ -1,12 +1,14 @@
-"""Which words the held samples of a step may be, and what is asked of them."""
+"""Deferred samples: token masks and requested evidence for the samples of a step, filled in while it runs."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
+from rayserve_moe.engine.extension import StepExtension
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.processor_arguments import NUM_RECENT
 from rayserve_moe.scheduling.plan_builder import Schedule
@@ -16,18 +18,41 @@ from rayserve_moe.scheduling.step_plan import SampleMasks
 
 Ending = tuple[Sequence, FinishReason]
 BUDGET_MS = 30.0
-"""For the masks of a step, beyond which no further one is begun: all running requests wait for them."""
+"""Budget for the masks of a step, which all running requests wait for. Beyond it no further mask is begun."""
 OVER_BUDGET = FinishReason(
     "error", message="the constraints that run at once take too long, this one most of all", source="constraint"
 )
 
 
-def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list[Ending]]:
-    """Masks for the samples of a step that holds them, with what is asked of them, and the sequences that cannot go on,
-    with the reason.
+class DeferredSampling(StepExtension):
+    """Gives every plan the masks for the deferred samples of the step in flight.
 
-    All tokens before the step must have been committed. Samples of rows with another owner by now may be any word.
-    Guides come in the order of what they took last, so that those over the budget are the ones that spend it.
+    All tokens before that step have been committed, so that guides know them.
+    """
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._seconds = 0.0
+
+    def plan(self, schedule: Schedule, before: Schedule | None) -> Schedule:
+        """Add masks for the samples of `before`, and the endings of sequences that cannot go on."""
+        if before is None or not before.plan.holds_samples:
+            return schedule
+        started = time.perf_counter()
+        masks, endings = sample_masks(self._table, before)
+        self._seconds += time.perf_counter() - started
+        return replace(schedule, plan=replace(schedule.plan, masks=masks), endings=tuple(endings))
+
+    def statistics(self) -> dict[str, float]:
+        """Return the seconds spent on masks."""
+        return {"mask_s": self._seconds}
+
+
+def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list[Ending]]:
+    """Return masks and requested evidence for the deferred samples of a step, and the sequences that cannot go on.
+
+    All tokens before the step must have been committed. Samples of rows with another owner by now may be any token.
+    The fastest guides come first, so that those beyond the budget are the slow ones.
     """
     samples, bits, endings, spent_ms = [], [], [], 0.0
     held = list(_held(table, schedule))
@@ -59,7 +84,7 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
 
 
 def _processed(sequence: Sequence, given: np.ndarray) -> np.ndarray:
-    """What processors are given of a sequence: what its request says, the number of its outputs, its last tokens."""
+    """Return the input of processors for a sequence: arguments of its request, number of outputs, latest tokens."""
     recent = np.full(NUM_RECENT, -1, np.int32)
     known = sequence.token_ids[max(0, sequence.num_tokens - NUM_RECENT) : sequence.num_tokens]
     recent[NUM_RECENT - len(known) :] = known
@@ -67,7 +92,7 @@ def _processed(sequence: Sequence, given: np.ndarray) -> np.ndarray:
 
 
 def _held(table: RowTable, schedule: Schedule) -> Iterator[tuple[int, Sequence]]:
-    """The held samples of a step whose rows have the owner that they had, with their sequences."""
+    """Yield the deferred samples of a step whose rows still have their owner, with their sequences."""
     rows = schedule.sampling_rows
     is_own = table.generations[rows] == schedule.sampling_generations
     for sample in np.flatnonzero(table.wants.are_held[rows] & is_own).tolist():

@@ -1,0 +1,117 @@
+"""Extensions of the step cycle: features that take part in steps without being known to the cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from rayserve_moe.engine.executor import GroupLayout
+from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.step_plan import StepResult
+from rayserve_moe.scheduling.verify_rows import Draft
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """Other weights serve from the next step on."""
+
+    weight_version: str
+    are_sent: bool = False
+    """Whether a trainer has sent them; otherwise they come from files."""
+
+
+@dataclass(frozen=True)
+class RenamedWeights:
+    """The same weights have another version from the next step on."""
+
+    weight_version: str
+
+
+@dataclass(frozen=True)
+class ReplacedHosts:
+    """Other hosts serve, with nothing of what was submitted before."""
+
+    layout: GroupLayout
+
+
+Reset = NewWeights | RenamedWeights | ReplacedHosts
+"""Why an extension starts anew. No step is in flight."""
+
+
+class StepExtension:
+    """Base class of a feature that takes part in steps. A hook that it does not override costs nothing.
+
+    All hooks run in the engine thread, each for all extensions in their order.
+    """
+
+    def plan(self, schedule: Schedule, before: Schedule | None) -> Schedule:
+        """Return the next step with additions. `before` is the step in flight.
+
+        A schedule without chunks only fetches the result of `before`.
+        """
+        return schedule
+
+    def submitted(self, schedule: Schedule) -> None:
+        """Record where the tokens of a step belong, before their rows can change hands.
+
+        It is called once all start positions of the step are known.
+        """
+
+    def returned(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
+        """Take over the result of a step before it is committed.
+
+        `counts` bool [S] are the samples that become tokens; None: all do.
+        """
+
+    def committed(self, schedule: Schedule, num_tokens: int) -> None:
+        """Record that a step was committed with this number of new tokens."""
+
+    def released(self, sequence: Sequence) -> None:
+        """Finish with an ended sequence, which still has its pages."""
+
+    def reset(self, cause: Reset) -> None:
+        """Start anew for a `cause`."""
+
+    def statistics(self) -> dict[str, float]:
+        """Return totals by field name."""
+        return {}
+
+
+Extension = TypeVar("Extension", bound=StepExtension)
+
+
+def hooks(extensions: Iterable[StepExtension], name: str) -> tuple[Any, ...]:
+    """Return the bound methods `name` of the extensions that override it, in their order."""
+    inherited = getattr(StepExtension, name)
+    return tuple(getattr(each, name) for each in extensions if getattr(type(each), name) is not inherited)
+
+
+def extension_of(extensions: Iterable[StepExtension], kind: type[Extension]) -> Extension | None:
+    """Return the extension of this class, or None without one."""
+    return next((each for each in extensions if isinstance(each, kind)), None)
+
+
+class Pace(NamedTuple):
+    """How the next step follows on the step in flight."""
+
+    draft: Draft | None = None
+    """Proposes drafts for the step; None: it has none."""
+    overlaps: bool = True
+    """Whether it is submitted before the step in flight is committed."""
+    drains: bool = False
+    """Whether the step in flight is committed first, and no step is planned."""
+
+
+class SteadyPace:
+    """The pace of steps without drafts, always the same."""
+
+    def __init__(self, *, overlaps: bool = True) -> None:
+        self._pace = Pace(overlaps=overlaps)
+
+    def next_step(self, in_flight: Schedule | None) -> Pace:
+        """Return the pace of the next step."""
+        return self._pace
