@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.config.settings import SchedulerSettings
-from rayserve_moe.execution.programs.buckets import choose_shape, step_shapes
+from rayserve_moe.execution.programs.buckets import step_shapes
 from rayserve_moe.execution.step.inputs import DeviceInput, InputLayout, change_pages, unpack
-from rayserve_moe.execution.step.pack import PackedStep, Packer
+from rayserve_moe.execution.step.pack import PackedStep, Packer, choose_shape
 from rayserve_moe.execution.step.pytrees import DeviceState, StepShape
 from rayserve_moe.execution.step.row_updates import apply_update, update_vectors
 from rayserve_moe.scheduling.step_plan import (

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rayserve_moe.scheduling.cached_prefix import CachedPrefix
 from rayserve_moe.scheduling.pages import PageAllocator
-from rayserve_moe.scheduling.prefix_tree import PrefixTree
+from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
 from tests.support.examples import examples
 
 NAMESPACES = ("", "salt", ("salt", 7))

@@ -6,18 +6,16 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import asdict, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.extension import (
     NewWeights,
-    Pace,
     RenamedWeights,
     ReplacedHosts,
     Reset,
-    SteadyPace,
     StepExtension,
     hooks,
 )
@@ -27,7 +25,7 @@ from rayserve_moe.scheduling.plan_builder import Schedule, empty_schedule
 from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights, rename_weights
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan
-from rayserve_moe.scheduling.verify_rows import awaits, resolve_awaited, samples_that_count
+from rayserve_moe.scheduling.verify_rows import Draft, resolve_awaited, samples_that_count
 
 NO_ROWS = np.zeros(0, np.int64)
 Ended = tuple[tuple[Sequence, FinishReason], ...]
@@ -77,7 +75,7 @@ class StepCycle:
         if pace.drains:
             return self.drain()
         schedule = self._completed(self.scheduler.schedule(draft=pace.draft))
-        if not awaits(schedule.plan):
+        if not schedule.is_awaited:
             self._record(schedule)
         self._clock.schedule_s += time.perf_counter() - started
         committed = self._exchange(schedule)
@@ -157,13 +155,15 @@ class StepCycle:
         if finished is None:
             return NO_ROWS, failed
         assert result is not None and result.step_id == finished.plan.step_id, "a result belongs to another step"
-        counts = samples_that_count(self.scheduler.table, finished, result=result)
+        counts = None  # all samples become tokens
+        if finished.plan.chunks.ancestors is not None:
+            counts = samples_that_count(self.scheduler.table, finished, result=result)
         for take_over in self._returned:
             take_over(finished, result, counts=counts)
         rows, ended = self.scheduler.commit(finished, result, counts=counts)
         for sequence in ended:
             self._release(sequence)
-        if awaits(schedule.plan):
+        if schedule.is_awaited:
             self._in_flight = resolve_awaited(self.scheduler.table, schedule, before=finished, result=result)
             self._record(self._in_flight)
         self._clock.note(finished, result, num_sampled=len(rows), commit_s=time.perf_counter() - returned)
@@ -181,6 +181,28 @@ class StepCycle:
     def _reset(self, cause: Reset) -> None:
         for each in self.extensions:
             each.reset(cause)
+
+
+class Pace(NamedTuple):
+    """How the next step follows on the step in flight."""
+
+    draft: Draft | None = None
+    """Proposes drafts for the step; None: it has none."""
+    overlaps: bool = True
+    """Whether it is submitted before the step in flight is committed."""
+    drains: bool = False
+    """Whether the step in flight is committed first, and no step is planned."""
+
+
+class SteadyPace:
+    """The pace of steps without drafts, always the same."""
+
+    def __init__(self, *, overlaps: bool = True) -> None:
+        self._pace = Pace(overlaps=overlaps)
+
+    def next_step(self, in_flight: Schedule | None) -> Pace:
+        """Return the pace of the next step."""
+        return self._pace
 
 
 class Pacing(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
-from rayserve_moe.scheduling.verify_rows import Draft
 
 
 @dataclass(frozen=True)
@@ -93,25 +92,3 @@ def hooks(extensions: Iterable[StepExtension], name: str) -> tuple[Any, ...]:
 def extension_of(extensions: Iterable[StepExtension], kind: type[Extension]) -> Extension | None:
     """Return the extension of this class, or None without one."""
     return next((each for each in extensions if isinstance(each, kind)), None)
-
-
-class Pace(NamedTuple):
-    """How the next step follows on the step in flight."""
-
-    draft: Draft | None = None
-    """Proposes drafts for the step; None: it has none."""
-    overlaps: bool = True
-    """Whether it is submitted before the step in flight is committed."""
-    drains: bool = False
-    """Whether the step in flight is committed first, and no step is planned."""
-
-
-class SteadyPace:
-    """The pace of steps without drafts, always the same."""
-
-    def __init__(self, *, overlaps: bool = True) -> None:
-        self._pace = Pace(overlaps=overlaps)
-
-    def next_step(self, in_flight: Schedule | None) -> Pace:
-        """Return the pace of the next step."""
-        return self._pace

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -19,16 +20,14 @@ from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.engine.admission import Capacity, check_request, ending_ids, processed_of
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
-from rayserve_moe.engine.cycle import StepCycle
-from rayserve_moe.engine.deferred import DeferredSampling
+from rayserve_moe.engine.cycle import SteadyPace, StepCycle
 from rayserve_moe.engine.eplb.control import EplbControl
 from rayserve_moe.engine.eplb.steps import EplbSteps, eplb_steps_for
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
-from rayserve_moe.engine.extension import SteadyPace, extension_of
-from rayserve_moe.engine.guides import guides_of
+from rayserve_moe.engine.extension import extension_of
+from rayserve_moe.engine.guides import DeferredSampling, guides_of
 from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
-from rayserve_moe.engine.recovery.hosts import RebuildBounds, Rebuilder, Recovery, step_start
-from rayserve_moe.engine.recovery.losses import StepLosses
+from rayserve_moe.engine.recovery.hosts import RebuildBounds, Rebuilder, Recovery, StepLosses, step_start
 from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.engine.speculation.model_drafts import proposer_for
 from rayserve_moe.engine.speculation.policy import DraftTotals, Speculation
@@ -138,7 +137,9 @@ class EngineLoop:
             raise EngineRebuildingError(f"hosts are being replaced: {progress.phase}, {progress.seconds:.0f} s so far")
         longest = (self.start_report.num_pages - 1) * self._settings.cache.page_size  # page 0 is of no sequence
         check_request(request, self.card, longest=longest)
-        guides = guides_of(request, self.constraints, num_ids=self.card.vocab_size)
+        guides: Several[Guide | None] = [None] * request.sampling.n
+        if request.is_guided or request.wants_evidence or request.sampling.processor_arguments:
+            guides = guides_of(request, self.constraints, num_ids=self.card.vocab_size)
         with self._commands.lock:
             self._commands.check_open()
             self.capacity.check()

@@ -197,7 +197,9 @@ class HostRunner:
         started = time.perf_counter()
         fits = self._packer.fits(plan)
         packed = self._packer.pack(plan, with_changes=fits)
-        updates = [] if fits else list(updates_of(plan, self.programs.changes, rows_per_rank=self.served.num_rows))
+        updates = (
+            [] if fits else list(updates_of(plan, self.programs.changes, rows_per_rank=self._packer.rows_per_rank))
+        )
         moves = None if plan.migration is None else vectors_of(plan.migration)
         wanted = wanted_outputs(plan)
         held = held_of(packed, plan, processors=self.served.processors) if plan.holds_samples else None

@@ -5,7 +5,7 @@ These are types that all packages share. Text, HTTP bodies and device arrays liv
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,6 +162,11 @@ class RequestedEvidence:
     return_hidden_states: str = stated("", HIDDEN_STATES, vllm=None)
     """Return the states of the last layer: true those of all tokens, `last` of the last one."""
 
+    @property
+    def wants_evidence(self) -> bool:
+        """Return True if any field is set."""
+        return any(getattr(self, each.name) != each.default for each in fields(RequestedEvidence))
+
 
 @dataclass(frozen=True)
 class GenerationRequest(RequestedEvidence):
@@ -196,6 +201,11 @@ class GenerationRequest(RequestedEvidence):
     """Verify drafts where the server does; what is returned does not depend on it."""
     constraint: Constraint | None = None
     """What the answer has to keep to."""
+
+    @property
+    def is_guided(self) -> bool:
+        """Return True if something limits the answer, token by token."""
+        return self.constraint is not None or self.thinking is not None or bool(self.bad_word_ids)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import (
     ALLOWED,
+    AWAITED,
     NO_BLOCK_WORK,
     NO_CHUNKS,
     NO_NEW_ROWS,
@@ -67,6 +68,8 @@ class Schedule:
     """Sequences whose last known token a longer chunk of this step computes, with the generation of their row."""
     probed: tuple[Probed, ...] = ()
     """Sequences with tokens to probe, in the order of the plan."""
+    is_awaited: bool = False
+    """Whether the devices alone know where some chunks start: after drafts that have not come back."""
     endings: tuple[tuple[Sequence, FinishReason], ...] = ()
     """Sequences that end before the step is submitted, because nothing may follow their last token."""
 
@@ -115,8 +118,15 @@ def build_schedule(
         holds_samples=wants.num_held > 0 and bool(wants.are_held[sampling_rows].any()),
         probe=probe,
     )
-    generations = table.generations[sampling_rows]
-    return Schedule(plan, sampling_rows, generations, table.num_departures, tuple(whole.completed), probed)
+    return Schedule(
+        plan,
+        sampling_rows,
+        sampling_generations=table.generations[sampling_rows],
+        num_departures=table.num_departures,
+        completed=tuple(whole.completed),
+        probed=probed,
+        is_awaited=chunks.ancestors is not None and bool((chunks.starts <= AWAITED).any()),
+    )
 
 
 def _joined(runs: list[ChunkRun]) -> ChunkRun:

@@ -96,7 +96,7 @@ class Scheduler:
         leader, *followers = choices
         leader.group.followers = followers
         request = leader.request
-        probe = probe_for(request, self.weight_version)
+        probe = probe_for(request, self.weight_version) if request.wants_evidence else None
         for sequence in choices:
             sequence.group.choices = choices
             sequence.cache.namespace = self._namespace(request)

@@ -14,8 +14,8 @@ from rayserve_moe.requests.columns import ColumnLog, PromptColumns, evidence_row
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
 from rayserve_moe.requests.results import ChoiceResult, DraftCounts
-from rayserve_moe.scheduling.cached_prefix import CachedPrefix
 from rayserve_moe.scheduling.chunk_demands import ChunkDemand, demand_of
+from rayserve_moe.scheduling.prefix_tree import CachedPrefix
 from rayserve_moe.scheduling.token_probe import PromptProbe
 
 NO_ROW = -1
@@ -193,7 +193,8 @@ class Sequence:
         guide: Guide | None = None,
     ) -> None:
         prompt_len = len(request.prompt_ids)
-        limit, widths = prompt_len + request.sampling.max_new_tokens, output_widths(request)
+        limit = prompt_len + request.sampling.max_new_tokens
+        widths = output_widths(request) if request.wants_evidence else {}
         self.request = request
         self.choice_index, self.seed = choice_index, seed
         self.num_prompt_tokens = prompt_len

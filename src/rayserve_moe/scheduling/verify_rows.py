@@ -11,7 +11,7 @@ from rayserve_moe.scheduling.draft_trees import LaidOut, lay_out, parents_of
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, StepResult
 
 Draft = Callable[[np.ndarray], Mapping[int, np.ndarray]]
 """Given the rows that decode, returns by row the drafts (`draft_trees`) of what may follow the tokens it knows."""
@@ -89,15 +89,14 @@ def _add(step: RankStep, rows: np.ndarray, starts: np.ndarray, *, found: Mapping
     table.num_computed[rows] = starts + lengths
 
 
-def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResult) -> np.ndarray | None:
-    """Return which samples of a step become tokens, bool [S]; None: all of sequences still in their row.
+def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResult) -> np.ndarray:
+    """Return which samples of a step with drafts or awaited chunks become tokens, bool [S].
 
-    A sample after a draft counts if the sample that the draft follows counts, equals the draft, and does not end the
-    sequence.
+    They are of sequences still in their row. A sample after a draft counts if the sample that the draft follows counts,
+    equals the draft, and does not end the sequence.
     """
     chunks = schedule.plan.chunks
-    if chunks.ancestors is None:
-        return None
+    assert chunks.ancestors is not None, "without drafts all samples count"
     rows, ids = schedule.sampling_rows, result.token_ids
     is_draft, places = follows(rows), np.arange(len(rows))
     before = places - parents_of(chunks.ancestors[chunks.samples])
@@ -108,12 +107,6 @@ def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResul
     for _ in range(chunks.max_drafts):
         counts = ~is_draft | (is_right & counts[before])
     return counts & (table.generations[rows] == schedule.sampling_generations)
-
-
-def awaits(plan: StepPlan) -> bool:
-    """Return True if some chunks of the plan have awaited start positions."""
-    chunks = plan.chunks
-    return chunks.ancestors is not None and bool((chunks.starts <= AWAITED).any())
 
 
 def resolve_awaited(table: RowTable, schedule: Schedule, *, before: Schedule, result: StepResult) -> Schedule:
@@ -143,7 +136,7 @@ def resolve_awaited(table: RowTable, schedule: Schedule, *, before: Schedule, re
         locations[of_drafted] = np.arange(len(of_drafted))
         token_ids[tokens[is_draft]] = result.drafts[locations[rows[is_draft]], depths[is_draft] - 1]
     chunks = replace(chunks, starts=starts, token_ids=token_ids)
-    return replace(schedule, plan=replace(schedule.plan, chunks=chunks))
+    return replace(schedule, plan=replace(schedule.plan, chunks=chunks), is_awaited=False)
 
 
 def tokens_that_count(schedule: Schedule, counts: np.ndarray) -> np.ndarray:

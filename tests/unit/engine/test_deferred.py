@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.engine.deferred import BUDGET_MS, OVER_BUDGET, sample_masks
+from rayserve_moe.engine.guides import BUDGET_MS, OVER_BUDGET, sample_masks
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable

@@ -250,6 +250,8 @@ def test_a_step_that_takes_too_long_is_unhealthy_and_recovers():
 def test_an_idle_executor_is_released_once_and_taken_again():
     executor = CountingExecutor()
     with loop_over(executor) as loop:
+        assert executor.released.wait(TIMEOUT_S), "it is idle before the first request"
+        executor.released.clear()
         run(loop, request("a")).read_all()
         assert executor.released.wait(TIMEOUT_S)
         executor.released.clear()

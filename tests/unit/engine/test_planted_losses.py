@@ -15,7 +15,7 @@ from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.engine.loop import EngineStoppedError
 from rayserve_moe.engine.recovery import hosts as recovery
-from rayserve_moe.engine.recovery.losses import StepLosses
+from rayserve_moe.engine.recovery.hosts import StepLosses
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult

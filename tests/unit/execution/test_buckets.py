@@ -18,12 +18,12 @@ from rayserve_moe.execution.programs.buckets import (
     CPU,
     SMALL_MODEL,
     TPUS,
-    choose_shape,
     device_of,
     filling_plan,
     step_cost,
     step_shapes,
 )
+from rayserve_moe.execution.step.pack import choose_shape
 from rayserve_moe.execution.step.pytrees import StepShape
 from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.model.family_table import spec_from_config

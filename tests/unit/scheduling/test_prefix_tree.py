@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.scheduling.cached_prefix import CachedPrefix
 from rayserve_moe.scheduling.pages import PageAllocator
-from rayserve_moe.scheduling.prefix_tree import PrefixTree
+from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
 
 PAGE = 2
 """Tokens per page."""

@@ -146,7 +146,8 @@ class EplbSteps(StepExtension):
         if not schedule.plan.num_chunks:
             return schedule
         self._num_steps += 1
-        piece, wants_counts = self._next_piece(), self._num_steps % self._counts_every == 0
+        piece = self._next_piece() if self.moves_experts else None
+        wants_counts = self._num_steps % self._counts_every == 0
         if piece is None and not wants_counts:
             return schedule
         if piece is not None:

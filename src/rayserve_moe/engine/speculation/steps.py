@@ -7,7 +7,8 @@ from itertools import islice
 
 import numpy as np
 
-from rayserve_moe.engine.extension import Pace, StepExtension
+from rayserve_moe.engine.cycle import Pace
+from rayserve_moe.engine.extension import StepExtension
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.rank_step import CANDIDATES

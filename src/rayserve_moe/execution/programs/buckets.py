@@ -241,13 +241,6 @@ FIRST_TOKEN = TokenProbe(
 )
 
 
-def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks: int) -> StepShape:
-    """Return the shape with the fewest tokens that holds the plan; the scheduler never exceeds the largest shape."""
-    fitting = [s for s in shapes if s.num_singles >= num_singles and s.num_blocks >= num_blocks]
-    assert fitting, f"no compiled shape holds {num_singles} single tokens and {num_blocks} prefill blocks"
-    return min(fitting, key=lambda s: s.num_tokens)
-
-
 def filling_plan(shape: StepShape, *, max_model_len: int, num_rows: int, is_probed: bool = False) -> StepPlan:
     """Return a plan that needs exactly this shape: one chunk per prefill block, else single tokens of up to all rows.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rayserve_moe.execution.programs.buckets import choose_shape
 from rayserve_moe.execution.step.inputs import InputLayout, Sections
 from rayserve_moe.execution.step.page_copies import copy_vectors
 from rayserve_moe.execution.step.pytrees import StepShape
@@ -57,7 +56,7 @@ class Packer:
         tells_nexts: bool = False,
         has_trees: bool = False,
     ) -> None:
-        self._rows_per_rank, self._num_ranks, self._num_tables = rows_per_rank, num_data_ranks, num_tables
+        self.rows_per_rank, self._num_ranks, self._num_tables = rows_per_rank, num_data_ranks, num_tables
         self._block_tokens, self._tells_nexts, self._has_trees = shapes[0].block_tokens, tells_nexts, has_trees
         given = rows_per_rank, num_tables, tells_nexts, has_trees
         self.layouts = {shape: InputLayout(shape, *given) for shape in shapes}
@@ -77,7 +76,7 @@ class Packer:
         if self._num_ranks == 1:
             return len(plan.pages.rows) <= plan.num_chunks * self._num_tables
         changes, singles = (
-            np.bincount(rows // self._rows_per_rank, minlength=self._num_ranks)
+            np.bincount(rows // self.rows_per_rank, minlength=self._num_ranks)
             for rows in (plan.pages.rows, plan.chunks.rows)
         )
         return bool((changes <= singles * self._num_tables).all())
@@ -93,7 +92,7 @@ class Packer:
         planned = plan.chunks
         if self._num_ranks == 1 and not plan.has_blocks and not planned.num_forks:
             return self._pack_singles(plan, with_changes=with_changes)
-        ranks, rows = np.divmod(planned.rows, self._rows_per_rank)
+        ranks, rows = np.divmod(planned.rows, self.rows_per_rank)
         starts, lengths, block = planned.starts, planned.lengths, self._block_tokens
         takes_blocks = lengths > 1
         takes_blocks[plan.block_work.chunks] = True
@@ -136,7 +135,7 @@ class Packer:
             self._fill_changes(vectors, plan.pages, at=at)
         sample_places = ranks[chunks] * shape.num_singles + samples_before[chunks]
         asked = _pack_blocks(plan.block_work, token_places, shape, self._num_ranks)
-        copies = tuple(copy_vectors(plan, rows_per_rank=self._rows_per_rank)) if planned.num_forks else ()
+        copies = tuple(copy_vectors(plan, rows_per_rank=self.rows_per_rank)) if planned.num_forks else ()
         return PackedStep(plan.step_id, shape, vectors, token_places, sample_places, asked, copies=copies)
 
     def _pack_singles(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
@@ -166,18 +165,18 @@ class Packer:
         """The step without its samples, and what they are drawn by later."""
         num_held, places = 3 + self._has_trees, packed.sample_places
         held = np.zeros((num_held, self._num_ranks * packed.shape.num_singles), np.int32)
-        held[0], held[3:] = self._rows_per_rank, 1
+        held[0], held[3:] = self.rows_per_rank, 1
         chunks = plan.chunks
         samples = np.flatnonzero(chunks.samples)
         rows, lengths = chunks.rows[samples], chunks.lengths
         last = np.cumsum(lengths)[samples] - 1 if plan.has_blocks or chunks.num_forks else samples
         assert (chunks.starts[samples] >= 0).all(), "held samples are drawn at positions that the host knows"
-        held[0, places] = rows if self._num_ranks == 1 else rows % self._rows_per_rank
+        held[0, places] = rows if self._num_ranks == 1 else rows % self.rows_per_rank
         held[1, places] = chunks.starts[samples] + lengths[samples]
         held[2, places] = chunks.token_ids[last]
         if self._has_trees and chunks.ancestors is not None:
             held[3, places] = chunks.ancestors[samples]
-        packed.vectors[:, self.layouts[packed.shape].slices.sample_rows] = self._rows_per_rank
+        packed.vectors[:, self.layouts[packed.shape].slices.sample_rows] = self.rows_per_rank
         by_rank = held.reshape(num_held, self._num_ranks, -1).swapaxes(0, 1)
         return replace(packed, held=by_rank)
 
@@ -193,11 +192,18 @@ class Packer:
         for rank, vector in enumerate(vectors):
             rows, indices, page_ids = pages.rows, pages.indices, pages.page_ids
             if self._num_ranks > 1:
-                here = rows // self._rows_per_rank == rank
-                rows, indices, page_ids = rows[here] - rank * self._rows_per_rank, indices[here], page_ids[here]
+                here = rows // self.rows_per_rank == rank
+                rows, indices, page_ids = rows[here] - rank * self.rows_per_rank, indices[here], page_ids[here]
             vector[at.change_rows][: len(rows)] = rows
             vector[at.change_indices][: len(rows)] = indices
             vector[at.change_pages][: len(rows)] = page_ids
+
+
+def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks: int) -> StepShape:
+    """Return the shape with the fewest tokens that holds the plan; the scheduler never exceeds the largest shape."""
+    fitting = [s for s in shapes if s.num_singles >= num_singles and s.num_blocks >= num_blocks]
+    assert fitting, f"no compiled shape holds {num_singles} single tokens and {num_blocks} prefill blocks"
+    return min(fitting, key=lambda s: s.num_tokens)
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -195,7 +195,12 @@ def parse_in_pieces(text: bytes) -> object:
     the placeholder of the value. What is left of the outermost container is parsed at the end.
 
         {"prompt": [1, ... | 8, ... | 16, ...], "n": 2}   ->   three lists that are joined, then {"prompt": NaN, "n": 2}
+
+    A text of one piece that cannot be nested too deeply is parsed without a scan, which only names its fault.
     """
+    if len(text) <= PIECE_BYTES and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        with suppress(JsonFault):
+            return _parse_piece(text, iter(()))
     containers = [_Container(text, start=-1, closing=0)]
     at = num_strings = num_containers = 0
     while mark := _MARK.search(text, at):
@@ -293,7 +298,7 @@ class _Container:
 def _parse_piece(raw: bytes, values: Iterator[object]) -> object:
     try:
         text = raw.decode("utf-8")
-        parsed = json.loads(text, parse_constant=lambda _: next(values), object_pairs_hook=_object_of_pairs)
+        parsed = json.loads(text, parse_constant=lambda _: _next_of(values), object_pairs_hook=_object_of_pairs)
         if _SURROGATE_ESCAPE.search(text) and (lone := _lone_surrogate(json.loads(text))):
             raise JsonFault(f"{lone} in a string or a key is half of a surrogate pair, without its other half")
     except UnicodeError as error:
@@ -305,6 +310,13 @@ def _parse_piece(raw: bytes, values: Iterator[object]) -> object:
     except ValueError as error:
         raise JsonFault("a number in it has too many digits") from error
     return parsed
+
+
+def _next_of(values: Iterator[object]) -> object:
+    """Return the value that a placeholder stands for."""
+    for value in values:
+        return value
+    raise JsonFault("NaN and Infinity are not JSON numbers")
 
 
 def _lone_surrogate(parsed: object) -> str:

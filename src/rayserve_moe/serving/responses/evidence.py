@@ -12,19 +12,6 @@ from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
 from rayserve_moe.text.tokenizer import Tokenizer
 
-_ASKED = (
-    *("return_token_ids", "return_prompt_token_ids", "return_hidden_states", "return_weight_versions"),
-    *("return_prompt_text", "return_cached_tokens_details", "return_spec_tokens_details", "return_meta_info"),
-    *("return_input_ids_in_sglext", "return_output_ids_in_sglext"),
-)
-"""Fields of bodies, each of which has an `EvidenceWriter` write something; `prompt_logprobs` is another."""
-
-
-def asks_evidence(body: CompletionBody | ChatBody) -> bool:
-    """Return True if an `EvidenceWriter` has something to write for a body."""
-    fields = dict(body)
-    return fields["prompt_logprobs"] is not None or any(map(fields.get, _ASKED))
-
 
 class EvidenceWriter:
     """Writes the fields that a body asks for; each is absent unless it is asked for.

@@ -12,7 +12,7 @@ from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses.chat_parts import ChatParts
-from rayserve_moe.serving.responses.evidence import EvidenceWriter, asks_evidence
+from rayserve_moe.serving.responses.evidence import EvidenceWriter
 from rayserve_moe.serving.responses.logprobs import CompletionLogprobs, chat_logprobs, echoed_text
 from rayserve_moe.serving.responses.request_streams import RequestStreams
 from rayserve_moe.serving.responses.routing import RoutingWriter
@@ -37,7 +37,7 @@ class OpenAIWriter:
         self._envelope = {"id": answer_id, "created": int(time.time()), "model": self._card.name}
         self._request_of_choice = request_of_choice = streams.request_of_choice
         self._evidence: EvidenceWriter | None = None
-        if asks_evidence(body):
+        if body.wants_extras:
             self._evidence = EvidenceWriter(body, card=self._card, tokenizer=self._tokenizer, streams=streams)
         self._started: set[int] = set()
         self.routing = RoutingWriter(

@@ -194,6 +194,14 @@ class StreamedBody(RoutingFields):
         return self
 
 
+EXTRAS = (
+    *("return_token_ids", "return_prompt_token_ids", "return_hidden_states", "return_weight_versions"),
+    *("return_prompt_text", "return_cached_tokens_details", "return_spec_tokens_details", "return_meta_info"),
+    *("return_input_ids_in_sglext", "return_output_ids_in_sglext"),
+)
+"""Fields of bodies that an `EvidenceWriter` answers; `prompt_logprobs` is another."""
+
+
 @record_fields(OPENAI, SamplingParams)
 @record_fields(OPENAI, ConstraintFields)
 @record_fields(OPENAI, GenerationRequest, without={"top_logprobs", "return_sampling_mask"})
@@ -218,6 +226,12 @@ class OpenAIGeneration(StreamedBody):
         if self.prompt_logprobs is not None and self.stream:
             raise fault("`prompt_logprobs` is only for requests without `stream`")
         return self
+
+    @property
+    def wants_extras(self) -> bool:
+        """Return True if the answer has more than text, log-probs and routing."""
+        fields = dict(self)
+        return fields["prompt_logprobs"] is not None or any(map(fields.get, EXTRAS))
 
 
 class CompletionBody(OpenAIGeneration):
