@@ -1,4 +1,4 @@
-"""Replacement of lost hosts within limits: what is kept of their steps, and which sequence raises errors on any host."""
+"""Replacement of lost hosts: what is kept of their steps, and which sequence raises errors on any host."""
 
 from __future__ import annotations
 
