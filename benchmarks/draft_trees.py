@@ -1,4 +1,5 @@
-"""Tokens per verification of trees of drafts next to chains: the calculator with its EAGLE3 head, as served.
+"""Tokens per verification and per second with trees of drafts, with chains and without drafts: the calculator with its
+EAGLE3 head, as served.
 
     python -m benchmarks.draft_trees --head DIRECTORY [--problems 128]
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,10 +63,14 @@ def requests_of(num_problems: int, temperature: float) -> list[GenerationRequest
     return requests
 
 
-def lengths_of(head: Path, shape: str, *, num_problems: int) -> tuple[dict[float, float], dict[float, dict]]:
-    """Tokens per verification, and the answers, by temperature."""
+Measured = tuple[dict[float, float], dict[float, float], dict[float, dict]]
+"""Tokens per verification, tokens per second, and answers, each by temperature."""
+
+
+def measured(head: Path, shape: str, *, num_problems: int) -> Measured:
+    """Answer the problems with drafts of a shape, after a few that are not measured."""
     tree = {"speculative_eagle_topk": CHILDREN} if "speculative_num_draft_tokens" in SHAPES[shape] else {}
-    lengths, answers = {}, {}
+    lengths, speeds, answers = {}, {}, {}
     given = {**SETTINGS, **SHAPES[shape], **tree, "speculative_draft_model_path": str(head)}
     with Engine(model_path="trained:calculator", **given) as engine:
         speculation = engine.runner.served.settings.speculation
@@ -79,12 +85,16 @@ def lengths_of(head: Path, shape: str, *, num_problems: int) -> tuple[dict[float
                 proposer=ModelProposer("drafts"),
             )
             cycle = cycle_for(engine.runner, engine.card, replace(way, num_drafts=speculation.max_drafts))
+            run_on(cycle, engine.card, requests[:ROWS])
+            started = time.perf_counter()
             found = run_on(cycle, engine.card, requests)
+            num_tokens = sum(len(outcome.ids) for outcome in found.values())
+            speeds[temperature] = num_tokens / (time.perf_counter() - started)
             cycle.scheduler.flush()
             totals = speculation_of(cycle).totals
             lengths[temperature] = 1 + totals.accepted / totals.chains
             answers[temperature] = {key: outcome.ids for key, outcome in found.items()}
-    return lengths, answers
+    return lengths, speeds, answers
 
 
 def main() -> None:
@@ -95,11 +105,12 @@ def main() -> None:
     asked = parser.parse_args()
     first = None
     for shape in SHAPES:
-        lengths, answers = lengths_of(asked.head, shape, num_problems=asked.problems)
+        lengths, speeds, answers = measured(asked.head, shape, num_problems=asked.problems)
         first = first or answers
         if answers != first:
             raise RuntimeError(f"{shape}: answers differ")
-        print(json.dumps({"shape": shape, "tokens_per_verification": lengths}), flush=True)
+        figures = {"tokens_per_verification": lengths, "tokens_per_second": speeds}
+        print(json.dumps({"shape": shape, **figures}), flush=True)
 
 
 if __name__ == "__main__":
