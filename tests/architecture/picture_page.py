@@ -22,7 +22,7 @@ KINDS = {
     "Ray and HTTP": ("#efe6f7", "cli serving rollouts fleet cluster"),
     "plain Python": (
         "#e3f0fb",
-        ("answers engine text constraints scheduling replay balancing observability config requests"),
+        ("answers engine text constraints scheduling replay balancing observability state config requests"),
     ),
     "one host": ("#e2f4e6", "tools inprocess execution checkpoints"),
     "pure JAX": ("#fdebd3", "decoding model experts kernels parallel"),

@@ -217,6 +217,7 @@ def coordinate(num_hosts: int) -> tuple[Coordinator | None, str]:
 
 SILENCE_S, SILENCE_AT_START_S = 3.0, 30.0
 """Maximum silence of a host that serves, and of a starting host, where a compiling thread may block all others."""
+MAX_BEAT_BYTES = 4096
 POLL_S = 0.25
 OWN_DELAY_S = 1.0
 """If the watch itself is delayed by more than this, its delay does not count as silence of a host."""
@@ -239,9 +240,11 @@ class HostWatch:
         self.loss: str | None = None
         self._on_loss, self._limits_s = on_loss, limits_s
         deadline = time.monotonic() + CONNECT_S
-        self._hosts = {
-            connect_proven(address, key=key, deadline=deadline): host_id for host_id, address in enumerate(addresses)
-        }
+        self._hosts: dict[Channel, int] = {}
+        for host_id, address in enumerate(addresses):
+            channel = connect_proven(address, key=key, deadline=deadline, max_frame_bytes=MAX_BEAT_BYTES)
+            channel.limit_silence(SILENCE_S)  # a beat that stops halfway must not end the watch over the others
+            self._hosts[channel] = host_id
         self._silence_s = dict.fromkeys(self._hosts, SILENCE_AT_START_S)
         self._found, self._is_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="host-watch", daemon=True)

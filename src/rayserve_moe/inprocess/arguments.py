@@ -10,13 +10,15 @@ import numpy as np
 
 from rayserve_moe.replay.encoding import decode_each_forced
 from rayserve_moe.requests.builder import build_request, param_names, read_given
-from rayserve_moe.requests.fields import SGLANG, VLLM
+from rayserve_moe.requests.fields import FLAG, INT32_MAX, SGLANG, VLLM, Values, whole
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError, SharedSampling
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.truncation import truncation_to
 
 FORCED = "forced_routed_experts"
-OPTIONS = {"return_logprob", "logprob_start_len", "rid", FORCED, *param_names(SGLANG, GenerationRequest).values()}
+_OPTIONS_WITHOUT_FIELD = {"return_logprob": FLAG, "logprob_start_len": whole(-1, INT32_MAX)}
+"""Values of keywords that no field of a request has as they are."""
+OPTIONS = {*_OPTIONS_WITHOUT_FIELD, "rid", FORCED, *param_names(SGLANG, GenerationRequest).values()}
 """Keywords of a call of `Engine` besides sampling parameters."""
 _SCORES = ("logprobs", "prompt_logprobs")
 _OPTIONS_OF_LLM = {
@@ -130,11 +132,26 @@ def requests_from(
         forced = decode_each_forced(keywords.get(FORCED), card.routing, prompt_lens=lengths, is_batch=prompts.is_batch)
     except ValueError as error:
         raise RequestError(f"{FORCED}: {error}", FORCED) from error
-    on_top = {"return_routed_experts": False, **read_given(keywords, options=OPTIONS), "stream": streams}
+    given = read_given(keywords, options=OPTIONS)
+    for name, values in _OPTIONS_WITHOUT_FIELD.items():
+        if name in given:
+            given[name] = _read(values, given[name], name)
+    on_top = {"return_routed_experts": False, **given, "stream": streams}
     return [
         build_request(ids, read_given(params) | on_top, dialect=SGLANG, card=card, request_id=rid, forced=rows)
         for ids, params, rows, rid in zip(prompts.ids, each, forced, _rids(keywords.get("rid"), prompts), strict=True)
     ]
+
+
+def _read(values: Values, given: Any, name: str) -> Any:
+    """Return a value of a keyword as the engine takes it.
+
+    Raises: RequestError that names the keyword, for a wrong value.
+    """
+    try:
+        return values.read(given)
+    except ValueError as error:
+        raise RequestError(f"{name} {error}", name) from error
 
 
 def _rids(rid: str | Sequence[str] | None, prompts: Prompts) -> list[str | None]:

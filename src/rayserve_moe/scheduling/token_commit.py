@@ -107,7 +107,9 @@ def commit_probe(table: RowTable, schedule: Schedule, *, result: StepResult) -> 
                 yield sequence.row
         elif position < sequence.num_prompt_tokens:
             probe.take(position, found)
-            if is_own and not sequence.is_probed:
-                table.end_probe(sequence.row)
+            if not sequence.is_probed:
+                for choice in sequence.group.choices:  # they share the probe, and may have taken rows before it ended
+                    if choice.row != NO_ROW:
+                        table.end_probe(choice.row)
         elif is_own:
             sequence.evidence.output_states += list(as_array(found["hidden"]))

@@ -6,8 +6,10 @@ import os
 import queue
 import secrets
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 import pytest
 
 from rayserve_moe.cluster import heartbeat, host_group
+from rayserve_moe.cluster.channel import accept_proven
 from rayserve_moe.cluster.fencing import _start_of, end_process
 from rayserve_moe.cluster.heartbeat import COMPILING, JOINING, LEAST_STEPS, SERVING, Beat, Heartbeat, read_beat
 from rayserve_moe.cluster.host_group import HostWatch
@@ -70,6 +73,28 @@ def test_a_closed_watch_notices_nothing() -> None:
         os.kill(pid, signal.SIGKILL)
         watch._thread.join(TIMEOUT_S)
     assert losses.empty() and watch.loss is None
+
+
+@pytest.mark.parametrize("sent", [b"\x40\x00\x00\x00[", b"\x40", b"\xff\xff\xff\xff["])
+def test_a_host_that_stops_within_a_beat_is_lost(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """Half a beat, half its length, and the length of something else."""
+    monkeypatch.setattr(host_group, "SILENCE_S", 0.5)
+
+    def stop_within_beat() -> None:
+        channel = accept_proven(listener, key=KEY, timeout_s=TIMEOUT_S)
+        with socket.socket(fileno=os.dup(channel.fileno())) as connection:
+            connection.sendall(sent)
+            is_lost.wait(TIMEOUT_S)
+
+    is_lost = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host = threading.Thread(target=stop_within_beat)
+        host.start()
+        watch = HostWatch([listener.getsockname()], key=KEY, on_loss=lambda _: None)
+        loss = watch.await_loss(10.0)
+        is_lost.set()
+        host.join()
+    assert loss == "the process of host 0 has ended"
 
 
 def test_a_step_is_late_by_the_steps_before_it_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,21 @@ def test_an_unknown_parameter_is_refused_by_name() -> None:
         requests_with(temprature=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("logprob_start_len", value) for value in (1.5, "1", True, [0], -2, np.float32(1))] + [("return_logprob", "yes")],
+)
+def test_a_wrong_value_for_log_probs_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"{name} should be") as refusal:
+        requests_with(PROMPTS, None, **{"return_logprob": True, name: value})
+    assert refusal.value.param == name
+
+
+@pytest.mark.parametrize(("value", "first"), [(1, 1), (np.int64(1), 1), (-1, None), (None, None)])
+def test_the_first_position_of_log_probs_is_a_whole_number(value: Any, first: int | None) -> None:
+    assert requests_with(return_logprob=True, logprob_start_len=value)[0].score_prompt_from == first
+
+
 LAYOUT = RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
 CARD = ModelCard("m", 128, 512, (2,), LAYOUT, returns_routing=True)
 PROMPTS = Prompts([np.array([1, 5, 6]), np.array([2, 7])], is_batch=True)

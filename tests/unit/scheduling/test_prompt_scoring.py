@@ -11,7 +11,7 @@ from rayserve_moe.requests.columns import as_array
 from rayserve_moe.requests.records import RoutedExperts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler
-from rayserve_moe.scheduling.sequence import Sequence, prompt_columns
+from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, prompt_columns
 from rayserve_moe.scheduling.step_plan import StepResult
 from rayserve_moe.scheduling.token_probe import IS_FINITE, probe_for
 from tests.support.scheduling import choices, result_of, scheduler
@@ -80,6 +80,32 @@ def test_every_token_above_the_first_is_scored_once(first: int, chunk_tokens: in
         assert prompt is not None and prompt.starts["logprobs"] == first and scores_of(sequence) == expected(first)
         assert as_array(prompt.columns["top_ids"]).shape == (PROMPT_LEN - 1 - first, 2)
         assert sequence.finish is not None and sequence.finish.kind == "length"
+
+
+def test_no_choice_is_probed_once_the_prompt_is_scored():
+    target = scheduler()
+    group = scored(0, n=3)
+    target.add(group)
+    schedule = target.schedule()
+    assert all(sequence.row != NO_ROW for sequence in group), "the others fork off in the step that scores"
+    target.commit(schedule, result_with_scores(schedule))
+    assert target.table.wants.num_probed == 0
+    finish(target)
+    assert target.table.wants.num_probed == 0
+
+
+def test_a_preempted_choice_is_not_probed_once_a_step_from_before_has_scored():
+    target = scheduler()
+    (sequence,) = scored(0)
+    target.add([sequence])
+    schedule = target.schedule()
+    target.preempt(sequence)
+    again = target.schedule()
+    target.commit(schedule, result_with_scores(schedule))
+    assert sequence.row != NO_ROW and target.table.wants.num_probed == 0
+    target.commit(again, result_with_scores(again))
+    finish(target)
+    assert scores_of(sequence) == expected(0)
 
 
 def test_chunks_that_score_take_blocks_however_short():
