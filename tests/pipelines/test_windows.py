@@ -21,7 +21,7 @@ from rayserve_moe.execution import served_model
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.model.kv_cache import layer_pages_of
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
-from rayserve_moe.scheduling.windowed_pages import WindowedPages
+from rayserve_moe.state.paged import PagedState
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
 from tests.support.outcomes import Outcomes, assert_all_same
 from tests.support.runners import TWO_SHAPES, card_of, prepared_runner
@@ -58,9 +58,11 @@ def whole_pages(request: GenerationRequest) -> int:
     return (len(request.prompt_ids) - 1) // PAGE * PAGE
 
 
-def windowed_of(cycle: StepCycle) -> WindowedPages:
+def windowed_of(cycle: StepCycle) -> PagedState:
     """The pages of the windowed layers on the first rank."""
-    return next(group for group in cycle.scheduler.ranks[0].groups if group is not None)
+    (state,) = cycle.scheduler.ranks[0].states
+    assert isinstance(state, PagedState)
+    return state
 
 
 @pytest.fixture(

@@ -166,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.flush()
         for rank in self.scheduler.ranks:
             assert rank.allocator.num_free == rank.allocator.num_usable, "pages are lost"
-            assert not any(group.page_of.any() for group in rank.groups if group), "pages of a window are lost"
+        self.scheduler.check_integrity()
 
     def _submit(self, prompt: list[int], num_new: int, n: int, can_stop: bool, salt: str) -> None:
         num_new = min(num_new, self.longest - 1)
@@ -277,8 +277,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_found = 0
         for past, sequence in {past.stands_for.tobytes(): (past, s) for s, past in self.pasts.items()}.values():
             prefix = rank.tree.match(sequence.cache.namespace, np.asarray(past.tokens, np.int32))
-            for place, group in enumerate(rank.groups):
-                page_ids = prefix.page_ids if group is None else group.page_of[prefix.page_ids]
+            for place, page_of in enumerate(rank.page_maps or [np.arange(self.limits.num_pages)]):
+                page_ids = page_of[prefix.page_ids]
                 assert self.device.holds(rank.index, page_ids, past.stands_for, place=place), "a page was written over"
             num_found = max(num_found, len(prefix.page_ids))
         assert (num_found > 0) <= self.limits.caches_prefixes, "pages are kept that nobody may find"

@@ -60,8 +60,9 @@ def _take_row(rank: DataRank, sequence: Sequence, *, leader: Sequence, own_pages
     sequence.data_rank, cache = rank.index, sequence.cache
     cache.prefix, cache.num_flushes = prefix, leader.cache.num_flushes
     rank.allocator.share(shared)
-    for group in rank.windowed:
-        group.enter(row - rank.rows.start, shared, position=position)
+    first_row = rank.rows.start
+    for state in rank.states:
+        state.fork(row - first_row, shared, position=position, leader=leader.row - first_row)
     pages = np.concatenate([shared, own_pages])
     table.extend(row, pages, generations=rank.allocator.generations[pages])
     table.num_computed[row] = position

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rayserve_moe.scheduling.windowed_pages import WindowedPages
+from rayserve_moe.state.protocol import SequenceState
 
 NULL_PAGE = 0
 
@@ -16,14 +16,14 @@ class PageAllocator:
 
     Page 0 is never allocated: padding writes there. Every allocation of a page gets a new generation number, never
     used before, so that data kept elsewhere by KV slot can be matched to its owner. Page ids travel as int32 arrays.
-    A page has one of each of the `windowed` groups behind it from its allocation on.
+    `states` learn of every page that is allocated or freed.
     """
 
-    def __init__(self, num_pages: int, *, windowed: tuple[WindowedPages, ...] = ()) -> None:
+    def __init__(self, num_pages: int, *, states: tuple[SequenceState, ...] = ()) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages {num_pages}: at least 2 are needed, page {NULL_PAGE} holds padding")
         self.num_pages = num_pages
-        self._windowed = windowed
+        self._states = states
         self.generations = np.zeros(num_pages, np.int64)
         self._references = np.zeros(num_pages, np.int32)  # indexed by intp: numpy takes a slow path for int32
         # A stack: `[free, lowest id on top | places of pages in use]`.
@@ -55,8 +55,8 @@ class PageAllocator:
         first = self._num_allocations + 1
         self._num_allocations += count
         self.generations[index] = np.arange(first, first + count)
-        for group in self._windowed:
-            group.put_behind(page_ids)
+        for state in self._states:
+            state.grow(page_ids)
         return page_ids
 
     def share(self, page_ids: np.ndarray) -> None:
@@ -73,8 +73,8 @@ class PageAllocator:
         end = self._num_free + len(freed)
         self._free[self._num_free : end] = freed
         self._num_free = end
-        for group in self._windowed:
-            group.forget(freed)
+        for state in self._states:
+            state.forget(freed)
 
     def references(self, page_ids: np.ndarray) -> np.ndarray:
         """How many references each of `page_ids` [n] has, int32 [n]."""

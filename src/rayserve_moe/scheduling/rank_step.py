@@ -116,7 +116,7 @@ class RankStep:
 
         A victim is not in the plan yet: it is younger than the prompts that are, and decoding ones come last.
         """
-        self._follow_windows()
+        self._advance_states()
         num_running = len(self.rank.running)
         rows, starts = self._grow_decoding()
         self._continue_prefill()
@@ -165,11 +165,11 @@ class RankStep:
         self._add_chunk(sequence, length)
         return True
 
-    def _follow_windows(self) -> None:
-        """Free what no query that is planned from now on will see."""
-        for group in self.rank.windowed:
+    def _advance_states(self) -> None:
+        """Move the states to the position of the next query of each row."""
+        for state in self.rank.states:
             of_rank, table = slice(self.rank.rows.start, self.rank.rows.stop), self.rank.table
-            group.follow(table.num_computed[of_rank], table.state.page_ids[of_rank])
+            state.advance(table.num_computed[of_rank], table.state.page_ids[of_rank])
 
     def _grow_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """Give every decoding sequence the page its next token needs; returns what `decoding` does."""
@@ -243,14 +243,13 @@ class RankStep:
             self.set_pages(rows, np.arange(first, first + len(pages)), page_ids=pages.copy())
 
     def set_pages(self, rows: np.ndarray, indices: np.ndarray, *, page_ids: np.ndarray) -> None:
-        """Add the pages that stand at `indices` of `rows`, in the tables of all groups of layers."""
-        groups = self.rank.groups
-        if groups == [None]:
+        """Add the pages at `indices` of `rows` to all page tables."""
+        page_maps = self.rank.page_maps
+        if not page_maps:
             self.pages.append(PageTableChanges(rows, indices, page_ids))
             return
-        for place, group in enumerate(groups):
-            of_group = page_ids if group is None else group.page_of[page_ids]
-            self.pages.append(PageTableChanges(rows, indices * len(groups) + place, of_group))
+        for place, page_of in enumerate(page_maps):
+            self.pages.append(PageTableChanges(rows, indices * len(page_maps) + place, page_of[page_ids]))
 
 
 def queue_by_priority(waiting: deque[Sequence], sequence: Sequence) -> None:
