@@ -10,7 +10,6 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rayserve_moe.config.derive import page_groups
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
@@ -18,6 +17,8 @@ from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, StepResult
 from rayserve_moe.scheduling.verify_rows import samples_that_count
+from rayserve_moe.state.groups import page_groups
+from rayserve_moe.state.kinds import StateKind
 from tests.support.examples import examples
 from tests.support.shadow_device import STOP_TOKEN_ID, VOCABULARY, Past, ShadowDevice
 
@@ -66,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # No pages beyond those that rows see at once: what is cached behind windows has to make way.
         scheduler = SchedulerSettings(max_running_requests=num_rows, max_step_tokens=step_tokens)
         cache = CacheSettings(page_size=page_size, enable_prefix_caching=False)
+        kinds = [StateKind("kv", "token", (), window=window) for window in windows]
         self.limits = StepLimits(
             num_rows=num_rows,
             step_tokens=step_tokens,
@@ -75,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=LONGEST_PROMPT + MOST_NEW,
             num_data_ranks=num_data_ranks,
             caches_prefixes=caches_prefixes,
-            page_groups=page_groups(windows, num_pages, scheduler=scheduler, cache=cache),
+            page_groups=page_groups(kinds, num_pages, scheduler=scheduler, cache=cache),
             verify_rows=num_rows * (1 + max_drafts) // 2,
         )
         self.scheduler = Scheduler(self.limits)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.config.derive import PageGroup
 from rayserve_moe.scheduling.cached_prefix import CachedPrefix
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import PrefixTree
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.state.groups import PageGroup
 from rayserve_moe.state.paged import states_of
 
 EVICTION_BATCH = 16

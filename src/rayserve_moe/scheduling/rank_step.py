@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.config.derive import PageGroup
 from rayserve_moe.scheduling.chunk_demands import ChunkDemand
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, chunk_demand
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, PageTableChanges
+from rayserve_moe.state.groups import PageGroup
 
 CANDIDATES = 8
 """Waiting sequences, from the front, that are compared."""
@@ -26,24 +26,27 @@ MAX_PASSED_OVER = 16
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What one step may hold on each data-parallel rank, and how much a rank can keep.
-
-    `num_rows` sequences, `step_tokens` prompt tokens in all and `chunk_tokens` of one sequence; `num_pages` pages of
-    `page_size` tokens; sequences of up to `max_tokens`. Without `caches_prefixes` only the choices of one request
-    share pages. `page_groups` are those of the layers, where there are several or some have a window. A step without
-    prompts holds `verify_rows` single tokens per rank where sequences may have drafts.
-    """
+    """Limits of one step on each data-parallel rank, and of what a rank can keep."""
 
     num_rows: int
+    """Sequences."""
     step_tokens: int
+    """Prompt tokens of a step."""
     chunk_tokens: int
+    """Prompt tokens of one sequence in a step."""
     page_size: int
+    """Tokens of a page."""
     num_pages: int
+    """Pages of a rank, the null page included."""
     max_tokens: int
+    """Tokens of a sequence."""
     num_data_ranks: int = 1
     caches_prefixes: bool = True
+    """False: only the choices of one request share pages."""
     page_groups: tuple[PageGroup, ...] = ()
+    """Groups of layers that share a page table; empty if there is one table, of the pages of the rank."""
     verify_rows: int = 0
+    """Single tokens of a step without prompts, for sequences with drafts."""
 
 
 class ChunkRun(NamedTuple):

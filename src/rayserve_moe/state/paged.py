@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rayserve_moe.config.derive import PageGroup
+from rayserve_moe.state.groups import PageGroup
 from rayserve_moe.state.protocol import SequenceState
 
 NOT_IN_USE = np.iinfo(np.int64).max
