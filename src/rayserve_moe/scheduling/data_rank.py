@@ -27,10 +27,12 @@ class DataRank:
     ) -> None:
         self.index = index
         self.rows = rows
+        self.table = table
+        """Shared by all ranks."""
         self.states, self.page_maps = states_of(
             page_groups, num_rank_pages=num_pages, page_size=table.page_size, num_rows=len(rows)
         )
-        """States of the sequences beside the pages of the rank; maps from these to the pages of each page table."""
+        """States beside the pages of the rank, and maps from these to the pages of each page table."""
         self.allocator = PageAllocator(num_pages, states=self.states)
         self.tree = PrefixTree(self.allocator, page_size=table.page_size)
         self.free_rows = list(reversed(rows))
@@ -38,18 +40,17 @@ class DataRank:
         """Sequences in its rows, oldest first."""
         self.prefilling: list[Sequence] = []
         """Running sequences whose known tokens are not all computed; the others decode."""
-        self.table = table
         self._decoding: np.ndarray | None = None
         self._num_flushes = 0
 
     @property
     def num_available(self) -> int:
-        """Pages that are free, or cached and not in use."""
+        """Return the number of pages that are free, or cached and not in use."""
         return self.allocator.num_free + self.tree.num_evictable
 
     @property
     def decoding_rows(self) -> np.ndarray:
-        """Rows of the sequences that decode, oldest first, intp (numpy is slower with other indices)."""
+        """Return the rows of the sequences that decode, oldest first, intp (numpy is slower with other indices)."""
         if self._decoding is None:
             prompts = {sequence.row for sequence in self.prefilling}
             self._decoding = np.asarray([s.row for s in self.running if s.row not in prompts], np.intp)
@@ -105,7 +106,7 @@ class DataRank:
         self._decoding = None
 
     def take_pages(self, count: int) -> np.ndarray | None:
-        """Allocate pages, evicting cached ones where too few are free; None where that is not enough."""
+        """Allocate pages, evicting cached pages if too few are free; return None if that is not enough."""
         pages = self.allocator.allocate(count)
         if pages is None and self.num_available >= count:
             self.tree.evict(max(count - self.allocator.num_free, EVICTION_BATCH))
@@ -115,7 +116,7 @@ class DataRank:
     def cache_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Add the whole pages of the first `num_tokens` of a sequence to the prefix cache; they stay locked for it.
 
-        What was computed before a flush is not cached after it, nor what lies beyond `num_cacheable`.
+        Pages computed before a flush are not cached after it, nor tokens beyond `num_cacheable`.
         """
         cache = sequence.cache
         num_pages = min(min(num_tokens, cache.num_cacheable) // self.table.page_size, len(sequence.pages))
@@ -128,8 +129,8 @@ class DataRank:
         self.tree.unlock(cache.prefix)
         cache.prefix = longer
 
-    def give_up_pages(self, sequence: Sequence) -> None:
-        """Take all pages from a sequence that has left its row."""
+    def release_pages(self, sequence: Sequence) -> None:
+        """Release all pages of a sequence that has left its row."""
         prefix = sequence.cache.prefix
         if prefix is not None:
             for state in self.states:
@@ -137,7 +138,7 @@ class DataRank:
                 state.hand_over(sequence.pages[: len(cached_ids)], cached_ids)
             self.tree.unlock(prefix)
             sequence.cache.prefix = None
-        self.allocator.release(sequence.let_go())
+        self.allocator.release(sequence.release_pages())
 
     def flush(self) -> None:
         """Flush the prefix cache; running sequences keep their pages."""

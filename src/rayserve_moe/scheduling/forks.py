@@ -29,7 +29,7 @@ def fork_followers(step: RankStep, *, page_size: int) -> None:
 def _fork(step: RankStep, sequence: Sequence, *, leader: Sequence, own_pages: np.ndarray) -> None:
     """Start a choice after the leader's prompt; `own_pages` are for where that ends inside one."""
     _take_row(step.rank, sequence, leader=leader, own_pages=own_pages)
-    sequence.note_start(leader.num_prompt_tokens)
+    sequence.record_start(leader.num_prompt_tokens)
     step.new_sequences.append(sequence)
     row, pages = sequence.row, sequence.pages.copy()
     step.set_pages(np.full(len(pages), row), np.arange(len(pages)), page_ids=pages)

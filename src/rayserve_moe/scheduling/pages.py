@@ -39,11 +39,11 @@ class PageAllocator:
 
     @property
     def num_usable(self) -> int:
-        """Pages that can be held at all."""
+        """Return the number of pages that can be held at all."""
         return self.num_pages - 1
 
     def allocate(self, count: int) -> np.ndarray | None:
-        """Take `count` pages with one reference each, int32 [count], or none at all where fewer are free."""
+        """Take `count` pages with one reference each, int32 [count], or return None if fewer are free."""
         assert count >= 0, f"{count} pages cannot be taken"
         rest = self._num_free - count
         if rest < 0:
@@ -77,7 +77,7 @@ class PageAllocator:
             state.forget(freed)
 
     def references(self, page_ids: np.ndarray) -> np.ndarray:
-        """How many references each of `page_ids` [n] has, int32 [n]."""
+        """Return the number of references to each of `page_ids` [n], int32 [n]."""
         return self._references[page_ids]
 
     def check_integrity(self, holders: Iterable[np.ndarray | list[int]]) -> None:
@@ -91,7 +91,7 @@ class PageAllocator:
         assert np.array_equal(np.sort(self._free[: self._num_free]), expected_free), "free list is wrong"
 
     def _counts_in_use(self, index: np.ndarray, complaint: str) -> np.ndarray:
-        """References of the pages at `index`, each of which must be in use, and named once: a repeat would be lost."""
+        """Return the references of the pages at `index`; all must be in use, and different: a repeat would be lost."""
         counts = self._references[index]
         assert np.count_nonzero(counts) == len(index), f"page {index[counts.argmin()]} {complaint}"
         order = self._counting[: len(index)]

@@ -160,7 +160,7 @@ class RankStep:
             self.rank.tree.unlock(prefix)
             return False
         self.rank.admit(sequence, prefix)
-        sequence.note_start(num_cached)
+        sequence.record_start(num_cached)
         self.new_sequences.append(sequence)
         self._add_pages(sequence, first=0)
         grown = self._grow(sequence, length)

@@ -119,7 +119,7 @@ class RowTable:
         for values, own in zip(view, sequence.state, strict=True):
             values[: len(own)] = own
         sequence.state = view
-        self._note_wants(row, sequence)
+        self._record_wants(row, sequence)
         self.capacities[row] = view.counters[NUM_PAGES] * self.page_size
         of_rows, times = self.times, sequence.times
         of_rows.accepted_at[row], of_rows.token_at[row] = times.accepted_at, times.token_at
@@ -181,7 +181,7 @@ class RowTable:
         state = self.state
         return state.page_ids[rows, indices] * self.page_size + offsets, state.page_generations[rows, indices]
 
-    def _note_wants(self, row: int, sequence: Sequence) -> None:
+    def _record_wants(self, row: int, sequence: Sequence) -> None:
         """Record what the new sequence of a row wants."""
         wants, request, stop_ids = self.wants, sequence.request, sequence.rules.stop_token_ids
         missing = len(stop_ids) - wants.stop_ids.shape[1]

@@ -38,7 +38,7 @@ def admitted(rank: DataRank, table: RowTable, sequence: Sequence, *, num_compute
 
 def leave(rank: DataRank, sequence: Sequence) -> None:
     rank.dismiss(sequence)
-    rank.give_up_pages(sequence)
+    rank.release_pages(sequence)
     rank.check_integrity()
 
 
