@@ -211,6 +211,10 @@ class ShadowDevice:
             if page
         )
 
+    def end_of_page(self, page_id: int, *, data_rank: int) -> int:
+        """What the last slot of a page of a rank stands for."""
+        return int(self._pools[0].of_page(data_rank, page_id)[-1])
+
     def oldest(self, row: int, count: int) -> int:
         """After how many flushes the oldest of the first `count` positions of a row was computed."""
         return int(self._written_at[self._pools[0].slots(row, 0, count)].min())
