@@ -41,8 +41,9 @@ class SequenceState(Protocol):
     def advance(self, num_computed: np.ndarray, page_ids: np.ndarray) -> None:
         """Move every row to the position of its next query, before a step is planned.
 
-        `num_computed` [rows] are these positions, `page_ids` [rows, n] the pages of the rows. Steps run in order: those
-        that are submitted have read what a step planned from now on overwrites.
+        `num_computed` [rows] are these positions, upper bounds while drafts of a draft model are awaited; `page_ids`
+        [rows, n] are the pages of the rows. Rows that are not in use have any numbers. Steps run in order: submitted
+        steps have read what a step planned from now on overwrites.
         """
         ...
 
