@@ -17,11 +17,11 @@ import pytest
 
 from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticModel, write_checkpoint
 from rayserve_moe.engine.cycle import StepCycle
-from rayserve_moe.execution import served_model
 from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.model import kv_cache
 from rayserve_moe.model.kv_cache import layer_pages_of
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
-from rayserve_moe.scheduling.windowed_pages import WindowedPages
+from rayserve_moe.state.paged import PagedState
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
 from tests.support.outcomes import Outcomes, assert_all_same
 from tests.support.runners import TWO_SHAPES, card_of, prepared_runner
@@ -58,9 +58,11 @@ def whole_pages(request: GenerationRequest) -> int:
     return (len(request.prompt_ids) - 1) // PAGE * PAGE
 
 
-def windowed_of(cycle: StepCycle) -> WindowedPages:
+def windowed_of(cycle: StepCycle) -> PagedState:
     """The pages of the windowed layers on the first rank."""
-    return next(group for group in cycle.scheduler.ranks[0].groups if group is not None)
+    (state,) = cycle.scheduler.ranks[0].states
+    assert isinstance(state, PagedState)
+    return state
 
 
 @pytest.fixture(
@@ -86,7 +88,7 @@ def runner_of(checkpoint: Path, kernel_settings: dict[str, str]) -> RunnerOf:
 @pytest.fixture(scope="module")
 def unfreed(checkpoint: Path, runner_of: RunnerOf, card: ModelCard) -> Outcomes:
     """Each request alone, on one device where no layer frees anything."""
-    with patch.object(served_model, "windows_of", lambda spec, longest: (0,) * spec.num_layers):
+    with patch.object(kv_cache, "windows_of", lambda spec, longest: (0,) * spec.num_layers):
         keeps_all = runner_of.__wrapped__((1, 1))
     assert keeps_all.state.kv_pages.shape[0] == 3 * NUM_PAGES
     return run_alone(keeps_all, card, workload(), way=WAY)
@@ -110,16 +112,16 @@ def test_a_mesh_of_two_by_two_is_one_device(runner_of: RunnerOf, card: ModelCard
 def test_what_stands_in_freed_pages_is_without_effect(runner_of: RunnerOf, card: ModelCard, unfreed: Outcomes):
     """After every step all pages of windowed layers that no coming query sees hold what is not a number."""
     runner = runner_of((1, 1))
-    windows, groups = runner.served.pool.windows, runner.served.pool.groups(NUM_PAGES)
-    places = layer_pages_of(windows, groups) or [(0, i * groups[0].num_pages, groups[0].num_pages) for i in range(3)]
+    kinds, groups = runner.served.pool.kinds, runner.served.pool.groups(NUM_PAGES)
+    places = layer_pages_of(kinds, groups) or [(0, i * groups[0].num_pages, groups[0].num_pages) for i in range(3)]
     num_poisoned = []
 
     def poison(cycle: StepCycle, step: int) -> None:
         page_of = windowed_of(cycle).page_of
         seen = [s.pages[max(0, s.num_computed + 1 - WINDOW) // PAGE :] for s in cycle.scheduler.running]
         is_seen = np.zeros(len(runner.state.kv_pages), np.bool_)
-        for window, (_, first_page, num_pages) in zip(windows, places, strict=True):
-            pages = page_of[np.concatenate([np.zeros(0, np.int32), *seen])] if window else np.arange(num_pages)
+        for kind, (_, first_page, num_pages) in zip(kinds, places, strict=True):
+            pages = page_of[np.concatenate([np.zeros(0, np.int32), *seen])] if kind.window else np.arange(num_pages)
             is_seen[first_page + pages] = True
         num_poisoned.append(np.count_nonzero(~is_seen))
         pool = jnp.where(jnp.asarray(is_seen)[:, None, None, None], runner.state.kv_pages, jnp.nan)

@@ -1,29 +1,41 @@
 """The scheduler keeps its books under any order of events, and nothing that happens shows in what comes out.
 
 Steps are planned before the result of the one before is known. `tests.support.shadow_device` finds every step that
-would compute on wrong keys and values; what each sequence has to come to is known beforehand.
+would compute on wrong keys and values; what each sequence has to come to is known beforehand. The ranks may have a
+state of entries too (`tests.support.entry_state`), of which every row has to read the one of its own past.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from itertools import count
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rayserve_moe.config.derive import page_groups
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.scheduling import data_rank
+from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, StepResult
 from rayserve_moe.scheduling.verify_rows import samples_that_count
+from rayserve_moe.state.groups import page_groups
+from rayserve_moe.state.kinds import StateKind
+from rayserve_moe.state.paged import states_of
+from tests.support.entry_state import FakeEntryState
 from tests.support.examples import examples
 from tests.support.shadow_device import STOP_TOKEN_ID, VOCABULARY, Past, ShadowDevice
 
 LONGEST_PROMPT = 60
 MOST_NEW = 12
 MOST_STEPS = 3000
+LONGER = 3
+"""Times that prompts and pools are larger where entries stand at multiples of 64."""
 MOST_UNFINISHED = 12
 ABORT = FinishReason("abort")
 
@@ -44,6 +56,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches_prefixes=st.booleans(),
         overlaps=st.sampled_from([True, True, False]),
         windows=st.sampled_from([(0,), (0,), (0, 1), (0, 5), (0, 16), (0, 3, 21)]),
+        entry_tokens=st.sampled_from([0, 0, 16, 64]),
+        num_spare_entries=st.integers(2, 9),
         max_drafts=st.sampled_from([0, 0, 1, 3, 7]),
         are_trees=st.booleans(),
         seed=st.integers(0, 2**32 - 1),
@@ -59,6 +73,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches_prefixes,
         overlaps,
         windows,
+        entry_tokens,
+        num_spare_entries,
         max_drafts,
         are_trees,
         seed,
@@ -66,25 +82,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         # No pages beyond those that rows see at once: what is cached behind windows has to make way.
         scheduler = SchedulerSettings(max_running_requests=num_rows, max_step_tokens=step_tokens)
         cache = CacheSettings(page_size=page_size, enable_prefix_caching=False)
+        kinds = [StateKind("kv", "token", (), window=window) for window in windows]
+        self.scale = LONGER if entry_tokens == 64 else 1
+        num_pages *= self.scale
         self.limits = StepLimits(
             num_rows=num_rows,
             step_tokens=step_tokens,
             chunk_tokens=min(chunk_tokens, step_tokens),
             page_size=page_size,
             num_pages=num_pages,
-            max_tokens=LONGEST_PROMPT + MOST_NEW,
+            max_tokens=LONGEST_PROMPT * self.scale + MOST_NEW,
             num_data_ranks=num_data_ranks,
             caches_prefixes=caches_prefixes,
-            page_groups=page_groups(windows, num_pages, scheduler=scheduler, cache=cache),
+            page_groups=page_groups(kinds, num_pages, scheduler=scheduler, cache=cache),
             verify_rows=num_rows * (1 + max_drafts) // 2,
         )
-        self.scheduler = Scheduler(self.limits)
         self.device = ShadowDevice(self.limits)
+        self.windows, self.entry_tokens = windows, entry_tokens
+        self.entries: list[FakeEntryState] = []
+        with patch.object(data_rank, "states_of", partial(self._states_of, num_spare_entries, count())):
+            self.scheduler = Scheduler(self.limits)
         self.overlaps, self.max_drafts = overlaps and not max_drafts, max_drafts
         self.are_trees = are_trees and windows == (0,)  # others are refused
         self.generator = np.random.default_rng(seed)
-        self.longest = min((num_pages - 1) * page_size, self.limits.max_tokens)
-        self.beginning = np.random.default_rng(seed).integers(1, VOCABULARY, (2, LONGEST_PROMPT)).astype(np.int32)
+        # A sequence that computes cached tokens anew, for want of an entry, locks the cached pages beside its own.
+        pages_per_sequence = max(1, (num_pages - 1) // (2 if entry_tokens else 1))
+        self.longest = min(pages_per_sequence * page_size, self.limits.max_tokens)
+        self.beginning = np.random.default_rng(seed).integers(1, VOCABULARY, (2, LONGEST_PROMPT * self.scale))
         self.seed = seed
         self.choices: list[Sequence] = []
         self.pasts: dict[Sequence, Past] = {}
@@ -107,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def submit(self, which, num_common, num_own, num_new, n, can_stop, salt):
         own = np.arange(VOCABULARY + self.num_submitted, VOCABULARY + self.num_submitted + num_own)
-        self._submit([*self.beginning[which, :num_common], *own] or [1], num_new, n, can_stop, salt)
+        self._submit([*self.beginning[which, : num_common * self.scale], *own] or [1], num_new, n, can_stop, salt)
 
     @precondition(lambda self: len(self.unfinished) < MOST_UNFINISHED and len(self.unfinished) < len(self.choices))
     @rule(which=st.integers(0, 1000), num_new=st.integers(0, MOST_NEW))
@@ -147,6 +171,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_are_right(self):
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
+            self._check_entries()
+            self._check_prefixes()
 
     @property
     def is_busy(self) -> bool:
@@ -155,7 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(MOST_STEPS):
+        for _ in range(MOST_STEPS * self.scale):
             if not self.is_busy:
                 break
             self._step()
@@ -166,11 +192,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.flush()
         for rank in self.scheduler.ranks:
             assert rank.allocator.num_free == rank.allocator.num_usable, "pages are lost"
-            assert not any(group.page_of.any() for group in rank.groups if group), "pages of a window are lost"
+        self.scheduler.check_integrity()
 
     def _submit(self, prompt: list[int], num_new: int, n: int, can_stop: bool, salt: str) -> None:
         num_new = min(num_new, self.longest - 1)
-        prompt_ids = np.asarray(prompt[: min(self.longest - num_new, LONGEST_PROMPT)], np.int32)
+        prompt_ids = np.asarray(prompt[: min(self.longest - num_new, LONGEST_PROMPT * self.scale)], np.int32)
         sampling = SamplingParams(max_new_tokens=num_new, n=n, temperature=0.5)
         request = GenerationRequest(f"r{self.num_submitted}", prompt_ids, sampling, cache_salt=salt)
         seed = (self.seed + self.num_submitted) % 2**32
@@ -185,6 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _step(self) -> None:
         num_preemptions = self.scheduler.num_preemptions
         schedule = self.scheduler.schedule(draft=self._draft if self.max_drafts else None)
+        self._check_entries()
         submitted = (schedule, self._run(schedule)) if schedule.plan.num_chunks else None
         is_stuck = submitted is None and self.in_flight is None
         assert not is_stuck or self.scheduler.num_preemptions > num_preemptions, "work is pending, nothing is planned"
@@ -217,7 +244,46 @@ class SchedulerMachine(RuleBasedStateMachine):
             if owner.row in plan.sampling.rows and start and length:
                 assert self.device.oldest(owner.row, start) == self.device.num_flushes, "found in spite of a flush"
                 assert owner.queue.num_to_recompute or owner.cache.num_cached == start
+                for state in self.entries[owner.data_rank : owner.data_rank + 1]:
+                    assert state.position[owner.row % limits.num_rows] == start, "it starts where no entry is"
         return result
+
+    def _states_of(self, num_spare, ranks, groups, **sizes):
+        """The states of a rank, and one of entries."""
+        states, page_maps = states_of(groups, **sizes)
+        if self.entry_tokens:
+            value_of = partial(self.device.end_of_page, data_rank=next(ranks))
+            num_entries = sizes["num_rows"] + num_spare
+            self.entries.append(FakeEntryState(self.entry_tokens, num_entries=num_entries, value_of=value_of, **sizes))
+        return (*states, *self.entries[-1:]), page_maps
+
+    def _check_entries(self) -> None:
+        """Every running sequence reads an entry of its own past."""
+        for sequence in self.scheduler.running if self.entry_tokens else ():
+            state, past = self.entries[sequence.data_rank], self.pasts[sequence]
+            row = sequence.row % self.limits.num_rows
+            position = int(state.position[row])
+            assert position <= sequence.num_computed
+            if position and past.finish != "error":
+                assert state.values[state.source[row]] == past.stands_for[position - 1], "another past is continued"
+
+    def _check_prefixes(self) -> None:
+        """The prefixes that are found end where every state is usable, as late as can be."""
+        for sequence in self.scheduler.waiting:
+            for rank in self.scheduler.ranks:
+                known = sequence.token_ids[: sequence.num_tokens - 1]
+                page_ids = rank.tree.matching_pages(sequence.cache.namespace, known)
+                usable = [n for n in range(len(page_ids) + 1) if self._is_usable(rank, page_ids[:n])]
+                assert rank.num_cached(sequence) == usable[-1] * self.limits.page_size
+
+    def _is_usable(self, rank: DataRank, page_ids: np.ndarray) -> bool:
+        """Whether a sequence can start behind these pages."""
+        position = len(page_ids) * self.limits.page_size
+        pages_of_positions = np.repeat(page_ids, self.limits.page_size)
+        for window, page_of in zip(self.windows, rank.page_maps, strict=bool(rank.page_maps)):
+            if window and not page_of[pages_of_positions[max(0, position + 1 - window) :]].all():
+                return False
+        return not (self.entries and position) or bool(self.entries[rank.index].entry_of[page_ids[-1]])
 
     def _draft(self, rows: np.ndarray) -> dict[int, np.ndarray]:
         """What follows, or something else from a random place on."""
@@ -277,8 +343,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_found = 0
         for past, sequence in {past.stands_for.tobytes(): (past, s) for s, past in self.pasts.items()}.values():
             prefix = rank.tree.match(sequence.cache.namespace, np.asarray(past.tokens, np.int32))
-            for place, group in enumerate(rank.groups):
-                page_ids = prefix.page_ids if group is None else group.page_of[prefix.page_ids]
+            for place, page_of in enumerate(rank.page_maps or [np.arange(self.limits.num_pages)]):
+                page_ids = page_of[prefix.page_ids]
                 assert self.device.holds(rank.index, page_ids, past.stands_for, place=place), "a page was written over"
             num_found = max(num_found, len(prefix.page_ids))
         assert (num_found > 0) <= self.limits.caches_prefixes, "pages are kept that nobody may find"

@@ -16,6 +16,7 @@ from rayserve_moe.scheduling.draft_trees import depths_of, parents_of
 from rayserve_moe.scheduling.scheduler import StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan, StepResult
+from rayserve_moe.state.groups import PageGroup
 
 STOP_TOKEN_ID = 0
 VOCABULARY = 1000
@@ -88,8 +89,8 @@ class ShadowDevice:
     def __init__(self, limits: StepLimits) -> None:
         self._limits = limits
         num_rows = limits.num_rows * limits.num_data_ranks
-        groups = limits.page_groups or ((0, limits.num_pages),)
-        self._pools = [_Pool(limits, window=window, num_pages=num_pages) for window, num_pages in groups]
+        groups = limits.page_groups or (PageGroup("kv", 0, limits.num_pages),)
+        self._pools = [_Pool(limits, window=group.window, num_pages=group.num_pages) for group in groups]
         self._last_tokens = np.zeros(num_rows, np.int64)
         self._sampling = np.zeros((num_rows, 2), np.int64)
         self._written_at = np.zeros_like(self._pools[0].stands_for)
@@ -209,6 +210,10 @@ class ShadowDevice:
             for i, page in enumerate(page_ids.tolist())
             if page
         )
+
+    def end_of_page(self, page_id: int, *, data_rank: int) -> int:
+        """What the last slot of a page of a rank stands for."""
+        return int(self._pools[0].of_page(data_rank, page_id)[-1])
 
     def oldest(self, row: int, count: int) -> int:
         """After how many flushes the oldest of the first `count` positions of a row was computed."""

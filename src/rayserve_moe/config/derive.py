@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from rayserve_moe.config.settings import (
     CacheSettings,
@@ -44,33 +43,6 @@ def most_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, lon
     """
     shares = 2 if cache.enable_prefix_caching else 1
     return shares * scheduler.max_running_requests * pages_per_sequence(longest, cache.page_size) + 1
-
-
-class PageGroup(NamedTuple):
-    """Layers that see equally far: the last `window` positions (0: all), with `num_pages` pages per data rank each."""
-
-    window: int
-    num_pages: int
-
-
-def page_groups(
-    windows: tuple[int, ...], num_pages: int, *, scheduler: SchedulerSettings, cache: CacheSettings
-) -> tuple[PageGroup, ...]:
-    """The groups of layers with `windows`, for sequences that hold up to `num_pages` pages; by window.
-
-    A group with a window needs what all rows can see at once: before a step, the positions of window - 1 tokens each,
-    which lie on one page more than they fill; in it, the tokens of a step, on up to one page more per row. As many
-    again serve cached prefixes, and one more is the null page.
-    """
-    shares = 2 if cache.enable_prefix_caching else 1
-
-    def most_seen(window: int) -> int:
-        per_row = pages_per_sequence(window - 1, cache.page_size) + 2
-        in_step = pages_per_sequence(scheduler.max_step_tokens, cache.page_size)
-        return shares * (scheduler.max_running_requests * per_row + in_step) + 1
-
-    sizes = {window: min(num_pages, most_seen(window)) if window else num_pages for window in windows}
-    return tuple(PageGroup(window, sizes[window]) for window in sorted(sizes))
 
 
 def most_live_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:

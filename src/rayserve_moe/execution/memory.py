@@ -15,29 +15,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.config.derive import PageGroup, most_useful_pages, page_groups
+from rayserve_moe.config.derive import most_useful_pages
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings, SettingsError
 from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.state.groups import PageGroup, page_groups
+from rayserve_moe.state.kinds import StateKind
 
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """How the pool is divided between layers, of which layer l sees `windows[l]` positions (0: all)."""
+    """Division of the page pool between layers."""
 
-    windows: tuple[int, ...]
+    kinds: tuple[StateKind, ...]
+    """State kind of each layer."""
     scheduler: SchedulerSettings
     cache: CacheSettings
 
     def groups(self, num_pages: int) -> tuple[PageGroup, ...]:
-        """The groups of layers, for sequences that hold up to `num_pages` pages on a data rank."""
-        return page_groups(self.windows, num_pages, scheduler=self.scheduler, cache=self.cache)
+        """Return the groups of layers, for sequences that hold up to `num_pages` pages on a data rank."""
+        return page_groups(self.kinds, num_pages, scheduler=self.scheduler, cache=self.cache)
 
     def num_layer_pages(self, num_pages: int) -> int:
-        """Pages of all layers together."""
-        sizes = dict(self.groups(num_pages))
-        return sum(sizes[window] for window in self.windows)
+        """Return the number of pages of all layers together."""
+        sizes = {(group.kind, group.window): group.num_pages for group in self.groups(num_pages)}
+        return sum(sizes[kind.table_key] for kind in self.kinds)
 
     def num_pages_within(self, free: int, *, layer_page_bytes: int, longest: int, extra_page_bytes: int = 0) -> int:
         """`num_pages_that_fit` for sequences of up to `longest` tokens; a page of a layer takes `layer_page_bytes`, and

@@ -37,7 +37,7 @@ from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
-from rayserve_moe.model.kv_cache import cache_row, layer_pages_of, windows_of
+from rayserve_moe.model.kv_cache import cache_kinds, cache_row, layer_pages_of
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
@@ -118,13 +118,19 @@ class ServedModel:
 
     @cached_property
     def pool(self) -> PoolSizes:
-        windows = windows_of(self.config.spec, longest=self.longest)
-        return PoolSizes(windows, self.settings.scheduler, self.settings.cache)
+        config = self.config
+        kinds = cache_kinds(
+            config.spec,
+            longest=self.longest,
+            tensor_size=config.plan.tensor_size,
+            is_flat=config.kernels.attention.has_flat_rows,
+        )
+        return PoolSizes(kinds, self.settings.scheduler, self.settings.cache)
 
     @property
     def num_tables(self) -> int:
-        """Page tables of a row: one for every group of layers."""
-        return len(set(self.pool.windows))
+        """Return the number of page tables of a row."""
+        return len({kind.table_key for kind in self.pool.kinds})
 
     @property
     def moves_experts(self) -> bool:
@@ -166,7 +172,7 @@ class ServedModel:
         return (settings.num_levels - 1) * settings.eagle_topk
 
     def step_config(self, num_pages: int) -> StepConfig:
-        layer_pages = layer_pages_of(self.pool.windows, self.pool.groups(num_pages))
+        layer_pages = layer_pages_of(self.pool.kinds, self.pool.groups(num_pages))
         speculation = self.settings.speculation
         tree = TreeShape(speculation.num_levels, speculation.eagle_topk, speculation.max_drafts)
         return StepConfig(
@@ -250,7 +256,7 @@ def served_model(
 def _check_trees(served: ServedModel) -> None:
     """SettingsError where a model cannot verify trees of drafts."""
     what = f"speculative_eagle_topk {served.settings.speculation.eagle_topk}"
-    if any(served.pool.windows):
+    if any(kind.window for kind in served.pool.kinds):
         raise SettingsError(f"{what}: trees of drafts are not for models with sliding windows, take 1")
     if platform_of(served.config.plan.mesh) == "tpu" and not served.config.kernels.attention.has_flat_rows:
         raise SettingsError(

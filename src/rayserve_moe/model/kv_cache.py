@@ -12,6 +12,7 @@ from rayserve_moe.kernels.tpu.flat_rows import flat_width, latent_lanes
 from rayserve_moe.model.parameters import kv_repeats
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.state.kinds import ArraySpec, StateKind
 
 
 class CacheRow(NamedTuple):
@@ -53,13 +54,20 @@ def windows_of(spec: ModelSpec, *, longest: int) -> tuple[int, ...]:
     return tuple(window if window < longest else 0 for window in windows)
 
 
-def layer_pages_of(windows: Sequence[int], groups: Sequence[tuple[int, int]]) -> tuple[LayerPages, ...]:
-    """Where layers with `windows` have their pages, layer after layer; `groups` are windows, and pages of a layer.
+def cache_kinds(spec: ModelSpec, *, longest: int, tensor_size: int, is_flat: bool = False) -> tuple[StateKind, ...]:
+    """Return the state kind of each layer, for sequences of up to `longest` tokens; `is_flat`: see `cache_row`."""
+    row = cache_row(spec, tensor_size=tensor_size, is_flat=is_flat)
+    name, entry = "kv" if spec.attention.latent is None else "latent", (ArraySpec(row.shape, row.axes),)
+    return tuple(StateKind(name, "token", entry, window=window) for window in windows_of(spec, longest=longest))
 
-    Empty where all layers have one table.
+
+def layer_pages_of(kinds: Sequence[StateKind], groups: Sequence[tuple[str, int, int]]) -> tuple[LayerPages, ...]:
+    """Return where layers with `kinds` have their pages, layer after layer, or nothing if all have one table.
+
+    `groups` are the name and window of each kind, and its pages per layer (`state.groups.PageGroup`).
     """
     if len(groups) == 1:
         return ()
-    of_window = {window: (place, size) for place, (window, size) in enumerate(groups)}
-    tables, sizes = zip(*(of_window[window] for window in windows), strict=True)
+    of_kind = {(name, window): (table, size) for table, (name, window, size) in enumerate(groups)}
+    tables, sizes = zip(*(of_kind[kind.table_key] for kind in kinds), strict=True)
     return tuple(map(LayerPages, tables, accumulate(sizes, initial=0), sizes))

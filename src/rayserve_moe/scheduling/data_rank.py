@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
-from rayserve_moe.config.derive import PageGroup
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.windowed_pages import WindowedPages
+from rayserve_moe.state.groups import PageGroup
+from rayserve_moe.state.paged import states_of
 
 EVICTION_BATCH = 16
 """Cached pages evicted at once, if there are as many, so that the next few allocations find free ones."""
 
 
 class DataRank:
-    """What one rank owns: sequences, pages and cached prefixes, none of them shared with other ranks.
+    """Sequences, pages and cached prefixes of one rank, none of them shared with other ranks, and their states.
 
-    `running` are the sequences in its rows, oldest first; `prefilling` those among them whose known tokens are not all
-    computed yet; the others decode. `groups` are those of layers that share a page table, as in `page_groups` (empty:
-    one); None stands for the pages of the rank themselves. `windowed` are those that are not None.
+    Every event of a page or row goes to all states, and a prefix is found as far as all of them can use it.
     """
 
     def __init__(
@@ -30,44 +26,48 @@ class DataRank:
     ) -> None:
         self.index = index
         self.rows = rows
-        pages = partial(WindowedPages, num_rank_pages=num_pages, page_size=table.page_size, num_rows=len(rows))
-        self.groups = [pages(window, num_pages=size) if window else None for window, size in page_groups] or [None]
-        self.windowed = tuple(group for group in self.groups if group is not None)
-        self.allocator = PageAllocator(num_pages, windowed=self.windowed)
+        self.table = table
+        """Shared by all ranks."""
+        self.states, self.page_maps = states_of(
+            page_groups, num_rank_pages=num_pages, page_size=table.page_size, num_rows=len(rows)
+        )
+        """States beside the pages of the rank, and maps from these to the pages of each page table."""
+        self.allocator = PageAllocator(num_pages, states=self.states)
         self.tree = PrefixTree(self.allocator, page_size=table.page_size)
         self.free_rows = list(reversed(rows))
         self.running: list[Sequence] = []
+        """Sequences in its rows, oldest first."""
         self.prefilling: list[Sequence] = []
-        self.table = table
+        """Running sequences whose known tokens are not all computed; the others decode."""
         self._decoding: np.ndarray | None = None
         self._num_flushes = 0
 
     @property
     def num_available(self) -> int:
-        """Pages that are free, or cached and not in use."""
+        """Return the number of pages that are free, or cached and not in use."""
         return self.allocator.num_free + self.tree.num_evictable
 
     @property
     def decoding_rows(self) -> np.ndarray:
-        """Rows of the sequences that decode, oldest first, intp (numpy is slower with other indices)."""
+        """Return the rows of the sequences that decode, oldest first, intp (numpy is slower with other indices)."""
         if self._decoding is None:
             prompts = {sequence.row for sequence in self.prefilling}
             self._decoding = np.asarray([s.row for s in self.running if s.row not in prompts], np.intp)
         return self._decoding
 
     def num_cached(self, sequence: Sequence) -> int:
-        """Tokens of a waiting sequence that it would find cached here, with all that its next query sees of them."""
+        """Return how many tokens of a waiting sequence are cached here and usable in every state."""
         namespace, token_ids = sequence.cache.namespace, self._reusable_tokens(sequence)
-        if not self.windowed:
+        if not self.states:
             return self.tree.match_length(namespace, token_ids)
         page_ids = self.tree.matching_pages(namespace, token_ids)
-        is_whole = np.all([group.is_whole_after(page_ids) for group in self.windowed], axis=0)
-        return int(np.flatnonzero(is_whole)[-1]) * self.table.page_size
+        are_usable = np.all([state.usable_after(page_ids) for state in self.states], axis=0)
+        return int(np.flatnonzero(are_usable)[-1]) * self.table.page_size
 
     def lock_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Find the cached prefix of a waiting sequence, and keep it from being evicted."""
         token_ids = self._reusable_tokens(sequence)
-        if self.windowed:
+        if self.states:
             token_ids = token_ids[: self.num_cached(sequence)]
         prefix = self.tree.match(sequence.cache.namespace, token_ids)
         self.tree.lock(prefix)
@@ -81,8 +81,8 @@ class DataRank:
         cache.prefix, cache.num_flushes = prefix, self._num_flushes
         page_ids = prefix.page_ids
         self.allocator.share(page_ids)
-        for group in self.windowed:
-            group.enter(row - self.rows.start, page_ids, position=len(page_ids) * self.table.page_size)
+        for state in self.states:
+            state.enter(row - self.rows.start, page_ids, position=len(page_ids) * self.table.page_size)
         self.table.extend(row, page_ids, generations=self.allocator.generations[page_ids])
         self.table.num_computed[row] = len(page_ids) * self.table.page_size
         self.running.append(sequence)
@@ -94,9 +94,9 @@ class DataRank:
         self._decoding = None
 
     def dismiss(self, sequence: Sequence) -> None:
-        """Take a running sequence out of its row; it keeps its pages, but for those that windows limit."""
-        for group in self.windowed:
-            group.leave(sequence.row - self.rows.start, sequence.pages)
+        """Take a running sequence out of its row; it keeps its pages, and nothing in the states."""
+        for state in self.states:
+            state.leave(sequence.row - self.rows.start, sequence.pages)
         self.free_rows.append(sequence.row)
         self.table.leave(sequence)
         self.running.remove(sequence)
@@ -105,7 +105,7 @@ class DataRank:
         self._decoding = None
 
     def take_pages(self, count: int) -> np.ndarray | None:
-        """Allocate pages, evicting cached ones where too few are free; None where that is not enough."""
+        """Allocate pages, evicting cached pages if too few are free; return None if that is not enough."""
         pages = self.allocator.allocate(count)
         if pages is None and self.num_available >= count:
             self.tree.evict(max(count - self.allocator.num_free, EVICTION_BATCH))
@@ -115,7 +115,7 @@ class DataRank:
     def cache_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Add the whole pages of the first `num_tokens` of a sequence to the prefix cache; they stay locked for it.
 
-        What was computed before a flush is not cached after it, nor what lies beyond `num_cacheable`.
+        Pages computed before a flush are not cached after it, nor tokens beyond `num_cacheable`.
         """
         cache = sequence.cache
         num_pages = min(min(num_tokens, cache.num_cacheable) // self.table.page_size, len(sequence.pages))
@@ -128,16 +128,16 @@ class DataRank:
         self.tree.unlock(cache.prefix)
         cache.prefix = longer
 
-    def give_up_pages(self, sequence: Sequence) -> None:
-        """Take all pages from a sequence that has left its row."""
+    def release_pages(self, sequence: Sequence) -> None:
+        """Release all pages of a sequence that has left its row."""
         prefix = sequence.cache.prefix
         if prefix is not None:
-            for group in self.windowed:
+            for state in self.states:
                 cached_ids = prefix.page_ids
-                group.hand_over(sequence.pages[: len(cached_ids)], cached_ids)
+                state.hand_over(sequence.pages[: len(cached_ids)], cached_ids)
             self.tree.unlock(prefix)
             sequence.cache.prefix = None
-        self.allocator.release(sequence.let_go())
+        self.allocator.release(sequence.release_pages())
 
     def flush(self) -> None:
         """Flush the prefix cache; running sequences keep their pages."""
@@ -145,14 +145,15 @@ class DataRank:
         self._num_flushes += 1
 
     def check_integrity(self) -> None:
-        """Assert that pages, prefixes and rows of this rank add up against an independent count."""
+        """Assert that pages, prefixes, rows and states of this rank add up against an independent count."""
         self.tree.check_integrity()
         self.allocator.check_integrity([*(s.pages for s in self.running), self.tree.held_page_ids()])
         num_unshared = int((self.allocator.references(self.tree.held_page_ids()) == 1).sum())
         assert self.tree.num_evictable <= num_unshared, "pages in use are taken for evictable ones"
-        for group in self.windowed:
-            group.check_integrity((s.row - self.rows.start, s.pages) for s in self.running)
-            assert self.allocator.references(np.flatnonzero(group.page_of)).all(), "a page stands behind a free one"
+        is_allocated = self.allocator.references(np.arange(self.allocator.num_pages)) > 0
+        for state in self.states:
+            pages_of_rows = ((s.row - self.rows.start, s.pages) for s in self.running)
+            state.check_integrity(pages_of_rows, is_allocated=is_allocated)
         taken = [sequence.row for sequence in self.running]
         assert sorted(taken + self.free_rows) == list(self.rows), "rows are lost or shared"
         assert all(sequence in self.running for sequence in self.prefilling), "a prompt is computed without a row"

@@ -29,7 +29,7 @@ def fork_followers(step: RankStep, *, page_size: int) -> None:
 def _fork(step: RankStep, sequence: Sequence, *, leader: Sequence, own_pages: np.ndarray) -> None:
     """Start a choice after the leader's prompt; `own_pages` are for where that ends inside one."""
     _take_row(step.rank, sequence, leader=leader, own_pages=own_pages)
-    sequence.note_start(leader.num_prompt_tokens)
+    sequence.record_start(leader.num_prompt_tokens)
     step.new_sequences.append(sequence)
     row, pages = sequence.row, sequence.pages.copy()
     step.set_pages(np.full(len(pages), row), np.arange(len(pages)), page_ids=pages)
@@ -60,8 +60,9 @@ def _take_row(rank: DataRank, sequence: Sequence, *, leader: Sequence, own_pages
     sequence.data_rank, cache = rank.index, sequence.cache
     cache.prefix, cache.num_flushes = prefix, leader.cache.num_flushes
     rank.allocator.share(shared)
-    for group in rank.windowed:
-        group.enter(row - rank.rows.start, shared, position=position)
+    first_row = rank.rows.start
+    for state in rank.states:
+        state.fork(row - first_row, shared, position=position, leader=leader.row - first_row)
     pages = np.concatenate([shared, own_pages])
     table.extend(row, pages, generations=rank.allocator.generations[pages])
     table.num_computed[row] = position

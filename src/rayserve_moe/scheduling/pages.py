@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rayserve_moe.scheduling.windowed_pages import WindowedPages
+from rayserve_moe.state.protocol import SequenceState
 
 NULL_PAGE = 0
 
@@ -16,14 +16,14 @@ class PageAllocator:
 
     Page 0 is never allocated: padding writes there. Every allocation of a page gets a new generation number, never
     used before, so that data kept elsewhere by KV slot can be matched to its owner. Page ids travel as int32 arrays.
-    A page has one of each of the `windowed` groups behind it from its allocation on.
+    `states` learn of every page that is allocated or freed.
     """
 
-    def __init__(self, num_pages: int, *, windowed: tuple[WindowedPages, ...] = ()) -> None:
+    def __init__(self, num_pages: int, *, states: tuple[SequenceState, ...] = ()) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages {num_pages}: at least 2 are needed, page {NULL_PAGE} holds padding")
         self.num_pages = num_pages
-        self._windowed = windowed
+        self._states = states
         self.generations = np.zeros(num_pages, np.int64)
         self._references = np.zeros(num_pages, np.int32)  # indexed by intp: numpy takes a slow path for int32
         # A stack: `[free, lowest id on top | places of pages in use]`.
@@ -39,11 +39,11 @@ class PageAllocator:
 
     @property
     def num_usable(self) -> int:
-        """Pages that can be held at all."""
+        """Return the number of pages that can be held at all."""
         return self.num_pages - 1
 
     def allocate(self, count: int) -> np.ndarray | None:
-        """Take `count` pages with one reference each, int32 [count], or none at all where fewer are free."""
+        """Take `count` pages with one reference each, int32 [count], or return None if fewer are free."""
         assert count >= 0, f"{count} pages cannot be taken"
         rest = self._num_free - count
         if rest < 0:
@@ -55,8 +55,8 @@ class PageAllocator:
         first = self._num_allocations + 1
         self._num_allocations += count
         self.generations[index] = np.arange(first, first + count)
-        for group in self._windowed:
-            group.put_behind(page_ids)
+        for state in self._states:
+            state.grow(page_ids)
         return page_ids
 
     def share(self, page_ids: np.ndarray) -> None:
@@ -73,11 +73,11 @@ class PageAllocator:
         end = self._num_free + len(freed)
         self._free[self._num_free : end] = freed
         self._num_free = end
-        for group in self._windowed:
-            group.forget(freed)
+        for state in self._states:
+            state.forget(freed)
 
     def references(self, page_ids: np.ndarray) -> np.ndarray:
-        """How many references each of `page_ids` [n] has, int32 [n]."""
+        """Return the number of references to each of `page_ids` [n], int32 [n]."""
         return self._references[page_ids]
 
     def check_integrity(self, holders: Iterable[np.ndarray | list[int]]) -> None:
@@ -91,7 +91,7 @@ class PageAllocator:
         assert np.array_equal(np.sort(self._free[: self._num_free]), expected_free), "free list is wrong"
 
     def _counts_in_use(self, index: np.ndarray, complaint: str) -> np.ndarray:
-        """References of the pages at `index`, each of which must be in use, and named once: a repeat would be lost."""
+        """Return the references of the pages at `index`; all must be in use, and different: a repeat would be lost."""
         counts = self._references[index]
         assert np.count_nonzero(counts) == len(index), f"page {index[counts.argmin()]} {complaint}"
         order = self._counting[: len(index)]

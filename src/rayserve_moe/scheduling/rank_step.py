@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.config.derive import PageGroup
 from rayserve_moe.scheduling.chunk_demands import ChunkDemand
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, chunk_demand
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, PageTableChanges
+from rayserve_moe.state.groups import PageGroup
 
 CANDIDATES = 8
 """Waiting sequences, from the front, that are compared."""
@@ -26,24 +26,27 @@ MAX_PASSED_OVER = 16
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What one step may hold on each data-parallel rank, and how much a rank can keep.
-
-    `num_rows` sequences, `step_tokens` prompt tokens in all and `chunk_tokens` of one sequence; `num_pages` pages of
-    `page_size` tokens; sequences of up to `max_tokens`. Without `caches_prefixes` only the choices of one request
-    share pages. `page_groups` are those of the layers, where there are several or some have a window. A step without
-    prompts holds `verify_rows` single tokens per rank where sequences may have drafts.
-    """
+    """Limits of one step on each data-parallel rank, and of what a rank can keep."""
 
     num_rows: int
+    """Sequences."""
     step_tokens: int
+    """Prompt tokens of a step."""
     chunk_tokens: int
+    """Prompt tokens of one sequence in a step."""
     page_size: int
+    """Tokens of a page."""
     num_pages: int
+    """Pages of a rank, the null page included."""
     max_tokens: int
+    """Tokens of a sequence."""
     num_data_ranks: int = 1
     caches_prefixes: bool = True
+    """False: only the choices of one request share pages."""
     page_groups: tuple[PageGroup, ...] = ()
+    """Groups of layers that share a page table; empty if there is one table, of the pages of the rank."""
     verify_rows: int = 0
+    """Single tokens of a step without prompts, for sequences with drafts."""
 
 
 class ChunkRun(NamedTuple):
@@ -116,7 +119,7 @@ class RankStep:
 
         A victim is not in the plan yet: it is younger than the prompts that are, and decoding ones come last.
         """
-        self._follow_windows()
+        self._advance_states()
         num_running = len(self.rank.running)
         rows, starts = self._grow_decoding()
         self._continue_prefill()
@@ -157,7 +160,7 @@ class RankStep:
             self.rank.tree.unlock(prefix)
             return False
         self.rank.admit(sequence, prefix)
-        sequence.note_start(num_cached)
+        sequence.record_start(num_cached)
         self.new_sequences.append(sequence)
         self._add_pages(sequence, first=0)
         grown = self._grow(sequence, length)
@@ -165,11 +168,11 @@ class RankStep:
         self._add_chunk(sequence, length)
         return True
 
-    def _follow_windows(self) -> None:
-        """Free what no query that is planned from now on will see."""
-        for group in self.rank.windowed:
+    def _advance_states(self) -> None:
+        """Move the states to the position of the next query of each row."""
+        for state in self.rank.states:
             of_rank, table = slice(self.rank.rows.start, self.rank.rows.stop), self.rank.table
-            group.follow(table.num_computed[of_rank], table.state.page_ids[of_rank])
+            state.advance(table.num_computed[of_rank], table.state.page_ids[of_rank])
 
     def _grow_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """Give every decoding sequence the page its next token needs; returns what `decoding` does."""
@@ -243,14 +246,13 @@ class RankStep:
             self.set_pages(rows, np.arange(first, first + len(pages)), page_ids=pages.copy())
 
     def set_pages(self, rows: np.ndarray, indices: np.ndarray, *, page_ids: np.ndarray) -> None:
-        """Add the pages that stand at `indices` of `rows`, in the tables of all groups of layers."""
-        groups = self.rank.groups
-        if groups == [None]:
+        """Add the pages at `indices` of `rows` to all page tables."""
+        page_maps = self.rank.page_maps
+        if not page_maps:
             self.pages.append(PageTableChanges(rows, indices, page_ids))
             return
-        for place, group in enumerate(groups):
-            of_group = page_ids if group is None else group.page_of[page_ids]
-            self.pages.append(PageTableChanges(rows, indices * len(groups) + place, of_group))
+        for place, page_of in enumerate(page_maps):
+            self.pages.append(PageTableChanges(rows, indices * len(page_maps) + place, page_of[page_ids]))
 
 
 def queue_by_priority(waiting: deque[Sequence], sequence: Sequence) -> None:

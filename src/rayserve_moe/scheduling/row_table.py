@@ -78,8 +78,9 @@ class RowTable:
         counters = np.zeros((NUM_COUNTERS, num_rows), np.int64)
         self.page_size = page_size
         self.sequences: list[Sequence | None] = [None] * num_rows
-        self.generations = np.zeros(num_rows, np.int64)
-        """Owners of each row so far: what was started for one owner must not be used for the next."""
+        self.generations = np.arange(num_rows, dtype=np.int64)
+        """Owner of each row, int64 [rows]: a step planned for one owner does not count for the next. A sequence that
+        changes rows is another owner, so no number comes twice in the table."""
         self.num_departures = 0
         """How often any row was left."""
         self.state = RowArrays(
@@ -119,7 +120,7 @@ class RowTable:
         for values, own in zip(view, sequence.state, strict=True):
             values[: len(own)] = own
         sequence.state = view
-        self._note_wants(row, sequence)
+        self._record_wants(row, sequence)
         self.capacities[row] = view.counters[NUM_PAGES] * self.page_size
         of_rows, times = self.times, sequence.times
         of_rows.accepted_at[row], of_rows.token_at[row] = times.accepted_at, times.token_at
@@ -140,7 +141,7 @@ class RowTable:
         )
         self.sequences[row], sequence.row = None, NO_ROW
         sequence.times.token_at = float(self.times.token_at[row])
-        self.generations[row] += 1
+        self.generations[row] += len(self.generations)
         self.num_departures += 1
         wants = self.wants
         wants.num_with_stop_ids -= bool(sequence.rules.stop_token_ids)
@@ -181,7 +182,7 @@ class RowTable:
         state = self.state
         return state.page_ids[rows, indices] * self.page_size + offsets, state.page_generations[rows, indices]
 
-    def _note_wants(self, row: int, sequence: Sequence) -> None:
+    def _record_wants(self, row: int, sequence: Sequence) -> None:
         """Record what the new sequence of a row wants."""
         wants, request, stop_ids = self.wants, sequence.request, sequence.rules.stop_token_ids
         missing = len(stop_ids) - wants.stop_ids.shape[1]

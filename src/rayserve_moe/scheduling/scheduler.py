@@ -237,7 +237,7 @@ class Scheduler:
                 cache_with_forks(rank, sequence, num_tokens=num_known)
             else:
                 rank.cache_computed(sequence, num_known)
-        rank.give_up_pages(sequence)
+        rank.release_pages(sequence)
 
     def _namespace(self, request: GenerationRequest) -> Hashable:
         """The namespace of the cached prefixes of a request."""

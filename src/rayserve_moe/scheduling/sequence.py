@@ -269,8 +269,8 @@ class Sequence:
         """Allocations of the pages held, int64, by page index."""
         return self.state.page_generations
 
-    def note_start(self, num_cached: int) -> None:
-        """Note that it starts to run after `num_cached` cached tokens, for the first time or once more."""
+    def record_start(self, num_cached: int) -> None:
+        """Record that it starts to run after `num_cached` cached tokens, for the first time or once more."""
         num_known, cache, times = self.queue.num_to_recompute, self.cache, self.times
         if num_known == 0:
             cache.num_cached = num_cached
@@ -280,8 +280,8 @@ class Sequence:
         ranges = ((num_known, num_cached, "cached"), again)
         cache.origins += tuple(origin for origin in ranges if origin[0] < origin[1])
 
-    def let_go(self) -> np.ndarray:
-        """Drop all pages and with them everything computed; returns the pages for release."""
+    def release_pages(self) -> np.ndarray:
+        """Drop all pages, and with them everything computed; returns the pages."""
         pages = self.pages.copy()
         counters = self.state.counters
         counters[NUM_PAGES] = counters[NUM_COMPUTED] = 0

@@ -30,10 +30,10 @@ import numpy as np
 
 from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.config.derive import PageGroup
 from rayserve_moe.requests.columns import Columns
 from rayserve_moe.requests.fields import MAX_LISTED_IDS
 from rayserve_moe.scheduling.token_probe import TokenProbe
+from rayserve_moe.state.groups import PageGroup
 
 LAST_SAMPLED = -1
 DRAFTED = AWAITED = -2
@@ -58,8 +58,8 @@ def _empty(dtype: type, columns: int | None = None) -> np.ndarray:
 class PageTableChanges:
     """Entries to set: row `rows[i]` keeps page `page_ids[i]` at index `indices[i]`. All integer [P].
 
-    Page i of a sequence stands at index i, or where layers form G groups with pages of their own (`PageGroup`), those
-    of group g at index i * G + g. Entries behind a window stay as they were: no query sees them.
+    Page i of a sequence stands at index i. With G page tables (`PageGroup`), page i of table g stands at index
+    i * G + g. Entries of pages that a state has released stay as they were: no query sees them.
     """
 
     rows: np.ndarray = field(default_factory=lambda: _empty(np.intp))
@@ -287,7 +287,7 @@ class StartReport:
     num_expert_ranks: int = 1
     num_redundant_experts: int = 0
     page_groups: tuple[PageGroup, ...] = ()
-    """Groups of layers with the same window."""
+    """Groups of layers that share a page table."""
     dtype: str = ""
     """Dtype of all weights except `float32_tensors`."""
     float32_tensors: tuple[str, ...] = ()
@@ -296,7 +296,9 @@ class StartReport:
     """Placement of the experts; None for their own order."""
 
     def __str__(self) -> str:
-        windowed = "".join(f", {size} for a window of {window}" for window, size in self.page_groups if window)
+        windowed = "".join(
+            f", {group.num_pages} for a window of {group.window}" for group in self.page_groups if group.window
+        )
         return (
             f"{self.num_pages} KV pages per data rank{windowed}; weights loaded in {self.load_s:.1f} s, "
             f"{self.num_programs} programs compiled in {self.compile_s:.1f} s ({self.compile_sum_s:.1f} s one by one, "

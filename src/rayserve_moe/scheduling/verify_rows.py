@@ -58,7 +58,7 @@ def _chunks(step: RankStep) -> Iterator[tuple[bool, bool]]:
 def _grow(step: RankStep, row: int, count: int, *, page_size: int) -> int:
     """Give a decoding row a page for up to `count` drafts beyond its next token; returns how many lie on pages.
 
-    One page at most: what layers with a window keep is sized for that.
+    One page at most: states are sized for that.
     """
     rank, table = step.rank, step.rank.table
     used, held = int(table.num_computed[row]) + 1, int(table.num_pages[row])

@@ -29,7 +29,7 @@ class StateKind:
     """What one kind of layer keeps of a sequence, and how long."""
 
     name: str
-    """Key of pools and page tables."""
+    """Key of pools."""
     per: Literal["token", "entry"]
     """`token`: a row for every token, on pages. `entry`: one immutable entry per `entry_tokens` tokens."""
     entry: tuple[ArraySpec, ...]
@@ -43,3 +43,8 @@ class StateKind:
         assert self.window >= 0, f"{self.name}: a window of {self.window} positions"
         assert self.per == "token" or not self.window, f"{self.name}: entries have no window"
         assert (self.per == "entry") == (self.entry_tokens > 0), f"{self.name}: {self.entry_tokens} tokens per entry"
+
+    @property
+    def table_key(self) -> tuple[str, int]:
+        """Key of the page table of token kinds: layers of one kind with one window share it."""
+        return self.name, self.window

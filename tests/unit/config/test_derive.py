@@ -34,16 +34,6 @@ def test_more_pages_than_all_rows_can_fill_are_of_no_use():
     assert derive.most_useful_pages(scheduler, uncached, longest=100) == 3 * 7 + 1
 
 
-def test_a_window_keeps_the_pages_that_all_rows_can_see_at_once():
-    """Of 5 rows and a window of 33 tokens on pages of 16: 32 before a step, on 3 pages; 64 in it, on one more each."""
-    scheduler = SchedulerSettings(max_running_requests=5, max_step_tokens=64)
-    cached, uncached = (CacheSettings(page_size=16, enable_prefix_caching=on) for on in (True, False))
-    groups = derive.page_groups((33, 0, 33), 1000, scheduler=scheduler, cache=uncached)
-    assert groups == ((0, 1000), (33, 5 * 4 + 4 + 1))
-    assert derive.page_groups((33, 33), 1000, scheduler=scheduler, cache=cached) == ((33, 2 * (5 * 4 + 4) + 1),)
-    assert derive.page_groups((0, 33), 7, scheduler=scheduler, cache=cached) == ((0, 7), (33, 7)), "never more than all"
-
-
 @pytest.mark.parametrize(("chunk", "step", "tokens"), [(0, 512, 512), (64, 512, 64), (1024, 512, 512)])
 def test_a_chunk_fits_a_step(chunk, step, tokens):
     settings = SchedulerSettings(chunked_prefill_size=chunk, max_step_tokens=step)

@@ -13,6 +13,7 @@ from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.state.kinds import StateKind
 from tests.support.checkpoints import CORE_CONFIG
 
 
@@ -55,7 +56,8 @@ def test_layers_that_see_less_leave_their_bytes_to_sequences():
     scheduler = SchedulerSettings(max_running_requests=num_rows, max_step_tokens=128)
 
     def sequences_that_fit(windows: tuple[int, ...]) -> int:
-        sizes = memory.PoolSizes(windows, scheduler, CacheSettings(mem_fraction=1.0, enable_prefix_caching=False))
+        kinds = tuple(StateKind("kv", "token", (), window=window) for window in windows)
+        sizes = memory.PoolSizes(kinds, scheduler, CacheSettings(mem_fraction=1.0, enable_prefix_caching=False))
         pages = sizes.num_pages_within(free, layer_page_bytes=100, longest=longest)
         assert 100 * sizes.num_layer_pages(pages) <= free
         assert pages == num_rows * longest // 16 + 1 or free < 100 * sizes.num_layer_pages(pages + 1)

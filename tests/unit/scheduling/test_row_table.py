@@ -63,6 +63,16 @@ def test_an_epoch_ends_when_a_row_is_left(table: RowTable):
     assert table.num_departures == 1
 
 
+def test_no_two_rows_have_the_same_owner(table: RowTable):
+    seen = set(table.generations.tolist())
+    for row in (0, 1, 0):
+        sequence = one("a", 3)
+        table.take(row, sequence)
+        table.leave(sequence)
+        assert table.generations[row] not in seen
+        seen.add(int(table.generations[row]))
+
+
 def test_a_row_in_use_cannot_be_taken(table: RowTable):
     table.take(0, one("a", 3))
     with pytest.raises(AssertionError, match="row 0 is taken"):

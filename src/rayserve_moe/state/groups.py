@@ -1,0 +1,46 @@
+"""Page groups: layers of one state kind with one window, which share a page table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import NamedTuple
+
+from rayserve_moe.config.derive import pages_per_sequence
+from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
+from rayserve_moe.state.kinds import StateKind
+
+
+class PageGroup(NamedTuple):
+    """Layers with the same page table."""
+
+    kind: str
+    """Name of their state kind."""
+    window: int
+    """Number of positions that a query sees. 0: all."""
+    num_pages: int
+    """Pages of each layer on a data rank."""
+
+
+def page_groups(
+    kinds: Iterable[StateKind], num_pages: int, *, scheduler: SchedulerSettings, cache: CacheSettings
+) -> tuple[PageGroup, ...]:
+    """Return the groups of layers with token kinds `kinds`, by window, then by name.
+
+    A group without a window has `num_pages` pages, as sequences do. A group with a window has no more than all rows can
+    see at once: before a step, the positions of window - 1 tokens each, which lie on one page more than they fill; in
+    it, the tokens of a step, on up to one page more per row. As many again serve cached prefixes, and one more is the
+    null page.
+    """
+    shares = 2 if cache.enable_prefix_caching else 1
+
+    def max_seen_pages(window: int) -> int:
+        per_row = pages_per_sequence(window - 1, cache.page_size) + 2
+        in_step = pages_per_sequence(scheduler.max_step_tokens, cache.page_size)
+        return shares * (scheduler.max_running_requests * per_row + in_step) + 1
+
+    groups = (
+        PageGroup(name, window, min(num_pages, max_seen_pages(window)) if window else num_pages)
+        for name, window in {kind.table_key for kind in kinds}
+    )
+    return tuple(sorted(groups, key=attrgetter("window", "kind")))

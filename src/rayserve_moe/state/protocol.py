@@ -1,0 +1,70 @@
+"""The protocol of a state: what layers of one kind keep of the sequences of a data rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+
+class SequenceState(Protocol):
+    """Bookkeeping of one state kind on one data rank.
+
+    Every sequence holds pages of the rank, and a state attaches what it keeps to these pages, or to the row in which
+    the sequence runs. Rows are counted from the first of the rank. A state is large enough for all rows at once: a
+    sequence that has pages never waits for a state.
+    """
+
+    def usable_after(self, page_ids: np.ndarray) -> np.ndarray:
+        """Return whether a sequence can start after the first 0, 1 ... n of cached pages `page_ids` [n], bool [n + 1].
+
+        Position 0 is always usable.
+        """
+        ...
+
+    def enter(self, row: int, page_ids: np.ndarray, *, position: int) -> None:
+        """Start a row at `position`, the end of cached pages `page_ids`, after which the state is usable."""
+        ...
+
+    def fork(self, row: int, page_ids: np.ndarray, *, position: int, leader: int) -> None:
+        """Start a row at `position`, the end of the prompt of the row `leader`, inside a page or not.
+
+        `page_ids` are the whole pages before it, which both share.
+        """
+        ...
+
+    def grow(self, page_ids: np.ndarray) -> None:
+        """Prepare pages [n] that the rank has just allocated, each for one row."""
+        ...
+
+    def advance(self, num_computed: np.ndarray, page_ids: np.ndarray) -> None:
+        """Move every row to the position of its next query, before a step is planned.
+
+        `num_computed` [rows] are these positions, upper bounds while drafts of a draft model are awaited; `page_ids`
+        [rows, n] are the pages of the rows. Rows that are not in use have any numbers. Steps run in order: submitted
+        steps have read what a step planned from now on overwrites.
+        """
+        ...
+
+    def leave(self, row: int, page_ids: np.ndarray) -> None:
+        """Release what a row uses; `page_ids` are all pages of its sequence."""
+        ...
+
+    def hand_over(self, page_ids: np.ndarray, cached_ids: np.ndarray) -> None:
+        """Move what is attached to `page_ids` [n], and no row uses, to `cached_ids` [n] if they lack it.
+
+        Both hold the same tokens; the prefix cache finds the latter only.
+        """
+        ...
+
+    def forget(self, page_ids: np.ndarray) -> None:
+        """Release what is attached to pages [n] that the rank has freed."""
+        ...
+
+    def check_integrity(self, pages_of_rows: Iterable[tuple[int, np.ndarray]], *, is_allocated: np.ndarray) -> None:
+        """Assert that the state agrees with an independent count over the rows in use and their pages.
+
+        `is_allocated` bool [pages of the rank] is False for pages to which nothing may be attached.
+        """
+        ...
