@@ -79,7 +79,8 @@ class Channel:
 
     def send(self, *bodies: bytes | memoryview) -> None:
         """Send each body as a frame. OSError if the connection is lost."""
-        parts = [part for body in bodies for part in (_length_of(body), body)]
+        views = [memoryview(body).cast("B") for body in bodies]
+        parts = [part for view in views for part in (_length_of(view), view)]
         if len(bodies) > 1:
             parts = [b"".join(parts)]
         num_sent = self._connection.sendmsg(parts)
@@ -140,6 +141,8 @@ def accept_proven(
 
 def wait_readable(channels: Sequence[Channel], *, timeout_s: float) -> list[Channel]:
     """Return the channels that have something to receive or are closed, as soon as there is one, else none."""
+    if closed := [channel for channel in channels if channel.fileno() < 0]:
+        return closed
     poll = select.poll()
     by_descriptor = {channel.fileno(): channel for channel in channels}
     for descriptor in by_descriptor:

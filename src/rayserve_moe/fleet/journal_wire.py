@@ -35,5 +35,11 @@ def packed(message: list[Any]) -> bytes:
 
 
 def message_in(body: bytes) -> list[Any]:
-    """Return the message of a frame."""
-    return msgpack.unpackb(body, raw=False, strict_map_key=False)
+    """Return the message of a frame. ConnectionError if it holds none: then the other end is of another version."""
+    try:
+        message = msgpack.unpackb(body, raw=False, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ConnectionError("a frame of the journal holds no message") from error
+    if not isinstance(message, list):
+        raise ConnectionError("a frame of the journal holds no message")
+    return message

@@ -7,6 +7,7 @@ import gc
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -47,6 +48,19 @@ def served(serve: Callable[[Channel], object], *, max_frame_bytes: int = 1 << 30
 
 def connected(address: tuple[str, int], *, max_frame_bytes: int = 1 << 30) -> Channel:
     return connect_proven(address, key=KEY, deadline=time.monotonic() + 30.0, max_frame_bytes=max_frame_bytes)
+
+
+def test_bodies_of_wide_numbers_are_framed_by_their_bytes() -> None:
+    numbers = array("i", range(10))
+    with served(lambda channel: channel.send(memoryview(numbers), b"next")) as address, connected(address) as channel:
+        assert channel.receive() == numbers.tobytes() and channel.receive() == b"next"
+
+
+def test_a_channel_that_this_end_has_closed_counts_as_closed() -> None:
+    with served(expect_end) as address:
+        channel = connected(address)
+        channel.close()
+        assert wait_readable([channel], timeout_s=30.0) == [channel]
 
 
 def expect_end(channel: Channel) -> None:
