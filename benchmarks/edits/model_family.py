@@ -51,9 +51,11 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 '''
     },
     listings={
-        "model/families/__init__.py": Insertion(
-            "from rayserve_moe.model.families import qwen3_moe as qwen3_moe\n",
-            "from rayserve_moe.model.families import toy_moe as toy_moe\n",
+        "model/families/__init__.py": (
+            Insertion(
+                "from rayserve_moe.model.families import qwen3_moe as qwen3_moe\n",
+                "from rayserve_moe.model.families import toy_moe as toy_moe\n",
+            ),
         )
     },
 )

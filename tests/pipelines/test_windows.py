@@ -87,7 +87,7 @@ def runner_of(checkpoint: Path, kernel_settings: dict[str, str]) -> RunnerOf:
 @pytest.fixture(scope="module")
 def unfreed(checkpoint: Path, runner_of: RunnerOf, card: ModelCard) -> Outcomes:
     """Each request alone, on one device where no layer frees anything."""
-    with patch.object(served_model, "windows_of", lambda spec, longest: (0,) * spec.num_layers):
+    with patch.object(served_model, "windows_within", lambda windows, max_tokens: (0,) * len(windows)):
         keeps_all = runner_of.__wrapped__((1, 1))
     assert keeps_all.state.pools["kv"][0].shape[0] == 3 * NUM_PAGES
     return run_alone(keeps_all, card, workload(), way=WAY)
