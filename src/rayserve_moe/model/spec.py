@@ -162,6 +162,8 @@ class ModelSpec:
     factors: FactorSpec = FactorSpec()
 
     def __post_init__(self) -> None:
+        kinds = {layer.mixer for layer in self.layers}
+        assert kinds == {mixer.kind for mixer in self.mixers}, f"layers have the mixers {kinds}"
         _refuse_what_is_not_computed(self.family, self)
         if not self.moe_layer_ids and self.family not in DENSE_DRAFTS:
             raise UnsupportedModelError(

@@ -207,6 +207,7 @@ def grown_tree(
         at_S1 = jnp.where(positions_S < 0, -1, positions_S + 1 + level)[:, None]
         at_SC = jnp.broadcast_to(at_S1, masks_SC.shape)
         batch = _batch(nodes.ids_SC, at_SC, masks_SC, table_SP, page_size_of(draft.pools))
+        batch = replace(batch, rows_B=jnp.repeat(rows_S, count))
         if config.layer.kernels.attention.has_flat_rows:
             batch = replace(batch, sequences_U=sequences_X, most_together=count)
         given_XD = nodes.features_SCD.reshape(-1, nodes.features_SCD.shape[2])
