@@ -99,7 +99,7 @@ def sizes(cases: Mapping[str, Family]) -> str:
         laid = case_of_model(case.model, case.topology, tp=case.tensor, values=values)
         served = lay_out(laid)
         plan, layers = served.config.plan, served.config.spec.num_layers
-        cached = bytes_on_device(served.state(laid.settings.cache.num_pages).kv_pages)
+        cached = bytes_on_device(served.state(laid.settings.cache.num_pages).pools)
         held, capacity = bytes_on_device(served.weights), chip_of(case.topology).device_capacity
         of_token = cached / (SEQUENCES * CONTEXT)
         gigabytes = (f"{each / 1e9:.2f}" for each in (held, cached, held + cached, capacity))

@@ -19,7 +19,7 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.step.function import step_logits
 from rayserve_moe.execution.step.pytrees import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.model.kv_cache import cache_row
+from rayserve_moe.model.states import pool_shapes
 
 USUAL_SCALE = 0.02
 """Deviation of weights as they are initialised. At a few times that, a random network decides as a trained one does."""
@@ -118,16 +118,16 @@ def served_distributions(runner: HostRunner, *, longest: int) -> Callable[[np.nd
     whole sequence at once, under the rows that were served: all of the distribution of which an answer tells the
     sampled token's part.
     """
-    spec, config = runner.config.spec, runner.config
+    config = runner.config
     num_blocks = -(-longest // PAGE)
     shape = StepShape(0, num_blocks, PAGE)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
-    pool = (spec.num_layers * (num_blocks + 1), PAGE, *cache_row(spec, tensor_size=1).shape)
+    pools = pool_shapes(config, num_pages=num_blocks + 1, page_size=PAGE, dtype=runner.served.dtype)
 
     def everywhere(weights: ModelWeights, batch: TokenBatch, forced_MTK: jax.Array) -> jax.Array:
-        places, kv_pages = jnp.arange(shape.num_tokens), jnp.zeros(pool, runner.served.dtype)
+        places, empty = jnp.arange(shape.num_tokens), jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), pools)
         _, logits_TV = step_logits(
-            weights, kv_pages, batch=batch, sample_places_S=places, config=config, forced_MXK=forced_MTK
+            weights, empty, batch=batch, sample_places_S=places, config=config, forced_MXK=forced_MTK
         )
         return jax.nn.log_softmax(logits_TV)
 

@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import heads_of, outline_of
+from rayserve_moe.model.config_parts import heads_of, layers_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import integer_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, BLOCK_SPARSE_EXPERTS, DECODER
 
 ARCHITECTURE = "ToyMoeForCausalLM"
@@ -37,10 +38,9 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(
         family="toy_moe",
         **outline_of(config, norm_eps=1e-5, max_positions=131072),
-        dense_layer_ids=(),
+        layers=layers_of(config, "gqa"),
         dense_intermediate_size=0,
-        attention=AttentionSpec(**heads_of(config)),
-        rope=rope_of(config, "toy_moe", theta=1e6),
+        mixers=(GroupedAttention(**heads_of(config), rope=rope_of(config, "toy_moe", theta=1e6)),),
         router=RouterSpec(
             num_experts=integer_of(config, "num_local_experts"),
             top_k=integer_of(config, "num_experts_per_tok"),
@@ -51,9 +51,11 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 '''
     },
     listings={
-        "model/families/__init__.py": Insertion(
-            "from rayserve_moe.model.families import qwen3_moe as qwen3_moe\n",
-            "from rayserve_moe.model.families import toy_moe as toy_moe\n",
+        "model/families/__init__.py": (
+            Insertion(
+                "from rayserve_moe.model.families import qwen3_moe as qwen3_moe\n",
+                "from rayserve_moe.model.families import toy_moe as toy_moe\n",
+            ),
         )
     },
 )

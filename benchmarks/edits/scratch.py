@@ -41,8 +41,8 @@ class Edit:
 
     insertions: Mapping[str, tuple[Insertion, ...]] = field(default_factory=dict)
     new_files: Mapping[str, str] = field(default_factory=dict)
-    listings: Mapping[str, Insertion] = field(default_factory=dict)
-    """Single lines of tables that list a new file. Their files do not count."""
+    listings: Mapping[str, tuple[Insertion, ...]] = field(default_factory=dict)
+    """Lines of tables that list a new file. Their files do not count."""
 
     @property
     def num_files(self) -> int:
@@ -55,8 +55,7 @@ class Edit:
         Raises: AnchorError for an anchor that does not occur exactly once, FileExistsError for a new file that exists.
         """
         texts: dict[str, str] = {}
-        changes = [*self.insertions.items(), *((file, (line,)) for file, line in self.listings.items())]
-        for file, insertions in changes:
+        for file, insertions in (*self.insertions.items(), *self.listings.items()):
             text = texts.get(file) or (package / file).read_text(encoding="utf-8")
             for anchor, inserted in insertions:
                 if (count := text.count(anchor)) != 1:

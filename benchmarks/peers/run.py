@@ -36,6 +36,7 @@ from rayserve_moe.execution.native_library import OPTIONS, find_compilers, regis
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.layers.latent import LatentAttention
 from rayserve_moe.model.spec import ModelSpec
 
 HERE, INT8, XLA = Path(__file__).parent, "int8", "xla"
@@ -76,8 +77,8 @@ def measure(name: str, engine: Engine, *, peers: Mapping[str, PeerProcess | XlaE
 
 def facts_for(facts: dict[str, Any], name: str, spec: ModelSpec) -> dict[str, Any]:
     """The same with the environment that a peer needs for this model: vLLM expands latents that it does not know."""
-    latent = spec.attention.latent
-    if name != "vllm" or not latent or latent.kv_lora_rank + latent.rope_dim == VLLM_LATENT_WIDTH:
+    (own,) = spec.mixers
+    if name != "vllm" or not isinstance(own, LatentAttention) or own.row_width == VLLM_LATENT_WIDTH:
         return facts
     return facts | {"environment": facts["environment"] | {"VLLM_MLA_DISABLE": "1"}}
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.scheduling.step_plan import StepPlan
 from rayserve_moe.tools.plan_slice.candidates import StepTokens, step_cost
 

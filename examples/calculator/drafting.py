@@ -23,14 +23,14 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from examples.calculator.batches import Batch, training_batches
-from examples.calculator.network import UNSEEN, Scores, Weights, score
+from examples.calculator.network import UNSEEN, Scores, Weights, attention_of, score
 from examples.calculator.optimizer import Rates, initial_state, update
 from examples.calculator.training import Recipe, rate_scale
 from rayserve_moe.checkpoints.files import CONFIG_FILE, SINGLE_FILE, open_checkpoint
 from rayserve_moe.checkpoints.names import tensor_places
 from rayserve_moe.kernels.reference.layers import project, rms_norm, rotate, rotation_of
-from rayserve_moe.model.attention import rope_frequencies
 from rayserve_moe.model.draft_spec import DraftSpec, draft_parameters
+from rayserve_moe.model.layers.rotary import rope_frequencies
 from rayserve_moe.model.spec import ModelSpec
 
 LATER_STEPS = 0.8
@@ -130,10 +130,10 @@ def _attend(
     head: Weights, read: jax.Array, step: int, seen: tuple[jax.Array, list], spec: DraftSpec
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One step: it attends to all first keys before a token, and to those of its own later steps."""
-    weights, attention = {n: v[0] for n, v in head["attention"].items()}, spec.layer.attention
+    weights, attention = {n: v[0] for n, v in head["gqa"].items()}, attention_of(spec.layer)
     seen_BTT, before = seen
     rows, width, _ = read.shape
-    rotation = rotation_of(jnp.arange(width) + step, rope_frequencies(spec.layer.rope, attention.head_dim))
+    rotation = rotation_of(jnp.arange(width) + step, rope_frequencies(attention.rope, attention.head_dim))
 
     def heads_of(name: str, norm: str = "") -> jax.Array:
         heads = project(read, weights[name]).reshape(rows, width, -1, attention.head_dim)

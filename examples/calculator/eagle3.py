@@ -60,7 +60,7 @@ class Eagle3(Form):
     def inputs(self, head: Weights, features: jax.Array, embedded: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The features, and both normed side by side."""
         eps = self.spec.layer.norm_eps
-        norms = head["attention"]["norm_LD"][0], head["draft"]["hidden_norm_D"]
+        norms = head["gqa"]["norm_LD"][0], head["draft"]["hidden_norm_D"]
         joined = [rms_norm(embedded, norms[0], eps), rms_norm(features, norms[1], eps)]
         return features, jnp.concatenate(joined, axis=-1)
 

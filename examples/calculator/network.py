@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from rayserve_moe.experts.routing import ExpertScores, select_top_k
 from rayserve_moe.kernels.reference.layers import project, rms_norm, rotate, rotation_of, router_scores
-from rayserve_moe.model.attention import rope_frequencies
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.layers.rotary import rope_frequencies
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
@@ -72,7 +73,7 @@ def score(weights: Weights, ids_BT: jax.Array, segments_BT: jax.Array, *, spec: 
     unevenness, entering = jnp.zeros(()), []
     for layer in range(spec.num_layers):
         entering.append(hidden_BTD)
-        attention = {name: values[layer] for name, values in weights["attention"].items()}
+        attention = {name: values[layer] for name, values in weights["gqa"].items()}
         experts = {name: values[layer] for name, values in weights["experts"].items()}
         hidden_BTD += _attend(rms_norm(hidden_BTD, attention["norm_LD"], eps), attention, seen_BTT, spec)
         normed_ND = rms_norm(hidden_BTD, weights["mlp_norm"]["scale"][layer], eps).reshape(rows * width, -1)
@@ -84,9 +85,16 @@ def score(weights: Weights, ids_BT: jax.Array, segments_BT: jax.Array, *, spec: 
     return Scores(logits_BTV, unevenness, (*entering, hidden_BTD))
 
 
+def attention_of(spec: ModelSpec) -> GroupedAttention:
+    """Return the knobs of the attention of all layers."""
+    (own,) = spec.mixers
+    assert isinstance(own, GroupedAttention), own
+    return own
+
+
 def _attend(hidden_BTD: jax.Array, weights: dict[str, jax.Array], seen_BTT: jax.Array, spec: ModelSpec) -> jax.Array:
-    (rows, width, _), attention = hidden_BTD.shape, spec.attention
-    rotation = rotation_of(jnp.arange(width), rope_frequencies(spec.rope, attention.head_dim))
+    (rows, width, _), attention = hidden_BTD.shape, attention_of(spec)
+    rotation = rotation_of(jnp.arange(width), rope_frequencies(attention.rope, attention.head_dim))
 
     def heads_of(name: str) -> jax.Array:
         return project(hidden_BTD, weights[name]).reshape(rows, width, -1, attention.head_dim)

@@ -15,7 +15,7 @@ from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.spec import ModelSpec
 
 WITH_LAYER = {**CONFIG, "num_nextn_predict_layers": 1}
-OF_LAYER = ("attention", "mlp_norm", "experts")
+OF_LAYER = ("gqa", "mlp_norm", "experts")
 NEXT_SHARE = 0.1
 """How much of the embedding of the next token there is in the first stream, beside the target's feature."""
 
@@ -46,7 +46,7 @@ class Prediction(Form):
         own, eps = head["draft"], self.target.norm_eps
         joined = [rms_norm(embedded, own["embedding_norm_D"], eps), rms_norm(features, own["hidden_norm_D"], eps)]
         stream = jnp.concatenate(joined, axis=-1) @ own["fc_AD"]
-        return stream, rms_norm(stream, head["attention"]["norm_LD"][0], eps)
+        return stream, rms_norm(stream, head["gqa"]["norm_LD"][0], eps)
 
     def after_attention(self, head: Weights, hidden: jax.Array) -> jax.Array:
         """Experts, and the norm ahead of the head."""

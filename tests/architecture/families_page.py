@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
+from rayserve_moe.model.layers.attention import GroupedAttention
 from tests.support.family_cases import FAMILY_CASES, config_of
 from tests.support.published_forms import FORM_OF_FAMILY, FORMS
 
@@ -18,10 +19,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 INTRODUCTION = """# Model families
 
 Written from `src/rayserve_moe/model/families` by `python -m tests.architecture.families_page`. A checkpoint is served
-when its `config.json` names one of these architectures. "What it needs" lists the knobs of `model/spec.py` that are
-away from their defaults in the models on which every family is compared with transformers. Another value of a key under
-"Served for" raises `UnsupportedModelError` with the key and the value; so do scalings of the rotation other than YaRN
-(and the fixed `alpha` of Hunyuan), and quantised files in a format that is not read.
+when its `config.json` names one of these architectures. "What it needs" lists the knobs of `model/spec.py` and
+`model/layers` that are away from their defaults in the models on which every family is compared with transformers.
+Another value of a key under "Served for" raises `UnsupportedModelError` with the key and the value; so do scalings of
+the rotation other than YaRN (and the fixed `alpha` of Hunyuan), and quantised files in a format that is not read.
 
 The reference kernels compute every family in float32 and bfloat16 on any mesh, and the native CPU kernels in bfloat16.
 
@@ -66,7 +67,11 @@ def _tokenizer(family: str) -> str:
 def _knobs(spec: Any) -> Iterator[str]:
     for knob in fields(spec):
         value = getattr(spec, knob.name)
-        if is_dataclass(value) and knob.name not in ("yarn", "latent"):
+        if knob.name == "mixers":
+            yield from (mixer.kind for mixer in value if mixer.kind != GroupedAttention.kind)
+            yield from ("windows",) if spec.has_windows else ()
+            yield from (name for mixer in value for name in _knobs(mixer))
+        elif is_dataclass(value) and knob.name != "yarn":
             yield from _knobs(value)
         elif knob.default not in (MISSING, value) and knob.name != "shared_size":
             yield knob.name

@@ -1,4 +1,4 @@
-"""Budgets of change that scripted edits count: files of a new sampling parameter, output per token and family.
+"""Budgets of change that scripted edits count: files of a new sampling parameter, output, family and layer kind.
 
 Each edit of `benchmarks/edits` is applied to a scratch copy of the package, and the feature has to work there. Budgets
 only go down: a count below its budget has to become the budget (docs/adr/0040).
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.edits import model_family, sampling_parameter, scratch
+from benchmarks.edits import layer_kind, model_family, sampling_parameter, scratch
 from benchmarks.edits.scratch import AnchorError, Edit, Insertion
 from tests.support.compiling import flags_of_children
 
-BUDGETS = {"sampling_parameter": 4, "token_output": 4, "model_family": 1}
-"""Files of the package. A layer kind with a state of its own has no edit: it takes about 30 files."""
+BUDGETS = {"sampling_parameter": 4, "token_output": 4, "model_family": 1, "layer_kind": 2}
+"""Files of the package. Those of a layer kind are its own and the family that has it."""
 PAGES = {"sampling_parameter": "add_a_request_flag.md", "token_output": "add_an_output.md"}
 CLOSE = {"rel": 0, "abs": 1e-5}
 
@@ -59,7 +59,7 @@ def test_an_anchor_that_is_gone_or_ambiguous_is_named_with_its_file(tmp_path: Pa
 
 def test_a_new_file_that_exists_is_named_and_a_table_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "table.py").write_text("a = 1\n")
-    edit = Edit(new_files={"rows.py": ""}, listings={"table.py": Insertion("a = 1\n", "b = 2\n")})
+    edit = Edit(new_files={"rows.py": ""}, listings={"table.py": (Insertion("a = 1\n", "b = 2\n"),)})
     assert edit.num_files == 1
     assert edit.edited_files(tmp_path) == {"table.py": "a = 1\nb = 2\n", "rows.py": ""}
     (tmp_path / "rows.py").touch()
@@ -97,6 +97,15 @@ def test_a_family_of_one_file_generates_and_its_knob_moves_log_probs(tmp_path: P
     toy, mixtral = ([logprob for logprob, _ in found[name]] for name in model_family.ARCHITECTURES)
     assert len(toy) == len(mixtral) == 8 and all(map(math.isfinite, toy))
     assert max(abs(one - other) for one, other in zip(toy, mixtral, strict=True)) > 1e-3
+
+
+@pytest.mark.scratch
+def test_a_layer_kind_with_a_pool_of_its_own_is_served_beside_attention(tmp_path: Path) -> None:
+    found = observed("layer_kind", tmp_path)
+    for name, count in layer_kind.PROMPTS.items():
+        of_prompt = found[name]
+        assert of_prompt["served"] == pytest.approx(of_prompt["reference"], rel=0, abs=1e-4), name
+        assert (of_prompt["cached"] > count / 2) == (name == "cached")
 
 
 def _floor(output: dict[str, Any]) -> float:

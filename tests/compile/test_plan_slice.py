@@ -12,7 +12,7 @@ from rayserve_moe.cli import main
 from rayserve_moe.config.settings import ExpertSettings
 from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.plan_slice.candidates import (

@@ -100,9 +100,11 @@ def test_8_bit_keys_take_half_the_memory_and_an_even_number_of_heads():
     narrow, wide = (
         lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values={"kv_cache_dtype": name})) for name in ("fp8", "auto")
     )
-    assert narrow.state(9).kv_pages.dtype == "float8_e4m3fn" and wide.state(9).kv_pages.dtype == "bfloat16"
+    pools = [each.state(9).pools["kv"][0] for each in (narrow, wide)]
+    assert [str(pool.dtype) for pool in pools] == ["float8_e4m3fn", "bfloat16"]
     row_bytes = [
-        math.prod(each.state(9).kv_pages.shape) * each.state(9).kv_pages.dtype.itemsize for each in (narrow, wide)
+        math.prod(each.state(9).pools["kv"][0].shape) * each.state(9).pools["kv"][0].dtype.itemsize
+        for each in (narrow, wide)
     ]
     assert 2 * row_bytes[0] == row_bytes[1]
     with pytest.raises(SettingsError, match=r"fp8 takes an even number of KV heads on a device, there are 1: .* 2"):
@@ -120,7 +122,9 @@ def test_a_draft_model_is_laid_out_by_its_config_with_its_own_pool_and_programs(
         drafting = lay_out(case_of_model(model, "v6e:2x4", num_layers=2, values=values))
         assert "draft_16" in {program.name for program in programs_of(drafting, num_pages=64)}
         own = drafting.state(64).draft
-        assert own is not None and own.kv_pages.shape[0] == drafting.config.plan.data_size * (64 + drafting.num_rows)
+        assert own is not None and own.pools["kv"][0].shape[0] == drafting.config.plan.data_size * (
+            64 + drafting.num_rows
+        )
     (tmp_path / "config.json").write_text(json.dumps({**head, "num_key_value_heads": 1}))
     with pytest.raises(SettingsError, match="fp8 takes an even number of KV heads on a device, there are 1"):
         lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values={"kv_cache_dtype": "fp8", **eagle3}))

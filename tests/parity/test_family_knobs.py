@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.layers.latent import LatentAttention
 from rayserve_moe.model.spec import ModelSpec
 from tests.support.checkpoints import NUM_PAGES
 from tests.support.family_cases import FAMILY_CASES, FamilyCase
 from tests.support.logits import prompt_logits_of
 from tests.support.runners import new_runner
+from tests.support.specs import with_attention
 
 live = pytest.importorskip("tests.parity.family_reference", reason="transformers writes checkpoints with torch")
 
@@ -28,7 +31,6 @@ CASES = [
 ]
 
 NOT_TURNED = {
-    "latent",
     "layout",
     "fused_qkv",
     "bias_in_row",
@@ -44,17 +46,22 @@ def turned(spec: Any) -> Iterator[tuple[str, Any]]:
     """Every spec that differs from `spec` in one knob, set to its plain value, with the path of the knob."""
     for knob in fields(spec):
         value = getattr(spec, knob.name)
-        if is_dataclass(value) and knob.name != "yarn":
-            if knob.name != "latent":
-                yield from ((f"{knob.name}.{path}", replace(spec, **{knob.name: part})) for path, part in turned(value))
+        if knob.name == "mixers":
+            (own,) = value
+            yield from ((f"{own.kind}.{path}", replace(spec, mixers=(part,))) for path, part in turned(own))
+        elif is_dataclass(value) and knob.name != "yarn":
+            yield from ((f"{knob.name}.{path}", replace(spec, **{knob.name: part})) for path, part in turned(value))
         elif knob.default not in (MISSING, value) and knob.name not in NOT_TURNED:
             yield knob.name, replace(spec, **{knob.name: knob.default})
 
 
 def others(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
     """What has no plain value."""
-    router = spec.router
-    yield "rope.theta", replace(spec, rope=replace(spec.rope, theta=spec.rope.theta / 4))
+    router, (own,) = spec.router, spec.mixers
+    assert isinstance(own, GroupedAttention | LatentAttention)
+    yield f"{own.kind}.rope.theta", with_attention(spec, theta=own.rope.theta / 4)
+    if spec.has_windows:
+        yield "windows", with_attention(spec, windows=[0] * spec.num_layers)
     yield "norm_eps", replace(spec, norm_eps=0.1)
     if router.top_k > 1:
         yield "router.renormalize", replace(spec, router=replace(router, renormalize=not router.renormalize))
@@ -63,15 +70,11 @@ def others(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
         yield "router.group_score", replace(spec, router=replace(router, group_score=other))
         yield "router.num_groups", replace(spec, router=replace(router, num_groups=1, groups_kept=1))
         yield "router.groups_kept", replace(spec, router=replace(router, groups_kept=router.groups_kept + 1))
-    if latent := spec.attention.latent:
-        attention = replace(spec.attention, latent=replace(latent, norm_eps=0.1))
-        yield "attention.latent.norm_eps", replace(spec, attention=attention)
-    if spec.rope.yarn:
-        for name, value in {"attention_factor": 1.7, "truncate": not spec.rope.yarn.truncate, "factor": 16.0}.items():
-            yield (
-                f"rope.yarn.{name}",
-                replace(spec, rope=replace(spec.rope, yarn=replace(spec.rope.yarn, **{name: value}))),
-            )
+    if isinstance(own, LatentAttention):
+        yield "mla.norm_eps", with_attention(spec, norm_eps=0.1)
+    if yarn := own.rope.yarn:
+        for name, value in {"attention_factor": 1.7, "truncate": not yarn.truncate, "factor": 16.0}.items():
+            yield f"{own.kind}.rope.yarn.{name}", with_attention(spec, yarn=replace(yarn, **{name: value}))
 
 
 def knobs_of(spec: ModelSpec) -> dict[str, ModelSpec]:

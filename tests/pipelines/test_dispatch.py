@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.execution.runner import HostRunner
-from rayserve_moe.model.expert_parameters import slot_specs
+from rayserve_moe.model.layers.moe import slot_specs
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.drive import run_together

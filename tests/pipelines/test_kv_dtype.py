@@ -46,6 +46,6 @@ def test_they_are_rounded_to_a_byte_each(narrow, expected, core_checkpoint):
     wide = runner_with(core_checkpoint, "auto")
     found = run_alone(wide, card_of(core_checkpoint), mixed_workload(), way=WAY)
     assert (first_logprobs(found) != first_logprobs(expected)).any()
-    pools = [runner.served.state(8).kv_pages for runner in (narrow, wide)]
+    pools = [runner.served.state(8).pools["kv"][0] for runner in (narrow, wide)]
     assert [math.prod(pool.shape) for pool in pools] == [math.prod(pools[0].shape)] * 2
     assert [pool.dtype.itemsize for pool in pools] == [1, jnp.dtype(wide.served.dtype).itemsize]

@@ -19,7 +19,7 @@ from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.experts.slot_mapping import placement_arrays
-from rayserve_moe.model.expert_parameters import slot_specs
+from rayserve_moe.model.layers.moe import slot_specs
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from tests.support.drive import run_together
 from tests.support.engines import CORE, MOVING

@@ -13,7 +13,7 @@ from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.execution.runner import HostRunner
-from rayserve_moe.model.expert_parameters import slot_specs
+from rayserve_moe.model.layers.moe import slot_specs
 from tests.support.drive import Way, run_alone, run_together
 from tests.support.narrow import dequantized, stored_in_blocks
 from tests.support.outcomes import Outcomes, assert_all_same, assert_identical

@@ -21,7 +21,7 @@ from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights.placing import load_weights
-from rayserve_moe.model.expert_parameters import slot_specs
+from rayserve_moe.model.layers.moe import slot_specs
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ import pytest
 from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticModel, write_checkpoint
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.execution.runner import HostRunner
-from rayserve_moe.model import kv_cache
-from rayserve_moe.model.kv_cache import layer_pages_of
+from rayserve_moe.model import states
+from rayserve_moe.model.states import layer_pages_of
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.state.paged import PagedState
 from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
@@ -88,9 +89,9 @@ def runner_of(checkpoint: Path, kernel_settings: dict[str, str]) -> RunnerOf:
 @pytest.fixture(scope="module")
 def unfreed(checkpoint: Path, runner_of: RunnerOf, card: ModelCard) -> Outcomes:
     """Each request alone, on one device where no layer frees anything."""
-    with patch.object(kv_cache, "windows_of", lambda spec, longest: (0,) * spec.num_layers):
+    with patch.object(states, "windows_within", lambda windows, max_tokens: (0,) * len(windows)):
         keeps_all = runner_of.__wrapped__((1, 1))
-    assert keeps_all.state.kv_pages.shape[0] == 3 * NUM_PAGES
+    assert keeps_all.state.pools["kv"][0].shape[0] == 3 * NUM_PAGES
     return run_alone(keeps_all, card, workload(), way=WAY)
 
 
@@ -119,19 +120,19 @@ def test_what_stands_in_freed_pages_is_without_effect(runner_of: RunnerOf, card:
     def poison(cycle: StepCycle, step: int) -> None:
         page_of = windowed_of(cycle).page_of
         seen = [s.pages[max(0, s.num_computed + 1 - WINDOW) // PAGE :] for s in cycle.scheduler.running]
-        is_seen = np.zeros(len(runner.state.kv_pages), np.bool_)
+        is_seen = np.zeros(len(runner.state.pools["kv"][0]), np.bool_)
         for kind, (_, first_page, num_pages) in zip(kinds, places, strict=True):
             pages = page_of[np.concatenate([np.zeros(0, np.int32), *seen])] if kind.window else np.arange(num_pages)
             is_seen[first_page + pages] = True
         num_poisoned.append(np.count_nonzero(~is_seen))
-        pool = jnp.where(jnp.asarray(is_seen)[:, None, None, None], runner.state.kv_pages, jnp.nan)
-        runner._state = replace(runner.state, kv_pages=pool)
+        pool = jnp.where(jnp.asarray(is_seen)[:, None, None, None], runner.state.pools["kv"][0], jnp.nan)
+        runner._state = replace(runner.state, pools={"kv": (pool,)})
 
     chosen = [request for request in workload() if request.sampling.n == 1]
     try:
         found = run_together(runner, card, chosen, way=replace(WAY, chunk_tokens=16, intervene=poison))
     finally:
-        runner._state = replace(runner.state, kv_pages=jnp.zeros_like(runner.state.kv_pages))
+        runner._state = replace(runner.state, pools=jax.tree.map(jnp.zeros_like, runner.state.pools))
     assert_all_same(found, {key: unfreed[key] for key in found})
     assert min(num_poisoned) > 0
 

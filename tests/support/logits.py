@@ -14,9 +14,9 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.step.function import step_logits
 from rayserve_moe.execution.step.pytrees import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.model.kv_cache import cache_row
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.states import pool_shapes
 
 BLOCK = PAGE = 16
 
@@ -49,13 +49,11 @@ def prompt_outputs_of(
     num_blocks = -(-longest // BLOCK)
     shape = StepShape(0, num_blocks, BLOCK)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
-    pool = (spec.num_layers * (num_blocks + 1), PAGE, *cache_row(spec, tensor_size=1).shape)
+    pools = pool_shapes(config, num_pages=num_blocks + 1, page_size=PAGE, dtype=runner.served.dtype)
 
     def all_logits(weights: ModelWeights, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
-        everywhere = jnp.arange(shape.num_tokens)
-        out, logits_TV = step_logits(
-            weights, jnp.zeros(pool, runner.served.dtype), batch=batch, sample_places_S=everywhere, config=config
-        )
+        everywhere, empty = jnp.arange(shape.num_tokens), jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), pools)
+        out, logits_TV = step_logits(weights, empty, batch=batch, sample_places_S=everywhere, config=config)
         return logits_TV, out.topk_ids_MTK
 
     parts = PartitionSpec()

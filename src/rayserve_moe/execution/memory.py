@@ -7,18 +7,16 @@ import gc
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from rayserve_moe.config.derive import most_useful_pages
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings, SettingsError
-from rayserve_moe.model.kv_cache import cache_row
-from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.states import KeptState
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.state.groups import PageGroup, page_groups
 from rayserve_moe.state.kinds import StateKind
@@ -55,10 +53,9 @@ class PoolSizes:
         )
 
 
-def page_bytes(spec: ModelSpec, *, page_size: int, dtype: str, plan: ParallelPlan, is_flat: bool = False) -> int:
-    """Bytes one page of all layers takes on one device; `is_flat`: see `cache_row`."""
-    row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=is_flat)
-    return spec.num_layers * page_size * row.local_size(plan) * jnp.dtype(dtype).itemsize
+def page_bytes(states: Iterable[KeptState], *, page_size: int, dtype: str, plan: ParallelPlan) -> int:
+    """Return the bytes that one page of all layers takes on one device; `dtype` is that of the KV cache."""
+    return sum(state.num_layers * page_size * state.row_bytes(plan, dtype=dtype) for state in states)
 
 
 def bytes_on_device(tree: object) -> int:

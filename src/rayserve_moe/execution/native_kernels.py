@@ -10,7 +10,8 @@ from rayserve_moe.execution.native_levels import AUTO, NativeKernelsUnavailable,
 from rayserve_moe.execution.native_library import loaded_level, register_native_kernels, requested_level
 from rayserve_moe.kernels.cpu_native.layout import shape_problem
 from rayserve_moe.kernels.table import CPU_NATIVE, KERNELS, Kernels
-from rayserve_moe.model.spec import AttentionSpec, ModelSpec
+from rayserve_moe.model.layers.choice import summed_widths
+from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -84,17 +85,4 @@ def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: b
         return "the devices are no CPUs"
     if _is_float32(spec, dtype=dtype, is_asked_for=is_asked_for):
         return "they compute in bfloat16, and the model in float32"
-    return shape_problem({"hidden_size": spec.hidden_size, **_depths_of_attention(spec.attention, plan)})
-
-
-def _depths_of_attention(attention: AttentionSpec, plan: ParallelPlan) -> dict[str, int]:
-    """What products of attention on a device add up over: widths by their keys in `config.json`."""
-    if (latent := attention.latent) is None:
-        return {"head_dim": attention.head_dim}
-    num_heads = attention.num_heads // plan.tensor_size
-    return {
-        "kv_lora_rank": latent.kv_lora_rank,
-        "q_lora_rank": latent.q_lora_rank or 0,
-        "qk_nope_head_dim": latent.nope_dim,
-        f"v_head_dim {latent.value_dim} times {num_heads} heads of a device:": num_heads * latent.value_dim,
-    }
+    return shape_problem(summed_widths(spec, plan.tensor_size))

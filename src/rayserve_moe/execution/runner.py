@@ -49,7 +49,7 @@ from rayserve_moe.execution.weights.share import read_share, read_spread
 from rayserve_moe.execution.weights.staged import StagedWeights
 from rayserve_moe.execution.weights.tensor_staging import TensorStaging
 from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult

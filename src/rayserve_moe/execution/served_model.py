@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.config import derive
@@ -37,9 +37,9 @@ from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
-from rayserve_moe.model.kv_cache import cache_kinds, cache_row, layer_pages_of
+from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.model.states import layer_kinds, layer_pages_of, states_of
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -118,13 +118,7 @@ class ServedModel:
 
     @cached_property
     def pool(self) -> PoolSizes:
-        config = self.config
-        kinds = cache_kinds(
-            config.spec,
-            longest=self.longest,
-            tensor_size=config.plan.tensor_size,
-            is_flat=config.kernels.attention.has_flat_rows,
-        )
+        kinds = layer_kinds(self.config, max_tokens=self.longest)
         return PoolSizes(kinds, self.settings.scheduler, self.settings.cache)
 
     @property
@@ -147,19 +141,20 @@ class ServedModel:
         return staging_shapes(self.config, dtype=self.dtype) if self.moves_experts else None
 
     def num_pages_within(self, free: int) -> int:
-        """KV pages of a data rank where a device has `free` bytes beside weights and staging area. SettingsError."""
-        spec, plan = self.config.spec, self.config.plan
-        page_size, is_flat = self.settings.cache.page_size, self.config.kernels.attention.has_flat_rows
-        of_all = page_bytes(spec, page_size=page_size, dtype=self.kv_dtype, plan=plan, is_flat=is_flat)
-        of_draft = 0
+        """Return the pages of a data rank where a device has `free` bytes beside weights and staging area.
+
+        Raises: SettingsError if too few fit.
+        """
+        size, plan = self.settings.cache.page_size, self.config.plan
+        of = partial(page_bytes, page_size=size, dtype=self.kv_dtype, plan=plan)
+        first, *others = states_of(self.config)
+        extra = of(others)
         if self.draft is not None:
-            layer = self.draft.draft.layer
-            of_draft = page_bytes(layer, page_size=page_size, dtype=self.kv_dtype, plan=plan, is_flat=is_flat)
+            of_draft = of(states_of(self.draft.layer))
             free -= of_draft * self.num_rows * self._scratch_pages
-        of_layer = of_all // spec.num_layers
-        return self.pool.num_pages_within(
-            free, layer_page_bytes=of_layer, extra_page_bytes=of_draft, longest=self.longest
-        )
+            extra += of_draft
+        of_layer = of([first]) // first.num_layers
+        return self.pool.num_pages_within(free, layer_page_bytes=of_layer, extra_page_bytes=extra, longest=self.longest)
 
     @property
     def _scratch_pages(self) -> int:
@@ -273,7 +268,8 @@ def check_kv_heads(config: ModelConfig, *, kv_dtype: str) -> None:
         raise SettingsError(
             "kv_cache_dtype fp8 is not for models with sinks, latents or narrow heads on TPUs: take bfloat16"
         )
-    rows = cache_row(config.spec, tensor_size=plan.tensor_size).shape[0] // plan.tensor_size
+    (row, *_), *_ = (state.kind.entry for state in states_of(config))
+    rows = plan.sharding(row.axes).shard_shape(row.shape)[0]
     if platform_of(plan.mesh) == "tpu" and kv_dtype.startswith("float8") and rows % 4:
         raise SettingsError(
             f"kv_cache_dtype fp8 takes an even number of KV heads on a device, there are {rows // 2}: take "

@@ -35,7 +35,8 @@ class TokenBatch:
     of the sequence that each block belongs to. `num_singles` is U. Where layers have different page tables, slots and
     tables have one more dimension ahead, and `layer_pages` says which is whose. `ancestors_U` int32 is there where
     single tokens may be nodes of trees (`kernels.ancestors`). Where some may be of one sequence, and kernels are to
-    know, `sequences_U` int32 says of which each is, `most_together` at the most (`Together`).
+    know, `sequences_U` int32 says of which each is, `most_together` at the most (`Together`). `rows_B` int32 are the
+    data rank's rows that single tokens and blocks belong to; those of padding are any.
     """
 
     token_ids_T: jax.Array
@@ -47,6 +48,7 @@ class TokenBatch:
     ancestors_U: jax.Array | None = None
     sequences_U: jax.Array | None = None
     most_together: int = field(default=1, metadata={"static": True})
+    rows_B: jax.Array | None = None
 
     @property
     def together(self) -> Together | None:

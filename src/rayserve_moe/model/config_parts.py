@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK
 from rayserve_moe.model.config_rope import rope_of, score_scale_of
 from rayserve_moe.model.config_values import count_of, flag_of, integer_of, number_of
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec, RouterSpec, UnsupportedModelError
+from rayserve_moe.model.layers.latent import LatentAttention
+from rayserve_moe.model.spec import (
+    ExpertSpec,
+    LayerSpec,
+    ModelSpec,
+    RopeSpec,
+    RouterSpec,
+    UnsupportedModelError,
+)
 
 BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
@@ -23,7 +31,6 @@ def outline_of(config: Mapping[str, Any], *, norm_eps: float, max_positions: int
     return {
         "vocab_size": integer_of(config, "vocab_size"),
         "hidden_size": integer_of(config, "hidden_size"),
-        "num_layers": integer_of(config, "num_hidden_layers"),
         "norm_eps": number_of(config, "rms_norm_eps", norm_eps),
         "tie_embeddings": flag_of(config, "tie_word_embeddings", tied),
         "max_position_embeddings": integer_of(config, "max_position_embeddings", max_positions),
@@ -72,7 +79,7 @@ def heads_of(config: Mapping[str, Any], *, head_dim: int | None = None) -> dict[
     }
 
 
-def latent_attention_of(config: Mapping[str, Any]) -> AttentionSpec:
+def latent_attention_of(config: Mapping[str, Any], *, rope: RopeSpec) -> LatentAttention:
     """Read multi-head latent attention; `q_lora_rank` null projects queries from the hidden state.
 
     The latents' norms have the epsilon of their class, 1e-6, whatever `rms_norm_eps` is.
@@ -80,17 +87,14 @@ def latent_attention_of(config: Mapping[str, Any]) -> AttentionSpec:
     nope_dim, rope_dim = integer_of(config, "qk_nope_head_dim"), integer_of(config, "qk_rope_head_dim")
     direct = config.get("q_lora_rank", 0) is None
     bias = flag_of(config, "attention_bias")
-    return AttentionSpec(
+    return LatentAttention(
         num_heads=integer_of(config, "num_attention_heads"),
-        num_kv_heads=1,
-        head_dim=nope_dim + rope_dim,
-        latent=LatentSpec(
-            q_lora_rank=None if direct else integer_of(config, "q_lora_rank"),
-            kv_lora_rank=integer_of(config, "kv_lora_rank"),
-            nope_dim=nope_dim,
-            rope_dim=rope_dim,
-            value_dim=integer_of(config, "v_head_dim"),
-        ),
+        q_lora_rank=None if direct else integer_of(config, "q_lora_rank"),
+        kv_lora_rank=integer_of(config, "kv_lora_rank"),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=integer_of(config, "v_head_dim"),
+        rope=rope,
         bias=bias,
         output_bias=bias,
         score_scale=score_scale_of(config, nope_dim + rope_dim),
@@ -135,6 +139,16 @@ def grouped(router: RouterSpec) -> RouterSpec:
     return router
 
 
+def layers_of(
+    config: Mapping[str, Any], mixer: str, *, dense: Collection[int] = (), windows: tuple[int, ...] = ()
+) -> tuple[LayerSpec, ...]:
+    """Return layers of one mixer, all with experts but those that are `dense`; without `windows` they see all."""
+    return tuple(
+        LayerSpec(mixer, "dense" if i in dense else "moe", windows[i] if windows else 0)
+        for i in range(integer_of(config, "num_hidden_layers"))
+    )
+
+
 def first_layers_dense(config: Mapping[str, Any], *, default: int) -> tuple[int, ...]:
     """Layers without experts: by `mlp_layer_types` where given, else the first `first_k_dense_replace`."""
     num_layers = integer_of(config, "num_hidden_layers")
@@ -153,7 +167,7 @@ def layers_between_dense(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(i for i in range(integer_of(config, "num_hidden_layers")) if i in dense or (i + 1) % every != 0)
 
 
-def windows_of(config: Mapping[str, Any], *, default: int, sliding: tuple[int, ...]) -> tuple[int, ...]:
+def windows_of(config: Mapping[str, Any], *, default: int, sliding: Sequence[int]) -> tuple[int, ...]:
     """How many positions each layer sees, 0 for all of them, empty where all do.
 
     The layers of type `sliding_attention` in `layer_types` see `sliding_window` (or `default`) positions; where no
@@ -195,10 +209,13 @@ def latent_model_of(
     return ModelSpec(
         family=family,
         **outline,
-        dense_layer_ids=first_layers_dense(config, default=num_dense),
+        layers=layers_of(config, "mla", dense=first_layers_dense(config, default=num_dense)),
         dense_intermediate_size=integer_of(config, "intermediate_size"),
-        attention=latent_attention_of(config),
-        rope=rope_of(config, family, interleaved=flag_of(config, "rope_interleave", True)),
+        mixers=(
+            latent_attention_of(
+                config, rope=rope_of(config, family, interleaved=flag_of(config, "rope_interleave", True))
+            ),
+        ),
         router=router,
         experts=experts_of(config, "n_shared_experts", default=1),
     )

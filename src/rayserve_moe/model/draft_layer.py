@@ -12,27 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.model.decoder_layers import (
-    ModelConfig,
-    Parameters,
-    Rows,
-    StepInputs,
-    attend,
-    dense_mlp,
-    first_carry,
-    moe_layer,
-    norm_rows,
-    step_inputs,
-)
+from rayserve_moe.model.decoder_layers import LayerPlace, apply_layer, first_carry, norm_rows, step_inputs
 from rayserve_moe.model.draft_spec import DraftSpec
-from rayserve_moe.model.layer_runs import LayerRun
+from rayserve_moe.model.layers.table import FFNS, MIXERS
+from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools, StepInputs
 from rayserve_moe.model.transformer import ForwardOutput, embedded, normed_logits, words_of
 from rayserve_moe.model.vocabulary import score_my_words
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 FIRST = np.int32(0)
 """The only layer there is."""
-ALONE = LayerRun(is_moe=True, first=0, first_of_kind=0, length=1)
+Rows = tuple[jax.Array, Pools]
+"""Rows of tokens [T, D], and the pools."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +50,19 @@ def target_features(target: Parameters, draft: Parameters, out: ForwardOutput, *
 @jax.named_scope("draft_layer")
 def draft_features(
     weights: tuple[Parameters, Parameters],
-    kv_pages: jax.Array,
+    pools: Pools,
     batch: TokenBatch,
     features_TD: jax.Array,
     *,
     config: DraftConfig,
 ) -> Rows:
-    """The draft's own features [T, D], and its pool; `weights` are the target's and its own.
+    """Return the draft's own features [T, D], and its pools; `weights` are the target's and its own.
 
     The tokens of `batch` are those that follow the positions they stand at; `features_TD` are of these positions.
     """
     target, params = weights
     model, own = config.layer, params["draft"]
-    inputs = step_inputs(batch, kv_pages, model)
+    inputs = step_inputs(batch, pools, model)
     embedded_TD = embedded(target, batch.token_ids_T, config=config.target).astype(features_TD.dtype)
     if config.draft.algorithm == "NEXTN":
         joined = [
@@ -79,16 +70,18 @@ def draft_features(
             for rows_TD, name in ((embedded_TD, "embedding_norm_D"), (features_TD, "hidden_norm_D"))
         ]
         hidden_TD = _product(jnp.concatenate(joined, axis=1), own)
-        carry, _ = moe_layer(params, first_carry(hidden_TD, kv_pages), run=ALONE, inputs=inputs, config=model)
-        hidden_TD, kv_pages = carry.hidden_TD + carry.added_TD, carry.kv_pages
+        carry, (kind,), first = first_carry(hidden_TD, pools), model.spec.layers, jnp.asarray(FIRST)
+        place = LayerPlace(first, first, first)
+        carry, _ = apply_layer(params, carry, kind.kind, place=place, inputs=inputs, config=model)
+        hidden_TD, pools = carry.hidden_TD + carry.added_TD, carry.pools
     elif config.draft.algorithm == "EAGLE3":
-        hidden_TD, kv_pages = _eagle3(params, (features_TD, kv_pages), embedded_TD, inputs=inputs, config=config)
+        hidden_TD, pools = _eagle3(params, (features_TD, pools), embedded_TD, inputs=inputs, config=config)
     else:
         hidden_TD = _product(jnp.concatenate([embedded_TD, features_TD], axis=1), own)
-        hidden_TD, kv_pages = _unnormed_layer(params, (hidden_TD, kv_pages), inputs=inputs, config=model)
+        hidden_TD, pools = _unnormed_layer(params, (hidden_TD, pools), inputs=inputs, config=model)
     if config.draft.recycles_normed and "norm_D" in own:
         hidden_TD = norm_rows(hidden_TD, own["norm_D"], model)
-    return hidden_TD, kv_pages
+    return hidden_TD, pools
 
 
 @jax.named_scope("draft_head")
@@ -111,24 +104,30 @@ def _product(joined_TA: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
 
 
 def _eagle3(params: Parameters, rows: Rows, embedded_TD: jax.Array, *, inputs: StepInputs, config: DraftConfig) -> Rows:
-    (features_TD, kv_pages), model = rows, config.layer
+    (features_TD, pools), model, (mixer,) = rows, config.layer, config.layer.spec.mixers
     normed_TD = norm_rows(features_TD, params["draft"]["hidden_norm_D"], model)
     stream_TD = normed_TD if config.draft.norms_residual else features_TD
-    embedded_TD = norm_rows(embedded_TD, params["attention"]["norm_LD"][FIRST], model)
-    joined = jnp.concatenate([embedded_TD, normed_TD], axis=1), kv_pages
-    out_TD, kv_pages = attend(params["attention"], joined, jnp.asarray(FIRST), inputs=inputs, config=model)
-    return _after_attention(params, (stream_TD + out_TD[:, : stream_TD.shape[1]], kv_pages), model)
+    embedded_TD = norm_rows(embedded_TD, params[mixer.kind]["norm_LD"][FIRST], model)
+    joined = jnp.concatenate([embedded_TD, normed_TD], axis=1), pools
+    out_TD, pools = _mixed(params, joined, inputs=inputs, config=model)
+    return _after_mixer(params, (stream_TD + out_TD[:, : stream_TD.shape[1]], pools), inputs=inputs, config=model)
 
 
 def _unnormed_layer(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelConfig) -> Rows:
-    """A layer without a norm ahead of its attention (EAGLE)."""
-    out_TD, kv_pages = attend(params["attention"], rows, jnp.asarray(FIRST), inputs=inputs, config=config)
-    return _after_attention(params, (rows[0] + out_TD, kv_pages), config)
+    """Compute a layer without a norm ahead of its mixer (EAGLE)."""
+    out_TD, pools = _mixed(params, rows, inputs=inputs, config=config)
+    return _after_mixer(params, (rows[0] + out_TD, pools), inputs=inputs, config=config)
 
 
-def _after_attention(params: Parameters, rows: Rows, config: ModelConfig) -> Rows:
-    hidden_TD, kv_pages = rows
+def _mixed(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelConfig) -> Rows:
+    """Return what the mixer of the only layer adds, and the pools."""
+    (own,) = config.spec.mixers
+    layer = jnp.asarray(FIRST)
+    return MIXERS[own.kind].apply(own, params[own.kind], rows, inputs, layer=layer, config=config)
+
+
+def _after_mixer(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelConfig) -> Rows:
+    (hidden_TD, pools), (layer,) = rows, config.spec.layers
     normed_TD = norm_rows(hidden_TD, params["mlp_norm"]["scale"][FIRST], config)
-    return hidden_TD + dense_mlp(params["dense"], normed_TD, jnp.asarray(FIRST), config).astype(
-        hidden_TD.dtype
-    ), kv_pages
+    out_TD, _ = FFNS[layer.ffn].apply(params, normed_TD, inputs, layer=jnp.asarray(FIRST), config=config)
+    return hidden_TD + out_TD, pools

@@ -16,9 +16,10 @@ from typing import Any
 from rayserve_moe.model.config_parts import heads_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import flag_of, integer_of, object_of, refuse_other_values
+from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.model.spec import AttentionSpec, ModelSpec, UnsupportedModelError
+from rayserve_moe.model.spec import LayerSpec, ModelSpec, UnsupportedModelError
 
 HEAD = "lm_head.weight"
 EAGLE_TENSORS = {
@@ -83,10 +84,9 @@ def eagle_spec(config: Mapping[str, Any], target: ModelSpec, *, algorithm: str, 
     layer = ModelSpec(
         family=family,
         **outline,
-        dense_layer_ids=(0,),
+        layers=(LayerSpec(GroupedAttention.kind, "dense"),),
         dense_intermediate_size=integer_of(config, "intermediate_size"),
-        attention=AttentionSpec(**heads_of(config), bias=has_bias),
-        rope=rope_of(config, family),
+        mixers=(GroupedAttention(**heads_of(config), rope=rope_of(config, family), bias=has_bias),),
         router=target.router,
         experts=replace(target.experts, shared="none", shared_size=0),
     )
@@ -131,8 +131,8 @@ def _aux_layers(config: Mapping[str, Any], given: Mapping[str, Any], num_layers:
 
 def prediction_spec(target: ModelSpec) -> DraftSpec:
     """The layer for multi-token prediction behind a target's last one (DeepSeek-V3, arXiv:2412.19437, 2.2)."""
-    attention = replace(target.attention, windows=())
-    layer = replace(target, num_layers=1, dense_layer_ids=(), attention=attention)
+    mixer = target.mixer(target.layers[-1].mixer)
+    layer = replace(target, layers=(LayerSpec(mixer.kind, "moe"),), mixers=(mixer,))
     return DraftSpec("NEXTN", layer, recycles_normed=True)
 
 
@@ -155,7 +155,7 @@ def prediction_rules(rules: Mapping[str, str], layer: int) -> dict[str, str]:
 def draft_parameters(draft: DraftSpec, *, dtype: str, **held: Any) -> dict[str, dict[str, ParamSpec]]:
     """State all parameters of a draft model, `held` as `parameter_specs` takes it; its projections are whole on every
     device. Embedding, final norm and head of the target are not among them, nor is a head that has its words."""
-    spec = draft.layer
+    spec, (mixer,) = draft.layer, draft.layer.mixers
     tree = parameter_specs(spec, dtype=dtype, **held)
     embedding = tree.pop("embedding")
     width, num_joined = spec.hidden_size, len(draft.aux_layers) or 2
@@ -166,7 +166,7 @@ def draft_parameters(draft: DraftSpec, *, dtype: str, **held: Any) -> dict[str, 
     own = {"fc_AD": ParamSpec((num_joined * width, width), dtype, ("model", "model"), "fc", file=TRANSPOSED)}
     if draft.algorithm == "EAGLE3":
         own |= {"hidden_norm_D": vector("hidden_norm"), "norm_D": vector("draft_norm")}
-        tree["attention"] = {name: _widened(name, param) for name, param in tree["attention"].items()}
+        tree[mixer.kind] = {name: _widened(name, param) for name, param in tree[mixer.kind].items()}
     elif draft.algorithm == "NEXTN":
         own |= {
             "embedding_norm_D": vector("embedding_norm"),
@@ -174,12 +174,10 @@ def draft_parameters(draft: DraftSpec, *, dtype: str, **held: Any) -> dict[str, 
             "norm_D": vector("draft_norm"),
         }
     else:
-        del tree["attention"]["norm_LD"]
+        del tree[mixer.kind]["norm_LD"]
         own |= {"fc_bias_D": vector("fc_bias", "normal")} if draft.fc_bias else {}
     if draft.has_head:
         own["head_VD"] = embedding["head_VD"]
-    if draft.algorithm != "NEXTN":
-        del tree["experts"]
     return tree | {"draft": own}
 
 

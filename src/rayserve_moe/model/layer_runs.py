@@ -1,30 +1,72 @@
-"""Neighbouring layers of one kind, which one loop computes."""
+"""Runs of layers with a repeated pattern of kinds, each of which one loop computes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.spec import LayerSpec, ModelSpec
 
 
 class LayerRun(NamedTuple):
-    """Neighbouring layers of one kind: `first` counts all layers, `first_of_kind` those of that kind."""
+    """Neighbouring layers, `length` times a period of one or several kinds."""
 
-    is_moe: bool
+    period: tuple[LayerSpec, ...]
+    """Kinds of the layers of a period, without their windows."""
     first: int
-    first_of_kind: int
+    """Number of layers ahead of the run."""
+    first_of_mixer: dict[str, int]
+    """Number of layers ahead of the run with each kind of mixer."""
+    first_of_ffn: dict[str, int]
+    """Number of layers ahead of the run with each kind of feed-forward network."""
     length: int
+    """Number of periods."""
 
 
-def layer_runs(spec: ModelSpec, cuts: tuple[int, ...] = ()) -> Iterator[LayerRun]:
-    """Cut the layers into runs of one kind, of which none goes on behind one of the `cuts`."""
-    first_of_kind = {True: 0, False: 0}
-    kinds = ((i not in spec.dense_layer_ids, sum(cut <= i for cut in cuts)) for i in range(spec.num_layers))
+def layer_runs(spec: ModelSpec, cuts: Sequence[int] = ()) -> Iterator[LayerRun]:
+    """Yield the runs of a model's layers, in order; no run continues behind one of the `cuts`."""
+    kinds = [layer.kind for layer in spec.layers]
+    borders = sorted({0, len(kinds), *(cut for cut in cuts if 0 < cut < len(kinds))})
     first = 0
-    for (is_moe, _), run in groupby(kinds):
-        length = sum(1 for _ in run)
-        yield LayerRun(is_moe, first, first_of_kind[is_moe], length)
-        first_of_kind[is_moe] += length
-        first += length
+    for start, end in pairwise(borders):
+        for size, length in periods(kinds[start:end]):
+            yield LayerRun(
+                tuple(kinds[first : first + size]),
+                first,
+                _counts([kind.mixer for kind in kinds], first),
+                _counts([kind.ffn for kind in kinds], first),
+                length,
+            )
+            first += size * length
+
+
+def _counts(names: Sequence[str], end: int) -> dict[str, int]:
+    """Return the number of each of the names among the first `end`."""
+    return {name: names[:end].count(name) for name in names}
+
+
+def periods(kinds: Sequence[object]) -> list[tuple[int, int]]:
+    """Return (period, repetitions) of successive runs that make up a sequence.
+
+    They have as few different layers to compile as possible, then as few runs. A period of several kinds occurs at
+    least twice.
+    """
+    best: list[tuple[int, int, list[tuple[int, int]]]] = [(0, 0, [])]
+    for end in range(1, len(kinds) + 1):
+        candidates = []
+        for size in range(1, end + 1):
+            length = 1
+            while size * length <= end and _repeats(kinds, end - size * length, end, size):
+                if size == 1 or length > 1:
+                    num_bodies, num_runs, runs = best[end - size * length]
+                    candidates.append((num_bodies + size, num_runs + 1, [*runs, (size, length)]))
+                length += 1
+        best.append(min(candidates, key=lambda found: found[:2]))
+    return best[-1][2]
+
+
+def _repeats(kinds: Sequence[object], start: int, end: int, size: int) -> bool:
+    """Return True if `kinds[start:end]` repeats its first `size` kinds; all but the first period is known to."""
+    second = start + size
+    return second == end or kinds[start:second] == kinds[second : second + size]

@@ -6,8 +6,8 @@ when a spec is built, so that a family can be described before it is served, and
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 from rayserve_moe.experts.router_spec import RouterSpec, one_of
 from rayserve_moe.requests.records import RoutingLayout
@@ -19,52 +19,6 @@ class UnsupportedModelError(ValueError):
 
 DENSE_DRAFTS = ("eagle", "eagle3")
 """Models that draft for others and have no experts themselves."""
-BESIDE_LATENT = ("latent", "bias", "output_bias", "score_scale")
-"""Knobs of attention that latent attention has; the others stay at their defaults."""
-
-
-@dataclass(frozen=True)
-class LatentSpec:
-    """Widths of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), in elements.
-
-    `q_lora_rank` None projects queries from the hidden state directly. A head's query and key have `nope_dim` elements
-    without position and then `rope_dim` rotated ones; the rotated key is shared by all heads. The cache holds
-    `kv_lora_rank + rope_dim` elements per token. `norm_eps` is that of the latents' RMS norms.
-    """
-
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    norm_eps: float = 1e-6
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Attention of every layer: grouped-query, or multi-head latent where `latent` is given.
-
-    With `latent`, `num_kv_heads` is 1 (the latent) and `head_dim` is `nope_dim + rope_dim`. `bias` is that of q, k and
-    v (of the two down projections with `latent`), `output_bias` that of o. `qk_norm`: `none`, `head` (per head) or
-    `full` (the whole projection). `clip_qkv` bounds q, k and v after the norm. `sinks`: one logit per query head, in
-    the denominator of the softmax alone. `windows` gives the number of positions that each layer sees, its own
-    included, 0 for all of them (empty: all everywhere). `score_scale` None stands for head_dim ** -0.5. `fused_qkv`:
-    files hold q, k and v of a layer as rows of one tensor, in this order.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    latent: LatentSpec | None = None
-    bias: bool = False
-    output_bias: bool = False
-    qk_norm: str = one_of("none", "head", "full")
-    qk_norm_after_rope: bool = False
-    clip_qkv: float | None = None
-    sinks: bool = False
-    windows: tuple[int, ...] = ()
-    score_scale: float | None = None
-    fused_qkv: bool = one_of(False, True)
 
 
 @dataclass(frozen=True)
@@ -84,7 +38,7 @@ class YarnSpec:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding of the first `rotary_dim` elements of a head (None: all; with latent attention its `rope_dim`).
+    """Rotary embedding of the first `rotary_dim` elements of a head (None: all).
 
     Pairs are (i, i + half), or (2i, 2i + 1) where `interleaved`. A static NTK scaling is a larger `theta`.
     """
@@ -125,6 +79,59 @@ class FactorSpec:
     """Logits are divided by it."""
 
 
+class ScoreShape(NamedTuple):
+    """Sizes of the products of queries and keys that a mixer computes, for estimates."""
+
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    key_width: int
+    value_width: int
+    values_are_keys: bool
+    """True if a value is the beginning of its key."""
+
+
+class MixerSpec(Protocol):
+    """Knobs of one kind of mixer; what computes it lies in the same file of `model.layers`."""
+
+    @property
+    def kind(self) -> str:
+        """Return the key of `LayerSpec.mixer`, of the parameters and of `model.layers.table.MIXERS`."""
+
+    @property
+    def has_windows(self) -> bool:
+        """Return True if layers with a window are computed."""
+
+    def unsupported_reason(self) -> str:
+        """Return why the sizes do not fit each other; empty if they do."""
+
+    def divided_sizes(self, tensor_size: int) -> dict[str, int]:
+        """Return the sizes that `tensor_size` devices have to divide, by their keys in `config.json`."""
+
+    def summed_widths(self, tensor_size: int) -> dict[str, int]:
+        """Return the widths that products on a device sum over, by their keys in `config.json`."""
+
+    def score_shape(self) -> ScoreShape | None:
+        """Return the sizes of what attends; None for a mixer that scores no keys."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer: a mixer of tokens, then a feed-forward network."""
+
+    mixer: str
+    """Kind of the mixer."""
+    ffn: Literal["moe", "dense"]
+    """Kind of the feed-forward network."""
+    window: int = 0
+    """Number of positions that a token sees, its own included. 0: all."""
+
+    @property
+    def kind(self) -> LayerSpec:
+        """Return the layer without its window: layers of one kind are computed by one program."""
+        return replace(self, window=0)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """One decoder-only MoE language model. Widths are in elements; layer ids count all hidden layers.
@@ -136,14 +143,12 @@ class ModelSpec:
     """Name of the family, or of the kind of draft model."""
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    """Number of hidden layers, with or without experts."""
-    dense_layer_ids: tuple[int, ...]
-    """Layers without experts, ascending."""
+    layers: tuple[LayerSpec, ...]
+    """All hidden layers, in order."""
     dense_intermediate_size: int
     """Width of the MLP of a layer without experts; 0 if every layer has experts."""
-    attention: AttentionSpec
-    rope: RopeSpec
+    mixers: tuple[MixerSpec, ...]
+    """Knobs of the mixers, one of each kind that layers have."""
     router: RouterSpec
     experts: ExpertSpec
     norm_eps: float
@@ -157,6 +162,8 @@ class ModelSpec:
     factors: FactorSpec = FactorSpec()
 
     def __post_init__(self) -> None:
+        kinds = {layer.mixer for layer in self.layers}
+        assert kinds == {mixer.kind for mixer in self.mixers}, f"layers have the mixers {kinds}"
         _refuse_what_is_not_computed(self.family, self)
         if not self.moe_layer_ids and self.family not in DENSE_DRAFTS:
             raise UnsupportedModelError(
@@ -165,18 +172,43 @@ class ModelSpec:
             )
         if problem := self.router.problem():
             raise UnsupportedModelError(f"{self.family}: {problem}")
-        _refuse_beside_latent(self.family, self.attention)
-        if self.attention.num_heads % self.attention.num_kv_heads:
-            raise UnsupportedModelError(
-                f"{self.family}: num_attention_heads = {self.attention.num_heads} do not divide over "
-                f"num_key_value_heads = {self.attention.num_kv_heads}"
-            )
-        _refuse_unfit_positions(self)
+        for mixer in self.mixers:
+            _refuse_what_is_not_computed(f"{self.family}.{mixer.kind}", mixer)
+            if problem := mixer.unsupported_reason():
+                raise UnsupportedModelError(f"{self.family}: {problem}")
+        _refuse_unfit_windows(self)
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of hidden layers, with or without experts."""
+        return len(self.layers)
 
     @property
     def moe_layer_ids(self) -> tuple[int, ...]:
-        """Layers with experts, ascending."""
-        return tuple(i for i in range(self.num_layers) if i not in self.dense_layer_ids)
+        """Return the layers with experts, ascending."""
+        return self.layers_with_ffn("moe")
+
+    @property
+    def has_windows(self) -> bool:
+        """Return True if a layer has a window."""
+        return any(layer.window for layer in self.layers)
+
+    def windows(self, mixer: str) -> tuple[int, ...]:
+        """Return the window of every layer with a kind of mixer; empty if they all see all positions."""
+        windows = tuple(layer.window for layer in self.layers if layer.mixer == mixer)
+        return windows if any(windows) else ()
+
+    def mixer(self, kind: str) -> MixerSpec:
+        """Return the knobs of a kind of mixer."""
+        return next(mixer for mixer in self.mixers if mixer.kind == kind)
+
+    def layers_with_mixer(self, kind: str) -> tuple[int, ...]:
+        """Return the ids of the layers with a kind of mixer, ascending."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.mixer == kind)
+
+    def layers_with_ffn(self, ffn: str) -> tuple[int, ...]:
+        """Return the ids of the layers whose feed-forward network is of a kind, ascending."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.ffn == ffn)
 
     @property
     def routing_layout(self) -> RoutingLayout:
@@ -184,24 +216,10 @@ class ModelSpec:
         return RoutingLayout(self.num_layers, self.moe_layer_ids, self.router.num_experts, self.router.top_k)
 
 
-def _refuse_beside_latent(family: str, attention: AttentionSpec) -> None:
-    """Latent attention knows biases and a scale of scores, and none of the other knobs of attention."""
-    for knob in fields(attention) if attention.latent else ():
-        value, path = getattr(attention, knob.name), f"{family}.attention.{knob.name}"
-        if knob.name not in BESIDE_LATENT and knob.default not in (MISSING, value):
-            raise UnsupportedModelError(f"{path} = {value!r} is not computed beside latent attention")
-
-
-def _refuse_unfit_positions(spec: ModelSpec) -> None:
-    latent, head_dim, windows = spec.attention.latent, spec.attention.head_dim, spec.attention.windows
-    rotated = spec.rope.rotary_dim or (latent.rope_dim if latent else head_dim)
-    if rotated % 2 or rotated > head_dim:
-        key = "qk_rope_head_dim" if latent else "head_dim (or hidden_size / num_attention_heads)"
-        raise UnsupportedModelError(
-            f"{spec.family}: rotary_dim {rotated} is no even part of heads of {head_dim}: see {key}"
-        )
-    if windows and (len(windows) != spec.num_layers or min(windows) < 0):
-        raise UnsupportedModelError(f"{spec.family}: windows {windows} are no positions for {spec.num_layers} layers")
+def _refuse_unfit_windows(spec: ModelSpec) -> None:
+    for layer in spec.layers:
+        if layer.window and (layer.window < 0 or not spec.mixer(layer.mixer).has_windows):
+            raise UnsupportedModelError(f"{spec.family}: a window of {layer.window} is not computed by {layer.mixer}")
 
 
 def _refuse_what_is_not_computed(path: str, spec: Any) -> None:

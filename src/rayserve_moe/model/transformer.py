@@ -16,31 +16,23 @@ from rayserve_moe.experts.routing import count_tokens
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.reference.layers import take_rows
-from rayserve_moe.model.decoder_layers import (
-    ModelConfig,
-    Parameters,
-    dense_layer,
-    first_carry,
-    moe_layer,
-    norm_rows,
-    scaled,
-    step_inputs,
-)
+from rayserve_moe.model.decoder_layers import first_carry, norm_rows, scaled, step_inputs, visit_period
 from rayserve_moe.model.layer_runs import layer_runs
+from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools
 from rayserve_moe.model.vocabulary import look_up, score_my_words
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
 
 
 class ForwardOutput(NamedTuple):
-    """Hidden states before the final norm [T, D], the updated pool, routing [M, T, K] and counts [M, E].
+    """Hidden states before the final norm [T, D], the updated pools, routing [M, T, K] and counts [M, E].
 
     Where slots have limited capacity, also the sum of the layers' tallies (`LimitedAssignments`). `entering` are the
     hidden states [T, D] that enter the layers which were asked for.
-    All of this data rank's tokens alone, and the same on every device of its tensor group (but for the pool).
+    All of this data rank's tokens alone, and the same on every device of its tensor group (but for the pools).
     """
 
     hidden_TD: jax.Array
-    kv_pages: jax.Array
+    pools: Pools
     topk_ids_MTK: jax.Array
     expert_counts_ME: jax.Array
     tally_4: jax.Array | None
@@ -49,7 +41,7 @@ class ForwardOutput(NamedTuple):
 
 def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     params: Parameters,
-    kv_pages: jax.Array,
+    pools: Pools,
     batch: TokenBatch,
     *,
     config: ModelConfig,
@@ -60,7 +52,7 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
 ) -> ForwardOutput:
     """Run all layers on one device's share; call it inside the sharded step.
 
-    `params` and `kv_pages` are local shares, `batch` is this data rank's: every rank has one of the same shape,
+    `params` and `pools` are local shares, `batch` is this data rank's: every rank has one of the same shape,
     padding where it has nothing to do. `maps` say in which slots experts lie, for all MoE layers and the same on every
     device; None stands for expert i in slot i. Routing is captured before any mapping to slots, in router order.
     `forced_MXK` replaces what routers select for the tokens in prefill blocks, where it is not negative; a balanced
@@ -74,17 +66,17 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     if config.experts.limits_capacity:
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
-    inputs = step_inputs(batch, kv_pages, config)._replace(maps=maps, forced=forced, capacity=capacity)
-    captured_runs, entering, carry = [], {}, first_carry(hidden_TD, kv_pages)
+    inputs = step_inputs(batch, pools, config)._replace(maps=maps, forced=forced, capacity=capacity)
+    captured_runs, entering, carry = [], {}, first_carry(hidden_TD, pools)
     for run in layer_runs(config.spec, asked):
         if run.first in asked:
             entering[run.first] = carry.hidden_TD + carry.added_TD
-        visit = partial(moe_layer if run.is_moe else dense_layer, params, run=run, inputs=inputs, config=config)
+        visit = partial(visit_period, params, run=run, inputs=inputs, config=config)
         begin = carry._replace(num_done=jnp.int32(0))
         carry, captured = jax.lax.scan(lambda carry, _, visit=visit: visit(carry), begin, length=run.length)
-        if captured is not None:
-            captured_runs.append(captured)
-    hidden_TD, kv_pages = carry.hidden_TD + carry.added_TD, carry.kv_pages
+        if captured:
+            captured_runs.append(captured[0] if len(captured) == 1 else jax.tree.map(_in_turns, *captured))
+    hidden_TD = carry.hidden_TD + carry.added_TD
     routing = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *captured_runs)
     with jax.named_scope("routing_capture"):
         # One operation for all layers: in each it would be one of many small ones.
@@ -93,7 +85,12 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     tally_4 = None if routing.tally_4 is None else jnp.sum(routing.tally_4, axis=0, dtype=jnp.int32)
     entering[config.spec.num_layers] = hidden_TD
     found = tuple(entering[layer] for layer in asked)
-    return ForwardOutput(hidden_TD, kv_pages, routing.ids_TK, counts_ME, tally_4, found)
+    return ForwardOutput(hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, found)
+
+
+def _in_turns(*arrays: jax.Array) -> jax.Array:
+    """Join arrays of the layers of a period, [periods, ...] each, in the order of the layers."""
+    return jnp.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
 def embedded(params: Parameters, token_ids_T: jax.Array, *, config: ModelConfig) -> jax.Array:

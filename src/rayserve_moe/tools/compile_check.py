@@ -112,7 +112,7 @@ def check(
         num_expert_slots=served.config.experts.num_slots,
         weights_bytes=bytes_on_device(served.weights),
         num_pages=num_pages,
-        kv_pool_bytes=bytes_on_device(served.state(num_pages).kv_pages),
+        kv_pool_bytes=bytes_on_device(served.state(num_pages).pools),
         compilers=dict(_versions()),
         programs=reports,
         faults=[fault for report in reports for fault in faults_of(report, (limits or {}).get(report.name, {}))],

@@ -18,6 +18,7 @@ from rayserve_moe.execution.programs.specs import Program
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.execution.step.pytrees import DeviceState
 from rayserve_moe.execution.weights.placing import parameter_tree
+from rayserve_moe.model.states import states_of
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.report import EstimateReport, Estimator
 from rayserve_moe.tools.hlo_report import (
@@ -118,7 +119,7 @@ class ProgramReader:
         self._num_layers, self._num_rows = served.config.spec.num_layers, served.num_rows
         self._max_drafts = served.settings.speculation.max_drafts
         self._pieces = pieces_of(served, state)
-        self._roofline_s = (bytes_on_device(served.weights) + bytes_on_device(state.kv_pages)) / _bandwidth(topology)
+        self._roofline_s = (bytes_on_device(served.weights) + bytes_on_device(state.pools)) / _bandwidth(topology)
 
     def report(self, program: Program) -> ProgramReport:
         if self._estimator is not None:
@@ -210,10 +211,12 @@ def pieces_of(served: ServedModel, state: DeviceState) -> list[Piece]:
             num_elements = math.prod(local)
             if num_elements * size >= MIN_PIECE_BYTES:
                 pieces.append(Piece(group, _hlo_dtype(spec.dtype), local, num_elements))
-    pool = state.kv_pages
-    per_layer = local_elements(pool) // model.spec.num_layers
-    rows = pool.sharding.shard_shape(pool.shape)[2:]
-    return [*pieces, Piece("kv", _hlo_dtype(str(pool.dtype)), rows, per_layer // 2, is_written=True)]
+    for kept in states_of(model):
+        for pool in state.pools[kept.kind.name]:
+            per_layer = local_elements(pool) // kept.num_layers
+            rows = pool.sharding.shard_shape(pool.shape)[2:]
+            pieces.append(Piece(kept.kind.name, _hlo_dtype(str(pool.dtype)), rows, per_layer // 2, is_written=True))
+    return pieces
 
 
 def _hlo_dtype(dtype: str) -> str:

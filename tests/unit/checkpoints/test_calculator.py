@@ -44,7 +44,7 @@ def test_it_is_what_its_config_says(directory):
     files = open_checkpoint(directory)
     spec = spec_from_config(files.config)
     assert spec == model_spec()
-    assert (spec.vocab_size, spec.num_layers, spec.dense_layer_ids) == (256, 4, ())
+    assert (spec.vocab_size, spec.moe_layer_ids) == (256, (0, 1, 2, 3))
     assert (spec.router.num_experts, spec.router.top_k) == (16, 2)
     verify(files, parameter_specs(spec, dtype="bfloat16"), rules=CHECKPOINT_RULES)
     assert {entry.dtype for entry in files.tensors.values()} == {"BF16"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -17,6 +16,7 @@ from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES, spec_from_hf
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
+from tests.support.specs import with_attention
 
 FUSED = "model.layers.{layer}.attention.query_key_value.weight"
 FUSED_RULES = CHECKPOINT_RULES | {"q": FUSED, "k": FUSED, "v": FUSED}
@@ -45,9 +45,9 @@ def test_fused_queries_keys_and_values_load_as_one_tensor_each(single: Path, fus
     for path, rules in ((single, CHECKPOINT_RULES), (fused_qkv, FUSED_RULES)):
         files = open_checkpoint(path)
         spec = spec_from_hf(files.config)
-        spec = replace(spec, attention=replace(spec.attention, fused_qkv=path == fused_qkv))
+        spec = with_attention(spec, fused_qkv=path == fused_qkv)
         tree = parameter_specs(spec, dtype="float32", tensor_size=tensor_size)
-        loaded.append(load_parameters(WeightSource(files, rules), tree, sharding_of=sharding_of)["attention"])
+        loaded.append(load_parameters(WeightSource(files, rules), tree, sharding_of=sharding_of)["gqa"])
     assert loaded[0].keys() == loaded[1].keys()
     for name, array in loaded[0].items():
         np.testing.assert_array_equal(array, loaded[1][name], err_msg=name)

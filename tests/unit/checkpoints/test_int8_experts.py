@@ -18,9 +18,9 @@ from rayserve_moe.checkpoints import parts
 from rayserve_moe.checkpoints.files import SINGLE_FILE, CheckpointError, open_checkpoint
 from rayserve_moe.checkpoints.loader import StagedParameter, WeightSource, load_parameters, quantize_columns
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from rayserve_moe.model.expert_parameters import SCALE_OF
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
+from rayserve_moe.model.layers.moe import SCALE_OF
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from tests.support.fused import FUSED_RULES, LAYOUTS, fused, fused_family

@@ -105,7 +105,7 @@ def test_kv_heads_are_repeated_where_devices_outnumber_them(single, config):
     """Each file head fills as many neighbouring held heads, for the whole parameter and for every device's part."""
     files = open_checkpoint(single)
     spec, source = spec_from_config(files.config), WeightSource(files, CHECKPOINT_RULES)
-    once, repeated = (parameter_specs(spec, dtype="float32", tensor_size=size)["attention"] for size in (1, 4))
+    once, repeated = (parameter_specs(spec, dtype="float32", tensor_size=size)["gqa"] for size in (1, 4))
     heads, width = config.num_key_value_heads, config.head_dim
     for name in ("k_LDG", "v_LDG"):
         whole = [(0, size) for size in once[name].shape]
@@ -120,7 +120,7 @@ def test_kv_heads_are_repeated_where_devices_outnumber_them(single, config):
         parameter_specs(spec, dtype="float32", tensor_size=4),
         sharding_of=_last_dim,
     )
-    np.testing.assert_array_equal(np.asarray(loaded["attention"]["v_LDG"]), wanted)
+    np.testing.assert_array_equal(np.asarray(loaded["gqa"]["v_LDG"]), wanted)
 
 
 def test_loading_needs_only_the_files_that_hold_the_asked_region(tmp_path, config):

@@ -85,7 +85,7 @@ def test_training_lowers_the_loss(small_spec, capsys):
 
 
 def test_the_seed_decides_where_training_begins(small_spec):
-    first, again, other = (initial_weights(small_spec, seed=seed)["attention"]["q_LDH"] for seed in (0, 0, 1))
+    first, again, other = (initial_weights(small_spec, seed=seed)["gqa"]["q_LDH"] for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
 
@@ -108,11 +108,11 @@ def test_orthogonalized_matrices_have_singular_values_near_one(shape):
 
 def test_a_step_is_bounded_by_the_rates_however_large_the_gradient():
     rates = Rates(muon_decay=0, adam_decay=0)
-    weights = {"attention": {"q_LDH": jnp.ones((2, 8, 8)), "q_norm_Lh": jnp.ones((2, 8))}}
+    weights = {"gqa": {"q_LDH": jnp.ones((2, 8, 8)), "q_norm_Lh": jnp.ones((2, 8))}}
     gradients = jax.tree.map(lambda values: 1e6 * jax.random.normal(jax.random.key(0), values.shape), weights)
     step = jax.jit(lambda w, g, s: update(w, g, state=s, rate_scale=jnp.float32(1), rates=rates))
     after, state = step(weights, gradients, initial_state(weights))
-    moved = jax.tree.map(lambda new, old: np.asarray(new - old), after["attention"], weights["attention"])
+    moved = jax.tree.map(lambda new, old: np.asarray(new - old), after["gqa"], weights["gqa"])
     assert np.linalg.norm(moved["q_LDH"][0], 2) < 1.3 * rates.muon
     assert np.abs(moved["q_norm_Lh"]).max() < 1.01 * rates.adam
     assert all((values != 0).any() for values in moved.values()) and int(state.num_steps) == 1

@@ -44,7 +44,7 @@ def started(path: Path, cache: str, *, places: slice = slice(1)) -> tuple[StartR
     )
     runner = HostRunner(settings, plan_for(jax.devices()[places]))
     report = runner.prepare(runner.load())
-    pages = runner.state.kv_pages
+    pages = runner.state.pools["kv"][0]
     for step_id in range(2):
         place, one = np.full(1, step_id, np.intp), np.ones(1, np.intp)
         token, row = np.array([7], np.int32), np.zeros(1, np.intp)

@@ -12,6 +12,7 @@ from rayserve_moe.execution import memory
 from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.states import states_of
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.state.kinds import StateKind
 from tests.support.checkpoints import CORE_CONFIG
@@ -25,7 +26,9 @@ def spec_with(**changes: object) -> ModelSpec:
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
 def test_a_page_is_keys_and_values_of_all_layers_on_one_device(num_devices, held_heads, dtype, itemsize):
     plan = plan_for(jax.devices()[:num_devices])
-    found = memory.page_bytes(spec_with(), page_size=16, dtype=dtype, plan=plan)
+    found = memory.page_bytes(
+        states_of(model_config(spec_with(), plan, experts=ExpertSettings())), page_size=16, dtype=dtype, plan=plan
+    )
     num_layers, head_dim = CORE_CONFIG.num_hidden_layers, CORE_CONFIG.head_dim
     assert found == num_layers * 16 * 2 * held_heads * head_dim * itemsize
 

@@ -25,6 +25,7 @@ from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.family_cases import FAMILY_CASES, config_of
 from tests.support.native import need_native_kernels
+from tests.support.specs import with_attention
 
 
 def spec_with(**changes: object) -> ModelSpec:
@@ -131,7 +132,7 @@ def test_heads_of_a_device_are_judged_as_they_lie_there():
 def test_grouped_query_attention_is_computed_with_every_knob(knob):
     need_native_kernels()
     spec = spec_with()
-    assert chosen("native", replace(spec, attention=replace(spec.attention, **knob))) is CPU_NATIVE
+    assert chosen("native", with_attention(spec, **knob)) is CPU_NATIVE
 
 
 @pytest.mark.parametrize(

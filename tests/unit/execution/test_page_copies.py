@@ -26,7 +26,7 @@ def state(dtype: np.dtype, num_groups: int, num_pages: int) -> DeviceState:
     generator = np.random.default_rng(3)
     table = generator.permutation(NUM_ROWS * WIDTH * num_groups).reshape(NUM_ROWS, -1).astype(np.int32) % 11 + 1
     pool = generator.integers(0, 250, (num_pages, PAGE, 2, 5)).astype(dtype)
-    return state_of_rows(NUM_ROWS, page_table_RP=table, kv_pages=pool)
+    return state_of_rows(NUM_ROWS, page_table_RP=table, pools={"kv": (pool,)})
 
 
 def vector_of(*copies: tuple[int, int, int, int]) -> np.ndarray:
@@ -38,7 +38,8 @@ def vector_of(*copies: tuple[int, int, int, int]) -> np.ndarray:
 def copied(before: DeviceState, vector: np.ndarray, kernels: Kernels, layers: tuple[LayerPages, ...]) -> DeviceState:
     @jax.jit
     def run(given: DeviceState) -> DeviceState:
-        return apply_copies(given, vector, data_rank=jnp.int32(1), layer_pages=layers, copy=kernels.pool.copy_pages)
+        of_kinds = {"kv": layers}
+        return apply_copies(given, vector, data_rank=jnp.int32(1), layer_pages=of_kinds, copy=kernels.pool.copy_pages)
 
     return run(jax.tree.map(jnp.asarray, before))
 
@@ -52,12 +53,12 @@ def test_pages_of_the_own_rank_that_end_inside_are_copied_in_all_layers(kernels,
     before = state(np.dtype(dtype), num_groups=2, num_pages=52)
     others = (0, 0, 2, 5), (1, 0, 2, 8), (-1, 0, 0, 0)
     after = copied(before, vector_of((1, 0, 1, 5), *others[:2], (1, 0, 2, 11)), kernels, LAYERS)
-    expected = before.kv_pages.copy()
+    expected = before.pools["kv"][0].copy()
     for target, index in ((1, 1), (2, 2)):
         for group, first, _ in LAYERS:
             source, goal = (before.page_table_RP[row, 2 * index + group] for row in (0, target))
             expected[first + goal] = expected[first + source]
-    np.testing.assert_array_equal(np.asarray(after.kv_pages).view(np.uint8), expected.view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(after.pools["kv"][0]).view(np.uint8), expected.view(np.uint8))
     for name in ("page_table_RP", "last_tokens_R", "sampling_floats_RF"):
         np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
 
@@ -65,20 +66,22 @@ def test_pages_of_the_own_rank_that_end_inside_are_copied_in_all_layers(kernels,
 def test_the_pool_of_a_draft_model_is_that_of_one_layer():
     before = state(np.dtype(np.float32), num_groups=1, num_pages=40)
     own = np.random.default_rng(4).random((20, PAGE, 2, 5), np.float32)
-    draft = DraftState(own, np.zeros((NUM_ROWS, 2)), np.zeros(NUM_ROWS, np.int32), np.zeros((NUM_ROWS, 1), np.int32))
+    draft = DraftState(
+        {"kv": (own,)}, np.zeros((NUM_ROWS, 2)), np.zeros(NUM_ROWS, np.int32), np.zeros((NUM_ROWS, 1), np.int32)
+    )
     layers = LayerPages(0, 0, 20), LayerPages(0, 20, 20)
     after = copied(replace(before, draft=draft), vector_of((1, 2, 0, 3)), CPU, layers)
     source, target = before.page_table_RP[[2, 0], 0]
     own[target] = own[source]
     assert after.draft is not None
-    np.testing.assert_array_equal(after.draft.kv_pages, own)
+    np.testing.assert_array_equal(after.draft.pools["kv"][0], own)
 
 
 def test_an_empty_vector_copies_nothing():
     before = state(np.dtype(np.float32), num_groups=2, num_pages=52)
     after = copied(before, no_copies(), CPU, LAYERS)
     assert len(no_copies()) == COPIES_SIZE
-    np.testing.assert_array_equal(after.kv_pages, before.kv_pages)
+    np.testing.assert_array_equal(after.pools["kv"], before.pools["kv"])
 
 
 @pytest.mark.parametrize("page", [-1, 7])

@@ -15,8 +15,8 @@ from rayserve_moe.execution.step.pytrees import ModelWeights
 from rayserve_moe.execution.weights.migration import MigrationPrograms, MigrationRunner, fetch, swap, vectors_of
 from rayserve_moe.execution.weights.placing import first_placement, model_config
 from rayserve_moe.experts.slot_mapping import placement_arrays
-from rayserve_moe.model.expert_parameters import slot_specs
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.layers.moe import slot_specs
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.placements import random_placement

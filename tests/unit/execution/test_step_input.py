@@ -51,6 +51,14 @@ def test_padding_changes_nothing_reads_nothing_and_is_greedy(shape: StepShape):
     assert not step.penalties.is_adjusted_S.any() and (step.penalties.repetition_S == 1).all()
 
 
+def test_single_tokens_and_blocks_know_their_rows():
+    layout = InputLayout(SHAPES[1], NUM_ROWS)
+    vector, at = layout.padding.copy(), layout.slices
+    vector[at.single_rows], vector[at.block_rows] = [2, 0, 1], [1, 2]
+    step = unpacked(vector, rows(), layout=layout, page_size=PAGE_SIZE)
+    assert step.batch.rows_B is not None and step.batch.rows_B.tolist() == [2, 0, 1, 1, 2]
+
+
 def test_changes_reach_the_rows_they_name():
     layout = InputLayout(SHAPES[0], NUM_ROWS)
     vector, at = layout.padding.copy(), layout.slices

@@ -14,13 +14,15 @@ from jax.sharding import PartitionSpec
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import CPU
-from rayserve_moe.model.attention import attention_config, rope_frequencies, rotary_width
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
-from rayserve_moe.model.parameters import kv_repeats, parameter_specs
+from rayserve_moe.model.layers.attention import attention_config, kv_repeats
+from rayserve_moe.model.layers.rotary import rope_frequencies
+from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec, YarnSpec
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import TENSOR, ParallelPlan
 from tests.support.checkpoints import CORE_CONFIG
+from tests.support.specs import attention_of, with_attention
 
 NUM_TOKENS, PAGE, BLOCK = 30, 4, 8
 PAGES = np.random.default_rng(7).permutation(np.arange(1, 9))
@@ -50,17 +52,15 @@ MESHES = {"2 x 2": (2, 2), "1 x 4, with KV heads on two devices each": (1, 4)}
 
 
 def spec_with(knobs: dict[str, Any]) -> ModelSpec:
-    spec = spec_from_hf(CORE_CONFIG.hf_config("float32"))
-    rope = {name: value for name, value in knobs.items() if hasattr(spec.rope, name)}
-    others = {name: value for name, value in knobs.items() if name not in rope}
-    attention = replace(spec.attention, **{"qk_norm": "none", **others})
-    return replace(spec, attention=attention, rope=replace(spec.rope, theta=100.0, **rope))
+    return with_attention(
+        spec_from_hf(CORE_CONFIG.hf_config("float32")), **{"qk_norm": "none", "theta": 100.0, **knobs}
+    )
 
 
 def drawn_weights(spec: ModelSpec) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(11)
     drawn = {}
-    for name, param in parameter_specs(spec, dtype="float32")["attention"].items():
+    for name, param in parameter_specs(spec, dtype="float32")["gqa"].items():
         values = generator.standard_normal(param.shape) * (0.2 if param.initial == "normal" else 0.3)
         drawn[name] = (values + (param.initial == "ones")).astype(np.float32)
     return drawn
@@ -72,7 +72,7 @@ def drawn_hidden(spec: ModelSpec) -> np.ndarray:
 
 def definition(spec: ModelSpec, weights: dict[str, np.ndarray], layer: int) -> np.ndarray:
     """The whole sequence at once, in float64."""
-    attention, of_layer = spec.attention, {name: array[layer].astype(np.float64) for name, array in weights.items()}
+    attention, of_layer = attention_of(spec), {name: array[layer].astype(np.float64) for name, array in weights.items()}
     hidden = drawn_hidden(spec).astype(np.float64)
     parts = [hidden @ of_layer[name] for name in ("q_LDH", "k_LDG", "v_LDG")]
     if attention.bias:
@@ -98,7 +98,7 @@ def normed(part: np.ndarray, scale: np.ndarray, spec: ModelSpec) -> np.ndarray:
 
 
 def turned(heads: np.ndarray, spec: ModelSpec) -> np.ndarray:
-    rope, width = spec.rope, rotary_width(spec)
+    rope, width = attention_of(spec).rope, attention_of(spec).rotary_width
     places = np.arange(width).reshape(-1, 2).T if rope.interleaved else np.arange(width).reshape(2, -1)
     frequencies = rope_frequencies(rope, width).astype(np.float64)
     angles = np.arange(NUM_TOKENS)[:, None, None] * frequencies
@@ -117,13 +117,13 @@ def attended(
     spec: ModelSpec,
     layer: int,
 ) -> np.ndarray:
-    attention = spec.attention
+    attention = attention_of(spec)
     group = attention.num_heads // attention.num_kv_heads
     keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
     scale = attention.head_dim**-0.5 if attention.score_scale is None else attention.score_scale
     scores = np.einsum("thd,shd->hts", queries, keys) * scale
     behind = np.arange(NUM_TOKENS)[:, None] - np.arange(NUM_TOKENS)
-    window = (attention.windows[layer] if attention.windows else 0) or NUM_TOKENS
+    window = spec.layers[layer].window or NUM_TOKENS
     exponentials = np.where((behind >= 0) & (behind < window), np.exp(scores), 0.0)
     total = exponentials.sum(-1)
     if attention.sinks:
@@ -136,15 +136,16 @@ Step = Callable[..., tuple[jax.Array, jax.Array]]
 
 def step_on(plan: ParallelPlan, spec: ModelSpec) -> Step:
     """One step of one layer as a compiled program: the output product, summed over devices, and the pool."""
-    config, yarn = attention_config(spec, plan), spec.rope.yarn
+    own = attention_of(spec)
+    config, yarn = attention_config(own, spec, plan), own.rope.yarn
 
     def step(weights: dict[str, jax.Array], pool: jax.Array, hidden: jax.Array, batch: TokenBatch, layer: jax.Array):
-        frequencies = rope_frequencies(spec.rope, rotary_width(spec))
+        frequencies = rope_frequencies(own.rope, own.rotary_width)
         rotation = rotation_of(batch.positions_T, frequencies, factor=yarn.attention_factor if yarn else 1.0)
         out, pool = CPU.attention.attend(hidden, pool, AttentionInputs(weights, batch, rotation, layer), config=config)
         return plan.sum_over_tensor(out), pool
 
-    specs = parameter_specs(spec, dtype="float32", tensor_size=plan.tensor_size)["attention"]
+    specs = parameter_specs(spec, dtype="float32", tensor_size=plan.tensor_size)["gqa"]
     heads, alike = PartitionSpec(None, None, TENSOR), PartitionSpec()
     of_weights = {name: plan.partition(param.axes) for name, param in specs.items()}
     in_specs = of_weights, heads, alike, alike, alike
@@ -156,14 +157,14 @@ def run_sequence(spec: ModelSpec, step: Step, layer: int, *, repeats: int = 1) -
 
     Before every step the pages that lie wholly behind the window of its first token become NaN again.
     """
-    weights, hidden, attention = drawn_weights(spec), drawn_hidden(spec), spec.attention
+    weights, hidden, attention = drawn_weights(spec), drawn_hidden(spec), attention_of(spec)
     for name in ("k_LDG", "v_LDG", "k_bias_LG", "v_bias_LG", "k_norm_LG"):
         if name in weights:
             heads = weights[name].reshape(*weights[name].shape[:-1], -1, attention.head_dim)
             weights[name] = np.repeat(heads, repeats, axis=-2).reshape(*weights[name].shape[:-1], -1)
     shape = spec.num_layers * NUM_PAGES, PAGE, 2 * attention.num_kv_heads * repeats, attention.head_dim
     pool, found = np.full(shape, np.nan, np.float32), np.full(hidden.shape, np.nan)
-    window = (attention.windows[layer] if attention.windows else 0) or NUM_TOKENS
+    window = spec.layers[layer].window or NUM_TOKENS
     steps = [(-1, first, counts) for first, *counts in PROMPT]
     steps += [(position, 0, (0, 0)) for position in range(sum(sum(counts) for _, *counts in PROMPT), NUM_TOKENS)]
     for single, first, counts in steps:
@@ -209,5 +210,5 @@ def test_a_mesh_computes_what_one_device_computes(mesh, name):
     one_device, many = step_on(plan_for(jax.devices()[:1]), spec), step_on(plan, spec)
     for layer in (0, 1):
         expected = run_sequence(spec, one_device, layer)
-        found = run_sequence(spec, many, layer, repeats=kv_repeats(spec, plan.tensor_size))
+        found = run_sequence(spec, many, layer, repeats=kv_repeats(attention_of(spec), plan.tensor_size))
         np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())

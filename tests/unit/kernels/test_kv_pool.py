@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,18 +15,20 @@ from rayserve_moe.kernels.kv_pool import Moves, read_wide, write_kv
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE
-from rayserve_moe.model.attention import attention_config, rope_frequencies
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.layers.attention import attention_config
+from rayserve_moe.model.layers.rotary import rope_frequencies
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.native import need_native_kernels
+from tests.support.specs import attention_of, with_attention
 
 PAGE = 16
 SPEC = spec_from_hf(CORE_CONFIG.hf_config("float32"))
 MODELS = {
     "all positions": SPEC,
-    "windows": replace(SPEC, attention=replace(SPEC.attention, windows=(20, 0, 20))),
+    "windows": with_attention(SPEC, windows=(20, 0, 20)),
 }
 
 
@@ -77,21 +78,22 @@ def compiled_layers(spec: ModelSpec, dtype: str, *, num_pages: int):
 
     The step has four single tokens and a block of four.
     """
-    specs = parameter_specs(spec, dtype=dtype)["attention"]
+    specs = parameter_specs(spec, dtype=dtype)["gqa"]
     weights = {name: jnp.full(param.shape, 0.01, dtype) for name, param in specs.items()}
-    shape = spec.num_layers * num_pages, PAGE, 2 * spec.attention.num_kv_heads, spec.attention.head_dim
+    own = attention_of(spec)
+    shape = spec.num_layers * num_pages, PAGE, 2 * own.num_kv_heads, own.head_dim
     pool = jnp.zeros(shape, CPU.pool.dtypes.get(dtype, dtype))
     places = np.arange(8, dtype=np.int32)
     tables = np.tile(np.arange(1, 5, dtype=np.int32), (5, 1))
     batch = TokenBatch(np.zeros(8, np.int32), places, places + PAGE, tables, num_singles=4)
 
     def layers(pool: jax.Array, weights: dict[str, jax.Array], batch: TokenBatch):
-        rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, spec.attention.head_dim))
+        rotation = rotation_of(batch.positions_T, rope_frequencies(own.rope, own.head_dim))
 
         def visit(carry: tuple[jax.Array, jax.Array], layer: jax.Array):
             hidden, pool = carry
             inputs = AttentionInputs(weights, batch, rotation, layer)
-            out, pool = CPU.attention.attend(hidden, pool, inputs, config=attention_config(spec))
+            out, pool = CPU.attention.attend(hidden, pool, inputs, config=attention_config(own, spec))
             return (hidden + out.astype(dtype), pool), None
 
         hidden = jnp.ones((8, spec.hidden_size), dtype)

@@ -17,13 +17,15 @@ from rayserve_moe.kernels.cpu_native.calls import PROJECTIONS
 from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE, Kernels
-from rayserve_moe.model.attention import attention_config, rope_frequencies, rotary_width
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.layers.attention import attention_config
+from rayserve_moe.model.layers.rotary import rope_frequencies
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import TENSOR
 from tests.support.native import need_native_kernels
+from tests.support.specs import attention_of, with_attention
 
 PAGE, BLOCK, NUM_LAYERS, LAYER = 16, 8, 2, 1
 PAGES_OF = np.array([[3, 1, 7, 5], [2, 4, 6, 8], [9, 10, 11, 12]], np.int32)
@@ -41,14 +43,12 @@ def spec_with(**changes: Any) -> ModelSpec:
     spec = spec_from_hf(
         replace(PRESETS["tiny"], num_hidden_layers=NUM_LAYERS, num_attention_heads=6).hf_config("float32")
     )
-    rope = {name: value for name, value in changes.items() if hasattr(spec.rope, name)}
-    attention = {name: value for name, value in changes.items() if name not in rope}
-    return replace(spec, attention=replace(spec.attention, **attention), rope=replace(spec.rope, **rope))
+    return with_attention(spec, **changes)
 
 
 def drawn_weights(spec: ModelSpec) -> dict[str, jax.Array]:
     generator = np.random.default_rng(1)
-    specs = parameter_specs(spec, dtype="bfloat16")["attention"]
+    specs = parameter_specs(spec, dtype="bfloat16")["gqa"]
     return {
         name: jnp.asarray(generator.standard_normal(p.shape) * 0.1 + (p.initial == "ones"), jnp.bfloat16)
         for name, p in specs.items()
@@ -72,7 +72,7 @@ def batch_of(singles: list[tuple[int, int]], blocks: list[tuple[int, int, int]])
 
 
 def pool_of(spec: ModelSpec) -> jax.Array:
-    shape = (NUM_LAYERS, NUM_PAGES, PAGE, 2 * spec.attention.num_kv_heads, spec.attention.head_dim)
+    shape = (NUM_LAYERS, NUM_PAGES, PAGE, 2 * attention_of(spec).num_kv_heads, attention_of(spec).head_dim)
     pool = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
     pool[:, np.setdiff1d(np.arange(NUM_PAGES), PAGES_OF)] = np.nan
     return jnp.asarray(pool, jnp.bfloat16).reshape(-1, *shape[2:])
@@ -82,9 +82,10 @@ def run(kernels: Kernels, spec: ModelSpec, batch: TokenBatch, hidden: jax.Array,
     """Output [T, D] and the pool, as one compiled program: the pool is written in place there."""
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
-        rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, rotary_width(spec)))
+        own = attention_of(spec)
+        rotation = rotation_of(batch.positions_T, rope_frequencies(own.rope, own.rotary_width))
         inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER))
-        out, pool = kernels.attention.attend(hidden, pool, inputs, config=attention_config(spec))
+        out, pool = kernels.attention.attend(hidden, pool, inputs, config=attention_config(own, spec))
         return out.astype(hidden.dtype), pool
 
     out, pool = jax.jit(layer)(hidden, weights, pool_of(spec), batch)
@@ -191,12 +192,13 @@ def test_a_norm_over_the_heads_of_two_devices_is_that_of_one():
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
         packed = {name: pack(array) if name in PROJECTIONS else array for name, array in weights.items()}
-        rotation = rotation_of(batch.positions_T, rope_frequencies(spec.rope, rotary_width(spec)))
+        own = attention_of(spec)
+        rotation = rotation_of(batch.positions_T, rope_frequencies(own.rope, own.rotary_width))
         inputs = AttentionInputs(packed, batch, rotation, jnp.int32(LAYER))
-        out, pool = CPU_NATIVE.attention.attend(hidden, pool, inputs, config=attention_config(spec, plan))
+        out, pool = CPU_NATIVE.attention.attend(hidden, pool, inputs, config=attention_config(own, spec, plan))
         return plan.sum_over_tensor(out), pool
 
-    axes = parameter_specs(spec, dtype="bfloat16", tensor_size=2)["attention"]
+    axes = parameter_specs(spec, dtype="bfloat16", tensor_size=2)["gqa"]
     in_specs = alike, {name: plan.partition(param.axes) for name, param in axes.items()}, heads, alike
     step = jax.shard_map(layer, mesh=plan.mesh, in_specs=in_specs, out_specs=(alike, heads), check_vma=False)
     out, _ = jax.jit(step)(hidden, drawn_weights(spec), pool_of(spec), batch)
@@ -245,7 +247,7 @@ def test_weights_that_do_not_fit_are_refused(wrong):
 
 def test_windows_of_other_layers_are_refused():
     spec = spec_with(windows=(0, 5))
-    other = replace(spec, num_layers=3, attention=replace(spec.attention, windows=(0, 5, 5)))
+    other = with_attention(replace(spec, layers=(*spec.layers, spec.layers[-1])), windows=(0, 5, 5))
     with pytest.raises(Exception, match="each layer has a window"):
         run(CPU_NATIVE, other, batch_of([(0, 5)], []), drawn_hidden(1, spec.hidden_size), drawn_weights(spec))
 

@@ -9,14 +9,22 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
-from rayserve_moe.kernels.table import CPU, TPU
+from rayserve_moe.kernels.table import CPU, TPU, Kernels
 from rayserve_moe.kernels.tpu.paged_attention import attend_new
-from rayserve_moe.model.attention import kernels_for, rope_frequencies, rotary_width
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
-from rayserve_moe.model.kv_cache import cache_row
+from rayserve_moe.model.layers.attention import GroupedAttention, states
+from rayserve_moe.model.layers.choice import kernels_for
+from rayserve_moe.model.layers.rotary import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec, UnsupportedModelError, YarnSpec
+from rayserve_moe.state.kinds import ArraySpec
+from tests.support.specs import attention_of, with_attention
 
 YARN = YarnSpec(factor=32.0, original_length=4096)
+
+
+def row_of(own: GroupedAttention, *, kernels: Kernels, tensor_size: int) -> ArraySpec:
+    ((row,),) = (kind.entry for kind in states(own, kernels=kernels, tensor_size=tensor_size))
+    return row
 
 
 def test_frequencies_are_powers_of_theta_rounded_once():
@@ -57,27 +65,29 @@ def test_yarn_slows_pairs_by_their_turns_in_the_original_length(yarn, theta, wid
 
 def test_the_rotated_part_is_an_even_part_of_a_head():
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
-    assert rotary_width(spec) == spec.attention.head_dim
-    assert rotary_width(replace(spec, rope=replace(spec.rope, rotary_dim=4))) == 4
-    for wrong in (5, spec.attention.head_dim + 2):
+    head_dim = attention_of(spec).head_dim
+    assert attention_of(spec).rotary_width == head_dim
+    assert attention_of(with_attention(spec, rotary_dim=4)).rotary_width == 4
+    for wrong in (5, head_dim + 2):
         with pytest.raises(UnsupportedModelError, match=f"rotary_dim {wrong} is no even part of heads"):
-            replace(spec, rope=replace(spec.rope, rotary_dim=wrong))
+            with_attention(spec, rotary_dim=wrong)
 
 
 def test_a_tpu_has_another_kernel_for_sinks_and_narrow_heads():
     """Its pool has rows of its own, which hold as many elements; windows and scales are known to both."""
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
-    wide = replace(spec, attention=replace(spec.attention, head_dim=128, windows=(128, 0) * 2, score_scale=0.1))
-    sinks = replace(wide, attention=replace(wide.attention, sinks=True))
+    wide = with_attention(spec, head_dim=128, windows=(128, 0) * 2, score_scale=0.1)
+    sinks = with_attention(wide, sinks=True)
     assert kernels_for(wide, TPU) is TPU
     assert kernels_for(wide, TPU, prefers_flat=True).attention is kernels_for(sinks, TPU).attention
     assert kernels_for(wide, CPU, prefers_flat=True) is CPU
-    for other in (sinks, replace(spec, attention=replace(spec.attention, head_dim=64))):
+    for other in (sinks, with_attention(spec, head_dim=64)):
         assert kernels_for(other, CPU) is CPU
         found = kernels_for(other, TPU)
         assert found.attention.has_flat_rows and found.name == "tpu" and found.attention is not TPU.attention
-        row, flat = (cache_row(other, tensor_size=2, is_flat=is_flat) for is_flat in (False, True))
-        assert flat.shape == (math.prod(row.shape) * max(1, 128 // other.attention.head_dim),)
+        own = attention_of(other)
+        row, flat = (row_of(own, kernels=kernels, tensor_size=2) for kernels in (TPU, found))
+        assert flat.shape == (math.prod(row.shape) * max(1, 128 // own.head_dim),)
 
 
 @pytest.mark.parametrize(
@@ -85,22 +95,22 @@ def test_a_tpu_has_another_kernel_for_sinks_and_narrow_heads():
 )
 def test_flat_rows_spread_with_the_heads_and_hold_nothing_else(heads, width, tensor_size, elements):
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
-    spec = replace(spec, attention=replace(spec.attention, num_heads=16, num_kv_heads=heads, head_dim=width))
-    row = cache_row(spec, tensor_size=tensor_size, is_flat=True)
+    spec = with_attention(spec, num_heads=16, num_kv_heads=heads, head_dim=width)
+    flat = kernels_for(spec, TPU, prefers_flat=True)
+    row = row_of(attention_of(spec), kernels=flat, tensor_size=tensor_size)
     assert row.shape == (elements,) and row.axes == ("kv_heads",)
 
 
-def test_there_is_a_window_for_every_layer():
+def test_a_window_holds_positions():
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
-    for windows in ((128,), (-1,) * spec.num_layers):
-        with pytest.raises(UnsupportedModelError, match="are no positions for"):
-            replace(spec, attention=replace(spec.attention, windows=windows))
+    with pytest.raises(UnsupportedModelError, match="a window of -1 is not computed by gqa"):
+        with_attention(spec, windows=(-1,) * spec.num_layers)
 
 
 def test_new_rows_are_written_where_they_are_attended():
     """In pools of flat rows alone: jax's kernel writes none."""
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
-    wide = replace(spec, attention=replace(spec.attention, head_dim=128))
+    wide = with_attention(spec, head_dim=128)
     assert kernels_for(wide, TPU) is TPU and "write_and_decode" not in TPU.attention.attend.keywords
     assert kernels_for(wide, CPU, prefers_flat=True) is CPU
     assert kernels_for(wide, TPU, prefers_flat=True).attention.attend.keywords["write_and_decode"] is attend_new

@@ -13,7 +13,7 @@ from rayserve_moe.model.spec import UnsupportedModelError
 from tests.support.checkpoints import CORE_CONFIG
 
 TARGET = spec_from_config({"architectures": ["Qwen3MoeForCausalLM"], **CORE_CONFIG.hf_config("float32")})
-DEEP = replace(TARGET, num_layers=48)
+DEEP = replace(TARGET, layers=TARGET.layers[-1:] * 48)
 HEAD: dict[str, Any] = {
     "hidden_size": TARGET.hidden_size,
     "vocab_size": TARGET.vocab_size,

@@ -14,6 +14,7 @@ from rayserve_moe.kernels.reference.layers import SCORES
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec, UnsupportedModelError
 from tests.support.family_cases import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
+from tests.support.specs import attention_of, latent_of, with_attention
 
 
 def spec_of(name: str, **changes: Any) -> ModelSpec:
@@ -22,6 +23,11 @@ def spec_of(name: str, **changes: Any) -> ModelSpec:
 
 
 def knob(spec: Any, path: str) -> Any:
+    (own,) = spec.mixers
+    if path in ("windows", "dense"):
+        return spec.windows(own.kind) if path == "windows" else spec.layers_with_ffn("dense")
+    if path.startswith("mixer."):
+        spec, path = own, path.removeprefix("mixer.")
     for part in path.split("."):
         spec = getattr(spec, part)
     return spec
@@ -40,35 +46,35 @@ def test_sizes_are_those_of_the_config(case: FamilyCase):
 
 
 KNOBS = {
-    "qwen2_moe-0": {"attention.bias": True, "attention.output_bias": False, "experts.shared": "sigmoid_gated"},
-    "qwen2_moe-1": {"dense_layer_ids": (0, 2), "attention.bias": False},
-    "qwen2_moe-2": {"attention.windows": (12, 0, 12), "experts.shared_size": 32},
-    "mixtral-0": {"router.renormalize": True, "rope.theta": 1e6, "norm_eps": 1e-5, "attention.windows": ()},
-    "mixtral-1": {"attention.windows": (12, 12, 12)},
-    "mixtral-2": {"attention.head_dim": 24},
-    "olmoe-0": {"attention.qk_norm": "full", "attention.clip_qkv": 0.6, "router.renormalize": False},
+    "qwen2_moe-0": {"mixer.bias": True, "mixer.output_bias": False, "experts.shared": "sigmoid_gated"},
+    "qwen2_moe-1": {"dense": (0, 2), "mixer.bias": False},
+    "qwen2_moe-2": {"windows": (12, 0, 12), "experts.shared_size": 32},
+    "mixtral-0": {"router.renormalize": True, "mixer.rope.theta": 1e6, "norm_eps": 1e-5, "windows": ()},
+    "mixtral-1": {"windows": (12, 12, 12)},
+    "mixtral-2": {"mixer.head_dim": 24},
+    "olmoe-0": {"mixer.qk_norm": "full", "mixer.clip_qkv": 0.6, "router.renormalize": False},
     "deepseek_v2-0": {"router.num_groups": 4, "router.groups_kept": 2, "router.group_score": "max"},
-    "deepseek_v2-1": {"attention.latent.q_lora_rank": None, "router.num_groups": 1, "dense_layer_ids": ()},
+    "deepseek_v2-1": {"mixer.q_lora_rank": None, "router.num_groups": 1, "dense": ()},
     "deepseek_v3-0": {"router.score": "sigmoid", "router.group_score": "top2_sum", "router.scale": 2.5},
-    "deepseek_v3-1": {"attention.latent.q_lora_rank": None, "attention.num_kv_heads": 1, "attention.head_dim": 24},
-    "deepseek_v3-2": {"rope.interleaved": False, "router.renormalize": False, "dense_layer_ids": (0, 1)},
-    "glm4_moe-0": {"rope.rotary_dim": 8, "attention.qk_norm": "head", "attention.output_bias": False},
-    "glm4_moe-1": {"attention.qk_norm": "none", "experts.shared_size": 32},
-    "glm4_moe_lite-1": {"dense_layer_ids": (1,), "router.scale": 1.8},
-    "glm4_moe_lite-2": {"norm_eps": 1e-3, "attention.latent.norm_eps": 1e-6, "attention.output_bias": True},
-    "gpt_oss-0": {"attention.windows": (12, 0, 12), "attention.sinks": True, "rope.yarn.truncate": False},
-    "gpt_oss-1": {"attention.windows": (0, 20, 20), "attention.bias": False, "rope.theta": 150000.0},
-    "gpt_oss-2": {"rope.yarn.truncate": True, "rope.yarn.original_length": 64},
-    "minimax_m2-0": {"rope.rotary_dim": 8, "attention.qk_norm": "full", "rope.theta": 5e6},
-    "minimax_m2-2": {"rope.rotary_dim": None},
-    "ernie4_5_moe-0": {"rope.interleaved": True, "dense_layer_ids": (0,), "tie_embeddings": True},
-    "ernie4_5_moe-1": {"dense_layer_ids": (0, 2), "experts.shared": "none"},
-    "ernie4_5_moe-2": {"dense_layer_ids": (2,), "router.renormalize_floor": 0.6},
-    "hunyuan_v1_moe-0": {"attention.qk_norm_after_rope": True, "experts.shared_size": 32},
-    "hunyuan_v1_moe-1": {"rope.theta": 1e4 * 1000 ** (32 / 30)},
+    "deepseek_v3-1": {"mixer.q_lora_rank": None, "mixer.head_dim": 24},
+    "deepseek_v3-2": {"mixer.rope.interleaved": False, "router.renormalize": False, "dense": (0, 1)},
+    "glm4_moe-0": {"mixer.rope.rotary_dim": 8, "mixer.qk_norm": "head", "mixer.output_bias": False},
+    "glm4_moe-1": {"mixer.qk_norm": "none", "experts.shared_size": 32},
+    "glm4_moe_lite-1": {"dense": (1,), "router.scale": 1.8},
+    "glm4_moe_lite-2": {"norm_eps": 1e-3, "mixer.norm_eps": 1e-6, "mixer.output_bias": True},
+    "gpt_oss-0": {"windows": (12, 0, 12), "mixer.sinks": True, "mixer.rope.yarn.truncate": False},
+    "gpt_oss-1": {"windows": (0, 20, 20), "mixer.bias": False, "mixer.rope.theta": 150000.0},
+    "gpt_oss-2": {"mixer.rope.yarn.truncate": True, "mixer.rope.yarn.original_length": 64},
+    "minimax_m2-0": {"mixer.rope.rotary_dim": 8, "mixer.qk_norm": "full", "mixer.rope.theta": 5e6},
+    "minimax_m2-2": {"mixer.rope.rotary_dim": None},
+    "ernie4_5_moe-0": {"mixer.rope.interleaved": True, "dense": (0,), "tie_embeddings": True},
+    "ernie4_5_moe-1": {"dense": (0, 2), "experts.shared": "none"},
+    "ernie4_5_moe-2": {"dense": (2,), "router.renormalize_floor": 0.6},
+    "hunyuan_v1_moe-0": {"mixer.qk_norm_after_rope": True, "experts.shared_size": 32},
+    "hunyuan_v1_moe-1": {"mixer.rope.theta": 1e4 * 1000 ** (32 / 30)},
     "hunyuan_v1_moe-2": {"router.top_k": 3},
-    "granitemoe-0": {"factors.embedding_multiplier": 3.0, "factors.logits_divisor": 2.0, "attention.score_scale": 0.1},
-    "granitemoe-2": {"attention.score_scale": 1.0, "experts.layout": "fused_out_in"},
+    "granitemoe-0": {"factors.embedding_multiplier": 3.0, "factors.logits_divisor": 2.0, "mixer.score_scale": 0.1},
+    "granitemoe-2": {"mixer.score_scale": 1.0, "experts.layout": "fused_out_in"},
 }
 
 
@@ -82,9 +88,10 @@ def test_knobs_are_those_of_the_config_and_of_the_class_where_it_is_silent(name:
 def test_a_pair_of_mscales_goes_into_the_rotation_and_into_the_scores():
     spec = spec_of("deepseek_v3-1")
     grown = [1 + 0.1 * weight * math.log(4) for weight in (0.7, 1.2)]
-    assert spec.rope.yarn is not None
-    assert spec.rope.yarn.attention_factor == pytest.approx(grown[0] / grown[1])
-    assert spec.attention.score_scale == pytest.approx(24**-0.5 * grown[1] ** 2)
+    own = latent_of(spec)
+    assert own.rope.yarn is not None
+    assert own.rope.yarn.attention_factor == pytest.approx(grown[0] / grown[1])
+    assert own.score_scale == pytest.approx(24**-0.5 * grown[1] ** 2)
 
 
 def test_published_spellings_are_those_of_today():
@@ -100,8 +107,8 @@ def test_published_spellings_are_those_of_today():
 
 def test_a_config_that_puts_windows_on_no_layer_has_none():
     windowed = {"use_sliding_window": True, "sliding_window": 12, "layer_types": None}
-    assert any(spec_of("qwen2_moe-1", **windowed, max_window_layers=1).attention.windows)
-    assert spec_of("qwen2_moe-1", **windowed, max_window_layers=0).attention.windows == ()
+    assert spec_of("qwen2_moe-1", **windowed, max_window_layers=1).has_windows
+    assert not spec_of("qwen2_moe-1", **windowed, max_window_layers=0).has_windows
 
 
 def test_a_single_layer_has_its_experts():
@@ -172,7 +179,7 @@ def test_what_is_not_computed_is_refused_by_key_and_value(name: str, changes: di
         spec_of(name, **changes)
 
 
-CHOICES = ("router.score", "router.group_score", "experts.activation", "experts.shared", "attention.qk_norm")
+CHOICES = ("router.score", "router.group_score", "experts.activation", "experts.shared")
 
 
 @pytest.mark.parametrize("path", [*CHOICES, "experts.layout"])
@@ -180,6 +187,11 @@ def test_a_misspelled_value_is_refused_when_the_spec_is_built(path: str):
     spec, (group, name) = spec_of("deepseek_v3-0"), path.split(".")
     with pytest.raises(UnsupportedModelError, match=f"{path} = 'softmx' is not computed by this build"):
         replace(spec, **{group: replace(getattr(spec, group), **{name: "softmx"})})
+
+
+def test_a_misspelled_value_of_a_mixer_is_refused_by_its_kind():
+    with pytest.raises(UnsupportedModelError, match=r"olmoe\.gqa\.qk_norm = 'softmx' is not computed by this build"):
+        with_attention(spec_of("olmoe-0"), qk_norm="softmx")
 
 
 def test_every_score_and_activation_that_a_spec_may_name_is_computed():
@@ -228,4 +240,4 @@ def test_a_rotated_width_is_taken_as_it_is_written():
     """Also where its share of a head, times the head, is rounded below it."""
     assert int(98 * (2 / 98)) == 1
     changes = {"rope_parameters": None, "head_dim": 98, "rotary_dim": 2}
-    assert spec_of("minimax_m2-0", **changes).rope.rotary_dim == 2
+    assert attention_of(spec_of("minimax_m2-0", **changes)).rope.rotary_dim == 2

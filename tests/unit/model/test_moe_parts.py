@@ -27,6 +27,7 @@ from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import VOCABULARY_AXES
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.expert_cases import shuffled
+from tests.support.specs import with_attention
 
 NUM_TOKENS, PAGE = 8, 4
 ROUTER = RouterSpec(
@@ -83,7 +84,7 @@ def outputs(spec: ModelSpec, mesh: tuple[int, int] = (1, 1), backend: str = "aut
         batch = TokenBatch(*(jnp.asarray(array, jnp.int32) for array in arrays), num_singles=0)
         heads = 2 * CORE_CONFIG.num_key_value_heads // mesh[1]
         pool = jnp.zeros((3 * (1 + 2 * per_rank), PAGE, heads, CORE_CONFIG.head_dim))
-        out = forward(params, pool, batch, config=config, maps=maps)
+        out = forward(params, {"kv": (pool,)}, batch, config=config, maps=maps)
         logits = logits_of(params, out.hidden_TD, config=config)
         return logits.reshape(2, NUM_TOKENS, -1), out.topk_ids_MTK
 
@@ -140,7 +141,7 @@ def test_every_part_moves_the_logits(change):
 
 def test_a_shared_expert_that_does_not_divide_is_refused():
     plan = plan_for(jax.devices()[:4], data_size=1)
-    wide = replace(spec_with(shared_size=30), attention=replace(spec_with().attention, num_heads=8))
+    wide = with_attention(spec_with(shared_size=30), num_heads=8)
     with pytest.raises(SettingsError, match=r"shared_expert_intermediate_size .* 30 does not divide over 4"):
         model_config(wide, plan, experts=ExpertSettings())
 

@@ -20,9 +20,10 @@ from rayserve_moe.kernels.tpu import paged_attention
 from rayserve_moe.kernels.tpu.add_norm import add_and_norm
 from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
 from rayserve_moe.kernels.tpu.streamed_heads import norm_and_project
-from rayserve_moe.model.decoder_layers import LayerCarry, attention_block, step_inputs
+from rayserve_moe.model.decoder_layers import LayerCarry, LayerPlace, mixer_block, step_inputs
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.parallel.mesh import plan_for
+from tests.support.specs import with_attention
 
 LAYERS, LAYER, PAGE, WIDTH = 2, 1, 16, 64
 POSITIONS = (40, -1, 7)
@@ -47,14 +48,13 @@ def own_kernels() -> Kernels:
 def block_by(kernels: Kernels, prompt: tuple[int, ...]) -> list[np.ndarray]:
     """The stream, its norm, and the pool behind attention, [layers * pages, page, elements of a row]."""
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
-    attention = replace(spec.attention, num_heads=4, num_kv_heads=2, head_dim=128)
-    spec = replace(spec, hidden_size=WIDTH, attention=attention)
+    spec = replace(with_attention(spec, num_heads=4, num_kv_heads=2, head_dim=128), hidden_size=WIDTH)
     config = model_config(spec, plan_for(jax.devices()[:1]), experts=ExpertSettings(), kernels=kernels)
     generator, row = np.random.default_rng(3), (2 * 2, 128)
     shapes = {"q_LDH": (WIDTH, 512), "k_LDG": (WIDTH, 256), "v_LDG": (WIDTH, 256), "o_LHD": (512, WIDTH)}
     shapes |= {"q_norm_Lh": (128,), "k_norm_Lh": (128,), "norm_LD": (WIDTH,)}
     drawn = {name: generator.standard_normal((LAYERS, *shape)) / 8 for name, shape in shapes.items()}
-    weights = {"attention": {name: jnp.asarray(array, jnp.float32) for name, array in drawn.items()}}
+    weights = {"gqa": {name: jnp.asarray(array, jnp.float32) for name, array in drawn.items()}}
     weights["mlp_norm"] = {"scale": jnp.asarray(generator.standard_normal((LAYERS, WIDTH)), jnp.float32)}
     positions, num_blocks = np.array((*POSITIONS, *prompt), np.int32), len(POSITIONS) + bool(prompt)
     tables = generator.permutation(np.arange(1, 1 + num_blocks * 3)).reshape(num_blocks, 3).astype(np.int32)
@@ -65,9 +65,11 @@ def block_by(kernels: Kernels, prompt: tuple[int, ...]) -> list[np.ndarray]:
     hidden, added = (jnp.asarray(generator.standard_normal((len(positions), WIDTH)), jnp.float32) for _ in range(2))
 
     def run(pool: jax.Array) -> tuple[jax.Array, ...]:
-        carry = LayerCarry(hidden, added, pool, jnp.int32(0))
-        inputs = step_inputs(batch, pool, config)
-        return attention_block(weights, carry, jnp.int32(LAYER), inputs=inputs, config=config)
+        pools = {"kv": (pool,)}
+        carry, inputs = LayerCarry(hidden, added, pools, jnp.int32(0)), step_inputs(batch, pools, config)
+        place = LayerPlace(*[jnp.int32(LAYER)] * 3)
+        *found, pools = mixer_block(weights, carry, spec.layers[LAYER], place=place, inputs=inputs, config=config)
+        return *found, *pools["kv"]
 
     pool = jnp.asarray(pool, jnp.float32)
     *found, pool = jax.jit(run)(pool.reshape(*pool.shape[:2], -1) if kernels.attention.has_flat_rows else pool)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
+from rayserve_moe.model.layers.attention import kv_repeats
 from rayserve_moe.model.param_spec import ParamSpec
-from rayserve_moe.model.parameters import kv_repeats, parameter_specs
+from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.parallel.sharding import MESH_AXES_OF
 from tests.support.checkpoints import CORE_CONFIG
+from tests.support.specs import attention_of, with_attention
 
 
 def tree_with(tensor_size: int = 1, **changes: object) -> dict[str, dict[str, ParamSpec]]:
@@ -34,14 +34,14 @@ def test_the_router_alone_stays_float32():
 def test_parts_that_a_model_lacks_are_not_stated():
     assert "dense" not in tree_with(mlp_only_layers=())
     assert "head_VD" not in tree_with(tie_word_embeddings=True)["embedding"]
-    assert "q_bias_LH" not in tree_with()["attention"]
+    assert "q_bias_LH" not in tree_with()["gqa"]
 
 
 @pytest.mark.parametrize(("tensor_size", "repeats"), [(1, 1), (2, 1), (4, 2), (8, 4)])
 def test_kv_heads_are_repeated_until_every_device_has_one(tensor_size, repeats):
     spec = spec_from_hf(CORE_CONFIG.hf_config("float32"))
-    assert kv_repeats(spec, tensor_size) == repeats
-    once, held = tree_with()["attention"], tree_with(tensor_size)["attention"]
+    assert kv_repeats(attention_of(spec), tensor_size) == repeats
+    once, held = tree_with()["gqa"], tree_with(tensor_size)["gqa"]
     for name in ("k_LDG", "v_LDG"):
         assert held[name].shape[-1] == once[name].shape[-1] * repeats
         assert held[name].file_shape == once[name].file_shape, "files do not know how many devices there are"
@@ -50,9 +50,10 @@ def test_kv_heads_are_repeated_until_every_device_has_one(tensor_size, repeats):
 
 def test_norms_of_all_heads_and_sinks_lie_with_their_heads():
     spec = spec_from_hf(CORE_CONFIG.hf_config("float32"))
-    spec = replace(spec, attention=replace(spec.attention, qk_norm="full", sinks=True))
-    held = parameter_specs(spec, dtype="bfloat16", tensor_size=4)["attention"]
-    heads, kv_heads, width = spec.attention.num_heads, spec.attention.num_kv_heads, spec.attention.head_dim
+    spec = with_attention(spec, qk_norm="full", sinks=True)
+    held = parameter_specs(spec, dtype="bfloat16", tensor_size=4)["gqa"]
+    own = attention_of(spec)
+    heads, kv_heads, width = own.num_heads, own.num_kv_heads, own.head_dim
     assert held["q_norm_LH"].shape[1] == heads * width and held["k_norm_LG"].shape[1] == 2 * kv_heads * width
     assert held["k_norm_LG"].file_shape == (kv_heads * width,)
     assert held["sinks_LA"].file_shape == (heads,)

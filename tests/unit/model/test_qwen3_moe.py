@@ -7,6 +7,7 @@ import pytest
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import UnsupportedModelError
 from tests.support.checkpoints import CORE_CONFIG
+from tests.support.specs import attention_of
 
 CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], **CORE_CONFIG.hf_config("float32")}
 
@@ -21,7 +22,7 @@ def spec_without(key: str, **changes: object):
 
 def test_both_spellings_give_one_spec():
     spec = spec_with(rope_theta=5e5)
-    assert spec.rope.theta == 5e5
+    assert attention_of(spec).rope.theta == 5e5
     assert spec_without("num_experts", num_local_experts=8, rope_theta=5e5) == spec
     assert spec_without("rope_theta", rope_parameters={"rope_type": "default", "rope_theta": 5e5}) == spec
     assert spec_without("rope_theta", rope_parameters={"rope_theta": 5e5}, rope_scaling=None) == spec
@@ -33,13 +34,13 @@ def test_both_spellings_give_one_spec():
 )
 def test_dense_layers_are_those_listed_and_those_between(every, listed, dense):
     spec = spec_with(num_hidden_layers=3, decoder_sparse_step=every, mlp_only_layers=list(listed))
-    assert spec.dense_layer_ids == dense
-    assert sorted(spec.dense_layer_ids + spec.moe_layer_ids) == [0, 1, 2]
+    assert spec.layers_with_ffn("dense") == dense
+    assert sorted(spec.layers_with_ffn("dense") + spec.moe_layer_ids) == [0, 1, 2]
 
 
 def test_head_dim_is_given_or_follows():
-    assert spec_with(head_dim=24).attention.head_dim == 24
-    assert spec_without("head_dim").attention.head_dim == CORE_CONFIG.hidden_size // CORE_CONFIG.num_attention_heads
+    assert attention_of(spec_with(head_dim=24)).head_dim == 24
+    assert attention_of(spec_without("head_dim")).head_dim == CORE_CONFIG.hidden_size // CORE_CONFIG.num_attention_heads
 
 
 def test_the_routing_layout_is_that_of_the_moe_layers():

@@ -24,7 +24,8 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.table import CPU
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.model.parameters import kv_repeats, parameter_specs
+from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.model.states import pool_partitions, pool_shapes
 from rayserve_moe.model.transformer import ModelConfig, forward, logits_of
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import VOCABULARY_AXES, ParallelPlan
@@ -37,7 +38,6 @@ NUM_LAYERS, NUM_MOE_LAYERS, NUM_EXPERTS = 3, 2, 8
 NUM_SINGLES, NUM_BLOCKS, BLOCK, PAGE, PAGES_PER_ROW = 2, 2, 8, 4, 3
 NUM_TOKENS = NUM_SINGLES + NUM_BLOCKS * BLOCK
 NUM_PAGES = 1 + (NUM_SINGLES + NUM_BLOCKS) * PAGES_PER_ROW
-KV_AXES = ("data_ranks", None, "kv_heads", None)
 
 
 class RankResult(NamedTuple):
@@ -89,9 +89,8 @@ class Model:
         )
         plain = spread.num_redundant == 0 and not spread.shuffled
         self._maps = None if plain else placement_arrays(placement_of(spread))
-        heads = CONFIG.num_key_value_heads * kv_repeats(spec, plan.tensor_size)
-        pool = (spread.data * NUM_LAYERS * NUM_PAGES, PAGE, 2 * heads, CONFIG.head_dim)
-        self.empty_pool = jnp.zeros(pool, device=plan.sharding(KV_AXES))
+        pools = pool_shapes(self.config, num_pages=NUM_PAGES, page_size=PAGE, dtype="float32")
+        self.empty_pools = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype, device=of.sharding), pools)
         self._step = compiled(self.config, {
             group: {name: plan.partition(param.axes) for name, param in params.items()}
             for group, params in tree.items()
@@ -99,11 +98,13 @@ class Model:
 
     def run(self, *steps: list[TokenBatch]) -> list[list[RankResult]]:
         """Run steps one after the other, each a batch for every data rank; results by step and rank."""
-        pool, results = self.empty_pool, []
+        pools, results = self.empty_pools, []
         for batches in steps:
             joined = jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
-            logits_WV, *found, pool = self._step(self.params, pool, joined, self._maps)
-            arrays = zip((logits_WV[:, : CONFIG.vocab_size], *found, pool), (0, 1, 0, 0), strict=True)
+            logits_WV, *found, pools = self._step(self.params, pools, joined, self._maps)
+            arrays = zip(
+                (logits_WV[:, : CONFIG.vocab_size], *found, *jax.tree.leaves(pools)), (0, 1, 0, 0), strict=True
+            )
             parts = [np.split(np.asarray(array), len(batches), dim) for array, dim in arrays]
             results.append([RankResult(*of_rank) for of_rank in zip(*parts, strict=True)])
         return results
@@ -112,19 +113,19 @@ class Model:
 def compiled(config: ModelConfig, parameter_parts: dict) -> Callable:
     """The step over the whole mesh: forward, then logits of every token."""
 
-    def on_device(params, pool, batch, maps):
-        out = forward(params, pool, batch, config=config, maps=maps)
+    def on_device(params, pools, batch, maps):
+        out = forward(params, pools, batch, config=config, maps=maps)
         logits_WV = logits_of(params, out.hidden_TD, config=config)
-        return logits_WV, out.topk_ids_MTK, out.expert_counts_ME, out.kv_pages
+        return logits_WV, out.topk_ids_MTK, out.expert_counts_ME, out.pools
 
-    by_rank, pool = PartitionSpec("data"), config.plan.partition(KV_AXES)
+    by_rank, pools = PartitionSpec("data"), pool_partitions(config)
     batch = TokenBatch(*[by_rank] * 4, num_singles=NUM_SINGLES)
     return jax.jit(
         jax.shard_map(
             on_device,
             mesh=config.plan.mesh,
-            in_specs=(parameter_parts, pool, batch, PartitionSpec()),
-            out_specs=(PartitionSpec(None, VOCABULARY_AXES), PartitionSpec(None, "data"), by_rank, pool),
+            in_specs=(parameter_parts, pools, batch, PartitionSpec()),
+            out_specs=(PartitionSpec(None, VOCABULARY_AXES), PartitionSpec(None, "data"), by_rank, pools),
             check_vma=False,
         )
     )

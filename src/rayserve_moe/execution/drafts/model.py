@@ -15,12 +15,11 @@ from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.config.load import checkpoint_cache
 from rayserve_moe.config.settings import DRAFT_MODELS, ModelSettings, SettingsError, SpeculationSettings
 from rayserve_moe.execution.drafts.parts import scratch_pages
-from rayserve_moe.execution.drafts.steps import draft_axes
+from rayserve_moe.execution.drafts.steps import ARRAY_AXES
 from rayserve_moe.execution.step.pytrees import DraftState
 from rayserve_moe.execution.weights.placing import laid_out
 from rayserve_moe.kernels.cpu_native.layout import shape_problem
 from rayserve_moe.kernels.table import CPU_NATIVE, KERNELS
-from rayserve_moe.model.attention import kernels_for
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import (
     EAGLE_IGNORED,
@@ -33,10 +32,11 @@ from rayserve_moe.model.draft_spec import (
     prediction_spec,
 )
 from rayserve_moe.model.family_table import family_of
-from rayserve_moe.model.kv_cache import cache_row
+from rayserve_moe.model.layers.choice import divided_sizes, kernels_for, summed_widths
+from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.transformer import ModelConfig, Parameters
+from rayserve_moe.model.states import pool_shapes
 
 EVERYTHING = ("*",)
 
@@ -60,7 +60,7 @@ def open_draft(
     """
     if settings.algorithm not in DRAFT_MODELS:
         return None
-    if target.attention.windows:
+    if target.has_windows:
         raise SettingsError(f"speculative_algorithm {settings.algorithm} is not for models with sliding windows")
     path = settings.draft_model_path
     opened = open_checkpoint(path, cache=checkpoint_cache(model.checkpoint_cache)) if path else files
@@ -90,26 +90,22 @@ def draft_config(draft: DraftSpec, target: ModelConfig) -> DraftConfig:
 
     SettingsError where native kernels cannot compute it, or its heads do not divide over devices.
     """
-    plan, attention = target.plan, draft.layer.attention
-    kernels = kernels_for(
-        draft.layer, KERNELS[target.kernels.name], prefers_flat=target.kernels.attention.has_flat_rows
-    )
-    depths = {"hidden_size": draft.layer.hidden_size}
-    if not attention.latent:
-        depths["head_dim"] = attention.head_dim
+    plan, spec = target.plan, draft.layer
+    kernels = kernels_for(spec, KERNELS[target.kernels.name], prefers_flat=target.kernels.attention.has_flat_rows)
+    depths = summed_widths(spec, plan.tensor_size)
     if kernels.name == CPU_NATIVE.name and (problem := shape_problem(depths)):
         raise SettingsError(f"cpu_kernels native cannot compute the draft model: {problem}; take cpu_kernels off")
-    if attention.num_heads % plan.tensor_size or draft.layer.dense_intermediate_size % plan.tensor_size:
+    if any(size % plan.tensor_size for size in divided_sizes(spec, plan.tensor_size).values()):
         raise SettingsError(f"heads or MLP of the draft model do not divide over {plan.tensor_size} devices")
     experts = replace(
         target.experts,
-        router=draft.layer.router,
+        router=spec.router,
         kernels=kernels,
         num_redundant=0,
         slot_choice="first",
         selection="topk",
     )
-    return DraftConfig(draft, ModelConfig(draft.layer, experts), target)
+    return DraftConfig(draft, ModelConfig(spec, experts), target)
 
 
 def draft_tree(config: DraftConfig, *, dtype: str) -> dict[str, dict[str, ParamSpec]]:
@@ -188,16 +184,15 @@ def draft_state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
     num_drafts: int,
     dtypes: tuple[str, str],
 ) -> DraftState:
-    """Shapes of a draft's state for pages and rows of every data rank; `dtypes` are those of features, and of keys."""
+    """Return the shapes of a draft's state for pages and rows of every data rank; `dtypes` are those of features, and
+    of the KV cache."""
     plan, spec = config.layer.plan, config.draft.layer
     dtype, kv_dtype = dtypes
-    kv_dtype = config.layer.kernels.pool.dtypes.get(kv_dtype, kv_dtype)
     num_pages += num_rows * scratch_pages(num_ahead, page_size)
-    row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=config.layer.kernels.attention.has_flat_rows)
-    of_rows = (num_rows, spec.hidden_size), (num_rows,), (num_rows, num_drafts)
-    shapes = (num_pages, page_size, *row.shape), *of_rows
-    arrays = (
+    pools = pool_shapes(config.layer, num_pages=num_pages, page_size=page_size, dtype=kv_dtype)
+    shapes = (num_rows, spec.hidden_size), (num_rows,), (num_rows, num_drafts)
+    of_rows = (
         jax.ShapeDtypeStruct((plan.data_size * shape[0], *shape[1:]), of, sharding=plan.sharding(axes))
-        for shape, of, axes in zip(shapes, (kv_dtype, dtype, "int32", "int32"), draft_axes(config), strict=True)
+        for shape, of, axes in zip(shapes, (dtype, "int32", "int32"), ARRAY_AXES, strict=True)
     )
-    return DraftState(*cast(Any, arrays))
+    return DraftState(pools, *cast(Any, of_rows))

@@ -23,7 +23,7 @@ def scratch_pages(num_ahead: int, page_size: int) -> int:
 
 def with_scratch(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Array, num_scratch: int) -> jax.Array:
     """The page tables of rows, with pages of their own behind that of their last position."""
-    num_pages, page_size = draft_of(state).kv_pages.shape[:2]
+    num_pages, page_size = jax.tree.leaves(draft_of(state).pools)[0].shape[:2]
     first_scratch = num_pages - len(state.last_tokens_R) * num_scratch
     table_SP = state.page_table_RP.at[rows_S].get(mode="clip")
     beyond_SP = jnp.arange(table_SP.shape[1]) - (positions_S // page_size)[:, None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,14 @@ from rayserve_moe.execution.step.samples import OwnSamples
 from rayserve_moe.kernels.ancestors import places_of
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.draft_layer import DraftConfig, draft_features, draft_logits, target_features
-from rayserve_moe.model.kv_cache import cache_row
+from rayserve_moe.model.model_config import Pools
+from rayserve_moe.model.states import page_size_of, pool_partitions
 from rayserve_moe.model.transformer import ForwardOutput
 from rayserve_moe.parallel.sharding import gather_rows
 
 ROW_AXES: tuple[str | None, ...] = ("data_ranks", None)
+ARRAY_AXES = (ROW_AXES, ROW_AXES[:1], ROW_AXES)
+"""Logical axes of the arrays of a draft's state behind its pools, over all data ranks."""
 
 
 def extended(
@@ -56,9 +59,9 @@ def extended(
         next_T = next_T.at[_known_ends(step)].set(step.block_nexts_B, mode="drop")
     features_TD = target_features(*both, out, config=config)
     of_next = replace(batch, token_ids_T=next_T)
-    features_TD, pages = draft_features(both, draft.kv_pages, of_next, features_TD, config=config)
+    features_TD, pools = draft_features(both, draft.pools, of_next, features_TD, config=config)
     after = draft._replace(
-        kv_pages=pages,
+        pools=pools,
         features_RD=draft.features_RD.at[own.rows_S].set(features_TD[places_S], mode="drop"),
         positions_R=draft.positions_R.at[own.rows_S].set(batch.positions_T[places_S], mode="drop"),
     )
@@ -95,14 +98,14 @@ def draft_ahead(
 
     def on_device(weights: ModelWeights, state: DeviceState, rows_NS: jax.Array) -> tuple[DeviceState, jax.Array]:
         if shape.num_children > 1:
-            drafts_SK2, pages = grown_tree(weights, state, rows_S=rows_NS[plan.data_rank()], config=config, shape=shape)
-            state = replace(state, draft=draft_of(state)._replace(kv_pages=pages))
+            drafts_SK2, pools = grown_tree(weights, state, rows_S=rows_NS[plan.data_rank()], config=config, shape=shape)
+            state = replace(state, draft=draft_of(state)._replace(pools=pools))
             return state, plan.gather_data_ranks(drafts_SK2[None], dim=0)
-        drafts_KA, pages = _chain(weights, state, rows_NS[plan.data_rank()], config=config, num_drafts=shape.num_drafts)
+        drafts_KA, pools = _chain(weights, state, rows_NS[plan.data_rank()], config=config, num_drafts=shape.num_drafts)
         drafts_NSK = jnp.moveaxis(drafts_KA.reshape(shape.num_drafts, *rows_NS.shape), 0, -1)
         rank, draft = plan.data_rank(), draft_of(state)
         drafts_RK = draft.drafts_RK.at[rows_NS[rank]].set(drafts_NSK[rank], mode="drop")
-        return replace(state, draft=draft._replace(kv_pages=pages, drafts_RK=drafts_RK)), drafts_NSK
+        return replace(state, draft=draft._replace(pools=pools, drafts_RK=drafts_RK)), drafts_NSK
 
     return jax.shard_map(
         on_device,
@@ -115,10 +118,10 @@ def draft_ahead(
 
 def _chain(
     weights: ModelWeights, state: DeviceState, rows_S: jax.Array, *, config: DraftConfig, num_drafts: int
-) -> tuple[jax.Array, jax.Array]:
-    """Return the drafts of all data ranks, int32 [K, A], and the pool; runs on one device."""
+) -> tuple[jax.Array, Pools]:
+    """Return the drafts of all data ranks, int32 [K, A], and the pools; runs on one device."""
     plan, draft, both = config.layer.plan, draft_of(state), weights_of_both(weights)
-    num_rows, page_size = len(state.last_tokens_R), draft.kv_pages.shape[1]
+    num_rows, page_size = len(state.last_tokens_R), page_size_of(draft.pools)
     positions_S = jnp.where(rows_S < num_rows, draft.positions_R.at[rows_S].get(mode="clip"), -1)
     table_SP = with_scratch(
         state, rows_S, positions_S=positions_S, num_scratch=scratch_pages(num_drafts - 1, page_size)
@@ -132,30 +135,31 @@ def _chain(
         ids_A = sample(logits_AV, sampling, part=config.words, max_top=1, noise=noise).ids_S
         return ids_A if words is None else words[ids_A]
 
-    def ahead(carry: tuple[jax.Array, ...], step: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        features_SD, pages, ids_A = carry
+    def ahead(
+        carry: tuple[jax.Array, Pools, jax.Array], step: jax.Array
+    ) -> tuple[tuple[jax.Array, Pools, jax.Array], jax.Array]:
+        features_SD, pools, ids_A = carry
         at_S = positions_S + 1 + step
         at_S = jnp.where((positions_S >= 0) & (at_S < table_SP.shape[1] * page_size), at_S, -1)
         pages_S = jnp.take_along_axis(table_SP, jnp.maximum(at_S, 0)[:, None] // page_size, axis=1)[:, 0]
         slots_S = jnp.where(at_S >= 0, pages_S * page_size + at_S % page_size, 0)
         own_ids_S = ids_A.reshape(plan.data_size, -1)[plan.data_rank()]
-        batch = TokenBatch(own_ids_S, at_S, slots_S, table_SP, len(rows_S))
-        features_SD, pages = draft_features(both, pages, batch, features_SD, config=config)
+        batch = TokenBatch(own_ids_S, at_S, slots_S, table_SP, len(rows_S), rows_B=rows_S)
+        features_SD, pools = draft_features(both, pools, batch, features_SD, config=config)
         ids_A = drawn(features_SD, positions_S + 3 + step)
-        return (features_SD, pages, ids_A), ids_A
+        return (features_SD, pools, ids_A), ids_A
 
     features_SD = draft.features_RD.at[rows_S].get(mode="clip")
     first_A = drawn(features_SD, positions_S + 2)
-    carry = features_SD, draft.kv_pages, first_A
-    (_, pages, _), others_KA = jax.lax.scan(ahead, carry, jnp.arange(num_drafts - 1))
-    return jnp.concatenate([first_A[None], others_KA]), pages
+    carry = features_SD, draft.pools, first_A
+    (_, pools, _), others_KA = jax.lax.scan(ahead, carry, jnp.arange(num_drafts - 1))
+    return jnp.concatenate([first_A[None], others_KA]), pools
 
 
-def draft_axes(config: DraftConfig) -> tuple[tuple[str | None, ...], ...]:
-    """Return the logical axes of the arrays of a draft's state over all data ranks."""
-    model = config.layer
-    row = cache_row(model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.attention.has_flat_rows)
-    return row.pool_axes, ROW_AXES, ROW_AXES[:1], ROW_AXES
+def draft_partitions(config: DraftConfig) -> DraftState:
+    """Return the tree of a draft's state with partitions for arrays."""
+    of_rows = (cast(jax.Array, config.layer.plan.partition(axes)) for axes in ARRAY_AXES)
+    return DraftState(pool_partitions(config.layer), *of_rows)
 
 
 class Level(NamedTuple):
@@ -182,11 +186,11 @@ class Found(NamedTuple):
 
 def grown_tree(
     weights: ModelWeights, state: DeviceState, *, rows_S: jax.Array, config: DraftConfig, shape: TreeShape
-) -> tuple[jax.Array, jax.Array]:
-    """Return the drafts of rows of a data rank, int32 [S, K, 2], and the draft model's pool; runs on one device."""
+) -> tuple[jax.Array, Pools]:
+    """Return the drafts of rows of a data rank, int32 [S, K, 2], and the draft model's pools; runs on one device."""
     draft, count, num_rows = draft_of(state), shape.num_children, len(rows_S)
     positions_S = jnp.where(rows_S < len(state.last_tokens_R), draft.positions_R.at[rows_S].get(mode="clip"), -1)
-    num_scratch = scratch_pages((shape.num_levels - 1) * count, draft.kv_pages.shape[1])
+    num_scratch = scratch_pages((shape.num_levels - 1) * count, page_size_of(draft.pools))
     table_SP = with_scratch(state, rows_S, positions_S=positions_S, num_scratch=num_scratch)
     features_SD = draft.features_RD.at[rows_S].get(mode="clip")
     follow = partial(_children, weights, state, config=config, count=count)
@@ -197,31 +201,32 @@ def grown_tree(
     places_SC = jnp.broadcast_to(nodes_C, ids_SC.shape)
     first = Level(ids_SC, scores_SC, places_SC, jnp.zeros_like(ids_SC), features_SCD)
 
-    def deeper(carry: tuple[Level, jax.Array], level: jax.Array) -> tuple[tuple[Level, jax.Array], Found]:
-        nodes, pages = carry
+    def deeper(carry: tuple[Level, Pools], level: jax.Array) -> tuple[tuple[Level, Pools], Found]:
+        nodes, pools = carry
         masks_SC = nodes.ancestors_SC | jnp.left_shift(jnp.int32(1), level * count + nodes_C)
         at_S1 = jnp.where(positions_S < 0, -1, positions_S + 1 + level)[:, None]
         at_SC = jnp.broadcast_to(at_S1, masks_SC.shape)
-        batch = _batch(nodes.ids_SC, at_SC, masks_SC, table_SP, draft.kv_pages.shape[1])
+        batch = _batch(nodes.ids_SC, at_SC, masks_SC, table_SP, page_size_of(draft.pools))
+        batch = replace(batch, rows_B=jnp.repeat(rows_S, count))
         if config.layer.kernels.attention.has_flat_rows:
             batch = replace(batch, sequences_U=sequences_X, most_together=count)
         given_XD = nodes.features_SCD.reshape(-1, nodes.features_SCD.shape[2])
-        features_XD, pages = draft_features(weights_of_both(weights), pages, batch, given_XD, config=config)
+        features_XD, pools = draft_features(weights_of_both(weights), pools, batch, given_XD, config=config)
         ids_XC, own_XC = follow(features_XD, jnp.repeat(rows_S, count), jnp.repeat(positions_S + 3 + level, count))
         ids_SN, own_SN = (each.reshape(num_rows, -1) for each in (ids_XC, own_XC))
         scores_SN = jnp.repeat(nodes.scores_SC, count, axis=1) + own_SN
         found = Found(ids_SN, scores_SN, jnp.repeat(nodes.places_SC, count, axis=1))
         read = masks_SC, features_XD.reshape(nodes.features_SCD.shape)
-        return (_best_level(found, *read, first_place=count + level * count**2), pages), found
+        return (_best_level(found, *read, first_place=count + level * count**2), pools), found
 
     levels_L = jnp.arange(shape.num_levels - 1, dtype=jnp.int32)
-    (_, pages), found = jax.lax.scan(deeper, (first, draft.kv_pages), levels_L)
+    (_, pools), found = jax.lax.scan(deeper, (first, draft.pools), levels_L)
     roots = Found(ids_SC, scores_SC, jnp.full_like(ids_SC, -1))
     of_all = (
         jnp.concatenate([one, jnp.moveaxis(others, 0, 1).reshape(num_rows, -1)], axis=1)
         for one, others in zip(roots, found, strict=True)
     )
-    return _best_of(Found(*of_all), shape.num_drafts), pages
+    return _best_of(Found(*of_all), shape.num_drafts), pools
 
 
 def _best_level(found: Found, masks_SC: jax.Array, features_SCD: jax.Array, *, first_place: jax.Array) -> Level:

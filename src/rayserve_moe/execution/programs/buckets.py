@@ -16,8 +16,8 @@ import numpy as np
 
 from rayserve_moe.config.settings import SchedulerSettings
 from rayserve_moe.execution.step.pytrees import StepShape
+from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.model.transformer import ModelConfig
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, Chunks, StepPlan
 from rayserve_moe.scheduling.token_probe import NO_ID, TokenProbe
 

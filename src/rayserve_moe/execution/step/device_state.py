@@ -15,8 +15,9 @@ from rayserve_moe.execution.step.pack import PackedBlocks
 from rayserve_moe.execution.step.pytrees import BlockInputs, DeviceState, StepShape
 from rayserve_moe.execution.step.row_updates import MAX_BIASES
 from rayserve_moe.kernels.kv_pool import LayerPages, num_tables
-from rayserve_moe.model.kv_cache import cache_row
-from rayserve_moe.model.transformer import ModelConfig, words_of
+from rayserve_moe.model.model_config import ModelConfig
+from rayserve_moe.model.states import pool_shapes
+from rayserve_moe.model.transformer import words_of
 from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 
 
@@ -35,19 +36,17 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
     pages_per_row: int,
     layer_pages: tuple[LayerPages, ...] = (),
 ) -> DeviceState:
-    """Shapes of the pool of values of `dtype`, of counts and rows: `num_rows` rows on every data rank, and `num_pages`
-    pages of every layer, or as many as `layer_pages` says."""
-    spec, plan, pool_dtype = config.spec, config.plan, config.kernels.pool.dtypes.get(dtype, dtype)
-    num_layer_pages = sum(layer.num_pages for layer in layer_pages) or spec.num_layers * num_pages
+    """Return the shapes of the pools, of counts and rows: `num_rows` rows on every data rank, and `num_pages` pages of
+    every layer, or as many as `layer_pages` says. `dtype` is that of the KV cache."""
+    spec, plan = config.spec, config.plan
     ranks, words = plan.data_size, words_of(config)
-    row = cache_row(spec, tensor_size=plan.tensor_size, is_flat=config.kernels.attention.has_flat_rows)
 
     def array(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
         of_all_ranks = jax.ShapeDtypeStruct((ranks * shape[0], *shape[1:]), dtype, sharding=plan.sharding(axes))
         return cast(jax.Array, of_all_ranks)
 
     return DeviceState(
-        kv_pages=array((num_layer_pages, page_size, *row.shape), pool_dtype, row.pool_axes),
+        pools=pool_shapes(config, num_pages=num_pages, page_size=page_size, dtype=dtype, layer_pages=layer_pages),
         expert_counts_ME=array((len(spec.moe_layer_ids), spec.router.num_experts), jnp.int32, COUNT_AXES),
         page_table_RP=array((num_rows, pages_per_row * num_tables(layer_pages)), jnp.int32, ROW_AXES),
         sampling_floats_RF=array((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),

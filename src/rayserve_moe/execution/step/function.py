@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.decoding.sampling import Sampled
-from rayserve_moe.execution.drafts.steps import draft_axes, extended
+from rayserve_moe.execution.drafts.steps import draft_partitions, extended
 from rayserve_moe.execution.step.inputs import DeviceInput, InputLayout, change_pages, unpack
-from rayserve_moe.execution.step.page_copies import apply_copies
+from rayserve_moe.execution.step.page_copies import apply_copies, equal_pages
 from rayserve_moe.execution.step.pytrees import (
     BlockInputs,
     DeviceState,
-    DraftState,
     ModelWeights,
     StepConfig,
     StepOutput,
@@ -33,13 +32,13 @@ from rayserve_moe.execution.step.samples import (
 )
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import draft_parameters
-from rayserve_moe.model.kv_cache import cache_row
+from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.model.transformer import ForwardOutput, ModelConfig, Parameters, forward, logits_of, words_of
+from rayserve_moe.model.states import pool_partitions, states_of
+from rayserve_moe.model.transformer import ForwardOutput, forward, logits_of, words_of
 
 COUNT_AXES = ROW_AXES = ("data_ranks", None)
 WORD_AXES: tuple[str | None, ...] = (None, "vocabulary")
@@ -69,7 +68,7 @@ def run_step(
         step = unpack(vector_W, state, layout=layout, page_size=config.page_size, layer_pages=config.layer_pages)
         out, logits_AV = step_logits(
             weights,
-            state.kv_pages,
+            state.pools,
             batch=step.batch,
             sample_places_S=step.sample_places_S,
             forced_MXK=blocks and blocks.forced_NMXK[0],
@@ -77,7 +76,7 @@ def run_step(
             asked=config.asked_layers,
         )
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
-        state = replace(state, kv_pages=out.kv_pages, expert_counts_ME=counts_ME)
+        state = replace(state, pools=out.pools, expert_counts_ME=counts_ME)
         sampled, own, logits_AV, state = sample_rows(logits_AV, state, samples=_samples_of(step), config=config)
         if config.draft is not None:
             state = replace(state, draft=extended(weights, state, step=step, out=out, own=own, config=config.draft))
@@ -144,7 +143,7 @@ def _captured_routing(out: ForwardOutput, config: StepConfig) -> jax.Array | Non
 
 def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
     weights: ModelWeights,
-    kv_pages: jax.Array,
+    pools: Pools,
     *,
     batch: TokenBatch,
     sample_places_S: jax.Array,
@@ -155,7 +154,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
     """On one device: forward, then float32 logits [A, V] of the tokens at `sample_places_S` of every data rank."""
     out = forward(
         weights.params,
-        kv_pages,
+        pools,
         batch,
         config=config,
         maps=weights.maps,
@@ -180,11 +179,13 @@ def adjust_rows(state: DeviceState, vector: jax.Array, *, config: StepConfig) ->
 
 def copy_pages(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> DeviceState:
     """Copy the last pages of prompts (`apply_copies`) on every device of the mesh."""
-    plan, num_layers = config.model.plan, config.model.spec.num_layers
+    plan = config.model.plan
 
     def on_device(state: DeviceState, vector: jax.Array) -> DeviceState:
-        size = len(state.kv_pages) // num_layers
-        layers = config.layer_pages or tuple(LayerPages(0, layer * size, size) for layer in range(num_layers))
+        layers = {
+            kept.kind.name: config.layer_pages or equal_pages(state.pools[kept.kind.name], kept.num_layers)
+            for kept in states_of(config.model)
+        }
         kernel = config.model.kernels.pool.copy_pages
         return apply_copies(state, vector, data_rank=plan.data_rank(), layer_pages=layers, copy=kernel)
 
@@ -204,22 +205,22 @@ def _on_all_devices(
 
 def state_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> DeviceState:
     """The tree of a DeviceState with partitions for arrays."""
-    row = cache_row(config.spec, tensor_size=config.plan.tensor_size, is_flat=config.kernels.attention.has_flat_rows)
-    axes_of_arrays = (
-        WORD_AXES,
-        BIAS_AXES,
-        BIAS_AXES,
-        row.pool_axes,
-        COUNT_AXES,
-        ROW_AXES,
-        ROW_AXES,
-        ROW_AXES,
-        ROW_AXES[:1],
+
+    def partition(axes: tuple[str | None, ...]) -> jax.Array:
+        return cast(jax.Array, config.plan.partition(axes))
+
+    return DeviceState(
+        seen_RV=partition(WORD_AXES),
+        bias_ids_RB=partition(BIAS_AXES),
+        bias_values_RB=partition(BIAS_AXES),
+        pools=pool_partitions(config),
+        expert_counts_ME=partition(COUNT_AXES),
+        page_table_RP=partition(ROW_AXES),
+        sampling_floats_RF=partition(ROW_AXES),
+        sampling_integers_RI=partition(ROW_AXES),
+        last_tokens_R=partition(ROW_AXES[:1]),
+        draft=None if draft is None else draft_partitions(draft),
     )
-    own = None
-    if draft is not None:
-        own = DraftState(*(cast(jax.Array, config.plan.partition(axes)) for axes in draft_axes(draft)))
-    return DeviceState(*(cast(jax.Array, config.plan.partition(axes)) for axes in axes_of_arrays), draft=own)
 
 
 def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockInputs | None:

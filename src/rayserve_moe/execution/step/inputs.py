@@ -144,7 +144,8 @@ def unpack(
     if state.draft is not None and not layout.has_trees:
         single_positions, single_ids = _awaited(state.draft, single_rows, single_positions, single_ids)
         positions_T = jnp.concatenate([single_positions, block_positions])
-    page_table_BP = state.page_table_RP[jnp.concatenate([single_rows, block_rows])]
+    rows_B = jnp.concatenate([single_rows, block_rows])
+    page_table_BP = state.page_table_RP[rows_B]
     if layer_pages:
         page_table_BP = jnp.moveaxis(page_table_BP.reshape(len(page_table_BP), -1, layout.num_tables), -1, 0)
     block_of_T = jnp.concatenate(
@@ -159,7 +160,9 @@ def unpack(
     pages_T = page_table_BP[..., block_of_T, places_T // page_size]
     slots_T = jnp.where(positions_T >= 0, pages_T * page_size + places_T % page_size, 0)
     ids_T = jnp.concatenate([single_ids, vector_W[at.block_ids]])
-    batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, shape.num_singles, layer_pages, ancestors_U)
+    batch = TokenBatch(
+        ids_T, positions_T, slots_T, page_table_BP, shape.num_singles, layer_pages, ancestors_U, rows_B=rows_B
+    )
     if layout.most_together > 1:
         batch = replace(batch, sequences_U=single_rows, most_together=layout.most_together)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from rayserve_moe.execution.step.pytrees import DeviceState
 from rayserve_moe.kernels.kv_pool import LayerPages, num_tables
 from rayserve_moe.kernels.table import Kernel
+from rayserve_moe.model.states import page_size_of
 from rayserve_moe.scheduling.step_plan import StepPlan
 
 MAX_COPIES = 16
@@ -45,11 +46,18 @@ def no_copies() -> np.ndarray:
 
 
 def apply_copies(
-    state: DeviceState, vector: jax.Array, *, data_rank: jax.Array, layer_pages: tuple[LayerPages, ...], copy: Kernel
+    state: DeviceState,
+    vector: jax.Array,
+    *,
+    data_rank: jax.Array,
+    layer_pages: Mapping[str, tuple[LayerPages, ...]],
+    copy: Kernel,
 ) -> DeviceState:
-    """On one device: copy the pages of this data rank, of each layer where `layer_pages` says that it has them, by
-    `kv_pool.copy_pages` or another such kernel."""
-    page_size, num_groups = state.kv_pages.shape[1], num_tables(layer_pages)
+    """Copy the pages of this data rank on one device, with `kv_pool.copy_pages` or another such kernel.
+
+    `layer_pages` says, by kind of state, where each layer has its pages.
+    """
+    page_size, num_groups = page_size_of(state.pools), max(map(num_tables, layer_pages.values()))
     ranks_C, sources_C, targets_C, ends_C = vector.reshape(MAX_COPIES, COPY_FIELDS).T
     columns_CG = (ends_C // page_size)[:, None] * num_groups + jnp.arange(num_groups)
     is_own_C1 = ((ranks_C == data_rank) & (ends_C % page_size > 0))[:, None]
@@ -65,8 +73,15 @@ def apply_copies(
         sources_N, targets_N = ((first_L + pages_CG[:, table_L]).reshape(-1) for pages_CG in (from_CG, to_CG))
         return copy(pool, sources_N, targets_N, num_copies * len(layers))
 
-    state = replace(state, kv_pages=copied(state.kv_pages, layer_pages))
+    pools = {name: tuple(copied(pool, layer_pages[name]) for pool in arrays) for name, arrays in state.pools.items()}
+    state = replace(state, pools=pools)
     if state.draft is None:
         return state
-    own = (LayerPages(0, 0, len(state.draft.kv_pages)),)
-    return replace(state, draft=state.draft._replace(kv_pages=copied(state.draft.kv_pages, own)))
+    own = jax.tree.map(lambda pool: copied(pool, equal_pages((pool,), 1)), state.draft.pools)
+    return replace(state, draft=state.draft._replace(pools=own))
+
+
+def equal_pages(pools: tuple[jax.Array, ...], num_layers: int) -> tuple[LayerPages, ...]:
+    """Return where layers have their pages that share pools equally, and have one page table."""
+    size = len(pools[0]) // num_layers
+    return tuple(LayerPages(0, layer * size, size) for layer in range(num_layers))

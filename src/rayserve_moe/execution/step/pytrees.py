@@ -17,7 +17,7 @@ from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.kv_pool import LayerPages, Moves
 from rayserve_moe.kernels.table import Kernel
 from rayserve_moe.model.draft_layer import DraftConfig
-from rayserve_moe.model.transformer import ModelConfig, Parameters
+from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools
 
 
 @dataclass(frozen=True)
@@ -93,18 +93,18 @@ class ModelWeights:
 
 
 class DraftState(NamedTuple):
-    """What a draft model keeps: its pool, as that of one layer, and of every row its feature, float [R, D], at the last
+    """What a draft model keeps: its pools, of one layer each, and of every row its feature, float [R, D], at the last
     token that the row has computed for good, that token's position, int32 [R], and what was drafted last as a chain,
     int32 [R, K]."""
 
-    kv_pages: jax.Array
+    pools: Pools
     features_RD: jax.Array
     positions_R: jax.Array
     drafts_RK: jax.Array
 
     def moved(self, moves: Moves, move_rows: Kernel) -> DraftState:
-        """The state after moves of the keys and values of tokens."""
-        return self._replace(kv_pages=move_rows(self.kv_pages, moves, num_layers=1))
+        """Return the state after moves of what is kept of tokens."""
+        return self._replace(pools=jax.tree.map(lambda pool: move_rows(pool, moves, num_layers=1), self.pools))
 
 
 @jax.tree_util.register_dataclass
@@ -121,13 +121,13 @@ class ExpertState:
 class DeviceState(AdjustmentState):
     """What a device keeps from step to step; donated on the way in, returned on the way out.
 
-    `kv_pages` is [pages of all layers, page, *row] (`model.kv_cache`); `expert_counts_ME` int32 counts tokens
+    `pools` are those of the model's state kinds (`model.states`); `expert_counts_ME` int32 counts tokens
     since it was reset. The rest is remembered of rows, so that only changes travel: page ids int32; sampling parameters
     float32 and uint32 in the columns of `RowSampling`; the token sampled last, int32. Each data rank has its own, but
     for what adjusts logits: outside the sharded step, leading dimensions are those of all ranks together.
     """
 
-    kv_pages: jax.Array
+    pools: Pools
     expert_counts_ME: jax.Array
     page_table_RP: jax.Array
     sampling_floats_RF: jax.Array

@@ -22,6 +22,8 @@ from rayserve_moe.execution.step.pytrees import DeviceState, StepConfig, StepOut
 from rayserve_moe.execution.step.results import only_wanted
 from rayserve_moe.kernels.ancestors import places_of
 from rayserve_moe.kernels.kv_pool import Moves
+from rayserve_moe.model.model_config import ModelConfig, Pools
+from rayserve_moe.model.states import states_of
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.parallel.sharding import gather_rows
 from rayserve_moe.requests.columns import WANTS_MASK
@@ -115,13 +117,20 @@ def sample_rows(
         own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
         if trees:
             moves = _moves_of(state, samples, counts_A.reshape(plan.data_size, -1)[plan.data_rank()], config.page_size)
-            move, num_layers = config.model.kernels.pool.move_rows, config.model.spec.num_layers
-            kv_pages = move(state.kv_pages, moves, num_layers=num_layers)
-            state = replace(state, kv_pages=kv_pages)
+            state = replace(state, pools=_moved(state.pools, moves, config.model))
     last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
     seen_RV = note_samples(state.seen_RV, sampled.ids_S, rows_S=counted_A, penalties=penalties, part=part)
     own = OwnSamples(own_ids_S, own_rows_S, moves)
     return sampled, own, adjusted_AV, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
+
+
+def _moved(pools: Pools, moves: Moves, config: ModelConfig) -> Pools:
+    """Return the pools with the rows of all layers moved."""
+    move = config.kernels.pool.move_rows
+    return {
+        kept.kind.name: tuple(move(pool, moves, num_layers=kept.num_layers) for pool in pools[kept.kind.name])
+        for kept in states_of(config)
+    }
 
 
 def _moves_of(state: DeviceState, samples: SampleInput, counts_S: jax.Array, page_size: int) -> Moves:

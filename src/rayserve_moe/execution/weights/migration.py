@@ -19,9 +19,9 @@ from rayserve_moe.execution.step.pytrees import ExpertState, ModelWeights
 from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.experts.migration import SlotArrays, SwappedLayer, fetch_slots, swap_layer
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
-from rayserve_moe.model.expert_parameters import slot_specs
+from rayserve_moe.model.layers.moe import slot_specs
+from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.param_spec import ParamSpec
-from rayserve_moe.model.transformer import ModelConfig
 
 NO_LAYER = -1
 

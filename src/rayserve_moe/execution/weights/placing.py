@@ -19,13 +19,13 @@ from rayserve_moe.execution.weights.huge_pages import use_huge_pages
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.table import KERNELS, Kernels
-from rayserve_moe.model.attention import kernels_for
-from rayserve_moe.model.expert_parameters import QUANTIZED
 from rayserve_moe.model.family_table import family_of
+from rayserve_moe.model.layers.choice import divided_sizes, kernels_for
+from rayserve_moe.model.layers.moe import QUANTIZED
+from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.param_spec import ParamSpec
-from rayserve_moe.model.parameters import kv_repeats, parameter_specs
+from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.transformer import ModelConfig, Parameters
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan, num_parts
 
@@ -201,16 +201,7 @@ def _maps_of(placement: ExpertPlacement, *, may_change: bool) -> PlacementArrays
 
 
 def _check_divisible(spec: ModelSpec, plan: ParallelPlan) -> None:
-    tensor, kv_heads = plan.tensor_size, spec.attention.num_kv_heads
-    sizes = {
-        "num_attention_heads": (spec.attention.num_heads, tensor),
-        "num_key_value_heads": (kv_heads * kv_repeats(spec, tensor), tensor),
-        "intermediate_size": (spec.dense_intermediate_size if spec.dense_layer_ids else tensor, tensor),
-        "shared_expert_intermediate_size (or moe_intermediate_size times shared experts)": (
-            spec.experts.shared_size if spec.experts.shared != "none" else tensor,
-            tensor,
-        ),
-    }
-    for name, (size, parts) in sizes.items():
+    parts = plan.tensor_size
+    for name, size in divided_sizes(spec, parts).items():
         if size % parts:
             raise SettingsError(f"{name} {size} does not divide over {parts} devices; choose a divisor of {size}")

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +27,8 @@ from rayserve_moe.execution.step.pytrees import ModelWeights
 from rayserve_moe.execution.weights.placing import parameter_tree, read_parameters
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
-from rayserve_moe.model.transformer import ModelConfig, Parameters
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.requests.records import WeightsRefusedError
 
@@ -174,11 +174,21 @@ def _put(ready: Any, serving: Any) -> Any:
 
 
 def _check_alike(found: ModelSpec, served: ModelSpec) -> None:
-    """CheckpointError names what differs; weights of another dtype are converted."""
-    fields = (field.name for field in dataclasses.fields(ModelSpec) if field.name not in OF_FILES)
-    differing = [name for name in fields if getattr(found, name) != getattr(served, name)]
+    """Raise CheckpointError with the names of what differs; weights of another dtype are converted."""
+    here, there = (dict(_knobs(spec)) for spec in (found, served))
+    differing = [name for name in here | there if here.get(name) != there.get(name)]
     if differing:
         raise CheckpointError(f"the checkpoint is of another model: {', '.join(differing)} differ")
+
+
+def _knobs(spec: ModelSpec) -> Iterator[tuple[str, Any]]:
+    """Yield what weights depend on, by name; knobs of mixers by their own names."""
+    for part in dataclasses.fields(spec):
+        if part.name == "mixers":
+            for mixer in spec.mixers:
+                yield from ((knob.name, getattr(mixer, knob.name)) for knob in dataclasses.fields(cast(Any, mixer)))
+        elif part.name not in OF_FILES:
+            yield part.name, getattr(spec, part.name)
 
 
 def _without_place(message: str, directory: str) -> str:

@@ -11,11 +11,13 @@ from rayserve_moe.model.config_parts import (
     experts_of,
     first_layers_dense,
     heads_of,
+    layers_of,
     outline_of,
 )
 from rayserve_moe.model.config_rope import rope_of, rotary_dim_of
 from rayserve_moe.model.config_values import flag_of, integer_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ModelSpec
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.tensor_names import DECODER, DENSE_MLP, EXPERTS, SHARED_EXPERTS
 
 ARCHITECTURE = "BailingMoeV2ForCausalLM"
@@ -55,20 +57,22 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(
         family="bailing_moe_v2",
         **outline_of(config, norm_eps=1e-6, max_positions=32768),
-        dense_layer_ids=first_layers_dense(config, default=1),
+        layers=layers_of(config, "gqa", dense=first_layers_dense(config, default=1)),
         dense_intermediate_size=integer_of(config, "intermediate_size"),
-        attention=AttentionSpec(
-            **heads,
-            bias=flag_of(config, "use_qkv_bias"),
-            output_bias=flag_of(config, "use_bias"),
-            qk_norm="head" if flag_of(config, "use_qk_norm", True) else "none",
-            fused_qkv=True,
-        ),
-        rope=rope_of(
-            config,
-            "bailing_moe_v2",
-            theta=6e5,
-            rotary_dim=rotary_dim_of(config, heads["head_dim"], default=heads["head_dim"]),
+        mixers=(
+            GroupedAttention(
+                **heads,
+                bias=flag_of(config, "use_qkv_bias"),
+                output_bias=flag_of(config, "use_bias"),
+                qk_norm="head" if flag_of(config, "use_qk_norm", True) else "none",
+                fused_qkv=True,
+                rope=rope_of(
+                    config,
+                    "bailing_moe_v2",
+                    theta=6e5,
+                    rotary_dim=rotary_dim_of(config, heads["head_dim"], default=heads["head_dim"]),
+                ),
+            ),
         ),
         # The only expert of a token has its score as weight.
         router=replace(router, renormalize=router.top_k > 1),

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import experts_of, first_layers_dense, grouped, latent_attention_of, outline_of
+from rayserve_moe.model.config_parts import (
+    experts_of,
+    first_layers_dense,
+    grouped,
+    latent_attention_of,
+    layers_of,
+    outline_of,
+)
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import integer_of, number_of, refuse_other_values
 from rayserve_moe.model.spec import ModelSpec, RouterSpec
@@ -32,10 +39,9 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(
         family="deepseek_v2",
         **outline_of(config, norm_eps=1e-6, max_positions=2048),
-        dense_layer_ids=first_layers_dense(config, default=0),
+        layers=layers_of(config, "mla", dense=first_layers_dense(config, default=0)),
         dense_intermediate_size=integer_of(config, "intermediate_size"),
-        attention=latent_attention_of(config),
-        rope=rope_of(config, "deepseek_v2", interleaved=True),
+        mixers=(latent_attention_of(config, rope=rope_of(config, "deepseek_v2", interleaved=True)),),
         router=_router(config),
         experts=experts_of(config, "n_shared_experts", default=2),
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import experts_of, heads_of, outline_of
+from rayserve_moe.model.config_parts import experts_of, heads_of, layers_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import count_of, integer_of, number_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.spec import ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER, DENSE_MLP, EXPERTS, SHARED_EXPERTS
 
 ARCHITECTURE = "Ernie4_5_MoeForCausalLM"
@@ -32,10 +33,11 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(
         family="ernie4_5_moe",
         **outline_of(config, norm_eps=1e-5, max_positions=131072, tied=True),
-        dense_layer_ids=_dense_layer_ids(config),
+        layers=layers_of(config, "gqa", dense=_dense_layer_ids(config)),
         dense_intermediate_size=integer_of(config, "intermediate_size"),
-        attention=AttentionSpec(**heads_of(config)),
-        rope=rope_of(config, "ernie4_5_moe", theta=5e5, interleaved=True),
+        mixers=(
+            GroupedAttention(**heads_of(config), rope=rope_of(config, "ernie4_5_moe", theta=5e5, interleaved=True)),
+        ),
         router=RouterSpec(
             num_experts=integer_of(config, "moe_num_experts"),
             top_k=integer_of(config, "moe_k", 6),

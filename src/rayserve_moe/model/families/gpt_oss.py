@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import heads_of, outline_of, windows_of
+from rayserve_moe.model.config_parts import heads_of, layers_of, outline_of, windows_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import flag_of, integer_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER
 
 ARCHITECTURE = "GptOssForCausalLM"
@@ -47,16 +48,21 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(
         family="gpt_oss",
         **outline,
-        dense_layer_ids=(),
-        dense_intermediate_size=0,
-        attention=AttentionSpec(
-            **heads_of(config, head_dim=64),
-            bias=bias,
-            output_bias=bias,
-            sinks=True,
-            windows=windows_of(config, default=128, sliding=tuple(range(0, outline["num_layers"], 2))),
+        layers=layers_of(
+            config,
+            "gqa",
+            windows=windows_of(config, default=128, sliding=range(0, integer_of(config, "num_hidden_layers"), 2)),
         ),
-        rope=rope_of(config, "gpt_oss", theta=150000.0),
+        dense_intermediate_size=0,
+        mixers=(
+            GroupedAttention(
+                **heads_of(config, head_dim=64),
+                bias=bias,
+                output_bias=bias,
+                sinks=True,
+                rope=rope_of(config, "gpt_oss", theta=150000.0),
+            ),
+        ),
         router=RouterSpec(
             num_experts=integer_of(config, "num_local_experts"),
             top_k=integer_of(config, "num_experts_per_tok"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import heads_of, outline_of
+from rayserve_moe.model.config_parts import heads_of, layers_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import flag_of, integer_of, number_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, FactorSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.spec import ExpertSpec, FactorSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER
 
 ARCHITECTURE = "GraniteMoeForCausalLM"
@@ -31,15 +32,17 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(
         family="granitemoe",
         **outline_of(config, norm_eps=1e-6, max_positions=2048),
-        dense_layer_ids=(),
+        layers=layers_of(config, "gqa"),
         dense_intermediate_size=0,
-        attention=AttentionSpec(
-            **heads_of(config),
-            bias=bias,
-            output_bias=bias,
-            score_scale=number_of(config, "attention_multiplier", 1.0),
+        mixers=(
+            GroupedAttention(
+                **heads_of(config),
+                bias=bias,
+                output_bias=bias,
+                score_scale=number_of(config, "attention_multiplier", 1.0),
+                rope=rope_of(config, "granitemoe"),
+            ),
         ),
-        rope=rope_of(config, "granitemoe"),
         router=RouterSpec(
             num_experts=integer_of(config, "num_local_experts"),
             top_k=integer_of(config, "num_experts_per_tok"),

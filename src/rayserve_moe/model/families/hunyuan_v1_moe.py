@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import heads_of, outline_of
+from rayserve_moe.model.config_parts import heads_of, layers_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import flag_of, integer_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER, EXPERTS
 
 ARCHITECTURE = "HunYuanMoEV1ForCausalLM"
@@ -47,10 +48,18 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(
         family="hunyuan_v1_moe",
         **outline_of(config, norm_eps=1e-5, max_positions=2048),
-        dense_layer_ids=(),
+        layers=layers_of(config, "gqa"),
         dense_intermediate_size=0,
-        attention=AttentionSpec(**heads, bias=bias, output_bias=bias, qk_norm="head", qk_norm_after_rope=True),
-        rope=rope_of(config, "hunyuan_v1_moe", alpha_dim=heads["head_dim"]),
+        mixers=(
+            GroupedAttention(
+                **heads,
+                bias=bias,
+                output_bias=bias,
+                qk_norm="head",
+                qk_norm_after_rope=True,
+                rope=rope_of(config, "hunyuan_v1_moe", alpha_dim=heads["head_dim"]),
+            ),
+        ),
         router=RouterSpec(
             num_experts=integer_of(config, "num_experts"),
             top_k=integer_of(config, "moe_topk", 1),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import heads_of, outline_of
+from rayserve_moe.model.config_parts import heads_of, layers_of, outline_of
 from rayserve_moe.model.config_rope import rope_of, rotary_dim_of
 from rayserve_moe.model.config_values import integer_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, BLOCK_SPARSE_EXPERTS, DECODER
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
@@ -38,11 +39,19 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(
         family="minimax_m2",
         **outline_of(config, norm_eps=1e-6, max_positions=196608),
-        dense_layer_ids=(),
+        layers=layers_of(config, "gqa"),
         dense_intermediate_size=0,
-        attention=AttentionSpec(**heads, qk_norm="full"),
-        rope=rope_of(
-            config, "minimax_m2", theta=5e6, rotary_dim=rotary_dim_of(config, heads["head_dim"], default=rotated)
+        mixers=(
+            GroupedAttention(
+                **heads,
+                qk_norm="full",
+                rope=rope_of(
+                    config,
+                    "minimax_m2",
+                    theta=5e6,
+                    rotary_dim=rotary_dim_of(config, heads["head_dim"], default=rotated),
+                ),
+            ),
         ),
         router=RouterSpec(
             num_experts=integer_of(config, "num_local_experts"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import heads_of, outline_of
+from rayserve_moe.model.config_parts import heads_of, layers_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import integer_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, BLOCK_SPARSE_EXPERTS, DECODER
 
 ARCHITECTURE = "MixtralForCausalLM"
@@ -19,15 +20,13 @@ CHECKPOINT_RULES = DECODER | ATTENTION | BLOCK_SPARSE_EXPERTS
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
     refuse_other_values(config, "mixtral", hidden_act=("silu",))
-    outline = outline_of(config, norm_eps=1e-5, max_positions=131072)
     window = 0 if config.get("sliding_window") is None else integer_of(config, "sliding_window")
     return ModelSpec(
         family="mixtral",
-        **outline,
-        dense_layer_ids=(),
+        **outline_of(config, norm_eps=1e-5, max_positions=131072),
+        layers=layers_of(config, "gqa", windows=(window,) * integer_of(config, "num_hidden_layers")),
         dense_intermediate_size=0,
-        attention=AttentionSpec(**heads_of(config), windows=(window,) * outline["num_layers"] if window else ()),
-        rope=rope_of(config, "mixtral", theta=1e6),
+        mixers=(GroupedAttention(**heads_of(config), rope=rope_of(config, "mixtral", theta=1e6)),),
         router=RouterSpec(
             num_experts=integer_of(config, "num_local_experts"),
             top_k=integer_of(config, "num_experts_per_tok"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import heads_of, outline_of
+from rayserve_moe.model.config_parts import heads_of, layers_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import flag_of, integer_of, number_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER, EXPERTS
 
 ARCHITECTURE = "OlmoeForCausalLM"
@@ -23,16 +24,18 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(
         family="olmoe",
         **outline_of(config, norm_eps=1e-5, max_positions=4096),
-        dense_layer_ids=(),
+        layers=layers_of(config, "gqa"),
         dense_intermediate_size=0,
-        attention=AttentionSpec(
-            **heads_of(config),
-            bias=bias,
-            output_bias=bias,
-            qk_norm="full",
-            clip_qkv=None if config.get("clip_qkv") is None else number_of(config, "clip_qkv", 0.0),
+        mixers=(
+            GroupedAttention(
+                **heads_of(config),
+                bias=bias,
+                output_bias=bias,
+                qk_norm="full",
+                clip_qkv=None if config.get("clip_qkv") is None else number_of(config, "clip_qkv", 0.0),
+                rope=rope_of(config, "olmoe"),
+            ),
         ),
-        rope=rope_of(config, "olmoe"),
         router=RouterSpec(
             num_experts=integer_of(config, "num_experts"),
             top_k=integer_of(config, "num_experts_per_tok"),

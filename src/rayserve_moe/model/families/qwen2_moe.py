@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import heads_of, layers_between_dense, outline_of, windows_of
+from rayserve_moe.model.config_parts import heads_of, layers_between_dense, layers_of, outline_of, windows_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import count_of, flag_of, integer_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER, DENSE_MLP, EXPERTS
 
 ARCHITECTURE = "Qwen2MoeForCausalLM"
@@ -32,10 +33,13 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(
         family="qwen2_moe",
         **outline_of(config, norm_eps=1e-6, max_positions=32768),
-        dense_layer_ids=layers_between_dense(config),
+        layers=layers_of(config, "gqa", dense=layers_between_dense(config), windows=_windows(config)),
         dense_intermediate_size=integer_of(config, "intermediate_size"),
-        attention=AttentionSpec(**heads_of(config), bias=flag_of(config, "qkv_bias", True), windows=_windows(config)),
-        rope=rope_of(config, "qwen2_moe"),
+        mixers=(
+            GroupedAttention(
+                **heads_of(config), bias=flag_of(config, "qkv_bias", True), rope=rope_of(config, "qwen2_moe")
+            ),
+        ),
         router=RouterSpec(
             num_experts=integer_of(config, "num_experts"),
             top_k=integer_of(config, "num_experts_per_tok"),

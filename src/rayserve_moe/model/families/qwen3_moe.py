@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.model.config_parts import heads_of, layers_between_dense, outline_of
+from rayserve_moe.model.config_parts import heads_of, layers_between_dense, layers_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import flag_of, integer_of, refuse_other_values
-from rayserve_moe.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RouterSpec
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER, DENSE_MLP, EXPERTS
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
@@ -27,10 +28,13 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return ModelSpec(
         family="qwen3_moe",
         **outline_of(config, norm_eps=1e-6, max_positions=32768),
-        dense_layer_ids=layers_between_dense(config),
+        layers=layers_of(config, "gqa", dense=layers_between_dense(config)),
         dense_intermediate_size=integer_of(config, "intermediate_size"),
-        attention=AttentionSpec(**heads_of(config), bias=bias, output_bias=bias, qk_norm="head"),
-        rope=rope_of(config, "qwen3_moe"),
+        mixers=(
+            GroupedAttention(
+                **heads_of(config), bias=bias, output_bias=bias, qk_norm="head", rope=rope_of(config, "qwen3_moe")
+            ),
+        ),
         router=RouterSpec(
             num_experts=integer_of(
                 config, "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"

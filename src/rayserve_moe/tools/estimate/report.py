@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.tools.estimate.chips import OVERHEAD_S, chip_of
 from rayserve_moe.tools.estimate.dump import DumpFolder, Schedules
 from rayserve_moe.tools.estimate.links import Slice

@@ -15,8 +15,9 @@ from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.kernels.tpu.attention_blocks import AttentionShape, KernelBlocks, decode_blocks, prefill_blocks
 from rayserve_moe.kernels.tpu.flat_rows import layout_of
 from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block, tile_queries_for
-from rayserve_moe.model.kv_cache import cache_row
-from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.model.model_config import ModelConfig
+from rayserve_moe.model.spec import MixerSpec, ModelSpec, ScoreShape
+from rayserve_moe.model.states import states_of
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
 
@@ -69,17 +70,21 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
                 used, rows = _of_table(name, ties=spec.tie_embeddings), sizes.rows * plan.data_size
             weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
             flops += 2 * elements * rows * (1 if used else 0)
-    row_bytes = (
-        cache_row(spec, tensor_size=plan.tensor_size, is_flat=model.kernels.attention.has_flat_rows).local_size(plan)
-        * jnp.dtype(sizes.kv_dtype).itemsize
-    )
-    attention = _attention_work(model, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
+    states, attention = states_of(model), {}
     seen = sizes.rows * sizes.context + prompt_tokens * min(sizes.context, max(prompt_tokens, 1)) / 2
-    heads, latent = spec.attention.num_heads // plan.tensor_size, spec.attention.latent
-    width = latent.kv_lora_rank + latent.rope_dim / 2 if latent else spec.attention.head_dim
-    flops += 4 * heads * width * seen * spec.num_layers
-    kv_bytes = row_bytes * (sizes.sequences * sizes.context + prompt_tokens) * spec.num_layers
-    return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + kv_bytes)
+    for mixer, shape in _scoring(spec):
+        row_bytes = states[0].row_bytes(plan, dtype=sizes.kv_dtype)
+        attention = _attention_work(model, shape, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
+        heads, num_layers = shape.num_heads // plan.tensor_size, len(spec.layers_with_mixer(mixer.kind))
+        flops += 2 * heads * (shape.key_width + shape.value_width) * seen * num_layers
+    kept = sizes.sequences * sizes.context + prompt_tokens
+    state_bytes = sum(state.row_bytes(plan, dtype=sizes.kv_dtype) * kept * state.num_layers for state in states)
+    return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + state_bytes)
+
+
+def _scoring(spec: ModelSpec) -> list[tuple[MixerSpec, ScoreShape]]:
+    """Return the mixers that score keys."""
+    return [(mixer, shape) for mixer in spec.mixers if (shape := mixer.score_shape()) is not None]
 
 
 def _of_table(name: str, *, ties: bool) -> float:
@@ -88,16 +93,16 @@ def _of_table(name: str, *, ties: bool) -> float:
 
 
 def _attention_work(
-    model: ModelConfig, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
+    model: ModelConfig, scores: ScoreShape, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
 ) -> dict[int, AttentionWork]:
-    attention, tensor_size = model.spec.attention, model.plan.tensor_size
+    tensor_size = model.plan.tensor_size
     if model.kernels.attention.has_flat_rows:
-        return _paged_work(model, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
+        return _paged_work(model, scores, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
     chip = sizes.topology.split(":")[0].removeprefix("tpu")
     shape = AttentionShape(
-        attention.num_heads // tensor_size,
-        max(1, attention.num_kv_heads // tensor_size),
-        attention.head_dim,
+        scores.num_heads // tensor_size,
+        max(1, scores.num_kv_heads // tensor_size),
+        scores.key_width,
         sizes.page_size,
         math.ceil(sizes.context / sizes.page_size),
         jnp.dtype(sizes.kv_dtype).itemsize,
@@ -115,13 +120,13 @@ def _attention_work(
 
 
 def _paged_work(
-    model: ModelConfig, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
+    model: ModelConfig, scores: ScoreShape, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
 ) -> dict[int, AttentionWork]:
     """By the kernel of our own, single tokens and blocks of prompts; every core has equally many blocks."""
     num, cores = sizes.sequences, cores_of(model.plan.mesh)
     work = {_whole(sizes.places, cores): _visits(sizes, [sizes.context] * num, row_bytes=row_bytes)}
     if prompt_tokens:
-        length, tile = min(sizes.context, prompt_tokens), _tile_queries(model, row_bytes, sizes)
+        length, tile = min(sizes.context, prompt_tokens), _tile_queries(model, scores, row_bytes=row_bytes, sizes=sizes)
         ends = [min(length, end + tile) for end in range(0, length, tile)] * math.ceil(prompt_tokens / length)
         num_blocks = math.ceil(prompt_tokens / PREFILL_BLOCK_TOKENS)
         work[_whole(num_blocks, cores)] = _visits(sizes, ends, row_bytes=row_bytes)
@@ -136,13 +141,12 @@ def _visits(sizes: StepSizes, lengths: list[int], *, row_bytes: int) -> Attentio
     return AttentionWork(num, num, visits, sum(pages) * sizes.page_size * row_bytes, sum(pages))
 
 
-def _tile_queries(model: ModelConfig, row_bytes: int, sizes: StepSizes) -> int:
-    """Queries of a block of a prompt that are attended at once."""
-    attention, latent = model.spec.attention, model.spec.attention.latent
-    width = latent.kv_lora_rank + latent.rope_dim if latent else attention.head_dim
+def _tile_queries(model: ModelConfig, scores: ScoreShape, *, row_bytes: int, sizes: StepSizes) -> int:
+    """Return the number of queries of a block of a prompt that are attended at once."""
     row_lanes = row_bytes // jnp.dtype(sizes.kv_dtype).itemsize
-    layout = layout_of(row_lanes, width, latent_width=latent.kv_lora_rank if latent else 0)
-    query_rows = attention.num_heads // model.plan.tensor_size // layout.num_sets
+    value_width = scores.value_width if scores.values_are_keys else 0
+    layout = layout_of(row_lanes, scores.key_width, latent_width=value_width)
+    query_rows = scores.num_heads // model.plan.tensor_size // layout.num_sets
     return tile_queries_for(PREFILL_BLOCK_TOKENS, query_rows)
 
 

@@ -21,9 +21,10 @@ from rayserve_moe.execution.weights.placing import first_placement, model_config
 from rayserve_moe.experts.backends import choose_backend
 from rayserve_moe.experts.tokens import chunk_tokens
 from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes, lacks, usable_bytes
-from rayserve_moe.model.kv_cache import cache_row, windows_of
+from rayserve_moe.model.layers.choice import divided_sizes
+from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.transformer import ModelConfig
+from rayserve_moe.model.states import states_of, windows_within
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.chips import OVERHEAD_S, Chip, chip_of
 from rayserve_moe.tools.estimate.links import Slice
@@ -124,7 +125,7 @@ def splits(spec: ModelSpec, topology: str) -> Iterator[Split]:
     num_devices = len(devices_of(topology))
     least = -spec.router.num_experts % num_devices
     for tp in (size for size in range(1, num_devices + 1) if num_devices % size == 0):
-        if spec.attention.num_heads % tp == 0:
+        if not any(size % tp for size in divided_sizes(spec, tp).values()):
             for redundant in (least, least + num_devices):
                 if redundant <= MAX_REDUNDANT:
                     yield Split(topology, num_devices // tp, tp, redundant)
@@ -174,12 +175,12 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
 
 
 def row_bytes(model: ModelConfig, length: int, *, kv_dtype: str) -> int:
-    """Bytes on a device that a sequence of `length` tokens keeps: layers with a window keep only that."""
-    row = cache_row(
-        model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.attention.has_flat_rows
-    ).local_size(model.plan)
-    seen = sum(window or length for window in windows_of(model.spec, longest=length))
-    return seen * row * jnp.dtype(kv_dtype).itemsize
+    """Return the bytes on a device that a sequence of `length` tokens keeps: layers with a window keep only that."""
+    return sum(
+        state.row_bytes(model.plan, dtype=kv_dtype)
+        * sum(window or length for window in windows_within(state.windows, max_tokens=length))
+        for state in states_of(model)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -350,12 +351,9 @@ def _expert_elements(model: ModelConfig, dtype: str) -> int:
 
 
 def _unseen_bytes(model: ModelConfig, tokens: StepTokens, kv_dtype: str) -> float:
-    """KV bytes of `step_work` that layers with a window do not read."""
-    row = (
-        cache_row(
-            model.spec, tensor_size=model.plan.tensor_size, is_flat=model.kernels.attention.has_flat_rows
-        ).local_size(model.plan)
-        * jnp.dtype(kv_dtype).itemsize
+    """Return the bytes of `step_work` that layers with a window do not read."""
+    return tokens.sequences * sum(
+        state.row_bytes(model.plan, dtype=kv_dtype)
+        * sum(tokens.context - window for window in windows_within(state.windows, max_tokens=tokens.context) if window)
+        for state in states_of(model)
     )
-    unseen = sum(tokens.context - window for window in windows_of(model.spec, longest=tokens.context) if window)
-    return tokens.sequences * unseen * row

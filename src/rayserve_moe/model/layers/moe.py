@@ -1,16 +1,32 @@
-"""The parameters of what comes after attention in a layer: routers, expert slots, shared experts, dense MLPs."""
+"""Experts after the mixer: routers, expert slots and shared experts, their parameters and computation."""
 
-# M MoE layers   N dense layers   D model width   E experts   P expert slots   F expert width   I dense width
-# S width of a shared expert   Z blocks of rows that have scales of their own
+# T tokens   M MoE layers   D model width   E experts   P expert slots   F expert width   S width of a shared expert
+# X tokens in prefill blocks   K experts per token   Z blocks of rows that have scales of their own
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.experts.layer import LayerRouting, apply_experts
+from rayserve_moe.experts.routing import ForcedExperts, router_of_layer
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, scale_rows
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights
+from rayserve_moe.kernels.tpu.top_experts import StackedRouter
+from rayserve_moe.model.layers.kinds import Ffn
+from rayserve_moe.model.layers.mlp import product
+from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs
 from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec
 from rayserve_moe.model.spec import ModelSpec
 
+EXPERT_ARRAYS = (
+    *("gate_MPDF", "up_MPDF", "down_MPFD"),
+    *("gate_bias_MPF", "up_bias_MPF", "down_bias_MPD"),
+    *("gate_scale_MPZF", "up_scale_MPZF", "down_scale_MPZD"),
+)
+"""In the order of `ExpertWeights`."""
 QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """Dtypes of the matrices of experts that have scales, by what the setting `expert_dtype` calls them."""
 SCALE_OF = {"gate_MPDF": "gate_scale_MPZF", "up_MPDF": "up_scale_MPZF", "down_MPFD": "down_scale_MPZD"}
@@ -98,9 +114,9 @@ def shared_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
     """The shared expert of every MoE layer, spread over devices as a dense MLP is."""
     layers, width, inner = spec.moe_layer_ids, spec.hidden_size, spec.experts.shared_size
     specs = {
-        "gate_MDS": _product("shared_gate", (width, inner), layers, dtype),
-        "up_MDS": _product("shared_up", (width, inner), layers, dtype),
-        "down_MSD": _product("shared_down", (inner, width), layers, dtype),
+        "gate_MDS": product("shared_gate", (width, inner), layers, dtype),
+        "up_MDS": product("shared_up", (width, inner), layers, dtype),
+        "down_MSD": product("shared_down", (inner, width), layers, dtype),
     }
     if spec.experts.shared == "sigmoid_gated":
         shape, axes = (len(layers), width, 1), ("layers", "model", None)
@@ -108,17 +124,73 @@ def shared_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
     return specs
 
 
-def dense_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
-    """The MLPs of the layers without experts."""
-    layers, width, inner = spec.dense_layer_ids, spec.hidden_size, spec.dense_intermediate_size
-    return {
-        "gate_NDI": _product("dense_gate", (width, inner), layers, dtype),
-        "up_NDI": _product("dense_up", (width, inner), layers, dtype),
-        "down_NID": _product("dense_down", (inner, width), layers, dtype),
-    }
+def parameters(
+    spec: ModelSpec, *, dtype: str, expert_dtype: str, num_redundant: int
+) -> dict[str, dict[str, ParamSpec]]:
+    """Return routers and expert slots, and the shared experts where there are some."""
+    slots = slot_specs(spec, dtype=dtype, expert_dtype=expert_dtype, num_redundant=num_redundant)
+    groups = {"experts": router_specs(spec) | slots}
+    if spec.experts.shared != "none":
+        groups["shared"] = shared_specs(spec, dtype)
+    return groups
 
 
-def _product(role: str, shape: tuple[int, int], layers: tuple[int, ...], dtype: str) -> ParamSpec:
-    """A matrix of a gated MLP whose inner dimension lies over the tensor axis."""
-    axes = ("dense_inner", "model") if role.endswith("_down") else ("model", "dense_inner")
-    return ParamSpec((len(layers), *shape), dtype, ("layers", *axes), role, layers, file=TRANSPOSED)
+def divided_sizes(spec: ModelSpec) -> dict[str, int]:
+    """Return the width of a shared expert, which the devices have to divide."""
+    key = "shared_expert_intermediate_size (or moe_intermediate_size times shared experts)"
+    return {} if spec.experts.shared == "none" else {key: spec.experts.shared_size}
+
+
+def apply(
+    params: Parameters, normed_TD: jax.Array, inputs: StepInputs, *, layer: jax.Array, config: ModelConfig
+) -> tuple[jax.Array, LayerRouting]:
+    """Return what the experts of a layer add to every token [T, D], and its routing."""
+    experts = params["experts"]
+    flat = ExpertWeights._make(_flatten(experts[name]) if name in experts else None for name in EXPERT_ARRAYS)
+    out_TD, routing = apply_experts(
+        normed_TD,
+        router_of_layer(_stacked_router(experts, layer)),
+        flat,
+        layer=layer,
+        valid_T=inputs.valid_T,
+        config=config.experts,
+        maps=inputs.maps,
+        forced=_forced_of_layer(inputs, layer),
+        capacity=inputs.capacity,
+    )
+    if config.spec.experts.shared != "none":
+        shared_TD = _shared_expert(params["shared"], normed_TD, layer, config)
+        out_TD = out_TD.astype(jnp.float32) + shared_TD
+    return out_TD.astype(normed_TD.dtype), routing
+
+
+@jax.named_scope("shared_expert")
+def _shared_expert(
+    weights: dict[str, jax.Array], normed_TD: jax.Array, moe_layer: jax.Array, config: ModelConfig
+) -> jax.Array:
+    """Return what the shared expert adds to every token, float32 [T, D]: times its gate if it has one (Qwen2-MoE)."""
+    matrices = weights["gate_MDS"], weights["up_MDS"], weights["down_MSD"]
+    out_TD = config.plan.sum_over_tensor(config.kernels.mlp(normed_TD, matrices, layer=moe_layer))
+    if config.spec.experts.shared != "sigmoid_gated":
+        return out_TD
+    gate_D1 = weights["out_gate_MD1"][moe_layer].astype(jnp.float32)
+    return config.kernels.experts.router_scores(normed_TD, gate_D1, score="sigmoid") * out_TD
+
+
+def _forced_of_layer(inputs: StepInputs, moe_layer: jax.Array) -> ForcedExperts | None:
+    if inputs.forced is None:
+        return None
+    forced_MXK, is_any = inputs.forced
+    return ForcedExperts(forced_MXK[moe_layer].astype(jnp.int32), is_any)
+
+
+def _stacked_router(experts: dict[str, jax.Array], layer: jax.Array) -> StackedRouter:
+    return StackedRouter(experts["router_MDE"], experts.get("router_bias_ME"), experts.get("selection_bias_ME"), layer)
+
+
+def _flatten(weights: jax.Array) -> jax.Array:
+    """View [layers, slots, ...] as [layers * slots, ...]."""
+    return weights.reshape(-1, *weights.shape[2:])
+
+
+FFN = Ffn(parameters, apply, divided_sizes)

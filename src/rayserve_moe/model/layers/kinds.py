@@ -1,0 +1,57 @@
+"""The records of functions that a kind of mixer and a kind of feed-forward network consist of.
+
+All of them are pure functions. `spec` is the ModelSpec, `own` the mixer's part of it; `layer` is the index among the
+layers of the same kind.
+"""
+
+# T tokens   D model width
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from rayserve_moe.experts.layer import LayerRouting
+from rayserve_moe.kernels.table import Kernels
+from rayserve_moe.model.model_config import Pools
+from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.state.kinds import StateKind
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """What mixes the tokens of a sequence in a layer: attention, or a recurrence."""
+
+    parameters: Callable[..., dict[str, ParamSpec]]
+    """`(own, spec, *, dtype, tensor_size)`: parameters stacked over the layers of the kind, without the norm ahead."""
+    states: Callable[..., tuple[StateKind, ...]]
+    """`(own, *, kernels, tensor_size)`: what a layer keeps of a sequence."""
+    kernels: Callable[..., Kernels]
+    """`(own, kernels, *, prefers_flat)`: the table with the kernels that this mixer takes."""
+    prepare: Callable[..., Any]
+    """`(own, batch, pools, *, config)`: what follows from a step's tokens, once for all layers; found in
+    `StepInputs.prepared`."""
+    apply: Callable[..., tuple[jax.Array, Pools]]
+    """`(own, weights, (normed_TD, pools), inputs, *, layer, config)`: what is added to the stream [T, D], and pools.
+
+    Where `begin` has computed something, that is given as `made`, and of `normed_TD` only the shape counts.
+    """
+    begin: Callable[..., tuple[jax.Array, Any] | None] | None = None
+    """`(own, weights, (hidden_TD, added_TD), inputs, *, layer, config)`: residual, norm and the mixer's projections in
+    one kernel; returns the stream, and what `apply` takes as `made`. May be absent, or return None."""
+
+
+@dataclass(frozen=True)
+class Ffn:
+    """What follows the mixer in a layer."""
+
+    parameters: Callable[..., dict[str, dict[str, ParamSpec]]]
+    """`(spec, *, dtype, expert_dtype, num_redundant)`: parameters by group, stacked over the layers of the kind."""
+    apply: Callable[..., tuple[jax.Array, LayerRouting | None]]
+    """`(params, normed_TD, inputs, *, layer, config)`: what is added to the stream [T, D], and the routing of a layer
+    with experts."""
+    divided_sizes: Callable[..., dict[str, int]]
+    """`(spec)`: sizes that the devices of the tensor axis have to divide, by their keys in `config.json`."""

@@ -1,0 +1,194 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): its knobs, parameters, state, and computation."""
+
+# T tokens   L layers of the kind   D model width   H query heads * their width   R query latent
+# C latent, kept with the rotated key in kv_a
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import jax
+
+from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.latent_attention import LatentConfig
+from rayserve_moe.kernels.table import LATENT_ATTENTION, Kernels
+from rayserve_moe.kernels.tpu.flat_rows import latent_lanes
+from rayserve_moe.model.layers.kinds import Mixer
+from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
+from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
+from rayserve_moe.model.param_spec import FileForm, ParamSpec
+from rayserve_moe.model.spec import ModelSpec, RopeSpec, ScoreShape, UnsupportedModelError
+from rayserve_moe.state.kinds import ArraySpec, StateKind
+
+KIND = "mla"
+STATE = "latent_kv"
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention. Widths are in elements.
+
+    A head's query and key have `nope_dim` elements without position and then `rope_dim` rotated ones; the rotated key
+    is shared by all heads.
+    """
+
+    kind: ClassVar[str] = KIND
+    has_windows: ClassVar[bool] = False
+
+    num_heads: int
+    """Query heads."""
+    q_lora_rank: int | None
+    """Width of the queries' latent; None projects queries from the hidden state."""
+    kv_lora_rank: int
+    """Width of the latent of keys and values, which is kept of each token with the rotated key."""
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: RopeSpec
+    norm_eps: float = 1e-6
+    """Epsilon of the latents' RMS norms."""
+    bias: bool = False
+    """Biases of the two down projections."""
+    output_bias: bool = False
+    """Bias of o."""
+    score_scale: float | None = None
+    """None stands for head_dim ** -0.5."""
+
+    @property
+    def head_dim(self) -> int:
+        """Return the width of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def row_width(self) -> int:
+        """Return the number of elements that are kept of each token."""
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Return the number of elements of a head that rotate."""
+        return self.rope.rotary_dim or self.rope_dim
+
+    def unsupported_reason(self) -> str:
+        """Return why the sizes do not fit each other; empty if they do."""
+        if self.rotary_width % 2 or self.rotary_width > self.head_dim:
+            return f"rotary_dim {self.rotary_width} is no even part of heads of {self.head_dim}: see qk_rope_head_dim"
+        return ""
+
+    def divided_sizes(self, tensor_size: int) -> dict[str, int]:
+        """Return the number of heads that the devices have to divide."""
+        return {"num_attention_heads": self.num_heads}
+
+    def summed_widths(self, tensor_size: int) -> dict[str, int]:
+        """Return the widths that products on a device sum over."""
+        num_heads = self.num_heads // tensor_size
+        return {
+            "kv_lora_rank": self.kv_lora_rank,
+            "q_lora_rank": self.q_lora_rank or 0,
+            "qk_nope_head_dim": self.nope_dim,
+            f"v_head_dim {self.value_dim} times {num_heads} heads of a device:": num_heads * self.value_dim,
+        }
+
+    def score_shape(self) -> ScoreShape:
+        """Return the sizes of scores in the latent space and of the latents that are gathered by them."""
+        return ScoreShape(self.num_heads, 1, self.row_width, self.kv_lora_rank, values_are_keys=True)
+
+
+def parameters(
+    own: LatentAttention,
+    spec: ModelSpec,
+    *,
+    dtype: str,
+    tensor_size: int,
+) -> dict[str, ParamSpec]:
+    """Return projections: what leads into latents is held by every device, what leads out of them by heads.
+
+    A file has the keys and values of a head next to each other in one tensor (role `kv_b`), we hold them apart, each as
+    it lies there: XLA copies the right side of a product per head whose heads stand last, in every layer.
+    """
+    layers, width, q_latent = spec.layers_with_mixer(KIND), spec.hidden_size, own.q_lora_rank
+    q_width, o_width = (own.num_heads * size for size in (own.head_dim, own.value_dim))
+
+    def stack(role: str, shape: tuple[int, ...], axes: tuple[str | None, ...], initial: str = "normal") -> ParamSpec:
+        axes, file = ("layers", *axes), FileForm(transposed=len(shape) > 1)
+        return ParamSpec((len(layers), *shape), dtype, axes, role, layers, file=file, initial=initial)
+
+    def of_latent(first: int, size: int) -> ParamSpec:
+        both = stack("kv_b", (own.kv_lora_rank, own.num_heads * size), (None, "heads"))
+        file = replace(both.file, repeat_width=size, period=own.nope_dim + own.value_dim, start=first)
+        return replace(both, file=file).as_in_files()
+
+    specs = {
+        "kv_a_LDC": stack("kv_a", (width, own.row_width), ("model", None)),
+        "kv_a_norm_LC": stack("kv_a_norm", (own.kv_lora_rank,), (None,), "ones"),
+        "k_b_LHC": of_latent(0, own.nope_dim),
+        "v_b_LHC": of_latent(own.nope_dim, own.value_dim),
+        "o_LHD": stack("o", (o_width, width), ("heads", "model")),
+    }
+    if q_latent is None:
+        specs["q_LDH"] = stack("q", (width, q_width), ("model", "heads"))
+    else:
+        specs["q_a_LDR"] = stack("q_a", (width, q_latent), ("model", None))
+        specs["q_a_norm_LR"] = stack("q_a_norm", (q_latent,), (None,), "ones")
+        specs["q_b_LRH"] = stack("q_b", (q_latent, q_width), (None, "heads"))
+    if own.bias:
+        specs["kv_a_bias_LC"] = stack("kv_a_bias", (own.row_width,), (None,))
+        if q_latent is not None:
+            specs["q_a_bias_LR"] = stack("q_a_bias", (q_latent,), (None,))
+    if own.output_bias:
+        specs["o_bias_LD"] = stack("o_bias", (width,), ("model",))
+    return specs
+
+
+def states(own: LatentAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
+    """Return the row of a token: [1, latent and rotated key], the same on all devices of the tensor axis.
+
+    The latent serves all heads, as key (with the rotated part) and as value. Where the kernels have flat rows, it has
+    one dimension (`kernels.tpu.flat_rows`).
+    """
+    if kernels.attention.has_flat_rows:
+        return (StateKind(STATE, "token", (ArraySpec((latent_lanes(own.row_width),), (None,)),)),)
+    return (StateKind(STATE, "token", (ArraySpec((1, own.row_width), (None, None)),)),)
+
+
+def choose_kernels(own: LatentAttention, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
+    """Return the table with its latent attention. UnsupportedModelError where it has none."""
+    if kernels.name not in LATENT_ATTENTION:
+        raise UnsupportedModelError(
+            f"the {kernels.name} kernels have no multi-head latent attention (only {', '.join(LATENT_ATTENTION)})"
+        )
+    return replace(kernels, attention=LATENT_ATTENTION[kernels.name])
+
+
+def prepare(own: LatentAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
+    """Rotate and describe the tokens of a step."""
+    (pool,) = pools[STATE]
+    return prepare_attention(batch, pool, rope=own.rope, width=own.rotary_width, windows=(), config=config)
+
+
+def latent_config(own: LatentAttention) -> LatentConfig:
+    """Return what is fixed about all layers."""
+    scale = own.head_dim**-0.5 if own.score_scale is None else own.score_scale
+    return LatentConfig(own.nope_dim, own.norm_eps, scale, own.rope.interleaved)
+
+
+def apply(
+    own: LatentAttention,
+    weights: dict[str, jax.Array],
+    rows: tuple[jax.Array, Pools],
+    inputs: StepInputs,
+    *,
+    layer: jax.Array,
+    config: ModelConfig,
+) -> tuple[jax.Array, Pools]:
+    """Attend the tokens of a step, and keep their latents."""
+    normed_TD, pools = rows
+    (pool,) = pools[STATE]
+    step: AttentionStep = inputs.prepared[KIND]
+    of_layer = AttentionInputs(weights, inputs.batch, step.rotation, layer, step.singles)
+    out_TD, pool = attend(weights, (normed_TD, pool), of_layer, attention=latent_config(own), config=config)
+    return out_TD, {**pools, STATE: (pool,)}
+
+
+MIXER = Mixer(parameters, states, choose_kernels, prepare, apply)

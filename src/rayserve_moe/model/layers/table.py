@@ -1,0 +1,15 @@
+"""The kinds of layers: a mixer or a feed-forward network is one file and one entry here."""
+
+from __future__ import annotations
+
+from rayserve_moe.model.layers import attention, latent, mlp, moe
+from rayserve_moe.model.layers.kinds import Ffn, Mixer
+
+MIXERS: dict[str, Mixer] = {
+    "gqa": attention.MIXER,
+    "mla": latent.MIXER,
+}
+FFNS: dict[str, Ffn] = {
+    "moe": moe.FFN,
+    "dense": mlp.FFN,
+}

@@ -1,0 +1,55 @@
+"""The model as a step is compiled for it, and the arrays that its layers share."""
+
+# T tokens   X tokens in prefill blocks   M MoE layers   K experts per token
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from rayserve_moe.experts.balanced_layer import StepCapacity
+from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.table import Kernels
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.parallel.sharding import ParallelPlan
+
+Parameters = dict[str, dict[str, jax.Array]]
+"""By group and name, as `model.parameters` lists them."""
+Pools = dict[str, tuple[jax.Array, ...]]
+"""The arrays of each state kind, by its name: [pages of all layers that keep it, page, *row]."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """All that is fixed when a step is compiled: the model, and its experts with their kernels and their mesh."""
+
+    spec: ModelSpec
+    experts: ExpertConfig
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.experts.kernels
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return self.experts.plan
+
+
+class StepInputs(NamedTuple):
+    """Arrays that all layers of a step share."""
+
+    batch: TokenBatch
+    valid_T: jax.Array
+    """Which tokens are not padding."""
+    prepared: dict[str, Any]
+    """What each kind of mixer derives of the tokens once for all of its layers (`Mixer.prepare`)."""
+    maps: PlacementArrays | None = None
+    """Slots of the experts; None stands for expert i in slot i."""
+    forced: tuple[jax.Array, jax.Array] | None = None
+    """Forced routing [M, X, K], and whether there is any."""
+    capacity: StepCapacity | None = None
+    """Capacity of slots where it is limited."""
