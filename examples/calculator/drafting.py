@@ -30,7 +30,7 @@ from rayserve_moe.checkpoints.files import CONFIG_FILE, SINGLE_FILE, open_checkp
 from rayserve_moe.checkpoints.names import tensor_places
 from rayserve_moe.kernels.reference.layers import project, rms_norm, rotate, rotation_of
 from rayserve_moe.model.draft_spec import DraftSpec, draft_parameters
-from rayserve_moe.model.layers.rotary import rope_frequencies
+from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.spec import ModelSpec
 
 LATER_STEPS = 0.8

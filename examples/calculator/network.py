@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from rayserve_moe.experts.routing import ExpertScores, select_top_k
 from rayserve_moe.kernels.reference.layers import project, rms_norm, rotate, rotation_of, router_scores
 from rayserve_moe.model.layers.attention import GroupedAttention
-from rayserve_moe.model.layers.rotary import rope_frequencies
+from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec

@@ -16,7 +16,7 @@ from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import CPU
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.layers.attention import attention_config, kv_repeats
-from rayserve_moe.model.layers.rotary import rope_frequencies
+from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec, YarnSpec
 from rayserve_moe.parallel.mesh import plan_for

@@ -23,7 +23,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     multiply_in_blocks,
 )
 from rayserve_moe.kernels.reference.layers import NO_ID, gumbel_noise, masses_of, rms_norm, rotation_of
-from rayserve_moe.model.layers.rotary import rope_frequencies
+from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from tests.support.examples import examples

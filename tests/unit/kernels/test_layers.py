@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.reference.layers import gated_mlp, project, rms_norm, rotate, rotation_of
-from rayserve_moe.model.layers.rotary import rope_frequencies
+from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
 
 GENERATOR_SEED = 6

@@ -14,7 +14,7 @@ from rayserve_moe.kernels.tpu.paged_attention import attend_new
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.layers.attention import GroupedAttention, states
 from rayserve_moe.model.layers.choice import kernels_for
-from rayserve_moe.model.layers.rotary import rope_frequencies
+from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec, UnsupportedModelError, YarnSpec
 from rayserve_moe.state.kinds import ArraySpec
 from tests.support.specs import attention_of, with_attention
