@@ -1,5 +1,7 @@
 """The parts that kinds of attention over paged rows share: preparing a step, attending a layer."""
 
+# T tokens   D model width   h rotated elements of a head
+
 from __future__ import annotations
 
 import math
