@@ -1,4 +1,4 @@
-"""The five walks of docs/architecture.md are those that a running engine goes."""
+"""The six walks of docs/architecture.md are those that a running engine goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from tests.architecture import walks
 
 STATED = walks.stated_walks(walks.PAGE.read_text(encoding="utf-8"))
-NAMES = ("prompt tokens", "a routing row", "an expert's weights", "a plan for experts", "a setting")
+NAMES = ("prompt tokens", "a routing row", "an expert's weights", "a plan for experts", "a lost host", "a setting")
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def traced(tmp_path_factory):
     return walks.traced_walks(tmp_path_factory.mktemp("walks"))
 
 
-def test_the_page_states_five_walks_of_six_hops():
+def test_the_page_states_six_walks_of_six_hops():
     assert tuple(STATED) == NAMES
     assert {len(hops) for hops in STATED.values()} == {6}
 

@@ -1,4 +1,4 @@
-"""Five ways through the package as docs/architecture.md states them, and an engine that goes them under a tracer."""
+"""Six ways through the package as docs/architecture.md states them, and an engine that goes them under a tracer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.support.balancing import EPLB_SETTINGS, SKEWED_CONFIG, SPREAD_SETTINGS
+from tests.support.losing import LosingExecutor
+from tests.unit.engine.test_recovery import answers, recovering, varied
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 HEADING = "| walk | hops |"
@@ -42,7 +44,7 @@ def missing_or_late(hops: list[str], functions: list[str]) -> list[str]:
 
 
 def traced_walks(folder: Path) -> dict[str, list[str]]:
-    """Functions in the order of their first calls while each of the five goes its way."""
+    """Return the functions of each walk in the order of their first calls."""
     path = write_checkpoint(folder / "model", SKEWED_CONFIG, seed=3, dtype="float32")
     tracer = Tracer()
     with tracer.installed():
@@ -54,11 +56,14 @@ def traced_walks(folder: Path) -> dict[str, list[str]]:
                 _complete(api, return_routed_experts=True, max_tokens=4)
             with tracer.recording() as rebalance:
                 _complete_until_rebalanced(api, engine)
+        with recovering(LosingExecutor(frozenset([6]))) as loop, tracer.recording() as loss:
+            answers(loop, varied())
     seen = {
         "prompt tokens": request,
         "a routing row": request,
         "an expert's weights": start,
         "a plan for experts": rebalance,
+        "a lost host": loss,
         "a setting": start,
     }
     return {name: list(trace.functions) for name, trace in seen.items()}

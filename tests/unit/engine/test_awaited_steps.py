@@ -18,9 +18,9 @@ from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.engine.speculation.steps import needs_host_tokens
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.rank_step import CANDIDATES
+from rayserve_moe.scheduling.recovery import give_up_step
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.starting_over import give_up_step
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan
 from rayserve_moe.scheduling.verify_rows import resolve_awaited
 from tests.support.fake_device import FakeDevice

@@ -17,7 +17,7 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler, unfinished
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.starting_over import admit_all, give_up_step, hold_back_all_but, use_ranks
+from rayserve_moe.scheduling.recovery import admit_all, give_up_step, hold_back_all_but, use_ranks
 from rayserve_moe.scheduling.step_plan import StepPlan
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,4 @@
-"""What a scheduler does when devices, or another process, have lost everything: steps are taken back, some sequences
-run first, and choices go on after outputs that are known."""
+"""Scheduling after a loss: steps are taken back, suspects run first, and choices go on after known outputs."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from rayserve_moe.scheduling.step_plan import AWAITED, StepPlan
 
 
 def give_up_step(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
-    """Take back that a submitted step computes anything; returns its sequences. Then preempt all that runs.
+    """Take back a submitted step and return its sequences. Preempt all that runs afterwards.
 
-    Awaited chunks follow on those of another step, which is taken back too.
+    Awaited chunks follow chunks of another step, which is taken back as well.
     """
     table, chunks = scheduler.table, plan.chunks
     is_known = chunks.starts > AWAITED
@@ -26,27 +25,33 @@ def give_up_step(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
 
 
 def hold_back_all_but(scheduler: Scheduler, kept: list[Sequence]) -> None:
-    """Admit only `kept`, and requests that are yet to come, until `admit_all`; where none are kept, all."""
+    """Admit only `kept`, and requests that are yet to come, until `admit_all`. Without any, admit all."""
     if kept:
         scheduler.held += [each for each in scheduler.waiting if each not in kept]
         scheduler.waiting = deque(each for each in scheduler.waiting if each in kept)
 
 
 def admit_all(scheduler: Scheduler) -> None:
-    """Let what was held back wait ahead of all others."""
+    """Let the sequences that were held back wait ahead of all others."""
     scheduler.waiting.extendleft(reversed(scheduler.held))
     scheduler.held = []
 
 
 def use_ranks(scheduler: Scheduler, num_ranks: int) -> None:
-    """Admit to the first data ranks alone, while nothing runs: devices of the others are gone, or have come back."""
+    """Admit to the first `num_ranks` data ranks only, because devices of others are gone or have come back.
+
+    Nothing may run.
+    """
     assert not scheduler.running and 0 < num_ranks <= len(scheduler.ranks), f"{num_ranks} data ranks"
     scheduler.open_ranks = scheduler.ranks[:num_ranks]
 
 
 def add_choices(scheduler: Scheduler, choices: list[Sequence]) -> None:
-    """Queue the choices of a request. Where some have outputs or have ended elsewhere, each of the others goes on by
-    itself: it finds the prompt cached, or computes it."""
+    """Queue the choices of a request.
+
+    If some have outputs or have ended elsewhere, each of the others runs by itself: it finds the prompt cached, or
+    computes it.
+    """
     left = [choice for choice in choices if choice.finish is None]
     scheduler.add(left)
     if len(left) < len(choices) or any(choice.num_outputs for choice in left):
