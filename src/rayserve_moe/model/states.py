@@ -76,11 +76,14 @@ def layer_pages_of(kinds: Sequence[StateKind], groups: Sequence[tuple[str, int, 
 def pool_shapes(
     config: ModelConfig, *, num_pages: int, page_size: int, dtype: str, layer_pages: tuple[LayerPages, ...] = ()
 ) -> Pools:
-    """Return shapes, dtypes and shardings of the pools of all data ranks: `num_pages` pages of every layer and rank, or
-    as many as `layer_pages` says."""
+    """Return shapes, dtypes and shardings of the pools of all data ranks.
+
+    There are `num_pages` pages of every layer and rank, or as many as `layer_pages` says.
+    """
     plan, held = config.plan, config.kernels.pool.dtypes
 
     def shapes(state: KeptState) -> tuple[Any, ...]:
+        assert state.kind.per == "token", f"{state.kind.name} has no pages"
         total = sum(layer.num_pages for layer in layer_pages) or state.num_layers * num_pages
         return tuple(
             jax.ShapeDtypeStruct(
