@@ -91,7 +91,7 @@ def measure(engine: Engine, tap: SlotTap, *, num_prompts: int) -> dict[str, Any]
     load = np.zeros((old.num_layers, old.num_experts))
     np.add.at(load, (np.arange(old.num_layers)[:, None], old.expert_of_slot), before)
     placement = plan(load, ep_size=old.ep_size, num_redundant=old.num_redundant)
-    eplb.head_for(placement)
+    eplb.set_target(placement)
     while eplb.migration.progress.version == 0 or not eplb.migration.progress.is_done:
         run_prompts(engine, tap, others[:ROWS_PER_DEVICE])
     note("rebalanced")

@@ -56,7 +56,7 @@ class Decoding:
         """Head for `placement`; returns the seconds of the steps until it is reached."""
         eplb, first = eplb_of(self._engine), len(self._watch.spans)
         version = eplb.migration.progress.version + 1
-        eplb.head_for(placement)
+        eplb.set_target(placement)
 
         def is_done() -> bool:
             progress = eplb.migration.progress

@@ -247,7 +247,7 @@ class Replica:
     def go_back(self, load: Load) -> None:
         """Have all experts where they were at the start; nobody must be planning."""
         eplb = self.eplb
-        eplb.head_for(self.start)
+        eplb.set_target(self.start)
         load.until(lambda: eplb.migration.target is self.start and eplb.state() is not None)
 
 
@@ -312,7 +312,7 @@ def test_a_plan_that_comes_too_late_changes_nothing(replica: Replica, load: Load
 
     def was_refused() -> bool:
         """Meanwhile experts move; how long they do is not known to whoever plans."""
-        replica.eplb.head_for(elsewhere)
+        replica.eplb.set_target(elsewhere)
         return replica.num_refused("stale") > num_refused
 
     load.until(was_refused, asks_every_s=1.0)

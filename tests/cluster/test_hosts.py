@@ -238,10 +238,10 @@ def test_experts_move_between_hosts_while_these_answer_as_one_process(
                 migration = loop.eplb.migration
                 start = migration.placement
                 for seed in range(3):
-                    loop.eplb.head_for(random_placement(start, seed))
+                    loop.eplb.set_target(random_placement(start, seed))
                     assert_same(complete(loop, Tokenizer(checkpoint)), wanted)
                     assert migration.progress.version == seed + 1 and migration.progress.num_slots_done > 0
-                loop.eplb.head_for(start)
+                loop.eplb.set_target(start)
                 deadline = time.monotonic() + 600
                 while migration.progress.version < 4 or not migration.progress.is_done:
                     assert time.monotonic() < deadline, "experts never arrive"

@@ -230,7 +230,7 @@ def test_experts_go_back_to_where_they_were_headed(raylets: int, checkpoint: Pat
         wanted = complete(engine.loop, engine.tokenizer)
         migration = engine.loop.eplb.migration
         target = random_placement(migration.placement, 3)
-        engine.loop.eplb.head_for(target)
+        engine.loop.eplb.set_target(target)
         victims = pids(engine)
         for _ in range(3):
             assert_same(complete(engine.loop, engine.tokenizer), wanted)

@@ -220,13 +220,13 @@ def test_a_fetch_that_cannot_be_launched_leaves_experts_where_they_are(runs, fai
 
     monkeypatch.setattr(runner, "_programs", replace(runner.programs, migration=programs._replace(fetch=fetch)))
     arriving = replace(WAY, eplb=eplb)
-    eplb.head_for(random_placement(migration.placement, seed=7))
+    eplb.set_target(random_placement(migration.placement, seed=7))
     assert_identical(run_together(runner, runs.card, few_requests(), way=arriving), plain)
     assert migration.given_up_version == migration.progress.version and migration.progress.is_done
     assert_slots_hold(runner, migration.placement, moving.by_expert)
 
     wanted = random_placement(migration.placement, seed=8)
-    eplb.head_for(wanted)
+    eplb.set_target(wanted)
     while migration.placement is not wanted:
         assert_identical(run_together(runner, runs.card, few_requests(), way=arriving), plain)
     assert_slots_hold(runner, wanted, moving.by_expert)
@@ -248,10 +248,10 @@ def test_an_engine_moves_experts_while_it_answers(core_checkpoint, kernel_settin
         assert eplb is not None and eplb.migration.placement.num_redundant == 4, "lowered until it fits"
         asked = {"input_ids": [5, 6, 7], "temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
         expected = engine.generate(**asked)
-        eplb.head_for(random_placement(eplb.migration.placement, seed=1))
+        eplb.set_target(random_placement(eplb.migration.placement, seed=1))
         assert engine.generate(**asked)["output_ids"] == expected["output_ids"]
         assert eplb.migration.progress.is_done and eplb.migration.progress.num_slots_done > 0
         assert eplb.reading.counts.sum() > 0
         with pytest.raises(PlacementError):
-            eplb.head_for(identity_placement(2, 8, ep_size=4))
+            eplb.set_target(identity_placement(2, 8, ep_size=4))
         assert engine.runner.num_compilations_since_start == 0

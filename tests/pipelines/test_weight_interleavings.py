@@ -127,13 +127,13 @@ class Interleaving:
         self._cycle.take_staged_weights(version)
         self._reference.note(version, path, is_recomputed=retracts)
         if self._eplb is not None:
-            self._eplb.go_on()
+            self._eplb.resume()
         self._cycle.scheduler.check_integrity()
 
     def move(self, seed: int) -> None:
         if self._eplb is not None:
             placement = self._eplb.migration.placement
-            self._eplb.head_for(random_placement(placement, seed=seed))
+            self._eplb.set_target(random_placement(placement, seed=seed))
 
     def finish(self) -> None:
         while self._cycle.has_work:
@@ -162,7 +162,7 @@ def serve_first_weights(runner: HostRunner, path: Path, eplb: EplbSteps | None) 
     runner.weights = runner.staged.take(runner.weights)
     if eplb is not None:
         eplb.change_weights()
-        eplb.go_on()
+        eplb.resume()
 
 
 @pytest.fixture(scope="module")

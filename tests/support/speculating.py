@@ -142,7 +142,7 @@ def random_requests(seed: int, *, count: int, layout: RoutingLayout) -> list[Gen
 def settle_placement(engine: Engine, eplb: EplbSteps, requests: list[GenerationRequest]) -> None:
     """Have experts go back to where the engine's own steps know them to be."""
     assert engine.loop.eplb is not None
-    eplb.head_for(engine.loop.eplb.migration.placement)
+    eplb.set_target(engine.loop.eplb.migration.placement)
     for _ in range(5):
         run_together(engine.runner, engine.card, requests, way=replace(PLAIN, eplb=eplb))
     assert eplb.migration.progress.is_done

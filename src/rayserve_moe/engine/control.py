@@ -30,9 +30,9 @@ from rayserve_moe.engine.updates.orders import (
 from rayserve_moe.engine.updates.tensors import BetweenSteps, TensorUpdates
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import ModelCard, RequestError, WeightsRefusedError
+from rayserve_moe.scheduling.recovery import add_choices
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.recovery import add_choices
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 ABORTED = FinishReason("abort")
@@ -63,7 +63,7 @@ class EngineControl:
         self.num_updates = 0
         self.card = card
         between = BetweenSteps(
-            self._hold_experts, eplb.go_on, self._swap, self.note_loss, lambda: self.card.weight_version
+            self._hold_experts, eplb.resume, self._swap, self.note_loss, lambda: self.card.weight_version
         )
         self.tensors = TensorUpdates(executor, commands, between=between, updates=self._updates)
         self.staged = StagedUpdates(executor, commands, between, self.tensors, self._updates)
@@ -144,7 +144,7 @@ class EngineControl:
     def note_loss(self, failure: ExecutorFailure, *, generation: int | None = None) -> None:
         """Have hosts replaced, those of `generation`, that were lost outside of a step; in the engine thread."""
         if generation in (None, self._generation):
-            self._outputs.publish(*self._cycle.lose(failure), now=time.monotonic())
+            self._outputs.publish(*self._cycle.on_executor_failure(failure), now=time.monotonic())
 
     def close(self) -> None:
         """Start no further update."""

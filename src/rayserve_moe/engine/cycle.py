@@ -92,7 +92,7 @@ class StepCycle:
         for sequence in reversed(self.scheduler.running):
             self.scheduler.preempt(sequence)
 
-    def lose(self, failure: ExecutorFailure, schedule: Schedule | None = None) -> Commit:
+    def on_executor_failure(self, failure: ExecutorFailure, schedule: Schedule | None = None) -> Commit:
         """Give up what is submitted, and `schedule`, and replace all hosts, or raise; commits the end of a culprit."""
         lost, self._in_flight = (self._in_flight, schedule), None
         plans = [each.plan for each in lost if each]
@@ -105,7 +105,7 @@ class StepCycle:
         try:
             self._executor.execute(replace(self.scheduler.empty_plan(), takes_staged_weights=True))
         except ExecutorFailure as failure:
-            self.lose(failure)
+            self.on_executor_failure(failure)
             return False
         change_weights(self.scheduler, weight_version)
         self._reset(NewWeights(weight_version, are_sent))
@@ -147,7 +147,7 @@ class StepCycle:
         try:
             result = self._executor.execute(schedule.plan)
         except ExecutorFailure as failure:
-            rows, ended = self.lose(failure, schedule)
+            rows, ended = self.on_executor_failure(failure, schedule)
             return rows, [*failed, *ended]
         returned = time.perf_counter()
         self._clock.transport_s += returned - submitted

@@ -195,7 +195,7 @@ class Engine:
     def _grown(self, running: RunningRequest, delta: ChoiceResult, keywords: Mapping[str, Any]) -> Answer:
         index = delta.choice_index
         running.results[index].add(delta)
-        running.note_time()
+        running.record_time()
         return {**self._answer(running, index, keywords=keywords), "index": index}
 
     def _answers(self, running: RunningRequest, keywords: Mapping[str, Any]) -> list[Answer]:

@@ -31,7 +31,7 @@ class RunningRequest:
         """Wait for the end of every choice."""
         for delta in self.stream:
             self.results[delta.choice_index].add(delta)
-        self.note_time()
+        self.record_time()
 
     async def wait_async(self) -> None:
         """Wait for the end of every choice in an event loop. Closes the stream, also where it is cancelled."""
@@ -40,9 +40,9 @@ class RunningRequest:
                 self.results[delta.choice_index].add(delta)
         finally:
             self.stream.close()
-        self.note_time()
+        self.record_time()
 
-    def note_time(self) -> None:
+    def record_time(self) -> None:
         """Set `elapsed_s`, the seconds since the request came in."""
         self.elapsed_s = time.perf_counter() - self._started_s
 

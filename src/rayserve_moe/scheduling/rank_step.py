@@ -65,7 +65,7 @@ class ChunkRun(NamedTuple):
 
 
 class RankStep:
-    """Collects what a rank computes in one step: first `go_on`, then any number of `admit`.
+    """Collects what a rank computes in one step: first `add_running`, then any number of `admit`.
 
     Where it `defers_decoding`, sequences that decode are left to `add_singles` after that. Where pages run out,
     `preempt` is called with the rank's youngest sequence.
@@ -114,7 +114,7 @@ class RankStep:
         self.new_sequences += other.new_sequences
         self.completed += other.completed
 
-    def go_on(self) -> None:
+    def add_running(self) -> None:
         """Add the running sequences: chunks of prompts, oldest first, then one token of each that decodes.
 
         A victim is not in the plan yet: it is younger than the prompts that are, and decoding ones come last.

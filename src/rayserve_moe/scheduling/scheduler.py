@@ -113,7 +113,7 @@ class Scheduler:
         num_preemptions, limits, defers = self.num_preemptions, self._limits, draft is not None
         steps = [RankStep(r, limits=limits, preempt=self.preempt, defers_decoding=defers) for r in self.open_ranks]
         for step in steps:
-            step.go_on()
+            step.add_running()
         if self.num_preemptions == num_preemptions:
             for step in steps if not (self.waiting and self.waiting[0].queue.num_to_recompute) else ():
                 if step.has_followers:

@@ -127,12 +127,12 @@ def test_garbage_is_refused_and_the_next_good_plan_is_followed(name):
 
 
 def heads_elsewhere(running: Served) -> None:
-    running.eplb.head_for(random_placement(START, seed=5))
+    running.eplb.set_target(random_placement(START, seed=5))
     running.run_until(lambda: running.version == 1 and running.eplb.migration.progress.is_done)
 
 
 def is_asked_to_head_elsewhere(running: Served) -> None:
-    running.eplb.head_for(random_placement(START, seed=5))
+    running.eplb.set_target(random_placement(START, seed=5))
 
 
 def forgets_counts(running: Served) -> None:
@@ -205,7 +205,7 @@ def test_a_migration_that_another_one_replaces_is_told_as_such():
     with served() as running:
         running.run_until(lambda: running.version == 1)
         assert not running.eplb.migration.progress.is_done
-        running.eplb.head_for(START)
+        running.eplb.set_target(START)
         running.run_until(lambda: running.version == 2)
         assert running.outcomes == ["replaced"]
 

@@ -24,7 +24,7 @@ def moving() -> tuple[EplbSteps, CountedSteps]:
 def arrive(eplb: EplbSteps, steps: CountedSteps, seed: int) -> None:
     """Head for a placement and get there, all of it."""
     wanted = random_placement(START, seed)
-    eplb.head_for(wanted)
+    eplb.set_target(wanted)
     steps.run(60)
     assert eplb.migration.placement is wanted and eplb.state() is not None
     steps.assert_hold(wanted)
@@ -34,7 +34,7 @@ def arrive(eplb: EplbSteps, steps: CountedSteps, seed: int) -> None:
 def test_a_failed_fetch_leaves_whole_layers_and_the_next_migration_arrives(fails_at):
     eplb, steps = moving()
     wanted, steps.fails_at = random_placement(START, seed=1), fails_at
-    eplb.head_for(wanted)
+    eplb.set_target(wanted)
     steps.run(60)
     placement, progress = eplb.migration.placement, eplb.migration.progress
     steps.assert_hold(placement)
@@ -54,9 +54,9 @@ def test_another_migration_begins_only_when_it_is_known_what_came_of_the_one_bef
     """Asked for around the very step whose fetch fails, when the engine cannot know of it yet."""
     eplb, steps = moving()
     steps.fails_at = 6
-    eplb.head_for(random_placement(START, seed=1))
+    eplb.set_target(random_placement(START, seed=1))
     steps.run(num_steps)
-    eplb.head_for(random_placement(START, seed=3))
+    eplb.set_target(random_placement(START, seed=3))
     steps.run(60)
     steps.assert_hold(eplb.migration.placement)
     assert eplb.migration.given_up_version in (1, 2) and eplb.migration.progress.version == 2
@@ -72,7 +72,7 @@ def test_readings_tell_steps_and_counts_and_nobody_plans_from_what_moves():
     assert (reading.counts.sum(axis=1) == 10 * 2 * COUNTS_EVERY).all()
     eplb.forget_counts()
     assert eplb.reading.generation == 1
-    eplb.head_for(random_placement(START, seed=1))
+    eplb.set_target(random_placement(START, seed=1))
     assert eplb.state() is None, "asked for"
     steps.run(3)
     assert eplb.state() is None, "under way"
@@ -86,18 +86,18 @@ def test_plans_for_ranks_that_are_gone_are_dropped(was_wanted: bool) -> None:
     """One that came before the loss, and one that a planner hands in after it."""
     eplb = EplbSteps(Migration(START, hosts=2, slots_per_step=1))
     if was_wanted:
-        eplb.head_for(random_placement(START, seed=1))
+        eplb.set_target(random_placement(START, seed=1))
     generation = eplb.reading.generation
     eplb.start_over(GroupLayout(num_expert_ranks=3, num_redundant_experts=3, num_hosts=3))
     now = eplb.migration.placement
     assert (now.ep_size, now.num_slots, now.num_experts) == (3, START.num_experts + 3, START.num_experts)
     assert eplb.state() is not None and eplb.reading.generation > generation
     with pytest.raises(PlacementError):
-        eplb.head_for(random_placement(START, seed=1))
+        eplb.set_target(random_placement(START, seed=1))
     eplb._wanted.append(random_placement(START, seed=1))  # between a check and a loss
     assert eplb._next_piece() is None
     wanted = random_placement(now, seed=2)
-    eplb.head_for(wanted)
+    eplb.set_target(wanted)
     after = CountedSteps(eplb, np.ones((now.num_layers, now.num_experts)), tokens_per_step=10)
     after.run(200)
     after.assert_hold(wanted)

@@ -128,7 +128,7 @@ def test_the_last_plan_believed_after_a_rebuild_is_noticed(believes: bool) -> No
     wanted = random_placement(start, seed=1)
     eplb = EplbSteps(Migration(start, hosts=2, slots_per_step=1))
     before = CountedSteps(eplb, np.ones((3, 12)), tokens_per_step=10)
-    eplb.head_for(wanted)
+    eplb.set_target(wanted)
     before.run(60)
     before.assert_hold(wanted)
     after = CountedSteps(eplb, np.ones((3, 12)), tokens_per_step=10)

@@ -123,7 +123,7 @@ def note_steps(speculation: Speculation, schedule, count: int, *, tokens: int, s
     """Note so many steps that take so long; returns after how many it was not as it was in the beginning."""
     was_on = speculation.is_on
     for i in range(count):
-        speculation.note_time(schedule, tokens, seconds=seconds)
+        speculation.record_time(schedule, tokens, seconds=seconds)
         if speculation.is_on != was_on:
             return i + 1
     return 0
@@ -190,7 +190,7 @@ def test_steps_without_drafts_end_trying():
     speculation.proposer = NgramProposer(SETTINGS)
     for _ in range(FRUITLESS_STEPS):
         assert speculation.is_on and not speculation.draft(np.array([0]))
-        speculation.note_time(schedule, 1, seconds=1.0)
+        speculation.record_time(schedule, 1, seconds=1.0)
     assert not speculation.is_on
 
 

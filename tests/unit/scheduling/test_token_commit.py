@@ -37,7 +37,7 @@ def decode(table: RowTable, *rows: int) -> Schedule:
     rank = DataRank(0, range(NUM_ROWS), num_pages=100, table=table)
     rank.running += [table.sequences[row] for row in rows]
     step = RankStep(rank, limits=StepLimits(NUM_ROWS, 64, 64, 4, 100, 40), preempt=lambda _: pytest.fail("no pages"))
-    step.go_on()
+    step.add_running()
     return build_schedule(0, [step], table=table, captures_all=False)
 
 

@@ -135,7 +135,7 @@ class EplbControl:
         self._before = now.placement
         self.history.begin(proposal, placement, step=self._eplb.reading.step)
         with suppress(PlacementError):  # hosts were lost meanwhile: the plan is for ranks that are gone
-            self._eplb.head_for(placement)
+            self._eplb.set_target(placement)
 
 
 class PlannerRetry:

@@ -50,7 +50,7 @@ class EplbSteps(StepExtension):
 
     The plan of a step carries its piece, so that every host runs the same one with the same step. `reading` is the
     last one of the counts; `on_reading` is called in the engine thread when there is another. Hosts that start have
-    experts where `first` says. `head_for`, `state`,
+    experts where `first` says. `set_target`, `state`,
     `reading` and `migration.progress` may be used from any thread, all else from the engine's.
     """
 
@@ -85,7 +85,7 @@ class EplbSteps(StepExtension):
         self.reading = replace(self.reading, generation=self.reading.generation + 1, step=self._num_steps)
         self.on_reading()
 
-    def head_for(self, placement: ExpertPlacement) -> None:
+    def set_target(self, placement: ExpertPlacement) -> None:
         """Have the next steps move experts to `placement`, which replaces what was under way or requested.
 
         PlacementError where it is of other layers, slots or ranks; then nothing changes.
@@ -94,11 +94,11 @@ class EplbSteps(StepExtension):
         self._wanted.append(placement)
 
     def hold(self) -> ExpertPlacement:
-        """Keep experts where they are until `go_on`; returns their placement. Call while no step is in flight."""
+        """Keep experts where they are until `resume`; returns their placement. Call while no step is in flight."""
         self._is_held = True
         return self.migration.placement
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Let experts move again."""
         self._is_held = False
 

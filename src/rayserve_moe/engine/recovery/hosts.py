@@ -15,9 +15,9 @@ from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
 from rayserve_moe.engine.extension import ReplacedHosts, StepExtension
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.recovery import admit_all, give_up_step, hold_back_all_but, use_ranks
 from rayserve_moe.scheduling.scheduler import Scheduler, unfinished
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.recovery import admit_all, give_up_step, hold_back_all_but, use_ranks
 from rayserve_moe.scheduling.step_plan import StepPlan
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class Blame:
         self._rest: list[Sequence] = []
         self._tokens_at_error: dict[Sequence, int] = {}
 
-    def note_error(self, computed: Several[Sequence]) -> Sequence | None:
+    def record_error(self, computed: Several[Sequence]) -> Sequence | None:
         """Record an error of a step that `computed` these sequences; return the culprit once it is known."""
         suspects = [each for each in computed if self._tokens_at_error.get(each) == each.num_tokens]
         self._tokens_at_error = {each: each.num_tokens for each in computed}
@@ -268,7 +268,7 @@ class StepLosses(StepExtension):
         admit_all(scheduler)
         scheduler.flush()
         counts = not blame.trial  # halving ends by itself
-        culprit = blame.note_error(list(computed)) if failure.in_step else None
+        culprit = blame.record_error(list(computed)) if failure.in_step else None
         self._recovery.rebuild(failure, num_carried=len(unfinished(scheduler)), counts=counts)
         layout = self._recovery.layout
         use_ranks(scheduler, layout.num_data_ranks)

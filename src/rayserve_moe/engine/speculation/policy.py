@@ -118,9 +118,9 @@ class Speculation:
         if result.routing is not None and not schedule.plan.has_blocks:
             self._reach.note(result.routing)
         if counts is not None and schedule.plan.chunks.max_drafts:
-            self.note_drafts(schedule, counts)
+            self.record_drafts(schedule, counts)
 
-    def note_drafts(self, schedule: Schedule, counts: np.ndarray) -> None:
+    def record_drafts(self, schedule: Schedule, counts: np.ndarray) -> None:
         """Note which samples of a step count (`samples_that_count`), before they are committed."""
         rows = schedule.sampling_rows
         is_draft = follows(rows) & (self._table.generations[rows] == schedule.sampling_generations)
@@ -146,7 +146,7 @@ class Speculation:
         np.maximum.at(levels, chunks.rows, depths_of(chunks.ancestors))
         return levels[verified]
 
-    def note_time(self, schedule: Schedule, num_tokens: int, *, seconds: float) -> None:
+    def record_time(self, schedule: Schedule, num_tokens: int, *, seconds: float) -> None:
         """Note how long a step took that gave `num_tokens` tokens; those with prompts are left out.
 
         The step is committed: what a draft model said after it is kept.

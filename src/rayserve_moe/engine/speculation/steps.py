@@ -57,7 +57,7 @@ class DraftedSteps(StepExtension):
             return
         now = time.perf_counter()
         since = self._started_at if self._committed_at is None else self._committed_at
-        self.speculation.note_time(schedule, num_tokens, seconds=now - since)
+        self.speculation.record_time(schedule, num_tokens, seconds=now - since)
         self._committed_at = now if self._scheduler.has_work else None
 
     def released(self, sequence: Sequence) -> None:
