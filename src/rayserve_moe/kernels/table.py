@@ -245,8 +245,8 @@ FLAT_ATTENTION: dict[str, AttentionKernels] = {
         has_flat_rows=True,
     )
 }
-"""The attention of a table, by its name, for a model with sinks or with heads that are no whole registers of a TPU, or
-where two cores share a device: they share the work of the kernel of our own."""
+"""The attention of a table, by its name, with our own paged kernel: the default where keys and values are not of 8 bits
+and pages divide by 16 tokens, and always for sinks and for heads that are no whole registers of a TPU."""
 
 KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}
 """By name; the one that has the name of a platform is the platform's own."""

@@ -7,19 +7,20 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from rayserve_moe.requests.fields import declared
+from rayserve_moe.requests.records import SharedSampling
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.schemas.field_types import MaxTokens, NumTopLogprobs, RequestBody, RequestId, unchecked_fields
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
-_CHAT_NAMES = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "cache_salt", "priority", "vllm_xargs"),
-    *("chat_template_kwargs", "include_stop_str_in_output", "skip_special_tokens", "structured_outputs"),
-    *("include_reasoning", "thinking_token_budget", "repetition_detection"),
+_FIELDS_OF_CHATS = (
+    *(field.name for field in declared(SharedSampling) if field.name != "n"),
+    *("stop", "stop_token_ids", "logit_bias", "cache_salt", "priority", "vllm_xargs", "chat_template_kwargs"),
+    *("structured_outputs", "include_reasoning", "thinking_token_budget", "repetition_detection"),
 )
-"""Fields that mean the same in a chat, whose body checks them."""
+"""Fields that mean the same in a chat, whose body checks them. A response has one choice."""
 
 
 class ResponsesPrompt(RequestBody):
@@ -30,7 +31,7 @@ class ResponsesPrompt(RequestBody):
     instructions: str | None = None
 
 
-@unchecked_fields(_CHAT_NAMES)
+@unchecked_fields(_FIELDS_OF_CHATS)
 class ResponsesBody(ResponsesPrompt):
     """Input, a string or items, and how the response is sampled. Sampling fields are checked as those of a chat are."""
 
@@ -70,7 +71,7 @@ def chat_fields(body: ResponsesBody, messages: Sequence[dict[str, Any]]) -> dict
     if set(body.include) - set(_INCLUDED):
         raise ApiError(400, f"`include` can hold {', '.join(_INCLUDED)} and nothing else here", param="include")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    fields = {name: getattr(body, name) for name in _CHAT_NAMES}
+    fields = {name: getattr(body, name) for name in _FIELDS_OF_CHATS}
     fields |= {"messages": [*system, *messages], "max_tokens": body.max_output_tokens, "stream": body.stream}
     fields |= {"model": body.model, "reasoning_effort": (body.reasoning or {}).get("effort")}
     fields |= {"logprobs": body.has_logprobs, "top_logprobs": body.top_logprobs, "rid": body.request_id}
