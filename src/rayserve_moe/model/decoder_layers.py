@@ -23,7 +23,7 @@ class LayerCarry(NamedTuple):
     hidden_TD: jax.Array
     """The residual stream."""
     added_TD: jax.Array
-    """What is to be added to it, with the next norm: on a TPU both are one operation."""
+    """The output to add to it, together with the next norm: on a TPU both are one operation."""
     pools: Pools
     num_done: jax.Array
     """Number of periods of the run that are done. It is carried and not scanned over, which would be an operation in
@@ -31,7 +31,7 @@ class LayerCarry(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer is among others: in the model, and among those of its kinds."""
+    """The number of a layer in the model, and among the layers with its mixer and with its network."""
 
     layer: jax.Array
     of_mixer: jax.Array

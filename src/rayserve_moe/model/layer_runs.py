@@ -10,7 +10,7 @@ from rayserve_moe.model.spec import LayerSpec, ModelSpec
 
 
 class LayerRun(NamedTuple):
-    """Neighbouring layers, `length` times a period of one or several kinds."""
+    """Neighbouring layers that repeat a period of one or several kinds."""
 
     period: tuple[LayerSpec, ...]
     """Kinds of the layers of a period, without their windows."""

@@ -23,7 +23,7 @@ from rayserve_moe.state.kinds import StateKind
 
 @dataclass(frozen=True)
 class Mixer:
-    """What mixes the tokens of a sequence in a layer: attention, or a recurrence."""
+    """A kind of mixer: the part of a layer that mixes the tokens of a sequence."""
 
     parameters: Callable[..., dict[str, ParamSpec]]
     """`(own, spec, *, dtype, tensor_size)`: parameters stacked over the layers of the kind, without the norm ahead."""
@@ -46,7 +46,7 @@ class Mixer:
 
 @dataclass(frozen=True)
 class Ffn:
-    """What follows the mixer in a layer."""
+    """A kind of feed-forward network, which follows the mixer."""
 
     parameters: Callable[..., dict[str, dict[str, ParamSpec]]]
     """`(spec, *, dtype, expert_dtype, num_redundant)`: parameters by group, stacked over the layers of the kind."""

@@ -35,7 +35,7 @@ TPUs lay out few rows as eight, but for a single one."""
 
 
 def router_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
-    """The router of every MoE layer: float32, biases included, since rounding those changes what is chosen."""
+    """Return routers: float32, biases included, since rounding changes which experts are chosen."""
     router, layers = spec.router, spec.moe_layer_ids
 
     def bias(role: str, *, is_row: bool = False) -> ParamSpec:
@@ -54,7 +54,7 @@ def router_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
 def slot_specs(
     spec: ModelSpec, *, dtype: str = "float32", expert_dtype: str = "", num_redundant: int = 0
 ) -> dict[str, ParamSpec]:
-    """The arrays of which every expert slot has its own part: all that moves with an expert.
+    """Return the arrays with a part for every expert slot, which moves with its expert.
 
     Matrices of an `expert_dtype` of 8 bits have float32 scales of their columns, behind them in the tree. Where files
     hold that dtype in blocks of 128 x 128 (`ModelSpec.block_dtype`), scales are those of the blocks, for each column.
@@ -89,7 +89,7 @@ def slot_specs(
 
 
 def _quantized(specs: dict[str, ParamSpec], dtype: str, *, in_blocks: bool) -> dict[str, ParamSpec]:
-    """The matrices in 8 bits, and the scales of their columns."""
+    """Return the matrices in 8 bits, and the scales of their columns."""
     scales = {}
     for name, scale in SCALE_OF.items():
         matrix = specs[name] = replace(specs[name], dtype=dtype, scale_block=SCALE_BLOCK * in_blocks)
@@ -111,7 +111,7 @@ def _gate_and_up(whole: FileForm, spec: ModelSpec) -> tuple[FileForm, FileForm]:
 
 
 def shared_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
-    """The shared expert of every MoE layer, spread over devices as a dense MLP is."""
+    """Return the shared experts, spread over devices as a dense MLP is."""
     layers, width, inner = spec.moe_layer_ids, spec.hidden_size, spec.experts.shared_size
     specs = {
         "gate_MDS": product("shared_gate", (width, inner), layers, dtype),

@@ -17,7 +17,7 @@ from rayserve_moe.model.spec import RopeSpec, YarnSpec
 
 
 class AttentionStep(NamedTuple):
-    """What all attention layers of a step share besides its tokens."""
+    """Arrays that all attention layers of a step share, besides its tokens."""
 
     rotation: Rotation
     singles: DescribedSingles | None
