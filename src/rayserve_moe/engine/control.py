@@ -142,7 +142,7 @@ class EngineControl:
                 self._outputs.publish(NO_ROWS, [self._cycle.end(sequence, reason)], now=time.monotonic())
 
     def note_loss(self, failure: ExecutorFailure, *, generation: int | None = None) -> None:
-        """Have hosts replaced, those of `generation`, that were lost outside of a step; in the engine thread."""
+        """Have the hosts of `generation` replaced, which were lost outside of a step. Call in the engine thread."""
         if generation in (None, self._generation):
             self._outputs.publish(*self._cycle.on_executor_failure(failure), now=time.monotonic())
 
@@ -209,7 +209,7 @@ class EngineControl:
         return WeightOutcome(True, "the new weights serve", version, num_paused, _since(started))
 
     def _hold_experts(self) -> tuple[np.ndarray | None, int]:
-        """Keep experts where they are from now on; returns where, None where they never move, and the generation."""
+        """Keep experts where they are; return their placement (None if they never move) and the generation of hosts."""
         if not self._eplb.moves_experts:
             return None, self._generation
         self._drain()
@@ -232,7 +232,7 @@ def _since(started: float) -> float:
 
 
 def replace_lost(control: EngineControl, recovery: Recovery) -> None:
-    """Have hosts replaced whose loss was noticed outside of a step, unless others serve; in the engine thread."""
+    """Have hosts replaced whose loss was noticed outside of a step, unless others serve already."""
     if (failure := recovery.loss) is not None:
         control.note_loss(failure)
 

@@ -44,19 +44,19 @@ from rayserve_moe.scheduling.step_plan import StartReport
 log = logging.getLogger(__name__)
 Outputs = Collection[ChoiceResult]
 LONGEST_QUEUE_S = 5.0
-"""Requests that come while hosts are replaced wait for them; later than this after the loss they are refused."""
+"""Seconds after a loss during which new requests wait for other hosts. Later they are refused."""
 _PART = re.compile(r"([_-]\d+)?")
 
 
 class EngineRebuildingError(RuntimeError):
-    """Hosts are being replaced, and have been for too long to queue for them; ask again later."""
+    """Hosts have been under replacement for too long to queue for them; ask again later."""
 
 
 class EngineLoop:
     """Owns the engine thread. All public methods may be called from any thread.
 
-    Commands take effect between steps. After a failure every request ends with an error, and nothing is accepted any
-    more. Where a `rebuilder` can replace the hosts of the executor, requests outlive them.
+    Commands take effect between steps. After a failure every request ends with an error, and no request is accepted
+    any more. With a `rebuilder`, which replaces the hosts of the executor, requests survive lost hosts.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class EngineLoop:
         return self.control.card
 
     def submit(self, request: GenerationRequest, sink: Sink, *, committed: Outputs = ()) -> list[Sequence]:
-        """Queue a request; `sink` gets what follows on what is `committed`, from the engine thread, and must not block.
+        """Queue a request and return its choices, for `abort`.
 
-
-        Returns its choices, for `abort`: its id may go to another request once it has ended. Raises RequestError for
-        what cannot be served, EngineBusyError when too much waits, EngineRebuildingError, EngineStoppedError.
+        `sink` gets the outputs that follow `committed` ones, from the engine thread, and must not block. The id of a
+        request may be used again once it has ended. Raises: RequestError if it cannot be served, EngineBusyError if too
+        many wait, EngineRebuildingError, EngineStoppedError.
         """
         progress = None if self.recovery is None else self.recovery.progress
         if progress is not None and progress.seconds > LONGEST_QUEUE_S:
@@ -157,9 +157,9 @@ class EngineLoop:
         self._commands.post(partial(self.control.end, choices, ABORTED))
 
     def abort_stem(self, stem: str, *, is_prefix: bool = False) -> None:
-        """Abort the requests that are named `stem` now, or `stem_0`, `stem_1`, ..., or `stem-0`, ...
+        """Abort the requests with the id `stem`, or `stem_0`, `stem_1`, ..., or `stem-0`, ...
 
-        Where it is a prefix, all whose names begin with it.
+        With `is_prefix`, abort all whose ids begin with it.
         """
         self._abort_named(
             lambda name: name.startswith(stem) and (is_prefix or _PART.fullmatch(name, len(stem)) is not None)
@@ -179,8 +179,10 @@ class EngineLoop:
         return len(self._outputs) == 0
 
     def statistics(self) -> dict[str, float]:
-        """Pages, requests and the step clock, as of now; pages that are only cached count as free, and running and
-        waiting are counted in choices."""
+        """Return pages, requests and totals of steps by field name, as of now.
+
+        Pages that are only cached count as free. Running and waiting requests are counted in choices.
+        """
         num_running = len(self._cycle.scheduler.running)
         return {
             "requests_live": float(len(self._outputs)),
@@ -192,7 +194,7 @@ class EngineLoop:
 
     @property
     def drafts(self) -> tuple[str, DraftTotals] | None:
-        """The proposer, and what became of its drafts; None without speculation."""
+        """Name of the proposer and totals of its drafts; None without speculation."""
         drafted = extension_of(self._cycle.extensions, DraftedSteps)
         return None if drafted is None else (drafted.speculation.proposer.name, drafted.speculation.totals)
 
@@ -289,7 +291,7 @@ def _end_all(outputs: OutputDispatch, reason: FinishReason) -> None:
 
 
 def _fault_of(scheduler: Scheduler) -> AssertionError | None:
-    """What is wrong with rows and pages, if anything."""
+    """Return the fault in rows and pages, or None."""
     try:
         scheduler.check_integrity()
     except AssertionError as error:
@@ -298,8 +300,10 @@ def _fault_of(scheduler: Scheduler) -> AssertionError | None:
 
 
 def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[Guide | None]) -> list[Sequence]:
-    """Build one sequence per choice, all with the request's seed or one random seed. With a constraint, the guide
-    withholds end tokens, and the end of sequence stops the sequence even with `ignore_eos`."""
+    """Build one sequence per choice, all with the request's seed or one random seed.
+
+    With a constraint, the guide withholds end tokens, and the end of sequence stops a choice even with `ignore_eos`.
+    """
     sampling = request.sampling
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
     is_guided = request.constraint is not None

@@ -40,17 +40,17 @@ class Preemption:
 
 
 Commit = tuple[np.ndarray, list[Sequence]]
-"""Rows that got a token, once for each, and the sequences that ended, which still hold their pages."""
+"""Rows with a new token, once per token, and the sequences that ended, which still hold their pages."""
 
 
 class Scheduler:
     """Continuous batching over the data-parallel ranks.
 
-    Running sequences come first, oldest first; the rest of the budget admits waiting ones (chunked prefill, as in
-    Sarathi-Serve). A step may be planned before the result of the one before is known: a sequence then continues from
-    the token in flight. When pages run out, the youngest running sequence is preempted and waits at the front. The
-    choices of a request beyond the first wait for its prompt, and fork off it or find it cached. What is `held` is not
-    admitted, nor any to other ranks than `open_ranks`.
+    Running sequences come first, oldest first; the rest of the budget admits waiting sequences (chunked prefill, as in
+    Sarathi-Serve). A step may be planned before the result of the previous step is known: a sequence then continues
+    from the token in flight. When pages run out, the youngest running sequence is preempted and waits at the front. The
+    choices of a request beyond the first wait for its prompt, and fork off it or find it cached. Sequences in `held`
+    are not admitted, and none is admitted to ranks outside of `open_ranks`.
     """
 
     def __init__(self, limits: StepLimits, *, weight_version: str = "0") -> None:
@@ -135,7 +135,7 @@ class Scheduler:
         return StepPlan(self._next_step_id - 1)
 
     def commit(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None = None) -> Commit:
-        """Append what a step sampled, where it counts, and of sequences that are still in their row."""
+        """Append the sampled tokens of a step that count, to the sequences that are still in their row."""
         rows, endings = commit_tokens(self.table, schedule, result=result, counts=counts)
         if schedule.probed:
             ended, failed_rows = {row for row, _ in endings}, commit_probe(self.table, schedule, result=result)
@@ -157,7 +157,7 @@ class Scheduler:
         return rows, [sequence for sequence, _ in owned]
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Take a sequence out of the queues; it keeps its pages until `release`."""
+        """Remove a sequence from the queues; it keeps its pages until `release`."""
         sequence.finish = reason
         if sequence.row != NO_ROW:
             self.ranks[sequence.data_rank].dismiss(sequence)
@@ -203,9 +203,9 @@ class Scheduler:
             assert sequence.row == NO_ROW and len(sequence.pages) == 0, "a waiting sequence has a row or pages"
 
     def _admit_next(self, steps: list[RankStep]) -> bool:
-        """Move one waiting sequence into a row of the rank that has most of it cached; False where it does not fit.
+        """Move one waiting sequence into a row of the rank with most of it cached. Return False if none fits.
 
-        It waits a step for that rank rather than being recomputed on another.
+        A sequence waits a step for that rank rather than being recomputed on another.
         """
         open_steps = [step for step in steps if step.rank.free_rows]
         if not open_steps or not self.waiting:
@@ -226,9 +226,9 @@ class Scheduler:
         return False
 
     def _give_up_pages(self, sequence: Sequence) -> None:
-        """Release the pages of a sequence out of its row, and cache what it has computed, submitted steps included.
+        """Release the pages of a sequence without a row, and cache its computed tokens, submitted steps included.
 
-        Not so after a failure: it may have been the keys and values.
+        After a failure nothing is cached, since its keys and values may be wrong.
         """
         rank, failed = self.ranks[sequence.data_rank], sequence.finish is not None and sequence.finish.kind == "error"
         if len(sequence.pages) and not failed:
@@ -246,7 +246,7 @@ class Scheduler:
         return (request.cache_salt,)
 
     def _is_private(self, request: GenerationRequest) -> bool:
-        """Whether only its own choices share its prefixes, as with forced routing."""
+        """Return True if only the choices of the request share its prefixes, as with forced routing."""
         return not self._limits.caches_prefixes or request.forced_routing is not None
 
 
@@ -255,7 +255,7 @@ def _ignore(preemption: Preemption) -> None:
 
 
 def unfinished(scheduler: Scheduler) -> list[Sequence]:
-    """All choices that have not ended: running, waiting, or followers of another."""
+    """Return all choices that have not ended: running, waiting, or followers of another."""
     known = (*scheduler.running, *scheduler.waiting, *scheduler.held)
     found = {id(choice): choice for sequence in known for choice in sequence.group.choices}
     return [choice for choice in found.values() if choice.finish is None]
@@ -283,14 +283,14 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
 
 
 def rename_weights(scheduler: Scheduler, weight_version: str) -> None:
-    """Call the same weights by another version for what is computed from now on; nothing computed before is lost."""
+    """Name the same weights differently from the next step on; nothing computed before is lost."""
     _name_weights(scheduler, weight_version)
     for sequence in unfinished(scheduler):
         note_weights(sequence, weight_version)
 
 
 def watch_pages(scheduler: Scheduler, events: PageEvents) -> None:
-    """Record what can be found in the prefix cache, and every change of it, from now on."""
+    """Record the content of the prefix cache, and every change of it from now on."""
     scheduler.page_events = events
     events.record(0, WeightsNamed(scheduler.weight_version))
     for rank in scheduler.ranks:

@@ -1,4 +1,4 @@
-"""The part of expert balancing that rides on steps: pieces of a migration on the way out, counts on the way back."""
+"""Expert balancing in the step cycle: steps carry pieces of a migration, and bring expert counts back."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 COUNTS_EVERY = 16
 """Steps from one reading of the devices' counts to the next."""
 COUNTS_EVERY_UNPLANNED = 64
-"""The same where experts never move: readings are only shown, and each costs about as much as a small launch."""
+"""The same in servers whose experts never move. There readings are only shown, and each costs a small launch."""
 
 
 def eplb_steps_for(
     layout: RoutingLayout, report: StartReport, *, settings: BalancingSettings, parallel: ParallelSettings
 ) -> EplbSteps:
-    """For a server that has just started."""
+    """Return the extension of a server that has just started."""
     own_order = identity_placement(
         len(layout.layer_ids),
         layout.num_experts,
@@ -48,10 +48,8 @@ def eplb_steps_for(
 class EplbSteps(StepExtension):
     """Adds the pieces of `migration` to step plans, at most one each, and reads the expert counts of their results.
 
-    The plan of a step carries its piece, so that every host runs the same one with the same step. `reading` is the
-    last one of the counts; `on_reading` is called in the engine thread when there is another. Hosts that start have
-    experts where `first` says. `set_target`, `state`,
-    `reading` and `migration.progress` may be used from any thread, all else from the engine's.
+    The plan of a step carries its piece, so that every host runs the same piece with the same step. `set_target`,
+    `state`, `reading` and `migration.progress` may be used from any thread, all else from the engine thread.
     """
 
     def __init__(
@@ -65,15 +63,18 @@ class EplbSteps(StepExtension):
         self.migration, self.moves_experts = migration, moves_experts
         start = migration.placement
         self.reading = LoadReading(0, 0, np.zeros((start.num_layers, start.num_experts), np.int32))
+        """The latest expert counts."""
         self.on_reading: Callable[[], object] = _ignore
+        """Called in the engine thread after every reading."""
         self._wanted: deque[ExpertPlacement] = deque(maxlen=1)
         self._counts_every, self._num_steps = counts_every, 0
         self._steps_with_pieces = set[int]()
         self._is_held = False
         self.first, self._own_order = start, own_order or start
+        """Placements of hosts that start now, and of experts in their own order."""
 
     def state(self) -> PlacementState | None:
-        """What a plan may be made from now; None while a migration is under way or requested."""
+        """Return the input of a plan that is made now, or None while a migration runs or is requested."""
         progress = self.migration.progress
         if self._wanted or not progress.is_done:
             return None
@@ -81,20 +82,20 @@ class EplbSteps(StepExtension):
         return PlacementState(self.reading.generation, progress.version, migration.placement, migration.num_slices)
 
     def forget_counts(self) -> None:
-        """Begin a new generation of counts: after a change of weights, or of counting."""
+        """Begin a new generation of counts, after a change of weights or of counting."""
         self.reading = replace(self.reading, generation=self.reading.generation + 1, step=self._num_steps)
         self.on_reading()
 
     def set_target(self, placement: ExpertPlacement) -> None:
-        """Have the next steps move experts to `placement`, which replaces what was under way or requested.
+        """Have the next steps move experts to `placement`, which replaces any running or requested migration.
 
-        PlacementError where it is of other layers, slots or ranks; then nothing changes.
+        Raises: PlacementError if it has other layers, slots or ranks; then nothing changes.
         """
         self.migration.check(placement)
         self._wanted.append(placement)
 
     def hold(self) -> ExpertPlacement:
-        """Keep experts where they are until `resume`; returns their placement. Call while no step is in flight."""
+        """Keep experts where they are until `resume`; return their placement. Call while no step is in flight."""
         self._is_held = True
         return self.migration.placement
 
@@ -103,10 +104,10 @@ class EplbSteps(StepExtension):
         self._is_held = False
 
     def change_weights(self, *, are_sent: bool = False) -> None:
-        """Restart the migration under way and the counts: what was fetched or counted belongs to other weights.
+        """Restart a running migration and the counts, which belong to the previous weights.
 
-        Hosts that follow begin with experts as they lie now where the weights `are_sent`, which are kept so, else in
-        their own order.
+        Hosts that start later begin with the current placement if the weights `are_sent`, because they are kept in it,
+        else with experts in their own order.
         """
         self.first = self.migration.placement if are_sent else self._own_order
         if not self.migration.progress.is_done:
@@ -121,9 +122,9 @@ class EplbSteps(StepExtension):
             self.start_over(cause.layout)
 
     def start_over(self, layout: GroupLayout) -> None:
-        """Other hosts serve, experts as at their start and counts from zero: go back to where they were headed.
+        """Start again on other hosts, whose experts lie as at their start, and move them to the former target.
 
-        Where there are more or fewer ranks than before, that is for a plan to say that is made for them.
+        If the number of ranks has changed, experts stay in their own order until a plan for these ranks comes.
         """
         target, first = self._wanted.pop() if self._wanted else self.migration.target, self.first
         if layout.num_expert_ranks != first.ep_size:
@@ -165,7 +166,7 @@ class EplbSteps(StepExtension):
             self.on_reading()
 
     def _next_piece(self) -> MigrationPiece | None:
-        """The next piece; another migration begins once the results of all pieces of the one before are known."""
+        """Return the next piece, or None. A migration begins after the results of all pieces of the previous one."""
         if self._is_held:
             return None
         if not self._wanted:

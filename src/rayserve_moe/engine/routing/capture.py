@@ -1,4 +1,4 @@
-"""Following the routing of running sequences from step results into the store and out again."""
+"""Routing capture: rows go from step results into the store, and from there to the sequences that want them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RoutingCapture(StepExtension):
 
     @property
     def weight_version(self) -> str:
-        """The version that steps submitted from now on run under."""
+        """Version of the weights of steps that are submitted from now on."""
         return self._versions[-1]
 
     def submitted(self, schedule: Schedule) -> None:
@@ -109,10 +109,10 @@ class RoutingCapture(StepExtension):
         return self._published(sequence) if _streams_routing(sequence.request) else None
 
     def gather(self, sequence: Sequence, *, start: int = 0) -> RoutedExperts:
-        """Collect the rows from position `start` on of a sequence that runs, waits, or has ended.
+        """Return the rows from position `start` on of a sequence that runs, waits, or has ended.
 
-        Rows are for positions up to num_tokens - 2 (all prompt positions where nothing was generated). What was never
-        computed is missing.
+        Rows are for positions up to num_tokens - 2, or for all prompt positions if nothing was generated. Rows that
+        were never computed are missing.
         """
         known = self._known_rows(sequence, sequence, start, origins=sequence.cache.origins)
         return RoutedExperts(
@@ -154,8 +154,10 @@ class RoutingCapture(StepExtension):
         kept: list[tuple[np.ndarray, ...]],
         forks: tuple[Places, Places] | None,
     ) -> None:
-        """Store the rows of a step that ran under `version`, then those that were kept, which outrank them, then for
-        `forks` those of the last page of their prompts."""
+        """Store the rows of a step that ran under `version`, then kept rows, which replace them, then rows of forks.
+
+        Forks copy the last page of their prompts.
+        """
         slots, stamps = (each[belongs] for each in places)
         self._store.write(slots, stamps, rows=rows[belongs], versions=version)
         for kept_slots, kept_stamps, kept_rows, versions in kept:
@@ -168,7 +170,7 @@ class RoutingCapture(StepExtension):
             self._store.write(own_slots, own_stamps, rows=rows[is_known], versions=versions)
 
     def _forked_places(self, plan: StepPlan, table: RowTable) -> tuple[Places, Places]:
-        """Where the rows of what forks copy are stored, and where they will be."""
+        """Return the slots and stamps of the rows that forks copy, and of their copies."""
         chunks = plan.chunks
         forks = np.flatnonzero(chunks.lengths == 0)
         ends = chunks.starts[forks]
@@ -179,7 +181,7 @@ class RoutingCapture(StepExtension):
         return source, own
 
     def _places_in(self, table: RowTable, rows: np.ndarray, positions: np.ndarray) -> Places:
-        """Slots and stamps of positions of rows of all data ranks."""
+        """Return slots and stamps of positions of table rows of all data ranks."""
         slots, stamps = table.places(rows, positions)
         if self._num_data_ranks > 1:
             slots = slots + rows // (len(table.sequences) // self._num_data_ranks) * self._slots_per_rank
@@ -188,7 +190,7 @@ class RoutingCapture(StepExtension):
     def _known_rows(
         self, sequence: Sequence, held: Sequence | Preemption, start: int, *, origins: tuple[tuple[int, int, str], ...]
     ) -> KnownRows:
-        """Rows from position `start` on: those in the pages that are or were held, and those kept before."""
+        """Return the rows from position `start` on: rows of the pages that are or were held, and rows kept before."""
         num_fed = sequence.num_tokens - 1
         count = max(0, (num_fed if sequence.num_outputs else max(num_fed, held.num_computed)) - start)
         num_computed = max(0, min(held.num_computed - start, count))
@@ -207,13 +209,13 @@ class RoutingCapture(StepExtension):
         return known
 
     def _places(self, held: Sequence | Preemption, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Slots and stamps of positions `[first, last)`, from pages that are or were held."""
+        """Return slots and stamps of positions `[first, last)`, from pages that are or were held."""
         index, offset = np.divmod(np.arange(first, last), self._page_size)
         first_slot = held.data_rank * self._slots_per_rank
         return first_slot + held.pages[index].astype(np.int64) * self._page_size + offset, held.page_generations[index]
 
     def _kept_rows(self, plan: StepPlan, table: RowTable) -> list[tuple[np.ndarray, ...]]:
-        """Places, rows and versions of sampled tokens that this step recomputes although their rows were kept."""
+        """Return slots, stamps, rows and versions of sampled tokens with kept rows that this step recomputes."""
         kept, chunks = [], plan.chunks
         again = (chunks.lengths > 1) | np.isin(chunks.rows, plan.sampling.rows)
         for chunk in np.flatnonzero(again).tolist():
@@ -235,7 +237,7 @@ def _streams_routing(request: GenerationRequest) -> bool:
 
 
 def _add_kept(known: KnownRows, kept: KnownRows, *, first_output: int) -> None:
-    """Take over kept rows: of outputs all that there are, of the prompt those that are not known otherwise."""
+    """Add kept rows: all rows of outputs, and those rows of the prompt that are not known otherwise."""
     first, last = max(known.start, kept.start), min(known.end, kept.end)
     if first < last:
         ours, theirs = (slice(first - rows.start, last - rows.start) for rows in (known, kept))
@@ -246,14 +248,13 @@ def _add_kept(known: KnownRows, kept: KnownRows, *, first_output: int) -> None:
 
 
 def _runs(values: np.ndarray, start: int) -> list[tuple[int, int, int]]:
-    """Ranges `(from, to, value)` in which an array over positions from `start` on stays the same."""
+    """Return ranges `(from, to, value)` of equal values of an array over positions from `start` on."""
     borders = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return [(start + a, start + b, int(values[a])) for a, b in itertools.pairwise(borders) if a < b]
 
 
 def _kinds(origins: tuple[tuple[int, int, str], ...], start: int, count: int) -> np.ndarray:
-    """How each row from position `start` on came about: found in the cache, computed anew after a preemption, or
-    computed once; places in SOURCES, [count]."""
+    """Return the source of each row from position `start` on, as an index of SOURCES, int8 [count]."""
     kinds = np.zeros(count, np.int8)
     for first, last, kind in origins:
         kinds[max(0, first - start) : max(0, last - start)] = SOURCES.index(kind)
