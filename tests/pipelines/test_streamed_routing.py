@@ -9,7 +9,9 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.answers.streams import GenerationStream
+from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.output_dispatch import OutputDispatch
+from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
 from rayserve_moe.requests.results import ChoiceResult, joined_routing
 from tests.support.drive import Way, choices_of, cycle_for, preempt_every, run_alone
@@ -42,7 +44,9 @@ def one_shot(engine: Engine) -> Outcomes:
 def updates_of(engine: Engine, way: Way) -> dict[tuple[str, int], list[ChoiceResult]]:
     """Run the workload; returns the updates of every choice, one for every turn that brought it something."""
     cycle = cycle_for(engine.runner, engine.card, way)
-    outputs = OutputDispatch(cycle.scheduler.table, streamed_routing=cycle.streamed_routing)
+    capture = extension_of(cycle.extensions, RoutingCapture)
+    assert capture is not None, "the cycle captures routing"
+    outputs = OutputDispatch(cycle.scheduler.table, streamed_routing=capture.streamed)
     updates: dict[tuple[str, int], list[ChoiceResult]] = {}
 
     def receive(news: list[ChoiceResult]) -> None:
