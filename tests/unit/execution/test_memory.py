@@ -12,9 +12,9 @@ from rayserve_moe.execution import memory
 from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.states import states_of
+from rayserve_moe.model.states import KeptState, states_of
 from rayserve_moe.parallel.mesh import plan_for
-from rayserve_moe.state.kinds import StateKind
+from rayserve_moe.state.kinds import ArraySpec, StateKind
 from tests.support.checkpoints import CORE_CONFIG
 
 
@@ -31,6 +31,19 @@ def test_a_page_is_keys_and_values_of_all_layers_on_one_device(num_devices, held
     )
     num_layers, head_dim = CORE_CONFIG.num_hidden_layers, CORE_CONFIG.head_dim
     assert found == num_layers * 16 * 2 * held_heads * head_dim * itemsize
+
+
+def test_a_page_holds_every_kind_of_state_with_its_own_dtype():
+    """Three layers keep keys and values in the cache's dtype; two keep a row of float32, spread over the devices."""
+    plan = plan_for(jax.devices()[:2])
+    keys = ArraySpec((4, 8), ("kv_heads", None))
+    mean = ArraySpec((16,), ("heads",), dtype="float32")
+    states = [
+        KeptState(StateKind("kv", "token", (keys,)), windows=(0, 0, 0)),
+        KeptState(StateKind("mean", "token", (mean,)), windows=(0, 0)),
+    ]
+    found = memory.page_bytes(states, page_size=16, dtype="bfloat16", plan=plan)
+    assert found == 16 * (3 * 2 * 8 * 2 + 2 * 8 * 4)
 
 
 def fit(free: int, *, num_pages: int = 0, mem_fraction: float = 0.5, most_useful: int = 1000) -> int:
