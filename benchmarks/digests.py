@@ -5,7 +5,8 @@
     PYTHONPATH=<another work tree>/src:. python -m benchmarks.digests run DIRECTORY BEFORE
     python -m benchmarks.digests compare BEFORE FILE                              exit status 1 if a digest differs
 
-A change that keeps behaviour keeps every digest, on the same processor. Two hosts run on two raylets of one machine.
+A change that keeps behaviour keeps every digest, on the same processor. Counters of drafts (`spec_*`) are no digests of
+behaviour: they depend on measured times.
 """
 
 from __future__ import annotations
@@ -28,14 +29,22 @@ SERVED: dict[str, Any] = {
     "num_pages": 128,
 }
 DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
-EPLB = {"enable_eplb": True, "num_redundant_experts": 2, "eplb_min_rebalancing_utilization_threshold": 1.0}
+EPLB = {
+    "devices_per_host": 4,
+    "enable_eplb": True,
+    "num_redundant_experts": 2,
+    "eplb_interval": 4,
+    "eplb_slots_per_step": 4,
+}
 ENGINES: dict[str, dict[str, Any]] = {
     "native": {},
     "native drafts": DRAFTS,
     "xla": {"cpu_kernels": "off"},
     "xla drafts": {"cpu_kernels": "off", **DRAFTS},
+    "native eplb": EPLB,
+    "xla eplb": {"cpu_kernels": "off", **EPLB},
 }
-"""Settings of each engine of one process; all families run in the first and the third."""
+"""Settings of each engine; all families run in those of one word, one family in the others."""
 LEFT_OUT = ("id", "e2e_latency", "finish_reason", "weight_version")
 """Fields of `meta_info` that differ from run to run, or say nothing."""
 
@@ -61,9 +70,7 @@ def run(directory: Path, file: Path) -> None:
     digests: dict[str, str] = {}
     for name, settings in ENGINES.items():
         models = (
-            sorted(each.name for each in directory.iterdir() if each.is_dir())
-            if "drafts" not in name
-            else ["qwen3_moe"]
+            sorted(each.name for each in directory.iterdir() if each.is_dir()) if " " not in name else ["qwen3_moe"]
         )
         for model in models:
             with Engine(str(directory / model), **SERVED, **settings) as engine:
