@@ -75,6 +75,13 @@ def test_experts_that_do_not_fit_twice_are_read_in_blocks():
     assert "do not fit twice" in lacks(replace(sizes, width=1 << 16), core_bytes=96 << 20)
 
 
+def test_tokens_whose_gates_and_places_exceed_scalar_memory_are_refused():
+    """A row of scalars is padded to 128 words: 1,040 tokens of GLM-4.7-Flash need 1.03 MiB, of which a core has one."""
+    sizes = PushSizes(1040, 4, 2048, 1536, 8, (("data", 8),))
+    assert lacks(sizes, core_bytes=96 << 20) == "1040 tokens take 1056 KiB of the 1016 of scalars"
+    assert "scalars" not in lacks(replace(sizes, num_tokens=992), core_bytes=96 << 20)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["", ", int8"])
 def test_sums_are_those_of_one_device_however_uneven_the_load(dtype):

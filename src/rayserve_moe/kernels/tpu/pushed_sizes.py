@@ -21,6 +21,8 @@ WEIGHT_DTYPES = ("bfloat16", *NARROW)
 """What weights may be; those of 8 bits have scales."""
 GROUP_ROWS = 4 * TILE_ROWS
 """Rows of a slot for which the blocks of a large expert are read once."""
+SCALAR_BYTES = (1 << 20) - (8 << 10)
+"""Of a core's scalar memory what tables of the kernel may take; the rest is the compiler's."""
 WEIGHT_BYTES, SPARE_BYTES, MOST_BYTES = 24 << 20, 8 << 20, 96 << 20
 """Of the core's memory: what weights may take; what is left for values; the most that the kernel asks for."""
 
@@ -207,6 +209,16 @@ def vmem_bytes(sizes: PushSizes) -> int:
     return rows * sizes.width * 2 + 2 * block_bytes + tables * 4 + SPARE_BYTES
 
 
+def scalar_bytes(sizes: PushSizes) -> int:
+    """Return the bytes of scalar memory that a core takes for a call: gates and places of tokens, and the table.
+
+    Scalar memory pads every row to whole lanes.
+    """
+    of_core = sizes.of_core
+    rows_of_tokens = -(-sizes.num_tokens // SUBLANES) * SUBLANES + of_core.counted_tokens
+    return 4 * (LANES * rows_of_tokens + of_core.table_rows * of_core.num_lanes)
+
+
 def lacks(sizes: PushSizes, *, interpret: bool = False, core_bytes: int | None = None) -> str:
     """Why a call of these sizes is not for the kernel; empty where it is. An interpreted one has no tiles.
 
@@ -221,6 +233,8 @@ def lacks(sizes: PushSizes, *, interpret: bool = False, core_bytes: int | None =
         return f"{LANES} of an expert's width of {sizes.inner} do not fit twice with rows of {sizes.width}"
     if sizes.num_tokens > CONVERTED_TOKENS and sizes.num_tokens % CONVERTED_TOKENS:
         return f"{sizes.num_tokens} tokens are not a multiple of {CONVERTED_TOKENS}"
+    if scalar_bytes(sizes) > SCALAR_BYTES:
+        return f"{sizes.num_tokens} tokens take {scalar_bytes(sizes) >> 10} KiB of the {SCALAR_BYTES >> 10} of scalars"
     if core_bytes is None and not interpret:
         chip = pltpu.get_tpu_info()
         core_bytes = usable_bytes(chip.vmem_capacity_bytes)
