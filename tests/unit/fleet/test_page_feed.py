@@ -171,7 +171,7 @@ def test_load_is_reported(replica):
     async def check(view: FleetView) -> None:
         await become(lambda: view.index.is_known("0"))
         replica.scheduler.waiting.extend([SimpleNamespace(num_tokens=50, num_computed=0)] * 3)
-        await become(lambda: view.choosing._loads["0"].queued_tokens == 150)
+        await become(lambda: "0" in view.choosing._loads and view.choosing._loads["0"].queued_tokens == 150)
         assert view.choosing._loads["0"].num_choices == 3
 
     follow(check, replica.feed.address)
