@@ -44,8 +44,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "xla": {"cpu_kernels": "off"},
     "xla drafts": {"cpu_kernels": "off", **DRAFTS},
 }
-"""Settings of each engine; all families run in those of one word, one family in the others. The first starts jax, with as
-many emulated devices as any of them needs. While experts move, log-probs may differ in the last bit from run to run."""
+"""Settings of each engine. All families run in the engines of one word, one family in the others.
+
+The first engine starts jax, with as many emulated devices as any of them needs. While experts move, log-probs may differ
+in the last bit from run to run.
+"""
 LEFT_OUT = ("id", "e2e_latency", "finish_reason", "weight_version")
 """Fields of `meta_info` that differ from run to run, or say nothing."""
 
