@@ -46,8 +46,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 """Settings of each engine. All families run in the engines of one word, one family in the others.
 
-The first engine starts jax, with as many emulated devices as any of them needs. While experts move, log-probs may differ
-in the last bit from run to run.
+The first engine starts jax, with as many emulated devices as any of them needs. While experts move, log-probs may
+differ in the last bit from run to run.
 """
 LEFT_OUT = ("id", "e2e_latency", "finish_reason", "weight_version")
 """Fields of `meta_info` that differ from run to run, or say nothing."""
