@@ -21,15 +21,13 @@ from rayserve_moe.engine.extension import (
 )
 from rayserve_moe.engine.step_clock import StepClock, scheduler_statistics
 from rayserve_moe.requests.finish_reason import FinishReason
-from rayserve_moe.scheduling.plan_builder import Schedule, empty_schedule
+from rayserve_moe.scheduling.plan_builder import Ending, Schedule, empty_schedule
 from rayserve_moe.scheduling.scheduler import Commit, Scheduler, change_weights, rename_weights
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan
 from rayserve_moe.scheduling.verify_rows import Draft, resolve_awaited, samples_that_count
 
 NO_ROWS = np.zeros(0, np.int64)
-Ended = tuple[tuple[Sequence, FinishReason], ...]
-"""Sequences that end, with the reasons."""
 
 
 class StepCycle:
@@ -184,14 +182,14 @@ class StepCycle:
 
 
 class Pace(NamedTuple):
-    """How the next step follows on the step in flight."""
+    """Pace of the next step."""
 
     draft: Draft | None = None
     """Proposes drafts for the step; None: it has none."""
     overlaps: bool = True
-    """Whether it is submitted before the step in flight is committed."""
+    """True if the step is submitted before the step in flight is committed."""
     drains: bool = False
-    """Whether the step in flight is committed first, and no step is planned."""
+    """True if the step in flight is committed instead, and no step is planned."""
 
 
 class SteadyPace:
@@ -223,7 +221,7 @@ class Losses(Protocol):
 
     @property
     def trial_is_over(self) -> bool:
-        """Whether the sequences that run alone have passed the error that they were suspected of."""
+        """True if all sequences on trial have ended or passed the position of the error."""
         ...
 
     def try_next(self, retract: Callable[[], object]) -> None:
@@ -237,7 +235,7 @@ class Losses(Protocol):
         *,
         retract: Callable[[], object],
         reset: Callable[[ReplacedHosts], object],
-    ) -> Ended:
+    ) -> tuple[Ending, ...]:
         """Drop `lost` steps, the oldest first, `retract` all that runs, replace the hosts and `reset` all features.
 
         Returns the sequences to blame for it, if they are known. Raises if hosts are not replaced.
@@ -253,6 +251,6 @@ class NoReplacement:
     def try_next(self, retract: Callable[[], object]) -> None:
         """Do nothing: there is no trial."""
 
-    def start_over(self, failure: ExecutorFailure, lost: list[StepPlan], **_: object) -> Ended:
+    def start_over(self, failure: ExecutorFailure, lost: list[StepPlan], **_: object) -> tuple[Ending, ...]:
         """Raise the failure."""
         raise failure

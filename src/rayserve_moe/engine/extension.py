@@ -20,7 +20,7 @@ class NewWeights:
 
     weight_version: str
     are_sent: bool = False
-    """Whether a trainer has sent them; otherwise they come from files."""
+    """True if a trainer has sent them, False if they come from files."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.processor_arguments import NUM_RECENT
 from rayserve_moe.requests.reasoning_span import ReasoningSpan, ThinkingLimit
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError
-from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.plan_builder import Ending, Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Guide, Sequence
 from rayserve_moe.scheduling.step_plan import SampleMasks
@@ -169,7 +169,6 @@ class WordBans(TimedGuide):
         return mask if mask.any() else EMPTY
 
 
-Ending = tuple[Sequence, FinishReason]
 BUDGET_MS = 30.0
 """Budget for the masks of a step, which all running requests wait for. Beyond it no further mask is begun."""
 OVER_BUDGET = FinishReason(

@@ -55,8 +55,8 @@ class EngineRebuildingError(RuntimeError):
 class EngineLoop:
     """Owns the engine thread. All public methods may be called from any thread.
 
-    Commands take effect between steps. After a failure every request ends with an error, and no request is accepted
-    any more. With a `rebuilder`, which replaces the hosts of the executor, requests survive lost hosts.
+    Commands take effect between steps. After a failure every request ends with an error, and no further request is
+    accepted. With a `rebuilder`, which replaces the hosts of the executor, requests survive lost hosts.
     """
 
     def __init__(

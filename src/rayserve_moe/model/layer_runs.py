@@ -1,4 +1,4 @@
-"""Runs of layers with a repeated pattern of kinds, each of which one loop computes."""
+"""Runs of layers that repeat a pattern of kinds. One loop computes a run."""
 
 from __future__ import annotations
 

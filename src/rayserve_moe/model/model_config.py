@@ -44,9 +44,9 @@ class StepInputs(NamedTuple):
 
     batch: TokenBatch
     valid_T: jax.Array
-    """Which tokens are not padding."""
+    """True for tokens that are not padding, bool [T]."""
     prepared: dict[str, Any]
-    """What each kind of mixer derives of the tokens once for all of its layers (`Mixer.prepare`)."""
+    """Result of `Mixer.prepare` by kind of mixer, computed once for all of its layers."""
     maps: PlacementArrays | None = None
     """Slots of the experts; None stands for expert i in slot i."""
     forced: tuple[jax.Array, jax.Array] | None = None

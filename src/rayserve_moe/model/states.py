@@ -23,7 +23,7 @@ class KeptState(NamedTuple):
 
     kind: StateKind
     windows: tuple[int, ...]
-    """Of every layer that keeps it, the number of positions that a token sees, 0 for all."""
+    """Number of positions that a token sees in each layer that keeps the state. 0: all."""
 
     @property
     def num_layers(self) -> int:

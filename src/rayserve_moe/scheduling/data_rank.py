@@ -18,7 +18,8 @@ EVICTION_BATCH = 16
 class DataRank:
     """Sequences, pages and cached prefixes of one rank, none of them shared with other ranks, and their states.
 
-    Every event of a page or row goes to all states, and a prefix is found as far as all of them can use it.
+    Every event of a page or row goes to all states. A cached prefix is used up to the last page at which all of them
+    are usable.
     """
 
     def __init__(

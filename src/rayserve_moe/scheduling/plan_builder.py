@@ -42,6 +42,10 @@ NO_RUN = ChunkRun(
 )
 
 
+Ending = tuple[Sequence, FinishReason]
+"""A sequence that ends, and the reason."""
+
+
 class Probed(NamedTuple):
     """Tokens of a sequence that a step probes."""
 
@@ -69,8 +73,8 @@ class Schedule:
     probed: tuple[Probed, ...] = ()
     """Sequences with tokens to probe, in the order of the plan."""
     is_awaited: bool = False
-    """Whether the devices alone know where some chunks start: after drafts that have not come back."""
-    endings: tuple[tuple[Sequence, FinishReason], ...] = ()
+    """True if only the devices know where some chunks start, because drafts have not come back."""
+    endings: tuple[Ending, ...] = ()
     """Sequences that end before the step is submitted, because nothing may follow their last token."""
 
 

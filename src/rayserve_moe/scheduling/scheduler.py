@@ -72,7 +72,7 @@ class Scheduler:
         self.open_ranks, self.waiting = self.ranks, deque[Sequence]()
         self.held: list[Sequence] = []
         self.captures_all = False
-        """Whether every step captures routing, also for sequences that find its pages cached later."""
+        """True if every step captures routing, for sequences that find its pages cached later."""
         self.on_preemption: Callable[[Preemption], object] = _ignore
         """Called with every preemption, before its pages are released."""
         self.page_events: PageEvents | None = None

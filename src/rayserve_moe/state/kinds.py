@@ -26,7 +26,7 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class StateKind:
-    """What one kind of layer keeps of a sequence, and how long."""
+    """State that one kind of layer keeps of a sequence."""
 
     name: str
     """Key of pools."""

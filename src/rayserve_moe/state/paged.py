@@ -80,7 +80,7 @@ class PagedState:
         self._first_seen[row] = NOT_IN_USE
 
     def hand_over(self, page_ids: np.ndarray, cached_ids: np.ndarray) -> None:
-        """Move the pages behind those of `page_ids` [n] without users to those of `cached_ids` [n] that have none."""
+        """Move unused pages behind `page_ids` [n] to the `cached_ids` [n] that have no page behind them."""
         movable = (self.page_of[page_ids] > 0) & (self.page_of[cached_ids] == 0) & (self._num_users[page_ids] == 0)
         for page, cached in zip(page_ids[movable].tolist(), cached_ids[movable].tolist(), strict=True):
             del self._idle[page]
@@ -123,7 +123,7 @@ def states_of(
 ) -> tuple[tuple[SequenceState, ...], tuple[np.ndarray, ...]]:
     """Build the states of page groups on one rank, and map pages of the rank to pages of each group.
 
-    A group without a window has no state: its pages are those of the rank.
+    A group without a window has no `PagedState`, since it uses the pages of the rank itself.
 
     Returns: the states, and an array int32 [pages of the rank] per group; no arrays if no group has pages of its own.
     """

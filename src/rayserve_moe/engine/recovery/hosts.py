@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
 from rayserve_moe.engine.extension import ReplacedHosts, StepExtension
 from rayserve_moe.requests.finish_reason import FinishReason
-from rayserve_moe.scheduling.plan_builder import Schedule
+from rayserve_moe.scheduling.plan_builder import Ending, Schedule
 from rayserve_moe.scheduling.recovery import admit_all, give_up_step, hold_back_all_but, use_ranks
 from rayserve_moe.scheduling.scheduler import Scheduler, unfinished
 from rayserve_moe.scheduling.sequence import Sequence
@@ -230,11 +230,11 @@ class Blame:
 
 
 class StepLosses(StepExtension):
-    """Keeps what was committed and drops all else: then every sequence is as after a preemption.
+    """Recovery of the step cycle: committed results stay, all else is dropped, as after a preemption of everything.
 
-    Tokens, log-probs, scores and rows of committed tokens stay with their sequences; keys, values and cached prefixes
-    go, rows of new page allocations cannot be taken for old ones, and experts lie as at the start. Hosts that are done
-    without take whole data ranks along. While sequences are on trial for a step that raised an error, they run alone.
+    Tokens, log-probs, scores and rows of committed tokens stay with their sequences. Keys, values and cached prefixes
+    are dropped, and experts lie as at the start. A group that continues with fewer hosts has fewer data ranks.
+    Sequences on trial for a step that raised an error run alone.
     """
 
     def __init__(self, recovery: Recovery, scheduler: Scheduler) -> None:
@@ -242,7 +242,7 @@ class StepLosses(StepExtension):
 
     @property
     def generation(self) -> int:
-        """Which hosts these are: counts up when they are replaced."""
+        """Number of times that hosts were replaced."""
         return self._recovery.generation
 
     @property
@@ -256,7 +256,7 @@ class StepLosses(StepExtension):
         *,
         retract: Callable[[], object],
         reset: Callable[[ReplacedHosts], object],
-    ) -> tuple[tuple[Sequence, FinishReason], ...]:
+    ) -> tuple[Ending, ...]:
         """Drop `lost` steps, the oldest first, `retract` all that runs, replace the hosts and `reset` all features.
 
         Returns the sequence to blame for it, if it is known, with the reason that ends it. Raises if hosts are not

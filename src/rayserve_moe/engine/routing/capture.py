@@ -86,7 +86,7 @@ class RoutingCapture(StepExtension):
         self._preempted.clear()
 
     def preempted(self, preemption: Preemption) -> None:
-        """Keep the rows of a preempted sequence: now, and again once those of the step in flight have arrived."""
+        """Keep the rows of a preempted sequence, and add rows of the step in flight when they arrive."""
         self._retain(preemption)
         if self._submitted:
             self._preempted.append(preemption)

@@ -29,7 +29,7 @@ class DraftedSteps(StepExtension):
         self.speculation, self._scheduler, self._overlaps = speculation, scheduler, overlaps
         self._started_at = 0.0
         self._drains = False
-        """Whether the step in flight was planned in another mode than the next one: its time says nothing of either."""
+        """True if the step in flight and the next step have different modes. Its time is not recorded."""
         self._committed_at: float | None = None
         """When the last step was committed, if work was left; None otherwise."""
 

@@ -93,17 +93,19 @@ class ModelWeights:
 
 
 class DraftState(NamedTuple):
-    """What a draft model keeps: its pools, of one layer each, and of every row its feature, float [R, D], at the last
-    token that the row has computed for good, that token's position, int32 [R], and what was drafted last as a chain,
-    int32 [R, K]."""
+    """State of a draft model between steps."""
 
     pools: Pools
+    """Pools of one layer each."""
     features_RD: jax.Array
+    """Feature of each row at its last accepted token, float."""
     positions_R: jax.Array
+    """Position of that token, int32."""
     drafts_RK: jax.Array
+    """Latest chain of drafts of each row, int32."""
 
     def moved(self, moves: Moves, move_rows: Kernel) -> DraftState:
-        """Return the state after moves of what is kept of tokens."""
+        """Return the state after moves of the pool rows of tokens."""
         return self._replace(pools=jax.tree.map(lambda pool: move_rows(pool, moves, num_layers=1), self.pools))
 
 

@@ -22,7 +22,7 @@ WEIGHT_DTYPES = ("bfloat16", *NARROW)
 GROUP_ROWS = 4 * TILE_ROWS
 """Rows of a slot for which the blocks of a large expert are read once."""
 SCALAR_BYTES = (1 << 20) - (8 << 10)
-"""Of a core's scalar memory what tables of the kernel may take; the rest is the compiler's."""
+"""Maximum scalar memory of a core for tables of the kernel; the compiler needs the rest."""
 WEIGHT_BYTES, SPARE_BYTES, MOST_BYTES = 24 << 20, 8 << 20, 96 << 20
 """Of the core's memory: what weights may take; what is left for values; the most that the kernel asks for."""
 

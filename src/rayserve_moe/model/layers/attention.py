@@ -12,7 +12,7 @@ import jax
 from rayserve_moe.experts.router_spec import one_of
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights
-from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.table import FLAT_ATTENTION, Kernels
 from rayserve_moe.kernels.tpu.flat_rows import LANES, flat_width
 from rayserve_moe.model.layers.kinds import Mixer
@@ -215,13 +215,18 @@ def apply(  # noqa: PLR0913 (the interface of `Mixer`)
     made: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, Pools]:
     """Attend the tokens of a step, and keep their rows."""
-    normed_TD, pools = rows
-    (pool,) = pools[STATE]
-    step: AttentionStep = inputs.prepared[KIND]
-    of_layer = AttentionInputs(weights, inputs.batch, step.rotation, layer, step.singles, made)
     attention = attention_config(own, config.spec, config.plan)
-    out_TD, pool = attend(weights, (normed_TD, pool), of_layer, attention=attention, config=config)
-    return out_TD, {**pools, STATE: (pool,)}
+    return attend(
+        weights,
+        rows,
+        inputs,
+        mixer=KIND,
+        state=STATE,
+        layer=layer,
+        attention=attention,
+        config=config,
+        made=made,
+    )
 
 
 MIXER = Mixer(parameters, states, choose_kernels, prepare, apply, begin)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import jax
 
-from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.table import LATENT_ATTENTION, Kernels
 from rayserve_moe.kernels.tpu.flat_rows import latent_lanes
@@ -183,12 +183,17 @@ def apply(
     config: ModelConfig,
 ) -> tuple[jax.Array, Pools]:
     """Attend the tokens of a step, and keep their latents."""
-    normed_TD, pools = rows
-    (pool,) = pools[STATE]
-    step: AttentionStep = inputs.prepared[KIND]
-    of_layer = AttentionInputs(weights, inputs.batch, step.rotation, layer, step.singles)
-    out_TD, pool = attend(weights, (normed_TD, pool), of_layer, attention=latent_config(own), config=config)
-    return out_TD, {**pools, STATE: (pool,)}
+    attention = latent_config(own)
+    return attend(
+        weights,
+        rows,
+        inputs,
+        mixer=KIND,
+        state=STATE,
+        layer=layer,
+        attention=attention,
+        config=config,
+    )
 
 
 MIXER = Mixer(parameters, states, choose_kernels, prepare, apply)

@@ -12,7 +12,7 @@ import numpy as np
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs, DescribedSingles, TokenBatch
 from rayserve_moe.kernels.reference.layers import Rotation
-from rayserve_moe.model.model_config import ModelConfig
+from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
 from rayserve_moe.model.spec import RopeSpec, YarnSpec
 
 
@@ -53,26 +53,35 @@ def _describe_singles(
 
 
 @jax.named_scope("attention")
-def attend(
+def attend(  # noqa: PLR0913 (what the kinds of attention differ in, by keyword)
     weights: dict[str, jax.Array],
-    rows: tuple[jax.Array, jax.Array],
-    inputs: AttentionInputs,
+    rows: tuple[jax.Array, Pools],
+    inputs: StepInputs,
     *,
+    mixer: str,
+    state: str,
+    layer: jax.Array,
     attention: Any,
     config: ModelConfig,
-) -> tuple[jax.Array, jax.Array]:
-    """Return what a layer adds to the stream [T, D], and its pool; `rows` are the normed stream and the pool.
+    made: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, Pools]:
+    """Return what a layer adds to the stream [T, D], and the pools; `rows` are the normed stream and the pools.
 
-    `attention` is the configuration that the kernels take.
+    `mixer` and `state` are the names of the kinds of mixer and state, `attention` is the configuration of the kernels,
+    `made` as in `Mixer.apply`.
     """
-    normed_TD, pool = rows
-    out_TD, pool = config.kernels.attention.attend(normed_TD, pool, inputs, config=attention)
+    normed_TD, pools = rows
+    (pool,) = pools[state]
+    step: AttentionStep = inputs.prepared[mixer]
+    of_layer = AttentionInputs(weights, inputs.batch, step.rotation, layer, step.singles, made)
+    out_TD, pool = config.kernels.attention.attend(normed_TD, pool, of_layer, config=attention)
     out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)
-    return out_TD + weights["o_bias_LD"][inputs.layer] if "o_bias_LD" in weights else out_TD, pool
+    out_TD = out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD
+    return out_TD, {**pools, state: (pool,)}
 
 
-LEAST_RAMP = 0.001
-"""Width of a ramp whose ends meet, in dimensions: that of the implementation in transformers."""
+MIN_RAMP = 0.001
+"""Width of a ramp whose ends meet, in dimensions, as in transformers."""
 
 
 def rope_frequencies(rope: RopeSpec, width: int) -> np.ndarray:
@@ -100,5 +109,5 @@ def _slowed_share(yarn: YarnSpec, theta: float, width: int) -> np.ndarray:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
     if first == last:
-        last += LEAST_RAMP
+        last += MIN_RAMP
     return np.clip((np.arange(width // 2) - first) / (last - first), 0.0, 1.0)
