@@ -88,4 +88,5 @@ def test_rows_are_pushed_where_the_kernel_lacks_nothing():
     assert "rows of 2112" in reason(width=2112)
     assert "an expert width of 96" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 96), np.dtype("bfloat16")))
     assert "17 tokens are not a multiple" in reason(34)
-    assert "MiB are wanted of" in reason(2048)
+    assert "1024 tokens take 1032 KiB of the 1016 of scalars" in reason(2048)
+    assert "MiB are wanted of" in reason(1920, width=8192)
