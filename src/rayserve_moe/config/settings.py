@@ -192,6 +192,12 @@ class CacheSettings:
     """Keep the pages of whole prompts and answers for later requests that begin alike."""
     mem_fraction: float = _number(0.8, (0.01, 1.0))
     """Part of the free memory given to pages when `num_pages` is 0."""
+    state_fraction: float = _number(0.3, (0.0, 0.9))
+    """For models with recurrent layers: part of the cache's memory that holds states of cached prefixes; the rest
+    holds pages."""
+    state_interval: int = _number(0, (0, 1 << 24))
+    """For models with recurrent layers: tokens of a prompt between states that are cached, a multiple of 64. 0: a
+    prompt is cached at its end, where other prompts differ from it, and where a request ends."""
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ class HostRunner:
             self._report,
             num_pages=num_pages,
             page_groups=self.served.pool.groups(num_pages),
+            entry_groups=self.served.pool.entry_groups(num_pages),
             compile_s=times.wall_s,
             compile_sum_s=times.sum_s,
             num_programs=times.num_programs,
@@ -327,6 +328,7 @@ def _packer_for(served: ServedModel) -> Packer:
         num_tables=served.num_tables,
         tells_nexts=served.draft is not None,
         has_trees=served.settings.speculation.has_trees,
+        num_columns=served.num_columns,
     )
 
 

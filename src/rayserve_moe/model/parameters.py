@@ -10,7 +10,7 @@ initialising, sharding and memory sizing all read this tree.
 from __future__ import annotations
 
 from rayserve_moe.model.layers.table import FFNS, MIXERS
-from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.param_spec import ParamSpec, norm_spec
 from rayserve_moe.model.spec import ModelSpec
 
 
@@ -43,7 +43,7 @@ def parameter_specs(
 
 
 def _norm(spec: ModelSpec, role: str, dtype: str, layers: tuple[int, ...]) -> ParamSpec:
-    return ParamSpec((len(layers), spec.hidden_size), dtype, ("layers", "model"), role, layers, initial="ones")
+    return norm_spec(spec.norm_offset, (len(layers), spec.hidden_size), ("layers", "model"), role, dtype=dtype, layers=layers)
 
 
 def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str, ParamSpec]:
@@ -51,7 +51,7 @@ def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str,
     rows = words if spec.tie_embeddings else ("vocabulary", "table_row")
     specs = {
         "table_VD": ParamSpec(table, dtype, rows, "embedding").padded("vocabulary", num_devices),
-        "final_norm_D": ParamSpec((spec.hidden_size,), dtype, ("model",), "final_norm", initial="ones"),
+        "final_norm_D": norm_spec(spec.norm_offset, (spec.hidden_size,), ("model",), "final_norm", dtype=dtype),
     }
     if not spec.tie_embeddings:
         specs["head_VD"] = ParamSpec(table, dtype, words, "head").padded("vocabulary", num_devices)

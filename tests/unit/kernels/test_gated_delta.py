@@ -147,7 +147,7 @@ class Runner:
         self.position += counted
         last = (self.position - 1) // CHUNK * CHUNK
         if last > self.source_base and last not in self.states:
-            state, window = self.pools.state_EHdv[self.own], self.pools.window_EnKW[self.own]
+            state, window = self.pools.state_EHdv[self.own], self.pools.window_EJKW[self.own]
             self.states[last] = np.asarray(state).tobytes() + np.asarray(window).tobytes()
 
     def run(self, cuts: tuple[int, ...], *, end: int = NUM_TOKENS) -> Runner:

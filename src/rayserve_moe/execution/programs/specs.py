@@ -112,7 +112,7 @@ def names_for(shape: StepShape, served: ServedModel) -> set[str]:
 
 def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
     asked = served.draft is not None, config.tree is not None, config.most_together
-    layout = InputLayout(shape, served.num_rows, served.num_tables, *asked)
+    layout = InputLayout(shape, served.num_rows, served.num_tables, *asked, num_columns=config.num_columns)
     vectors = _integers(served, config.model.plan.data_size, len(layout.padding))
     blocks = block_input_shapes(shape, config.model) if shape.num_blocks else None
     run = partial(run_step, layout=layout, config=config)

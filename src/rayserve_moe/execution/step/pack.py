@@ -55,11 +55,12 @@ class Packer:
         num_tables: int = 1,
         tells_nexts: bool = False,
         has_trees: bool = False,
+        num_columns: int = 0,
     ) -> None:
         self.rows_per_rank, self._num_ranks, self._num_tables = rows_per_rank, num_data_ranks, num_tables
         self._block_tokens, self._tells_nexts, self._has_trees = shapes[0].block_tokens, tells_nexts, has_trees
         given = rows_per_rank, num_tables, tells_nexts, has_trees
-        self.layouts = {shape: InputLayout(shape, *given) for shape in shapes}
+        self.layouts = {shape: InputLayout(shape, *given, num_columns=num_columns) for shape in shapes}
         self.use(shapes)
         self._places = np.arange(max(shape.num_singles for shape in shapes))
 

@@ -61,6 +61,8 @@ class StepConfig:
     shows_hidden: bool = False
     processors: tuple[LogitProcessor, ...] = ()
     tree: TreeShape | None = None
+    num_columns: int = 0
+    """Values of states that a row has behind its page tables."""
 
     @property
     def drafting(self) -> TreeShape:

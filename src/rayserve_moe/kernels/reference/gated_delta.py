@@ -12,7 +12,7 @@ same function for a piece, and a row of it depends on earlier rows alone, so tha
 how tokens came, to the last bit.
 """
 
-# T tokens   P pieces   b tokens of a piece   C tokens of a chunk   R rows   E entries   H value heads   K key heads
+# T tokens   P pieces   N tokens of a piece   J taps   C tokens of a chunk   R rows   E entries   H value heads   K key heads
 # d key width   v value width   x decays of a head: 1, or d   W channels of a key head before the convolution
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class DeltaPools(NamedTuple):
 
     state_EHdv: jax.Array
     """States after multiples of CHUNK tokens."""
-    window_EnKW: jax.Array
+    window_EJKW: jax.Array
     """The last inputs of the convolution ahead of an entry, oldest first; as many as taps but one."""
     keys_RCKd: jax.Array
     fresh_RCHv: jax.Array
     decay_RCHx: jax.Array
     """Sums of g since the entry."""
-    inputs_RnKW: jax.Array
+    inputs_RJKW: jax.Array
     """Inputs of the convolution, that of position p at p % WINDOW_ROWS."""
 
 
@@ -155,25 +155,25 @@ def find_history(positions_T: jax.Array, rows_T: jax.Array, entries: RowEntries,
 
 
 def short_conv(
-    inputs_TKW: jax.Array, taps_nKW: jax.Array, pools: DeltaPools, history: History, *, layer: tuple[jax.Array, ...]
+    inputs_TKW: jax.Array, taps_JKW: jax.Array, pools: DeltaPools, history: History, *, layer: tuple[jax.Array, ...]
 ) -> jax.Array:
     """Return the causal convolution of each channel and its SiLU, float32 [T, K, W]; the newest token has the last tap.
 
     `layer` are the first entry and the first row of the layer in the pools.
     """
     first_entry, first_row = layer
-    ring = pools.inputs_RnKW.at[first_row + history.rows_T[:, None], history.position % WINDOW_ROWS].get(mode="clip")
+    ring = pools.inputs_RJKW.at[first_row + history.rows_T[:, None], history.position % WINDOW_ROWS].get(mode="clip")
     behind_base = history.position - history.entries.source_base[:, None]
-    place = jnp.maximum(behind_base + len(taps_nKW) - 1, 0)
-    entry = pools.window_EnKW[first_entry + history.entries.source[:, None], place]
+    place = jnp.maximum(behind_base + len(taps_JKW) - 1, 0)
+    entry = pools.window_EJKW[first_entry + history.entries.source[:, None], place]
     kept = jnp.where(history.is_in_ring[..., None, None], ring, entry)
     kept = jnp.where((history.position >= 0)[..., None, None], kept, 0.0)
     before = jnp.where(history.is_in_step[..., None, None], inputs_TKW[history.token].astype(jnp.float32), kept)
-    taps_nKW = taps_nKW.astype(jnp.float32)
+    taps_JKW = taps_JKW.astype(jnp.float32)
     # One tap after the other: the order of the sum does not depend on the number of tokens.
-    total_TKW = inputs_TKW.astype(jnp.float32) * taps_nKW[-1]
-    for tap in range(len(taps_nKW) - 1):
-        total_TKW = total_TKW + before[:, tap] * taps_nKW[tap]
+    total_TKW = inputs_TKW.astype(jnp.float32) * taps_JKW[-1]
+    for tap in range(len(taps_JKW) - 1):
+        total_TKW = total_TKW + before[:, tap] * taps_JKW[tap]
     return jax.nn.silu(total_TKW)
 
 
@@ -209,9 +209,9 @@ def advance(
         is_new_b = (lanes >= piece.known) & (lanes < piece.known + piece.count)
         given = DeltaTokens(*(_masked(each[index_b], is_new_b) for each in tokens))
         ring = DeltaPools(state_Hdv, state_Hdv, *(each[row] for each in pools[2:]))
-        out_bHv, rows = _compute_piece(given, ring, piece.start % CHUNK, piece.known, delta=delta)
+        out_NHv, rows = _compute_piece(given, ring, piece.start % CHUNK, piece.known, delta=delta)
         index_b = jnp.where(is_new_b, index_b, num_tokens)
-        out_THv = out_THv.at[index_b].set(out_bHv, mode="drop", unique_indices=True)
+        out_THv = out_THv.at[index_b].set(out_NHv, mode="drop", unique_indices=True)
         place_b = piece.start % CHUNK + lanes
         place_b = jnp.where(is_new_b, place_b, CHUNK)
         rings = (
@@ -219,10 +219,10 @@ def advance(
             for pool, new in zip(pools[2:5], rows, strict=True)
         )
         window_b = jnp.where(is_new_b, (piece.start + lanes) % WINDOW_ROWS, WINDOW_ROWS)
-        inputs = pools.inputs_RnKW.at[row, window_b].set(
+        inputs = pools.inputs_RJKW.at[row, window_b].set(
             given.inputs_TKW.astype(jnp.float32), mode="drop", unique_indices=True
         )
-        return out_THv, DeltaPools(pools.state_EHdv, pools.window_EnKW, *rings, inputs)
+        return out_THv, DeltaPools(pools.state_EHdv, pools.window_EJKW, *rings, inputs)
 
     out_THv = jnp.zeros((num_tokens, num_heads, width), jnp.float32)
     return jax.lax.scan(visit, (out_THv, pools), pieces)[0]
@@ -240,10 +240,10 @@ def _fold_into(
     keys_CHd = _repeat_heads(pools.keys_RCKd[row], len(state_Hdv)) * jnp.exp(last_Hx - pools.decay_RCHx[row])
     added_Hdv = _dot("jhd,jhv->hdv", keys_CHd, pools.fresh_RCHv[row])
     state_Hdv = state_Hdv * jnp.exp(last_Hx)[..., None] + added_Hdv
-    num_before = pools.window_EnKW.shape[1]
-    window_nKW = pools.inputs_RnKW[row, (position - num_before + jnp.arange(num_before)) % WINDOW_ROWS]
+    num_before = pools.window_EJKW.shape[1]
+    window_JKW = pools.inputs_RJKW[row, (position - num_before + jnp.arange(num_before)) % WINDOW_ROWS]
     return state_Hdv, pools._replace(
-        state_EHdv=pools.state_EHdv.at[entry].set(state_Hdv), window_EnKW=pools.window_EnKW.at[entry].set(window_nKW)
+        state_EHdv=pools.state_EHdv.at[entry].set(state_Hdv), window_EJKW=pools.window_EJKW.at[entry].set(window_JKW)
     )
 
 
@@ -265,15 +265,15 @@ def _compute_piece(
     old_keys, old_fresh, old_decay = (
         jax.lax.dynamic_slice_in_dim(part, start, PIECE) for part in (ring.keys_RCKd, ring.fresh_RCHv, ring.decay_RCHx)
     )
-    own_keys_bKd = jnp.where(is_old, old_keys, given.keys_TKd.astype(jnp.float32))
-    keys_bHd = _repeat_heads(own_keys_bKd, num_heads)
-    queries_bHd = _repeat_heads(given.queries_TKd.astype(jnp.float32), num_heads)
+    own_keys_NKd = jnp.where(is_old, old_keys, given.keys_TKd.astype(jnp.float32))
+    keys_NHd = _repeat_heads(own_keys_NKd, num_heads)
+    queries_NHd = _repeat_heads(given.queries_TKd.astype(jnp.float32), num_heads)
     # Sums are formed one row after the other from the last known row: a step with one row has no other order.
     at = start + known
     last_Hx = jnp.where(at > 0, ring.decay_RCHx[jnp.maximum(at - 1, 0)], 0.0)
-    _, summed_bHx = jax.lax.scan(lambda total, row: (total + row,) * 2, last_Hx, given.decay_THx)
+    _, summed_NHx = jax.lax.scan(lambda total, row: (total + row,) * 2, last_Hx, given.decay_THx)
     # The scan begins at the first new row: rows of the known ones are zeros.
-    decay_bHx = jnp.where(is_old, old_decay, summed_bHx)
+    decay_NHx = jnp.where(is_old, old_decay, summed_NHx)
     before_Hx = jnp.where(start > 0, ring.decay_RCHx[jnp.maximum(start - 1, 0)], 0.0)
     is_past_C11 = (place < start)[:, None, None]
     # Select, never multiply: what stands behind the cursor may be NaN.
@@ -281,53 +281,53 @@ def _compute_piece(
     past_fresh_CHv = jnp.where(is_past_C11, ring.fresh_RCHv, 0.0)
     past_decay_CHx = jnp.where(is_past_C11, ring.decay_RCHx, 0.0)
     is_lower = index[:, None] >= index
-    if decay_bHx.shape[-1] == 1:
-        to_past = jnp.where(is_past_C11[..., 0], (decay_bHx[:, None] - past_decay_CHx)[..., 0], -jnp.inf)
+    if decay_NHx.shape[-1] == 1:
+        to_past = jnp.where(is_past_C11[..., 0], (decay_NHx[:, None] - past_decay_CHx)[..., 0], -jnp.inf)
         to_past = jnp.exp(to_past)
-        inside = jnp.exp(jnp.where(is_lower[..., None], (decay_bHx[:, None] - decay_bHx)[..., 0], -jnp.inf))
+        inside = jnp.exp(jnp.where(is_lower[..., None], (decay_NHx[:, None] - decay_NHx)[..., 0], -jnp.inf))
 
-        def over_past(rows_bHd: jax.Array) -> jax.Array:
-            return _dot("ihd,jhd->ijh", rows_bHd, past_keys_CHd) * to_past
+        def over_past(rows_NHd: jax.Array) -> jax.Array:
+            return _dot("ihd,jhd->ijh", rows_NHd, past_keys_CHd) * to_past
 
-        def over_own(rows_bHd: jax.Array) -> jax.Array:
-            return _dot("ihd,jhd->ijh", rows_bHd, keys_bHd) * inside
+        def over_own(rows_NHd: jax.Array) -> jax.Array:
+            return _dot("ihd,jhd->ijh", rows_NHd, keys_NHd) * inside
 
     else:
         # Factors meet at the end of the piece before, so that both are at most 1. Inside a piece the difference of
         # logarithms is taken first. Nothing overflows.
-        since = jnp.exp(decay_bHx - before_Hx)
+        since = jnp.exp(decay_NHx - before_Hx)
         till = jnp.exp(jnp.where(is_past_C11, before_Hx - past_decay_CHx, -jnp.inf))
-        inside = jnp.exp(jnp.where(is_lower[..., None, None], decay_bHx[:, None] - decay_bHx, -jnp.inf))
+        inside = jnp.exp(jnp.where(is_lower[..., None, None], decay_NHx[:, None] - decay_NHx, -jnp.inf))
 
-        def over_past(rows_bHd: jax.Array) -> jax.Array:
-            return _dot("ihd,jhd->ijh", rows_bHd * since, past_keys_CHd * till)
+        def over_past(rows_NHd: jax.Array) -> jax.Array:
+            return _dot("ihd,jhd->ijh", rows_NHd * since, past_keys_CHd * till)
 
-        def over_own(rows_bHd: jax.Array) -> jax.Array:
-            return jnp.sum(rows_bHd[:, None] * keys_bHd * inside, axis=-1)
+        def over_own(rows_NHd: jax.Array) -> jax.Array:
+            return jnp.sum(rows_NHd[:, None] * keys_NHd * inside, axis=-1)
 
-    to_state = jnp.exp(decay_bHx)
-    beta_bH1 = given.beta_TH[..., None]
-    fresh_bHv = beta_bH1 * given.values_THv.astype(jnp.float32)
-    weights_bbH = jnp.zeros((PIECE, PIECE, num_heads), jnp.float32)
+    to_state = jnp.exp(decay_NHx)
+    beta_NH1 = given.beta_TH[..., None]
+    fresh_NHv = beta_NH1 * given.values_THv.astype(jnp.float32)
+    weights_NNH = jnp.zeros((PIECE, PIECE, num_heads), jnp.float32)
     if delta:
-        said_bHv = _dot("ihd,hdv->ihv", keys_bHd * to_state, ring.state_EHdv)
-        said_bHv = said_bHv + _dot("ijh,jhv->ihv", over_past(keys_bHd), past_fresh_CHv)
-        fresh_bHv = fresh_bHv - beta_bH1 * said_bHv
+        said_NHv = _dot("ihd,hdv->ihv", keys_NHd * to_state, ring.state_EHdv)
+        said_NHv = said_NHv + _dot("ijh,jhv->ihv", over_past(keys_NHd), past_fresh_CHv)
+        fresh_NHv = fresh_NHv - beta_NH1 * said_NHv
         is_below = (index[:, None] > index)[..., None]
-        weights_bbH = given.beta_TH[:, None] * jnp.where(is_below, over_own(keys_bHd), 0.0)
+        weights_NNH = given.beta_TH[:, None] * jnp.where(is_below, over_own(keys_NHd), 0.0)
 
-    def solve(i: jax.Array, solved_bHv: jax.Array) -> jax.Array:
-        row_Hv = jax.lax.dynamic_index_in_dim(fresh_bHv, i, keepdims=False)
-        weight_bH = jax.lax.dynamic_index_in_dim(weights_bbH, i, keepdims=False)
-        row_Hv = row_Hv - _dot("jh,jhv->hv", weight_bH, solved_bHv)
-        return jax.lax.dynamic_update_index_in_dim(solved_bHv, row_Hv, i, 0)
+    def solve(i: jax.Array, solved_NHv: jax.Array) -> jax.Array:
+        row_Hv = jax.lax.dynamic_index_in_dim(fresh_NHv, i, keepdims=False)
+        weight_NH = jax.lax.dynamic_index_in_dim(weights_NNH, i, keepdims=False)
+        row_Hv = row_Hv - _dot("jh,jhv->hv", weight_NH, solved_NHv)
+        return jax.lax.dynamic_update_index_in_dim(solved_NHv, row_Hv, i, 0)
 
-    solved_bHv = jax.lax.fori_loop(known, PIECE, solve, jnp.where(is_old, old_fresh, 0.0))
-    out_bHv = _dot("ihd,hdv->ihv", queries_bHd * to_state, ring.state_EHdv)
-    out_bHv = out_bHv + _dot("ijh,jhv->ihv", over_past(queries_bHd), past_fresh_CHv)
-    out_bHv = out_bHv + _dot("ijh,jhv->ihv", over_own(queries_bHd), solved_bHv)
-    out_bHv = jnp.where(is_sound_b[:, None, None], out_bHv, jnp.nan)
-    return out_bHv, (own_keys_bKd, solved_bHv, decay_bHx)
+    solved_NHv = jax.lax.fori_loop(known, PIECE, solve, jnp.where(is_old, old_fresh, 0.0))
+    out_NHv = _dot("ihd,hdv->ihv", queries_NHd * to_state, ring.state_EHdv)
+    out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_past(queries_NHd), past_fresh_CHv)
+    out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_own(queries_NHd), solved_NHv)
+    out_NHv = jnp.where(is_sound_b[:, None, None], out_NHv, jnp.nan)
+    return out_NHv, (own_keys_NKd, solved_NHv, decay_NHx)
 
 
 def _repeat_heads(rows: jax.Array, num_heads: int) -> jax.Array:

@@ -18,7 +18,7 @@ from rayserve_moe.kernels.tpu.flat_rows import LANES, flat_width
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
-from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
+from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec, norm_spec
 from rayserve_moe.model.spec import ModelSpec, RopeSpec, ScoreShape
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.state.kinds import ArraySpec, StateKind
@@ -52,6 +52,8 @@ class GroupedAttention:
     """One logit per query head, in the denominator of the softmax alone."""
     score_scale: float | None = None
     """None stands for head_dim ** -0.5."""
+    output_gate: bool = False
+    """Files hold a gate behind the query of each head; its sigmoid multiplies the head's output."""
     fused_qkv: bool = one_of(False, True)
     """Files hold q, k and v of a layer as rows of one tensor, in this order."""
 
@@ -113,9 +115,16 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
         "v_LDG": of_kv_heads(project("v", (width, kv_width), ("model", "kv_heads"))),
         "o_LHD": project("o", (q_width, width), ("heads", "model")),
     }
+    if own.output_gate:
+        pair = replace(TRANSPOSED, period=2 * own.head_dim, repeat_width=own.head_dim)
+        specs["gate_LDH"] = replace(specs["q_LDH"], file=replace(pair, start=own.head_dim))
+        specs["q_LDH"] = replace(specs["q_LDH"], file=pair)
     if own.qk_norm == "head":
-        specs["q_norm_Lh"] = per_layer("q_norm", own.head_dim, "head_dim", "ones")
-        specs["k_norm_Lh"] = per_layer("k_norm", own.head_dim, "head_dim", "ones")
+        for name in ("q", "k"):
+            shape, axes = (len(layers), own.head_dim), ("layers", "head_dim")
+            specs[f"{name}_norm_Lh"] = norm_spec(
+                spec.norm_offset, shape, axes, f"{name}_norm", dtype=dtype, layers=layers
+            )
     if own.qk_norm == "full":
         specs["q_norm_LH"] = per_layer("q_norm", q_width, "heads", "ones")
         specs["k_norm_LG"] = of_kv_heads(per_layer("k_norm", kv_width, "kv_heads", "ones"))
@@ -196,7 +205,7 @@ def begin(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]] | None:
     """Add, norm and project in one kernel, if there is one for these sizes; `stream` and what is added to it [T, D]."""
     at_once, step = config.kernels.attention.norm_and_project, inputs.prepared[KIND]
-    if at_once is None:
+    if at_once is None or own.output_gate or config.spec.norm_offset:
         return None
     attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
     with jax.named_scope("attention/projections"):
