@@ -43,7 +43,8 @@ def parameter_specs(
 
 
 def _norm(spec: ModelSpec, role: str, dtype: str, layers: tuple[int, ...]) -> ParamSpec:
-    return norm_spec(spec.norm_offset, (len(layers), spec.hidden_size), ("layers", "model"), role, dtype=dtype, layers=layers)
+    shape, axes = (len(layers), spec.hidden_size), ("layers", "model")
+    return norm_spec(spec.norm_offset, shape, axes, role, dtype=dtype, layers=layers)
 
 
 def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str, ParamSpec]:

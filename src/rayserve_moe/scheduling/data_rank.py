@@ -23,7 +23,13 @@ class DataRank:
     """
 
     def __init__(
-        self, index: int, rows: range, *, num_pages: int, table: RowTable, page_groups: tuple[PageGroup, ...] = (),
+        self,
+        index: int,
+        rows: range,
+        *,
+        num_pages: int,
+        table: RowTable,
+        page_groups: tuple[PageGroup, ...] = (),
         entry_groups: tuple[EntryGroup, ...] = (),
     ) -> None:
         self.index = index
@@ -36,6 +42,8 @@ class DataRank:
         """States beside the pages of the rank, and maps from these to the pages of each page table."""
         self.entry_tokens = max((group.entry_tokens for group in entry_groups), default=0)
         """Tokens from one entry of a state to the next; 0 without entries."""
+        self._kept_tokens = max(self.entry_tokens, table.page_size)
+        """Tokens from one entry to the next that ends with a page."""
         self._entry_groups = entry_groups
         self.allocator = PageAllocator(num_pages, states=self.states)
         self.tree = PrefixTree(self.allocator, page_size=table.page_size)
@@ -175,9 +183,9 @@ class DataRank:
         They are the last entry of its known tokens, for siblings and retries; the last one of the cached pages that it
         shares with others, for those who begin alike; and those of an interval, if there is one.
         """
-        grid, shared = self.entry_tokens, self.tree.match_length(sequence.cache.namespace, sequence.token_ids)
+        grid, shared = self._kept_tokens, self.tree.match_length(sequence.cache.namespace, sequence.token_ids)
         last = (sequence.num_tokens - 1) // grid * grid
-        intervals = {group.interval for group in self._entry_groups if group.interval}
+        intervals = {max(grid, group.interval) for group in self._entry_groups if group.interval}
         at_intervals = {place for interval in intervals for place in range(interval, last, interval)}
         positions = {last, min(shared // grid * grid, last), *at_intervals}
         return tuple(sorted(position for position in positions if position > num_cached))

@@ -29,7 +29,7 @@ class EntryState:
 
     def __init__(self, group: EntryGroup, *, num_rank_pages: int, page_size: int, num_rows: int) -> None:
         tokens = self._entry_tokens = group.entry_tokens
-        assert tokens % page_size == 0, f"entries of {tokens} tokens do not end with pages of {page_size}"
+        assert not (tokens % page_size and page_size % tokens), f"entries of {tokens}, pages of {page_size} tokens"
         assert group.num_entries > 2 * num_rows, "every row has an entry of its own and a source"
         self.entry_of = np.zeros(num_rank_pages, np.int32)
         """The entry after each page of the rank, int32 [pages of the rank]; NO_ENTRY for none."""
@@ -93,7 +93,7 @@ class EntryState:
         self._own[row] = self._source[row] = NOT_IN_USE
         self._kept.pop(row, None)
         self._changed.pop(row, None)
-        if holds_state and written:
+        if holds_state and written and written % self._page_size == 0:
             self._attach(own, int(page_ids[written // self._page_size - 1]))
         self._settle(own)
 
@@ -153,7 +153,7 @@ class EntryState:
         self._changed[row] = None
 
     def _move_on(self, row: int, base: int, page_ids: np.ndarray) -> None:
-        """Let a row read its own entry, which holds the state after `base` tokens; it gets another if others read it."""
+        """Let a row read its own entry, the state after `base` tokens; it gets another one if others read that."""
         own = int(self._own[row])
         self._release_source(row)
         self._source[row], self._base[row] = own, base

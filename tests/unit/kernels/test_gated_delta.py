@@ -74,7 +74,7 @@ def empty_pools(kind: str, fill: float = 0.0) -> DeltaPools:
 
 
 @partial(jax.jit, static_argnames=("num_singles", "delta"))
-def run_step(  # noqa: PLR0913 (the parts of a step, by keyword)
+def run_step(
     tokens: DeltaTokens,
     pools: DeltaPools,
     *,

@@ -59,9 +59,7 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
             layer_pages=layer_pages,
         ),
         expert_counts_ME=array((len(spec.moe_layer_ids), spec.router.num_experts), jnp.int32, COUNT_AXES),
-        page_table_RP=array(
-            (num_rows, pages_per_row * num_tables(layer_pages) + num_columns), jnp.int32, ROW_AXES
-        ),
+        page_table_RP=array((num_rows, pages_per_row * num_tables(layer_pages) + num_columns), jnp.int32, ROW_AXES),
         sampling_floats_RF=array((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),
         sampling_integers_RI=array((num_rows, NUM_INTEGERS), jnp.uint32, ROW_AXES),
         last_tokens_R=array((num_rows,), jnp.int32, ROW_AXES[:1]),

@@ -29,7 +29,5 @@ IGNORED = ("mtp.*",)
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
-    refuse_other_values(
-        config, "qwen3_5_moe", hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,)
-    )
+    refuse_other_values(config, "qwen3_5_moe", hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,))
     return hybrid_spec_of(config, "qwen3_5_moe", fused="by_part", renormalize=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rayserve_moe.model.config_parts import gated_delta_of, heads_of, hybrid_layers_of, layers_between_dense, outline_of
@@ -54,7 +54,7 @@ def hybrid_spec_of(
     *,
     fused: str,
     renormalize: bool,
-    dense: frozenset[int] = frozenset(),
+    dense: Collection[int] = (),
     dense_size: int = 0,
 ) -> ModelSpec:
     """Read what Qwen3-Next and Qwen3.5 spell alike.
@@ -62,10 +62,9 @@ def hybrid_spec_of(
     `fused` is the form of the projections in files, `dense` are the layers without experts.
     """
     heads = heads_of(config, head_dim=256)
-    rotary_dim = rotary_dim_of(config, heads["head_dim"], default=heads["head_dim"] // 4)
-    attention = GroupedAttention(
-        **heads, qk_norm="head", output_gate=True, rope=rope_of(config, family, rotary_dim=rotary_dim or heads["head_dim"])
-    )
+    rotary_dim = rotary_dim_of(config, heads["head_dim"], default=heads["head_dim"] // 4) or heads["head_dim"]
+    rope = rope_of(config, family, rotary_dim=rotary_dim)
+    attention = GroupedAttention(**heads, qk_norm="head", output_gate=True, rope=rope)
     layers = hybrid_layers_of(config, linear="gated_delta", full="gqa", dense=dense)
     kinds = {layer.mixer for layer in layers}
     return ModelSpec(
