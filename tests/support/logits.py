@@ -16,7 +16,7 @@ from rayserve_moe.execution.step.pytrees import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.states import pool_shapes
+from rayserve_moe.model.states import PoolCounts, pool_shapes
 
 BLOCK = PAGE = 16
 
@@ -49,7 +49,7 @@ def prompt_outputs_of(
     num_blocks = -(-longest // BLOCK)
     shape = StepShape(0, num_blocks, BLOCK)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
-    pools = pool_shapes(config, num_pages=num_blocks + 1, page_size=PAGE, dtype=runner.served.dtype)
+    pools = pool_shapes(config, PoolCounts(num_blocks + 1), page_size=PAGE, dtype=runner.served.dtype)
 
     def all_logits(weights: ModelWeights, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
         everywhere, empty = jnp.arange(shape.num_tokens), jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), pools)

@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK
-from rayserve_moe.model.config_rope import rope_of, score_scale_of
+from rayserve_moe.model.config_rope import rope_of, rotary_dim_of, score_scale_of
 from rayserve_moe.model.config_values import count_of, flag_of, integer_of, number_of
+from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.layers.gated_delta import GatedDelta
 from rayserve_moe.model.layers.latent import LatentAttention
 from rayserve_moe.model.spec import (
@@ -253,4 +254,43 @@ def hybrid_layers_of(
     return tuple(
         LayerSpec(full if is_full[layer] else linear, "dense" if layer in dense else "moe")
         for layer in range(num_layers)
+    )
+
+
+def hybrid_model_of(
+    config: Mapping[str, Any],
+    family: str,
+    *,
+    fused: str,
+    renormalize: bool,
+    dense: Collection[int] = (),
+    dense_size: int = 0,
+) -> ModelSpec:
+    """Read a model of gated delta layers and gated attention, with a shared expert behind a gate.
+
+    `fused` is the form of the projections in files, `dense` are the layers without experts.
+    """
+    heads = heads_of(config, head_dim=256)
+    rotary_dim = rotary_dim_of(config, heads["head_dim"], default=heads["head_dim"] // 4) or heads["head_dim"]
+    rope = rope_of(config, family, rotary_dim=rotary_dim)
+    attention = GroupedAttention(**heads, qk_norm="head", output_gate=True, rope=rope)
+    layers = hybrid_layers_of(config, linear="gated_delta", full="gqa", dense=dense)
+    kinds = {layer.mixer for layer in layers}
+    return ModelSpec(
+        family=family,
+        **outline_of(config, norm_eps=1e-6, max_positions=32768),
+        layers=layers,
+        dense_intermediate_size=dense_size,
+        mixers=tuple(own for own in (attention, gated_delta_of(config, fused=fused)) if own.kind in kinds),
+        router=RouterSpec(
+            num_experts=integer_of(config, "num_experts"),
+            top_k=integer_of(config, "num_experts_per_tok"),
+            renormalize=renormalize,
+        ),
+        experts=ExpertSpec(
+            integer_of(config, "moe_intermediate_size"),
+            shared="sigmoid_gated",
+            shared_size=integer_of(config, "shared_expert_intermediate_size"),
+        ),
+        norm_offset=1.0,
     )

@@ -13,7 +13,8 @@ how tokens came, to the last bit.
 """
 
 # T tokens   P pieces   N tokens of a piece   C tokens of a chunk   J taps   R rows   E entries
-# H value heads   K key heads   d key width   v value width   x decays of a head: 1, or d   W channels of a key head before the convolution
+# H value heads   K key heads   d key width   v value width   x decays of a head: 1, or d
+# W channels of a key head before the convolution
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rayserve_moe.model.config_parts import hybrid_model_of
 from rayserve_moe.model.config_values import refuse_other_values
-from rayserve_moe.model.families.qwen3_next import hybrid_spec_of
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER, EXPERTS, GATED_DELTA, GATED_SHARED_EXPERT
 
@@ -29,5 +29,5 @@ IGNORED = ("mtp.*",)
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
-    refuse_other_values(config, "qwen3_5_moe", hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,))
-    return hybrid_spec_of(config, "qwen3_5_moe", fused="by_part", renormalize=True)
+    refuse_other_values(config, "qwen3_5_moe_text", hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,))
+    return hybrid_model_of(config, "qwen3_5_moe_text", fused="by_part", renormalize=True)
