@@ -13,12 +13,13 @@ from rayserve_moe.rollouts.adapters.trajectory import Trajectory, check_batch, h
 def training_input(
     trajectories: Sequence[Trajectory], layout: RoutingLayout, *, rewards: Sequence[float], pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """Fields of a `TrainingInputBatch`: B samples padded left to S columns, responses right-aligned in R columns.
+    """Build the fields of a `TrainingInputBatch`: B samples padded left to S columns, responses right-aligned in R
+    columns.
 
-    `loss_mask`, `rewards` (at the last token) and `rollout_logprobs` are float32 [B, R] and meet the trainer's
-    `log_probs[:, -R - 1 : -1]`. `rollout_expert_indices` [B, S, all layers, k] is uint8 where no id is above 255,
-    then int16, then int32; a token without a row has experts 0 .. k - 1, which differ, as Megatron's dispatcher needs,
-    and is marked in `router_padding_mask`. ValueError for missing rows.
+    `loss_mask`, `rewards` (at the last token) and `rollout_logprobs` are float32 [B, R] and match the trainer's
+    `log_probs[:, -R - 1 : -1]`. `rollout_expert_indices` [B, S, all layers, k] is uint8 if all ids are below 256, else
+    int16, else int32. A token without a row has experts 0 .. k - 1 (distinct, as Megatron's dispatcher requires) and is
+    marked in `router_padding_mask`. Raises ValueError if rows are missing.
     """
     check_batch(trajectories, rewards)
     responses = [each.response for each in trajectories]
@@ -51,5 +52,5 @@ def training_input(
     }
 
 
-def _narrowest(most: int) -> type[np.integer]:
-    return np.uint8 if most < 2**8 else np.int16 if most < 2**15 else np.int32
+def _narrowest(max_id: int) -> type[np.integer]:
+    return np.uint8 if max_id < 2**8 else np.int16 if max_id < 2**15 else np.int32
