@@ -175,7 +175,7 @@ def _carried_layer(
 
 
 def _free_slots(ranks: list[list[int]], counts: np.ndarray, load: np.ndarray, slots_per_rank: int) -> None:
-    """Drop redundant replicas until the experts without a slot have room."""
+    """Drop redundant replicas until the experts without a slot fit."""
     while np.count_nonzero(counts == 0) > sum(slots_per_rank - len(held) for held in ranks):
         spare = [held for held in ranks if (counts[held] > 1).any()]
         _drop(min(spare, key=lambda held: min(_loss(held, counts, load))), counts, load)

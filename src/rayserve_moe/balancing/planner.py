@@ -1,6 +1,6 @@
 """The planner: computes a placement from tokens per expert that minimizes the load of the hottest rank.
 
-The problem is the same as that of DeepSeek's EPLB. A first placement comes from loads alone: replicas of hot experts by
+The problem is the one that DeepSeek's EPLB solves. A first placement comes from loads alone: replicas of hot experts by
 water filling, then ranks filled in rounds, then exchanges in pairs. Local search and unequal shares (`incremental`)
 bring the hottest rank within a tolerance of its lower bound.
 

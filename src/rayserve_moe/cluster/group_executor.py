@@ -57,13 +57,13 @@ class GroupExecutor:
         self._settings, self._cluster = settings, cluster
         self._given_up = given_up or threading.Event()
         self._places = GroupPlaces(parallel, cluster, given_up=self._given_up)
-        self._places.on_return = self._note_loss
+        self._places.on_return = self._report_loss
         self._group: HostGroup | None = None
         self.sources = WeightSources(
             lambda: self.workers,
             cluster,
             timeout_s=lambda: self._settings.updates.staging_timeout_s,
-            on_change=self._note_loss,
+            on_change=self._report_loss,
         )
         self.tensors = self.sources.tensors
         self._standbys = Standbys()
@@ -137,7 +137,7 @@ class GroupExecutor:
             if refusals:
                 self._drop_staged()
                 raise WeightsRefusedError(refusals[0])
-            self.sources.note_read(source)
+            self.sources.record_read(source)
         except GetTimeoutError as error:
             self._drop_staged()
             raise too_late(timeout_s) from error
@@ -215,7 +215,7 @@ class GroupExecutor:
             self._standbys.end()
         hosts, waiting = range(parallel.num_hosts), self._standbys.take()
         self.workers = [waiting.get(host_id) or self._start_worker(reservation, host_id) for host_id in hosts]
-        self._group = group = HostGroup(self.workers, self._cluster, on_loss=self._note_loss, given_up=self._given_up)
+        self._group = group = HostGroup(self.workers, self._cluster, on_loss=self._report_loss, given_up=self._given_up)
         report = group.start(serving, enter=self._clock.enter)
         self.sources.settle()
         self.layout = self._places.serve(report)
@@ -230,7 +230,7 @@ class GroupExecutor:
             self._group.end()
             self._group, self.workers = None, []
 
-    def _note_loss(self) -> None:
+    def _report_loss(self) -> None:
         self.on_loss()
 
     def _start_worker(self, reservation: SliceReservation, host_id: int, *, waits: bool = False) -> ActorHandle:

@@ -223,7 +223,7 @@ class SliceReservation:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if the node of every host is alive, as far as Ray knows."""
+        """Return True if Ray reports the node of every host as alive."""
         return {node["NodeID"] for node in ray.nodes() if node["Alive"]}.issuperset(self.nodes)
 
     def release(self) -> None:

@@ -152,7 +152,7 @@ class WeightKeepers:
             return ()
         try:
             calls = [self._actor_on(node).keep.remote(host, places[host]) for host, node in enumerate(nodes)]
-            return self._note(nodes, ray.get(calls, timeout=KEEP_S))
+            return self._record(nodes, ray.get(calls, timeout=KEEP_S))
         except (RayError, TimeoutError):
             log.exception("sent weights are not kept: they are lost with their hosts")
             return ()
@@ -170,7 +170,7 @@ class WeightKeepers:
         A share on the same node is opened there, all others are copied. Raises RayError or TimeoutError if that fails.
         """
         calls = [self._taken(each, node) for each, node in zip(by_host(offered), nodes, strict=True)]
-        return self._note(nodes, ray.get(calls, timeout=COPY_S))
+        return self._record(nodes, ray.get(calls, timeout=COPY_S))
 
     def shares(self, token: str) -> tuple[KeptShare, ...]:
         """Return the shares of a token that live keepers hold."""
@@ -190,7 +190,7 @@ class WeightKeepers:
         for actor in actors.values():
             ray.kill(actor)
 
-    def _note(self, nodes: Sequence[str], places: list[SharePlace]) -> tuple[SharePlace, ...]:
+    def _record(self, nodes: Sequence[str], places: list[SharePlace]) -> tuple[SharePlace, ...]:
         """Record the shares of the hosts on these nodes and start copies of them on other hosts' nodes."""
         with self._lock:
             hosts = enumerate(zip(nodes, places, strict=True))

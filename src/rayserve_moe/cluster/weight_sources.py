@@ -48,7 +48,7 @@ class WeightSources:
         self.keepers = WeightKeepers(self._keep_again, keeps_next=cluster.keep_next_weights)
         shares = self._keeps in ("auto", "before_swap")
         self.tensors = GroupTensors(
-            workers, timeout_s=timeout_s, on_finish=self.note_sent, on_keep=self.keep, shares=shares
+            workers, timeout_s=timeout_s, on_finish=self.record_sent, on_keep=self.keep, shares=shares
         )
 
     @property
@@ -83,11 +83,11 @@ class WeightSources:
             with suppress(WeightsRefusedError):
                 self._share_serving()
 
-    def note_read(self, source: str) -> None:
+    def record_read(self, source: str) -> None:
         """Record that all hosts have staged a checkpoint."""
         self.waiting = GroupWeights(source)
 
-    def note_sent(self, places: Sequence[SharePlace | None]) -> None:
+    def record_sent(self, places: Sequence[SharePlace | None]) -> None:
         """Record that all hosts have staged sent weights, with the locations of their shares, if they share them."""
         self.waiting = GroupWeights(None, kept=self._kept(places))
 

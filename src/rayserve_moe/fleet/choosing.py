@@ -27,7 +27,7 @@ TIE_FACTOR = 1.01
 
 
 class Prompt(NamedTuple):
-    """The prompt of a request as far as the router parses it."""
+    """The prompt of a request as parsed by the router."""
 
     num_tokens: int = 0
     digests: Sequence[bytes] = ()
@@ -66,7 +66,7 @@ class Choosing:
     def choose(self, prompt: Prompt, replica_ids: Sequence[str]) -> str:
         """Return a replica for the prompt and book the request there. `replica_ids` is not empty.
 
-        Full replicas are skipped; if no replica has room for all requests, those with the most room are candidates.
+        Full replicas are skipped; if none has capacity for all requests, the replicas with the maximum are used.
         """
         now = self._clock()
         free = {name: self.places.num_free(name, now=now) for name in replica_ids}

@@ -93,14 +93,14 @@ class JournalClient:
         found |= {"up": self.is_up, "resumed": self.num_resumed, "lost": self.num_lost}
         return {name: float(value) for name, value in found.items()}
 
-    def open(self, identity: bytes, asked: AskedRequest) -> Ticket:
+    def open(self, identity: bytes, request: AskedRequest) -> Ticket:
         """Begin to keep a request. A running request with the same identity continues, but is no longer kept."""
         with self._changed:
             if (before := self.tickets.get(identity)) is not None:
                 with self._packing:
                     self._deliver_rest([before])
             term = 1 if before is None else before.fence.term + 1
-            self.tickets[identity] = ticket = Ticket(identity, Fence(term, next(self._epochs)), [asked.packed()])
+            self.tickets[identity] = ticket = Ticket(identity, Fence(term, next(self._epochs)), [request.packed()])
             if not self._goes_without:  # the next journal receives it with the greeting
                 self._put(Item(OPEN, ticket))
         return ticket
@@ -183,7 +183,7 @@ class JournalClient:
             messages[0][1] = [packed_operation(item) for item in kept]
         return messages
 
-    def note_loss(self) -> None:
+    def record_loss(self) -> None:
         """Record that the connection is lost."""
         with self._changed:
             self.is_up = False
@@ -263,7 +263,7 @@ class Outbox(Protocol):
     def greet(self, name: str) -> list[Any]: ...
     def next_messages(self) -> list[list[Any]] | None: ...
     def take(self, message: list[Any]) -> None: ...
-    def note_loss(self) -> None: ...
+    def record_loss(self) -> None: ...
     def go_without(self) -> None: ...
 
 
@@ -327,9 +327,9 @@ class JournalLink:
                 while True:
                     self._outbox.take(message_in(channel.receive()))
         finally:
-            self._outbox.note_loss()
+            self._outbox.record_loss()
 
     def _disconnect(self) -> None:
-        self._outbox.note_loss()
+        self._outbox.record_loss()
         if (channel := self._channel) is not None:
             channel.shutdown()

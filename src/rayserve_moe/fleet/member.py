@@ -175,7 +175,7 @@ class FleetMember:
                 if sent_id:
                     control.tensors.drop(sent_id).result()
 
-    def note_sent(self, order_id: str, update_id: str) -> None:
+    def record_sent(self, order_id: str, update_id: str) -> None:
         """Record that all weights sent by an update are staged for an order."""
         with self._staging:
             self.staged_id, self.sent_id = order_id, update_id
@@ -193,7 +193,7 @@ class FleetMember:
             self.applied, self._outcome = wanted, outcome
             return outcome
 
-    def note(self, wanted: Wanted) -> None:
+    def record(self, wanted: Wanted) -> None:
         """Record that this replica has reached a wanted state by itself."""
         with self._applying:
             self.applied = wanted if wanted.number > self.applied.number else self.applied

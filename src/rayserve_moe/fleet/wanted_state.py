@@ -31,7 +31,7 @@ class ServedWeights:
     version: str | None = None
     """Weight version; None: the model's own."""
     aborts_requests: bool = False
-    """Whether the change aborts running requests."""
+    """True if the change aborts running requests."""
     awaited: str = ""
     """Version of weights lost with all replicas that had them; requests are rejected until weights are updated."""
 

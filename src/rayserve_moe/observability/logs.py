@@ -60,7 +60,7 @@ def use_logging(settings: LoggingSettings, *, handlers: Sequence[logging.Handler
     chosen = [writer for writer in writers if writer is not None] or [logging.StreamHandler()]
     for writer in chosen:
         writer.setFormatter(LINES[settings.format]())
-        writer.addFilter(_note_request)
+        writer.addFilter(_add_request_id)
     log = logging.getLogger(_ROOT)
     log.handlers[:] = [*chosen, ConsoleWarnings()]
     log.setLevel(settings.level.upper())
@@ -72,7 +72,7 @@ def request_id_from(header: bytes) -> str:
     return "".join(character if " " < character <= "~" else "?" for character in text)
 
 
-def _note_request(record: logging.LogRecord) -> bool:
+def _add_request_id(record: logging.LogRecord) -> bool:
     """Add the request's id to a line of the package; Serve's own lines have an id already, or none."""
     if record.name.startswith(_ROOT):
         record.request_id = REQUEST_ID.get()

@@ -52,7 +52,7 @@ class JobSettings:
     weight_version: str | None = None
     """Weight version that samples must have; None: any."""
     retries_failed: bool = False
-    """Whether prompts that an earlier run gave up are retried."""
+    """True if prompts that an earlier run gave up are retried."""
     in_flight: int = 256
     """Maximum number of concurrent samples."""
     shard_bytes: int = 64 * 2**20

@@ -100,7 +100,7 @@ class ReplicaPool:
 
     async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
         """Sample on the replica with the fewest running samples. Raises Unusable if replicas keep dying."""
-        replica, num_samples = await self._least_busy(), sum(request.count for request in requests)
+        replica, num_samples = await self._select_replica(), sum(request.count for request in requests)
         self._num_running[replica] += num_samples
         try:
             answers = await replica.generate_many(requests)
@@ -113,7 +113,7 @@ class ReplicaPool:
         self._num_failed_starts = 0
         return answers
 
-    async def _least_busy(self) -> Replica:
+    async def _select_replica(self) -> Replica:
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_running or not self._changing)
             if not self._num_running:

@@ -44,7 +44,7 @@ class RequestBatcher:
     """
 
     def __init__(self, source: BatchSource, *, max_samples: int) -> None:
-        self._source, self._most_samples = source, max_samples
+        self._source, self._max_samples = source, max_samples
         self._capacity = max_samples
         """Current maximum samples of a call: halved if the server is busy, grown with every answer."""
         self._waiting: list[tuple[SampleRequest, Answer]] = []
@@ -113,10 +113,10 @@ class RequestBatcher:
 
     async def _ask(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
         answers = await self._source.generate_many(requests)
-        longest = max((len(rollout.output_ids) for answer in answers for rollout in answer), default=0)
-        self._capacity = min(self._most_samples, self._capacity + 1 + self._capacity // 8)
+        max_tokens = max((len(rollout.output_ids) for answer in answers for rollout in answer), default=0)
+        self._capacity = min(self._max_samples, self._capacity + 1 + self._capacity // 8)
         before = self._max_tokens if math.isfinite(self._max_tokens) else 0.0
-        self._max_tokens = max(longest, (1 - _DECAY_PER_CALL) * before)
+        self._max_tokens = max(max_tokens, (1 - _DECAY_PER_CALL) * before)
         return answers
 
 

@@ -92,10 +92,10 @@ class RolloutDirectory:
             self.write_json(file.name, facts)
             return
         try:
-            noted = json.loads(file.read_bytes())
+            recorded = json.loads(file.read_bytes())
         except ValueError as error:
             raise ShardError(f"{file}: not JSON") from error
-        differing = [name for name in facts if not isinstance(noted, dict) or noted.get(name) != facts[name]]
+        differing = [name for name in facts if not isinstance(recorded, dict) or recorded.get(name) != facts[name]]
         if differing:
             raise ShardError(
                 f"{self.directory}: an earlier run has written samples with another {', '.join(differing)} "
@@ -111,7 +111,7 @@ class RolloutDirectory:
         """Add a shard; on return it is on disk and its samples are done."""
         self._write(ROLLOUTS, rollout_table(rollouts))
         for rollout in rollouts:
-            is_new = self._note(rollout.prompt_id, rollout.weight_version, rollout.sample_index)
+            is_new = self._record(rollout.prompt_id, rollout.weight_version, rollout.sample_index)
             assert is_new, "a sample was written twice"
 
     def write_failures(self, failures: list[Failure]) -> None:
@@ -124,7 +124,7 @@ class RolloutDirectory:
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
         _put(self.directory, lambda file: file.write_text(text, encoding="utf-8"), name_of=lambda _: name)
 
-    def _note(self, prompt_id: str, version: str, sample: int) -> bool:
+    def _record(self, prompt_id: str, version: str, sample: int) -> bool:
         """Record a sample as done. Return False if it was done already."""
         samples = self.done.setdefault(prompt_id, {}).setdefault(version, set())
         is_new = sample not in samples
@@ -143,7 +143,7 @@ class RolloutDirectory:
         for file in shards[ROLLOUTS]:
             keys = _read(file, ["prompt_id", "weight_version", "sample_index"])
             for key in zip(*(column.to_pylist() for column in keys.columns), strict=True):
-                if not self._note(*key):
+                if not self._record(*key):
                     raise ShardError(f"{file}: holds a sample that another shard also has: remove one of them")
         for file in shards[ERRORS]:
             self.failed.update(_read(file, ["prompt_id"])["prompt_id"].to_pylist())

@@ -156,7 +156,7 @@ async def note_own(state: ApiState, order_id: str, *, path: str | None, outcome:
         if wanted is None:
             _note_alone(state.fleet, weights)
         else:
-            state.fleet.member.note(wanted)
+            state.fleet.member.record(wanted)
     return outcome
 
 
@@ -206,7 +206,7 @@ async def _changed(fleet: Fleet, method: str, *arguments: Any) -> Wanted | None:
 
 
 def _note_alone(fleet: Fleet, weights: ServedWeights) -> None:
-    fleet.member.note(_next(fleet, weights=weights))
+    fleet.member.record(_next(fleet, weights=weights))
 
 
 def _next(fleet: Fleet, **changes: Any) -> Wanted:

@@ -74,7 +74,7 @@ class ProgramReport:
 
     name: str
     error: str = ""
-    """The compiler's reason; empty if there is a program."""
+    """The compiler's reason; empty on success."""
     seconds: CompileSeconds = CompileSeconds()
     memory: DeviceMemory | None = None
     is_in_place: bool = False

@@ -81,8 +81,8 @@ def case_of_model(
         raise TopologyError(f"dp {dp} times tp {tp} is not the {num_devices} devices of {topology}")
     own = {"model_path": model, "num_hosts": num_devices, "devices_per_host": 1, "data_parallel_size": dp}
     settings, config = settings_from({**own, **values}, on_tpu=True), read_config(model)
-    longest = settings.model.max_model_len or spec_from_config(config).max_position_embeddings
-    num_pages = settings.scheduler.max_running_requests * pages_per_sequence(longest, settings.cache.page_size) + 1
+    max_len = settings.model.max_model_len or spec_from_config(config).max_position_embeddings
+    num_pages = settings.scheduler.max_running_requests * pages_per_sequence(max_len, settings.cache.page_size) + 1
     pool = replace(settings.cache, num_pages=settings.cache.num_pages or num_pages)
     return ServedCase(Path(model).name, replace(settings, cache=pool), config, topology, num_layers)
 

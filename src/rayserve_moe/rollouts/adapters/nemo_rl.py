@@ -26,8 +26,8 @@ def train_data(
     chooses.
     """
     check_batch(trajectories)
-    longest = max(len(each.token_ids) for each in trajectories)
-    width, zeros = -(-longest // divisible_by) * divisible_by, [0] * len(trajectories)
+    max_length = max(len(each.token_ids) for each in trajectories)
+    width, zeros = -(-max_length // divisible_by) * divisible_by, [0] * len(trajectories)
     samples = [Sample(each.token_ids.tolist(), each.prompt_len, each.routing) for each in trajectories]
     laid = to_trainer_layout(samples, layout, convention="nemo_rl", seq_len=width, hidden_layers=False)
     ids = placed([each.token_ids for each in trajectories], zeros, width=width, dtype=np.int64, filler=pad_token_id)

@@ -26,9 +26,9 @@ def training_input(
     pairs = list(zip(trajectories, responses, strict=True))
     width = max(len(each.token_ids) for each in trajectories)
     firsts = [width - len(each.token_ids) for each in trajectories]
-    longest = max(part.stop - part.start for part in responses)
-    aligned = [longest - (part.stop - part.start) for part in responses]
-    scores = np.zeros((len(trajectories), longest), np.float32)
+    columns = max(part.stop - part.start for part in responses)
+    aligned = [columns - (part.stop - part.start) for part in responses]
+    scores = np.zeros((len(trajectories), columns), np.float32)
     scores[:, -1] = rewards
     rows = [hidden_rows(each, layout, dtype=np.int32) for each in trajectories]
     indices = np.broadcast_to(np.arange(layout.top_k), (len(rows), width, *rows[0].shape[1:])).copy()
@@ -41,11 +41,11 @@ def training_input(
         "attention_mask": placed(
             [np.ones(len(e.token_ids)) for e in trajectories], firsts, width=width, dtype=np.int64
         ),
-        "response_mask": placed([np.ones(p.stop - p.start) for p in responses], aligned, width=longest, dtype=np.int64),
+        "response_mask": placed([np.ones(p.stop - p.start) for p in responses], aligned, width=columns, dtype=np.int64),
         "rewards": scores,
-        "loss_mask": placed([each.trained[part] for each, part in pairs], aligned, width=longest, dtype=np.float32),
+        "loss_mask": placed([each.trained[part] for each, part in pairs], aligned, width=columns, dtype=np.float32),
         "rollout_logprobs": placed(
-            [each.logprobs[part] for each, part in pairs], aligned, width=longest, dtype=np.float32
+            [each.logprobs[part] for each, part in pairs], aligned, width=columns, dtype=np.float32
         ),
         "rollout_expert_indices": indices.astype(_narrowest(int(indices.max()))),
         "router_padding_mask": ~has_row,

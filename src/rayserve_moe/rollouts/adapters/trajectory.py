@@ -30,7 +30,7 @@ class Trajectory:
     routing: RoutedExperts
     """Rows of positions 0 .. T - 2."""
     is_truncated: bool = False
-    """Whether the last turn ended at its length limit."""
+    """True if the last turn ended at its length limit."""
 
     @property
     def response(self) -> slice:
@@ -83,7 +83,7 @@ def versions_of(trajectory: Trajectory) -> list[str]:
 
 
 def check_batch(trajectories: Sequence[Trajectory], scores: Sequence[float] | None = None) -> None:
-    """Raise ValueError if there are no samples, or `scores` does not have a number for each."""
+    """Raise ValueError if the batch is empty, or `scores` does not have a number per sample."""
     if not trajectories:
         raise ValueError("a batch has at least one sample")
     if scores is not None and np.shape(scores) != (len(trajectories),):

@@ -26,7 +26,7 @@ class Convention:
     last_row: str
     """Filler of the last token; also `previous`, a copy of the row before."""
     takes_missing: bool
-    """Whether samples with missing rows are accepted."""
+    """True if samples with missing rows are accepted."""
 
 
 @dataclass(frozen=True)
