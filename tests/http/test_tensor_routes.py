@@ -182,7 +182,7 @@ def wrong_bodies(tensors):
         "truncated": (whole[:-100], "truncated"),
         "outside": (
             bucket({GATE: (gate[0, :1], np.array([gate.size], np.uint32))}, base_version="0"),
-            "places outside",
+            "positions outside",
         ),
         "no safetensors": (b"PK" * 100, "the bucket: "),
     }
