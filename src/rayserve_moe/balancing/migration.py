@@ -56,12 +56,15 @@ class FailedFetch(NamedTuple):
 
 @dataclass(frozen=True)
 class MigrationProgress:
-    """Progress of the migration to placement `version`: layers that change, and slots that are transferred."""
+    """Progress of a migration."""
 
     version: int
+    """Of the placement that it leads to."""
     num_layers: int = 0
+    """Layers that change."""
     num_layers_done: int = 0
     num_slots: int = 0
+    """Slots that are transferred."""
     num_slots_done: int = 0
 
     @property

@@ -36,8 +36,8 @@ def plan(
 
     `num_redundant` is lowered until `ep_size` divides the slots; the placement has the resulting number. Without
     `previous` everything is placed anew. With it, a layer whose hottest rank carries at most 1 + `tolerance` times its
-    lower bound stays unchanged. In other layers shares change first, then the minimum of experts, and over all layers
-    at most `slot_budget` slots get an expert that their rank did not hold.
+    lower bound stays unchanged. In other layers shares change first, then as few experts move as necessary; over all
+    layers at most `slot_budget` slots get an expert that their rank did not hold.
 
     `previous` may have other ranks: rank i of the new ranks holds the experts of rank i of the old ones. Raises
     PlacementError for numbers that do not fit, and for a budget below the moves that other ranks force.

@@ -31,7 +31,7 @@ def assign(target: np.ndarray, values: np.ndarray) -> None:
 
 
 def cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return values in float32 or bfloat16, rounded to nearest, ties to even. Values must be finite to be rounded."""
+    """Return values in float32 or bfloat16, rounded to nearest, ties to even; NaNs are not preserved."""
     if values.dtype == dtype:
         return values
     wide = _widened(values)

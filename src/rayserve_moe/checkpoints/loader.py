@@ -144,7 +144,7 @@ def _shards(
 
 
 def _read_dtype(spec: ParamSpec) -> np.dtype:
-    """Return the dtype in which read pieces are kept; values to be quantised keep float32 precision."""
+    """Return the dtype in which read pieces are kept; values to be quantised stay as files have them."""
     return np.dtype(np.float32) if spec.is_quantized else jax.numpy.dtype(spec.dtype)
 
 

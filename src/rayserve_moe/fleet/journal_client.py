@@ -238,7 +238,7 @@ class JournalClient:
             for ticket in (each for each in lost + unkept if self.tickets.get(each.identity) is each):
                 del self.tickets[ticket.identity]
             self._deliver([item for item in items if item.ticket not in lost])
-            with self._packing:  # delivered updates may change
+            with self._packing:  # updates may change once delivered
                 self._deliver_rest(unkept)
         for ticket in lost:
             if ticket.on_loss is not None:

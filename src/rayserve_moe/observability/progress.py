@@ -25,11 +25,12 @@ MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a stage of a start; `total` is 0 if it is unknown."""
+    """Progress of a stage of a start."""
 
     stage: str
     done: int = 0
     total: int = 0
+    """0 if unknown."""
     detail: str = ""
 
 
