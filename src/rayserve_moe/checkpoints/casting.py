@@ -31,7 +31,7 @@ def assign(target: np.ndarray, values: np.ndarray) -> None:
 
 
 def cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return values in float32 or bfloat16, rounded to nearest, ties to even; NaNs are not preserved."""
+    """Return finite values in float32 or bfloat16, rounded to nearest, ties to even."""
     if values.dtype == dtype:
         return values
     wide = _widened(values)
