@@ -34,7 +34,7 @@ async def stage_everywhere(
     UpdateConflictError for a bucket that does not follow what one of them has: all have forgotten the update then.
     """
     fleet = state.fleet
-    if fleet is None or (fleet.member.is_alone and not order.is_last):
+    if fleet is None or (fleet.member.is_single_replica and not order.is_last):
         return await _own(state, bucket, order)
     if not order.is_last:
         return await _all_stage(state, sent, order)

@@ -37,7 +37,7 @@ async def ask_all(state: ApiState, call: str, *arguments: Any, timeout_s: float 
     What a lone replica raises passes through. ApiError 503 while Serve cannot say who there is.
     """
     fleet = state.fleet
-    if fleet is None or fleet.member.is_alone:
+    if fleet is None or fleet.member.is_single_replica:
         return Answers({"": Answer("", await CALLS[call](state, *arguments))})
     try:
         return await fleet.calls.ask(call, *arguments, timeout_s=timeout_s, members=lambda: fleet.member.view.members)
@@ -145,7 +145,7 @@ async def discard(state: ApiState, order_id: str) -> None:
 
 def is_lone(fleet: Fleet, view: FleetView | None) -> bool:
     """Whether no other replica has joined; without a view, as far as this one knows."""
-    return fleet.member.is_alone if view is None else view.members <= {fleet.member.name}
+    return fleet.member.is_single_replica if view is None else view.members <= {fleet.member.name}
 
 
 async def note_own(state: ApiState, order_id: str, *, path: str | None, outcome: WeightOutcome) -> WeightOutcome:
@@ -156,7 +156,7 @@ async def note_own(state: ApiState, order_id: str, *, path: str | None, outcome:
         if wanted is None:
             _note_alone(state.fleet, weights)
         else:
-            state.fleet.member.note(wanted)
+            state.fleet.member.record(wanted)
     return outcome
 
 
@@ -172,7 +172,7 @@ async def ordered(state: ApiState, fleet: Fleet) -> AsyncGenerator[tuple[str, Fl
         try:
             view = await fleet.state.ask("begin", order_id)
         except StateUnavailableError as error:
-            if fleet.member.is_alone:
+            if fleet.member.is_single_replica:
                 break
             raise _unknown() from error
         if view is None and time.monotonic() > deadline:
@@ -199,14 +199,14 @@ async def _changed(fleet: Fleet, method: str, *arguments: Any) -> Wanted | None:
     try:
         wanted = await fleet.state.ask(method, *arguments)
     except StateUnavailableError as error:
-        if fleet.member.is_alone:
+        if fleet.member.is_single_replica:
             return None
         raise _unknown() from error
     return wanted
 
 
 def _note_alone(fleet: Fleet, weights: ServedWeights) -> None:
-    fleet.member.note(_next(fleet, weights=weights))
+    fleet.member.record(_next(fleet, weights=weights))
 
 
 def _next(fleet: Fleet, **changes: Any) -> Wanted:

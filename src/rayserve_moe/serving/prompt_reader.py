@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from rayserve_moe.checkpoints.model_path import located, with_small_files
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import Settings
-from rayserve_moe.fleet.choosing import UNKNOWN, Prompt
+from rayserve_moe.fleet.choosing import UNPARSED, Prompt
 from rayserve_moe.scheduling.page_digests import prompt_digests
 from rayserve_moe.serving.middleware.json_body import chat_from
 from rayserve_moe.serving.routes.chat_prompt import template_options
@@ -53,14 +53,14 @@ class PromptReader:
         self._encoder = SegmentEncoder(tokenizer)
 
     def read(self, body: bytes, *, page_size: int) -> Prompt:
-        """Return the prompt of a body, of its first one where it has several; UNKNOWN where it has none.
+        """Return the prompt of a body, of its first one where it has several; UNPARSED where it has none.
 
         Raises whatever a body can make go wrong.
         """
         fields = from_json(body)
         ids = self._ids_of(fields) if isinstance(fields, dict) else None
         if ids is None or not page_size:
-            return UNKNOWN
+            return UNPARSED
         num_choices, num_requests = _counts_of(fields)
         if any(fields.get(name) is not None for name in _PRIVATE):
             return Prompt(len(ids), num_choices=num_choices, num_requests=num_requests)

@@ -136,7 +136,7 @@ async def _bucket(
         order = BucketOrder(update_id, WeightOrder(""), number, is_last=bool(order_id), waits=bool(order_id))
         outcome = await asyncio.wrap_future(state.loop.control.tensors.stage(bucket, order))
         if outcome.success and order_id:
-            fleet.member.note_sent(order_id, update_id)
+            fleet.member.record_sent(order_id, update_id)
         fleet.last_bucket = (update_id, number, outcome)
         return outcome
 

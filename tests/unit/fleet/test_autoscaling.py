@@ -42,8 +42,8 @@ def context(demands: dict[str, float] | None, *, now: int) -> AutoscalingContext
 
 
 def test_the_scarcer_of_rows_and_pages_is_the_demand():
-    assert demand_on(num_requests=8, most_requests=16, num_tokens=10, most_tokens=100) == 0.5
-    assert demand_on(num_requests=8, most_requests=16, num_tokens=250, most_tokens=100) == 2.5
+    assert demand_on(num_requests=8, max_requests=16, num_tokens=10, max_tokens=100) == 0.5
+    assert demand_on(num_requests=8, max_requests=16, num_tokens=250, max_tokens=100) == 2.5
 
 
 def test_a_prompt_counts_once_however_much_of_it_is_computed():

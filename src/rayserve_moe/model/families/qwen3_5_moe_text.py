@@ -29,5 +29,7 @@ IGNORED = ("mtp.*",)
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
-    refuse_other_values(config, "qwen3_5_moe_text", hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,))
+    refuse_other_values(
+        config, "qwen3_5_moe_text", hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,)
+    )
     return hybrid_model_of(config, "qwen3_5_moe_text", fused="by_part", renormalize=True)
