@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.decoding.adjustment import note_known
+from rayserve_moe.decoding.adjustment import record_known_tokens
 from rayserve_moe.execution.step.pytrees import DeviceState
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.requests.fields import MAX_LOGIT_BIASES
@@ -130,7 +130,7 @@ def apply_adjustment(state: DeviceState, vector: jax.Array, *, part: VocabularyP
     row = jnp.where(rank >= 0, rank * len(state.last_tokens_R) + row, num_rows)
     before_V = jnp.where(is_first > 0, 0, state.seen_RV.at[row].get(mode="clip"))
     places_N = part.places(vector[HEADER_FIELDS : HEADER_FIELDS + MAX_IDS])
-    seen_V = note_known(before_V, places_N, num_prompt=num_prompt, num_known=num_known)
+    seen_V = record_known_tokens(before_V, places_N, num_prompt=num_prompt, num_known=num_known)
     ids_B, bits_B = vector[HEADER_FIELDS + MAX_IDS :].reshape(2, MAX_BIASES)
     ids_B = jnp.where(jnp.arange(MAX_BIASES) < num_biases, ids_B, part.num_words)
     values_B = jax.lax.bitcast_convert_type(bits_B, jnp.float32)

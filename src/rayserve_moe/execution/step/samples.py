@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.decoding.adjustment import Penalties, adjust, note_samples
+from rayserve_moe.decoding.adjustment import Penalties, adjust, record_samples
 from rayserve_moe.decoding.evidence import EvidenceLogits, sampling_mask, with_evidence
 from rayserve_moe.decoding.log_probs import TopTokens
 from rayserve_moe.decoding.logit_processors import LogitProcessor, allowed_logits, processed_size
@@ -50,7 +50,7 @@ class HeldInputs(NamedTuple):
 
     samples_N3S: Any
     mask_AW: Any
-    asked_AF: Any = None
+    requested_AF: Any = None
     processed_AX: Any = None
 
 
@@ -105,7 +105,7 @@ def sample_rows(
         counted_A = jnp.where(counts_A, rows_A, nowhere)
         own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
     last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
-    seen_RV = note_samples(state.seen_RV, sampled.ids_S, rows_S=counted_A, penalties=penalties, part=part)
+    seen_RV = record_samples(state.seen_RV, sampled.ids_S, rows_S=counted_A, penalties=penalties, part=part)
     state = replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
     return sampled, OwnSamples(own_ids_S, own_rows_S), adjusted_AV, state
 
@@ -128,14 +128,16 @@ def sample_held(
     )
     sampled, _, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
     columns: dict[str, Any] = {}
-    if held.asked_AF is not None:
+    if held.requested_AF is not None:
         logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
         masses = config.model.kernels.sampling.masses
-        wants_S = held.asked_AF[:, 0] >= WANTS_MASK
+        wants_S = held.requested_AF[:, 0] >= WANTS_MASK
         columns["mask"] = sampling_mask(
             logits.processed_SV, sampled.ids_S, wants_S=wants_S, rows=rows, part=part, masses=masses
         )
-        sampled, found = with_evidence(sampled, logits, asked_SF=held.asked_AF, rows=rows, part=part, masses=masses)
+        sampled, found = with_evidence(
+            sampled, logits, requested_SF=held.requested_AF, rows=rows, part=part, masses=masses
+        )
         columns |= found
     columns["top"] = top_bits(sampled.top, plan.data_size)
     return state, StepOutput(sampled_bits(sampled, plan.data_size), columns)
