@@ -36,7 +36,7 @@ def pages_per_sequence(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
-def most_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, longest: int) -> int:
+def max_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, longest: int) -> int:
     """Pages of a data rank worth having: all that its rows can hold, and as many again for cached prefixes.
 
     One more is the null page.
@@ -45,14 +45,14 @@ def most_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, lon
     return shares * scheduler.max_running_requests * pages_per_sequence(longest, cache.page_size) + 1
 
 
-def most_live_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
+def max_live_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
     """Requests that run or wait in the engine before more are refused; every data rank has rows of its own."""
     return scheduler.max_running_requests * num_data_ranks + scheduler.max_waiting_requests
 
 
-def most_open_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
+def max_open_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
     """HTTP requests that reach a replica at once: more than its engine takes, so that the engine refuses."""
-    return most_live_requests(scheduler, num_data_ranks=num_data_ranks) + SPARE_REQUESTS
+    return max_live_requests(scheduler, num_data_ranks=num_data_ranks) + SPARE_REQUESTS
 
 
 def units_of_loss(cluster: ClusterSettings, parallel: ParallelSettings) -> int:

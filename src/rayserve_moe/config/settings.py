@@ -78,9 +78,9 @@ class SpeculationSettings:
     step."""
     num_draft_tokens: int = _number(0, (0, MAX_DRAFTS + 1), "speculative_num_draft_tokens")
     """Rows verified per sequence: `speculative_num_steps` plus 1."""
-    shortest_match: int = _number(2, (1, 64), "speculative_ngram_min_match_window_size")
+    min_match: int = _number(2, (1, 64), "speculative_ngram_min_match_window_size")
     """Minimum length of a match with the end of a sequence, tokens, before anything is drafted."""
-    longest_match: int = _number(8, (1, 64), "speculative_ngram_max_match_window_size")
+    max_match: int = _number(8, (1, 64), "speculative_ngram_max_match_window_size")
     """Maximum length of a match with the end of a sequence, tokens."""
 
     @property

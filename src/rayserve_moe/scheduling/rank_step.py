@@ -65,10 +65,10 @@ class ChunkRun(NamedTuple):
 
 
 class RankStep:
-    """Collects what a rank computes in one step: first `add_running`, then any number of `admit`.
+    """Chunks that a rank computes in a step: first `add_running`, then any number of `admit`.
 
-    Where it `defers_decoding`, sequences that decode are left to `add_singles` after that. Where pages run out,
-    `preempt` is called with the rank's youngest sequence.
+    If it `defers_decoding`, decoding sequences are left to `add_singles` afterwards. When pages run out, `preempt` is
+    called with the rank's youngest sequence.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RankStep:
 
     @property
     def is_full(self) -> bool:
-        """Whether the token budget of the step is spent."""
+        """Return True if the token budget of the step is spent."""
         return self._budget < PREFILL_BLOCK_TOKENS
 
     @property
@@ -136,7 +136,7 @@ class RankStep:
             table.num_computed[rows] = starts + 1
 
     def decoding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Decoding rows that still have a token to compute, and its position. One token each: the last."""
+        """Return the decoding rows that still have a token to compute, and its position."""
         table, rows = self.rank.table, self.rank.decoding_rows
         starts = table.num_computed[rows]
         is_active = starts < table.targets[rows]
@@ -151,7 +151,7 @@ class RankStep:
         self.verifies |= verifies
 
     def admit(self, sequence: Sequence) -> bool:
-        """Start a waiting sequence if there are pages for all its known tokens, and budget for some of them."""
+        """Start a waiting sequence if pages for all its known tokens are available, and budget for some of them."""
         prefix = self.rank.lock_prefix(sequence)
         num_cached = prefix.num_pages * self._limits.page_size
         length = self._chunk_length(sequence, num_cached)
@@ -185,7 +185,7 @@ class RankStep:
             state.advance(positions, table.state.page_ids[of_rank])
 
     def _grow_decoding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Give every decoding sequence the page its next token needs; returns what `decoding` does."""
+        """Give every decoding sequence the page that its next token needs; return as `decoding`."""
         rank, table = self.rank, self.rank.table
         while True:
             rows, starts = self.decoding()
@@ -228,8 +228,10 @@ class RankStep:
             self._budget -= -(-length // PREFILL_BLOCK_TOKENS) * PREFILL_BLOCK_TOKENS
 
     def _chunk_length(self, sequence: Sequence, start: int) -> int:
-        """Known tokens from position `start` that this step computes: a single token always fits, others take whole
-        blocks."""
+        """Return the number of known tokens from position `start` that this step computes.
+
+        A single token always fits; longer chunks occupy whole blocks.
+        """
         wanted = min(sequence.num_tokens - start, self._limits.chunk_tokens)
         if wanted == 1 and chunk_demand(sequence, start, stop=start + 1) is None:
             return 1
@@ -251,7 +253,7 @@ class RankStep:
         return stop - start
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
-        """Give `sequence` pages for `length` more tokens; False where it was itself preempted."""
+        """Give `sequence` pages for `length` more tokens; return False if it was itself preempted."""
         rank, held = self.rank, len(sequence.pages)
         missing = -(-(sequence.num_computed + length) // self._limits.page_size) - held
         while (pages := rank.take_pages(max(missing, 0))) is None:

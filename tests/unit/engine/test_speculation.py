@@ -29,7 +29,7 @@ from tests.support.drive import speculation_of
 from tests.support.scheduling import choices, one, scheduler, some_reach
 
 LENGTH, FIRST = 400, 100
-SETTINGS = SpeculationSettings("NGRAM", shortest_match=1)
+SETTINGS = SpeculationSettings("NGRAM", min_match=1)
 
 
 class Counting:

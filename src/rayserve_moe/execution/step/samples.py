@@ -158,7 +158,9 @@ def top_bits(top: TopTokens, num_ranks: int) -> jax.Array:
 
 def held_plans(plan: StepPlan) -> list[StepPlan]:
     """The same step with its samples held, and the plan that has them drawn; and both with evidence asked."""
-    nothing = replace(NO_MASKS, asking=np.zeros(1, np.intp), asked=np.full((1, 1 + MAX_LISTED_IDS), -1, np.int32))
+    nothing = replace(
+        NO_MASKS, evidence_samples=np.zeros(1, np.intp), requested=np.full((1, 1 + MAX_LISTED_IDS), -1, np.int32)
+    )
     held = replace(plan, holds_samples=True)
     drawn = (StepPlan(step_id=plan.step_id, masks=masks) for masks in (NO_MASKS, nothing))
     return [each for draws in drawn for each in (held, draws)]
@@ -183,22 +185,22 @@ class HeldSamples:
         held, places = self.packed.held, self.packed.sample_places
         assert held is not None, "the step has sampled"
         assert masks is not None, "masks follow a step that holds its samples"
-        count, asked = held.shape[0] * held.shape[2], None
+        count, requested = held.shape[0] * held.shape[2], None
         mask = np.full((count, num_words), -1, np.int32)
         if len(masks.samples):
             mask[places[masks.samples]] = masks.bits
-        self.wants_evidence = len(masks.asking) > 0
+        self.wants_evidence = len(masks.evidence_samples) > 0
         if self.wants_evidence:
-            asked = np.full((count, 1 + MAX_LISTED_IDS), -1, np.int32)
-            asked[places[masks.asking]] = masks.asked
-            self.wants_mask = bool((masks.asked[:, 0] >= WANTS_MASK).any())
+            requested = np.full((count, 1 + MAX_LISTED_IDS), -1, np.int32)
+            requested[places[masks.evidence_samples]] = masks.requested
+            self.wants_mask = bool((masks.requested[:, 0] >= WANTS_MASK).any())
         processed = None
         if self.num_processed:
             processed = np.zeros((len(mask), self.num_processed), np.int32)
             processed[:, -1 - NUM_RECENT] = NOT_PROCESSED
             if len(masks.processing):
                 processed[places[masks.processing]] = masks.processed
-        return HeldInputs(held, mask, asked, processed)
+        return HeldInputs(held, mask, requested, processed)
 
     def draw(
         self, samplers: Mapping[tuple[int, bool], CompiledSampler], state: DeviceState, *, inputs: HeldInputs
