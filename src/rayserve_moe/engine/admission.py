@@ -98,7 +98,7 @@ def _check_fields(record: SamplingParams | GenerationRequest) -> None:
         except ValueError as error:
             raise RequestError(f"{field.param} {error}", field.param) from error
         if not is_read:
-            raise RequestError(f"{field.param} should be in the form of the engine", field.param)
+            raise RequestError(f"{field.param} is not in the normal form of its field", field.param)
 
 
 def ending_ids(sampling: SamplingParams, card: ModelCard) -> frozenset[int]:
@@ -126,7 +126,7 @@ def _check_ends(request: GenerationRequest, card: ModelCard) -> None:
     if not all(0 <= n <= sampling.max_new_tokens for n in (sampling.min_new_tokens, sampling.stop_strings_after)):
         raise RequestError("must lie in [0, max_tokens]", "min_tokens")
     if sampling.min_new_tokens and len(ending_ids(sampling, card)) > MAX_WITHHELD_IDS:
-        raise RequestError(f"at most {MAX_WITHHELD_IDS} ids that end a choice go with min_tokens", "stop_token_ids")
+        raise RequestError(f"min_tokens allows at most {MAX_WITHHELD_IDS} ids that end a choice", "stop_token_ids")
 
 
 def _check_logit_bias(request: GenerationRequest, card: ModelCard) -> None:
@@ -177,9 +177,9 @@ def _check_probe(request: GenerationRequest, card: ModelCard) -> None:
     name = "listed_in_prompt"
     ids, num_scored, size = listed.ids, len(request.prompt_ids) - 1, card.vocab_size
     if not 0 <= listed.start <= num_scored - len(ids):
-        raise RequestError(f"the prompt has {num_scored} positions with a token behind them", name)
+        raise RequestError(f"positions must lie in [0, {num_scored}): the last prompt token has no next token", name)
     if ids.shape[1] > MAX_LISTED_IDS or (ids.size and not -1 <= ids.min() <= ids.max() < size):
-        raise RequestError(f"up to {MAX_LISTED_IDS} token ids in [0, {size}) are listed for a position", name)
+        raise RequestError(f"a position lists at most {MAX_LISTED_IDS} token ids in [0, {size})", name)
 
 
 def _check_forced_routing(request: GenerationRequest, card: ModelCard) -> None:

@@ -278,7 +278,7 @@ class PrefixTree:
         The lower half stays the end of all prefixes that refer to it, so that locks are removed along the same path.
         """
         above, cut, pages = node.parent, num_pages * self._page_bytes, node.own_page_ids
-        assert above is not None and num_pages < len(pages), "there is nothing to split"
+        assert above is not None and num_pages < len(pages), "the node cannot be split"
         end = node.num_pages - len(pages) + num_pages
         head = CachedPrefix(node.key, above, node.run[:cut], pages[:num_pages].copy(), end, node.last_used)
         head.num_locks = node.num_locks
@@ -300,7 +300,7 @@ class PrefixTree:
         """Free the last `count` pages of an unlocked leaf."""
         kept = len(leaf.own_page_ids) - count
         above = self._split(leaf, kept) if kept else leaf.parent
-        assert above is not None, "a root is no leaf"
+        assert above is not None, "a root is not a leaf"
         if self._watcher is not None:
             self._watcher(PagesRemoved(leaf.own_page_ids))
         self.num_cached_pages -= count

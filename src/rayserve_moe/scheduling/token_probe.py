@@ -163,7 +163,7 @@ def join_probes(parts: list[tuple[int, ProbedTokens]], *, columns: tuple[str, ..
     """Return the probe of a plan; each part comes with the index of its first token in the plan."""
     indices = [first + np.arange(len(tokens.targets)) for first, tokens in parts]
     width = max(tokens.listed.shape[1] for _, tokens in parts)
-    assert width <= MAX_LISTED_IDS, "more ids are listed than the devices take"
+    assert width <= MAX_LISTED_IDS, "the devices take fewer listed ids"
     listed = [
         np.pad(tokens.listed, ((0, 0), (0, width - tokens.listed.shape[1])), constant_values=NO_ID)
         for _, tokens in parts

@@ -187,7 +187,7 @@ class TensorUpdates:
 
     def _keep_soon(self) -> None:
         """Have the current weights kept and end the update, once the caller has its answer; experts stay until then."""
-        with suppress(RuntimeError):  # no further update is taken
+        with suppress(RuntimeError):  # the update thread is shut down
             self._updates.submit(self._keep)
 
     def _keep(self) -> None:
@@ -252,5 +252,6 @@ class TensorUpdates:
             raise WeightsRefusedError(LOST_WHILE_READING) from failure
 
     def _end_idle(self, update_id: str) -> None:
-        with suppress(RuntimeError):  # no further update is taken
+        """Drop an update that has received no bucket for `idle_s`."""
+        with suppress(RuntimeError):  # the update thread is shut down
             self._updates.submit(self._drop, update_id)
