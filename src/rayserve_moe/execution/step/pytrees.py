@@ -1,7 +1,7 @@
 """State, inputs and outputs of a compiled step: pytrees of arrays."""
 
 # R rows of a data rank   P page-table width   F, I sampling parameters   S sampled rows   J likeliest tokens
-# M MoE layers   K experts per token   N data ranks   T tokens of a data rank   X those of them in prefill blocks
+# M MoE layers   K experts per token   N data ranks   T tokens of a data rank   X tokens in prefill blocks
 
 from __future__ import annotations
 
