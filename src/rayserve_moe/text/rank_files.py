@@ -34,7 +34,7 @@ TEKKEN_NAMES = (
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
     *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-"""Special tokens of a `tekken.json` without names, which files up to version 7 may be."""
+"""Special tokens of `tekken.json` files that do not list them, which versions up to 7 may omit."""
 _VERSIONS_WITHOUT_NAMES = ("v1", "v2", "v3", "v7")
 
 
