@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from rayserve_moe.config.derive import most_useful_pages
+from rayserve_moe.config.derive import max_useful_pages
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings, SettingsError
 from rayserve_moe.model.states import KeptState
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -49,7 +49,7 @@ class PoolSizes:
                 layer_page_bytes * self.num_layer_pages(num_pages) + extra_page_bytes * num_pages
             ),
             free=free,
-            most_useful=most_useful_pages(self.scheduler, self.cache, longest=longest),
+            most_useful=max_useful_pages(self.scheduler, self.cache, longest=longest),
         )
 
 

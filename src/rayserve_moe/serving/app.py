@@ -24,7 +24,7 @@ from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
 from rayserve_moe.cluster.raylet_watch import end_with_raylet
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
-from rayserve_moe.config.derive import keeps_journal, most_open_requests, most_replicas
+from rayserve_moe.config.derive import keeps_journal, max_num_replicas, max_open_requests
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings, SettingsError
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
@@ -153,9 +153,7 @@ def build(args: dict[str, Any]) -> Application:
     settings = settings_from(args)
     deployment = MoeServer.options(
         ray_actor_options={"num_cpus": REPLICA_CPUS},
-        max_ongoing_requests=most_open_requests(
-            settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size
-        ),
+        max_ongoing_requests=max_open_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s,
         deployment_actors=_actors(settings),
@@ -172,7 +170,7 @@ def build(args: dict[str, Any]) -> Application:
 
 def routes_by_prefix(settings: Settings) -> bool:
     """Whether requests go through routers that know what every replica has cached; warns where they cannot."""
-    wanted = {"on": True, "off": False}.get(settings.server.prefix_routing, most_replicas(settings.replicas) > 1)
+    wanted = {"on": True, "off": False}.get(settings.server.prefix_routing, max_num_replicas(settings.replicas) > 1)
     if not wanted:
         return False
     if (fault := unknown_ray()) is not None:

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rayserve_moe.config.given_files import MOST_JSON_BYTES, GivenFileError, opened, read_json_object
+from rayserve_moe.config.given_files import MAX_JSON_BYTES, GivenFileError, opened, read_json_object
 from rayserve_moe.text.token_forms import spelling_of
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -154,8 +154,8 @@ def _tiktoken_tokens(file: Path, config: Mapping[str, Any]) -> RankedTokens:
             f"a tokenizer.json would do. Known by auto_map in {CONFIG_FILE}: {', '.join(KNOWN_CODE)}"
         )
     with opened(file) as given:
-        if given.num_bytes > MOST_JSON_BYTES:
-            raise GivenFileError(f"{given.num_bytes} bytes are more than {MOST_JSON_BYTES}")
+        if given.num_bytes > MAX_JSON_BYTES:
+            raise GivenFileError(f"{given.num_bytes} bytes are more than {MAX_JSON_BYTES}")
         tokens = _by_rank(_lines(given.read(given.num_bytes)))
     ids = range(len(tokens), len(tokens) + code.num_special)
     names = [*code.names, *(f"<|reserved_token_{token_id}|>" for token_id in ids[len(code.names) :])]

@@ -86,7 +86,7 @@ WRONG = {
         {"num_pages": 1 << 24, "page_size": 128},
         r"num_pages \* page_size must be at most 2147483647",
     ),
-    "chips beyond counting": ({"tpu_topology": f"4x4x{4 * 10**30}", "tpu_version": "v4"}, "tpu_topology .* is none"),
+    "chips beyond counting": ({"tpu_topology": f"4x4x{4 * 10**30}", "tpu_version": "v4"}, "tpu_topology .* is invalid"),
     "a root that depends on where one stands": (
         {"weight_roots": ["/good", "bad"]},
         "weight_roots must be absolute directories or URLs, found 'bad'",
@@ -121,7 +121,7 @@ WRONG = {
     ),
     "a single host that may be lost": (
         {"elastic_after_s": 5},
-        "elastic_after_s: of 1 slices or emulated hosts none is left without elastic_most_lost 1",
+        "elastic_after_s: elastic_most_lost 1 leaves none of 1 slices or emulated hosts",
     ),
     "data ranks over two hosts that may be lost": (
         {"elastic_after_s": 5, "num_hosts": 4, "data_parallel_size": 2},

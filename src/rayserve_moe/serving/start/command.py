@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from rayserve_moe.checkpoints.hub import hub_model
-from rayserve_moe.config.derive import keeps_journal, most_live_requests, most_open_requests
+from rayserve_moe.config.derive import keeps_journal, max_live_requests, max_open_requests
 from rayserve_moe.config.load import inherited_environment, temporary_folder
 from rayserve_moe.observability.progress import PROGRESS_VARIABLE
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
@@ -206,9 +206,9 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         journal_max_bytes=sum(one.server.journal_max_bytes for one in settings if keeps_journal(one)),
         resume_ttl_s=max(one.server.resume_ttl_s for one in settings),
     ).write(folder)
-    most = sum(most_open_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size) for one in settings)
+    most = sum(max_open_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size) for one in settings)
     capacity = {
-        name: most_live_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size)
+        name: max_live_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size)
         for name, one in config.settings.items()
     }
     limits = FrontLimits(
