@@ -1,4 +1,4 @@
-"""The states that a model's layers keep of sequences: kinds, sizes, and the shapes of their pools."""
+"""States that layers keep of sequences: kinds, sizes, and shapes of their pools."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rayserve_moe.state.kinds import StateKind
 
 
 class KeptState(NamedTuple):
-    """A kind of state, and the layers that keep it."""
+    """State kind with the layers that keep it."""
 
     kind: StateKind
     windows: tuple[int, ...]
-    """Number of positions that a token sees in each layer that keeps the state. 0: all."""
+    """Window of each layer that keeps the state; 0 for all positions."""
 
     @property
     def num_layers(self) -> int:
-        """Return the number of layers that keep it."""
+        """Return the number of layers that keep the state."""
         return len(self.windows)
 
     def row_bytes(self, plan: ParallelPlan, *, dtype: str) -> int:
-        """Return the bytes of a token's row in one layer on one device; `dtype` is that of the KV cache."""
+        """Return the bytes of a token's row per layer and device; `dtype` is that of the KV cache."""
         return sum(
             math.prod(plan.sharding(array.axes).shard_shape(array.shape)) * jnp.dtype(array.dtype or dtype).itemsize
             for array in self.kind.entry
@@ -39,7 +39,7 @@ class KeptState(NamedTuple):
 
 
 def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
-    """Return what the layers of a model keep; the kinds that are kept per token share page tables."""
+    """Return the states of a model's layers; token kinds share page tables."""
     spec, kernels, tensor_size = config.spec, config.kernels, config.plan.tensor_size
     found = tuple(
         KeptState(kind, tuple(spec.layers[layer].window for layer in spec.layers_with_mixer(mixer.kind)))
@@ -51,20 +51,20 @@ def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
 
 
 def windows_within(windows: Sequence[int], *, max_tokens: int) -> tuple[int, ...]:
-    """Return the windows, 0 (all) for those that hold every sequence of up to `max_tokens` tokens."""
+    """Return the windows, with 0 (all) for windows that cover every sequence of up to `max_tokens` tokens."""
     return tuple(window if window < max_tokens else 0 for window in windows)
 
 
 def layer_kinds(config: ModelConfig, *, max_tokens: int) -> tuple[StateKind, ...]:
-    """Return the kind with pages of its own of each layer that keeps it, for sequences of up to `max_tokens` tokens."""
+    """Return the paged kind of each layer that keeps it, for sequences of up to `max_tokens` tokens."""
     kept = states_of(config)[0]
     return tuple(replace(kept.kind, window=window) for window in windows_within(kept.windows, max_tokens=max_tokens))
 
 
 def layer_pages_of(kinds: Sequence[StateKind], groups: Sequence[tuple[str, int, int]]) -> tuple[LayerPages, ...]:
-    """Return where layers with `kinds` have their pages, layer by layer; empty if all layers have one table.
+    """Return the page table and page range of each layer with `kinds`; empty if all layers share a table.
 
-    `groups` are the name and window of each kind, and its pages per layer (`state.groups.PageGroup`).
+    `groups` hold the name and window of each kind, and its pages per layer (`state.groups.PageGroup`).
     """
     if len(groups) == 1:
         return ()
@@ -78,7 +78,7 @@ def pool_shapes(
 ) -> Pools:
     """Return shapes, dtypes and shardings of the pools of all data ranks.
 
-    There are `num_pages` pages of every layer and rank, or as many as `layer_pages` says.
+    Every layer and rank has `num_pages` pages, or the number in `layer_pages`.
     """
     plan, held = config.plan, config.kernels.pool.dtypes
 
@@ -103,7 +103,7 @@ def pool_axes(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
 
 
 def pool_partitions(config: ModelConfig) -> Pools:
-    """Return the tree of the pools with partitions for arrays."""
+    """Return the tree of the pools with partitions instead of arrays."""
     return cast(
         Pools,
         {
@@ -114,5 +114,5 @@ def pool_partitions(config: ModelConfig) -> Pools:
 
 
 def page_size_of(pools: Pools) -> int:
-    """Return the number of tokens of a page."""
+    """Return the number of tokens per page."""
     return jax.tree.leaves(pools)[0].shape[1]
