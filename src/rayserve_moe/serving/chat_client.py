@@ -1,4 +1,4 @@
-"""`rayserve-moe chat`: a conversation with a server, in a terminal."""
+"""Command `rayserve-moe chat`: a conversation with a server in a terminal."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Talk until the input ends; returns 1 where the server cannot be asked."""
+    """Chat until the input ends; return 1 if the server cannot be reached."""
     return converse(options, sys.stdin, output=sys.stdout)
 
 
 def converse(options: argparse.Namespace, lines: TextIO, *, output: TextIO) -> int:
-    """Answer every line of the input, each with all before it."""
+    """Answer every line of the input, with all previous lines as context."""
     messages = [{"role": "system", "content": options.system}] if options.system else []
     for line in lines:
         if not line.strip():
@@ -49,7 +49,7 @@ def converse(options: argparse.Namespace, lines: TextIO, *, output: TextIO) -> i
 
 
 def answer_pieces(options: argparse.Namespace, messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the text of an answer as it comes."""
+    """Yield the text of an answer as it arrives."""
     body: dict[str, Any] = {"messages": messages, "stream": True, "temperature": options.temperature}
     if options.max_tokens is not None:
         body["max_tokens"] = options.max_tokens

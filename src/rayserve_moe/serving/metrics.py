@@ -1,4 +1,4 @@
-"""Prometheus metrics of the engine, the HTTP edge and expert balancing; all have the model as a label."""
+"""Prometheus metrics of the engine, the HTTP front end and expert balancing, labelled with the model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rayserve_moe.observability.metrics import HistogramState
 
 PREFIX = "rayserve_moe"
 MODEL = "model_name"
-"""The label that every metric has, by the name that vLLM gives it."""
+"""Label of every metric, named as in vLLM."""
 REPLICA = "replica"
-"""The label that tells replicas apart, where there are several."""
+"""Label of the replica if several serve."""
 
 GAUGES = {
     "pages_total": ("kv_pages", "KV pages of all data ranks, of which layers with a window keep fewer"),
@@ -59,7 +59,7 @@ COUNTERS = {
     "rebuild_s": ("rebuild_seconds", "time that replacing hosts took"),
     "picks_unfilled": ("picks_unfilled", "expert selections without a slot"),
 }
-"""Statistics of the engine: the name of the metric, which begins with the package's, and what it says."""
+"""Engine statistics: metric name without the package's prefix, and description."""
 
 JOURNAL_GAUGES = {
     "up": "1 while requests are kept in the journal",
@@ -72,21 +72,21 @@ JOURNAL_COUNTERS = {
     "lost": "answers that were lost with a journal",
 }
 SHARED = frozenset(f"{PREFIX}_journal_{name}" for name in ("entries", "bytes", "requests_dropped"))
-"""What all replicas say of their one journal."""
+"""Metrics of the common journal, equal on all replicas."""
 
 
 class EngineMetrics(Collector):
-    """Statistics of the engine, measures of its requests, and answers by route and status."""
+    """Collector of engine statistics, request latencies, and answers by route and status."""
 
     def __init__(self, loop: EngineLoop, answered: Mapping[tuple[str, int], int]) -> None:
         self._loop, self._answered = loop, answered
 
     def describe(self) -> list[Metric]:
-        """Registering asks for no numbers."""
+        """Return no metrics, so that registration collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every number as it is now."""
+        """Yield the current metrics."""
         model = self._loop.card.name
         statistics = self._loop.statistics()
         for key, value in statistics.items():
@@ -136,20 +136,20 @@ class EngineMetrics(Collector):
 
 
 class BalancingMetrics(Collector):
-    """Imbalance by layer, and over layers, under the current placement and the one before; plans followed and refused.
+    """Collector of expert imbalance by layer under the current and the previous placement, and of plans.
 
-    An imbalance is the load of the hottest device over the mean one, with the tokens of the window.
+    An imbalance is the load of the hottest device divided by the mean, over the tokens of the window.
     """
 
     def __init__(self, balancing: EplbControl, *, model: str) -> None:
         self._balancing, self._model = balancing, model
 
     def describe(self) -> list[Metric]:
-        """Registering asks for no numbers."""
+        """Return no metrics, so that registration collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every number as it is now."""
+        """Yield the current metrics."""
         view, totals, model = self._balancing.view(), self._balancing.history.totals, self._model
         by_placement = {"before": view.imbalance_before, "now": view.imbalance_now}
         by_layer = {
@@ -209,17 +209,17 @@ def _histogram(name: str, meaning: str, state: HistogramState, model: str) -> Me
 
 
 class JournalMetrics(Collector):
-    """The journal as this replica knows it."""
+    """Collector of this replica's view of the journal."""
 
     def __init__(self, journal: JournalClient, *, model: str) -> None:
         self._journal, self._model = journal, model
 
     def describe(self) -> list[Metric]:
-        """Registering asks for no numbers."""
+        """Return no metrics, so that registration collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every number as it is now."""
+        """Yield the current metrics."""
         found = self._journal.statistics()
         for name, meaning in JOURNAL_GAUGES.items():
             yield _gauge(f"journal_{name}", meaning, {(): found[name]}, self._model)
@@ -230,7 +230,7 @@ class JournalMetrics(Collector):
 def metrics_of(
     loop: EngineLoop, answered: Mapping[tuple[str, int], int], *, journal: JournalClient | None = None
 ) -> list[Metric]:
-    """Return all metrics of an engine, its HTTP edge and its journal, as they are now."""
+    """Return all current metrics of an engine, its HTTP front end and its journal."""
     registry = CollectorRegistry()
     if journal is not None:
         registry.register(JournalMetrics(journal, model=loop.card.name))
@@ -241,25 +241,24 @@ def metrics_of(
 
 
 class Collected(Collector):
-    """Metrics that have been collected."""
+    """Collector of metrics that are already collected."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = metrics
 
     def describe(self) -> list[Metric]:
-        """Registering asks for no numbers."""
+        """Return no metrics, so that registration collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield them."""
+        """Yield the metrics."""
         return iter(self._metrics)
 
 
 def merged(by_replica: Mapping[str, Sequence[Metric]], missing: Sequence[str] = ()) -> list[Metric]:
-    """Return the metrics of several replicas as one list: each sample has its replica as a label, each name one family.
+    """Return the metrics of several replicas as a single list, with the replica as a label and a family per name.
 
-    What they share is there once, as the one with the largest number says. `replica_up` is 0 for those that are
-    missing.
+    Shared metrics appear once, with the maximum value. `replica_up` is 0 for missing replicas.
     """
     families: dict[str, Metric] = {}
     for replica, metrics in by_replica.items():

@@ -1,4 +1,4 @@
-"""The OpenAPI description: bodies from the models that validate them, and the statuses of each route."""
+"""OpenAPI description: bodies from the models that validate them, and the statuses of each route."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _ERROR = {
 
 
 def answers(*refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
-    """Return the arguments of a route decorator for its answers: 200 in these media types, and refusals."""
+    """Return decorator arguments for a route's answers: 200 in these media types, and error statuses."""
     refused: dict[int | str, dict[str, Any]] = {
         status: {"description": MEANINGS[status], "content": {_JSON: {"schema": {"$ref": _REF.format(model="Error")}}}}
         for status in sorted({*ALWAYS, *refusals})
@@ -62,7 +62,7 @@ def answers(*refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
 
 
 def takes(body: type[BaseModel], *refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
-    """Return the arguments of the decorator of a route that reads a JSON body."""
+    """Return decorator arguments for a route with a JSON body."""
     content = {_JSON: {"schema": {"$ref": _REF.format(model=body.__name__)}}}
     return {
         **answers(408, *refusals, kinds=kinds),
@@ -71,13 +71,13 @@ def takes(body: type[BaseModel], *refusals: int, kinds: Iterable[str] = (_JSON,)
 
 
 def generates(body: type[BaseModel], *, in_containers: bool = False) -> dict[str, Any]:
-    """Return the arguments of the decorator of a route that generates, whole or as events."""
+    """Return decorator arguments for a generating route, whose answer may be whole or events."""
     containers = (ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE) if in_containers else ()
     return takes(body, *GENERATION, kinds=(_JSON, _EVENTS, *containers))
 
 
 def publish(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Publish the description at the application's `openapi_url`, with these models as schemas of bodies."""
+    """Serve the description at the application's `openapi_url`, with these models as body schemas."""
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
 
     def description() -> dict[str, Any]:
@@ -94,7 +94,7 @@ def publish(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
 
 
 def _describe_known(schema: dict[str, Any], known: KnownFields, *, is_nested: bool) -> None:
-    """Add the known fields that are not in a schema; a nested object allows no others."""
+    """Add the known fields that a schema lacks; a nested object permits no others."""
     properties = schema.setdefault("properties", {})
     for other, own in known.other_names.items():
         properties[other] = {**properties[own], "title": other, "description": f"The same as `{own}`."}

@@ -76,5 +76,5 @@ def test_more_replicas_than_there_are_hosts_for_are_refused(
     settings = settings_from({"model_path": "x", **args})
     nodes = [{"CPU": 64.0, **node} if "TPU" in node else node for node in nodes]
     check_capacity(settings, num_replicas=most, nodes=nodes)
-    with pytest.raises(StartError, match=f"there is place for {most}"):
+    with pytest.raises(StartError, match=f"at most {most} fit"):
         check_capacity(settings, num_replicas=most + 1, nodes=nodes)
