@@ -77,7 +77,7 @@ def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Setting
         if key is None:
             raise SettingsError(f"unknown setting {name!r}{_nearest(name, list(keys))}")
         if given.setdefault(key, name) != name:
-            raise SettingsError(f"{given[key]} and {name} are one setting: give it once")
+            raise SettingsError(f"{given[key]} and {name} name the same setting: give only one of them")
         sections.setdefault(key.section, {})[key.field] = _checked(name, value, key)
     if on_tpu or sections.get("cluster", {}).get("tpu_topology"):
         sections.setdefault("cache", {}).setdefault("page_size", TPU_PAGE_SIZE)
@@ -253,7 +253,7 @@ def _check_together(settings: Settings) -> None:
     if wrong:
         raise SettingsError(f"weight_roots must be absolute directories or URLs, found {_shown(wrong[0])}")
     if settings.server.admin_api_key and settings.server.admin_api_key == settings.server.api_key:
-        raise SettingsError("admin_api_key is api_key: give it another value, or leave it empty")
+        raise SettingsError("admin_api_key equals api_key: give it another value, or leave it empty")
     if settings.structured.processors and not settings.structured.enabled:
         raise SettingsError("logit_processors need deferred sampling: set structured_output: true")
     _check_parallel(settings.parallel)

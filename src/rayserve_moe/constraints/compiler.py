@@ -123,7 +123,7 @@ class ConstraintCompiler:
             raise RequestError("its first token takes too long to compute and would block others", constraint.param)
         matcher = built_matcher(self._tokens, grammar)
         # Guides copy the first mask from this matcher, so that the engine thread does not compute it.
-        assert not fault_of(matcher, mask_words=self.vocabulary.mask_words)[0], "what was tried can begin an answer"
+        assert not fault_of(matcher, mask_words=self.vocabulary.mask_words)[0], "a tried constraint can begin an answer"
         return CompiledConstraint(matcher, self.vocabulary, self._settings.max_mask_ms, milliseconds, constraint.after)
 
     def _drop_failed(self, constraint: Constraint, done: Future[CompiledConstraint]) -> None:

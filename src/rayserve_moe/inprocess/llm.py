@@ -154,7 +154,7 @@ def _our_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         ours = OUR_NAMES.get(name, name)
         if ours in renamed:
-            raise SettingsError(f"{ours} is given twice: it has the name {name} too")
+            raise SettingsError(f"{ours} is given twice, also under the name {name}")
         renamed[ours] = value
     return renamed
 

@@ -40,7 +40,7 @@ class ForwardOutput(NamedTuple):
     """Inputs [T, D] of the layers in `asked`."""
 
 
-def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
+def forward(  # noqa: PLR0913 (the options of a call)
     params: Parameters,
     pools: Pools,
     batch: TokenBatch,

@@ -15,10 +15,10 @@ FAILED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
-    parser.add_argument("--api-key", default="", help="where the server asks for one")
-    parser.add_argument("--system", default="", help="what the system says first")
-    parser.add_argument("--max-tokens", type=int, help="of one answer (default: what the context holds)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)")
+    parser.add_argument("--api-key", default="", help="key of a server with authentication")
+    parser.add_argument("--system", default="", help="system message")
+    parser.add_argument("--max-tokens", type=int, help="maximum tokens per answer (default: the rest of the context)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
 
 

@@ -231,4 +231,4 @@ def _next(fleet: Fleet, **changes: Any) -> Wanted:
 
 
 def _unknown() -> ApiError:
-    return ApiError(503, "what the fleet is to serve is unknown now: try again", code="no_state")
+    return ApiError(503, "the state of the fleet is unavailable: try again later", code="no_state")

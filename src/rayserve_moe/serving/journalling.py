@@ -28,7 +28,7 @@ from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.kept_paths import KEPT_PATHS
 from rayserve_moe.serving.start.haproxy_config import UNNAMED
 
-HANDED_OVER = FinishReason("error", message="this replica ends: resume this request, and another goes on with it")
+HANDED_OVER = FinishReason("error", message="this replica is shutting down: resume this request on another replica")
 _IDENTITY_BYTES = 16
 
 
@@ -224,7 +224,7 @@ async def take_over(journal: JournalClient, identity: bytes, *, told: int | list
 
 def _resumed(found: Found | None, told: int | list[int]) -> tuple[AskedRequest, list[ChoiceResult], list[int]]:
     if found is None or not found.records:
-        raise ApiError(404, "no such request is kept: it is too old, or has another caller", code="request_not_found")
+        raise ApiError(404, "no such request is kept: expired, or of another caller", code="request_not_found")
     asked = AskedRequest.read(found.records[0])
     committed = committed_in(found.records[1:], sum(asked.choices))
     cursors = [told] * len(committed) if isinstance(told, int) else told

@@ -19,13 +19,13 @@ _JSON, _EVENTS = "application/json", "text/event-stream"
 MEANINGS = {
     400: "The request is wrong: the error names the field.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model, or no such request is kept.",
+    404: "The model is unknown, or no such request is kept.",
     408: "The body did not arrive in time.",
-    409: "This does not follow from what the server holds: begin anew. Or: the request is answered elsewhere now.",
+    409: "The update conflicts with the server's state, or another connection has taken over the request.",
     413: "The body is longer than the server takes.",
     422: "The model produced logits that are not numbers.",
-    429: "Too many requests wait: try again later.",
-    501: "This server has no such feature, and the error says what to use instead.",
+    429: "Too many requests are waiting: try again later.",
+    501: "The feature is unsupported; the error names the alternative.",
     503: "The engine is not running, or the server is shutting down.",
 }
 ALWAYS = (401,)
@@ -99,7 +99,7 @@ def _describe_known(schema: dict[str, Any], known: KnownFields, *, is_nested: bo
     for other, own in known.other_names.items():
         properties[other] = {**properties[own], "title": other, "description": f"The same as `{own}`."}
     for name in known.accepted:
-        properties[name] = {"description": "Taken, and without effect on the answer."}
+        properties[name] = {"description": "Accepted, without effect on the answer."}
     for name, switched_off in known.refused.items():
         properties[name] = {"description": "Not supported.", "enum": [*NOTHING, *switched_off]}
     if is_nested:

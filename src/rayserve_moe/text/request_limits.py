@@ -33,7 +33,7 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
         if spaced[-len(ids) :] != ids:
             found.append(spaced)
     if len(found) > MAX_WORDS:
-        raise RequestError(f"should be at most {MAX_WORDS} words, those after a space included", "bad_words")
+        raise RequestError(f"should be at most {MAX_WORDS} words, including their forms after a space", "bad_words")
     return tuple(dict.fromkeys(found))
 
 

@@ -56,7 +56,7 @@ def _describe_singles(
 
 
 @jax.named_scope("attention")
-def attend(  # noqa: PLR0913 (what the kinds of attention differ in, by keyword)
+def attend(  # noqa: PLR0913 (the differences between kinds of attention)
     weights: dict[str, jax.Array],
     rows: tuple[jax.Array, Pools],
     inputs: StepInputs,

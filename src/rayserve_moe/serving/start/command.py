@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         if is_config(options.config):
             if options.settings:
                 raise StartError(
-                    f"{options.settings[0]}: settings of a config stand in it, under applications[].args; flags are "
+                    f"{options.settings[0]}: put settings into the config, under applications[].args; flags are "
                     "for `serve MODEL`"
                 )
             _become(_prepared(Path(options.config)))

@@ -31,11 +31,11 @@ _DRAIN_SLACK_S = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("application", help="its name in the config")
-    parser.add_argument("replicas", type=int, help="how many replicas there are to be")
+    parser.add_argument("application", help="name of the application in the config")
+    parser.add_argument("replicas", type=int, help="number of replicas")
     parser.add_argument("--address", default="", help="Ray's dashboard (default: of the server on this machine)")
-    parser.add_argument("--cluster-grows", action="store_true", help="do not ask whether there are hosts for them now")
-    parser.add_argument("--no-wait", action="store_true", help="return as soon as Serve has taken the number")
+    parser.add_argument("--cluster-grows", action="store_true", help="do not check that enough hosts exist now")
+    parser.add_argument("--no-wait", action="store_true", help="return as soon as Serve has accepted the number")
 
 
 def run(options: argparse.Namespace) -> int:

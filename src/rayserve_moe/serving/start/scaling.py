@@ -67,7 +67,7 @@ def check_capacity(settings: Settings, *, num_replicas: int, nodes: Sequence[Map
 
 def _config_of(found: Mapping[str, Any], application: str) -> dict[str, Any]:
     if application not in found:
-        raise StartError(f"there is no application {application!r}; there are: {', '.join(sorted(found)) or 'none'}")
+        raise StartError(f"unknown application {application!r}; known: {', '.join(sorted(found)) or 'none'}")
     config = found[application].get("deployed_app_config")
     if config is None:
         raise StartError(f"{application} was deployed by code, not by a config: scale it there")

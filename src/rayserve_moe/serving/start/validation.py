@@ -204,7 +204,7 @@ def _check_model(model_path: str) -> None:
     checkpoint."""
     prefix, _, name = model_path.partition(":")
     if prefix == TRAINED and name not in TRAINED_NAMES:
-        raise StartError(f"model_path {model_path}: no such model; there are {', '.join(TRAINED_NAMES)}")
+        raise StartError(f"model_path {model_path}: no such model; available: {', '.join(TRAINED_NAMES)}")
     if model_path[:1] not in ("/", ".", "~") or is_url(model_path):
         return
     directory = Path(model_path).expanduser()

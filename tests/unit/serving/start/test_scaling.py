@@ -40,7 +40,7 @@ def test_only_an_override_changes(overrides: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("found", "name", "number", "message"),
     [
-        (details(), "mo", 2, "no application 'mo'; there are: moe, other"),
+        (details(), "mo", 2, "unknown application 'mo'; known: moe, other"),
         (details(), "other", 2, "not one of ours"),
         (details(), "moe", 0, r"must lie in \[1, 4096\]"),
         (details(deployments=[{"name": "moe-server", "num_replicas": "auto"}]), "moe", 2, "scaled by its demand"),
