@@ -39,13 +39,13 @@ def pages_per_sequence(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
-def max_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, longest: int) -> int:
+def max_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, max_tokens: int) -> int:
     """Return the maximum useful number of pages of a data rank.
 
     It covers full rows, the same number again for cached prefixes, and the null page.
     """
     shares = 2 if cache.enable_prefix_caching else 1
-    return shares * scheduler.max_running_requests * pages_per_sequence(longest, cache.page_size) + 1
+    return shares * scheduler.max_running_requests * pages_per_sequence(max_tokens, cache.page_size) + 1
 
 
 def max_live_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
@@ -152,12 +152,12 @@ def max_num_replicas(replicas: ReplicaSettings) -> int:
 
     Raises: SettingsError if the bounds contradict each other.
     """
-    fewest, number, most = replicas.min_replicas, replicas.num_replicas, replicas.max_replicas
-    if most and not fewest <= number <= most:
+    minimum, number, maximum = replicas.min_replicas, replicas.num_replicas, replicas.max_replicas
+    if maximum and not minimum <= number <= maximum:
         raise SettingsError(
-            f"num_replicas {number} must lie between min_replicas {fewest} and max_replicas {most} (0: no scaling)"
+            f"num_replicas {number} must lie between min_replicas {minimum} and max_replicas {maximum} (0: no scaling)"
         )
-    return max(number, most)
+    return max(number, maximum)
 
 
 def sent_copies(cluster: ClusterSettings) -> tuple[int, int]:

@@ -222,11 +222,11 @@ def _checked_list(name: str, values: Any, key: _Key) -> tuple[Any, ...]:
 def _check_bounds(name: str, value: Any, key: _Key) -> None:
     """Check a number against the declared bounds of its field; NaN violates every bound."""
     assert key.bounds is not None, f"{key.name} declares no bounds"
-    least, most = key.bounds
-    if not value >= least:
-        raise SettingsError(f"{name} must be at least {least}, found {_shown(value)}")
-    if not value <= most:
-        raise SettingsError(f"{name} must be at most {most}, found {_shown(value)}")
+    minimum, maximum = key.bounds
+    if not value >= minimum:
+        raise SettingsError(f"{name} must be at least {minimum}, found {_shown(value)}")
+    if not value <= maximum:
+        raise SettingsError(f"{name} must be at most {maximum}, found {_shown(value)}")
 
 
 def _shown(value: Any) -> str:

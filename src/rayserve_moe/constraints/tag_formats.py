@@ -96,10 +96,10 @@ class TagGrammar:
         return f"@{name}"
 
     def _any_text(self, given: Format, ends: Sequence[str]) -> str:
-        most = given.get("max_chars")
-        if most is not None and (not isinstance(most, int) or most < 0):
+        max_chars = given.get("max_chars")
+        if max_chars is not None and (not isinstance(max_chars, int) or max_chars < 0):
             raise self._fault("`max_chars` should be a number")
-        length = "" if most is None else f" & /(?s:.{{0,{most:d}}})/"
+        length = "" if max_chars is None else f" & /(?s:.{{0,{max_chars:d}}})/"
         return self._text_until(ends, without=self._texts(given, "excludes"), length=length)
 
     def _sequence(self, given: Format, ends: Sequence[str]) -> str:
@@ -177,10 +177,11 @@ class TagGrammar:
         signs = {"optional": "?", "plus": "+", "star": "*"}
         if kind in signs:
             return f"({self._written(content, ())}){signs[kind]}"
-        least, most = given.get("min"), given.get("max")
-        if not isinstance(least, int) or not isinstance(most, int) or not (0 <= least <= most or most == -1):
+        minimum, maximum = given.get("min"), given.get("max")
+        are_integers = isinstance(minimum, int) and isinstance(maximum, int)
+        if not are_integers or not (0 <= minimum <= maximum or maximum == -1):
             raise self._fault("`repeat` should have `min` and `max`, -1 for no limit")
-        return f"({self._written(content, ())}){{{least:d},{'' if most < 0 else most}}}"
+        return f"({self._written(content, ())}){{{minimum:d},{'' if maximum < 0 else maximum}}}"
 
     def _is_open(self, given: Any) -> bool:
         """Return True if a format can end with free text."""

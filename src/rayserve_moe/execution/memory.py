@@ -49,7 +49,7 @@ class PoolSizes:
                 layer_page_bytes * self.num_layer_pages(num_pages) + extra_page_bytes * num_pages
             ),
             free=free,
-            most_useful=max_useful_pages(self.scheduler, self.cache, longest=longest),
+            most_useful=max_useful_pages(self.scheduler, self.cache, max_tokens=longest),
         )
 
 

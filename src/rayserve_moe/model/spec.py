@@ -163,7 +163,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         kinds = {layer.mixer for layer in self.layers}
         assert kinds == {mixer.kind for mixer in self.mixers}, f"layers have the mixers {kinds}"
-        _refuse_what_is_not_computed(self.family, self)
+        _refuse_unsupported_values(self.family, self)
         if not self.moe_layer_ids and self.family not in DENSE_DRAFTS:
             raise UnsupportedModelError(
                 f"{self.family}: no layer has experts: all of num_hidden_layers = {self.num_layers} are dense by "
@@ -172,7 +172,7 @@ class ModelSpec:
         if problem := self.router.problem():
             raise UnsupportedModelError(f"{self.family}: {problem}")
         for mixer in self.mixers:
-            _refuse_what_is_not_computed(f"{self.family}.{mixer.kind}", mixer)
+            _refuse_unsupported_values(f"{self.family}.{mixer.kind}", mixer)
             if problem := mixer.unsupported_reason():
                 raise UnsupportedModelError(f"{self.family}: {problem}")
         _refuse_unfit_windows(self)
@@ -221,11 +221,11 @@ def _refuse_unfit_windows(spec: ModelSpec) -> None:
             raise UnsupportedModelError(f"{spec.family}: a window of {layer.window} is not computed by {layer.mixer}")
 
 
-def _refuse_what_is_not_computed(path: str, spec: Any) -> None:
-    for knob in fields(spec):
-        value, name = getattr(spec, knob.name), f"{path}.{knob.name}"
-        if "computed" in knob.metadata and value not in knob.metadata["computed"]:
-            computed = ", ".join(repr(v) for v in knob.metadata["computed"])
+def _refuse_unsupported_values(path: str, spec: Any) -> None:
+    for spec_field in fields(spec):
+        value, name = getattr(spec, spec_field.name), f"{path}.{spec_field.name}"
+        if "computed" in spec_field.metadata and value not in spec_field.metadata["computed"]:
+            computed = ", ".join(repr(v) for v in spec_field.metadata["computed"])
             raise UnsupportedModelError(f"{name} = {value!r} is not computed by this build (only {computed})")
         if is_dataclass(value):
-            _refuse_what_is_not_computed(name, value)
+            _refuse_unsupported_values(name, value)

@@ -39,10 +39,10 @@ def look_up(
         rows_WD = _rows_of_my_part(table_VD, plan.gather_data_ranks(ids_T, dim=0), plan, take)
         return sum_to_data_ranks(rows_WD, plan, dim=0)
 
-    most = max(1, GATHERED_BYTES // (plan.data_size * width * table_VD.dtype.itemsize))
-    if plan.data_size == 1 or num_tokens <= most:
+    chunk_size = max(1, GATHERED_BYTES // (plan.data_size * width * table_VD.dtype.itemsize))
+    if plan.data_size == 1 or num_tokens <= chunk_size:
         return plan.sum_over_tensor(look_up_chunk(token_ids_T))
-    ids_CT = jnp.pad(token_ids_T, (0, -num_tokens % most)).reshape(-1, most)
+    ids_CT = jnp.pad(token_ids_T, (0, -num_tokens % chunk_size)).reshape(-1, chunk_size)
     rows_TD = jax.lax.map(look_up_chunk, ids_CT).reshape(-1, width)[:num_tokens]
     return plan.sum_over_tensor(rows_TD)
 

@@ -41,7 +41,7 @@ def converse(options: argparse.Namespace, lines: TextIO, *, output: TextIO) -> i
                 output.write(piece)
                 output.flush()
         except (urllib.error.URLError, TimeoutError) as error:
-            sys.stderr.write(f"rayserve-moe chat: {_told(error)}\n")
+            sys.stderr.write(f"rayserve-moe chat: {_message_of(error)}\n")
             return FAILED
         output.write("\n")
         messages.append({"role": "assistant", "content": "".join(spoken)})
@@ -72,7 +72,7 @@ def _texts(event: dict[str, Any]) -> Iterator[str]:
         yield choice["delta"].get("content") or ""
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return f"{error.code}: {error.read().decode(errors='replace')}"
     return str(error)

@@ -83,12 +83,12 @@ def _advanced(stop: str, begun: int, piece: str) -> int:
 @lru_cache(maxsize=256)
 def _borders(stop: str) -> tuple[int, ...]:
     """Return the Knuth-Morris-Pratt failure table: the longest proper border of every prefix of `stop`."""
-    borders, longest = [0], 0
+    borders, length = [0], 0
     for character in stop[1:]:
-        while longest and stop[longest] != character:
-            longest = borders[longest - 1]
-        longest += stop[longest] == character
-        borders.append(longest)
+        while length and stop[length] != character:
+            length = borders[length - 1]
+        length += stop[length] == character
+        borders.append(length)
     return tuple(borders)
 
 

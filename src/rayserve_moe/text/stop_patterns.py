@@ -42,9 +42,9 @@ class PatternScanner:
         self._keeps = keeps
         self._text = b""
         self._first = [0] * len(self._named)
-        longest = [*map(max_match_length, patterns), *map(len, stops)]
+        lengths = [*map(max_match_length, patterns), *map(len, stops)]
         # Number of characters held back (None: all); number of bytes already passed.
-        self._num_held = None if None in longest else max((n for n in longest if n is not None), default=0)
+        self._num_held = None if None in lengths else max((n for n in lengths if n is not None), default=0)
         self._passed = 0
         self.matched: str | None = None
 
@@ -121,10 +121,10 @@ def max_match_length(pattern: str) -> int | None:
     if _READ_OTHERWISE.search(pattern):
         return None
     try:
-        _, longest = _PARSER.parse(pattern).getwidth()
+        _, max_length = _PARSER.parse(pattern).getwidth()
     except (re.error, OverflowError, RecursionError):
         return None
-    return longest if longest <= _MAX_HELD else None
+    return max_length if max_length <= _MAX_HELD else None
 
 
 def _named(pattern: str) -> str:

@@ -94,11 +94,11 @@ class Tokenizer:
         """
         if self._max_token_bytes is None:
             return False
-        most = num_tokens * self._max_token_bytes
-        if 4 * len(text) <= most or len(text.encode("utf-8", "replace")) <= most:
+        max_bytes = num_tokens * self._max_token_bytes
+        if 4 * len(text) <= max_bytes or len(text.encode("utf-8", "replace")) <= max_bytes:
             return False
         normalizer = self._fast.normalizer
-        return normalizer is None or len(normalizer.normalize_str(text).encode("utf-8", "replace")) > most
+        return normalizer is None or len(normalizer.normalize_str(text).encode("utf-8", "replace")) > max_bytes
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids. Invalid UTF-8 becomes U+FFFD; unknown ids are skipped."""

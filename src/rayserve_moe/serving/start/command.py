@@ -214,15 +214,15 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         journal_max_bytes=sum(one.server.journal_max_bytes for one in settings if keeps_journal(one)),
         resume_ttl_s=max(one.server.resume_ttl_s for one in settings),
     ).write(folder)
-    most = sum(max_open_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size) for one in settings)
+    max_open = sum(max_open_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size) for one in settings)
     capacity = {
         name: max_live_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size)
         for name, one in config.settings.items()
     }
     limits = FrontLimits(
         health_port=ports.health,
-        max_connections=2 * most,
-        max_connections_per_source=most,
+        max_connections=2 * max_open,
+        max_connections_per_source=max_open,
         capacity=capacity,
         host="*" if config.host in _EVERYWHERE else config.host,
     )

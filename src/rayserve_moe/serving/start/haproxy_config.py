@@ -203,7 +203,7 @@ def refusing(text: str, capacity: Mapping[str, int]) -> str:
             routed = backend + _ROUTED
             counted = routed if f"backend {routed}\n" in text else backend
             rules += _rules(
-                number, counted, is_asked=f"METH_POST for_generation is_{backend}{longer}", capacity=capacity[name]
+                number, counted, is_generation=f"METH_POST for_generation is_{backend}{longer}", capacity=capacity[name]
             )
         longer += f" !is_{backend}"
     if not rules:
@@ -223,15 +223,15 @@ def safe_name(application: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", application.replace("#", "-").replace("/", "."))
 
 
-def _rules(number: int, backend: str, *, is_asked: str, capacity: int) -> list[str]:
+def _rules(number: int, backend: str, *, is_generation: str, capacity: int) -> list[str]:
     refused_at = f"proc.refused_at_{number}"
     is_full = f"{{ be_conn({backend}),sub(txn.capacity) ge 0 }}"
     has_refused = f"{{ date(0,ms),sub({refused_at}) 0:{OF_LATE_MS} }}"  # not if the clock was set back
     refuse = f"http-request return status 429 content-type application/json hdr Retry-After {RETRY_WHEN_BUSY_S}"
-    condition = f"{is_asked} {is_full} {has_refused} !goes_on"
+    condition = f"{is_generation} {is_full} {has_refused} !goes_on"
     is_refused = f"{{ status 429 }} {{ be_name -m str {backend} }} {{ var(txn.capacity) -m found }}"
     return [
-        f"    http-request set-var(txn.capacity) nbsrv({backend}),mul({capacity}) if {is_asked}",
+        f"    http-request set-var(txn.capacity) nbsrv({backend}),mul({capacity}) if {is_generation}",
         f"    {refuse} string '{json.dumps({'type': 'error'} | BUSY)}' if {condition} {{ path -m end /v1/messages }}",
         f"    {refuse} string '{json.dumps(BUSY)}' if {condition}",
         f"    http-response set-var({refused_at}) date(0,ms) if {is_refused}",

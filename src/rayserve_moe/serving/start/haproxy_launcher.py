@@ -91,11 +91,11 @@ def taking_over(arguments: Sequence[str], pid: int, *, socket: Path) -> list[str
 
 def within(limits: FrontLimits, *, num_files: int) -> FrontLimits:
     """Return limits for a process with `num_files` open files: HAProxy refuses to start with more connections."""
-    most = max(1, (num_files - OTHER_FILES) // FILES_PER_CONNECTION)
+    max_connections = max(1, (num_files - OTHER_FILES) // FILES_PER_CONNECTION)
     return replace(
         limits,
-        max_connections=min(limits.max_connections, most),
-        max_connections_per_source=min(limits.max_connections_per_source, most),
+        max_connections=min(limits.max_connections, max_connections),
+        max_connections_per_source=min(limits.max_connections_per_source, max_connections),
     )
 
 

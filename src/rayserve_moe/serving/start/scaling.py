@@ -58,10 +58,10 @@ def check_capacity(settings: Settings, *, num_replicas: int, nodes: Sequence[Map
     for resource, amount in needed.items():
         total = sum(node.get(resource, 0.0) for node in nodes)
         if num_replicas * amount > total + 1e-9:
-            most = int((total + 1e-9) // amount)
+            num_fitting = int((total + 1e-9) // amount)
             raise StartError(
                 f"the cluster has {total:g} {resource}, {num_replicas} replicas take {num_replicas * amount:g}: "
-                f"at most {most} fit"
+                f"at most {num_fitting} fit"
             )
 
 

@@ -174,8 +174,8 @@ def _text(schema: Schema) -> str:
     for name in ("minLength", "maxLength"):
         if not isinstance(schema.get(name, 0), int):
             raise UnwritableSchemaError(name)
-    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
-    parts = [f"/(?s:.{{{shortest:d},{longest}}})/" if shortest or longest != "" else ANY_TEXT]
+    min_length, max_length = schema.get("minLength", 0), schema.get("maxLength", "")
+    parts = [f"/(?s:.{{{min_length:d},{max_length}}})/" if min_length or max_length != "" else ANY_TEXT]
     if "format" in schema:
         if (pattern := _FORMATS.get(str(schema["format"]))) is None:
             raise UnwritableSchemaError("format")

@@ -113,13 +113,13 @@ def any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 def num_undecided(text: str, markers: Iterable[str]) -> int:
     """Return the length of the longest suffix of `text` that begins a marker."""
-    longest = 0
+    max_length = 0
     for marker in markers:
-        for length in range(min(len(marker) - 1, len(text)), longest, -1):
+        for length in range(min(len(marker) - 1, len(text)), max_length, -1):
             if text.endswith(marker[:length]):
-                longest = length
+                max_length = length
                 break
-    return longest
+    return max_length
 
 
 def until(tape: Tape, *markers: str) -> Steps[tuple[str, str]]:
