@@ -39,8 +39,10 @@ class Keeper(Protocol):
     def told(self) -> Sequence[int]: ...
 
     def keep(self, updates: list[ChoiceResult], deliver: Callable[[], object]) -> None:
-        """Record updates, then call `deliver` from any thread. The engine thread calls this method, so it must not
-        block."""
+        """Record updates, then call `deliver` from any thread.
+
+        The engine thread calls this method, so it must not block.
+        """
         ...
 
 

@@ -54,8 +54,10 @@ def max_live_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> i
 
 
 def max_open_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
-    """Return the maximum number of concurrent HTTP requests per replica; it exceeds the engine's limit, so the engine
-    rejects."""
+    """Return the maximum number of concurrent HTTP requests per replica.
+
+    It exceeds the engine's limit, so that the engine rejects requests.
+    """
     return max_live_requests(scheduler, num_data_ranks=num_data_ranks) + SPARE_REQUESTS
 
 

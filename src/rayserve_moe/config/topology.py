@@ -93,8 +93,9 @@ def num_chips(topology: str) -> int:
 
 
 def possible_slices(topology: str, version: str) -> tuple[TpuSlice, ...]:
-    """Return the slices that a topology may denote: two if hosts may have 4 or 8 chips (v5e and v6e `2x4`), else a
-    single one.
+    """Return the slices that a topology may denote.
+
+    They are two if hosts may have 4 or 8 chips (v5e and v6e `2x4`), else a single one.
 
     Raises: SettingsError if the version, or the topology of that version, does not exist.
     """

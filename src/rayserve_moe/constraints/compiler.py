@@ -233,8 +233,10 @@ def _schema_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
 
 
 def json_options(constraint: Constraint) -> dict[str, Any]:
-    """Return the engine's JSON options. An empty whitespace pattern of the request forbids whitespace; None is the
-    default."""
+    """Return the engine's JSON options.
+
+    An empty whitespace pattern of the request forbids whitespace; None selects the default.
+    """
     pattern = WHITESPACE if constraint.whitespace is None else constraint.whitespace
     return {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
 

@@ -62,8 +62,10 @@ class LLM:
         enable_expert_parallel: bool = True,
         **settings: Any,
     ) -> None:
-        """Take `tensor_parallel_size` devices (default 1) for each of `data_parallel_size` groups; experts use all of
-        them."""
+        """Take `tensor_parallel_size` devices (default 1) for each of `data_parallel_size` groups.
+
+        Experts use all devices.
+        """
         if tensor_parallel_size is not None and "devices_per_host" in settings:
             raise SettingsError("tensor_parallel_size and devices_per_host both set the devices: give one of them")
         if "devices_per_host" not in settings:

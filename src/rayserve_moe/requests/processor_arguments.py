@@ -67,8 +67,9 @@ def argument_of(name: str, default: object) -> ProcessorArgument:
 
 
 def processed_row(given: Mapping[str, Any], processors: Sequence[Sequence[ProcessorArgument]]) -> np.ndarray | None:
-    """Return a row's processor input, int32 [X]: per processor a flag and its arguments; None if no processor is
-    requested.
+    """Return a row's processor input, int32 [X], or None if no processor is requested.
+
+    It has a flag and the arguments of each processor.
 
     Raises: ValueError for unknown arguments and wrong values.
     """

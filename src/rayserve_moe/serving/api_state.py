@@ -65,11 +65,12 @@ class ApiState:
         return "" if self.fleet is None else self.fleet.member.awaited
 
     async def refuse_requests(self, request: Request) -> None:
-        """Reject a generation request before its body is read: 503 while draining or without weights, or
-        EngineBusyError.
+        """Reject a generation request before its body is read.
 
         A request that resumes may need no capacity, so it skips that check. It is a single dependency because each one
         adds cost to every request.
+
+        Raises: ApiError 503 while draining or without weights; EngineBusyError if the engine has no capacity.
         """
         await self.traffic.refuse_when_draining()
         await self.refuse_without_weights()

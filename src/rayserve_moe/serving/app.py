@@ -276,8 +276,10 @@ async def _held_weights(state: ApiState) -> dict[str, Any]:
 async def _wanted_tensors(
     state: ApiState, update_id: str, number: int, heads: Heads, base_version: str | None
 ) -> dict[str, list[list[WantedTensor]]]:
-    """Return, by replica, the tensors of a bucket that each of its hosts needs; a single replica may have an empty
-    name."""
+    """Return, by replica, the tensors of a bucket that each of its hosts needs.
+
+    A single replica may have an empty name.
+    """
     assert state.fleet is not None, "a replica of Serve has a fleet"
     limit_s = state.fleet.staging_timeout_s
     answers = await ask_all(state, "wanted", update_id, number, heads, base_version, timeout_s=limit_s)
@@ -287,8 +289,10 @@ async def _wanted_tensors(
 async def _stage_bucket(
     state: ApiState, update_id: str, number: int, sent: dict[str, SentShares], order: WeightOrder | None
 ) -> WeightOutcome:
-    """Stage a bucket's shares on all replicas; with an `order`, which accompanies the last bucket, switch to the
-    weights."""
+    """Stage a bucket's shares on all replicas, and switch to the weights with an `order`.
+
+    The order accompanies the last bucket.
+    """
     bucket_order = BucketOrder(update_id, order or WeightOrder(""), number, is_last=order is not None)
     return await stage_everywhere(state, shares_of(state, sent), sent=sent, order=bucket_order)
 

@@ -32,10 +32,9 @@ _POLL_S = 0.1
 
 
 async def ask_all(state: ApiState, call: str, *arguments: Any, timeout_s: float = READ_S) -> Answers:
-    """Return the answers of all replicas to a call of `replica_calls`; a single replica answers directly, with an empty
-    name.
+    """Return the answers of all replicas to a call of `replica_calls`.
 
-    Exceptions of a single replica propagate.
+    A single replica answers directly, with an empty name, and its exceptions propagate.
 
     Raises: ApiError 503 if Serve cannot list the replicas.
     """
@@ -92,8 +91,10 @@ async def pause_all(state: ApiState, mode: str | None) -> None:
 
 
 async def update_all(state: ApiState, order: WeightOrder) -> WeightOutcome:
-    """Load a checkpoint on all replicas, or on none: if any replica cannot read it, the old weights serve on
-    everywhere."""
+    """Load a checkpoint on all replicas, or on none.
+
+    If any replica cannot read it, the old weights serve on everywhere.
+    """
     if state.fleet is None:
         return await asyncio.wrap_future(state.loop.control.update_weights(order))
     async with ordered(state, state.fleet) as (order_id, view):
@@ -178,8 +179,9 @@ async def note_own(state: ApiState, order_id: str, *, path: str | None, outcome:
 
 @asynccontextmanager
 async def ordered(state: ApiState, fleet: Fleet) -> AsyncGenerator[tuple[str, FleetView | None]]:
-    """Hold the fleet's lease on weight orders; yield its id and the fleet view (None for a lone replica without the
-    actor).
+    """Hold the fleet's lease on weight orders; yield its id and the fleet view.
+
+    The view is None for a lone replica without the state actor.
 
     Raises: ApiError 503 if another order does not end in time.
     """

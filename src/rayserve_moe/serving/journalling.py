@@ -198,8 +198,9 @@ def hand_over(journal: JournalClient) -> int:
 
 
 async def take_over(journal: JournalClient, identity: bytes, *, told: int | list[int], capacity: Capacity) -> Resumed:
-    """Take ownership of a request of which the client has received `told`. A connection that still runs here is ended
-    first.
+    """Take ownership of a request of which the client has received `told`.
+
+    A connection that still runs here is ended first.
 
     Raises: ApiError 404 for an unknown request, 400 for a cursor past its end, 503 if the journal is down;
     EngineBusyError if the engine has no capacity for its unfinished choices.

@@ -52,8 +52,10 @@ class PromptReader:
         self._encoder = SegmentEncoder(tokenizer)
 
     def read(self, body: bytes, *, page_size: int) -> Prompt:
-        """Return the first prompt of a body, or UNKNOWN without a prompt. Any exception may propagate for an invalid
-        body."""
+        """Return the first prompt of a body, or UNKNOWN without a prompt.
+
+        Any exception may propagate for an invalid body.
+        """
         fields = from_json(body)
         ids = self._ids_of(fields) if isinstance(fields, dict) else None
         if ids is None or not page_size:

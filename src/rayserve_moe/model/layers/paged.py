@@ -28,8 +28,7 @@ class AttentionStep(NamedTuple):
 def prepare_attention(
     batch: TokenBatch, pool: jax.Array, *, rope: RopeSpec, width: int, windows: tuple[int, ...], config: ModelConfig
 ) -> AttentionStep:
-    """Return the rotation of `width` elements per head by position, and the description of single tokens for the
-    kernel."""
+    """Return the rotation of `width` elements per head by position, and the kernel description of single tokens."""
     with jax.named_scope("rotation"):
         factor = rope.yarn.attention_factor if rope.yarn else 1.0
         rotation = config.kernels.rotation(batch.positions_T, rope_frequencies(rope, width), factor=factor)

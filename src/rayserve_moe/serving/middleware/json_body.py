@@ -74,8 +74,10 @@ async def _read(
 
 
 async def _bytes_of(request: Request, admission: Admission, held: ExitStack) -> bytes:
-    """Read the whole body and count its bytes. A rejected body is also read to its end, because its client still
-    writes."""
+    """Read the whole body and count its bytes.
+
+    A rejected body is also read to its end, because its client still writes.
+    """
     parts: list[bytes] = []
     refusal: ApiError | None = None
     async for part in request.stream():

@@ -142,8 +142,10 @@ class OpenAIWriter:
         return [{"delta": each} for each in (first + deltas or [{}])]
 
     def _finish_reason(self, choice: int, finish: FinishReason | None) -> str | None:
-        """Return the finish reason: `tool_calls` if a choice stopped after calls and was not forced to call a named
-        tool."""
+        """Return the finish reason.
+
+        It is `tool_calls` if a choice stopped after calls and was not forced to call a named tool.
+        """
         if finish is None or finish.kind != "stop" or self._parts is None or not self._parts.has_calls(choice):
             return None if finish is None else finish.kind
         return "stop" if isinstance(self._body, ChatBody) and isinstance(self._body.tool_choice, dict) else "tool_calls"

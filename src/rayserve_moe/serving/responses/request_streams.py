@@ -71,8 +71,10 @@ class RequestStreams:
             stream.close()
 
     def retire(self, reason: FinishReason) -> Future[None] | None:
-        """End the streams of this connection, which another connection takes over; the future is done once all have
-        ended."""
+        """End the streams of this connection, which another connection takes over.
+
+        The future is done once all have ended.
+        """
         self.retired = reason
         for stream in self._streams:
             stream.give_up(reason)

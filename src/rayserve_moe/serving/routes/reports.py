@@ -208,10 +208,10 @@ def _metrics(answers: Answers) -> bytes:
 
 
 def loads_of(answers: Answers) -> dict[str, Any]:
-    """Return the totals over all replicas, and each replica's numbers in the list of data-parallel groups that routers
-    expect.
+    """Return the totals over all replicas, and each replica's numbers.
 
-    With several replicas, `missing` are those that have not answered.
+    The latter are the list of data-parallel groups that routers expect. With several replicas, `missing` are those that
+    have not answered.
     """
     by_replica = {name: _load_of(value) for name, value in answers.values_by_replica.items()}
     each = [

@@ -201,8 +201,10 @@ def _tensors(state: ApiState) -> TensorUpdates:
 
 
 async def _refuse_json(request: Request) -> None:
-    """Raise ApiError 400 for SGLang's form, whose tensors are pickled; read its body to the end, because the client
-    writes."""
+    """Raise ApiError 400 for SGLang's form, whose tensors are pickled.
+
+    The body is read to its end, because the client still writes.
+    """
     if "json" in request.headers.get("content-type", ""):
         async for _ in request.stream():
             pass

@@ -39,8 +39,10 @@ class PauseBody(RequestBody):
 
 
 class PauseOptions(RequestBody):
-    """Options of `/pause`: requests end, stay unchanged, or are awaited. Without remaining requests, the prefix cache
-    is also flushed."""
+    """Options of `/pause`: requests end, stay unchanged, or are awaited.
+
+    Without remaining requests, the prefix cache is also flushed.
+    """
 
     mode: Literal["abort", "keep", "wait"] = "abort"
     clear_cache: bool = True
@@ -94,8 +96,7 @@ class UpdateWeightsBody(RequestBody):
 
 
 class BucketOptions(RequestBody):
-    """Query of `/update_weights_from_tensor`: the update of a bucket, its number from 0, and a flag for the last
-    bucket.
+    """Query of `/update_weights_from_tensor`: update of a bucket, number from 0, and a flag for the last bucket.
 
     The other fields apply to the last bucket, as in `/update_weights_from_disk`.
     """

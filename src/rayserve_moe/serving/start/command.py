@@ -297,11 +297,10 @@ def environment_of(
     max_answer_s: float,
     journal_key: str = "",
 ) -> dict[str, str]:
-    """Return the complete environment of a deployment with its state in `folder`; the user's variables override
-    defaults.
+    """Return the complete environment of a deployment with its state in `folder`.
 
-    `jax_platforms` is the default for jax; empty leaves it to jax. A replaced HAProxy process has `max_answer_s`
-    for its streams. With a `journal_key`, replicas connect to the journal.
+    The user's variables override defaults. `jax_platforms` is the default for jax; empty leaves it to jax. A replaced
+    HAProxy process has `max_answer_s` for its streams. With a `journal_key`, replicas connect to the journal.
     """
     first, last = ports.replicas
     first_grpc, last_grpc = ports.grpc_replicas

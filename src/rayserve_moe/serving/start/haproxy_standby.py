@@ -66,8 +66,10 @@ class Standby:
         wait_for_end(pid, LOOK_S)
 
     def _know(self, pid: int) -> None:
-        """Record the configuration of a running process once the file is edited; after a reload it is not edited at
-        first."""
+        """Record the configuration of a running process once the file is edited.
+
+        After a reload the file is not edited at first.
+        """
         self._takes_requests, self._has_said = True, False  # assumed until the file is read
         text = self._config.read_text(encoding="utf-8")
         if not is_edited(text):

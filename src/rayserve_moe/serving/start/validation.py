@@ -200,8 +200,10 @@ def _applications(path: Path, document: Mapping[str, Any]) -> list[dict[str, Any
 
 
 def _check_model(model_path: str) -> None:
-    """Raise StartError for an unknown packaged model, or for a local path (absolute, or below `.` or `~`) that is not a
-    checkpoint."""
+    """Raise StartError for an unknown packaged model, or for a local path that is not a checkpoint.
+
+    Local paths are absolute, or below `.` or `~`.
+    """
     prefix, _, name = model_path.partition(":")
     if prefix == TRAINED and name not in TRAINED_NAMES:
         raise StartError(f"model_path {model_path}: no such model; available: {', '.join(TRAINED_NAMES)}")
@@ -215,8 +217,10 @@ def _check_model(model_path: str) -> None:
 
 
 def _check_level(settings: Settings) -> None:
-    """Raise StartError for instructions that the processor does not support; TPU hosts are other machines and not
-    checked."""
+    """Raise StartError for instructions that the processor does not support.
+
+    TPU hosts are other machines and not checked.
+    """
     level = settings.compile.cpu_level
     if level == AUTO or settings.compile.cpu_kernels == "off" or settings.cluster.tpu_topology:
         return

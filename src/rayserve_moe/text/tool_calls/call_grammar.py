@@ -132,8 +132,10 @@ SECOND_FORMS = {
 
 
 def form_of(calls: str | None, template: str, *, ends: Collection[str] = ()) -> CallForm | None:
-    """Return the call form of a format in `CALL_FORMATS`, or None if it has none. Text in `ends` ends an answer by
-    itself."""
+    """Return the call form of a format in `CALL_FORMATS`, or None if it has none.
+
+    Text in `ends` ends an answer by itself, so it is removed from the form's end.
+    """
     second, marker = SECOND_FORMS.get(calls or "", ("", ""))
     form = FORMS.get(second if second and marker in template else calls or "")
     return form._replace(after="") if form is not None and form.after in ends else form

@@ -70,8 +70,9 @@ LLAMA = CallFormat({_PYTHON: _read_llama}, (_PYTHON,), bare=_read_bare)
 
 
 def call_of(text: str) -> ToolCall:
-    """Return the call in `{"name": ..., "arguments": {...}}`; `parameters` may replace `arguments`, which default to
-    `{}`.
+    """Return the call in `{"name": ..., "arguments": {...}}`.
+
+    `parameters` may replace `arguments`, which default to `{}`.
 
     Raises: BrokenCall if the text is not JSON or has no name.
     """

@@ -179,8 +179,9 @@ def expect(tape: Tape, *markers: str) -> Steps[str]:
 
 
 def close(tape: Tape, *markers: str) -> Steps[str | None]:
-    """Consume whitespace and a marker and return the marker; at the end of the text it may be missing or partial
-    (None).
+    """Consume whitespace and a marker, and return the marker.
+
+    At the end of the text the marker may be missing or partial; the result is then None.
 
     Raises: BrokenCall if other text follows.
     """
