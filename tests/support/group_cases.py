@@ -34,7 +34,7 @@ from rayserve_moe.kernels.tpu.paged_writes import GroupWrites
 from tests.support.draft_models import AUX_KEY, write_eagle_head
 from tests.support.drive import run_together
 from tests.support.interpreting import FAULTS_FOUND, INTERPRETED, Outcome, watch
-from tests.support.oracle import Oracle, TreeOracle
+from tests.support.oracle import Oracle
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import draw_prompt, request_for
 
@@ -186,14 +186,13 @@ class EngineCase:
 
 
 CHAIN = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
-TREE = CHAIN | {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
 ENGINES = {
     "an engine with chains, sinks, windows and heads of 64": EngineCase(
         "gpt-oss-tiny", {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]}, CHAIN
     ),
-    "an engine with trees and latents": EngineCase("deepseek-v3-tiny", {"kv_lora_rank": 128}, TREE),
-    "an engine with trees of a draft model": EngineCase(
-        "olmoe-tiny", {"head_dim": 128}, TREE | {"speculative_algorithm": "EAGLE3"}, draft_heads=128
+    "an engine with chains and latents": EngineCase("deepseek-v3-tiny", {"kv_lora_rank": 128}, CHAIN),
+    "an engine with chains of a draft model": EngineCase(
+        "olmoe-tiny", {"head_dim": 128}, CHAIN | {"speculative_algorithm": "EAGLE3"}, draft_heads=128
     ),
 }
 
@@ -224,8 +223,6 @@ def engine_outcome(case: EngineCase) -> Outcome:
         layers = [each for each in (runner.config, runner.served.draft and runner.served.draft.layer) if each]
         assert all(each.kernels.attention.has_flat_rows for each in layers)
         speculation, words = runner.served.settings.speculation, runner.config.spec.vocab_size
-        if proposer is None and speculation.has_trees:
-            proposer = TreeOracle(plain, share=0.9, vocab_size=words, levels=speculation.num_levels)
         proposer = proposer or Oracle(plain, share=0.8, vocab_size=words)
         way = replace(WAY, proposer=proposer, num_drafts=speculation.max_drafts)
         found = run_together(runner, card_of(path), requests, way=way)

@@ -20,6 +20,7 @@ from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.names import SpecTree, verify, walk
 from rayserve_moe.checkpoints.parts import (
     WeightSource,
+    as_held,
     columns_of_piece,
     empty_blocks,
     filled_part,
@@ -191,10 +192,7 @@ def fill_part(
     within = tuple(slice(0, stop - start) for start, stop in filled)
     for place, piece in pieces_of(source, spec, region=part):
         columns = columns_of_piece(spec.columns_in_file(*filled[spec.column_dim]))
-        read = reader.take(piece)
-        read = read.reshape(read.shape[spec.num_leading_dims :])
-        held = read.T if spec.file.transposed else read
-        held = held[columns] if spec.column_dim == 0 else held[..., columns]
+        held = as_held(spec, reader.take(piece), columns=columns)
         if not scales:
             assign(values[place + within], held)
         if not is_finite(held if scales else values[place + within]):

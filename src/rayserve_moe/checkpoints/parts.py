@@ -132,3 +132,11 @@ def columns_of_piece(columns: np.ndarray) -> slice | np.ndarray:
     if len(steps) > 1 or (steps < 1).any():
         return columns - columns.min()
     return slice(None, None, *(int(step) for step in steps))
+
+
+def as_held(spec: ParamSpec, read: np.ndarray, *, columns: slice | np.ndarray) -> np.ndarray:
+    """Return the held columns of a piece of a file, as they are held; booleans have no offset."""
+    read = read.reshape(read.shape[spec.num_leading_dims :])
+    held = read.T if spec.file.transposed else read
+    held = held[columns] if spec.column_dim == 0 else held[..., columns]
+    return held + np.float32(spec.file.offset) if spec.file.offset and held.dtype != np.bool_ else held

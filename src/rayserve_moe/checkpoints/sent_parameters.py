@@ -22,6 +22,7 @@ from rayserve_moe.checkpoints.loader import fill_part
 from rayserve_moe.checkpoints.names import SpecTree, TensorPlace, is_ignorable, tensor_places, walk
 from rayserve_moe.checkpoints.parts import (
     WeightSource,
+    as_held,
     columns_of_piece,
     empty_blocks,
     filled_part,
@@ -241,16 +242,9 @@ def _overwrite(
     for place, (_, region) in pieces_of(source, spec, region=part):
         columns = columns_of_piece(spec.columns_in_file(*filled[spec.column_dim]))
         sent, is_sent = (
-            _as_held(spec, each, columns=columns) for each in _dense(_holding(pieces, region), region, values.dtype)
+            as_held(spec, each, columns=columns) for each in _dense(_holding(pieces, region), region, values.dtype)
         )
         values[place + inner].view(_bits(values))[is_sent] = sent.view(_bits(values))[is_sent]
-
-
-def _as_held(spec: ParamSpec, read: np.ndarray, *, columns: slice | np.ndarray) -> np.ndarray:
-    """The held columns of a piece in the orientation in which they are held."""
-    read = read.reshape(read.shape[spec.num_leading_dims :])
-    held = read.T if spec.file.transposed else read
-    return held[columns] if spec.column_dim == 0 else held[..., columns]
 
 
 def _holding(pieces: Sequence[SentPiece], region: Region) -> SentPiece:

@@ -309,6 +309,10 @@ def _draw(name: str, spec: ParamSpec, model: SyntheticConfig | SyntheticModel, s
     values = generator.standard_normal(spec.file_shape, dtype=np.float32)
     if spec.initial == "ones":
         return np.float32(1) + np.float32(model.drawn.norm_jitter) * values
+    if spec.initial == "zeros":
+        return np.float32(model.drawn.norm_jitter) * values
+    if spec.initial == "log_decay":  # rates from about 0.01 to 3: some heads remember many tokens
+        return np.float32(1.5) * values - np.float32(2)
     if spec.role == "router" and model.drawn.router_skew:
         values *= generator.lognormal(sigma=model.drawn.router_skew, size=(len(values), 1)).astype(np.float32)
     return np.multiply(values, np.float32(model.drawn.scale), out=values)

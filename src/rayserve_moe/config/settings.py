@@ -73,14 +73,11 @@ class SpeculationSettings:
     disables drafts."""
     draft_model_path: str = _named("", "speculative_draft_model_path")
     """Path of the `EAGLE` or `EAGLE3` head, as `model_path`. `NEXTN` uses a layer of the checkpoint instead."""
-    eagle_topk: int = _number(1, (1, 8), "speculative_eagle_topk")
-    """Drafts that may follow each draft; beyond 1 they are a tree. Not for models with sliding windows."""
     num_steps: int = _number(0, (0, 7), "speculative_num_steps")
-    """Maximum depth of a sequence's drafts in one step; 0 is 7. Measured times choose 0, 1, 3, 5 or 7 drafts of a
-    chain for each step."""
-    num_draft_tokens: int = _number(0, (0, 32), "speculative_num_draft_tokens")
-    """Rows verified per sequence: for a chain `speculative_num_steps` plus 1; for a tree all its nodes and the token at
-    its root, at most 32. A tree needs this setting."""
+    """Maximum number of drafts of a sequence in one step; 0 is 7. Measured times choose 0, 1, 3, 5 or 7 drafts for each
+    step."""
+    num_draft_tokens: int = _number(0, (0, MAX_DRAFTS + 1), "speculative_num_draft_tokens")
+    """Rows verified per sequence: `speculative_num_steps` plus 1."""
     shortest_match: int = _number(2, (1, 64), "speculative_ngram_min_match_window_size")
     """Minimum length of a match with the end of a sequence, tokens, before anything is drafted."""
     longest_match: int = _number(8, (1, 64), "speculative_ngram_max_match_window_size")
@@ -89,19 +86,7 @@ class SpeculationSettings:
     @property
     def max_drafts(self) -> int:
         """Return the maximum number of drafts per sequence and step; 0 without speculation."""
-        if self.has_trees:
-            return self.num_draft_tokens - 1
         return 0 if self.algorithm == "off" else self.num_steps or max(self.num_draft_tokens - 1, 0) or MAX_DRAFTS
-
-    @property
-    def has_trees(self) -> bool:
-        """Return True if drafts are trees."""
-        return self.algorithm != "off" and self.eagle_topk > 1
-
-    @property
-    def num_levels(self) -> int:
-        """Return the maximum depth of a sequence's drafts in one step."""
-        return min(self.num_steps or MAX_DRAFTS, self.max_drafts) if self.has_trees else self.max_drafts
 
 
 class SettingsError(ValueError):
@@ -192,6 +177,12 @@ class CacheSettings:
     """Keep the pages of prompts and answers for later requests with the same prefix."""
     mem_fraction: float = _number(0.8, (0.01, 1.0))
     """Fraction of the free memory given to pages if `num_pages` is 0."""
+    state_fraction: float = _number(0.3, (0.0, 0.9))
+    """For models with recurrent layers: fraction of the cache's memory that holds states of cached prefixes; the rest
+    holds pages."""
+    state_interval: int = _number(0, (0, 1 << 24))
+    """For models with recurrent layers: prompt tokens between cached states, a multiple of 64. 0 caches the states at a
+    prompt's end, at its first difference from other prompts, and at the end of a request."""
 
 
 @dataclass(frozen=True)

@@ -329,6 +329,7 @@ def scheduler_for(settings: Settings, card: ModelCard, *, started: StartReport) 
         page_size=cache.page_size,
         num_pages=started.num_pages,
         page_groups=started.page_groups,
+        entry_groups=started.entry_groups,
         max_tokens=card.max_model_len,
         num_data_ranks=settings.parallel.data_parallel_size,
         caches_prefixes=cache.enable_prefix_caching,
@@ -357,7 +358,6 @@ def speculation_for(settings: SpeculationSettings, scheduler: Scheduler, *, card
         proposer_for(settings),
         max_drafts=settings.max_drafts,
         reach=ExpertReach(card.routing.num_experts, card.routing.top_k),
-        are_trees=settings.has_trees,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK
 from rayserve_moe.model.config_rope import rope_of, score_scale_of
 from rayserve_moe.model.config_values import count_of, flag_of, integer_of, number_of
+from rayserve_moe.model.layers.gated_delta import GatedDelta
 from rayserve_moe.model.layers.latent import LatentAttention
 from rayserve_moe.model.spec import (
     ExpertSpec,
@@ -224,4 +225,38 @@ def latent_model_of(
         ),
         router=router,
         experts=experts_of(config, "n_shared_experts", default=1),
+    )
+
+
+def gated_delta_of(config: Mapping[str, Any], *, fused: str) -> GatedDelta:
+    """Read gated delta layers; `fused` is the form of their projections in files."""
+    return GatedDelta(
+        num_key_heads=integer_of(config, "linear_num_key_heads", 16),
+        num_value_heads=integer_of(config, "linear_num_value_heads", 32),
+        key_dim=integer_of(config, "linear_key_head_dim", 128),
+        value_dim=integer_of(config, "linear_value_head_dim", 128),
+        num_taps=integer_of(config, "linear_conv_kernel_dim", 4),
+        fused=fused,
+    )
+
+
+def hybrid_layers_of(
+    config: Mapping[str, Any], *, linear: str, full: str, dense: Collection[int] = ()
+) -> tuple[LayerSpec, ...]:
+    """Return layers by `layer_types`, else with full attention in the last of each `full_attention_interval` layers.
+
+    `linear` and `full` are the mixers of linear and of full attention; all layers but the `dense` ones have experts.
+    """
+    num_layers = integer_of(config, "num_hidden_layers")
+    if config.get("layer_types") is not None:
+        types = _layer_types(config, "layer_types", "linear_attention full_attention")
+        is_full = [kind == "full_attention" for kind in types]
+    else:
+        interval = integer_of(config, "full_attention_interval", 4)
+        is_full = [(layer + 1) % interval == 0 for layer in range(num_layers)]
+    if not any(is_full):
+        raise UnsupportedModelError("config.json: layer_types has no full_attention: sequences would have no pages")
+    return tuple(
+        LayerSpec(full if is_full[layer] else linear, "dense" if layer in dense else "moe")
+        for layer in range(num_layers)
     )

@@ -47,6 +47,12 @@ MAX_INTEGERS = {
     "original_max_position_embeddings": 1 << 24,
     "draft_vocab_size": 1 << 22,
     "target_hidden_size": 1 << 17,
+    "linear_num_key_heads": 1024,
+    "linear_num_value_heads": 1024,
+    "linear_key_head_dim": 4096,
+    "linear_value_head_dim": 4096,
+    "linear_conv_kernel_dim": 64,
+    "full_attention_interval": 512,
 }
 """Maximum value of each integer: several times that of published models."""
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e12

@@ -88,7 +88,7 @@ def draft_features(
 
 @jax.named_scope("draft_head")
 def draft_logits(weights: tuple[Parameters, Parameters], features_SD: jax.Array, *, config: DraftConfig) -> jax.Array:
-    """Return logits of the tokens after the next: float32 [W, V] of all data ranks, for the vocab shard `config.words`."""
+    """Return logits of the tokens after the next: float32 [W, V] over all data ranks, for the shard `config.words`."""
     target, params = weights
     own = params["draft"]
     if "norm_D" in own and not config.draft.recycles_normed:

@@ -34,6 +34,8 @@ class FileForm:
     """Number of columns of other parameters before the first group."""
     num_columns: int = 0
     """Number of columns in the file; 0 derives it from whole periods."""
+    offset: float = 0.0
+    """Added to the values of the file: 1 for norms whose files hold scales minus one."""
 
 
 TRANSPOSED = FileForm(transposed=True)
@@ -57,7 +59,7 @@ class ParamSpec:
     """If positive, dimension 1 stacks expert slots, and loading assigns an expert to each."""
     file: FileForm = FileForm()
     initial: str = "normal"
-    """`normal` or `ones`, for synthetic checkpoints."""
+    """`normal`, `ones`, `zeros` or `log_decay`, for synthetic checkpoints."""
     layout: str = ""
     """Memory layout of a device's share (`kernels.cpu_native.layout.LAYOUTS`)."""
     padding: tuple[tuple[str, int], ...] = ()
@@ -135,3 +137,18 @@ class ParamSpec:
         padding = dict(self.padding)
         padding[axis] = padding.get(axis, 0) + more
         return replace(self, shape=shape, padding=tuple(padding.items())) if more else self
+
+
+def norm_spec(
+    offset: float,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    role: str,
+    *,
+    dtype: str,
+    layers: tuple[int, ...] = (),
+) -> ParamSpec:
+    """Return the scales of a norm; with an `offset` they are float32, since files hold numbers near zero."""
+    if not offset:
+        return ParamSpec(shape, dtype, axes, role, layers, initial="ones")
+    return ParamSpec(shape, "float32", axes, role, layers, file=FileForm(offset=offset), initial="zeros")

@@ -10,7 +10,7 @@ sharding and memory sizing read this tree.
 from __future__ import annotations
 
 from rayserve_moe.model.layers.table import FFNS, MIXERS
-from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.param_spec import ParamSpec, norm_spec
 from rayserve_moe.model.spec import ModelSpec
 
 
@@ -42,7 +42,8 @@ def parameter_specs(
 
 
 def _norm(spec: ModelSpec, role: str, dtype: str, layers: tuple[int, ...]) -> ParamSpec:
-    return ParamSpec((len(layers), spec.hidden_size), dtype, ("layers", "model"), role, layers, initial="ones")
+    shape, axes = (len(layers), spec.hidden_size), ("layers", "model")
+    return norm_spec(spec.norm_offset, shape, axes, role, dtype=dtype, layers=layers)
 
 
 def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str, ParamSpec]:
@@ -50,7 +51,7 @@ def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str,
     rows = words if spec.tie_embeddings else ("vocabulary", "table_row")
     specs = {
         "table_VD": ParamSpec(table, dtype, rows, "embedding").padded("vocabulary", num_devices),
-        "final_norm_D": ParamSpec((spec.hidden_size,), dtype, ("model",), "final_norm", initial="ones"),
+        "final_norm_D": norm_spec(spec.norm_offset, (spec.hidden_size,), ("model",), "final_norm", dtype=dtype),
     }
     if not spec.tie_embeddings:
         specs["head_VD"] = ParamSpec(table, dtype, words, "head").padded("vocabulary", num_devices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -15,7 +15,7 @@ from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.model.layers.table import MIXERS
 from rayserve_moe.model.model_config import ModelConfig, Pools
 from rayserve_moe.parallel.sharding import ParallelPlan
-from rayserve_moe.state.kinds import StateKind
+from rayserve_moe.state.kinds import ArraySpec, StateKind
 
 
 class KeptState(NamedTuple):
@@ -31,11 +31,12 @@ class KeptState(NamedTuple):
         return len(self.windows)
 
     def row_bytes(self, plan: ParallelPlan, *, dtype: str) -> int:
-        """Return the bytes of a token's row per layer and device; `dtype` is that of the KV cache."""
-        return sum(
-            math.prod(plan.sharding(array.axes).shard_shape(array.shape)) * jnp.dtype(array.dtype or dtype).itemsize
-            for array in self.kind.entry
-        )
+        """Return the bytes of a token's row, or of an entry, per layer and device; `dtype` is that of the KV cache."""
+        return _num_bytes(self.kind.entry, plan, dtype=dtype)
+
+    def ring_bytes(self, plan: ParallelPlan, *, dtype: str) -> int:
+        """Return the bytes of a running row per layer and device, besides its entries."""
+        return _num_bytes(self.kind.ring, plan, dtype=dtype)
 
 
 def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
@@ -46,8 +47,20 @@ def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
         for mixer in spec.mixers
         for kind in MIXERS[mixer.kind].states(mixer, kernels=kernels, tensor_size=tensor_size)
     )
-    assert len(found) == 1 or not spec.has_windows, "windows of layers that share page tables"
+    num_token_kinds = sum(state.kind.per == "token" for state in found)
+    assert num_token_kinds, "sequences have pages"
+    assert num_token_kinds == 1 or not spec.has_windows, "windows of layers that share page tables"
     return found
+
+
+def token_states(config: ModelConfig) -> tuple[KeptState, ...]:
+    """Return what layers keep of every token, on pages."""
+    return tuple(state for state in states_of(config) if state.kind.per == "token")
+
+
+def entry_states(config: ModelConfig) -> tuple[KeptState, ...]:
+    """Return what layers keep at multiples of some tokens, and for each row."""
+    return tuple(state for state in states_of(config) if state.kind.per == "entry")
 
 
 def windows_within(windows: Sequence[int], *, max_tokens: int) -> tuple[int, ...]:
@@ -57,7 +70,7 @@ def windows_within(windows: Sequence[int], *, max_tokens: int) -> tuple[int, ...
 
 def layer_kinds(config: ModelConfig, *, max_tokens: int) -> tuple[StateKind, ...]:
     """Return the paged kind of each layer that keeps it, for sequences of up to `max_tokens` tokens."""
-    kept = states_of(config)[0]
+    kept = token_states(config)[0]
     return tuple(replace(kept.kind, window=window) for window in windows_within(kept.windows, max_tokens=max_tokens))
 
 
@@ -73,33 +86,39 @@ def layer_pages_of(kinds: Sequence[StateKind], groups: Sequence[tuple[str, int, 
     return tuple(map(LayerPages, tables, accumulate(sizes, initial=0), sizes))
 
 
+class PoolCounts(NamedTuple):
+    """Numbers of what a data rank keeps of every layer."""
+
+    num_pages: int
+    num_entries: int = 0
+    """Entries of entry kinds."""
+    num_rows: int = 0
+    """Rows with a ring, of entry kinds."""
+
+
 def pool_shapes(
-    config: ModelConfig, *, num_pages: int, page_size: int, dtype: str, layer_pages: tuple[LayerPages, ...] = ()
+    config: ModelConfig, counts: PoolCounts, *, page_size: int, dtype: str, layer_pages: tuple[LayerPages, ...] = ()
 ) -> Pools:
     """Return shapes, dtypes and shardings of the pools of all data ranks.
 
-    Every layer and rank has `num_pages` pages, or the number in `layer_pages`.
+    Every layer and rank has the number of pages in `counts` or, by layer, in `layer_pages`.
     """
     plan, held = config.plan, config.kernels.pool.dtypes
 
+    def stacked(array: ArraySpec, count: int, *inner: int) -> Any:
+        of_cache = held.get(dtype, dtype)
+        shape, axes = (plan.data_size * count, *inner, *array.shape), ("data_ranks", *[None] * len(inner), *array.axes)
+        return jax.ShapeDtypeStruct(shape, array.dtype or of_cache, sharding=plan.sharding(axes))
+
     def shapes(state: KeptState) -> tuple[Any, ...]:
-        assert state.kind.per == "token", f"{state.kind.name} has no pages"
-        total = sum(layer.num_pages for layer in layer_pages) or state.num_layers * num_pages
-        return tuple(
-            jax.ShapeDtypeStruct(
-                (plan.data_size * total, page_size, *array.shape),
-                array.dtype or held.get(dtype, dtype),
-                sharding=plan.sharding(pool_axes(array.axes)),
-            )
-            for array in state.kind.entry
-        )
+        num_layers = state.num_layers
+        if state.kind.per == "entry":
+            entries = (stacked(array, num_layers * counts.num_entries) for array in state.kind.entry)
+            return (*entries, *(stacked(array, num_layers * counts.num_rows) for array in state.kind.ring))
+        total = sum(layer.num_pages for layer in layer_pages) or num_layers * counts.num_pages
+        return tuple(stacked(array, total, page_size) for array in state.kind.entry)
 
     return {state.kind.name: shapes(state) for state in states_of(config)}
-
-
-def pool_axes(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    """Return the logical axes of a pool whose rows have `axes`, over all data ranks."""
-    return ("data_ranks", None, *axes)
 
 
 def pool_partitions(config: ModelConfig) -> Pools:
@@ -107,12 +126,23 @@ def pool_partitions(config: ModelConfig) -> Pools:
     return cast(
         Pools,
         {
-            state.kind.name: tuple(config.plan.partition(pool_axes(array.axes)) for array in state.kind.entry)
+            state.kind.name: tuple(
+                config.plan.partition(("data_ranks", *[None] * (state.kind.per == "token"), *array.axes))
+                for array in (*state.kind.entry, *state.kind.ring)
+            )
             for state in states_of(config)
         },
     )
 
 
+def _num_bytes(arrays: Iterable[ArraySpec], plan: ParallelPlan, *, dtype: str) -> int:
+    """Return the bytes of one row of arrays on one device; `dtype` is that of the KV cache."""
+    return sum(
+        math.prod(plan.sharding(array.axes).shard_shape(array.shape)) * jnp.dtype(array.dtype or dtype).itemsize
+        for array in arrays
+    )
+
+
 def page_size_of(pools: Pools) -> int:
-    """Return the number of tokens per page."""
+    """Return the number of tokens per page; all pools must be of token kinds."""
     return jax.tree.leaves(pools)[0].shape[1]

@@ -51,6 +51,21 @@ SHARED_EXPERTS = _weights(
 )
 """Shared expert, which every token takes."""
 
+GATED_SHARED_EXPERT = {
+    **_weights(_MLP + "shared_expert.", shared_gate="gate_proj", shared_up="up_proj", shared_down="down_proj"),
+    "shared_expert_gate": _MLP + "shared_expert_gate.weight",
+}
+"""The same, times the sigmoid of a product."""
+
+GATED_DELTA = {
+    "delta_conv": _LAYER + "linear_attn.conv1d.weight",
+    "delta_decay": _LAYER + "linear_attn.A_log",
+    "delta_decay_bias": _LAYER + "linear_attn.dt_bias",
+    "delta_norm": _LAYER + "linear_attn.norm.weight",
+    "delta_out": _LAYER + "linear_attn.out_proj.weight",
+}
+"""Gated delta layers, without their projections."""
+
 SELECTION_BIAS = {"selection_bias": _MLP + "gate.e_score_correction_bias"}
 """Bias of an expert's score that affects selection but not the weight."""
 

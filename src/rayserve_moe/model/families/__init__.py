@@ -13,4 +13,6 @@ from rayserve_moe.model.families import minimax_m2 as minimax_m2
 from rayserve_moe.model.families import mixtral as mixtral
 from rayserve_moe.model.families import olmoe as olmoe
 from rayserve_moe.model.families import qwen2_moe as qwen2_moe
+from rayserve_moe.model.families import qwen3_5_moe as qwen3_5_moe
 from rayserve_moe.model.families import qwen3_moe as qwen3_moe
+from rayserve_moe.model.families import qwen3_next as qwen3_next

@@ -18,7 +18,7 @@ from rayserve_moe.kernels.tpu.flat_rows import LANES, flat_width
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
-from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
+from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec, norm_spec
 from rayserve_moe.model.spec import ModelSpec, RopeSpec, ScoreShape
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.state.kinds import ArraySpec, StateKind
@@ -52,6 +52,8 @@ class GroupedAttention:
     """True if each query head has a logit that enters only the denominator of the softmax."""
     score_scale: float | None = None
     """None stands for head_dim ** -0.5."""
+    output_gate: bool = False
+    """Files hold a gate behind the query of each head; its sigmoid multiplies the head's output."""
     fused_qkv: bool = one_of(False, True)
     """True if files hold q, k and v of a layer as rows of a single tensor, in this order."""
 
@@ -113,12 +115,11 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
         "v_LDG": of_kv_heads(project("v", (width, kv_width), ("model", "kv_heads"))),
         "o_LHD": project("o", (q_width, width), ("heads", "model")),
     }
-    if own.qk_norm == "head":
-        specs["q_norm_Lh"] = per_layer("q_norm", own.head_dim, "head_dim", "ones")
-        specs["k_norm_Lh"] = per_layer("k_norm", own.head_dim, "head_dim", "ones")
-    if own.qk_norm == "full":
-        specs["q_norm_LH"] = per_layer("q_norm", q_width, "heads", "ones")
-        specs["k_norm_LG"] = of_kv_heads(per_layer("k_norm", kv_width, "kv_heads", "ones"))
+    if own.output_gate:
+        pair = replace(TRANSPOSED, period=2 * own.head_dim, repeat_width=own.head_dim)
+        specs["gate_LDH"] = replace(specs["q_LDH"], file=replace(pair, start=own.head_dim))
+        specs["q_LDH"] = replace(specs["q_LDH"], file=pair)
+    specs |= _norms(own, spec, dtype=dtype, kv_form=specs["k_LDG"].file)
     if own.sinks:
         specs["sinks_LA"] = per_layer("sinks", own.num_heads, "heads", "normal")
     if own.bias:
@@ -128,6 +129,27 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
     if own.output_bias:
         specs["o_bias_LD"] = per_layer("o_bias", width, "model", "normal")
     return specs | (_cut_out_of_one(specs, own) if own.fused_qkv else {})
+
+
+def _norms(own: GroupedAttention, spec: ModelSpec, *, dtype: str, kv_form: FileForm) -> dict[str, ParamSpec]:
+    """Return the norms of queries and keys; `kv_form` says how often KV heads are held."""
+    layers = spec.layers_with_mixer(KIND)
+
+    def norm(role: str, size: int, axis: str) -> ParamSpec:
+        shape, axes = (len(layers), size), ("layers", axis)
+        return norm_spec(spec.norm_offset, shape, axes, role, dtype=dtype, layers=layers)
+
+    if own.qk_norm == "head":
+        return {
+            "q_norm_Lh": norm("q_norm", own.head_dim, "head_dim"),
+            "k_norm_Lh": norm("k_norm", own.head_dim, "head_dim"),
+        }
+    if own.qk_norm == "full":
+        of_keys = norm("k_norm", own.num_kv_heads * own.head_dim * kv_form.repeats, "kv_heads")
+        held = replace(of_keys.file, repeats=kv_form.repeats, repeat_width=kv_form.repeat_width)
+        of_queries = norm("q_norm", own.num_heads * own.head_dim, "heads")
+        return {"q_norm_LH": of_queries, "k_norm_LG": replace(of_keys, file=held)}
+    return {}
 
 
 def _cut_out_of_one(specs: dict[str, ParamSpec], own: GroupedAttention) -> dict[str, ParamSpec]:
@@ -199,7 +221,7 @@ def begin(
     Returns None if no such kernel exists for these sizes.
     """
     at_once, step = config.kernels.attention.norm_and_project, inputs.prepared[KIND]
-    if at_once is None:
+    if at_once is None or own.output_gate or config.spec.norm_offset:
         return None
     attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
     with jax.named_scope("attention/projections"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from rayserve_moe.model.layers import attention, latent, mlp, moe
+from rayserve_moe.model.layers import attention, gated_delta, latent, mlp, moe
 from rayserve_moe.model.layers.kinds import Ffn, Mixer
 
 MIXERS: dict[str, Mixer] = {
     "gqa": attention.MIXER,
     "mla": latent.MIXER,
+    "gated_delta": gated_delta.MIXER,
 }
 FFNS: dict[str, Ffn] = {
     "moe": moe.FFN,
