@@ -245,7 +245,7 @@ def hybrid_layers_of(
 ) -> tuple[LayerSpec, ...]:
     """Return layers by `layer_types`, else with full attention in the last of each `full_attention_interval` layers.
 
-    `linear` and `full` are the mixers of linear and of full attention; all layers but the `dense` ones have experts.
+    `linear` and `full` are the mixers of linear and full attention; layers not in `dense` have experts.
     """
     num_layers = integer_of(config, "num_hidden_layers")
     if config.get("layer_types") is not None:

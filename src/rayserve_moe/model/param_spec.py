@@ -35,7 +35,7 @@ class FileForm:
     num_columns: int = 0
     """Number of columns in the file; 0 derives it from whole periods."""
     offset: float = 0.0
-    """Added to the values of the file: 1 for norms whose files hold scales minus one."""
+    """Added to the values of the file: 1 for norms stored as scales minus one."""
 
 
 TRANSPOSED = FileForm(transposed=True)
@@ -148,7 +148,7 @@ def norm_spec(
     dtype: str,
     layers: tuple[int, ...] = (),
 ) -> ParamSpec:
-    """Return the scales of a norm; with an `offset` they are float32, since files hold numbers near zero."""
+    """Return the scales of a norm; with an `offset` they are float32, because files hold numbers near zero."""
     if not offset:
         return ParamSpec(shape, dtype, axes, role, layers, initial="ones")
     return ParamSpec(shape, "float32", axes, role, layers, file=FileForm(offset=offset), initial="zeros")

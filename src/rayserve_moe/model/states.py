@@ -54,12 +54,12 @@ def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
 
 
 def token_states(config: ModelConfig) -> tuple[KeptState, ...]:
-    """Return what layers keep of every token, on pages."""
+    """Return the states that layers keep per token, on pages."""
     return tuple(state for state in states_of(config) if state.kind.per == "token")
 
 
 def entry_states(config: ModelConfig) -> tuple[KeptState, ...]:
-    """Return what layers keep at multiples of some tokens, and for each row."""
+    """Return the states that layers keep as entries at intervals of tokens, with a ring per row."""
     return tuple(state for state in states_of(config) if state.kind.per == "entry")
 
 
@@ -87,7 +87,7 @@ def layer_pages_of(kinds: Sequence[StateKind], groups: Sequence[tuple[str, int, 
 
 
 class PoolCounts(NamedTuple):
-    """Numbers of what a data rank keeps of every layer."""
+    """Sizes of a data rank's pools, per layer."""
 
     num_pages: int
     num_entries: int = 0
@@ -136,7 +136,7 @@ def pool_partitions(config: ModelConfig) -> Pools:
 
 
 def _num_bytes(arrays: Iterable[ArraySpec], plan: ParallelPlan, *, dtype: str) -> int:
-    """Return the bytes of one row of arrays on one device; `dtype` is that of the KV cache."""
+    """Return the bytes of a row of arrays on a device; `dtype` is that of the KV cache."""
     return sum(
         math.prod(plan.sharding(array.axes).shard_shape(array.shape)) * jnp.dtype(array.dtype or dtype).itemsize
         for array in arrays

@@ -55,7 +55,7 @@ GATED_SHARED_EXPERT = {
     **_weights(_MLP + "shared_expert.", shared_gate="gate_proj", shared_up="up_proj", shared_down="down_proj"),
     "shared_expert_gate": _MLP + "shared_expert_gate.weight",
 }
-"""The same, times the sigmoid of a product."""
+"""Shared expert times the sigmoid of a product."""
 
 GATED_DELTA = {
     "delta_conv": _LAYER + "linear_attn.conv1d.weight",

@@ -36,7 +36,10 @@ IGNORED = ("mtp.*",)
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
     refuse_other_values(config, "qwen3_next", hidden_act=("silu",), attention_bias=(False,))
     return hybrid_spec_of(
         config,
@@ -57,7 +60,7 @@ def hybrid_spec_of(
     dense: Collection[int] = (),
     dense_size: int = 0,
 ) -> ModelSpec:
-    """Read what Qwen3-Next and Qwen3.5 spell alike.
+    """Return the spec from the keys that Qwen3-Next and Qwen3.5 share.
 
     `fused` is the form of the projections in files, `dense` are the layers without experts.
     """

@@ -53,7 +53,7 @@ class GroupedAttention:
     score_scale: float | None = None
     """None stands for head_dim ** -0.5."""
     output_gate: bool = False
-    """Files hold a gate behind the query of each head; its sigmoid multiplies the head's output."""
+    """True if files hold a gate after the query of each head; its sigmoid multiplies the head's output."""
     fused_qkv: bool = one_of(False, True)
     """True if files hold q, k and v of a layer as rows of a single tensor, in this order."""
 
@@ -132,7 +132,7 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
 
 
 def _norms(own: GroupedAttention, spec: ModelSpec, *, dtype: str, kv_form: FileForm) -> dict[str, ParamSpec]:
-    """Return the norms of queries and keys; `kv_form` says how often KV heads are held."""
+    """Return the norms of queries and keys; `kv_form` has the copies of KV heads."""
     layers = spec.layers_with_mixer(KIND)
 
     def norm(role: str, size: int, axis: str) -> ParamSpec:
