@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from rayserve_moe.config.derive import most_useful_pages
+from rayserve_moe.config.derive import max_useful_pages
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings, SettingsError
 from rayserve_moe.model.states import KeptState
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -88,7 +88,7 @@ class PoolSizes:
                 + self.entry_bytes(num_pages)
             ),
             free=free,
-            most_useful=most_useful_pages(self.scheduler, self.cache, longest=longest),
+            most_useful=max_useful_pages(self.scheduler, self.cache, max_tokens=longest),
         )
 
 
