@@ -22,8 +22,8 @@ from examples.calculator.problems import END, MIX, draw
 from rayserve_moe import Engine
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.requests.records import GenerationRequest
-from tests.support.drive import Way, cycle_for, run_on, speculation_of
-from tests.support.workload import request_for
+from tests.support.engine.run_requests import Way, cycle_for, run_on, speculation_of
+from tests.support.engine.workload import request_for
 
 SHAPES: dict[str, dict[str, int]] = {
     "chain of 3": {"speculative_num_steps": 3},

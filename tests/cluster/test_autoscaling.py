@@ -15,7 +15,7 @@ from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_fleet import running
 from tests.http.asking import wait_until
-from tests.support.ports import free_port
+from tests.support.cluster.ports import free_port
 
 PORT = free_port()
 WITHIN_S = 300.0

@@ -28,8 +28,8 @@ from rayserve_moe.rollouts.ray_weights import Server, shares_for, update_weights
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until
-from tests.support.journals import KEY, OwnJournal
-from tests.support.ports import free_port
+from tests.support.cluster.ports import free_port
+from tests.support.serving.journal_server import KEY, OwnJournal
 
 PORT = free_port()
 WITHIN_S = 300.0

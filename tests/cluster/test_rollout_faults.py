@@ -18,8 +18,8 @@ from ray import serve
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.rollouts.support import assert_equal, errors_in, job, samples_in, started_job, summary_in
-from tests.support.ports import free_port
-from tests.support.processes import descendants
+from tests.support.cluster.child_processes import descendants
+from tests.support.cluster.ports import free_port
 
 NUM_PROMPTS, NUM_SAMPLES = 300, 4
 MALFORMED = {10: "not json", 150: '{"text": 5}', 302: '{"input_ids": [1000000]}'}

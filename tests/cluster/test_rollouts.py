@@ -24,7 +24,7 @@ from rayserve_moe.rollouts.schema import Rollout
 from tests.cluster.conftest import SETTINGS
 from tests.http.asking import wait_until
 from tests.rollouts.support import assert_equal, errors_in, job, samples_in, started_job, summary_in
-from tests.support.processes import descendants
+from tests.support.cluster.child_processes import descendants
 
 NUM_PROMPTS = 12
 

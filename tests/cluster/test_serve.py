@@ -23,7 +23,7 @@ from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
-from tests.support.ports import free_port
+from tests.support.cluster.ports import free_port
 
 PORT = free_port()
 URL = f"http://127.0.0.1:{PORT}"

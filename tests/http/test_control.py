@@ -15,7 +15,7 @@ from rayserve_moe.serving.routes.unsupported import REASONS
 from tests.http.asking import COMPLETIONS, GENERATE, TOKENS, ask, stream, wait_until
 from tests.http.conftest import POISONED_TOKEN_ID, assert_idle
 from tests.http.test_bad_inputs import check_error
-from tests.support import steps
+from tests.support.engine import step_gate
 
 NUM_WANTED = 480
 ENDLESS = {"temperature": 0, "ignore_eos": True}
@@ -167,7 +167,7 @@ def test_an_engine_that_cannot_take_more_says_that_it_is_busy(small_http, small_
     unpoisoned = {str(POISONED_TOKEN_ID): -100}
     long = {"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True, "logit_bias": unpoisoned}}
     threads = [threading.Thread(target=ask, args=(small_http, GENERATE), kwargs=long) for _ in range(2)]
-    with steps.unhurried(small_engine.loop):
+    with step_gate.unhurried(small_engine.loop):
         for thread in threads:
             thread.start()
         wait_until(lambda: small_engine.loop.statistics()["requests_live"] == 2)

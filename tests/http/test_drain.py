@@ -12,7 +12,7 @@ from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, prompt_fields, wait_until
-from tests.support.serving import running
+from tests.support.serving.http_server import running
 
 
 @pytest.fixture

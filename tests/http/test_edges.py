@@ -17,9 +17,9 @@ from rayserve_moe.serving.middleware.edge_guard import ADMIN_PATHS
 from tests.http.asking import wait_until
 from tests.http.conftest import assert_idle, served
 from tests.http.test_bad_inputs import check_error
-from tests.support.engines import ONE_ROW
-from tests.support.serving import KEY
-from tests.support.steps import held_steps
+from tests.support.engine.shared_settings import ONE_ROW
+from tests.support.engine.step_gate import held_steps
+from tests.support.serving.http_server import KEY
 
 LONG = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "n": 16}
 NATIVE_LONG = {"input_ids": [[5, 6], [7]], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True, "n": 8}}

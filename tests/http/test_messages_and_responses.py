@@ -12,7 +12,7 @@ from tests.http.asking import CHAT, ask
 from tests.http.conftest import served
 from tests.http.test_bad_inputs import check_error
 from tests.http.test_tools import TOOLS, USER
-from tests.support.scripted import MODEL, SCRIPTS
+from tests.support.models.scripted import MODEL, SCRIPTS
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 THEIR_TOOLS = [{"name": name, "input_schema": {"type": "object", "properties": {}}} for name in "fg"]

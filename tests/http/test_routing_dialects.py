@@ -19,7 +19,7 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses import answering
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, prompt_fields, stream, wait_until
 from tests.http.conftest import served
-from tests.support.engines import SERVED
+from tests.support.engine.shared_settings import SERVED
 
 PATHS = [COMPLETIONS, GENERATE, TOKENS]
 DIALECTS = ["sglang", "nested", "npy", "packed"]

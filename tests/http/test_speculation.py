@@ -16,8 +16,8 @@ from tests.http import test_forced_routing as forced_routing
 from tests.http import test_logprobs as logprobs
 from tests.http import test_penalties as penalties
 from tests.http.conftest import served
-from tests.support.engines import SERVED
-from tests.support.scheduling import some_reach
+from tests.support.engine.schedulers import some_reach
+from tests.support.engine.shared_settings import SERVED
 
 pytestmark = pytest.mark.slow
 MOST = 3

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, MODEL, TOKENS, ask, stream
 from tests.http.test_bad_inputs import check_error
-from tests.support.constraints import PERSON, synthetic_tokenizer
+from tests.support.text.constraints import PERSON, synthetic_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PROMPT = [7, 8, 9]

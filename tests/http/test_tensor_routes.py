@@ -16,7 +16,7 @@ from tests.http.asking import GENERATE, ask, wait_until
 from tests.http.conftest import assert_idle, served
 from tests.http.test_control import NUM_WANTED, PROMPT, native, running
 from tests.http.test_weight_routes import CONTINUE, PAUSE, UPDATE
-from tests.support.engines import write_served
+from tests.support.engine.shared_settings import write_served
 
 PATH = "/update_weights_from_tensor"
 SAFETENSORS = {"content-type": "application/vnd.safetensors"}

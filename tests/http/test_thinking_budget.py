@@ -9,7 +9,7 @@ from rayserve_moe import Engine
 from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, stream
 from tests.http.conftest import served
 from tests.http.test_bad_inputs import check_error
-from tests.support.scripted import MODEL, SCRIPTS
+from tests.support.models.scripted import MODEL, SCRIPTS
 
 USER = [{"role": "user", "content": "hi"}]
 ASKED = {"model": MODEL, "messages": USER, "temperature": 0, "max_tokens": 30}

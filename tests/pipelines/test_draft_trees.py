@@ -26,11 +26,12 @@ from rayserve_moe.kernels.kv_pool import Moves
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.scheduling import verify_rows
 from tests.pipelines.test_speculation import answers_of, check_store
-from tests.support.checkpoints import PAGE_SIZE
-from tests.support.drive import cycle_for, run_on, run_together, speculation_of
-from tests.support.engine_store import EngineStore
-from tests.support.scheduling import some_reach
-from tests.support.speculating import (
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.run_requests import cycle_for, run_on, run_together, speculation_of
+from tests.support.engine.schedulers import some_reach
+from tests.support.engine.workload import request_for
+from tests.support.models.core import PAGE_SIZE
+from tests.support.speculation.random_requests import (
     PLAIN,
     TREES,
     assert_unchanged,
@@ -39,7 +40,6 @@ from tests.support.speculating import (
     oracle_for,
     random_requests,
 )
-from tests.support.workload import request_for
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """The scheduler keeps its books under any order of events, and nothing that happens shows in what comes out.
 
-Steps are planned before the result of the one before is known. `tests.support.shadow_device` finds every step that
-would compute on wrong keys and values; what each sequence has to come to is known beforehand. The ranks may have a
-state of entries too (`tests.support.entry_state`), of which every row has to read the one of its own past.
+Steps are planned before the result of the one before is known. `tests.support.devices.shadow_device` finds every step
+that would compute on wrong keys and values; what each sequence has to come to is known beforehand. The ranks may have a
+state of entries too (`tests.support.devices.entry_state`), of which every row has to read the one of its own past.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from rayserve_moe.scheduling.verify_rows import samples_that_count
 from rayserve_moe.state.groups import page_groups
 from rayserve_moe.state.kinds import StateKind
 from rayserve_moe.state.paged import states_of
-from tests.support.entry_state import FakeEntryState
-from tests.support.examples import examples
-from tests.support.shadow_device import STOP_TOKEN_ID, VOCABULARY, Past, ShadowDevice
+from tests.support.devices.entry_state import FakeEntryState
+from tests.support.devices.shadow_device import STOP_TOKEN_ID, VOCABULARY, Past, ShadowDevice
+from tests.support.session.hypothesis_examples import examples
 
 LONGEST_PROMPT = 60
 MOST_NEW = 12

@@ -15,10 +15,10 @@ from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.inprocess.engine import Engine
 from tests.http.asking import CHAT, ask
 from tests.http.conftest import served
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.engines import SERVED
-from tests.support.published import folder_of, opened
-from tests.support.published_templates import template_of
+from tests.support.engine.shared_settings import SERVED
+from tests.support.models.core import CORE_CONFIG
+from tests.support.text.published_templates import template_of
+from tests.support.text.published_tokenizers import folder_of, opened
 
 pytestmark = pytest.mark.published
 PAIRS = {

@@ -23,8 +23,8 @@ from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan
 from rayserve_moe.scheduling.verify_rows import resolve_awaited
-from tests.support.fake_device import FakeDevice
-from tests.support.scheduling import all_pages_are_free, choices, scheduler, some_reach
+from tests.support.devices.fake_device import FakeDevice
+from tests.support.engine.schedulers import all_pages_are_free, choices, scheduler, some_reach
 
 DRAFTS, ROWS, PAGE_SIZE = 3, 4, 4
 Tokens = dict[tuple[str, int], list[int]]

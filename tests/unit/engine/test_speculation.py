@@ -25,8 +25,8 @@ from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import NUM_TOKENS, Sequence
 from rayserve_moe.scheduling.step_plan import Chunks, StepPlan, StepResult
-from tests.support.drive import speculation_of
-from tests.support.scheduling import choices, one, scheduler, some_reach
+from tests.support.engine.run_requests import speculation_of
+from tests.support.engine.schedulers import choices, one, scheduler, some_reach
 
 LENGTH, FIRST = 400, 100
 SETTINGS = SpeculationSettings("NGRAM", shortest_match=1)

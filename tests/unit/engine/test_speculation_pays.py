@@ -15,8 +15,8 @@ from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
-from tests.support.fake_device import NUM_WORDS, FakeDevice
-from tests.support.scheduling import one, scheduler, some_reach
+from tests.support.devices.fake_device import NUM_WORDS, FakeDevice
+from tests.support.engine.schedulers import one, scheduler, some_reach
 from tests.unit.engine.test_speculation import FIRST, Counting
 
 NUM_NEW, MOST = 400, 7

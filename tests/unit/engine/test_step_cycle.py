@@ -8,8 +8,8 @@ import pytest
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.engine.loop import cycle_with
 from rayserve_moe.scheduling.step_plan import Chunks, StepPlan
-from tests.support.counting import CountingExecutor
-from tests.support.scheduling import ABORT, choices, one, scheduler
+from tests.support.devices.counting_executor import CountingExecutor
+from tests.support.engine.schedulers import ABORT, choices, one, scheduler
 
 
 def cycle_over(executor: CountingExecutor | None = None, *, overlaps: bool = True, **limits: object) -> StepCycle:

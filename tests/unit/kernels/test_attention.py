@@ -10,7 +10,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 from rayserve_moe.kernels.kv_pool import write_kv
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, KEYS_PER_SPAN, BlockPlaces, ScoreConfig
-from tests.support.group_cases import FIRST_PAGE, TREES, GroupArrays
+from tests.support.kernels.paged_groups import FIRST_PAGE, TREES, GroupArrays
 from tests.unit.kernels.attention_cases import KERNELS, Case, attend_numpy_runs
 
 KERNEL = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())

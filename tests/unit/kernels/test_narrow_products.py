@@ -18,7 +18,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     multiply_in_blocks,
     take_scales,
 )
-from tests.support.narrow import random_experts
+from tests.support.experts.quantized_experts import random_experts
 
 COMPILED = {kernel.__name__: jax.jit(kernel) for kernel in (multiply_in_blocks, multiply_by_ragged_dot)}
 KERNEL = pytest.mark.parametrize("kernel", COMPILED.values(), ids=COMPILED.keys())

@@ -10,7 +10,7 @@ from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, S
 from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_width, gather_heads, layout_of, spread_queries
 from rayserve_moe.kernels.tpu.paged_attention import attend, visits_of
 from rayserve_moe.kernels.tpu.paged_sizes import MOST_ROWS, tile_queries_for
-from tests.support.paged_cases import AHEAD_OF_THE_LAST, CASES, FAULTS, MODELS, WRITE_FAULTS, run_cases
+from tests.support.kernels.paged_attention import AHEAD_OF_THE_LAST, CASES, FAULTS, MODELS, WRITE_FAULTS, run_cases
 
 SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7
 """Largest differences of products in float32, and in bfloat16: weights and results are rounded."""

@@ -11,12 +11,12 @@ import pytest
 from rayserve_moe.kernels.ancestors import places_of
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, ScoreConfig
 from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, groups_of
-from tests.support.group_cases import CASES, CHAINS, ENGINES, FAULTS, TREES, GroupArrays, GroupCase
-from tests.support.paged_cases import run_cases
+from tests.support.kernels.paged_attention import run_cases
+from tests.support.kernels.paged_groups import CASES, CHAINS, ENGINES, FAULTS, TREES, GroupArrays, GroupCase
 
 SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7
 """Largest differences of products in float32, and in bfloat16: weights and results are rounded."""
-MODULE = "tests.support.group_cases"
+MODULE = "tests.support.kernels.paged_groups"
 
 
 def described(arrays: GroupArrays, case: GroupCase, part: slice) -> GroupVisits:

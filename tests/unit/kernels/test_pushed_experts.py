@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.kernels.tpu.pushed_rows import count_slots, places_of, slots_of_core, table_rows
 from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes, lacks
-from tests.support.pushed_cases import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_cases
+from tests.support.kernels.pushed_experts import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_cases
 
 ROUNDING = 2**-7
 """Of a result in bfloat16, against the largest one: the kernel rounds as often as the reference."""

@@ -14,7 +14,7 @@ from rayserve_moe.kernels.ragged_exchange import (
     ragged_all_to_all,
     teach_cpu,
 )
-from tests.support.ragged_cases import KINDS, exchanged, expected_of, parts_of, random_case
+from tests.support.kernels.ragged_exchange import KINDS, exchanged, expected_of, parts_of, random_case
 
 MESHES = [((4,), ("ranks",)), ((8,), ("ranks",)), ((4, 2), ("data", "tensor"))]
 NUM_CASES = 200

@@ -15,7 +15,7 @@ from rayserve_moe.scheduling.draft_trees import (
     parents_of,
     right_drafts,
 )
-from tests.support.examples import examples
+from tests.support.session.hypothesis_examples import examples
 
 MOST = 31
 
