@@ -14,8 +14,8 @@ from ray import serve
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_fleet import running
-from tests.http.asking import wait_until
 from tests.support.cluster.ports import free_port
+from tests.support.serving.http_client import wait_until
 
 PORT = free_port()
 WITHIN_S = 300.0

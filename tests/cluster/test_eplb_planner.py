@@ -35,10 +35,10 @@ from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
-from tests.http.asking import wait_until
 from tests.support.cluster.ports import free_port
 from tests.support.experts.eplb_proposals import GARBAGE
 from tests.support.experts.placements import random_placement
+from tests.support.serving.http_client import wait_until
 
 PORT = free_port()
 WITHIN_S = 900.0

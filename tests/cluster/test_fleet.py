@@ -27,8 +27,8 @@ from rayserve_moe.rollouts.answers import Refused
 from rayserve_moe.rollouts.ray_weights import Server, shares_for, update_weights_over_ray
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
-from tests.http.asking import wait_until
 from tests.support.cluster.ports import free_port
+from tests.support.serving.http_client import wait_until
 from tests.support.serving.journal_server import KEY, OwnJournal
 
 PORT = free_port()

@@ -20,8 +20,8 @@ from benchmarks.resuming_client import ResumingClient
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_fleet import WITHIN_S, info, process_of, running
-from tests.http.asking import wait_until
 from tests.support.cluster.ports import free_port
+from tests.support.serving.http_client import wait_until
 from tests.support.serving.journal_server import KEY, OwnJournal
 
 PORT = free_port()

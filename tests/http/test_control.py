@@ -12,10 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayserve_moe.rollouts.alignment import decode_answer
 from rayserve_moe.serving.routes.unsupported import REASONS
-from tests.http.asking import COMPLETIONS, GENERATE, TOKENS, ask, stream, wait_until
 from tests.http.conftest import POISONED_TOKEN_ID, assert_idle
-from tests.http.test_bad_inputs import check_error
 from tests.support.engine import step_gate
+from tests.support.serving.http_client import COMPLETIONS, GENERATE, TOKENS, ask, check_error, stream, wait_until
 
 NUM_WANTED = 480
 ENDLESS = {"temperature": 0, "ignore_eos": True}

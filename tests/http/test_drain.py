@@ -11,7 +11,7 @@ import pytest
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, prompt_fields, wait_until
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, prompt_fields, wait_until
 from tests.support.serving.http_server import running
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.http.asking import CHAT, COMPLETIONS, TOKENS, ask, stream
-from tests.http.test_bad_inputs import check_error
+from tests.support.serving.http_client import CHAT, COMPLETIONS, TOKENS, ask, check_error, stream
 
 PROMPT = [*range(20, 40)]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 5}
@@ -45,13 +44,6 @@ def test_a_stream_has_the_prompt_s_ids_once_and_all_of_the_output_s(http, path, 
             versions[choice["index"]] = choice["weight_versions"][-1]["end"]
     assert list(found.values()) == [expected["choices"][0]["token_ids"]] * 2
     assert prompts == 2 and versions == {0: 5, 1: 5}
-
-
-def test_the_token_route_returns_the_prompt_s_ids(http):
-    sampling = {**GREEDY, "n": 2}
-    assert ask(http, TOKENS, token_ids=PROMPT, sampling_params=sampling, **IDS)["prompt_token_ids"] == PROMPT
-    events = stream(http, TOKENS, token_ids=PROMPT, sampling_params=sampling, **IDS)
-    assert ["prompt_token_ids" in event for event in events] == [True] + [False] * (len(events) - 1)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

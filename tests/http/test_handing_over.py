@@ -15,7 +15,6 @@ from rayserve_moe.fleet.member import Leaving
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.serving.journalling import hand_over
-from tests.http.asking import GENERATE, wait_until
 from tests.http.test_journal import (
     MANY,
     NATIVE,
@@ -30,6 +29,7 @@ from tests.http.test_journal import (
     told_of,
 )
 from tests.support.engine import step_gate
+from tests.support.serving.http_client import GENERATE, wait_until
 from tests.support.serving.http_server import running
 from tests.support.serving.local_fleet import local_fleet
 

@@ -30,10 +30,10 @@ from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.journalling import KeptRequest, identity_of
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, wait_until
 from tests.http.conftest import assert_idle
 from tests.support.engine import step_gate
 from tests.support.engine.shared_settings import SERVED
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, wait_until
 from tests.support.serving.http_server import running
 from tests.support.serving.journal_server import OwnJournal
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, stream
-from tests.http.test_bad_inputs import check_error
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, check_error, stream
 
 PROMPT = [*range(40, 60)]
 LISTED = [300, 7, 9]

@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 
 from rayserve_moe.inprocess.engine import Engine
-from tests.http.asking import CHAT, COMPLETIONS, ask, stream
 from tests.http.conftest import served
 from tests.support.engine.shared_settings import SERVED, write_served
+from tests.support.serving.http_client import CHAT, COMPLETIONS, ask, stream
 from tests.support.text.constraints import PERSON
 from tests.support.text.rank_files import KIMI, tiktoken_encoding, write_tiktoken
 

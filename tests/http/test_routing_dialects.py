@@ -17,9 +17,18 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.rollouts.alignment import decode_answer
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses import answering
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, prompt_fields, stream, wait_until
 from tests.http.conftest import served
 from tests.support.engine.shared_settings import SERVED
+from tests.support.serving.http_client import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    TOKENS,
+    ask,
+    prompt_fields,
+    stream,
+    wait_until,
+)
 
 PATHS = [COMPLETIONS, GENERATE, TOKENS]
 DIALECTS = ["sglang", "nested", "npy", "packed"]
@@ -71,8 +80,10 @@ def test_routing_goes_where_clients_of_the_dialect_look(http, dialect):
     else:
         assert choice["routed_experts"] and choice["routed_experts_info"]["start"] == 3 and "meta_info" not in choice
     assert ("prompt_routed_experts" in answer) == (dialect == "nested")
-    native = ask(http, GENERATE, **asked(GENERATE, routed_experts_format=dialect))["meta_info"]
-    assert native["routed_experts"] and native["routed_experts_info"] and native["routed_experts_start_len"] == 0
+    native = ask(http, GENERATE, **asked(GENERATE, start=3, routed_experts_format=dialect))["meta_info"]
+    assert (
+        native["routed_experts"] and native["routed_experts_info"]["start"] == 3 == native["routed_experts_start_len"]
+    )
 
 
 def test_the_description_is_the_same_in_every_dialect(http):

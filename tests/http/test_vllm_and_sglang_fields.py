@@ -7,8 +7,7 @@ from functools import partial
 
 import pytest
 
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, stream
-from tests.http.test_bad_inputs import check_error
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, check_error, stream
 from tests.support.serving.logprobs import assert_same_logprobs
 
 GREEDY = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}

@@ -10,12 +10,12 @@ from queue import SimpleQueue
 import pytest
 
 from rayserve_moe.rollouts.alignment import decode_answer
-from tests.http.asking import COMPLETIONS, GENERATE, ask, events_of, wait_until
 from tests.http.conftest import assert_idle
 from tests.http.test_control import ENDLESS, NUM_WANTED, PROMPT, native, running
 from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
 from tests.support.engine import step_gate
 from tests.support.engine.shared_settings import write_served
+from tests.support.serving.http_client import COMPLETIONS, GENERATE, ask, events_of, wait_until
 
 UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
 SHORT = {"input_ids": PROMPT, "sampling_params": {**ENDLESS, "max_new_tokens": 6}, "return_logprob": True}

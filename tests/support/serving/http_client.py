@@ -1,4 +1,4 @@
-"""Asking a server over HTTP, and reading what it answers."""
+"""Requests to a server over HTTP, their answers, streams and errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import time
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 TOKENS = "/inference/v1/generate"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 MODEL = "tiny"
+MARKER = "zq7-marker"
+"""Put into inputs; no answer may repeat it."""
 
 
 def ask(http, path, **body):
@@ -39,6 +42,19 @@ def events_of(http, path, **body):
             if not is_done:
                 yield json.loads(line.removeprefix("data: "))
     assert is_done
+
+
+def check_error(answer, status):
+    """Check that an answer is an error in the form of its dialect; returns the error."""
+    assert answer.status_code == status, answer.text
+    assert MARKER not in answer.text
+    is_anthropic = answer.request.url.path.startswith("/v1/messages")
+    assert list(answer.json()) == (["type", "error"] if is_anthropic else ["error"])
+    assert answer.json().get("type", "error") == "error"
+    error = answer.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
+    return error
 
 
 def wait_until(condition, within_s=600.0):
