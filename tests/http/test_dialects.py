@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +15,7 @@ import pytest
 from tests.http.conftest import POISONED_TOKEN_ID, assert_idle
 from tests.support.engine.step_gate import held_steps
 from tests.support.serving.dialects import DIALECTS, Prompt, rendered
-from tests.support.serving.http_client import COMPLETIONS, GENERATE, TOKENS, check_error, stream, wait_until
+from tests.support.serving.http_client import COMPLETIONS, GENERATE, TOKENS, check_error, scored, stream, wait_until
 
 NUM_NEW = 16
 CLOSE = {"rel": 0, "abs": 1e-5}
@@ -44,9 +46,9 @@ def plain(engine, prompt):
 
 @each(DIALECTS)
 @whole_and_streamed
-@pytest.mark.parametrize("logprobs", [False, True])
-def test_the_answer_is_that_of_the_engine_in_process(http, prompt, plain, dialect, streams, logprobs):
-    answer = dialect.ask(http, dialect.body(prompt, max_tokens=NUM_NEW, logprobs=logprobs), streams=streams)
+@pytest.mark.parametrize("num_top", [None, 0])
+def test_the_answer_is_that_of_the_engine_in_process(http, prompt, plain, dialect, streams, num_top):
+    answer = dialect.ask(http, dialect.body(prompt, max_tokens=NUM_NEW, num_top=num_top), streams=streams)
     (choice,) = answer.choices
     assert choice.text == (None if dialect.path == TOKENS else plain["text"])
     assert choice.ids == (None if dialect.ids is None else plain["output_ids"])
@@ -54,8 +56,73 @@ def test_the_answer_is_that_of_the_engine_in_process(http, prompt, plain, dialec
     assert (answer.num_prompt_tokens, answer.num_output_tokens) == (len(prompt.ids), NUM_NEW)
     assert answer.prompt_ids == (None if dialect.ids is None else list(prompt.ids))
     expected = [entry[0] for entry in plain["meta_info"]["output_token_logprobs"]]
-    told = choice.logprobs
-    assert (told is None) if not logprobs or dialect.logprobs is None else told == pytest.approx(expected, **CLOSE)
+    if num_top is None or dialect.logprobs is None:
+        assert choice.logprobs is None
+    else:
+        assert choice.logprobs == pytest.approx(expected, **CLOSE)
+
+
+@each(WITH_IDS)
+@whole_and_streamed
+def test_the_likeliest_tokens_follow_the_sampled_one_in_vllm_and_stand_alone_in_sglang(
+    http, engine, prompt, dialect, streams
+):
+    """Completions add the sampled token to so many others; chats and the token route count it among them."""
+    sampling = {"max_new_tokens": NUM_NEW, "temperature": 1.5, "sampling_seed": 11, "ignore_eos": True}
+    meta = engine.generate(input_ids=prompt.ids, sampling_params=sampling, return_logprob=True, top_logprobs_num=3)[
+        "meta_info"
+    ]
+    body = dialect.body(prompt, max_tokens=NUM_NEW, num_top=3, temperature=1.5, seed=11, ignore_eos=True)
+    (choice,) = dialect.ask(http, body, streams=streams).choices
+    expected = []
+    for (value, token_id, _), place in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
+        likeliest = [(other, told) for told, other, _ in place]
+        assert all(likelier[1] >= less[1] for likelier, less in itertools.pairwise(likeliest))
+        ordered = [(token_id, value), *(pair for pair in likeliest if pair[0] != token_id)]
+        expected.append(likeliest if dialect.path == GENERATE else ordered[: 4 if dialect.path == COMPLETIONS else 3])
+    assert_close(choice.top, expected)
+
+
+@each(WITH_IDS)
+@whole_and_streamed
+def test_listed_ids_follow_the_sampled_one_in_their_order(http, prompt, plain, dialect, streams):
+    """Each has the log-prob that it has at the end of a scored prompt."""
+    listed = [300, 7, 9]
+    field = "token_ids_logprob" if dialect.path == GENERATE else "logprob_token_ids"
+    body = dialect.body(prompt, max_tokens=4, num_top=0)
+    place = body[dialect.nested] if dialect.path == TOKENS else body
+    place[field] = listed
+    (choice,) = dialect.ask(http, body, streams=streams).choices
+    answers = scored(http, [[*prompt.ids, token_id] for token_id in listed])
+    scores = [answer["meta_info"]["input_token_logprobs"][-1][0] for answer in answers]
+    assert_close(choice.top[:1], [[(choice.ids[0], choice.logprobs[0]), *zip(listed, scores, strict=True)]])
+    assert [[token_id for token_id, _ in place] for place in choice.top] == [[own, *listed] for own in choice.ids]
+
+
+@each([dialect for dialect in WITH_IDS if dialect.path != GENERATE])
+def test_a_request_chooses_the_distribution(http, prompt, dialect):
+    """The model's own log-probs are those that the output has as part of a prompt."""
+    raw, processed = (
+        dialect.ask(http, dialect.body(prompt, num_top=0, temperature=0.3, seed=5, logprobs_mode=mode)).choices[0]
+        for mode in ("raw_logprobs", "processed_logprobs")
+    )
+    told = scored(http, [*prompt.ids, *raw.ids], len(prompt.ids) - 1)["meta_info"]["input_token_logprobs"]
+    assert raw.logprobs == pytest.approx([value for value, *_ in told[1:]], **CLOSE)
+    assert raw.ids == processed.ids and processed.logprobs != pytest.approx(raw.logprobs, **CLOSE)
+
+
+def assert_close(found, expected):
+    assert [[token_id for token_id, _ in place] for place in found] == [[i for i, _ in place] for place in expected]
+    for place, told in zip(found, expected, strict=True):
+        assert [value for _, value in place] == pytest.approx([value for _, value in told], **CLOSE)
+
+
+@each([dialect for dialect in WITH_IDS if dialect.path != TOKENS])
+@whole_and_streamed
+def test_an_answer_names_the_weights_of_every_token(http, prompt, dialect, streams):
+    body = dialect.body(prompt, n=2, max_tokens=5, ignore_eos=True) | {"return_weight_versions": True}
+    answer = dialect.ask(http, body, streams=streams)
+    assert [choice.versions for choice in answer.choices] == [[{"version": "0", "start": 0, "end": 5}]] * 2
 
 
 @each(WITH_IDS)
@@ -162,6 +229,24 @@ def test_a_penalty_ends_a_repetition(http, prompt, dialect, penalty):
         for fields in ({}, penalty)
     )
     assert len(set(held.choices[0].ids)) > len(set(free.choices[0].ids))
+
+
+@each(WITH_IDS)
+def test_neutral_values_change_nothing(http, prompt, plain, dialect):
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}}
+    body = dialect.body(prompt, max_tokens=NUM_NEW, **neutral)
+    assert dialect.ask(http, body).choices[0].ids == plain["output_ids"]
+
+
+@each([dialect for dialect in WITH_IDS if dialect.path != GENERATE])
+@pytest.mark.parametrize("temperature", [0, 0.01, 2])
+def test_only_allowed_ids_are_sampled_and_scored_among_themselves(http, prompt, dialect, temperature):
+    allowed = [9, 200, 450]
+    body = dialect.body(prompt, num_top=3, temperature=temperature, allowed_token_ids=allowed, ignore_eos=True)
+    (choice,) = dialect.ask(http, body).choices
+    assert set(choice.ids) <= set(allowed)
+    for place in choice.top:
+        assert sum(math.exp(value) for _, value in place) == pytest.approx(1, abs=1e-5)
 
 
 @each(WITH_IDS)

@@ -24,29 +24,6 @@ def body_of(path, **fields):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_ids_of_prompt_and_output(http, path, expected):
-    answer = ask(http, path, **body_of(path, **IDS, return_weight_versions=True))
-    (choice,) = answer["choices"]
-    assert choice["token_ids"] == expected["choices"][0]["token_ids"]
-    assert (choice if path == COMPLETIONS else answer)["prompt_token_ids"] == PROMPT
-    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 5}]
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_stream_has_the_prompt_s_ids_once_and_all_of_the_output_s(http, path, expected):
-    *events, last = stream(http, path, **body_of(path, **IDS, n=2, return_weight_versions=True))
-    found, prompts, versions = {0: [], 1: []}, 0, {}
-    for event in (*events, last):
-        (choice,) = event["choices"]
-        found[choice["index"]] += choice["token_ids"]
-        prompts += "prompt_token_ids" in (choice if path == COMPLETIONS else event)
-        if "weight_versions" in choice:
-            versions[choice["index"]] = choice["weight_versions"][-1]["end"]
-    assert list(found.values()) == [expected["choices"][0]["token_ids"]] * 2
-    assert prompts == 2 and versions == {0: 5, 1: 5}
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_tokens_are_called_by_their_ids(http, path, expected):
     logprobs = 2 if path == COMPLETIONS else True
     top = {} if path == COMPLETIONS else {"top_logprobs": 2}

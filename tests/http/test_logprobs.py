@@ -226,24 +226,6 @@ def test_ranks_count_the_likelier_tokens(http):
         assert [one["rank"] for one in others] == [rank for rank in (1, 2, 3) if rank != entry["rank"]][:2]
 
 
-def test_the_sampled_token_is_the_first_of_those_told_on_every_openai_route(http):
-    sampling = {"max_tokens": 6, "temperature": 1.5, "seed": 11, "ignore_eos": True}
-    (choice,) = ask(http, COMPLETIONS, prompt=PROMPT, logprobs=2, echo=True, **sampling)["choices"]
-    told = choice["logprobs"]
-    for token, value, top in list(zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True))[1:]:
-        assert next(iter(top)) == token and top[token] >= value and 1 <= len(top) <= 3
-    (choice,) = ask(http, COMPLETIONS, prompt=PROMPT, logprobs=0, **sampling)["choices"]
-    told = choice["logprobs"]
-    assert told["top_logprobs"] == [
-        {token: value} for token, value in zip(told["tokens"], told["token_logprobs"], strict=True)
-    ]
-    asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 3}
-    (choice,) = ask(http, CHAT, **asked, **sampling)["choices"]
-    for entry in choice["logprobs"]["content"]:
-        assert len(entry["top_logprobs"]) == 3
-        assert entry["top_logprobs"][0] == {name: entry[name] for name in ("token", "logprob", "bytes")}
-
-
 def test_an_end_of_sequence_has_one_name_of_two(http, engine):
     """Under the names of both systems; the model's own end of sequence is told by SGLang's name alone."""
     (end,) = engine.card.eos_token_ids

@@ -19,13 +19,14 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses import answering
 from tests.http.conftest import served
 from tests.support.engine.shared_settings import SERVED
+from tests.support.serving.dialects import DIALECTS as GENERATION
+from tests.support.serving.dialects import Prompt
 from tests.support.serving.http_client import (
     CHAT,
     COMPLETIONS,
     GENERATE,
     TOKENS,
     ask,
-    prompt_fields,
     stream,
     wait_until,
 )
@@ -44,7 +45,9 @@ def layout(engine):
 
 def asked(path, *, max_tokens=NUM_NEW, start=0, sampling=None, **fields):
     """A greedy request for the routing of `PROMPT` and its answer."""
-    body = {**prompt_fields(path, PROMPT, max_tokens=max_tokens, **(sampling or {})), **RETURNED, **fields}
+    (dialect,) = (dialect for dialect in GENERATION if dialect.path == path)
+    body = dialect.body(Prompt("", PROMPT), max_tokens=max_tokens, **{"ignore_eos": True, **(sampling or {})})
+    body |= {**RETURNED, **fields}
     if path == TOKENS:
         body["sampling_params"]["routed_experts_prompt_start"] = start
     elif start:
@@ -192,7 +195,7 @@ def test_a_container_holds_the_answer_and_its_raw_rows(http, layout, path, media
 
 @pytest.mark.parametrize("path", [GENERATE, TOKENS])
 def test_a_container_holds_the_rows_of_a_prompt_once(http, layout, path):
-    body = asked(path, sampling={"n": 3, "temperature": 1, "seed" if path == TOKENS else "sampling_seed": 5})
+    body = asked(path, sampling={"n": 3, "temperature": 1, "seed": 5})
     content = http.post(path, json=body, headers={"Accept": ROLLOUT_MEDIA_TYPE}).content
     routings = [decode_answer(content, layout, choice=index) for index in range(3)]
     assert [routing.start for routing in routings] == [0, len(PROMPT), len(PROMPT)]

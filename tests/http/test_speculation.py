@@ -15,7 +15,6 @@ from tests.http import test_dialects as dialects
 from tests.http import test_ends as ends
 from tests.http import test_forced_routing as forced_routing
 from tests.http import test_logprobs as logprobs
-from tests.http import test_penalties as penalties
 from tests.http.conftest import served
 from tests.support.engine.schedulers import some_reach
 from tests.support.engine.shared_settings import SERVED
@@ -31,7 +30,7 @@ test_what_ended = ends.test_what_ended_a_choice_is_text_where_that_is_asked_for
 test_min_length = dialects.test_no_id_ends_a_choice_before_its_min_length
 test_answers = dialects.test_the_answer_is_that_of_the_engine_in_process
 test_in_process = ends.test_the_engine_in_process_ends_as_the_route_does
-test_allowed_ids = penalties.test_only_allowed_ids_are_sampled_and_scored_among_themselves
+test_allowed_ids = dialects.test_only_allowed_ids_are_sampled_and_scored_among_themselves
 test_penalty = dialects.test_a_penalty_ends_a_repetition
 test_bias = dialects.test_a_biased_token_is_the_only_one
 test_scores = logprobs.test_scoring_an_output_gives_the_log_probs_it_had

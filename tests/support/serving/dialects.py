@@ -43,6 +43,10 @@ class Choice:
     """Stop string or id that ended the choice."""
     logprobs: list[float] | None
     """Log-prob of each token, if requested."""
+    top: list[list[tuple[int, float]]] | None = None
+    """Per token, ids and log-probs that are listed with it, if requested from a dialect with ids."""
+    versions: list[Json] | None = None
+    """Spans of output tokens and the weights that sampled them, if requested."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,19 @@ class Dialect:
     """Object that holds the sampling fields; empty for the body itself."""
     ids: Mapping[str, Any] | None = None
     """Fields that request token ids; None for a dialect without them."""
-    logprobs: Mapping[str, Any] | None = None
-    """Fields that request log-probs of sampled tokens; None for a dialect without them."""
+    logprobs: Callable[[int], Json] | None = None
+    """Fields that request log-probs and a number of the likeliest tokens; None for a dialect without them."""
     usage: Mapping[str, Any] | None = None
     """Fields that request the usage of a stream."""
 
-    def body(self, prompt: Prompt, *, max_tokens: int = 8, logprobs: bool = False, **sampling: Any) -> Json:
-        """Return a request for one prompt; `sampling` has vLLM's names. Greedy, unless it says otherwise."""
+    def body(self, prompt: Prompt, *, max_tokens: int = 8, num_top: int | None = None, **sampling: Any) -> Json:
+        """Return a request for one prompt; `sampling` has vLLM's names. Greedy, unless it says otherwise.
+
+        Log-probs are requested with `num_top` of the likeliest tokens.
+        """
         named = {"temperature": 0, "max_tokens": max_tokens, **sampling}
         fields = {self.names.get(name, name): value for name, value in named.items()}
-        asked = dict(self.logprobs or {}) if logprobs else {}
+        asked = {} if num_top is None or self.logprobs is None else self.logprobs(num_top)
         if self.nested:
             fields = {self.nested: fields | asked.pop(self.nested, {})}
         return {**self.prompt(prompt), **fields, **asked, **(self.ids or {})}
@@ -127,6 +134,17 @@ def _logprobs_of(choice: Json) -> list[float] | None:
     return told["token_logprobs"] if "token_logprobs" in told else [entry["logprob"] for entry in told["content"]]
 
 
+def _top_of(choice: Json) -> list[list[tuple[int, float]]] | None:
+    told = choice.get("logprobs")
+    if told is None:
+        return None
+    if "top_logprobs" in told:
+        pairs = [list(top.items()) for top in told["top_logprobs"]]
+    else:
+        pairs = [[(top["token"], top["logprob"]) for top in entry["top_logprobs"]] for entry in told["content"]]
+    return [[(int(name.removeprefix("token_id:")), value) for name, value in place] for place in pairs]
+
+
 def _text_of(choice: Json) -> str | None:
     if message := choice.get("message") or choice.get("delta"):
         return message.get("content")
@@ -143,6 +161,8 @@ def _openai_whole(answer: Json) -> Answer:
             choice["finish_reason"],
             choice["stop_reason"],
             _logprobs_of(choice),
+            _top_of(choice),
+            choice.get("weight_versions"),
         )
         for choice in choices
     ]
@@ -164,14 +184,16 @@ def _openai_joined(events: list[Json]) -> Answer:
         assert all(part["finish_reason"] is None for part in earlier)
         texts = [_text_of(part) for part in parts[index]]
         ids = [token_id for part in parts[index] for token_id in part.get("token_ids", ())]
-        told = [values for part in parts[index] if (values := _logprobs_of(part)) is not None]
+        told = [part for part in parts[index] if part.get("logprobs")]
         read.append(
             Choice(
                 None if "text" not in end and "delta" not in end else "".join(filter(None, texts)),
                 ids if any("token_ids" in part for part in parts[index]) else None,
                 end["finish_reason"],
                 end["stop_reason"],
-                [value for values in told for value in values] if told else None,
+                [value for part in told for value in _logprobs_of(part) or ()] if told else None,
+                [place for part in told for place in _top_of(part) or ()] if told else None,
+                end.get("weight_versions"),
             )
         )
     assert all(prompt == prompts[0] for prompt in prompts) and len(prompts) in (0, 1, len(parts))
@@ -188,6 +210,8 @@ def _native_whole(answer: Json | list[Json]) -> Answer:
             meta["finish_reason"]["type"],
             meta["finish_reason"].get("matched"),
             [entry[0] for entry in meta["output_token_logprobs"]] if "output_token_logprobs" in meta else None,
+            _native_top(meta),
+            meta.get("weight_versions"),
         )
         for each, meta in zip(answers, metas, strict=True)
     ]
@@ -196,6 +220,17 @@ def _native_whole(answer: Json | list[Json]) -> Answer:
     num_tokens = sum(meta["completion_tokens"] for meta in metas)
     prompt_ids = answers[0].get("prompt_token_ids")
     return Answer(read, metas[0]["prompt_tokens"], num_tokens, metas[0]["cached_tokens"], prompt_ids)
+
+
+def _native_top(meta: Json) -> list[list[tuple[int, float]]] | None:
+    """SGLang lists the sampled token apart; in front of listed ids it stands here as in vLLM."""
+    if "output_token_logprobs" not in meta:
+        return None
+    own = [[(token_id, value)] for value, token_id, _ in meta["output_token_logprobs"]]
+    listed = meta.get("output_token_ids_logprobs")
+    places = listed or meta.get("output_top_logprobs") or [[]] * len(own)
+    pairs = [[(token_id, value) for value, token_id, _ in place] for place in places]
+    return [[*first, *others] if listed else others for first, others in zip(own, pairs, strict=True)]
 
 
 def _native_joined(events: list[Json]) -> Answer:
@@ -256,6 +291,7 @@ def _in_ids(prompt: Prompt, *, field: str) -> Json:
 
 _USAGE = {"stream_options": {"include_usage": True}}
 _IDS = {"return_token_ids": True}
+_AS_IDS = {"return_tokens_as_token_ids": True}
 _NATIVE = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 DIALECTS: tuple[Dialect, ...] = (
@@ -263,14 +299,14 @@ DIALECTS: tuple[Dialect, ...] = (
         *("completions", COMPLETIONS, partial(_in_ids, field="prompt"), _openai_whole, _openai_joined),
         names={},
         ids=_IDS,
-        logprobs={"logprobs": 0},
+        logprobs=lambda num_top: {"logprobs": num_top, **_AS_IDS},
         usage=_USAGE,
     ),
     Dialect(
         *("chat", CHAT, _in_message, _openai_whole, _openai_joined),
         names={},
         ids=_IDS,
-        logprobs={"logprobs": True},
+        logprobs=lambda num_top: {"logprobs": True, "top_logprobs": num_top, **_AS_IDS},
         usage=_USAGE,
     ),
     Dialect(
@@ -278,7 +314,7 @@ DIALECTS: tuple[Dialect, ...] = (
         names={},
         nested="sampling_params",
         ids=_IDS,
-        logprobs={"sampling_params": {"logprobs": 0}},
+        logprobs=lambda num_top: {"sampling_params": {"logprobs": num_top}},
         usage=_USAGE,
     ),
     Dialect(
@@ -286,12 +322,12 @@ DIALECTS: tuple[Dialect, ...] = (
         names=_NATIVE,
         nested="sampling_params",
         ids={"return_prompt_token_ids": True},
-        logprobs={"return_logprob": True},
+        logprobs=lambda num_top: {"return_logprob": True, "top_logprobs_num": num_top},
     ),
     Dialect(
         *("responses", RESPONSES, lambda prompt: {"input": prompt.text}, _response, _response_joined),
         names={"max_tokens": "max_output_tokens"},
-        logprobs={"include": ["message.output_text.logprobs"]},
+        logprobs=lambda num_top: {"include": ["message.output_text.logprobs"], "top_logprobs": num_top},
     ),
     Dialect(*("messages", MESSAGES, _in_message, _message, _message_joined), names={"stop": "stop_sequences"}),
 )

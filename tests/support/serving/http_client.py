@@ -62,13 +62,3 @@ def wait_until(condition, within_s=600.0):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
-
-
-def prompt_fields(path, prompt_ids, *, max_tokens, **sampling):
-    """The body of a greedy request for one prompt of ids, in the names of the route; chat has no ids."""
-    sampling = {"temperature": 0, "ignore_eos": True, **sampling}
-    if path == COMPLETIONS:
-        return {"prompt": prompt_ids, "max_tokens": max_tokens, **sampling}
-    if path == GENERATE:
-        return {"input_ids": prompt_ids, "sampling_params": {"max_new_tokens": max_tokens, **sampling}}
-    return {"token_ids": prompt_ids, "sampling_params": {"max_tokens": max_tokens, **sampling}}
