@@ -36,7 +36,7 @@ from tests.support.engine.run_requests import run_together
 from tests.support.engine.workload import draw_prompt, request_for
 from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, watch
 from tests.support.speculation.draft_checkpoints import AUX_KEY, write_eagle_head
-from tests.support.speculation.oracle_proposer import Oracle, TreeOracle
+from tests.support.speculation.oracle_proposer import Oracle
 
 PAGE, TABLE_WIDTH, FIRST_PAGE = 16, 12, 3
 
@@ -186,14 +186,13 @@ class EngineCase:
 
 
 CHAIN = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
-TREE = CHAIN | {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
 ENGINES = {
     "an engine with chains, sinks, windows and heads of 64": EngineCase(
         "gpt-oss-tiny", {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]}, CHAIN
     ),
-    "an engine with trees and latents": EngineCase("deepseek-v3-tiny", {"kv_lora_rank": 128}, TREE),
-    "an engine with trees of a draft model": EngineCase(
-        "olmoe-tiny", {"head_dim": 128}, TREE | {"speculative_algorithm": "EAGLE3"}, draft_heads=128
+    "an engine with chains and latents": EngineCase("deepseek-v3-tiny", {"kv_lora_rank": 128}, CHAIN),
+    "an engine with chains of a draft model": EngineCase(
+        "olmoe-tiny", {"head_dim": 128}, CHAIN | {"speculative_algorithm": "EAGLE3"}, draft_heads=128
     ),
 }
 
@@ -224,8 +223,6 @@ def engine_outcome(case: EngineCase) -> Outcome:
         layers = [each for each in (runner.config, runner.served.draft and runner.served.draft.layer) if each]
         assert all(each.kernels.attention.has_flat_rows for each in layers)
         speculation, words = runner.served.settings.speculation, runner.config.spec.vocab_size
-        if proposer is None and speculation.has_trees:
-            proposer = TreeOracle(plain, share=0.9, vocab_size=words, levels=speculation.num_levels)
         proposer = proposer or Oracle(plain, share=0.8, vocab_size=words)
         way = replace(WAY, proposer=proposer, num_drafts=speculation.max_drafts)
         found = run_together(runner, card_of(path), requests, way=way)
