@@ -1,16 +1,17 @@
-"""An executor without a model: every sequence counts on from its last token. For tests of the engine around it."""
+"""An executor whose sequences count on from their last token. For tests of the engine around it."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 
 from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.requests.records import ModelCard, RoutingLayout, WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StartReport, StepPlan, StepResult
+from tests.support.devices.simulated_device import VOCABULARY, SimulatedDevice, count_on
 
-VOCABULARY = 1000
 REFUSED_PATH, LOST_PATH = "/refused", "/lost"
 
 CARD = ModelCard(
@@ -27,6 +28,17 @@ ROUTING = RoutingLayout(num_hidden_layers=1, layer_ids=(0,), num_experts=256, to
 """Its routing rows say of a token at which position it stands, and which step computed it."""
 
 
+def rows_by_step(plan: StepPlan, positions: np.ndarray) -> np.ndarray:
+    """Return for each token its position and the step."""
+    rows = np.stack([positions, np.full(plan.num_tokens, plan.step_id)], axis=1) % ROUTING.num_experts
+    return rows[:, None].astype(ROUTING.dtype)
+
+
+def rows_by_position(plan: StepPlan, positions: np.ndarray) -> np.ndarray:
+    """Return for each token its position, twice: the same whichever step computes it."""
+    return (np.stack([positions, positions], axis=1)[:, None] % ROUTING.num_experts).astype(ROUTING.dtype)
+
+
 class CountingExecutor:
     """Samples last token + 1. It can be held in the middle of a step, and fails from call number `fails_from` on.
 
@@ -34,10 +46,11 @@ class CountingExecutor:
     and LOST_PATH, and can be held while it does. Every step brings the same `tally`, if any.
     """
 
+    routing_of = staticmethod(rows_by_step)
+
     def __init__(self, num_pages: int = 64) -> None:
         self._num_pages = num_pages
-        self._last_tokens: dict[int, int] = {}
-        self._in_flight: StepResult | None = None
+        self.device = SimulatedDevice(count_on, routing_of=self.routing_of)
         self.may_step = threading.Event()
         self.may_step.set()
         self.in_step = threading.Event()
@@ -65,11 +78,13 @@ class CountingExecutor:
         if self.num_calls >= self.fails_from:
             raise ExecutorFailure("host 1 is gone")
         if plan.takes_staged_weights:
-            assert self._in_flight is None and self.staged is not None and not plan.num_chunks
+            assert self.device.in_flight is None and self.staged is not None and not plan.num_chunks
             self.serving, self.staged = self.staged, None
             return None
-        before, self._in_flight = self._in_flight, self._compute(plan) if plan.num_chunks else None
-        return before
+        self.num_steps += bool(plan.num_chunks)
+        self.num_prompt_tokens += int((plan.chunks.token_ids != LAST_SAMPLED).sum())
+        result = self.device.execute(plan)
+        return result if result is None or self.tally is None else replace(result, tally=self.tally)
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
         self.in_stage.set()
@@ -81,30 +96,8 @@ class CountingExecutor:
             raise WeightsRefusedError("a tensor is missing")
         self.staged = model_path
 
-    def _compute(self, plan: StepPlan) -> StepResult:
-        self.num_steps += 1
-        self.num_prompt_tokens += int((plan.chunks.token_ids != LAST_SAMPLED).sum())
-        ids = []
-        chunks = plan.chunks
-        ends = np.cumsum(chunks.lengths) - 1
-        for row, token_id in zip(chunks.rows[chunks.samples], chunks.token_ids[ends][chunks.samples], strict=True):
-            last = self._last_tokens[row] if token_id == LAST_SAMPLED else int(token_id)
-            self._last_tokens[row] = (last + 1) % VOCABULARY
-            ids.append(self._last_tokens[row])
-        count = len(ids)
-        routing = _rows(plan) if plan.wants_routing else None
-        sampled = np.asarray(ids, np.int32), np.full(count, -0.5), np.ones(count, bool)
-        return StepResult(plan.step_id, *sampled, routing, tally=self.tally)
-
     def release(self) -> None:
         self.released.set()
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1
-
-
-def _rows(plan: StepPlan) -> np.ndarray:
-    first_tokens = np.cumsum(plan.chunks.lengths) - plan.chunks.lengths
-    positions = np.arange(plan.num_tokens) + np.repeat(plan.chunks.starts - first_tokens, plan.chunks.lengths)
-    rows = np.stack([positions, np.full(plan.num_tokens, plan.step_id)], axis=1) % ROUTING.num_experts
-    return rows[:, None].astype(ROUTING.dtype)

@@ -6,11 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-import numpy as np
-
 from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan, StepResult
-from tests.support.devices.counting_executor import ROUTING, CountingExecutor
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
+from tests.support.devices.counting_executor import CountingExecutor, rows_by_position
 
 
 class LosingExecutor(CountingExecutor):
@@ -23,6 +21,7 @@ class LosingExecutor(CountingExecutor):
     """
 
     phase = "starting"
+    routing_of = staticmethod(rows_by_position)
 
     def __init__(
         self,
@@ -69,24 +68,14 @@ class LosingExecutor(CountingExecutor):
         self._is_lost = True
         raise ExecutorFailure(message, in_step=in_step)
 
-    def _compute(self, plan: StepPlan) -> StepResult:
-        for token_id in plan.chunks.token_ids[np.cumsum(plan.chunks.lengths) - 1]:
-            assert token_id != LAST_SAMPLED or self._last_tokens, "new hosts know of no token that was sampled before"
-        result = super()._compute(plan)
-        if result.routing is None:
-            return result
-        first_tokens = np.cumsum(plan.chunks.lengths) - plan.chunks.lengths
-        positions = np.arange(plan.num_tokens) + np.repeat(plan.chunks.starts - first_tokens, plan.chunks.lengths)
-        rows = np.stack([positions, positions], axis=1)[:, None] % ROUTING.num_experts
-        return StepResult(result.step_id, result.token_ids, result.logprobs, result.finite, rows.astype(ROUTING.dtype))
-
     def rebuild(self) -> None:
         self.in_rebuild.set()
         self.may_rebuild.wait()
         self.num_rebuilds += 1
         if self.num_rebuilds <= self.num_failing or self._is_cancelled:
             raise ExecutorFailure("no host joined", is_final=self.num_rebuilds in self.finals)
-        self._last_tokens, self._in_flight, self.staged = {}, None, None
+        self.device.reset()
+        self.staged = None
         self.layout = self._layouts[min(self.num_rebuilds, len(self._layouts) - 1)]
         self.serving, self.loss, self._is_lost = self.loaded, None, False
 

@@ -44,8 +44,8 @@ def one(request_id: str, prompt: int | list[int], **kwargs: object) -> Sequence:
     return sequence
 
 
-def scheduler(**limits: object) -> Scheduler:
-    """A scheduler of four rows and pages of four tokens, unless `limits` say otherwise."""
+def limits_of(**limits: object) -> StepLimits:
+    """Return limits of four rows and pages of four tokens, unless `limits` say otherwise."""
     wanted = {
         "num_rows": 4,
         "step_tokens": 64,
@@ -55,7 +55,12 @@ def scheduler(**limits: object) -> Scheduler:
         "max_tokens": 120,
         **limits,
     }
-    return Scheduler(StepLimits(**wanted))
+    return StepLimits(**wanted)
+
+
+def scheduler(**limits: object) -> Scheduler:
+    """Return a scheduler within `limits_of`."""
+    return Scheduler(limits_of(**limits))
 
 
 def result_of(schedule: Schedule, token_id: int = TOKEN, *, not_finite: tuple[int, ...] = ()) -> StepResult:

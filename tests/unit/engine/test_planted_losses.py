@@ -76,7 +76,7 @@ class LateExecutor(LosingExecutor):
     late: StepResult | None = None
 
     def rebuild(self) -> None:
-        self.late = self._in_flight
+        self.late = self.device.in_flight
         super().rebuild()
 
     def execute(self, plan: StepPlan) -> StepResult | None:

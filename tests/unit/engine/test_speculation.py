@@ -24,7 +24,8 @@ from rayserve_moe.requests.results import DraftCounts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import NUM_TOKENS, Sequence
-from rayserve_moe.scheduling.step_plan import Chunks, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import Chunks
+from tests.support.devices.simulated_device import SimulatedDevice, Spot
 from tests.support.engine.run_requests import speculation_of
 from tests.support.engine.schedulers import choices, one, scheduler, some_reach
 
@@ -32,19 +33,9 @@ LENGTH, FIRST = 400, 100
 SETTINGS = SpeculationSettings("NGRAM", shortest_match=1)
 
 
-class Counting:
-    """An executor whose sequences count on, one token after the other, and a clock that follows its steps."""
-
-    def __init__(self) -> None:
-        self._result: StepResult | None = None
-
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        before, self._result = self._result, None
-        if plan.num_chunks:
-            stops = (plan.chunks.starts + plan.chunks.lengths)[plan.chunks.samples].astype(np.int32)
-            ones = np.ones(len(stops), np.int32)
-            self._result = StepResult(plan.step_id, FIRST + stops, ones.astype(np.float32), ones)
-        return before
+def by_position(device: SimulatedDevice, spot: Spot) -> tuple[int, bool]:
+    """Sample tokens that count on from position to position."""
+    return FIRST + spot.position + 1 + len(spot.drafted), True
 
 
 @dataclass
@@ -67,13 +58,13 @@ def target_of(num_rows: int = 4) -> Scheduler:
 
 
 def plain_cycle() -> StepCycle:
-    return cycle_with(target_of(), Counting())
+    return cycle_with(target_of(), SimulatedDevice(by_position))
 
 
 def speculating(proposer: object, *, is_fixed: bool = False, num_rows: int = 4) -> StepCycle:
     target = target_of(num_rows)
     speculation = Speculation(target.table, proposer, max_drafts=7, reach=some_reach(), is_fixed=is_fixed)
-    return cycle_with(target, Counting(), speculation=speculation)
+    return cycle_with(target, SimulatedDevice(by_position), speculation=speculation)
 
 
 def run_all(cycle: StepCycle, *, num_new: int = LENGTH) -> tuple[Sequence, int]:
