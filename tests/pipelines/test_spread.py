@@ -89,16 +89,13 @@ TWO, FOUR_BY_TWO = SAMPLE[0], SAMPLE[1]
 
 @pytest.mark.parametrize(
     "spread",
-    [pytest.param(FOUR_BY_TWO), *(pytest.param(s, marks=pytest.mark.slow) for s in SAMPLE if s != FOUR_BY_TWO)],
+    [
+        FOUR_BY_TWO,
+        *(pytest.param(s, marks=pytest.mark.slow) for s in dict.fromkeys(SAMPLE + MATRIX) if s != FOUR_BY_TWO),
+    ],
     ids=str,
 )
 def test_the_spread_does_not_show(spreads: Spreads, spread: Spread):
-    assert_all_same(spreads.run(spread, mixed_workload()), spreads.expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", [spread for spread in MATRIX if spread not in SAMPLE], ids=str)
-def test_no_spread_shows(spreads: Spreads, spread: Spread):
     assert_all_same(spreads.run(spread, mixed_workload()), spreads.expected)
 
 

@@ -127,22 +127,15 @@ def test_losses_end_trying_until_other_steps_have_paid_for_them():
     assert rest * CREDIT_OF_STEP >= TRYING_CREDIT - CREDIT_OF_STEP
 
 
-def test_a_gain_keeps_them_on():
+@pytest.mark.parametrize("seconds", [[1.5] * 1000, [1.5, 80.0, *[1.5] * 20, 80.0]], ids=["as ever", "held up at times"])
+def test_a_gain_keeps_them_on(seconds: list[float]):
     cycle = speculating(Knowing(True))
     schedule, speculation = plain_schedule(cycle), speculation_of(cycle)
     assert speculation is not None
     note_steps(speculation, schedule, REST, tokens=1, seconds=1.0)
     assert speculation.is_on
-    assert note_steps(speculation, with_draft(schedule), 1000, tokens=2, seconds=1.5) == 0
-
-
-def test_a_step_that_is_held_up_ends_nothing():
-    cycle = speculating(Knowing(True))
-    schedule, speculation = plain_schedule(cycle), speculation_of(cycle)
-    assert speculation is not None
-    note_steps(speculation, schedule, REST, tokens=1, seconds=1.0)
-    for seconds in (1.5, 80.0, *[1.5] * 20, 80.0):
-        assert note_steps(speculation, with_draft(schedule), 1, tokens=2, seconds=seconds) == 0
+    for took in seconds:
+        assert note_steps(speculation, with_draft(schedule), 1, tokens=2, seconds=took) == 0
 
 
 def test_without_drafts_steps_overlap():
