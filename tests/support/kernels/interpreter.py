@@ -5,7 +5,12 @@ A step calls kernels by the dozen, and what jax keeps of races is of the last ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -83,3 +88,37 @@ def watch() -> None:
 
     SharedMemory.get_sempahores_with_nonzero_count = watched
     interpret_pallas_call.RaceDetectionState = WatchedRaces
+
+
+def run_cases(module: str, *names: str, timeout_s: float | None = None, **environment: str) -> dict[str, Outcome]:
+    """Run cases of a module in a process of its own.
+
+    Within a time, as for ranks that do not meet, the process may hang or end: then its error is every outcome.
+    """
+    environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu"} | environment
+    command = [sys.executable, "-m", module, *names]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        return dict.fromkeys(names, Outcome(error=str(error)))
+    if done.returncode:
+        assert timeout_s is not None, done.stderr[-2000:]
+        return dict.fromkeys(names, Outcome(error=done.stderr[-2000:] or "no message"))
+    return {name: Outcome(**found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def print_outcomes(case_of: Callable[[str], Callable[[], Outcome]]) -> None:
+    """Print the outcome of each case that the command line names; what a case raises is its outcome.
+
+    `case_of` prepares a case, and plants its fault: that may not fail.
+    """
+    watch()
+    found = {}
+    for name in sys.argv[1:]:
+        FAULTS_FOUND.begin()
+        case = case_of(name)
+        try:
+            found[name] = asdict(case())
+        except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)
+            found[name] = asdict(Outcome(error=repr(error)[:300]))
+    sys.stdout.write(json.dumps(found))

@@ -7,14 +7,10 @@ prints what came out of each case, as JSON. It is a process of its own: see `pus
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,10 +29,12 @@ from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_latents
 from rayserve_moe.kernels.tpu.paged_attention import visits_of
 from rayserve_moe.kernels.tpu.paged_stream import PageStream
 from rayserve_moe.kernels.tpu.paged_writes import RowWrites
+from rayserve_moe.requests.records import GenerationRequest
 from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
+from tests.support.engine.outputs import Outcomes
 from tests.support.engine.run_requests import run_together
 from tests.support.engine.workload import draw_prompt, request_for
-from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, watch
+from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, print_outcomes
 
 PAGE, TABLE_WIDTH = 16, 12
 
@@ -110,15 +108,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Presets, and what is other about them."""
 
 
-def run_cases(*names: str, module: str = "tests.support.kernels.paged_attention") -> dict[str, Outcome]:
-    """Run cases of a module in a process of its own."""
-    environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", module, *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return {name: Outcome(**found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
-
-
 class PagedArrays:
     """The arrays of a case: queries, the pool as the reference has it, page table, positions and sinks."""
 
@@ -189,28 +178,50 @@ def written_and_attended(
 
 def engine_outcome(name: str) -> Outcome:
     """Sequences of a model with prompts in chunks and single tokens, next to the same by the reference: log-probs."""
-    preset, more = MODELS[name]
-    model = FAMILY_PRESETS[preset]
-    model = replace(model, config={**model.config, "num_hidden_layers": 2, **more}, drawn=Drawn(scale=0.05))
-    generator = np.random.default_rng(5)
-    requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=3) for n in (1, 9, 40)]
-    settings = {**TWO_SHAPES, "dtype": "float32", "cpu_kernels": "off", "compile_cache": "off", "page_size": PAGE}
-    paged, writing = (partial(of, interpret=INTERPRETED) for of in (paged_attention.attend, paged_attention.attend_new))
-    paged_attention.cores_of_device = lambda _=None: 1
-    found = []
+    preset, changes = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint(Path(folder) / "model", model, seed=0, dtype="float32")
-        for is_paged in (False, True):
-            with ExitStack() as stack:
-                for by_name in (LATENT_ATTENTION, FLAT_ATTENTION) if is_paged else ():
-                    of_tpu = by_name["tpu"]
-                    attend = partial(of_tpu.attend, decode=paged, prefill=paged, write_and_decode=writing)
-                    stack.enter_context(patch.dict(by_name, cpu=replace(of_tpu, attend=attend)))
-                runner = prepared_runner(path, **settings)
-                assert runner.config.kernels.attention.has_flat_rows == is_paged
-                found.append(run_together(runner, card_of(path), requests, way=WAY))
-    assert all(outcome.ids == found[1][key].ids for key, outcome in found[0].items())
-    differences = [np.abs(np.subtract(each.logprobs, found[1][key].logprobs)).max() for key, each in found[0].items()]
+        path = write_two_layers(Path(folder), preset, changes)
+        plain = run_together(prepared_runner(path, **ENGINE), card_of(path), requests_of(3), way=WAY)
+        with paged_instead():
+            runner = prepared_runner(path, **ENGINE)
+        assert runner.config.kernels.attention.has_flat_rows
+        return difference(plain, run_together(runner, card_of(path), requests_of(3), way=WAY))
+
+
+ENGINE = {**TWO_SHAPES, "dtype": "float32", "cpu_kernels": "off", "compile_cache": "off", "page_size": PAGE}
+"""Settings of an engine whose kernels are interpreted."""
+
+
+def write_two_layers(folder: Path, preset: str, changes: dict[str, Any]) -> Path:
+    """Write a checkpoint of a preset with two layers."""
+    model = FAMILY_PRESETS[preset]
+    model = replace(model, config={**model.config, "num_hidden_layers": 2, **changes}, drawn=Drawn(scale=0.05))
+    return write_checkpoint(folder / "model", model, seed=0, dtype="float32")
+
+
+def requests_of(num_new: int) -> list[GenerationRequest]:
+    """Return requests with a short prompt, one that has several pages, and one between."""
+    generator = np.random.default_rng(5)
+    return [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=num_new) for n in (1, 9, 40)]
+
+
+@contextmanager
+def paged_instead() -> Iterator[None]:
+    """Have runners that are prepared meanwhile take the kernel, interpreted, for all attention."""
+    paged_attention.cores_of_device = lambda _=None: 1
+    paged, writing = (partial(of, interpret=INTERPRETED) for of in (paged_attention.attend, paged_attention.attend_new))
+    with ExitStack() as stack:
+        for by_name in (LATENT_ATTENTION, FLAT_ATTENTION):
+            of_tpu = by_name["tpu"]
+            attend = partial(of_tpu.attend, decode=paged, prefill=paged, write_and_decode=writing)
+            stack.enter_context(patch.dict(by_name, cpu=replace(of_tpu, attend=attend, norm_and_project=None)))
+        yield
+
+
+def difference(plain: Outcomes, found: Outcomes) -> Outcome:
+    """Return the largest difference of log-probs; AssertionError for other ids."""
+    assert all(outcome.ids == found[key].ids for key, outcome in plain.items())
+    differences = [np.abs(np.subtract(each.logprobs, found[key].logprobs)).max() for key, each in plain.items()]
     return FAULTS_FOUND.outcome(max(differences), 1.0)
 
 
@@ -249,7 +260,7 @@ class Unchanged:
     """Blocks of the stream that keep what they hold."""
 
     def __init__(self, blocks: Any) -> None:
-        self.blocks = blocks
+        self.blocks, self.dtype = blocks, blocks.dtype
 
     def __getitem__(self, place: Any) -> Any:
         return self.blocks[place]
@@ -303,26 +314,17 @@ def race_ahead_of_the_last_call() -> Outcome:
     return found
 
 
-def _run(name: str) -> Outcome:
-    FAULTS_FOUND.begin()
+def case_of(name: str) -> Callable[[], Outcome]:
+    """Return what runs a case, with its fault planted if it is one."""
     if name == AHEAD_OF_THE_LAST:
-        return race_ahead_of_the_last_call()
+        return race_ahead_of_the_last_call
     if name in MODELS:
-        return engine_outcome(name)
+        return partial(engine_outcome, name)
     if name in CASES:
-        return outcome_of(CASES[name])
+        return partial(outcome_of, CASES[name])
     (FAULTS | WRITE_FAULTS)[name]()
-    try:
-        return outcome_of(replace(SINGLES, blocks=((100, 1), (191, 1)), is_writing=name in WRITE_FAULTS))
-    except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)
-        return Outcome(error=str(error)[:300])
-
-
-def main() -> None:
-    watch()
-    found: dict[str, Any] = {name: asdict(_run(name)) for name in sys.argv[1:]}
-    sys.stdout.write(json.dumps(found))
+    return partial(outcome_of, replace(SINGLES, blocks=((100, 1), (191, 1)), is_writing=name in WRITE_FAULTS))
 
 
 if __name__ == "__main__":
-    main()
+    print_outcomes(case_of)

@@ -8,33 +8,35 @@ prints what came out of each case, as JSON. It is a process of its own: see `pus
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, Drawn, write_checkpoint
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
-from rayserve_moe.kernels.table import FLAT_ATTENTION, LATENT_ATTENTION
 from rayserve_moe.kernels.tpu import paged_attention, paged_sizes, paged_tiles, paged_writes
 from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_latents
 from rayserve_moe.kernels.tpu.paged_tiles import GroupTokens
 from rayserve_moe.kernels.tpu.paged_writes import GroupWrites
-from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
+from tests.support.engine.host_runners import WAY, card_of, prepared_runner
 from tests.support.engine.run_requests import run_together
-from tests.support.engine.workload import draw_prompt, request_for
-from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, watch
+from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, print_outcomes
+from tests.support.kernels.paged_attention import (
+    ENGINE,
+    Unchanged,
+    difference,
+    paged_instead,
+    requests_of,
+    write_two_layers,
+)
 from tests.support.speculation.draft_checkpoints import AUX_KEY, write_eagle_head
 from tests.support.speculation.oracle_proposer import Oracle
 
@@ -185,56 +187,23 @@ ENGINES = {
 
 def engine_outcome(case: EngineCase) -> Outcome:
     """Sequences with drafts by the kernel, next to the same without drafts by the reference: log-probs."""
-    model = FAMILY_PRESETS[case.preset]
-    model = replace(model, config={**model.config, "num_hidden_layers": 2, **case.changes}, drawn=Drawn(scale=0.05))
-    generator = np.random.default_rng(5)
-    requests = [request_for(draw_prompt(generator, n), f"r{n}", max_new_tokens=9) for n in (1, 9, 40)]
-    settings = {**TWO_SHAPES, "dtype": "float32", "cpu_kernels": "off", "compile_cache": "off", "page_size": PAGE}
-    paged_attention.cores_of_device = lambda _=None: 1
-    own = {name: partial(of, interpret=INTERPRETED) for name, of in KERNELS.items()}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        path = write_checkpoint(Path(folder) / "model", model, seed=0, dtype="float32")
-        plain = run_together(prepared_runner(path, **settings), card_of(path), requests, way=WAY)
-        for by_name in (LATENT_ATTENTION, FLAT_ATTENTION):
-            of_tpu = by_name["tpu"]
-            of_cpus = replace(of_tpu, attend=partial(of_tpu.attend, **own), norm_and_project=None)
-            stack.enter_context(patch.dict(by_name, cpu=of_cpus))
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_two_layers(Path(folder), case.preset, case.changes)
+        plain = run_together(prepared_runner(path, **ENGINE), card_of(path), requests_of(9), way=WAY)
         more, proposer = {}, None
         if case.draft_heads:
             target = json.loads((path / "config.json").read_text())
             own_heads = {"head_dim": case.draft_heads, AUX_KEY: [0, 1, 2]}
             head = write_eagle_head(Path(folder) / "head", target, **own_heads)
             more, proposer = {"speculative_draft_model_path": str(head)}, ModelProposer("drafts")
-        runner = prepared_runner(path, **settings, **case.settings, **more)
+        with paged_instead():
+            runner = prepared_runner(path, **ENGINE, **case.settings, **more)
         layers = [each for each in (runner.config, runner.served.draft and runner.served.draft.layer) if each]
         assert all(each.kernels.attention.has_flat_rows for each in layers)
         speculation, words = runner.served.settings.speculation, runner.config.spec.vocab_size
         proposer = proposer or Oracle(plain, share=0.8, vocab_size=words)
         way = replace(WAY, proposer=proposer, num_drafts=speculation.max_drafts)
-        found = run_together(runner, card_of(path), requests, way=way)
-    assert all(outcome.ids == found[key].ids for key, outcome in plain.items())
-    differences = [np.abs(np.subtract(each.logprobs, found[key].logprobs)).max() for key, each in plain.items()]
-    return FAULTS_FOUND.outcome(max(differences), 1.0)
-
-
-KERNELS: dict[str, Callable[..., Any]] = {
-    "decode": paged_attention.attend,
-    "prefill": paged_attention.attend,
-    "write_and_decode": paged_attention.attend_new,
-}
-
-
-class Unchanged:
-    """Blocks of the stream that keep what they hold."""
-
-    def __init__(self, blocks: Any) -> None:
-        self.blocks, self.dtype = blocks, blocks.dtype
-
-    def __getitem__(self, place: Any) -> Any:
-        return self.blocks[place]
-
-    def __setitem__(self, place: Any, rows: Any) -> None:
-        """Nothing is stored."""
+        return difference(plain, run_together(runner, card_of(path), requests_of(9), way=way))
 
 
 def rows_not_in_sight() -> None:
@@ -314,25 +283,16 @@ FAULTS: dict[str, tuple[GroupCase, Callable[[], None]]] = {
 }
 
 
-def _run(name: str) -> Outcome:
-    FAULTS_FOUND.begin()
+def case_of(name: str) -> Callable[[], Outcome]:
+    """Return what runs a case, with its fault planted if it is one."""
     if name in CASES:
-        return outcome_of(CASES[name])
+        return partial(outcome_of, CASES[name])
     if name in ENGINES:
-        return engine_outcome(ENGINES[name])
+        return partial(engine_outcome, ENGINES[name])
     case, plant = FAULTS[name]
     plant()
-    try:
-        return outcome_of(case)
-    except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)
-        return Outcome(error=repr(error)[:300])
-
-
-def main() -> None:
-    watch()
-    found: dict[str, Any] = {name: asdict(_run(name)) for name in sys.argv[1:]}
-    sys.stdout.write(json.dumps(found))
+    return partial(outcome_of, case)
 
 
 if __name__ == "__main__":
-    main()
+    print_outcomes(case_of)

@@ -8,10 +8,6 @@ threads of XLA's pool, which is as large as NPROC says before jax starts.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +43,7 @@ from tests.support.engine.run_requests import preempt_every, run_alone, run_toge
 from tests.support.engine.workload import draw_prompt, request_for
 from tests.support.experts.moe_layer import MoeCase, MoeRun, dense, placements_for, plan_of
 from tests.support.experts.quantized_experts import random_experts
-from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, watch
+from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, print_outcomes, run_cases
 from tests.support.models.core import CORE_CONFIG
 from tests.support.session.xla_flags import process_flags
 
@@ -71,18 +67,11 @@ LONGEST_S, LONGEST_WHOLE_S = 300.0, 1800.0
 """Of a case, most of which take less than a tenth, and of a layer or an engine."""
 
 
-def run_cases(*names: str) -> dict[str, Outcome]:
+def run_pushed(*names: str) -> dict[str, Outcome]:
     """Run cases in a process of its own, which ranks that do not meet may end or hang."""
-    environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": process_flags(is_quick=False)}
-    command = [sys.executable, "-m", "tests.support.kernels.pushed_experts", *names]
-    longest_s = sum(LONGEST_WHOLE_S if name in WHOLE else LONGEST_S for name in names)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=longest_s)
-    except subprocess.TimeoutExpired as error:
-        return dict.fromkeys(names, Outcome(error=str(error)))
-    if done.returncode:
-        return dict.fromkeys(names, Outcome(error=done.stderr[-2000:] or "no message"))
-    return {name: Outcome(**found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
+    timeout_s = sum(LONGEST_WHOLE_S if name in WHOLE else LONGEST_S for name in names)
+    flags = process_flags(is_quick=False)
+    return run_cases("tests.support.kernels.pushed_experts", *names, timeout_s=timeout_s, XLA_FLAGS=flags)
 
 
 def sizes_of(name: str) -> PushSizes:
@@ -330,26 +319,17 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
-def _run(name: str) -> Outcome:
-    FAULTS_FOUND.begin()
+def case_of(name: str) -> Callable[[], Outcome]:
+    """Return what runs a case, with its fault planted if it is one."""
     if name in WHOLE:
-        return WHOLE[name]()
+        return WHOLE[name]
     if name in FAULTS:
         FAULTS[name]()
     sizes = sizes_of(name)
     if IN_BLOCKS in name:
         pushed_experts.GROUP_ROWS = TILE_ROWS
-    try:
-        return outcome_of(slots_of(name.partition(", ")[0].split(": ")[-1], sizes), sizes)
-    except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)
-        return Outcome(error=str(error)[:300])
-
-
-def main() -> None:
-    watch()
-    found: dict[str, Any] = {name: vars(_run(name)) for name in sys.argv[1:]}
-    sys.stdout.write(json.dumps(found))
+    return partial(outcome_of, slots_of(name.partition(", ")[0].split(": ")[-1], sizes), sizes)
 
 
 if __name__ == "__main__":
-    main()
+    print_outcomes(case_of)
