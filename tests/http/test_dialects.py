@@ -306,6 +306,23 @@ def test_a_client_that_leaves_before_its_answer_gives_its_pages_back(http, url, 
     assert engine.loop.statistics()["tokens_sampled"] - sampled < 400 * 0.9
 
 
+@each([dialect for dialect in DIALECTS if dialect.name != "messages"])
+@whole_and_streamed
+def test_a_request_is_aborted_by_its_id_which_no_other_can_have(http, engine, prompt, dialect, streams, unhurried):
+    field = "request_id" if dialect.name in ("tokens", "responses") else "rid"
+    choices = {} if dialect.ids is None else {"n": 2}
+    body = dialect.body(prompt, max_tokens=400, ignore_eos=True, **choices) | {field: "mine"}
+    sampled = engine.loop.statistics()["tokens_sampled"]
+    with ThreadPoolExecutor(1) as beside:
+        asked = beside.submit(dialect.ask, http, body, streams=streams)
+        wait_until(lambda: engine.loop.statistics()["tokens_sampled"] > sampled + 5)
+        assert check_error(http.post(dialect.path, json=body), 400)["param"] == field
+        assert http.post("/abort_request", json={"rid": "mine"}).json() == {"success": True}
+    answer = asked.result()
+    assert {choice.finish for choice in answer.choices} == {"abort"}
+    assert len(answer.choices) == choices.get("n", 1) and 0 < answer.num_output_tokens < 800
+
+
 def long_fields(dialect):
     """Return what keeps an answer from ending by itself, where the dialect has such a field."""
     return {} if dialect.name == "messages" else {"ignore_eos": True}

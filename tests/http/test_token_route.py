@@ -61,11 +61,3 @@ def test_events_name_their_request_and_score_the_prompt_at_each_end(http):
     for (choice,) in (event["choices"] for event in events):
         names = [entry["token"] for entry in choice["logprobs"]["content"]]
         assert names == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
-
-
-def test_two_requests_of_one_id_cannot_run(http, unhurried):
-    body = {"token_ids": PROMPT, "sampling_params": {**SAMPLING, "max_tokens": 400}, "request_id": "mine"}
-    with http.stream("POST", TOKENS, json={**body, "stream": True}) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        assert check_error(http.post(TOKENS, json=body), 400)["param"] == "request_id"
