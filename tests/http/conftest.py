@@ -15,10 +15,10 @@ from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.support import steps
-from tests.support.engines import ONE_ROW, SERVED, write_served
-from tests.support.scripted import scripted_engine
-from tests.support.serving import running
+from tests.support.engine import step_gate
+from tests.support.engine.shared_settings import ONE_ROW, SERVED, write_served
+from tests.support.models.scripted import scripted_engine
+from tests.support.serving.http_server import running
 
 POISONED_TOKEN_ID = 300
 """It makes the logits NaN in the poisoned checkpoint, whose weights are all finite."""
@@ -100,7 +100,7 @@ def small_http(small_url, small_engine):
 @pytest.fixture
 def unhurried(engine):
     """What is to be met while it runs still runs, however busy the machine is."""
-    with steps.unhurried(engine.loop):
+    with step_gate.unhurried(engine.loop):
         yield
 
 
@@ -113,7 +113,7 @@ def client(url, engine):
 
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory):
-    """An engine whose chats write what a script says (`tests.support.scripted`)."""
+    """An engine whose chats write what a script says (`tests.support.models.scripted`)."""
     with scripted_engine(tmp_path_factory.mktemp("checkpoints")) as engine:
         yield engine
 

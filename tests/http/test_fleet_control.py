@@ -13,9 +13,9 @@ from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.fleet.wanted_state import ServedWeights
 from rayserve_moe.inprocess.engine import Engine
-from tests.http.asking import GENERATE, wait_until
-from tests.support.engines import SERVED, write_served
-from tests.support.fleets import LocalFleet, local_fleet
+from tests.support.engine.shared_settings import SERVED, write_served
+from tests.support.serving.http_client import GENERATE, wait_until
+from tests.support.serving.local_fleet import LocalFleet, local_fleet
 
 UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
 TENSORS = "/update_weights_from_tensor"

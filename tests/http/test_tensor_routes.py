@@ -12,11 +12,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
-from tests.http.asking import GENERATE, ask, wait_until
 from tests.http.conftest import assert_idle, served
 from tests.http.test_control import NUM_WANTED, PROMPT, native, running
 from tests.http.test_weight_routes import CONTINUE, PAUSE, UPDATE
-from tests.support.engines import write_served
+from tests.support.engine.shared_settings import write_served
+from tests.support.serving.http_client import GENERATE, ask, wait_until
 
 PATH = "/update_weights_from_tensor"
 SAFETENSORS = {"content-type": "application/vnd.safetensors"}

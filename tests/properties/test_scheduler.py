@@ -1,8 +1,9 @@
 """The scheduler keeps its books under any order of events, and nothing that happens shows in what comes out.
 
-Steps are planned before the result of the one before is known. `tests.support.shadow_device` finds every step that
-would compute on wrong keys and values; what each sequence has to come to is known beforehand. The ranks may have a
-state of entries too (`tests.support.entry_state`), of which every row has to read the one of its own past.
+Steps are planned before the result of the one before is known. `tests.support.devices.simulated_device` finds every
+step that would compute on wrong keys and values; what each sequence has to come to is known beforehand. The ranks may
+have a state of entries too (`tests.support.devices.entry_state`), of which every row has to read the one of its own
+past.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from rayserve_moe.scheduling.verify_rows import samples_that_count
 from rayserve_moe.state.groups import page_groups
 from rayserve_moe.state.kinds import StateKind
 from rayserve_moe.state.paged import states_of
-from tests.support.entry_state import FakeEntryState
-from tests.support.examples import examples
-from tests.support.shadow_device import STOP_TOKEN_ID, VOCABULARY, Past, ShadowDevice
+from tests.support.devices.entry_state import FakeEntryState
+from tests.support.devices.simulated_device import STOP_TOKEN_ID, VOCABULARY, Past, SimulatedDevice, drawn
+from tests.support.session.hypothesis_examples import examples
 
 LONGEST_PROMPT = 60
 MOST_NEW = 12
@@ -95,7 +96,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_groups=page_groups(kinds, num_pages, scheduler=scheduler, cache=cache),
             verify_rows=num_rows * (1 + max_drafts) // 2,
         )
-        self.device = ShadowDevice(self.limits)
+        self.device = SimulatedDevice(drawn, limits=self.limits)
+        assert self.device.memory is not None, "it has limits"
+        self.memory = self.device.memory
         self.windows, self.entry_tokens = windows, entry_tokens
         self.entries: list[FakeEntryState] = []
         with patch.object(data_rank, "states_of", partial(self._states_of, num_spare_entries, count())):
@@ -162,7 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def flush(self, one_in_four):
         if one_in_four == 0:
             self.scheduler.flush()
-            self.device.num_flushes += 1
+            self.memory.num_flushes += 1
 
     @invariant()
     def books_are_right(self):
@@ -235,10 +238,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         samples = np.bincount(rows[plan.chunks.samples] // limits.num_rows)
         most_singles = limits.num_rows if blocks.any() else max(limits.num_rows, limits.verify_rows)
         assert samples.max(initial=0) <= most_singles, "a rank has more samples than a step holds"
-        result = self.device.run_drafts(plan, [self.pasts[owner] for owner in owners])
+        result = self.device.run(plan, [self.pasts[owner] for owner in owners])
         for owner, start, length in zip(owners, plan.chunks.starts.tolist(), lengths.tolist(), strict=True):
             if owner.row in plan.sampling.rows and start and length:
-                assert self.device.oldest(owner.row, start) == self.device.num_flushes, "found in spite of a flush"
+                assert self.memory.oldest(owner.row, start) == self.memory.num_flushes, "found in spite of a flush"
                 assert owner.queue.num_to_recompute or owner.cache.num_cached == start
                 for state in self.entries[owner.data_rank : owner.data_rank + 1]:
                     assert state.position[owner.row % limits.num_rows] == start, "it starts where no entry is"
@@ -248,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The states of a rank, and one of entries."""
         states, page_maps = states_of(groups, **sizes)
         if self.entry_tokens:
-            value_of = partial(self.device.end_of_page, data_rank=next(ranks))
+            value_of = partial(self.memory.end_of_page, data_rank=next(ranks))
             num_entries = sizes["num_rows"] + num_spare
             self.entries.append(FakeEntryState(self.entry_tokens, num_entries=num_entries, value_of=value_of, **sizes))
         return (*states, *self.entries[-1:]), page_maps
@@ -318,7 +321,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = self.pasts[sequence].tokens[: sequence.num_tokens]
         assert sequence.token_ids[: sequence.num_tokens].tolist() == known
         first = sequence.num_prompt_tokens
-        expected = np.asarray(known[first:]) / VOCABULARY
+        expected = -np.asarray(known[first:])
         np.testing.assert_allclose(sequence.state.logprobs[first : sequence.num_tokens], expected, rtol=1e-6)
 
     def _check_cached(self, rank) -> None:
@@ -328,7 +331,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix = rank.tree.match(sequence.cache.namespace, np.asarray(past.tokens, np.int32))
             for place, page_of in enumerate(rank.page_maps or [np.arange(self.limits.num_pages)]):
                 page_ids = page_of[prefix.page_ids]
-                assert self.device.holds(rank.index, page_ids, past.stands_for, place=place), "a page was written over"
+                assert self.memory.holds(rank.index, page_ids, past.stands_for, place=place), "a page was written over"
             num_found = max(num_found, len(prefix.page_ids))
         assert (num_found > 0) <= self.limits.caches_prefixes, "pages are kept that nobody may find"
 

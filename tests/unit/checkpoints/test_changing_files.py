@@ -18,7 +18,7 @@ from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
 from rayserve_moe.checkpoints.header import DTYPES
 from rayserve_moe.config import given_files
 from rayserve_moe.config.given_files import Reach
-from tests.support.broken_weights import write_header
+from tests.support.checkpoints.broken_checkpoints import write_header
 
 SINGLE, NORM = "model.safetensors", "model.norm.weight"
 NUM_BYTES = 128 << 20

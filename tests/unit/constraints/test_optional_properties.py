@@ -12,7 +12,7 @@ from rayserve_moe.constraints.compiler import grammar_of
 from rayserve_moe.constraints.matchers import built_matcher
 from rayserve_moe.constraints.optional_properties import MAX_OPTIONAL
 from rayserve_moe.requests.records import RequestError
-from tests.support.constraints import schema_constraint, vocabulary
+from tests.support.text.constraints import schema_constraint, vocabulary
 
 TOKENS = vocabulary().tokens()
 HALF, QUARTER = MAX_OPTIONAL // 2, MAX_OPTIONAL // 4

@@ -17,7 +17,7 @@ from rayserve_moe.engine.page_watch import PageWatch
 from rayserve_moe.engine.step_clock import scheduler_statistics
 from rayserve_moe.fleet.autoscaling import DEMAND, ByDemand, autoscaling_of, demand_of, demand_on
 from rayserve_moe.serving.app import build
-from tests.support.scheduling import one, scheduler
+from tests.support.engine.schedulers import one, scheduler
 
 ARGS = {"model_path": "preset:tiny"}
 BOUNDS = {"num_replicas": 2, "min_replicas": 1, "max_replicas": 4}

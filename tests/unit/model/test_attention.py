@@ -17,7 +17,7 @@ from rayserve_moe.model.layers.choice import kernels_for
 from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec, UnsupportedModelError, YarnSpec
 from rayserve_moe.state.kinds import ArraySpec
-from tests.support.specs import attention_of, with_attention
+from tests.support.models.attention_specs import attention_of, with_attention
 
 YARN = YarnSpec(factor=32.0, original_length=4096)
 

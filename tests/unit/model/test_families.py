@@ -13,8 +13,8 @@ from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS
 from rayserve_moe.kernels.reference.layers import SCORES
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec, UnsupportedModelError
-from tests.support.family_cases import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
-from tests.support.specs import attention_of, latent_of, with_attention
+from tests.support.models.attention_specs import attention_of, latent_of, with_attention
+from tests.support.models.families import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
 
 
 def spec_of(name: str, **changes: Any) -> ModelSpec:

@@ -20,7 +20,7 @@ from rayserve_moe.model.vocabulary import local_logits, look_up
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.parallel.vocabulary_part import vocabulary_part
-from tests.support.checkpoints import CORE_CONFIG
+from tests.support.models.core import CORE_CONFIG
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (1, 8)]
 NUM_WORDS, NUM_ROWS, WIDTH, NUM_TOKENS = 29, 32, 6, 5

@@ -35,7 +35,7 @@ from rayserve_moe.serving.start.validation import (
     as_deployed,
     check_config,
 )
-from tests.support.broken_weights import WAYS, broken_copy
+from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
 
 ARGS = {"model_path": "trained:calculator", "max_model_len": 256}
 
