@@ -1,16 +1,11 @@
 """The scheduler keeps its books under any order of events, and nothing that happens shows in what comes out.
 
 Steps are planned before the result of the one before is known. `tests.support.devices.simulated_device` finds every
-step that would compute on wrong keys and values; what each sequence has to come to is known beforehand. The ranks may
-have a state of entries too (`tests.support.devices.entry_state`), of which every row has to read the one of its own
-past.
+step that would compute on wrong keys and values, or on the entry of another past where layers keep entries; what each
+sequence has to come to is known beforehand.
 """
 
 from __future__ import annotations
-
-from functools import partial
-from itertools import count
-from unittest.mock import patch
 
 import numpy as np
 from hypothesis import strategies as st
@@ -19,16 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
-from rayserve_moe.scheduling import data_rank
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, StepResult
 from rayserve_moe.scheduling.verify_rows import samples_that_count
-from rayserve_moe.state.groups import page_groups
+from rayserve_moe.state.entries import EntryState
+from rayserve_moe.state.groups import EntryGroup, page_groups
 from rayserve_moe.state.kinds import StateKind
-from rayserve_moe.state.paged import states_of
-from tests.support.devices.entry_state import FakeEntryState
 from tests.support.devices.simulated_device import STOP_TOKEN_ID, VOCABULARY, Past, SimulatedDevice, drawn
 from tests.support.session.hypothesis_examples import examples
 
@@ -58,7 +51,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlaps=st.sampled_from([True, True, False]),
         windows=st.sampled_from([(0,), (0,), (0, 1), (0, 5), (0, 16), (0, 3, 21)]),
         entry_tokens=st.sampled_from([0, 0, 16, 64]),
-        num_spare_entries=st.integers(2, 9),
+        num_kept=st.integers(0, 9),
+        interval=st.sampled_from([0, 0, 64]),
         max_drafts=st.sampled_from([0, 0, 1, 3, 7]),
         seed=st.integers(0, 2**32 - 1),
     )
@@ -74,7 +68,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlaps,
         windows,
         entry_tokens,
-        num_spare_entries,
+        num_kept,
+        interval,
         max_drafts,
         seed,
     ):
@@ -94,20 +89,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_data_ranks=num_data_ranks,
             caches_prefixes=caches_prefixes,
             page_groups=page_groups(kinds, num_pages, scheduler=scheduler, cache=cache),
+            entry_groups=(EntryGroup("delta", entry_tokens, 1 + 2 * num_rows + num_kept, interval),)[
+                : entry_tokens > 0
+            ],
             verify_rows=num_rows * (1 + max_drafts) // 2,
         )
         self.device = SimulatedDevice(drawn, limits=self.limits)
         assert self.device.memory is not None, "it has limits"
         self.memory = self.device.memory
-        self.windows, self.entry_tokens = windows, entry_tokens
-        self.entries: list[FakeEntryState] = []
-        with patch.object(data_rank, "states_of", partial(self._states_of, num_spare_entries, count())):
-            self.scheduler = Scheduler(self.limits)
+        self.windows, self.scheduler = windows, Scheduler(self.limits)
         self.overlaps, self.max_drafts = overlaps and not max_drafts, max_drafts
         self.generator = np.random.default_rng(seed)
-        # A sequence that computes cached tokens anew, for want of an entry, locks the cached pages beside its own.
-        pages_per_sequence = max(1, (num_pages - 1) // (2 if entry_tokens else 1))
-        self.longest = min(pages_per_sequence * page_size, self.limits.max_tokens)
+        self.longest = min((num_pages - 1) * page_size, self.limits.max_tokens)
         self.beginning = np.random.default_rng(seed).integers(1, VOCABULARY, (2, LONGEST_PROMPT * self.scale))
         self.seed = seed
         self.choices: list[Sequence] = []
@@ -171,7 +164,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_are_right(self):
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
-            self._check_entries()
             self._check_prefixes()
 
     @property
@@ -211,7 +203,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _step(self) -> None:
         num_preemptions = self.scheduler.num_preemptions
         schedule = self.scheduler.schedule(draft=self._draft if self.max_drafts else None)
-        self._check_entries()
         submitted = (schedule, self._run(schedule)) if schedule.plan.num_chunks else None
         is_stuck = submitted is None and self.in_flight is None
         assert not is_stuck or self.scheduler.num_preemptions > num_preemptions, "work is pending, nothing is planned"
@@ -243,28 +234,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if owner.row in plan.sampling.rows and start and length:
                 assert self.memory.oldest(owner.row, start) == self.memory.num_flushes, "found in spite of a flush"
                 assert owner.queue.num_to_recompute or owner.cache.num_cached == start
-                for state in self.entries[owner.data_rank : owner.data_rank + 1]:
-                    assert state.position[owner.row % limits.num_rows] == start, "it starts where no entry is"
+                if self.memory.entries is not None:
+                    assert self.memory.entries.columns[owner.row, 2] == start, "it starts where no entry is"
         return result
-
-    def _states_of(self, num_spare, ranks, groups, **sizes):
-        """The states of a rank, and one of entries."""
-        states, page_maps = states_of(groups, **sizes)
-        if self.entry_tokens:
-            value_of = partial(self.memory.end_of_page, data_rank=next(ranks))
-            num_entries = sizes["num_rows"] + num_spare
-            self.entries.append(FakeEntryState(self.entry_tokens, num_entries=num_entries, value_of=value_of, **sizes))
-        return (*states, *self.entries[-1:]), page_maps
-
-    def _check_entries(self) -> None:
-        """Every running sequence reads an entry of its own past."""
-        for sequence in self.scheduler.running if self.entry_tokens else ():
-            state, past = self.entries[sequence.data_rank], self.pasts[sequence]
-            row = sequence.row % self.limits.num_rows
-            position = int(state.position[row])
-            assert position <= sequence.num_computed
-            if position and past.finish != "error":
-                assert state.values[state.source[row]] == past.stands_for[position - 1], "another past is continued"
 
     def _check_prefixes(self) -> None:
         """The prefixes that are found end where every state is usable, as late as can be."""
@@ -282,7 +254,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for window, page_of in zip(self.windows, rank.page_maps, strict=bool(rank.page_maps)):
             if window and not page_of[pages_of_positions[max(0, position + 1 - window) :]].all():
                 return False
-        return not (self.entries and position) or bool(self.entries[rank.index].entry_of[page_ids[-1]])
+        entries = rank.states[-1] if rank.entry_tokens else None
+        return not position or not isinstance(entries, EntryState) or bool(entries.entry_of[page_ids[-1]])
 
     def _draft(self, rows: np.ndarray) -> dict[int, np.ndarray]:
         """What follows, or something else from a random place on."""

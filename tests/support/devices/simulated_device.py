@@ -20,6 +20,7 @@ import numpy as np
 from rayserve_moe.scheduling import sequence as sequences
 from rayserve_moe.scheduling.scheduler import StepLimits
 from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, PageTableChanges, StepPlan, StepResult
+from rayserve_moe.state.entries import ENTRY_COLUMNS
 from rayserve_moe.state.groups import PageGroup
 
 VOCABULARY = 1000
@@ -124,6 +125,49 @@ class _Pool:
         return self.stands_for[first : first + self._limits.page_size]
 
 
+class EntryMemory:
+    """Entries and rings of layers with entries, all ranks: what each stands for, as slots do."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        (group,) = limits.entry_groups
+        num_rows = limits.num_rows * limits.num_data_ranks
+        self._grid, self._rows_per_rank = group.entry_tokens, limits.num_rows
+        self._states = np.zeros((limits.num_data_ranks, group.num_entries), np.int64)
+        self._rings = np.full((num_rows, group.entry_tokens), POISON, np.int64)
+        self.columns = np.zeros((num_rows, ENTRY_COLUMNS), np.int64)
+        """Own entry, source and tokens before the source of each row."""
+
+    def run(self, plan: StepPlan, spots: Sequence[Spot], pasts: Sequence[Past], *, is_right: np.ndarray) -> None:
+        """Compute a step as layers with entries do, and check that each token reads the state of its own past."""
+        ends = np.cumsum(plan.chunks.lengths)
+        for c, (row, _, length) in enumerate(_chunks(plan)):
+            if not length:
+                self._rings[row] = self._rings[plan.chunks.rows[plan.chunks.sources[c]]]
+            for spot in spots[ends[c] - length : ends[c]]:
+                self._advance(spot, pasts[c], is_right=bool(is_right[c]))
+
+    def _advance(self, spot: Spot, past: Past, *, is_right: bool) -> None:
+        position, grid, (own, _, source_base) = spot.position, self._grid, self.columns[spot.row].tolist()
+        states, ring = self._states[spot.row // self._rows_per_rank], self._rings[spot.row]
+        is_known = is_right and position <= len(past.tokens)
+        base = position // grid * grid
+        if position == base and position not in (0, source_base):
+            assert is_right, "a draft writes an entry"
+            self._check(spot.row, base - grid, past, is_known=is_known)
+            if is_known:
+                assert np.array_equal(ring, past.stands_for[base - grid : base]), "the tokens of an entry are lost"
+            assert own, "the entry of zeros is written"
+            states[own] = past.stands_for[base - 1] if is_known else POISON
+        self._check(spot.row, base, past, is_known=is_known)
+        ring[position - base] = past.stands_for[position] if is_known and position < len(past.tokens) else POISON
+
+    def _check(self, row: int, base: int, past: Past, *, is_known: bool) -> None:
+        own, source, source_base = self.columns[row].tolist()
+        held = self._states[row // self._rows_per_rank, source if base == source_base else own]
+        expected = past.stands_for[base - 1] if base and is_known else 0
+        assert not is_known or held == expected, "another state is continued"
+
+
 class PagedMemory:
     """Slots of all ranks, by pool; the first pool sees all positions."""
 
@@ -132,14 +176,23 @@ class PagedMemory:
         groups = limits.page_groups or (PageGroup("kv", 0, limits.num_pages),)
         self._pools = [_Pool(limits, window=group.window, num_pages=group.num_pages) for group in groups]
         self._written_at = np.zeros_like(self._pools[0].stands_for)
+        self._num_indices = -(-limits.max_tokens // limits.page_size) * len(self._pools)
+        """Entries of the page tables of a row."""
+        self.entries = EntryMemory(limits) if limits.entry_groups else None
         self.num_flushes = 0
 
     def announce(self, pages: PageTableChanges) -> None:
-        """Set entries of page tables."""
+        """Set entries of page tables, and the values of states behind them."""
         entries = np.stack([pages.rows, pages.indices])
         assert np.unique(entries, axis=1).shape == entries.shape, "an entry of a page table is set twice in a step"
+        is_page = pages.indices < self._num_indices
+        if self.entries is not None:
+            columns = pages.indices[~is_page] - self._num_indices
+            self.entries.columns[pages.rows[~is_page], columns] = pages.page_ids[~is_page]
+        else:
+            assert is_page.all(), "rows have no values behind their page tables"
         for place, pool in enumerate(self._pools):
-            own = pages.indices % len(self._pools) == place
+            own = is_page & (pages.indices % len(self._pools) == place)
             pool.pages[pages.rows[own], pages.indices[own] // len(self._pools)] = pages.page_ids[own]
 
     def write(self, plan: StepPlan, spots: Sequence[Spot], *, roots: Sequence[int]) -> None:
@@ -276,6 +329,8 @@ class SimulatedDevice:
         if pasts:
             assert self.memory is not None, "pasts stand in pages"
             self.memory.check(plan, pasts, is_right=is_right)
+            if self.memory.entries is not None:
+                self.memory.entries.run(plan, spots, pasts, is_right=is_right)
             self.memory.poison(plan, ~is_right)
         if self.memory is not None and not finite.all():
             self.memory.poison(plan, np.isin(np.arange(plan.num_chunks), np.flatnonzero(plan.chunks.samples)[~finite]))
@@ -323,10 +378,10 @@ class SimulatedDevice:
             if c and row == chunks.rows[c - 1]:
                 assert spot.position == spots[ends[c - 1] - 1].position + 1, "a draft stands behind the token before it"
                 is_right[c] = is_right[c - 1] and spot.token == sampled
-            if not chunks.samples[c]:
-                continue
             if not chunks.lengths[c] and self.memory is not None:
                 self.memory.copy_page(spot.row, row, end=int(chunks.starts[c]))
+            if not chunks.samples[c]:
+                continue
             sampled, is_finite = self._sample(self, spot._replace(row=row)) if is_right[c] else (WRONG, True)
             found.append((sampled, is_finite))
             if is_right[c]:
