@@ -42,7 +42,7 @@ atexit.register(RESERVATION.close)
 for name, value in compiled_once(FOLDER).items():
     os.environ.setdefault(name, value)
 # As the start command has it, on ports and with a token of this process's own.
-os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cpu", longest_answer_s=120.0) | {
+os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cpu", max_answer_s=120.0) | {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "JAX_PLATFORMS": "cpu",

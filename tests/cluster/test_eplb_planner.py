@@ -383,7 +383,7 @@ def test_one_that_hangs_is_killed_and_found_again(raylets: int) -> None:
 
 def test_of_many_engines_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.nice", lambda _: 0)
-    balancer = EplbPlanner(most_engines=2, **RULES)
+    balancer = EplbPlanner(max_engines=2, **RULES)
     for engine in ("a", "b", "a", "c"):
         balancer.observe(engine, LoadReading(0, 0, COUNTS))
     assert list(balancer._advisors) == ["a", "c"]

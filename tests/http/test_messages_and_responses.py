@@ -329,7 +329,7 @@ def test_the_openai_package_reads_the_stream(scripted_client):
 
 
 def test_stored_responses_take_bounded_memory():
-    store = ResponseStore(most_bytes=400)
+    store = ResponseStore(max_bytes=400)
     for number in range(9):
         store.put({"id": str(number), "text": "x" * 50}, [{"role": "user", "content": "y" * 20}])
     assert store.get("8") is not None and store.get("0") is None

@@ -166,11 +166,11 @@ def wrong_bodies(tensors):
         "misshapen": (bucket({GATE: gate[:, :-1]}), f"tensor {GATE} is "),
         "mistyped": (bucket({GATE: gate.astype(np.int32)}), f"tensor {GATE} has dtype I32"),
         "not finite": (bucket({GATE: np.full_like(gate, np.inf)}), "holds values that are not finite"),
-        "flipped": (whole[:-1] + bytes([whole[-1] ^ 1]), "does not have the crc32"),
+        "flipped": (whole[:-1] + bytes([whole[-1] ^ 1]), "does not match the crc32"),
         "truncated": (whole[:-100], "truncated"),
         "outside": (
             bucket({GATE: (gate[0, :1], np.array([gate.size], np.uint32))}, base_version="0"),
-            "places outside",
+            "positions outside",
         ),
         "no safetensors": (b"PK" * 100, "the bucket: "),
     }

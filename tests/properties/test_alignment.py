@@ -239,7 +239,7 @@ def test_missing_rows_are_masked_where_the_trainer_can_skip_them(convention, fil
         (Sample([1] * 5, 2, RoutedExperts(GAPPED.rows, 1)), {"convention": "verl"}, "join its turns"),
         (Sample([1] * 5, 2, RoutedExperts(GAPPED.rows[..., :1])), {"convention": "verl"}, "another model"),
         (Sample([1] * 5, 2, GAPPED), {"convention": "verl", "seq_len": 4}, "needs 5 columns"),
-        (Sample([1] * 5, 2, GAPPED), {"convention": "verl", "padding": "middle"}, "one of right"),
+        (Sample([1] * 5, 2, GAPPED), {"convention": "verl", "padding": "middle"}, "must be right"),
     ],
 )
 def test_a_sample_that_does_not_fit_is_refused(sample, options, sentence):

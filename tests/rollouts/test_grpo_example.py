@@ -188,7 +188,7 @@ def test_the_server_samples_with_the_weights_that_it_was_sent(sampler, trainer, 
     run.keep(run.learn(sample_step(sampler, 1, SETTINGS)))
     assert run.rows[-1]["updated"] and run.version == "replay-0-1"
     stale = sample_step(sampler, 2, SETTINGS)
-    with pytest.raises(RefusedBatch, match="is of version"):
+    with pytest.raises(RefusedBatch, match="has version"):
         run.learn(stale)
     run.push()
     with BlockingRolloutClient(sampler._server.url) as client:

@@ -25,7 +25,7 @@ from rayserve_moe.config.settings import (
 from rayserve_moe.decoding.logit_processors import LogitProcessor
 from rayserve_moe.execution.drafts.model import draft_config, draft_shapes, draft_state_shapes
 from rayserve_moe.execution.drafts.parts import scratch_pages
-from rayserve_moe.execution.memory import PoolSizes, page_bytes
+from rayserve_moe.execution.memory import EntrySizes, PoolSizes, page_bytes
 from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
 from rayserve_moe.execution.processor_module import load_processors
 from rayserve_moe.execution.programs.buckets import step_cost, step_shapes
@@ -39,9 +39,10 @@ from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.states import layer_kinds, layer_pages_of, states_of
+from rayserve_moe.model.states import entry_states, layer_kinds, layer_pages_of, states_of, token_states
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.state.entries import ENTRY_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,27 @@ class ServedModel:
 
     @cached_property
     def pool(self) -> PoolSizes:
+        """Return how memory divides between layers and states."""
         kinds = layer_kinds(self.config, max_tokens=self.longest)
-        return PoolSizes(kinds, self.settings.scheduler, self.settings.cache)
+        return PoolSizes(kinds, self.settings.scheduler, self.settings.cache, self._entry_sizes())
+
+    def _entry_sizes(self) -> tuple[EntrySizes, ...]:
+        plan, dtype = self.config.plan, self.kv_dtype
+        of_page = page_bytes(token_states(self.config), page_size=self.settings.cache.page_size, dtype=dtype, plan=plan)
+        return tuple(
+            EntrySizes(
+                state.kind,
+                state.num_layers * state.row_bytes(plan, dtype=dtype),
+                state.num_layers * state.ring_bytes(plan, dtype=dtype),
+                of_page,
+            )
+            for state in entry_states(self.config)
+        )
+
+    @property
+    def num_columns(self) -> int:
+        """Return the number of values of states that a row has behind its page tables."""
+        return ENTRY_COLUMNS * len(entry_states(self.config))
 
     @property
     def num_tables(self) -> int:
@@ -147,7 +167,7 @@ class ServedModel:
         """
         size, plan = self.settings.cache.page_size, self.config.plan
         of = partial(page_bytes, page_size=size, dtype=self.kv_dtype, plan=plan)
-        first, *others = states_of(self.config)
+        first, *others = token_states(self.config)
         extra = of(others)
         if self.draft is not None:
             of_draft = of(states_of(self.draft.layer))
@@ -173,6 +193,7 @@ class ServedModel:
             self.settings.replay.enabled,
             layer_pages=layer_pages,
             max_drafts=self.settings.speculation.max_drafts,
+            num_columns=self.num_columns,
             holds_samples=self.settings.structured.enabled,
             draft=self.draft,
             shows_hidden=self.settings.replay.shows_hidden,
@@ -189,6 +210,8 @@ class ServedModel:
             num_rows=self.num_rows,
             pages_per_row=derive.pages_per_sequence(self.longest, step.page_size),
             layer_pages=step.layer_pages,
+            num_entries=sum(group.num_entries for group in self.pool.entry_groups(num_pages)),
+            num_columns=self.num_columns,
         )
         if self.draft is None:
             return state
@@ -235,10 +258,25 @@ def served_model(
     of_draft = None if draft is None else draft_config(draft, config)
     processors = load_processors(settings.structured.processors, digest=settings.processors_digest)
     served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft, processors)
+    _check_entries(served)
     for each in (config,) if of_draft is None else (config, of_draft.layer):
         check_kv_heads(each, kv_dtype=served.kv_dtype)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served
+
+
+def _check_entries(served: ServedModel) -> None:
+    """Raise SettingsError if pages or intervals do not end where entries of recurrent layers do."""
+    cache = served.settings.cache
+    for state in entry_states(served.config):
+        tokens = state.kind.entry_tokens
+        if tokens % cache.page_size and cache.page_size % tokens:
+            raise SettingsError(
+                f"page_size {cache.page_size}: the states of recurrent layers are kept every {tokens} tokens, take a "
+                "divisor or a multiple of that"
+            )
+        if cache.state_interval % tokens:
+            raise SettingsError(f"state_interval {cache.state_interval} must be a multiple of {tokens}")
 
 
 def check_kv_heads(config: ModelConfig, *, kv_dtype: str) -> None:
@@ -249,7 +287,7 @@ def check_kv_heads(config: ModelConfig, *, kv_dtype: str) -> None:
         raise SettingsError(
             "kv_cache_dtype fp8 is not for models with sinks, latents or narrow heads on TPUs: take bfloat16"
         )
-    (row, *_), *_ = (state.kind.entry for state in states_of(config))
+    (row, *_), *_ = (state.kind.entry for state in token_states(config))
     rows = plan.sharding(row.axes).shard_shape(row.shape)[0]
     if platform_of(plan.mesh) == "tpu" and kv_dtype.startswith("float8") and rows % 4:
         raise SettingsError(

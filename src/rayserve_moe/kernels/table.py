@@ -19,7 +19,7 @@ from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 from rayserve_moe.kernels.reference import attention as attention_reference
-from rayserve_moe.kernels.reference import expert_products, layers
+from rayserve_moe.kernels.reference import expert_products, gated_delta, layers
 from rayserve_moe.kernels.tpu import attention_ragged, paged_attention
 from rayserve_moe.kernels.tpu.add_norm import add_and_norm
 from rayserve_moe.kernels.tpu.flat_rows import LANES, flat_latents
@@ -94,6 +94,16 @@ class SamplingKernels:
 
 
 @dataclass(frozen=True)
+class RecurrenceKernels:
+    """Layers with a recurrent state."""
+
+    short_conv: Kernel = gated_delta.short_conv
+    """`gated_delta.short_conv`."""
+    advance: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] = gated_delta.advance
+    """`gated_delta.advance`."""
+
+
+@dataclass(frozen=True)
 class PoolKernels:
     """The pool of keys and values."""
 
@@ -136,6 +146,8 @@ class Kernels:
     """From the last hidden states to logits."""
     sampling: SamplingKernels
     """From logits to words."""
+    recurrence: RecurrenceKernels = RecurrenceKernels()
+    """Layers with a recurrent state."""
     pool: PoolKernels = PoolKernels()
     """Copies within the pool, and its dtypes."""
     parameters: ParameterLayout = ParameterLayout()

@@ -66,6 +66,7 @@ class Scheduler:
                 num_pages=limits.num_pages,
                 table=self.table,
                 page_groups=limits.page_groups,
+                entry_groups=limits.entry_groups,
             )
             for i in range(limits.num_data_ranks)
         ]
@@ -121,6 +122,8 @@ class Scheduler:
             while self._admit_next(steps):
                 pass
         most = 0 if draft is None else add_decoding(steps, draft, limits=limits)
+        for step in steps:
+            step.add_state_values()
         schedule = build_schedule(
             self._next_step_id, steps, table=self.table, captures_all=self.captures_all, max_drafts=most
         )

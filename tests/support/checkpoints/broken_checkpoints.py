@@ -127,7 +127,7 @@ def _as_set(directory: Path, place: str) -> None:
 
 
 NESTED = "[" * 100_000 + "]" * 100_000
-NOT_BESIDE = "is not the name of a file beside the index"
+NOT_BESIDE = "is not a file name beside the index"
 
 
 def _lose(name: str) -> Callable[[Path], None]:
@@ -187,7 +187,7 @@ WAYS: dict[str, tuple[Callable[[Path], None], str]] = {
     "shard in a folder": (lambda path: _as_set(path, "inside/model.safetensors"), NOT_BESIDE),
     "shard by its whole path": (lambda path: _as_set(path, str(path / "whole.safetensors")), NOT_BESIDE),
     "config missing": (_lose("config.json"), "config.json: file is missing"),
-    "weights missing": (_lose(FILE), "holds neither"),
+    "weights missing": (_lose(FILE), "has neither"),
     "empty": (_empty, "config.json: file is missing"),
     "gone": (shutil.rmtree, "no such checkpoint directory"),
 }

@@ -47,6 +47,13 @@ _LING = {
     "rope_theta": 6e5, "partial_rotary_factor": 0.5,
 }  # fmt: skip
 
+_HYBRID = {
+    **_EXPERTS, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32, "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+_PARTIAL = {"rope_type": "default", "rope_theta": 1e4}
+_SHORT = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
 FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_moe": (
         {**_EXPERTS, "num_key_value_heads": 2, "head_dim": 32, "norm_topk_prob": True},
@@ -62,6 +69,29 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
         {
             **_EXPERTS, "num_key_value_heads": 2, "shared_expert_intermediate_size": 32, "tie_word_embeddings": True,
             "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 3,
+        },
+    ),
+    "qwen3_next": (
+        {**_HYBRID, "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 0.5}},
+        {
+            **_HYBRID, **_SHORT, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_conv_kernel_dim": 3, "norm_topk_prob": False, "mlp_only_layers": [1], "num_key_value_heads": 4,
+        },
+        {
+            **_HYBRID, "num_hidden_layers": 5, "full_attention_interval": 2, "linear_num_value_heads": 8,
+            "linear_value_head_dim": 8, "tie_word_embeddings": True, "num_key_value_heads": 1,
+            "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+        },
+    ),
+    "qwen3_5_moe_text": (
+        {**_HYBRID, "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 0.25}},
+        {
+            **_HYBRID, **_SHORT, "linear_num_key_heads": 1, "linear_key_head_dim": 24, "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 2, "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 16,
+        },
+        {
+            **_HYBRID, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts": 12,
+            "tie_word_embeddings": True, "num_key_value_heads": 1,
         },
     ),
     "mixtral": (

@@ -16,7 +16,7 @@ from rayserve_moe.execution.step.pytrees import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.states import pool_shapes
+from rayserve_moe.model.states import PoolCounts, pool_shapes
 
 BLOCK = PAGE = 16
 
@@ -49,7 +49,9 @@ def prompt_outputs_of(
     num_blocks = -(-longest // BLOCK)
     shape = StepShape(0, num_blocks, BLOCK)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
-    pools = pool_shapes(config, num_pages=num_blocks + 1, page_size=PAGE, dtype=runner.served.dtype)
+    pools = pool_shapes(
+        config, PoolCounts(num_blocks + 1, num_entries=2, num_rows=1), page_size=PAGE, dtype=runner.served.dtype
+    )
 
     def all_logits(weights: ModelWeights, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
         everywhere, empty = jnp.arange(shape.num_tokens), jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), pools)
@@ -69,7 +71,10 @@ def prompt_outputs_of(
         params = runner.weights.params
         needed = {group: {name: params[group][name] for name in specs} for group, specs in tree.items()}
         weights = replace(runner.weights, params=needed)
-        logits_TV, ids_MTK = compiled(weights, TokenBatch(ids, positions, slots, page_table, num_singles=0))
+        # One row, whose own entry is 1, begins at the entry of zeros.
+        rows, entries = np.zeros(num_blocks, np.int32), np.tile(np.array([[1, 0, 0]], np.int32), (num_blocks, 1))
+        batch = TokenBatch(ids, positions, slots, page_table, num_singles=0, rows_B=rows, entries_B3=entries)
+        logits_TV, ids_MTK = compiled(weights, batch)
         return np.asarray(logits_TV)[:count], np.asarray(ids_MTK)[:, :count]
 
     return of

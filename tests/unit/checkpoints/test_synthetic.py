@@ -162,7 +162,7 @@ def test_a_failing_call_leaves_no_checkpoint(tmp_path, config):
 def test_a_directory_of_someone_else_is_never_overwritten(tmp_path, config):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.txt").write_text("only copy")
-    with pytest.raises(CheckpointError, match="will not be overwritten"):
+    with pytest.raises(CheckpointError, match="is not overwritten"):
         write_checkpoint(tmp_path / "model", config)
     assert (tmp_path / "model" / "thesis.txt").read_text() == "only copy"
 

@@ -69,7 +69,7 @@ def test_the_rotated_part_is_an_even_part_of_a_head():
     assert attention_of(spec).rotary_width == head_dim
     assert attention_of(with_attention(spec, rotary_dim=4)).rotary_width == 4
     for wrong in (5, head_dim + 2):
-        with pytest.raises(UnsupportedModelError, match=f"rotary_dim {wrong} is no even part of heads"):
+        with pytest.raises(UnsupportedModelError, match=f"rotary_dim {wrong} must be even and at most"):
             with_attention(spec, rotary_dim=wrong)
 
 

@@ -75,7 +75,7 @@ def test_a_row_that_a_sample_lacks_is_that_of_another_under_the_same_weights() -
 
 def test_samples_without_a_prompt_are_faulty() -> None:
     bodiless = [replace(sample("a"), start=4, rows=sample("a").rows[4:], weight_version=((4, 6, "a"),), source=())] * 2
-    with pytest.raises(Faulty, match="lacks rows"):
+    with pytest.raises(Faulty, match="does not have all rows"):
         rollouts_in(container(bodiless), [SampleRequest("p", PROMPT, {}, seed=0, count=2)], started_at=0.0)
 
 
