@@ -18,6 +18,7 @@ from rayserve_moe.serving.http import create_api
 from tests.support.engine import step_gate
 from tests.support.engine.shared_settings import ONE_ROW, SERVED, write_served
 from tests.support.models.scripted import scripted_engine
+from tests.support.serving.http_client import ask
 from tests.support.serving.http_server import running
 
 POISONED_TOKEN_ID = 300
@@ -38,6 +39,12 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def other_checkpoint(tmp_path_factory):
+    """Other weights for the same model."""
+    return write_served(tmp_path_factory.mktemp("checkpoints") / "other", seed=1)
+
+
+@pytest.fixture(scope="session")
 def poisoned_checkpoint(tmp_path_factory):
     path = write_served(tmp_path_factory.mktemp("checkpoints") / "poisoned")
     weights = load_file(path / "model.safetensors")
@@ -53,6 +60,26 @@ def poisoned_checkpoint(tmp_path_factory):
 def engine(checkpoint):
     with Engine(model_path=str(checkpoint), **SERVED) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def second_engine(checkpoint):
+    """Another replica of `engine`."""
+    with Engine(model_path=str(checkpoint), **SERVED) as engine:
+        yield engine
+
+
+@pytest.fixture
+def layout(engine):
+    return engine.loop.card.routing
+
+
+@pytest.fixture
+def first_weights_afterwards(http, checkpoint):
+    """Have the engine go on with its first weights, whatever a test has it serve."""
+    yield
+    ask(http, "/continue_generation")
+    ask(http, "/update_weights_from_disk", model_path=str(checkpoint), weight_version="0")
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,6 @@ from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
 from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.fleet.wanted_state import ServedWeights
-from rayserve_moe.inprocess.engine import Engine
-from tests.support.engine.shared_settings import SERVED, write_served
 from tests.support.serving.http_client import GENERATE, wait_until
 from tests.support.serving.local_fleet import LocalFleet, local_fleet
 
@@ -21,17 +19,6 @@ UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/co
 TENSORS = "/update_weights_from_tensor"
 SAFETENSORS = {"content-type": "application/vnd.safetensors"}
 ASK = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory):
-    return write_served(tmp_path_factory.mktemp("checkpoints") / "other", seed=1)
-
-
-@pytest.fixture(scope="module")
-def second_engine(checkpoint):
-    with Engine(model_path=str(checkpoint), **SERVED) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -18,11 +18,6 @@ CLOSE = {"rel": 0, "abs": 1e-5}
 
 
 @pytest.fixture
-def layout(engine):
-    return engine.loop.card.routing
-
-
-@pytest.fixture
 def rollout(http):
     """A sampled answer: its text in ids, its log-probs, its routing."""
     sampling = {"max_new_tokens": NUM_NEW, "sampling_seed": 3, "ignore_eos": True}

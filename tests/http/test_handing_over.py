@@ -25,7 +25,6 @@ from tests.http.test_journal import (
     events_in,
     last_answers,
     pair,
-    second_engine,
     told_of,
 )
 from tests.support.engine import step_gate
@@ -33,7 +32,7 @@ from tests.support.serving.http_client import GENERATE, wait_until
 from tests.support.serving.http_server import running
 from tests.support.serving.local_fleet import local_fleet
 
-__all__ = ["pair", "second_engine"]
+__all__ = ["pair"]
 
 
 def answers_of(found: Any) -> list[dict[str, Any]]:

@@ -32,7 +32,6 @@ from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.journalling import KeptRequest, identity_of
 from tests.http.conftest import assert_idle
 from tests.support.engine import step_gate
-from tests.support.engine.shared_settings import SERVED
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, wait_until
 from tests.support.serving.http_server import running
 from tests.support.serving.journal_server import OwnJournal
@@ -57,12 +56,6 @@ class Pair:
 
     def __getitem__(self, name: str) -> httpx.Client:
         return self.clients[name]
-
-
-@pytest.fixture(scope="module")
-def second_engine(checkpoint):
-    with Engine(model_path=str(checkpoint), **SERVED) as engine:
-        yield engine
 
 
 @contextmanager

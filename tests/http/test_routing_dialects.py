@@ -38,11 +38,6 @@ NUM_NEW = 6
 RETURNED = {"return_routed_experts": True}
 
 
-@pytest.fixture
-def layout(engine):
-    return engine.loop.card.routing
-
-
 def asked(path, *, max_tokens=NUM_NEW, start=0, sampling=None, **fields):
     """A greedy request for the routing of `PROMPT` and its answer."""
     (dialect,) = (dialect for dialect in GENERATION if dialect.path == path)

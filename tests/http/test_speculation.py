@@ -24,7 +24,7 @@ MOST = 3
 
 free, stop, generated = ends.free, ends.stop, logprobs.generated
 prompt, plain = dialects.prompt, dialects.plain
-layout, rollout = forced_routing.layout, forced_routing.rollout
+rollout = forced_routing.rollout
 test_stop_strings = ends.test_stop_strings_wait_in_one_language_and_not_in_the_other
 test_what_ended = ends.test_what_ended_a_choice_is_text_where_that_is_asked_for
 test_min_length = dialects.test_no_id_ends_a_choice_before_its_min_length

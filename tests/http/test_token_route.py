@@ -5,18 +5,12 @@ from __future__ import annotations
 import base64
 
 import numpy as np
-import pytest
 
 from rayserve_moe.rollouts.alignment import decode_answer
 from tests.support.serving.http_client import TOKENS, ask, check_error, stream
 
 PROMPT = [*range(20, 40)]
 SAMPLING = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture
-def layout(engine):
-    return engine.loop.card.routing
 
 
 def test_the_answer_has_the_bytes_that_clients_search_for(http, layout):

@@ -7,10 +7,8 @@ import pytest
 from rayserve_moe.serving.middleware.ignored_fields import HEADER
 from tests.http.conftest import assert_idle
 from tests.http.test_control import PROMPT, check_partial, native, running, tokens
-from tests.http.test_weight_routes import SHORT, other_checkpoint
+from tests.http.test_weight_routes import SHORT
 from tests.support.serving.http_client import GENERATE, TOKENS, ask, check_error
-
-__all__ = ["other_checkpoint"]
 
 WARM = {"input_ids": [*range(100, 140)], "sampling_params": {"max_new_tokens": 1}}
 FLUSH, RESET = "/flush_cache", "/reset_prefix_cache"

@@ -14,23 +14,11 @@ from tests.http.conftest import assert_idle
 from tests.http.test_control import ENDLESS, NUM_WANTED, PROMPT, native, running
 from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
 from tests.support.engine import step_gate
-from tests.support.engine.shared_settings import write_served
 from tests.support.serving.http_client import COMPLETIONS, GENERATE, ask, events_of, wait_until
 
+pytestmark = pytest.mark.usefixtures("first_weights_afterwards")
 UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
 SHORT = {"input_ids": PROMPT, "sampling_params": {**ENDLESS, "max_new_tokens": 6}, "return_logprob": True}
-
-
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory):
-    return write_served(tmp_path_factory.mktemp("checkpoints") / "other", seed=1)
-
-
-@pytest.fixture(autouse=True)
-def first_weights_afterwards(http, checkpoint):
-    yield
-    ask(http, CONTINUE)
-    ask(http, UPDATE, model_path=str(checkpoint), weight_version="0")
 
 
 @contextmanager
