@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from rayserve_moe.checkpoints.synthetic import write_tokenizer
+from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.text.chat import render_chat
 from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tokenizer import Tokenizer

@@ -165,9 +165,27 @@ def _bailing(config: Config, draw: Draw) -> None:
     config["partial_rotary_factor"] = draw.choice([0.5, 1.0])
 
 
+def _hybrid(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="num_experts")
+    key_heads, layers = draw.choice([1, 2, 4]), config["num_hidden_layers"]
+    kinds = [draw.choice(["linear_attention", "full_attention"]) for _ in range(layers - 1)]
+    config.update(
+        layer_types=[*kinds, "full_attention"],
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * draw.choice([1, 2, 3]),
+        linear_key_head_dim=draw.choice([4, 8, 16]),
+        linear_value_head_dim=draw.choice([4, 8, 16]),
+        linear_conv_kernel_dim=draw.choice([2, 3, 4]),
+        shared_expert_intermediate_size=draw.choice([1, 33, 48]),
+        partial_rotary_factor=draw.choice([0.5, 1.0]),
+    )
+
+
 _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "qwen3_moe": _qwen3,
     "qwen2_moe": _qwen2,
+    "qwen3_next": _hybrid,
+    "qwen3_5_moe_text": _hybrid,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "deepseek_v2": _deepseek_v2,

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import pre_tokenizers
 
 from rayserve_moe import Engine
-from rayserve_moe.checkpoints.synthetic import EOS_ID
+from rayserve_moe.checkpoints.synthetic_tokenizer import EOS_ID
 from tests.support.engine.shared_settings import SERVED, write_served
 
 FIRST_ID = 300

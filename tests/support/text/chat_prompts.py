@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from jinja2.exceptions import TemplateError
 
-from rayserve_moe.checkpoints.synthetic import MIN_VOCAB_SIZE, write_tokenizer
+from rayserve_moe.checkpoints.synthetic_tokenizer import MIN_VOCAB_SIZE, write_tokenizer
 from rayserve_moe.text.chat import ChatTemplateError, render_chat
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.support.text.chat_histories import HISTORIES, History

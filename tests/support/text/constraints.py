@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rayserve_moe.checkpoints.synthetic import EOS_ID, write_tokenizer
+from rayserve_moe.checkpoints.synthetic_tokenizer import EOS_ID, write_tokenizer
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.constraints.matchers import Vocabulary

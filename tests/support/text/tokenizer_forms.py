@@ -79,7 +79,7 @@ _THINK = ("<think>", "</think>")
 _CALL = ("<tool_call>", "</tool_call>")
 FORMS = {
     "qwen": PublishedForm(
-        families=("qwen2_moe", "qwen3_moe"),
+        families=("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
         said="byte-level, NFC",
         published="Qwen3's",
         tokenizer_class="Qwen2Tokenizer",

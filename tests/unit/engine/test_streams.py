@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.answers.streams import GenerationStream
-from rayserve_moe.checkpoints.synthetic import write_tokenizer
+from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.config.settings import CacheSettings, ClusterSettings, SchedulerSettings, Settings
 from rayserve_moe.engine import output_dispatch
 from rayserve_moe.engine.control import ABORTED

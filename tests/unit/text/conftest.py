@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from rayserve_moe.checkpoints.synthetic import write_tokenizer
+from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.support.text.fallback_tokenizer import write_fallback_tokenizer
 

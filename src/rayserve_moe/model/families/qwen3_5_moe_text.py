@@ -32,6 +32,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
     Raises: UnsupportedModelError with a key and its value if the family does not support it.
     """
-    computed = {"hidden_act": ("silu",), "attention_bias": (False,), "attn_output_gate": (True,)}
-    refuse_other_values(config, "qwen3_5_moe_text", **computed)
+    refuse_other_values(
+        config, "qwen3_5_moe_text", hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,)
+    )
     return hybrid_model_of(config, "qwen3_5_moe_text", fused="by_part", renormalize=True)
