@@ -22,7 +22,8 @@ from benchmarks.table import tables
 from benchmarks.typical_json import SCHEMA, write_typical
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.model_path import TRAINED_PREFIX
-from rayserve_moe.checkpoints.synthetic import MIN_VOCAB_SIZE, PRESETS, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.checkpoints.synthetic_tokenizer import MIN_VOCAB_SIZE
 from rayserve_moe.config.load import default_cache_directory
 
 NUM_STREAMS = 16

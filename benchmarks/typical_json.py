@@ -21,7 +21,8 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rayserve_moe.checkpoints.synthetic import BOS_TOKEN, CHAT_TEMPLATE, EOS_TOKEN, PAD_TOKEN, PRESETS, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.checkpoints.synthetic_tokenizer import BOS_TOKEN, CHAT_TEMPLATE, EOS_TOKEN, PAD_TOKEN
 
 NUM_IDS = 131_072
 HIDDEN = 512

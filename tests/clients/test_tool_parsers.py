@@ -12,14 +12,14 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from rayserve_moe.checkpoints.synthetic import write_tokenizer
+from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.text.chat import render_chat
 from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.registry import CALL_FORMATS
 from tests.clients.conftest import client_package
-from tests.support.splitting import answer_of, parts_of
-from tests.support.tool_templates import FAMILIES
+from tests.support.text.output_splitting import answer_of, parts_of
+from tests.support.text.tool_call_templates import FAMILIES
 
 parsing = client_package("renderers.parsing")
 

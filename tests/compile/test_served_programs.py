@@ -25,7 +25,7 @@ from rayserve_moe.tools import program_report
 from rayserve_moe.tools.compile_check import check, faults_of
 from rayserve_moe.tools.program_report import ProgramReport
 from rayserve_moe.tools.served_cases import NoTopologyError, case_of_config, case_of_model, lay_out
-from tests.support.runners import TWO_SHAPES, new_runner
+from tests.support.engine.host_runners import TWO_SHAPES, new_runner
 
 CONFIGS = sorted(Path("configs").glob("*.yaml"))
 ON_TPU = [path for path in CONFIGS if "tpu_topology:" in path.read_text().replace("`tpu_topology`", "")]

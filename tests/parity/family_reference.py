@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rayserve_moe.checkpoints.synthetic import write_tokenizer
+from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from tests.parity.ling_reference import LingReference
 from tests.parity.scored import Scored
-from tests.support.family_cases import FamilyCase
+from tests.support.models.families import FamilyCase
 
 _ROUTERS = ("TopKRouter", "TopkRouter", "MoEV1Gate")
 

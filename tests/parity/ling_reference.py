@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from rayserve_moe.checkpoints.synthetic import write_tokenizer
+from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from tests.parity.scored import Scored
-from tests.support.family_cases import FamilyCase
+from tests.support.models.families import FamilyCase
 
 
 class LingReference:

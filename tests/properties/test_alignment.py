@@ -28,8 +28,8 @@ from rayserve_moe.rollouts.alignment import (
     join_turns,
     to_trainer_layout,
 )
-from tests.support.examples import examples
-from tests.support.routing_cases import layouts, random_rows, refusal, routed, routed_with_gaps, same
+from tests.support.routing.routing_arrays import layouts, random_rows, refusal, routed, routed_with_gaps, same
+from tests.support.session.hypothesis_examples import examples
 
 FORMS = ("native", "chat", "sgl_ext", "nested", "npy", "packed", "binary", "binary+zstd")
 

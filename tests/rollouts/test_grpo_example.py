@@ -30,7 +30,7 @@ from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.rollouts.guard import RefusedBatch, distance_of
 from tests.http.conftest import served
-from tests.support.steps import unhurried, wait_for_tokens
+from tests.support.engine.step_gate import unhurried, wait_for_tokens
 
 MODEL = TRAINED["calculator"]
 SETTINGS = GrpoSettings(steps=3, prompts=4, group=4, probe_every=100, stop_at=2.0)

@@ -29,7 +29,7 @@ from tests.rollouts.support import (
     samples_in,
     summary_in,
 )
-from tests.support.serving import KEY
+from tests.support.serving.http_server import KEY
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ from rayserve_moe.checkpoints.remote import (
 )
 from rayserve_moe.config.given_files import (
     ANYWHERE,
-    MOST_BYTES_AT_ONCE,
+    MAX_BYTES_AT_ONCE,
     GivenFileError,
     Reach,
     ReadableFile,
@@ -274,7 +274,7 @@ def _read_rows(
     if values[0].nbytes == row_bytes:
         given.read_into(_bytes_of(values), begin + start * row_bytes)
         return values[::step]
-    rows_at_once = max(1, MOST_BYTES_AT_ONCE // row_bytes)
+    rows_at_once = max(1, MAX_BYTES_AT_ONCE // row_bytes)
     block = np.empty((min(rows_at_once, len(values)), *row_shape), dtype)
     for row in range(0, len(values), rows_at_once):
         rows = block[: len(values) - row]

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from rayserve_moe.checkpoints.remote import AnyFile
-from rayserve_moe.config.given_files import MOST_JSON_BYTES, GivenFileError, parse_json_object
+from rayserve_moe.config.given_files import MAX_JSON_BYTES, GivenFileError, parse_json_object
 
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -94,8 +94,8 @@ def _parsed(file: AnyFile, source: ByteSource) -> tuple[dict[str, Any], int]:
     header_bytes = int.from_bytes(source.read(_LENGTH_BYTES), "little")
     if _LENGTH_BYTES + header_bytes > size:
         raise CheckpointError(f"{file}: truncated: {size} bytes do not hold its header of {header_bytes} bytes")
-    if header_bytes > MOST_JSON_BYTES:
-        raise CheckpointError(f"{file}: a header of {header_bytes} bytes is longer than {MOST_JSON_BYTES}")
+    if header_bytes > MAX_JSON_BYTES:
+        raise CheckpointError(f"{file}: a header of {header_bytes} bytes is longer than {MAX_JSON_BYTES}")
     try:
         header = parse_json_object(source.read(header_bytes, _LENGTH_BYTES))
     except GivenFileError as error:

@@ -18,11 +18,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rayserve_moe.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, CheckpointError
 from rayserve_moe.checkpoints.names import tensor_places
+from rayserve_moe.checkpoints.synthetic_tokenizer import MIN_VOCAB_SIZE, SPECIAL_IDS, write_tokenizer
 from rayserve_moe.config.given_files import GivenFileError, read_json_object
 from rayserve_moe.model.family_table import family_of
 from rayserve_moe.model.param_spec import ParamSpec
@@ -46,6 +45,11 @@ _DEEPSEEK: dict[str, Any] = {
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "first_k_dense_replace": 1,
     "n_shared_experts": 1, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+_QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "rms_norm_eps": 1e-6,
+    "attention_bias": False, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 _GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
     "attention_bias": True, "swiglu_limit": 7.0,
@@ -54,20 +58,6 @@ _GPT_OSS: dict[str, Any] = {
         "original_max_position_embeddings": 1024,
     },
 }  # fmt: skip
-BOS_TOKEN, EOS_TOKEN, PAD_TOKEN = "<s>", "</s>", "<pad>"
-BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
-SPECIAL_IDS = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-MIN_VOCAB_SIZE = 3 + 256
-# Prompt of turn n + answer + </s> is a prefix of the prompt of turn n + 1, as text and as ids.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
-    "{{ raise_exception('unknown role ' ~ message['role']) }}"
-    "{% endif %}"
-    "{{ message['role'] }}: {{ message['content'] or '' }}{{ eos_token }}\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 @dataclass(frozen=True)
@@ -327,6 +317,28 @@ def _gpt_oss(sizes: dict[str, Any], **more: Any) -> SyntheticModel:
 
 
 FAMILY_PRESETS = {
+    # Three recurrent layers, then gated attention: 2.0 M, 112 M and 1.0 B
+    "qwen3.5-tiny": SyntheticModel(
+        _QWEN3_5 | _TINY | {
+            "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 64, "num_experts": 16,
+            "num_experts_per_tok": 4, "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        }
+    ),
+    "qwen3.5-small": SyntheticModel(
+        _QWEN3_5 | _SMALL | {
+            "num_key_value_heads": 2, "head_dim": 128, "moe_intermediate_size": 256, "num_experts": 32,
+            "num_experts_per_tok": 4, "shared_expert_intermediate_size": 256, "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        }
+    ),
+    "qwen3.5-mid": SyntheticModel(
+        _QWEN3_5 | _MID | {
+            "num_key_value_heads": 2, "head_dim": 128, "moe_intermediate_size": 384, "num_experts": 64,
+            "num_experts_per_tok": 8, "shared_expert_intermediate_size": 384, "linear_num_key_heads": 8,
+            "linear_num_value_heads": 16, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        }
+    ),
     # Norms over whole projections, keys per head, no shared expert: 2.0 M, 118 M and 991 M
     "olmoe-tiny": SyntheticModel(
         _OLMOE | _TINY | {
@@ -382,23 +394,3 @@ FAMILY_PRESETS = {
     ),
 }  # fmt: skip
 """By the name that follows `synthetic:`."""
-
-
-def write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Save the byte-level tokenizer for a model of `vocab_size` outputs: three special tokens, bytes, `<id_N>`.
-
-    The `<id_N>` entries are never produced by encoding; they let every id that the model may sample decode to text.
-    """
-    vocabulary = {BOS_TOKEN: BOS_ID, EOS_TOKEN: EOS_ID, PAD_TOKEN: PAD_ID}
-    for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
-        vocabulary[character] = len(vocabulary)
-    for token_id in range(len(vocabulary), vocab_size):
-        vocabulary[f"<id_{token_id}>"] = token_id
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS_TOKEN, eos_token=EOS_TOKEN, pad_token=PAD_TOKEN
-    )
-    wrapped.chat_template = CHAT_TEMPLATE
-    wrapped.save_pretrained(directory)

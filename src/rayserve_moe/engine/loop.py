@@ -374,7 +374,11 @@ def cycle_with(  # noqa: PLR0913 (features, by keyword)
     overlaps: bool = True,
 ) -> StepCycle:
     """Return the step cycle with these features; None leaves a feature out."""
-    drafted = None if speculation is None else DraftedSteps(speculation, scheduler, overlaps=overlaps)
+    drafted = (
+        None
+        if speculation is None
+        else DraftedSteps(speculation, scheduler, overlaps=overlaps and not scheduler.has_entries)
+    )
     tally = None if eplb is None else SelectionTally(eplb.migration)
     features = (drafted, eplb, DeferredSampling(scheduler.table), capture, tally, losses)
     if capture is not None:

@@ -90,7 +90,7 @@ class PoolSizes:
                 + self.entry_bytes(num_pages)
             ),
             free=free,
-            most_useful=max_useful_pages(self.scheduler, self.cache, longest=longest),
+            most_useful=max_useful_pages(self.scheduler, self.cache, max_tokens=longest),
         )
 
 

@@ -137,11 +137,6 @@ class ServedModel:
         )
 
     @property
-    def num_columns(self) -> int:
-        """Return the number of state values of a row after its page tables."""
-        return ENTRY_COLUMNS * len(entry_states(self.config))
-
-    @property
     def num_tables(self) -> int:
         """Return the number of page tables of a row."""
         return len({kind.table_key for kind in self.pool.kinds})
@@ -193,7 +188,7 @@ class ServedModel:
             self.settings.replay.enabled,
             layer_pages=layer_pages,
             max_drafts=self.settings.speculation.max_drafts,
-            num_columns=self.num_columns,
+            num_columns=num_columns(self.config),
             holds_samples=self.settings.structured.enabled,
             draft=self.draft,
             shows_hidden=self.settings.replay.shows_hidden,
@@ -211,7 +206,7 @@ class ServedModel:
             pages_per_row=derive.pages_per_sequence(self.longest, step.page_size),
             layer_pages=step.layer_pages,
             num_entries=sum(group.num_entries for group in self.pool.entry_groups(num_pages)),
-            num_columns=self.num_columns,
+            num_columns=num_columns(self.config),
         )
         if self.draft is None:
             return state
@@ -268,6 +263,11 @@ def served_model(
         check_kv_heads(each, kv_dtype=served.kv_dtype)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served
+
+
+def num_columns(config: ModelConfig) -> int:
+    """Return the number of state values of a row after its page tables."""
+    return ENTRY_COLUMNS * len(entry_states(config))
 
 
 def _check_entries(served: ServedModel) -> None:

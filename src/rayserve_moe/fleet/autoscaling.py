@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from rayserve_moe.config.derive import most_replicas
+from rayserve_moe.config.derive import max_num_replicas
 from rayserve_moe.config.settings import ReplicaSettings
 from rayserve_moe.engine.loop import EngineLoop
 
@@ -69,7 +69,7 @@ def autoscaling_of(replicas: ReplicaSettings) -> AutoscalingConfig | None:
         return AutoscalingConfig(
             initial_replicas=replicas.num_replicas,
             min_replicas=replicas.min_replicas,
-            max_replicas=most_replicas(replicas),
+            max_replicas=max_num_replicas(replicas),
             metrics_interval_s=_SAMPLED_S,
             look_back_period_s=_AVERAGED_S,
             upscale_delay_s=replicas.upscale_delay_s,

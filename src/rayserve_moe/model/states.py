@@ -1,4 +1,4 @@
-"""The states that a model's layers keep of sequences: kinds, sizes, and the shapes of their pools."""
+"""States that layers keep of sequences: kinds, sizes, and shapes of their pools."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from rayserve_moe.state.kinds import ArraySpec, StateKind
 
 
 class KeptState(NamedTuple):
-    """A kind of state, and the layers that keep it."""
+    """State kind with the layers that keep it."""
 
     kind: StateKind
     windows: tuple[int, ...]
-    """Number of positions that a token sees in each layer that keeps the state. 0: all."""
+    """Window of each layer that keeps the state; 0 for all positions."""
 
     @property
     def num_layers(self) -> int:
-        """Return the number of layers that keep it."""
+        """Return the number of layers that keep the state."""
         return len(self.windows)
 
     def row_bytes(self, plan: ParallelPlan, *, dtype: str) -> int:
-        """Return the bytes of a token's row, or of an entry, in one layer on one device; `dtype`: of the KV cache."""
+        """Return the bytes of a token's row, or of an entry, per layer and device; `dtype` is that of the KV cache."""
         return _num_bytes(self.kind.entry, plan, dtype=dtype)
 
     def ring_bytes(self, plan: ParallelPlan, *, dtype: str) -> int:
-        """Return the bytes that a running row takes in one layer on one device, besides its entries."""
+        """Return the bytes of a running row per layer and device, besides its entries."""
         return _num_bytes(self.kind.ring, plan, dtype=dtype)
 
 
 def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
-    """Return what the layers of a model keep; the kinds that are kept per token share page tables."""
+    """Return the states of a model's layers; token kinds share page tables."""
     spec, kernels, tensor_size = config.spec, config.kernels, config.plan.tensor_size
     found = tuple(
         KeptState(kind, tuple(spec.layers[layer].window for layer in spec.layers_with_mixer(mixer.kind)))
@@ -54,30 +54,30 @@ def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
 
 
 def token_states(config: ModelConfig) -> tuple[KeptState, ...]:
-    """Return what layers keep of every token, on pages."""
+    """Return the states that layers keep per token, on pages."""
     return tuple(state for state in states_of(config) if state.kind.per == "token")
 
 
 def entry_states(config: ModelConfig) -> tuple[KeptState, ...]:
-    """Return what layers keep at multiples of some tokens, and for each row."""
+    """Return the states that layers keep as entries at intervals of tokens, with a ring per row."""
     return tuple(state for state in states_of(config) if state.kind.per == "entry")
 
 
 def windows_within(windows: Sequence[int], *, max_tokens: int) -> tuple[int, ...]:
-    """Return the windows, 0 (all) for those that hold every sequence of up to `max_tokens` tokens."""
+    """Return the windows, with 0 (all) for windows that cover every sequence of up to `max_tokens` tokens."""
     return tuple(window if window < max_tokens else 0 for window in windows)
 
 
 def layer_kinds(config: ModelConfig, *, max_tokens: int) -> tuple[StateKind, ...]:
-    """Return the kind with pages of its own of each layer that keeps it, for sequences of up to `max_tokens` tokens."""
+    """Return the paged kind of each layer that keeps it, for sequences of up to `max_tokens` tokens."""
     kept = token_states(config)[0]
     return tuple(replace(kept.kind, window=window) for window in windows_within(kept.windows, max_tokens=max_tokens))
 
 
 def layer_pages_of(kinds: Sequence[StateKind], groups: Sequence[tuple[str, int, int]]) -> tuple[LayerPages, ...]:
-    """Return where layers with `kinds` have their pages, layer by layer; empty if all layers have one table.
+    """Return the page table and page range of each layer with `kinds`; empty if all layers share a table.
 
-    `groups` are the name and window of each kind, and its pages per layer (`state.groups.PageGroup`).
+    `groups` hold the name and window of each kind, and its pages per layer (`state.groups.PageGroup`).
     """
     if len(groups) == 1:
         return ()
@@ -87,7 +87,7 @@ def layer_pages_of(kinds: Sequence[StateKind], groups: Sequence[tuple[str, int, 
 
 
 class PoolCounts(NamedTuple):
-    """Numbers of what a data rank keeps of every layer."""
+    """Sizes of a data rank's pools, per layer."""
 
     num_pages: int
     num_entries: int = 0
@@ -101,7 +101,7 @@ def pool_shapes(
 ) -> Pools:
     """Return shapes, dtypes and shardings of the pools of all data ranks.
 
-    There are as many pages of every layer and rank as `counts` or, by layer, `layer_pages` say.
+    Every layer and rank has the number of pages in `counts` or, by layer, in `layer_pages`.
     """
     plan, held = config.plan, config.kernels.pool.dtypes
 
@@ -122,7 +122,7 @@ def pool_shapes(
 
 
 def pool_partitions(config: ModelConfig) -> Pools:
-    """Return the tree of the pools with partitions for arrays."""
+    """Return the tree of the pools with partitions instead of arrays."""
     return cast(
         Pools,
         {
@@ -136,7 +136,7 @@ def pool_partitions(config: ModelConfig) -> Pools:
 
 
 def _num_bytes(arrays: Iterable[ArraySpec], plan: ParallelPlan, *, dtype: str) -> int:
-    """Return the bytes of one row of arrays on one device; `dtype` is that of the KV cache."""
+    """Return the bytes of a row of arrays on a device; `dtype` is that of the KV cache."""
     return sum(
         math.prod(plan.sharding(array.axes).shard_shape(array.shape)) * jnp.dtype(array.dtype or dtype).itemsize
         for array in arrays
@@ -144,5 +144,5 @@ def _num_bytes(arrays: Iterable[ArraySpec], plan: ParallelPlan, *, dtype: str) -
 
 
 def page_size_of(pools: Pools) -> int:
-    """Return the number of tokens of a page, of pools of token kinds alone."""
+    """Return the number of tokens per page; all pools must be of token kinds."""
     return jax.tree.leaves(pools)[0].shape[1]

@@ -7,7 +7,7 @@ import numpy as np
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
 from rayserve_moe.state.groups import EntryGroup, PageGroup
 from rayserve_moe.state.paged import states_of
 
@@ -140,9 +140,9 @@ class DataRank:
         if num_pages <= cache.prefix.num_pages or cache.num_flushes != self._num_flushes:
             return
         token_ids = sequence.token_ids[: num_pages * self.table.page_size]
-        longer = self.tree.insert(cache.namespace, token_ids, page_ids=sequence.pages[:num_pages])
-        if self._entry_groups and self._has_twins(sequence, longer):
+        if self._entry_groups and self._has_twins(sequence, token_ids) and _are_pages_used(sequence):
             return
+        longer = self.tree.insert(cache.namespace, token_ids, page_ids=sequence.pages[:num_pages])
         self.tree.lock(longer)
         self.tree.unlock(cache.prefix)
         cache.prefix = longer
@@ -190,13 +190,14 @@ class DataRank:
         positions = {last, min(shared // grid * grid, last), *at_intervals}
         return tuple(sorted(position for position in positions if position > num_cached))
 
-    def _has_twins(self, sequence: Sequence, prefix: CachedPrefix) -> bool:
-        """Return True if others have cached the tokens of `prefix`; they then get the entries of this sequence.
+    def _has_twins(self, sequence: Sequence, token_ids: np.ndarray) -> bool:
+        """Return True if other pages are cached with tokens of a sequence; they then get the entries of its own pages.
 
-        The twins stay without a lock: a sequence computes cached tokens anew where they lack an entry, and would hold
-        twice the pages that it needs.
+        A sequence computes cached tokens anew where they lack an entry. If it locked the twins as well, it would hold
+        twice the pages that it needs: its own are cached once no choice of its request runs.
         """
-        page_ids, cached_ids = sequence.pages[: prefix.num_pages], prefix.page_ids
+        cached_ids = self.tree.matching_pages(sequence.cache.namespace, token_ids)
+        page_ids = sequence.pages[: len(cached_ids)]
         if np.array_equal(page_ids, cached_ids):
             return False
         for state in self.states:
@@ -209,3 +210,8 @@ class DataRank:
         if probe is not None and not probe.is_complete:
             count = min(count, probe.frontier)
         return sequence.token_ids[:count]
+
+
+def _are_pages_used(sequence: Sequence) -> bool:
+    """Return True if a choice of a request has a row, and reads pages that it may share with the sequence."""
+    return any(choice.row != NO_ROW for choice in (sequence, *sequence.group.choices))

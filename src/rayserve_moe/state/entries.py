@@ -38,6 +38,8 @@ class EntryState:
         """The page that each entry belongs to."""
         self._num_users = np.zeros(group.num_entries, np.int64)
         """Rows that read each entry and do not own it."""
+        self._are_owned = np.zeros(group.num_entries, np.bool_)
+        """Entries that a row writes."""
         self._free = list(range(group.num_entries - 1, NO_ENTRY, -1))
         self._idle: dict[int, None] = {}
         """Entries of pages without users or owner, least recently used first."""
@@ -91,6 +93,7 @@ class EntryState:
         holds_state = first == last and (first > self._base[row] or self._source[row] == own)
         self._release_source(row)
         self._own[row] = self._source[row] = NOT_IN_USE
+        self._are_owned[own] = False
         self._kept.pop(row, None)
         self._changed.pop(row, None)
         if holds_state and written and written % self._page_size == 0:
@@ -130,6 +133,7 @@ class EntryState:
         assert len(set(own.tolist())) == len(rows) and (own != NO_ENTRY).all(), "two rows write one entry"
         users = np.bincount(source[(source != own) & (source != NO_ENTRY)], minlength=self._num_entries)
         assert np.array_equal(users, self._num_users), "users of an entry are miscounted"
+        assert np.array_equal(np.sort(own), np.flatnonzero(self._are_owned)), "owners of entries are miscounted"
         pages = np.flatnonzero(self.entry_of)
         attached = self.entry_of[pages]
         assert np.array_equal(self._page_of[attached], pages), "an entry belongs to another page"
@@ -165,6 +169,7 @@ class EntryState:
     def _share_own(self, row: int) -> None:
         """Let a row read the entry that it owned, and own another one."""
         self._num_users[self._own[row]] += 1
+        self._are_owned[self._own[row]] = False
         self._own[row] = self._allocate()
         self._changed[row] = None
 
@@ -181,7 +186,7 @@ class EntryState:
 
     def _settle(self, entry: int) -> None:
         """Free an entry that nothing refers to, or let it wait for a prefix to be found."""
-        if self._num_users[entry]:
+        if self._num_users[entry] or self._are_owned[entry]:
             return
         if self._page_of[entry] == NOT_IN_USE:
             self._free.append(entry)
@@ -200,4 +205,6 @@ class EntryState:
         if not self._free:
             assert self._idle, "entries are too few for the rows"
             self._detach(next(iter(self._idle)))
-        return self._free.pop()
+        entry = self._free.pop()
+        self._are_owned[entry] = True
+        return entry

@@ -15,7 +15,7 @@ from rayserve_moe.checkpoints.model_path import SYNTHETIC_PREFIX, TRAINED_PREFIX
 from rayserve_moe.config.derive import pages_per_sequence
 from rayserve_moe.config.load import default_cache_directory, settings_from, settings_from_yaml
 from rayserve_moe.config.settings import DRAFT_MODELS, Settings, SpeculationSettings
-from rayserve_moe.config.topology import MOST_CHIPS_PER_HOST, slice_for
+from rayserve_moe.config.topology import MAX_CHIPS_PER_HOST, slice_for
 from rayserve_moe.execution.served_model import ServedModel, runner_settings, served_model
 from rayserve_moe.model.draft_spec import HEAD, MAP, DraftSpec, eagle_spec, prediction_spec
 from rayserve_moe.model.family_table import spec_from_config
@@ -96,7 +96,7 @@ def lay_out(case: ServedCase) -> ServedModel:
     bounds = None
     if settings.cluster.tpu_topology and case.topology == _topology_of(settings):
         tpu = slice_for(settings.cluster, num_hosts=parallel.num_hosts, num_slices=parallel.num_slices)
-        bounds = ONE_HOST_BOUNDS if tpu.chips_per_host == MOST_CHIPS_PER_HOST else None
+        bounds = ONE_HOST_BOUNDS if tpu.chips_per_host == MAX_CHIPS_PER_HOST else None
     devices = devices_of(case.topology, num_slices=parallel.num_slices, bounds=bounds)
     if not settings.cluster.tpu_topology:
         wanted = parallel.num_hosts * (parallel.devices_per_host or 1)

@@ -9,7 +9,7 @@ from benchmarks.planner import DRIFTS, README_LOAD, Shape, followed, judged, pea
 from benchmarks.planner_loads import SKEWS, skewed
 from rayserve_moe.balancing.placement import PlacementError, identity_placement
 from rayserve_moe.balancing.planner import first_placement, lower_bound, plan
-from tests.support.planner_cases import incoming, rank_loads
+from tests.support.experts.eplb_planner import incoming, rank_loads
 
 SHAPES = [Shape(3, 128, 8, 32), Shape(3, 128, 32, 32), Shape(3, 256, 64, 128), Shape(3, 256, 32, 0)]
 

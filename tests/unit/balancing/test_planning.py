@@ -19,7 +19,7 @@ from rayserve_moe.balancing.planning import (
     is_worth,
     rank_loads,
 )
-from tests.support.placements import random_placement
+from tests.support.experts.placements import random_placement
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
 START = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)

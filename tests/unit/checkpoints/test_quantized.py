@@ -17,7 +17,7 @@ from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.quantizing import FORMATS, Format
+from tests.support.checkpoints.quantized_tensors import FORMATS, Format
 
 NAME = "w.weight"
 

@@ -27,7 +27,7 @@ from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.text.rank_files import RANK_FILES
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.tools import presets
-from tests.support.rank_files import HUNYUAN, KIMI, tekken_content, write_tekken, write_tiktoken
+from tests.support.text.rank_files import HUNYUAN, KIMI, tekken_content, write_tekken, write_tiktoken
 
 MESH = jax.make_mesh((4,), ("devices",), devices=jax.devices()[:4])
 

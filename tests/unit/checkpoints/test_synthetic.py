@@ -26,7 +26,7 @@ from rayserve_moe.checkpoints.synthetic import (
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.fused import FUSED_RULES, LAYOUTS, fused_family
+from tests.support.checkpoints.fused_experts import FUSED_RULES, LAYOUTS, fused_family
 
 NUM_PARAMETERS = {
     "tiny": 1.9e6, "small": 114e6, "mid": 972e6,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.answers.streams import GenerationStream
-from rayserve_moe.checkpoints.synthetic import write_tokenizer
+from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.config.settings import CacheSettings, ClusterSettings, SchedulerSettings, Settings
 from rayserve_moe.engine import output_dispatch
 from rayserve_moe.engine.control import ABORTED
@@ -19,7 +19,7 @@ from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.counting import CARD, ROUTING, CountingExecutor
+from tests.support.devices.counting_executor import CARD, ROUTING, CountingExecutor
 
 NUM_REQUESTS = 31
 NUM_NEW = 60

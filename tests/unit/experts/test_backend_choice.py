@@ -17,7 +17,7 @@ from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.table import CPU, Kernels
 from rayserve_moe.kernels.tpu.pushed_sizes import lacks
-from tests.support.expert_cases import plan_of
+from tests.support.experts.moe_layer import plan_of
 
 SIZES = {"top_k": 8, "row_bytes": 4096}
 PUSHES = replace(CPU, experts=replace(CPU.experts, push_lacks=partial(lacks, interpret=True)))

@@ -13,7 +13,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     multiply_in_blocks,
 )
 from rayserve_moe.kernels.tpu import grouped_ffn
-from tests.support.narrow import random_experts
+from tests.support.experts.quantized_experts import random_experts
 
 SLOTS, WIDTH = 4, 128
 SLOTS_OF_TOKENS = {

@@ -23,7 +23,7 @@ from rayserve_moe.kernels.tpu.streamed_heads import norm_and_project
 from rayserve_moe.model.decoder_layers import LayerCarry, LayerPlace, mixer_block, step_inputs
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.parallel.mesh import plan_for
-from tests.support.specs import with_attention
+from tests.support.models.attention_specs import with_attention
 
 LAYERS, LAYER, PAGE, WIDTH = 2, 1, 16, 64
 POSITIONS = (40, -1, 7)

@@ -21,7 +21,7 @@ from rayserve_moe.model.spec import LayerSpec
 from rayserve_moe.model.states import PoolCounts, pool_shapes
 from rayserve_moe.model.transformer import ForwardOutput, forward
 from rayserve_moe.parallel.mesh import plan_for
-from tests.support.checkpoints import CORE_CONFIG
+from tests.support.models.core import CORE_CONFIG
 
 NUM_TOKENS, PAGE = 8, 4
 M, D, W = LayerSpec("gqa", "moe"), LayerSpec("gqa", "dense"), LayerSpec("gqa", "moe", window=3)

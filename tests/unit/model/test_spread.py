@@ -29,8 +29,8 @@ from rayserve_moe.model.states import PoolCounts, pool_partitions, pool_shapes
 from rayserve_moe.model.transformer import ModelConfig, forward, logits_of
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import VOCABULARY_AXES, ParallelPlan
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.placements import SIZES, Spread
+from tests.support.experts.placements import SIZES, Spread
+from tests.support.models.core import CORE_CONFIG
 
 # A vocabulary that no number of devices divides, and heads for eight of them.
 CONFIG = replace(CORE_CONFIG, vocab_size=509, num_attention_heads=8)

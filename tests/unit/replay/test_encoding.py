@@ -18,8 +18,8 @@ from rayserve_moe.replay.encoding import (
     routing_from,
 )
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
-from tests.support.examples import examples
-from tests.support.routing_cases import routed
+from tests.support.routing.routing_arrays import routed
+from tests.support.session.hypothesis_examples import examples
 
 
 @examples(200, deadline=None)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rayserve_moe.replay.encoding import DIALECTS, decode_forced, decode_rollout, encode_rollout
 from rayserve_moe.replay.encoding.rollout import MAX_ROWS_BYTES
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
-from tests.support.examples import examples
-from tests.support.routing_cases import refusal
+from tests.support.routing.routing_arrays import refusal
+from tests.support.session.hypothesis_examples import examples
 
 LAYOUT = RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
 ROUTING = RoutedExperts(np.array([[[1, 2], [3, 4]], [[5, 6], [7, 0]]], np.uint8), 4)

@@ -10,7 +10,7 @@ import pytest
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts import Rollout
 from rayserve_moe.rollouts.adapters import miles, nemo_rl, prime_rl, skyrl, slime, trained_under, trajectory_of, verl
-from tests.support.routing_cases import random_rows
+from tests.support.routing.routing_arrays import random_rows
 
 LAYOUT = RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
 PAD = 99

@@ -14,7 +14,7 @@ from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, Rout
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.rollouts.answers import Faulty, SampleRequest, rollouts_in
 from rayserve_moe.serving.responses.routing import RoutingWriter
-from tests.support.routing_cases import random_rows, same
+from tests.support.routing.routing_arrays import random_rows, same
 
 LAYOUT = RoutingLayout(num_hidden_layers=2, layer_ids=(0, 1), num_experts=8, top_k=2)
 PROMPT, NUM_OUTPUTS = (5, 6, 7, 8), 3

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import pytest
 
-from rayserve_moe.scheduling import data_rank
 from rayserve_moe.scheduling.data_rank import EVICTION_BATCH, DataRank
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.state.paged import PagedState
-from tests.support.entry_state import FakeEntryState
-from tests.support.scheduling import one
+from rayserve_moe.state.groups import EntryGroup, PageGroup
+from tests.support.engine.schedulers import one
 
 PAGE_SIZE = 4
 NUM_PAGES = 1 + 40
@@ -143,20 +139,17 @@ def test_no_pages_are_pages_too(rank: DataRank):
 
 
 def test_a_prefix_is_found_as_far_as_all_states_can_use_it(table: RowTable):
-    """Five pages are cached, entries stand after the second and fourth, and queries see five positions."""
-    sizes = {"num_rank_pages": NUM_PAGES, "page_size": PAGE_SIZE, "num_rows": len(ROWS)}
-    entries = FakeEntryState(2 * PAGE_SIZE, num_entries=8, value_of=int, **sizes)
-    windowed = PagedState(5, num_pages=NUM_PAGES, **sizes)
-    with patch.object(data_rank, "states_of", lambda groups, **sizes: ((windowed, entries), ())):
-        rank = DataRank(1, ROWS, num_pages=NUM_PAGES, table=table)
-    first = admitted(rank, table, one("a", 23), num_computed=20)
+    """Five pages are cached, an entry stands after the fourth, and queries see five positions."""
+    groups = (PageGroup("kv", 5, NUM_PAGES),)
+    entry_groups = (EntryGroup("delta", 2 * PAGE_SIZE, 8 + 2 * len(ROWS)),)
+    rank = DataRank(1, ROWS, num_pages=NUM_PAGES, table=table, page_groups=groups, entry_groups=entry_groups)
+    first = admitted(rank, table, one("a", 21), num_computed=21)
+    windowed, entries = rank.states
     pages = first.pages.copy()
-    entries.advance(table.num_computed[4:8], table.state.page_ids[4:8])
     rank.cache_computed(first, 20)
     leave(rank, first)
-    windowed.forget(pages[:1])
     found = []
-    for lost in (pages[:0], pages[3:4], pages[1:2]):
-        entries.forget(lost)
+    for state, lost in ((windowed, pages[:1]), (entries, pages[1:2]), (windowed, pages[2:3]), (entries, pages[3:4])):
+        state.forget(lost)
         found.append(rank.num_cached(one("b", 23)))
-    assert found == [16, 8, 0]
+    assert found == [16, 16, 16, 0]

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from rayserve_moe.checkpoints.synthetic import write_tokenizer
+from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.fleet.choosing import UNPARSED, Prompt
 from rayserve_moe.scheduling.page_digests import prompt_digests
 from rayserve_moe.serving.prompt_reader import PromptReader

@@ -53,7 +53,7 @@ def test_rows_that_are_not_in_use_stay_so(state: PagedState):
 
 def test_a_prefix_is_usable_where_the_pages_that_the_next_query_sees_are_there(state: PagedState):
     start(state, 0, ALL)
-    state.leave(0, ALL)
+    state.leave(0, ALL, positions=(0, 0))
     assert state.usable_after(ALL).all()
     state.forget(np.array([2]))
     assert state.usable_after(ALL).tolist() == [True, True, False, True, True], "the query at 8 sees 4 to 8"
@@ -63,7 +63,7 @@ def test_a_prefix_is_usable_where_the_pages_that_the_next_query_sees_are_there(s
 
 def test_pages_without_users_make_way_least_recently_used_first(state: PagedState):
     start(state, 0, ALL)
-    state.leave(0, ALL)
+    state.leave(0, ALL, positions=(0, 0))
     start(state, 1, np.arange(5, 10))
     assert state.usable_after(ALL).all(), "nine pages are enough for both"
     state.grow(np.array([10, 11]))
@@ -75,7 +75,7 @@ def test_a_fork_uses_pages_of_its_leader(state: PagedState):
     start(state, 0, ALL)
     state.fork(1, ALL[:3], position=14, leader=0)
     check(state, {0: ALL, 1: ALL[:3]})
-    state.leave(0, ALL)
+    state.leave(0, ALL, positions=(0, 0))
     assert state.num_in_use == 1, "the query at 14 sees 10 to 14"
     advance(state, ALL, num_computed=0)
     check(state, {1: ALL[:3]})
@@ -91,10 +91,10 @@ def test_a_fork_comes_before_its_leader_releases_pages(state: PagedState):
 def test_pages_move_to_cached_pages_that_lack_them(state: PagedState):
     cached, own = ALL, np.array([5, 6, 7, 8])
     start(state, 0, cached)
-    state.leave(0, cached)
+    state.leave(0, cached, positions=(0, 0))
     state.forget(cached[:2])
     start(state, 1, own)
-    state.leave(1, own)
+    state.leave(1, own, positions=(0, 0))
     before = state.page_of[own].tolist()
     state.hand_over(own, cached)
     assert state.page_of[cached[:2]].tolist() == before[:2]
@@ -104,7 +104,7 @@ def test_pages_move_to_cached_pages_that_lack_them(state: PagedState):
 
 def test_freed_pages_of_the_rank_have_none_behind_them(state: PagedState):
     start(state, 0, ALL)
-    state.leave(0, ALL)
+    state.leave(0, ALL, positions=(0, 0))
     state.forget(ALL)
     check(state, {}, freed=ALL)
     assert not state.page_of.any()

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from transformers.integrations.mistral.tokenizer import MistralConverter
 
 from rayserve_moe.checkpoints.model_path import SMALL_FILES
-from rayserve_moe.checkpoints.synthetic import write_tokenizer
+from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.engine.guides import vocabulary_of
 from rayserve_moe.text.chat import render_chat
 from rayserve_moe.text.rank_files import RANK_FILES, TEKKEN_NAMES, RankedTokens, code_named, ranked_tokenizer
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, SegmentEncoder, Tokenizer, TokenizerError
-from tests.support.rank_files import (
+from tests.support.text.rank_files import (
     CORPUS,
     HUNYUAN,
     KIMI,

@@ -18,6 +18,7 @@ how tokens came, to the last bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -281,6 +282,48 @@ def _compute_piece(
     past_keys_CHd = jnp.where(is_past_C11, _repeat_heads(ring.keys_RCKd, num_heads), 0.0)
     past_fresh_CHv = jnp.where(is_past_C11, ring.fresh_RCHv, 0.0)
     past_decay_CHx = jnp.where(is_past_C11, ring.decay_RCHx, 0.0)
+    decays = _Decays(decay_NHx, before_Hx, past_decay_CHx, is_past_C11)
+    over_past, over_own = _scores_of(decays, keys_NHd, past_keys_CHd)
+    to_state = jnp.exp(decay_NHx)
+    beta_NH1 = given.beta_TH[..., None]
+    fresh_NHv = beta_NH1 * given.values_THv.astype(jnp.float32)
+    weights_NNH = jnp.zeros((PIECE, PIECE, num_heads), jnp.float32)
+    if delta:
+        said_NHv = _dot("ihd,hdv->ihv", keys_NHd * to_state, ring.state_EHdv)
+        said_NHv = said_NHv + _dot("ijh,jhv->ihv", over_past(keys_NHd), past_fresh_CHv)
+        fresh_NHv = fresh_NHv - beta_NH1 * said_NHv
+        is_below = (index[:, None] > index)[..., None]
+        weights_NNH = given.beta_TH[:, None] * jnp.where(is_below, over_own(keys_NHd), 0.0)
+
+    def solve(i: jax.Array, solved_NHv: jax.Array) -> jax.Array:
+        row_Hv = jax.lax.dynamic_index_in_dim(fresh_NHv, i, keepdims=False)
+        weight_NH = jax.lax.dynamic_index_in_dim(weights_NNH, i, keepdims=False)
+        row_Hv = row_Hv - _dot("jh,jhv->hv", weight_NH, solved_NHv)
+        return jax.lax.dynamic_update_index_in_dim(solved_NHv, row_Hv, i, 0)
+
+    solved_NHv = jax.lax.fori_loop(known, PIECE, solve, jnp.where(is_old, old_fresh, 0.0))
+    out_NHv = _dot("ihd,hdv->ihv", queries_NHd * to_state, ring.state_EHdv)
+    out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_past(queries_NHd), past_fresh_CHv)
+    out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_own(queries_NHd), solved_NHv)
+    out_NHv = jnp.where(is_sound_b[:, None, None], out_NHv, jnp.nan)
+    return out_NHv, (own_keys_NKd, solved_NHv, decay_NHx)
+
+
+class _Decays(NamedTuple):
+    """Sums of g since the entry: of the tokens of a piece, ahead of the piece, and of the tokens before it."""
+
+    own_NHx: jax.Array
+    before_Hx: jax.Array
+    past_CHx: jax.Array
+    is_past_C11: jax.Array
+
+
+def _scores_of(
+    decays: _Decays, keys_NHd: jax.Array, past_keys_CHd: jax.Array
+) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+    """Return two functions of rows [N, H, d]: their decayed products with past keys, and with those of the piece."""
+    decay_NHx, before_Hx, past_decay_CHx, is_past_C11 = decays
+    index = jnp.arange(PIECE)
     is_lower = index[:, None] >= index
     if decay_NHx.shape[-1] == 1:
         to_past = jnp.where(is_past_C11[..., 0], (decay_NHx[:, None] - past_decay_CHx)[..., 0], -jnp.inf)
@@ -306,29 +349,7 @@ def _compute_piece(
         def over_own(rows_NHd: jax.Array) -> jax.Array:
             return jnp.sum(rows_NHd[:, None] * keys_NHd * inside, axis=-1)
 
-    to_state = jnp.exp(decay_NHx)
-    beta_NH1 = given.beta_TH[..., None]
-    fresh_NHv = beta_NH1 * given.values_THv.astype(jnp.float32)
-    weights_NNH = jnp.zeros((PIECE, PIECE, num_heads), jnp.float32)
-    if delta:
-        said_NHv = _dot("ihd,hdv->ihv", keys_NHd * to_state, ring.state_EHdv)
-        said_NHv = said_NHv + _dot("ijh,jhv->ihv", over_past(keys_NHd), past_fresh_CHv)
-        fresh_NHv = fresh_NHv - beta_NH1 * said_NHv
-        is_below = (index[:, None] > index)[..., None]
-        weights_NNH = given.beta_TH[:, None] * jnp.where(is_below, over_own(keys_NHd), 0.0)
-
-    def solve(i: jax.Array, solved_NHv: jax.Array) -> jax.Array:
-        row_Hv = jax.lax.dynamic_index_in_dim(fresh_NHv, i, keepdims=False)
-        weight_NH = jax.lax.dynamic_index_in_dim(weights_NNH, i, keepdims=False)
-        row_Hv = row_Hv - _dot("jh,jhv->hv", weight_NH, solved_NHv)
-        return jax.lax.dynamic_update_index_in_dim(solved_NHv, row_Hv, i, 0)
-
-    solved_NHv = jax.lax.fori_loop(known, PIECE, solve, jnp.where(is_old, old_fresh, 0.0))
-    out_NHv = _dot("ihd,hdv->ihv", queries_NHd * to_state, ring.state_EHdv)
-    out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_past(queries_NHd), past_fresh_CHv)
-    out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_own(queries_NHd), solved_NHv)
-    out_NHv = jnp.where(is_sound_b[:, None, None], out_NHv, jnp.nan)
-    return out_NHv, (own_keys_NKd, solved_NHv, decay_NHx)
+    return over_past, over_own
 
 
 def _repeat_heads(rows: jax.Array, num_heads: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The table of model families, a line each: a module describes the models of its ARCHITECTURE."""
+"""Table of model families, a line each; a module describes the models of its ARCHITECTURE."""
 
 from rayserve_moe.model.families import bailing_moe_v2 as bailing_moe_v2
 from rayserve_moe.model.families import deepseek_v2 as deepseek_v2

@@ -18,7 +18,10 @@ CHECKPOINT_RULES = DECODER | ATTENTION | DENSE_MLP | EXPERTS | GATED_SHARED_EXPE
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
     refuse_other_values(config, "qwen2_moe", hidden_act=("silu",))
     return ModelSpec(
         family="qwen2_moe",

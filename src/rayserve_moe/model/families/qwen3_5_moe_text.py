@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6 MoE, the language model alone: Qwen3-Next with projections in files of their own."""
+"""Qwen3.5 and Qwen3.6 MoE, the language model only: Qwen3-Next with separate projections in files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ IGNORED = ("mtp.*",)
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
     refuse_other_values(
         config, "qwen3_5_moe_text", hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,)
     )

@@ -1,4 +1,4 @@
-"""Grouped-query attention: its knobs, parameters and state, and how a layer computes it."""
+"""Grouped-query attention: configuration, parameters, state and computation."""
 
 # T tokens   L layers of the kind   D model width   H query heads   G KV heads   h head width
 
@@ -49,13 +49,13 @@ class GroupedAttention:
     clip_qkv: float | None = None
     """Bound of q, k and v after the norm."""
     sinks: bool = False
-    """One logit per query head, in the denominator of the softmax alone."""
+    """True if each query head has a logit that enters only the denominator of the softmax."""
     score_scale: float | None = None
     """None stands for head_dim ** -0.5."""
     output_gate: bool = False
-    """Files hold a gate behind the query of each head; its sigmoid multiplies the head's output."""
+    """True if files hold a gate after the query of each head; its sigmoid multiplies the head's output."""
     fused_qkv: bool = one_of(False, True)
-    """Files hold q, k and v of a layer as rows of one tensor, in this order."""
+    """True if files hold q, k and v of a layer as rows of a single tensor, in this order."""
 
     @property
     def rotary_width(self) -> int:
@@ -70,32 +70,32 @@ class GroupedAttention:
             )
         if self.rotary_width % 2 or self.rotary_width > self.head_dim:
             return (
-                f"rotary_dim {self.rotary_width} is no even part of heads of {self.head_dim}: see head_dim (or "
+                f"rotary_dim {self.rotary_width} must be even and at most {self.head_dim}: see head_dim (or "
                 "hidden_size / num_attention_heads)"
             )
         return ""
 
     def divided_sizes(self, tensor_size: int) -> dict[str, int]:
-        """Return the numbers of heads that `tensor_size` devices have to divide."""
+        """Return the numbers of heads that must be divisible by `tensor_size`."""
         kv_heads = self.num_kv_heads * kv_repeats(self, tensor_size)
         return {"num_attention_heads": self.num_heads, "num_key_value_heads": kv_heads}
 
     def summed_widths(self, tensor_size: int) -> dict[str, int]:
-        """Return the width that products on a device sum over."""
+        """Return the widths that products on a device sum over."""
         return {"head_dim": self.head_dim}
 
     def score_shape(self) -> ScoreShape:
-        """Return the sizes of scores and of what is gathered by them."""
+        """Return the sizes of scores and values."""
         return ScoreShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, values_are_keys=False)
 
 
 def kv_repeats(own: GroupedAttention, tensor_size: int) -> int:
-    """Return how often each KV head is held, so that every device of the tensor axis has one."""
+    """Return the number of copies of each KV head, so that every device of the tensor axis has a KV head."""
     return max(1, tensor_size // own.num_kv_heads)
 
 
 def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_size: int) -> dict[str, ParamSpec]:
-    """Return projections, and norms, biases and sinks as the knobs say."""
+    """Return projections, and the configured norms, biases and sinks."""
     layers, width, q_width = spec.layers_with_mixer(KIND), spec.hidden_size, own.num_heads * own.head_dim
     repeats = kv_repeats(own, tensor_size)
     kv_width = own.num_kv_heads * own.head_dim * repeats
@@ -132,7 +132,7 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
 
 
 def _norms(own: GroupedAttention, spec: ModelSpec, *, dtype: str, kv_form: FileForm) -> dict[str, ParamSpec]:
-    """Return the norms of queries and keys; `kv_form` says how often KV heads are held."""
+    """Return the norms of queries and keys; `kv_form` has the copies of KV heads."""
     layers = spec.layers_with_mixer(KIND)
 
     def norm(role: str, size: int, axis: str) -> ParamSpec:
@@ -153,7 +153,7 @@ def _norms(own: GroupedAttention, spec: ModelSpec, *, dtype: str, kv_form: FileF
 
 
 def _cut_out_of_one(specs: dict[str, ParamSpec], own: GroupedAttention) -> dict[str, ParamSpec]:
-    """Return the parameters of q, k and v whose columns follow each other in one tensor of the file."""
+    """Return q, k and v parameters as consecutive column ranges of a fused tensor."""
     q_width, kv_width = (count * own.head_dim for count in (own.num_heads, own.num_kv_heads))
     starts = {"q_": 0, "k_": q_width, "v_": q_width + kv_width}
     return {
@@ -164,9 +164,9 @@ def _cut_out_of_one(specs: dict[str, ParamSpec], own: GroupedAttention) -> dict[
 
 
 def states(own: GroupedAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
-    """Return the row of a token: [2 * KV heads, h], K and V of a head next to each other, spread with the heads.
+    """Return the row of a token: [2 * KV heads, h] with K and V of a head adjacent, sharded by heads.
 
-    Where the kernels have flat rows, it has one dimension (`kernels.tpu.flat_rows`).
+    With flat rows (`kernels.tpu.flat_rows`) it is one-dimensional.
     """
     num_heads = own.num_kv_heads * kv_repeats(own, tensor_size)
     if kernels.attention.has_flat_rows:
@@ -176,10 +176,10 @@ def states(own: GroupedAttention, *, kernels: Kernels, tensor_size: int) -> tupl
 
 
 def choose_kernels(own: GroupedAttention, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
-    """Return the table with the attention for these heads.
+    """Return the kernel table with the attention kernels for these heads.
 
-    `prefers_flat`: flat rows also where other rows would do, as jax's kernel takes them: it runs on one core, writes no
-    rows, and reads pages once for every token.
+    `prefers_flat` selects flat rows even if jax's kernel could serve. That kernel runs on a single core, does not write
+    rows, and reads pages once per token.
     """
     is_plain = not own.sinks and own.head_dim % LANES == 0 and not prefers_flat
     found = None if is_plain else FLAT_ATTENTION.get(kernels.name)
@@ -187,14 +187,14 @@ def choose_kernels(own: GroupedAttention, kernels: Kernels, *, prefers_flat: boo
 
 
 def prepare(own: GroupedAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
-    """Rotate and describe the tokens of a step."""
+    """Return rotations and kernel descriptions of a step's tokens."""
     (pool,) = pools[STATE]
     windows = config.spec.windows(KIND)
     return prepare_attention(batch, pool, rope=own.rope, width=own.rotary_width, windows=windows, config=config)
 
 
 def attention_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan | None = None) -> AttentionConfig:
-    """Return what is fixed about all layers; `plan` says how heads lie over devices, None: all on one."""
+    """Return the static attention configuration of all layers; `plan` None places all heads on a single device."""
     return AttentionConfig(
         head_dim=own.head_dim,
         eps=spec.norm_eps,
@@ -216,7 +216,10 @@ def begin(
     layer: jax.Array,
     config: ModelConfig,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]] | None:
-    """Add, norm and project in one kernel, if there is one for these sizes; `stream` and what is added to it [T, D]."""
+    """Add, norm and project in a fused kernel; `stream` is the residual stream and its addend, both [T, D].
+
+    Returns None if no such kernel exists for these sizes.
+    """
     at_once, step = config.kernels.attention.norm_and_project, inputs.prepared[KIND]
     if at_once is None or own.output_gate or config.spec.norm_offset:
         return None
@@ -236,7 +239,7 @@ def apply(  # noqa: PLR0913 (the interface of `Mixer`)
     config: ModelConfig,
     made: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, Pools]:
-    """Attend the tokens of a step, and keep their rows."""
+    """Compute attention for the tokens of a step and write their rows."""
     attention = attention_config(own, config.spec, config.plan)
     return attend(
         weights,

@@ -1,4 +1,4 @@
-"""Facts of a model that all of its mixers and feed-forward networks add to: its kernels, and sizes that have to fit."""
+"""Kernels and size constraints of a model, collected over its mixers and feed-forward networks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 
 
 def kernels_for(spec: ModelSpec, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
-    """Return the table with the kernels that the mixers of a model take.
+    """Return the kernel table for the mixers of a model; `prefers_flat` selects flat rows if there is a choice.
 
-    `prefers_flat`: with flat rows also where other rows would do.
-    Raises: UnsupportedModelError where a mixer has no kernels there.
+    Raises: UnsupportedModelError if the platform has no kernels for a mixer.
     """
     for own in spec.mixers:
         try:
@@ -22,7 +21,7 @@ def kernels_for(spec: ModelSpec, kernels: Kernels, *, prefers_flat: bool = False
 
 
 def divided_sizes(spec: ModelSpec, tensor_size: int) -> dict[str, int]:
-    """Return the sizes that `tensor_size` devices have to divide, by their keys in `config.json`."""
+    """Return the sizes that must be divisible by `tensor_size`, by their keys in `config.json`."""
     sizes: dict[str, int] = {}
     for own in spec.mixers:
         sizes |= own.divided_sizes(tensor_size)

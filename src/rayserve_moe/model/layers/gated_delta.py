@@ -1,4 +1,4 @@
-"""Gated delta layers (Yang et al., arXiv:2412.06464): their knobs, parameters, recurrent state, and computation."""
+"""Gated delta layers (Yang et al., arXiv:2412.06464): configuration, parameters, recurrent state and computation."""
 
 # T tokens   B single tokens and blocks   L layers of the kind   D model width   K key heads   H value heads
 # d key width   v value width   J taps of the convolution   W channels of a key head: q, k, and v of its value heads
@@ -40,7 +40,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """Gated delta rule with a short convolution ahead of it. Widths are in elements."""
+    """Gated delta rule after a short convolution. Widths are in elements."""
 
     kind: ClassVar[str] = KIND
     has_windows: ClassVar[bool] = False
@@ -51,10 +51,10 @@ class GatedDelta:
     """Width of a query and of a key."""
     value_dim: int
     num_taps: int
-    """Tokens that the convolution reads, the newest included."""
+    """Tokens that the convolution reads, including the newest."""
     fused: str = one_of("by_key_head", "by_part")
-    """How files hold projections: `q | k | v | z` and `b | a` of each key head in two tensors, or `q | k | v` of all
-    heads in one and z, b and a in three."""
+    """Form of projections in files: `q | k | v | z` and `b | a` of each key head in two tensors, or `q | k | v` of all
+    heads in a tensor and z, b and a in three."""
 
     def unsupported_reason(self) -> str:
         """Return why the sizes do not fit each other; empty if they do."""
@@ -68,7 +68,7 @@ class GatedDelta:
         return ""
 
     def divided_sizes(self, tensor_size: int) -> dict[str, int]:
-        """Return the numbers of heads that `tensor_size` devices have to divide."""
+        """Return the numbers of heads that must be divisible by `tensor_size`."""
         key_heads = self.num_key_heads * key_repeats(self, tensor_size)
         return {"linear_num_value_heads": self.num_value_heads, "linear_num_key_heads": key_heads}
 
@@ -77,7 +77,7 @@ class GatedDelta:
         return {"linear_value_head_dim": self.num_value_heads * self.value_dim // tensor_size}
 
     def score_shape(self) -> None:
-        """Return None: no keys are scored."""
+        """Return None: the mixer has no scores."""
 
 
 def key_repeats(own: GatedDelta, tensor_size: int) -> int:
@@ -133,7 +133,7 @@ def parameters(own: GatedDelta, spec: ModelSpec, *, dtype: str, tensor_size: int
 
 
 def _file_forms(own: GatedDelta, per_key: int, repeats: int) -> dict[str, FileForm]:
-    """Return where files hold each part of the projections; `per_key` value heads read a key head."""
+    """Return the file form of each part of the projections; each key head serves `per_key` value heads."""
     d, v = own.key_dim, per_key * own.value_dim
     q_width, v_width = own.num_key_heads * d, own.num_value_heads * own.value_dim
     if own.fused == "by_key_head":
@@ -159,7 +159,7 @@ def _file_forms(own: GatedDelta, per_key: int, repeats: int) -> dict[str, FileFo
 
 
 def states(own: GatedDelta, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
-    """Return the entry and the ring of a row (`DeltaPools`): float32, whatever the model computes in."""
+    """Return the entry and the ring of a row (`DeltaPools`), float32 for every compute dtype."""
     heads, key_heads = own.num_value_heads, own.num_key_heads * key_repeats(own, tensor_size)
     channels = 2 * own.key_dim + heads // key_heads * own.value_dim
 
@@ -180,23 +180,23 @@ def states(own: GatedDelta, *, kernels: Kernels, tensor_size: int) -> tuple[Stat
 
 
 def choose_kernels(own: GatedDelta, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
-    """Return the table as it is."""
+    """Return the kernel table unchanged."""
     return kernels
 
 
 class DeltaStep(NamedTuple):
-    """What follows from the tokens of a step, for all layers."""
+    """Values derived from a step's tokens, common to all layers."""
 
     pieces: Pieces
     history: History
     num_entries: int
-    """Entries of a layer."""
+    """Entries per layer."""
     num_rows: int
     """Rows with a ring."""
 
 
 def prepare(own: GatedDelta, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> DeltaStep:
-    """Cut the tokens of a step into pieces, and find what the convolution reads."""
+    """Split the tokens of a step into pieces, and find the earlier tokens that the convolution reads."""
     assert batch.entries_B3 is not None and batch.rows_B is not None, "rows know their entries"
     entries, num_blocks = RowEntries(*batch.entries_B3.T), batch.num_prefill_blocks
     block_tokens = (len(batch.positions_T) - batch.num_singles) // max(1, num_blocks)
@@ -225,7 +225,7 @@ def apply(
     layer: jax.Array,
     config: ModelConfig,
 ) -> tuple[jax.Array, Pools]:
-    """Advance the states of a step's rows; return what is added to the stream [T, D], and pools."""
+    """Advance the states of a step's rows; return the addend of the stream [T, D], and the pools."""
     (normed_TD, pools), step, kernels = rows, inputs.prepared[KIND], config.kernels.recurrence
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
     place, arrays = (layer * step.num_entries, layer * step.num_rows), DeltaPools(*pools[STATE])
@@ -262,7 +262,7 @@ def _projected(
 
 
 def _by_key_head(q_NK: jax.Array, k_NK: jax.Array, v_NH: jax.Array, own: GatedDelta) -> jax.Array:
-    """Join the channels that belong to each key head: [N, K, W]."""
+    """Concatenate the channels of each key head: [N, K, W]."""
     q_NKd, k_NKd = (each.reshape(len(each), -1, own.key_dim) for each in (q_NK, k_NK))
     return jnp.concatenate([q_NKd, k_NKd, v_NH.reshape(len(v_NH), q_NKd.shape[1], -1)], axis=-1)
 
@@ -270,7 +270,7 @@ def _by_key_head(q_NK: jax.Array, k_NK: jax.Array, v_NH: jax.Array, own: GatedDe
 def _tokens(
     own: GatedDelta, mixed_TKW: jax.Array, inputs_TKW: jax.Array, gates: tuple[jax.Array, jax.Array]
 ) -> DeltaTokens:
-    """Cut mixed channels into queries, keys and values; the first two are normed in float32."""
+    """Split mixed channels into queries, keys and values; queries and keys are normed in float32."""
     d, (decay_THx, beta_TH) = own.key_dim, gates
     q_TKd, k_TKd, v_TKr = mixed_TKW[..., :d], mixed_TKW[..., d : 2 * d], mixed_TKW[..., 2 * d :]
     q_TKd = _unit(q_TKd) * d**-0.5
@@ -285,7 +285,7 @@ def _tokens(
 
 
 def _unit(rows: jax.Array) -> jax.Array:
-    """Divide by the length over the last dimension, float32."""
+    """Divide by the norm over the last dimension, float32."""
     wide = rows.astype(jnp.float32)
     return wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPS)
 

@@ -1,4 +1,4 @@
-"""The kinds of layers: a mixer or a feed-forward network is one file and one entry here."""
+"""Table of layer kinds: each mixer or feed-forward network is a file with an entry here."""
 
 from __future__ import annotations
 

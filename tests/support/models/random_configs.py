@@ -1,0 +1,201 @@
+"""Random tiny models of every family: widths, counts and knobs that no case of `family_cases` has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from rayserve_moe.model import families
+
+Draw = random.Random
+Config = dict[str, Any]
+
+
+def random_config(family: str, seed: int) -> Config:
+    """A `config.json` in widths that the native kernels take, small enough to run in a second."""
+    draw = random.Random(f"{family} {seed}")
+    heads = draw.choice([1, 2, 3, 4, 6, 8])
+    config: Config = {
+        "architectures": [getattr(families, family).ARCHITECTURE],
+        "vocab_size": draw.choice([512, 513, 600]),
+        "hidden_size": draw.choice([32, 64, 96]),
+        "num_hidden_layers": draw.randint(1, 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([number for number in range(1, heads + 1) if heads % number == 0]),
+        "head_dim": draw.choice([4, 8, 16, 24, 32, 64]),
+        "max_position_embeddings": draw.choice([256, 300, 512]),
+        "rms_norm_eps": draw.choice([1e-6, 1e-2]),
+        "rope_theta": draw.choice([1.5, 1e4, 1e6]),
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+    if draw.random() < 0.3:
+        yarn = {"rope_type": "yarn", "factor": draw.choice([1.0, 1.5, 40.0]), "truncate": draw.random() < 0.5}
+        config["rope_scaling"] = {**yarn, "original_max_position_embeddings": draw.choice([16, 64])}
+    _KNOBS[family](config, draw)
+    return config
+
+
+def _experts(config: Config, draw: Draw, *, count: str, chosen: str = "num_experts_per_tok") -> None:
+    """How many there are, how many a token takes, and their width."""
+    config[count] = draw.choice([2, 3, 4, 5, 8, 12, 16])
+    config[chosen] = draw.randint(1, min(8, config[count]))
+    config["moe_intermediate_size"] = draw.choice([1, 7, 16, 33, 64])
+    config["intermediate_size"] = draw.choice([1, 40, 96])
+
+
+def _groups(config: Config, draw: Draw, *, count: str) -> None:
+    number, top_k = config[count], config["num_experts_per_tok"]
+    sizes = [size for size in range(2, number + 1) if number % size == 0]
+    size = draw.choice(sizes)
+    kept = draw.randint(-(-top_k // size), number // size)
+    config.update(n_group=number // size, topk_group=kept, routed_scaling_factor=draw.choice([1.0, 2.5]))
+
+
+def _dense_first(config: Config, draw: Draw) -> int:
+    return draw.randint(0, config["num_hidden_layers"] - 1)
+
+
+def _window(draw: Draw) -> int:
+    return draw.choice([1, 2, 5, 16, 20, 100, 1000])
+
+
+def _qwen3(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="num_experts")
+    layers = draw.sample(range(config["num_hidden_layers"]), _dense_first(config, draw))
+    config.update(norm_topk_prob=draw.random() < 0.5, mlp_only_layers=layers, attention_bias=draw.random() < 0.5)
+
+
+def _qwen2(config: Config, draw: Draw) -> None:
+    _qwen3(config, draw)
+    config.update(use_sliding_window=draw.random() < 0.6, sliding_window=_window(draw), qkv_bias=draw.random() < 0.5)
+    config.update(shared_expert_intermediate_size=draw.choice([1, 33, 48]))
+    config["max_window_layers"] = draw.randint(0, config["num_hidden_layers"])
+
+
+def _local(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="num_local_experts")
+    config.update(intermediate_size=config.pop("moe_intermediate_size"), attention_bias=draw.random() < 0.5)
+
+
+def _mixtral(config: Config, draw: Draw) -> None:
+    _local(config, draw)
+    config["sliding_window"] = draw.choice([None, _window(draw)])
+
+
+def _gpt_oss(config: Config, draw: Draw) -> None:
+    _local(config, draw)
+    kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(config["num_hidden_layers"])]
+    config.update(sliding_window=_window(draw), layer_types=draw.choice([None, kinds]))
+
+
+def _olmoe(config: Config, draw: Draw) -> None:
+    _local(config, draw)
+    config.update(num_experts=config.pop("num_local_experts"), norm_topk_prob=draw.random() < 0.5)
+    config["clip_qkv"] = draw.choice([None, 0.6])
+
+
+def _hunyuan(config: Config, draw: Draw) -> None:
+    _local(config, draw)
+    config.update(num_experts=config.pop("num_local_experts"), moe_topk=config.pop("num_experts_per_tok"))
+    if draw.random() < 0.5:
+        config["rope_scaling"] = {"type": "dynamic", "alpha": 1000.0}
+
+
+def _granite(config: Config, draw: Draw) -> None:
+    _local(config, draw)
+    del config["head_dim"]
+    config["hidden_size"] = 32 * config["num_attention_heads"]
+    config.update(embedding_multiplier=draw.choice([1.0, 3.0]), residual_multiplier=draw.choice([1.0, 0.3]))
+    config.update(attention_multiplier=draw.choice([0.1, 0.5]), logits_scaling=draw.choice([1.0, 8.0]))
+
+
+def _minimax(config: Config, draw: Draw) -> None:
+    _local(config, draw)
+    config["rotary_dim"] = draw.choice(range(2, config["head_dim"] + 1, 2))
+
+
+def _ernie(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="moe_num_experts", chosen="moe_k")
+    del config["head_dim"]
+    config["hidden_size"] = 32 * config["num_attention_heads"]
+    config.update(moe_num_shared_experts=draw.choice([0, 1, 2]), moe_layer_start_index=_dense_first(config, draw))
+    config["moe_norm_min"] = draw.choice([1e-12, 0.6])
+
+
+def _routed(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="n_routed_experts")
+    config.update(n_shared_experts=draw.choice([0, 1, 2]), first_k_dense_replace=_dense_first(config, draw))
+    config.update(attention_bias=draw.random() < 0.5)
+
+
+def _glm4(config: Config, draw: Draw) -> None:
+    _routed(config, draw)
+    _groups(config, draw, count="n_routed_experts")
+    config.update(use_qk_norm=draw.random() < 0.5, norm_topk_prob=draw.random() < 0.7)
+    config["partial_rotary_factor"] = draw.choice([0.5, 1.0])
+
+
+def _latent(config: Config, draw: Draw) -> None:
+    _routed(config, draw)
+    del config["head_dim"]
+    config.update(kv_lora_rank=draw.choice([2, 6, 24, 40, 160]), q_lora_rank=draw.choice([None, 2, 10, 50]))
+    config.update(qk_nope_head_dim=draw.choice([2, 6, 34]), qk_rope_head_dim=draw.choice([2, 4, 18]))
+    config["v_head_dim"] = draw.choice([2, 12, 46] if config["num_attention_heads"] % 2 else [2, 3, 5, 46])
+
+
+def _deepseek_v2(config: Config, draw: Draw) -> None:
+    _latent(config, draw)
+    if draw.random() < 0.5:
+        _groups(config, draw, count="n_routed_experts")
+        config["topk_method"] = "group_limited_greedy"
+
+
+def _deepseek_v3(config: Config, draw: Draw) -> None:
+    _latent(config, draw)
+    _groups(config, draw, count="n_routed_experts")
+    config.update(norm_topk_prob=draw.random() < 0.7, rope_interleave=draw.random() < 0.5)
+
+
+def _bailing(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="num_experts")
+    _groups(config, draw, count="num_experts")
+    config.update(num_shared_experts=draw.choice([0, 1, 2]), first_k_dense_replace=_dense_first(config, draw))
+    config.update(use_qkv_bias=draw.random() < 0.5, use_bias=draw.random() < 0.5, use_qk_norm=draw.random() < 0.5)
+    config["partial_rotary_factor"] = draw.choice([0.5, 1.0])
+
+
+def _hybrid(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="num_experts")
+    key_heads, layers = draw.choice([1, 2, 4]), config["num_hidden_layers"]
+    kinds = [draw.choice(["linear_attention", "full_attention"]) for _ in range(layers - 1)]
+    config.update(
+        layer_types=[*kinds, "full_attention"],
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * draw.choice([1, 2, 3]),
+        linear_key_head_dim=draw.choice([4, 8, 16]),
+        linear_value_head_dim=draw.choice([4, 8, 16]),
+        linear_conv_kernel_dim=draw.choice([2, 3, 4]),
+        shared_expert_intermediate_size=draw.choice([1, 33, 48]),
+        partial_rotary_factor=draw.choice([0.5, 1.0]),
+    )
+
+
+_KNOBS: dict[str, Callable[[Config, Draw], None]] = {
+    "qwen3_moe": _qwen3,
+    "qwen2_moe": _qwen2,
+    "qwen3_next": _hybrid,
+    "qwen3_5_moe_text": _hybrid,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4,
+    "glm4_moe_lite": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
+    "minimax_m2": _minimax,
+    "ernie4_5_moe": _ernie,
+    "hunyuan_v1_moe": _hunyuan,
+    "granitemoe": _granite,
+    "bailing_moe_v2": _bailing,
+}
