@@ -115,7 +115,7 @@ def test_experts_in_int8_take_half_the_memory_and_less_time():
     experts = SPEC.num_layers * 16 * 3 * SPEC.hidden_size * SPEC.experts.intermediate_size
     scales = SPEC.num_layers * 16 * (2 * SPEC.experts.intermediate_size + SPEC.hidden_size) * 4
     assert (wide.weights_gb - narrow.weights_gb) * 1e9 == pytest.approx(experts - scales)
-    assert narrow.decode.seconds < wide.decode.seconds and narrow.decode.backend == "pushed"
+    assert narrow.decode.seconds < wide.decode.seconds and narrow.decode.backend == "low_latency_dispatch"
 
 
 def test_replicas_even_out_skewed_experts_and_cost_memory():

@@ -20,6 +20,7 @@ from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.execution.programs.specs import programs_of
 from rayserve_moe.execution.served_model import runner_settings, served_model
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.spec import UnsupportedModelError
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools import program_report
 from rayserve_moe.tools.compile_check import check, faults_of
@@ -109,7 +110,8 @@ def test_8_bit_keys_take_half_the_memory_and_an_even_number_of_heads():
     assert 2 * row_bytes[0] == row_bytes[1]
     with pytest.raises(SettingsError, match=r"fp8 takes an even number of KV heads on a device, there are 1: .* 2"):
         lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", tp=4, values={"kv_cache_dtype": "fp8"}))
-    with pytest.raises(SettingsError, match="fp8 is not for models with sinks, latents or narrow heads on TPUs"):
+    reasons = r"paged: keys and values of 8 bits \(kv_cache_dtype fp8\); jax_ragged: attention has sinks"
+    with pytest.raises(UnsupportedModelError, match=reasons):
         lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", values={"kv_cache_dtype": "fp8"}))
 
 

@@ -24,9 +24,10 @@ import numpy as np
 
 from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, Drawn, write_checkpoint
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
+from rayserve_moe.kernels.candidates import NO_CANDIDATES
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
-from rayserve_moe.kernels.table import FLAT_ATTENTION, LATENT_ATTENTION
+from rayserve_moe.kernels.table import GROUPED_ATTENTION, LATENT_ATTENTION
 from rayserve_moe.kernels.tpu import paged_attention, paged_sizes, paged_tiles, paged_writes
 from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_latents
 from rayserve_moe.kernels.tpu.paged_tiles import GroupTokens
@@ -210,10 +211,11 @@ def engine_outcome(case: EngineCase) -> Outcome:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         path = write_checkpoint(Path(folder) / "model", model, seed=0, dtype="float32")
         plain = run_together(prepared_runner(path, **settings), card_of(path), requests, way=WAY)
-        for by_name in (LATENT_ATTENTION, FLAT_ATTENTION):
-            of_tpu = by_name["tpu"]
-            of_cpus = replace(of_tpu, attend=partial(of_tpu.attend, **own), norm_and_project=None)
-            stack.enter_context(patch.dict(by_name, cpu=of_cpus))
+        for by_name in (LATENT_ATTENTION, GROUPED_ATTENTION):
+            paged = by_name["tpu"][0]
+            attend = partial(paged.run.attend, **own)
+            of_cpus = replace(paged, run=replace(paged.run, attend=attend, norm_and_project=NO_CANDIDATES))
+            stack.enter_context(patch.dict(by_name, cpu=(of_cpus,)))
         more, proposer = {}, None
         if case.draft_heads:
             target = json.loads((path / "config.json").read_text())

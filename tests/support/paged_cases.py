@@ -27,7 +27,7 @@ import numpy as np
 from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, Drawn, write_checkpoint
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
-from rayserve_moe.kernels.table import FLAT_ATTENTION, LATENT_ATTENTION
+from rayserve_moe.kernels.table import GROUPED_ATTENTION, LATENT_ATTENTION
 from rayserve_moe.kernels.tpu import paged_attention, paged_sizes
 from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_latents
 from rayserve_moe.kernels.tpu.paged_attention import visits_of
@@ -205,10 +205,11 @@ def engine_outcome(name: str) -> Outcome:
         path = write_checkpoint(Path(folder) / "model", model, seed=0, dtype="float32")
         for is_paged in (False, True):
             with ExitStack() as stack:
-                for by_name in (LATENT_ATTENTION, FLAT_ATTENTION) if is_paged else ():
-                    of_tpu = by_name["tpu"]
-                    attend = partial(of_tpu.attend, decode=paged, prefill=paged, write_and_decode=writing)
-                    stack.enter_context(patch.dict(by_name, cpu=replace(of_tpu, attend=attend)))
+                for by_name in (LATENT_ATTENTION, GROUPED_ATTENTION) if is_paged else ():
+                    of_tpu = by_name["tpu"][0]
+                    attend = partial(of_tpu.run.attend, decode=paged, prefill=paged, write_and_decode=writing)
+                    of_cpus = replace(of_tpu, run=replace(of_tpu.run, attend=attend))
+                    stack.enter_context(patch.dict(by_name, cpu=(of_cpus,)))
                 runner = prepared_runner(path, **settings)
                 assert runner.config.kernels.attention.has_flat_rows == is_paged
                 found.append(run_together(runner, card_of(path), requests, way=WAY))

@@ -26,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.checkpoints.synthetic import Drawn, write_checkpoint
-from rayserve_moe.kernels.attention_layer import attend_layer
+from rayserve_moe.kernels.candidates import Candidate
 from rayserve_moe.kernels.narrow_weights import NARROW
 from rayserve_moe.kernels.reference.expert_products import (
     ExpertWeights,
@@ -35,18 +35,15 @@ from rayserve_moe.kernels.reference.expert_products import (
     multiply_in_blocks,
     sum_results,
 )
-from rayserve_moe.kernels.table import CPU, KERNELS, AttentionKernels, Kernels, PoolKernels
+from rayserve_moe.kernels.table import CPU, KERNELS, PAGED, TPU, Kernels, PoolKernels, grouped_attention
 from rayserve_moe.kernels.tpu import paged_attention, pushed_experts
-from rayserve_moe.kernels.tpu.add_norm import add_and_norm
-from rayserve_moe.kernels.tpu.pushed_sizes import TILE_ROWS, PushSizes, lacks
-from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
-from rayserve_moe.kernels.tpu.streamed_heads import norm_and_project
-from rayserve_moe.kernels.tpu.top_experts import choose_experts
+from rayserve_moe.kernels.tpu.pushed_sizes import TILE_ROWS, PushSizes, unsupported_reason
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.compiling import process_flags
 from tests.support.drive import preempt_every, run_alone, run_together
 from tests.support.expert_cases import MoeCase, MoeRun, dense, placements_for, plan_of
 from tests.support.interpreting import FAULTS_FOUND, INTERPRETED, Outcome, watch
+from tests.support.interpreting import interpreted as interpreted_operation
 from tests.support.narrow import random_experts
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import draw_prompt, request_for
@@ -62,10 +59,6 @@ DRAWN = Drawn(scale=0.05, norm_jitter=0.2)
 OWN: dict[str, Callable[..., Any]] = {
     "attend": paged_attention.attend,
     "attend_new": paged_attention.attend_new,
-    "project": project_rows_at_once,
-    "add_norm": add_and_norm,
-    "norm_and_project": norm_and_project,
-    "choose_experts": choose_experts,
 }
 LONGEST_S, LONGEST_WHOLE_S = 300.0, 1800.0
 """Of a case, most of which take less than a tenth, and of a layer or an engine."""
@@ -154,7 +147,8 @@ def interpreted(name: str, *, traced: list[str]) -> Kernels:
         traced.append(sizes.weight_dtype)
         return pushed_experts.push_experts(*arguments, sizes=sizes, interpret=INTERPRETED)
 
-    experts = replace(CPU.experts, pushed_sums=push, push_lacks=partial(lacks, interpret=True))
+    low_latency = Candidate("low_latency_dispatch", push, partial(unsupported_reason, interpret=True))
+    experts = replace(CPU.experts, low_latency=low_latency)
     return replace(CPU, name=name, experts=experts)
 
 
@@ -163,7 +157,7 @@ def layer_outcome() -> Outcome:
     traced: list[str] = []
     KERNELS["interpreted"] = interpreted("interpreted", traced=traced)
     case, plan = MoeCase(num_tokens=7, width=256, inner=128, dtype="bfloat16"), plan_of(4, 2)
-    run = MoeRun(case, plan, backend="pushed", num_redundant=16, kernels="interpreted")
+    run = MoeRun(case, plan, backend="low_latency_dispatch", num_redundant=16, kernels="interpreted")
     expected, worst = dense(case, 4), 0.0
     for placement in placements_for(case, plan, 16)[1:]:
         found = run(placement)
@@ -186,12 +180,12 @@ def engine_outcome(expert_dtype: str = "bfloat16") -> Outcome:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder) / "model", config, seed=0, dtype="bfloat16")
-        for backend in ("all_to_all", "pushed"):
+        for backend in ("all_to_all", "low_latency_dispatch"):
             values = {**settings, "expert_backend": backend, "enable_return_routed_experts": True}
             runner = prepared_runner(path, mesh=(2, 2), **values)
             found[backend] = run_together(runner, card_of(path), requests, way=WAY)
     assert set(traced) == {expert_dtype}
-    pairs = [(outcome, found["pushed"][key]) for key, outcome in found["all_to_all"].items()]
+    pairs = [(outcome, found["low_latency_dispatch"][key]) for key, outcome in found["all_to_all"].items()]
     assert all(one.ids == other.ids and np.array_equal(one.rows, other.rows) for one, other in pairs)
     differences = [np.abs(np.subtract(one.logprobs, other.logprobs)).max() for one, other in pairs]
     return FAULTS_FOUND.outcome(max(differences), 1.0)
@@ -202,15 +196,16 @@ def all_interpreted(traced: list[str]) -> Kernels:
     paged_attention.cores_of_device = lambda _=None: 1
     own = {name: partial(kernel, interpret=INTERPRETED) for name, kernel in OWN.items()}
     by_our_own = {"decode": own["attend"], "prefill": own["attend"], "write_and_decode": own["attend_new"]}
-    attention = AttentionKernels(
-        partial(attend_layer, **by_our_own, project=partial(own["project"], is_flat=True)),
+    attention = replace(
+        grouped_attention(**by_our_own, project=interpreted_operation(PAGED.project)),
         describe_singles=paged_attention.describe_singles,
-        norm_and_project=own["norm_and_project"],
+        norm_and_project=interpreted_operation(PAGED.norm_and_project),
         has_flat_rows=True,
     )
     cpu = interpreted("cpu", traced=traced)
-    experts = replace(cpu.experts, choose=own["choose_experts"])
-    return replace(cpu, attention=attention, add_norm=own["add_norm"], experts=experts, pool=PoolKernels())
+    experts = replace(cpu.experts, choose=interpreted_operation(TPU.experts.choose))
+    add_norm = interpreted_operation(TPU.add_norm)
+    return replace(cpu, attention=attention, add_norm=add_norm, experts=experts, pool=PoolKernels())
 
 
 def laws_outcome(mesh: tuple[int, int]) -> Outcome:
@@ -226,8 +221,12 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder) / "model", config, seed=0, dtype="bfloat16")
         card = card_of(path)
-        for dtype, backend in (("float32", "all_to_all"), ("bfloat16", "all_to_all"), ("bfloat16", "pushed")):
-            if backend == "pushed":
+        for dtype, backend in (
+            ("float32", "all_to_all"),
+            ("bfloat16", "all_to_all"),
+            ("bfloat16", "low_latency_dispatch"),
+        ):
+            if backend == "low_latency_dispatch":
                 KERNELS["cpu"] = all_interpreted(traced)
             values = {**settings, "dtype": dtype, "expert_backend": backend}
             runner = prepared_runner(path, mesh=mesh, **values)

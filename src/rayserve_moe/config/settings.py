@@ -224,11 +224,13 @@ class ParallelSettings:
 
 @dataclass(frozen=True)
 class ExpertSettings:
-    """Where experts lie, and how tokens reach them."""
+    """Expert placement and token dispatch."""
 
-    backend: str = _choice("auto", "local", "replicated", "all_to_all", "fused", "pushed", key="expert_backend")
-    """`auto` chooses by the number of tokens; `local`, `replicated`, `all_to_all`, `fused` and `pushed` are fixed
-    choices. `pushed` is one kernel of TPUs for few tokens, and `all_to_all` for steps that it cannot do."""
+    backend: str = _choice(
+        "auto", "local", "replicated", "all_to_all", "fused", "low_latency_dispatch", key="expert_backend"
+    )
+    """`auto` chooses by the number of tokens, other values are fixed choices. `low_latency_dispatch` is one kernel of
+    TPUs for few tokens; `all_to_all` computes the steps that it does not take."""
     weight_dtype: str = _choice("auto", "bfloat16", "int8", "fp8", key="expert_dtype")
     """What the matrices of experts are kept in: `auto` is what the model is computed in, whatever files hold; `int8`
     and `fp8` (e4m3) a byte per weight and a float32 scale per output channel, quantised while weights are read, at the

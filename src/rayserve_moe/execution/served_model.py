@@ -34,6 +34,7 @@ from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepC
 from rayserve_moe.execution.weights.migration import staging_shapes
 from rayserve_moe.execution.weights.placing import first_placement, model_config, weight_shapes
 from rayserve_moe.experts.migration import SlotArrays
+from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
@@ -61,6 +62,11 @@ class RunnerSettings:
     structured: StructuredSettings = field(default_factory=StructuredSettings)
     processors_digest: str = ""
     """Of the source of the logit processors, the same on every host."""
+
+    @property
+    def pool_format(self) -> PoolFormat:
+        """Return the format of the pool that the choice of attention depends on."""
+        return PoolFormat(self.cache.page_size, is_8_bit=self.cache.kv_dtype == "fp8")
 
 
 def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
@@ -231,13 +237,12 @@ def served_model(
     """Lay a model out on a mesh, with the one that drafts for it. SettingsError or UnsupportedModelError where they do
     not go together."""
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
-    may_be_flat = settings.cache.kv_dtype != "fp8" and settings.cache.page_size % CLEARED_ROWS == 0
     speculation = settings.speculation
-    config = model_config(spec, plan, experts=settings.experts, kernels=kernels, may_be_flat=may_be_flat)
+    config = model_config(spec, plan, experts=settings.experts, kernels=kernels, pool=settings.pool_format)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)
-    of_draft = None if draft is None else draft_config(draft, config)
+    of_draft = None if draft is None else draft_config(draft, config, pool=settings.pool_format)
     processors = load_processors(settings.structured.processors, digest=settings.processors_digest)
     served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft, processors)
     if speculation.has_trees:
@@ -261,13 +266,8 @@ def _check_trees(served: ServedModel) -> None:
 
 
 def check_kv_heads(config: ModelConfig, *, kv_dtype: str) -> None:
-    """SettingsError where a TPU's kernel cannot read 8-bit KV: jax's takes 32 bits at once, K and V of two heads, and
-    for our own the compiler would copy the pool."""
+    """Raise SettingsError if jax's kernel cannot read 8-bit KV: it takes 32 bits at once, K and V of two heads."""
     plan = config.plan
-    if kv_dtype.startswith("float8") and config.kernels.attention.has_flat_rows:
-        raise SettingsError(
-            "kv_cache_dtype fp8 is not for models with sinks, latents or narrow heads on TPUs: take bfloat16"
-        )
     (row, *_), *_ = (state.kind.entry for state in states_of(config))
     rows = plan.sharding(row.axes).shard_shape(row.shape)[0]
     if platform_of(plan.mesh) == "tpu" and kv_dtype.startswith("float8") and rows % 4:

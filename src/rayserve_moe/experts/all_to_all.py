@@ -34,7 +34,6 @@ from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chu
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
 from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig, widened
 from rayserve_moe.kernels.slot_order import SortedAssignments, order_by_slot, take
-from rayserve_moe.kernels.table import Kernel
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
@@ -48,8 +47,7 @@ def apply_all_to_all(
     """Return the MoE sum of each token [T, D], chunk after chunk, or each chunk sent while one is multiplied."""
     plan, (num_tokens, width), top_k = config.plan, tokens.hidden_TD.shape, config.router.top_k
     part = take_part(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
-    row_bytes = width * tokens.hidden_TD.dtype.itemsize
-    chunk = chunk_tokens(len(part.valid_T), top_k=top_k, row_bytes=row_bytes, overlapped=overlapped)
+    chunk, taken = exchange_sizes(tokens.hidden_TD, config=config, overlapped=overlapped)
     hidden_GTD, ids_GTK, gates_GTK, valid_GT = cut_into_chunks(part, chunk)
 
     def choose(ids_TK: jax.Array, valid_T: jax.Array) -> jax.Array:
@@ -59,7 +57,6 @@ def apply_all_to_all(
     with jax.named_scope("dispatch"):
         slots_GTK = jax.vmap(choose)(ids_GTK, valid_GT)
     num_ranks, num_local = plan.num_expert_ranks, config.num_local_slots
-    taken = round_rows(chunk, top_k=top_k, num_ranks=num_ranks)
     exchange = ExchangeConfig((DATA, TENSOR), num_ranks, config.num_slots, taken, plan.num_slices)
     product = ProductConfig(num_local, chunk * top_k * num_ranks / config.router.num_experts, config.activation)
     of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
@@ -75,7 +72,15 @@ def apply_all_to_all(
     return out_TD[:num_tokens]
 
 
-def multiply_rows(experts: LayerExperts, *, kernel: Kernel) -> Multiply:
+def exchange_sizes(hidden_TD: jax.Array, *, config: ExpertConfig, overlapped: bool = False) -> tuple[int, int]:
+    """Return the tokens of a chunk, and the rows that a rank takes per round."""
+    num_tokens, top_k = -(-hidden_TD.shape[0] // config.plan.tensor_size), config.router.top_k
+    row_bytes = hidden_TD.shape[1] * hidden_TD.dtype.itemsize
+    chunk = chunk_tokens(num_tokens, top_k=top_k, row_bytes=row_bytes, overlapped=overlapped)
+    return chunk, round_rows(chunk, top_k=top_k, num_ranks=config.plan.num_expert_ranks)
+
+
+def multiply_rows(experts: LayerExperts, *, kernel: Callable[..., jax.Array]) -> Multiply:
     """Return the grouped product of rows that belong to one local slot each, by `ExpertKernels.results`."""
 
     def multiply(rows_CQV: jax.Array, slots_C: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ ROWS_TOGETHER = 8
 LEAST_ROUND_ROWS = 256
 """Rows that are always taken at once: at decode a few hot experts are common and buffers are small."""
 
-LEAST_FUSED_CHUNK = 256
+MIN_FUSED_CHUNK = 256
 """Tokens that a chunk keeps when a step is cut only to overlap: each further chunk reads the weights anew."""
 
 
@@ -73,7 +73,7 @@ def chunk_tokens(num_tokens: int, *, top_k: int, row_bytes: int, overlapped: boo
         return -(-(num_tokens - most // 8) // most)
 
     num_chunks = max(1, min(chunks_of(SEND_BYTES), MANY_CHUNKS), chunks_of(LARGE_SEND_BYTES))
-    if overlapped and num_tokens >= 2 * LEAST_FUSED_CHUNK:
+    if overlapped and num_tokens >= 2 * MIN_FUSED_CHUNK:
         num_chunks = max(2, num_chunks)
     chunk = -(-num_tokens // num_chunks)
     return chunk if num_chunks == 1 or chunk < 16 * ROWS_TOGETHER else -(-chunk // ROWS_TOGETHER) * ROWS_TOGETHER

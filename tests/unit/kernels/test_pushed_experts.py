@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.tpu.pushed_rows import count_slots, places_of, slots_of_core, table_rows
-from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes, lacks
+from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes, unsupported_reason
 from tests.support.pushed_cases import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_cases
 
 ROUNDING = 2**-7
@@ -71,15 +71,17 @@ def test_experts_that_do_not_fit_twice_are_read_in_blocks():
     assert sizes.block == 512 and replace(sizes, weight_dtype="int8").block == 768
     assert not replace(sizes, width=2048, inner=768).is_streamed
     # However many rows there may be, they are not in the core's memory.
-    assert not lacks(sizes, core_bytes=48 << 20) and sizes.of_core.num_received * sizes.width * 2 > 48 << 20
-    assert "do not fit twice" in lacks(replace(sizes, width=1 << 16), core_bytes=96 << 20)
+    assert not unsupported_reason(sizes, core_bytes=48 << 20)
+    assert sizes.of_core.num_received * sizes.width * 2 > 48 << 20
+    assert "do not fit twice" in unsupported_reason(replace(sizes, width=1 << 16), core_bytes=96 << 20)
 
 
 def test_tokens_whose_gates_and_places_exceed_scalar_memory_are_refused():
     """A row of scalars is padded to 128 words: 1,040 tokens of GLM-4.7-Flash need 1.03 MiB, of which a core has one."""
     sizes = PushSizes(1040, 4, 2048, 1536, 8, (("data", 8),))
-    assert lacks(sizes, core_bytes=96 << 20) == "1040 tokens take 1056 KiB of the 1016 of scalars"
-    assert "scalars" not in lacks(replace(sizes, num_tokens=992), core_bytes=96 << 20)
+    reason = "1040 tokens take 1056 KiB of the 1016 KiB of scalar memory"
+    assert unsupported_reason(sizes, core_bytes=96 << 20) == reason
+    assert "scalar memory" not in unsupported_reason(replace(sizes, num_tokens=992), core_bytes=96 << 20)
 
 
 @pytest.mark.slow

@@ -24,6 +24,14 @@ def rms_norm(hidden: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return normed.astype(hidden.dtype) * scale
 
 
+def add_and_norm(
+    hidden_TD: jax.Array, added_TD: jax.Array, scale_LD: jax.Array, *, layer: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return a residual stream with `added_TD`, and the RMS norm of that with the scale of a layer, both [T, D]."""
+    hidden_TD = hidden_TD + added_TD
+    return hidden_TD, rms_norm(hidden_TD, scale_LD[layer], eps)
+
+
 def project(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Multiply by [in, out], accumulating in float32; the result has the input's dtype."""
     out = jnp.matmul(hidden, weight, preferred_element_type=jnp.float32).astype(hidden.dtype)

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
+from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, ScoreConfig, Together
 from rayserve_moe.kernels.tpu.attention_blocks import (
     AttentionShape,
@@ -37,6 +38,7 @@ from rayserve_moe.kernels.tpu.attention_blocks import (
     prefill_blocks,
     sequences_per_call,
 )
+from rayserve_moe.kernels.tpu.flat_rows import LANES
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,15 @@ class Runs(NamedTuple):
     page_table_SW: jax.Array
     row_borders: jax.Array
     num_1: jax.Array
+
+
+def unsupported_reason(_: PoolFormat, *, head_dim: int, has_sinks: bool) -> str:
+    """Return why jax's kernel does not take a model; empty if it does."""
+    if has_sinks:
+        return "attention has sinks"
+    if head_dim % LANES:
+        return f"heads of {head_dim} elements are no multiple of {LANES}"
+    return ""
 
 
 def attend(

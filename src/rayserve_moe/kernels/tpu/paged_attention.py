@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
 from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, attend_groups, groups_of
@@ -32,6 +33,15 @@ from rayserve_moe.kernels.tpu.paged_sizes import (
 )
 from rayserve_moe.kernels.tpu.paged_tiles import attend_tile, sink_rows, tile_scratch
 from rayserve_moe.kernels.tpu.paged_writes import NEW_ROWS
+
+
+def unsupported_reason(pool: PoolFormat, **_: Any) -> str:
+    """Return why the kernel does not take a pool; empty if it does."""
+    if pool.is_8_bit:
+        return "keys and values of 8 bits (kv_cache_dtype fp8)"
+    if pool.page_size % CLEARED_ROWS:
+        return f"pages of {pool.page_size} tokens are no multiple of {CLEARED_ROWS}"
+    return ""
 
 
 def attend(  # noqa: PLR0913 (the reference's signature)

@@ -58,9 +58,9 @@ from rayserve_moe.kernels.tpu.pushed_sizes import (
     TILE_ROWS,
     PushSizes,
     Refs,
-    lacks,
     refs_of,
     scratch_of,
+    unsupported_reason,
     vmem_bytes,
 )
 
@@ -85,9 +85,9 @@ def push_experts(
 
     Call it inside a sharded function over `sizes.axes`, on every rank. Slots are counted over all ranks, of which each
     has `sizes.num_slots` one after the other; beyond them is an assignment that goes nowhere. `interpret` (see
-    `pallas_call`) runs the kernel where there is no TPU. AssertionError where the kernel `lacks` something for it.
+    `pallas_call`) runs the kernel without a TPU. AssertionError for sizes with an `unsupported_reason`.
     """
-    reason = lacks(sizes, interpret=bool(interpret))
+    reason = unsupported_reason(sizes, interpret=interpret)
     assert not reason, reason
     first_1 = jnp.asarray(experts.first_slot, jnp.int32).reshape(1)
     run = _kernel_for(sizes, interpret=interpret)

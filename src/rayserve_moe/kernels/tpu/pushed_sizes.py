@@ -23,7 +23,7 @@ GROUP_ROWS = 4 * TILE_ROWS
 """Rows of a slot for which the blocks of a large expert are read once."""
 SCALAR_BYTES = (1 << 20) - (8 << 10)
 """Maximum scalar memory of a core for tables of the kernel; the compiler needs the rest."""
-WEIGHT_BYTES, SPARE_BYTES, MOST_BYTES = 24 << 20, 8 << 20, 96 << 20
+WEIGHT_BYTES, SPARE_BYTES, MAX_BYTES = 24 << 20, 8 << 20, 96 << 20
 """Of the core's memory: what weights may take; what is left for values; the most that the kernel asks for."""
 
 
@@ -219,10 +219,10 @@ def scalar_bytes(sizes: PushSizes) -> int:
     return 4 * (LANES * rows_of_tokens + of_core.table_rows * of_core.num_lanes)
 
 
-def lacks(sizes: PushSizes, *, interpret: bool = False, core_bytes: int | None = None) -> str:
-    """Why a call of these sizes is not for the kernel; empty where it is. An interpreted one has no tiles.
+def unsupported_reason(sizes: PushSizes, *, interpret: Any = False, core_bytes: int | None = None) -> str:
+    """Return why the kernel does not take a call of these sizes; empty if it does. An interpreted call has no tiles.
 
-    `core_bytes` are `usable_bytes` of a chip; without them it is asked of the one that is compiled for.
+    `core_bytes`: `usable_bytes` of the chip; None stands for the chip that is compiled for.
     """
     tile = 2 * LANES * (1 if interpret else SUBLANES)
     if sizes.width % tile:
@@ -234,13 +234,14 @@ def lacks(sizes: PushSizes, *, interpret: bool = False, core_bytes: int | None =
     if sizes.num_tokens > CONVERTED_TOKENS and sizes.num_tokens % CONVERTED_TOKENS:
         return f"{sizes.num_tokens} tokens are not a multiple of {CONVERTED_TOKENS}"
     if scalar_bytes(sizes) > SCALAR_BYTES:
-        return f"{sizes.num_tokens} tokens take {scalar_bytes(sizes) >> 10} KiB of the {SCALAR_BYTES >> 10} of scalars"
+        taken, usable = scalar_bytes(sizes) >> 10, SCALAR_BYTES >> 10
+        return f"{sizes.num_tokens} tokens take {taken} KiB of the {usable} KiB of scalar memory"
     if core_bytes is None and not interpret:
         chip = pltpu.get_tpu_info()
         core_bytes = usable_bytes(chip.vmem_capacity_bytes)
-    most, wanted = MOST_BYTES if core_bytes is None else core_bytes, vmem_bytes(sizes)
+    most, wanted = MAX_BYTES if core_bytes is None else core_bytes, vmem_bytes(sizes)
     if wanted > most:
-        return f"{wanted >> 20} MiB are wanted of the {most >> 20} MiB of a core that a kernel may have"
+        return f"{sizes.num_tokens} tokens take {wanted >> 20} MiB of the {most >> 20} MiB of a core's memory"
     return ""
 
 
@@ -252,7 +253,7 @@ def widest_block(width: int, inner: int, itemsize: int) -> int:
 
 def usable_bytes(vmem_bytes: int) -> int:
     """Return the bytes of a core's memory that the kernel may use."""
-    return min(MOST_BYTES, vmem_bytes * 3 // 4)
+    return min(MAX_BYTES, vmem_bytes * 3 // 4)
 
 
 def scratch_of(sizes: PushSizes) -> list[Any]:

@@ -1,6 +1,6 @@
 """Norm and rotation of a layer's queries and keys in one TPU kernel, with keys and values in the order of the pool.
 
-Each is one of many small operations where XLA computes them, and a layer of a decode step has little else to do.
+XLA makes many small operations of them, and a layer of a decode step consists of little else.
 """
 
 # T tokens   D model width   H query heads * h   G KV heads * h   X heads   h head width   r = h / 2
@@ -17,15 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows, project_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.reference.layers import Rotation, project
 from rayserve_moe.kernels.tpu.add_norm import row_of
 
 HEAD_WIDTH = 128
-MOST_ELEMENTS = 1 << 20
-"""Elements of all heads that a kernel takes whole: they lie in the core's memory several times."""
-MOST_TOKENS, LEAST_TOKENS, TILE_ELEMENTS = 256, 16, 2 << 20
-"""Tokens of a tile where all are more than that, in whole registers of 16-bit numbers: a tile has work of its own."""
+MAX_ELEMENTS = 1 << 20
+"""Maximum number of elements of all heads in a single tile; they lie in the core's memory several times."""
+MAX_TOKENS, MIN_TOKENS, TILE_ELEMENTS = 256, 16, 2 << 20
+"""Bounds of a tile's tokens if there are several tiles (whole registers of 16-bit numbers), and of its elements."""
 VMEM_BYTES = 40 << 20
 
 
@@ -39,15 +39,10 @@ def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword
     is_flat: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `project_rows`, and by it where the kernel does not know a knob of the model; as `project_flat_rows` where the
-    pool's rows are flat.
+    """Compute `project_rows`, or `project_flat_rows` if `is_flat`, for heads that `unsupported_reason` accepts.
 
-    It knows heads of 128 with a norm each ahead of the rotation of all their elements, and no bias. Many tokens are
-    taken tile by tile. `interpret` (see `pallas_call`) runs it without a TPU.
+    Many tokens are computed tile by tile. `interpret` (see `pallas_call`) runs it without a TPU.
     """
-    if not is_plain(weights, rotation, config):
-        by_parts = project_flat_rows if is_flat else project_rows
-        return by_parts(normed_TD, weights, rotation=rotation, config=config)
     projected = [project(normed_TD, weights[name]) for name in ("q_LDH", "k_LDG", "v_LDG")]
     all_weights, layer = stacked or ({name: weights[name][None] for name in ("q_norm_Lh", "k_norm_Lh")}, 0)
     norms = all_weights["q_norm_Lh"], all_weights["k_norm_Lh"]
@@ -77,24 +72,41 @@ def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword
     return queries.reshape(num_tokens, -1, HEAD_WIDTH), rows if is_flat else rows.reshape(num_tokens, -1, HEAD_WIDTH)
 
 
-def is_plain(weights: Mapping[str, jax.Array], rotation: Rotation, config: AttentionConfig) -> bool:
-    """Whether the model has no knob that the kernel does not know."""
-    knobs = AttentionConfig(HEAD_WIDTH, config.eps, config.plan, score_scale=config.score_scale, windows=config.windows)
-    has_bias = any(name in weights for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG"))
-    is_whole = 2 * rotation.cos.shape[1] == HEAD_WIDTH
-    return "q_norm_Lh" in weights and config == knobs and not has_bias and is_whole
+def unsupported_reason(
+    _: jax.Array, weights: Mapping[str, jax.Array], *, rotation: Rotation, config: AttentionConfig, **__: Any
+) -> str:
+    """Return why the kernel does not take heads of this kind; empty if it does.
+
+    It takes heads of 128 elements, all of which rotate, with a norm for each head ahead of the rotation and no bias.
+    """
+    if config.head_dim != HEAD_WIDTH:
+        return f"heads of {config.head_dim} elements, not {HEAD_WIDTH}"
+    if 2 * rotation.cos.shape[1] != HEAD_WIDTH:
+        return f"{2 * rotation.cos.shape[1]} of {HEAD_WIDTH} elements rotate"
+    if "q_norm_Lh" not in weights:
+        return "heads have no norm each"
+    if any(name in weights for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG")):
+        return "projections have biases"
+    if config.interleaved_rotation:
+        return "neighbouring elements rotate"
+    if config.norms_after_rotation:
+        return "norms follow the rotation"
+    return "" if config.clip is None else "queries, keys and values are clipped"
 
 
 def tile_tokens(num_tokens: int, num_elements: int) -> int:
-    """Tokens of `num_elements` of all heads that a kernel has at once: all, or whole registers of them."""
-    if num_tokens * num_elements <= MOST_ELEMENTS:
+    """Return the tokens of a tile, with `num_elements` of all heads each: all, or whole registers of them."""
+    if num_tokens * num_elements <= MAX_ELEMENTS:
         return num_tokens
-    most = TILE_ELEMENTS // num_elements // LEAST_TOKENS * LEAST_TOKENS
-    return min(num_tokens, max(LEAST_TOKENS, min(most, MOST_TOKENS)))
+    most = TILE_ELEMENTS // num_elements // MIN_TOKENS * MIN_TOKENS
+    return min(num_tokens, max(MIN_TOKENS, min(most, MAX_TOKENS)))
 
 
 def _turn(*refs: Any, eps: float) -> None:
-    """Head by head; in 32 bits the rows of a head can be stored between those of others, which flat rows need not."""
+    """Compute head by head.
+
+    Rows of 32 bits can be stored between rows of other heads; flat rows do not need that.
+    """
     layer_1, queries, keys, values, q_norms, k_norms, cos, sin, out_queries, out_rows, wide_queries, *wide_rows = refs
     q_norm_1h, k_norm_1h = (row_of(norms[...], layer_1[0]) for norms in (q_norms, k_norms))
     num_tokens, dtype = queries.shape[0], out_queries.dtype

@@ -10,11 +10,12 @@ from typing import ClassVar
 import jax
 
 from rayserve_moe.experts.router_spec import one_of
-from rayserve_moe.kernels.attention_config import AttentionConfig
+from rayserve_moe.kernels.attention_config import AttentionConfig, PoolFormat
 from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.table import FLAT_ATTENTION, Kernels
-from rayserve_moe.kernels.tpu.flat_rows import LANES, flat_width
+from rayserve_moe.kernels.candidates import Candidate, Choice, choose
+from rayserve_moe.kernels.table import GROUPED_ATTENTION, AttentionKernels, Kernels
+from rayserve_moe.kernels.tpu.flat_rows import flat_width
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
@@ -153,15 +154,10 @@ def states(own: GroupedAttention, *, kernels: Kernels, tensor_size: int) -> tupl
     return (StateKind(STATE, "token", (ArraySpec((2 * num_heads, own.head_dim), ("kv_heads", None)),)),)
 
 
-def choose_kernels(own: GroupedAttention, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
-    """Return the table with the attention for these heads.
-
-    `prefers_flat`: flat rows also where other rows would do, as jax's kernel takes them: it runs on one core, writes no
-    rows, and reads pages once for every token.
-    """
-    is_plain = not own.sinks and own.head_dim % LANES == 0 and not prefers_flat
-    found = None if is_plain else FLAT_ATTENTION.get(kernels.name)
-    return kernels if found is None else replace(kernels, attention=found)
+def attention_choice(own: GroupedAttention, kernels: Kernels, *, pool: PoolFormat) -> Choice[AttentionKernels]:
+    """Return the choice of attention for these heads and a pool."""
+    candidates = GROUPED_ATTENTION.get(kernels.name, (Candidate(kernels.name, kernels.attention),))
+    return choose(candidates, pool, head_dim=own.head_dim, has_sinks=own.sinks)
 
 
 def prepare(own: GroupedAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
@@ -194,14 +190,15 @@ def begin(
     layer: jax.Array,
     config: ModelConfig,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]] | None:
-    """Add, norm and project in one kernel, if there is one for these sizes; `stream` and what is added to it [T, D]."""
+    """Add, norm and project by a fused kernel; None without one for these sizes. `stream`: hidden and added, [T, D]."""
     at_once, step = config.kernels.attention.norm_and_project, inputs.prepared[KIND]
-    if at_once is None:
-        return None
     attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
+    choice = at_once.choose(*stream, stacked, rotation=step.rotation, config=attention)
+    if choice.candidate is None:
+        return None
     with jax.named_scope("attention/projections"):
-        projected = at_once(*stream, stacked, rotation=step.rotation, config=attention)
-    return None if projected is None else (projected[0], projected[1:])
+        hidden_TD, *projected = choice.candidate.run(*stream, stacked, rotation=step.rotation, config=attention)
+    return hidden_TD, tuple(projected)
 
 
 def apply(  # noqa: PLR0913 (the interface of `Mixer`)
@@ -229,4 +226,4 @@ def apply(  # noqa: PLR0913 (the interface of `Mixer`)
     )
 
 
-MIXER = Mixer(parameters, states, choose_kernels, prepare, apply, begin)
+MIXER = Mixer(parameters, states, attention_choice, prepare, apply, begin)

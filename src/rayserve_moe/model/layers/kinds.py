@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from rayserve_moe.experts.layer import LayerRouting
-from rayserve_moe.kernels.table import Kernels
+from rayserve_moe.kernels.candidates import Choice
+from rayserve_moe.kernels.table import AttentionKernels
 from rayserve_moe.model.model_config import Pools
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.state.kinds import StateKind
@@ -29,8 +30,8 @@ class Mixer:
     """`(own, spec, *, dtype, tensor_size)`: parameters stacked over the layers of the kind, without the norm ahead."""
     states: Callable[..., tuple[StateKind, ...]]
     """`(own, *, kernels, tensor_size)`: what a layer keeps of a sequence."""
-    kernels: Callable[..., Kernels]
-    """`(own, kernels, *, prefers_flat)`: the table with the kernels that this mixer takes."""
+    attention: Callable[..., Choice[AttentionKernels]] | None
+    """`(own, kernels, *, pool)`: the choice of attention for a pool; None if the mixer attends no keys."""
     prepare: Callable[..., Any]
     """`(own, batch, pools, *, config)`: what follows from a step's tokens, once for all layers; found in
     `StepInputs.prepared`."""

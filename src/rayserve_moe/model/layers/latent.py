@@ -10,9 +10,11 @@ from typing import ClassVar
 
 import jax
 
+from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.candidates import Choice, choose
 from rayserve_moe.kernels.latent_attention import LatentConfig
-from rayserve_moe.kernels.table import LATENT_ATTENTION, Kernels
+from rayserve_moe.kernels.table import LATENT_ATTENTION, AttentionKernels, Kernels
 from rayserve_moe.kernels.tpu.flat_rows import latent_lanes
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
@@ -152,13 +154,13 @@ def states(own: LatentAttention, *, kernels: Kernels, tensor_size: int) -> tuple
     return (StateKind(STATE, "token", (ArraySpec((1, own.row_width), (None, None)),)),)
 
 
-def choose_kernels(own: LatentAttention, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
-    """Return the table with its latent attention. UnsupportedModelError where it has none."""
+def attention_choice(own: LatentAttention, kernels: Kernels, *, pool: PoolFormat) -> Choice[AttentionKernels]:
+    """Return the choice of latent attention for a pool; UnsupportedModelError if the table has no candidates."""
     if kernels.name not in LATENT_ATTENTION:
         raise UnsupportedModelError(
             f"the {kernels.name} kernels have no multi-head latent attention (only {', '.join(LATENT_ATTENTION)})"
         )
-    return replace(kernels, attention=LATENT_ATTENTION[kernels.name])
+    return choose(LATENT_ATTENTION[kernels.name], pool, head_dim=own.row_width, has_sinks=False)
 
 
 def prepare(own: LatentAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
@@ -196,4 +198,4 @@ def apply(
     )
 
 
-MIXER = Mixer(parameters, states, choose_kernels, prepare, apply)
+MIXER = Mixer(parameters, states, attention_choice, prepare, apply)
