@@ -45,8 +45,8 @@ PAGE, TABLE_WIDTH, FIRST_PAGE = 16, 12, 3
 class GroupCase:
     """Groups of single tokens (where the first stands, how many) on scattered pages, in order; (0, 0) is padding.
 
-    Where they `are_trees`, a group's tokens are nodes of a random one. What lies beyond a sequence's last key, and
-    where its rows are to be written, is NaN. `poisoned` tokens have keys and values that are NaN.
+    What lies beyond a sequence's last key, and where its rows are to be written, is NaN. `poisoned` tokens have keys
+    and values that are NaN.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -57,7 +57,6 @@ class GroupCase:
     config: ScoreConfig = FULL_CAUSAL
     has_sinks: bool = False
     latent_width: int = 0
-    are_trees: bool = False
     dtype: str = "float32"
     most_keys: int = 64
     num_cores: int = 1
@@ -66,7 +65,7 @@ class GroupCase:
 
 
 CHAINS = GroupCase(((100, 4), (0, 0), (3, 1), (14, 4), (0, 3), (188, 4), (0, 0), (62, 4), (46, 2)), 4)
-TREES = replace(CHAINS, groups=((100, 6), (0, 0), (0, 32), (30, 9), (61, 1), (95, 32)), most=32, are_trees=True)
+LONG = replace(CHAINS, groups=((100, 6), (0, 0), (0, 32), (30, 9), (61, 1), (95, 32)), most=32)
 CASES = {
     "chains over borders of pages and blocks": CHAINS,
     "chains in bfloat16, sinks, narrow heads, windows": replace(
@@ -77,24 +76,24 @@ CASES = {
     ),
     "chains in several calls, which they reach over": replace(CHAINS, table_bytes=4 * TABLE_WIDTH * 3),
     "latents, sinks": replace(CHAINS, num_heads=16, num_kv_heads=1, width=192, latent_width=128, has_sinks=True),
-    "trees": TREES,
-    "trees of latents in bfloat16, in chunks of rows, on two cores": replace(
-        TREES, num_heads=16, num_kv_heads=1, width=192, latent_width=128, dtype="bfloat16", num_cores=2
+    "long chains": LONG,
+    "long chains of latents in bfloat16, in chunks of rows, on two cores": replace(
+        LONG, num_heads=16, num_kv_heads=1, width=192, latent_width=128, dtype="bfloat16", num_cores=2
     ),
-    "trees over many blocks": replace(TREES, most_keys=16),
+    "long chains over many blocks": replace(LONG, most_keys=16),
     "three query heads of each": replace(CHAINS, num_heads=6, most=5, groups=((20, 5), (7, 5), (8, 1))),
     "nothing but padding": replace(CHAINS, groups=((0, 0),) * 5, num_cores=2),
     "a poisoned draft": replace(CHAINS, poisoned=(2, 8)),
     "a poisoned draft of latents": replace(
         CHAINS, num_heads=16, num_kv_heads=1, width=192, latent_width=128, poisoned=(2, 8)
     ),
-    "a poisoned node": replace(TREES, poisoned=(3, 20)),
+    "a poisoned draft of a long chain": replace(LONG, poisoned=(3, 20)),
 }
 
 
 class GroupArrays:
-    """The arrays of a case: queries, new rows and the pool as the reference has them, a page table, positions,
-    ancestors and sequences of tokens, and where their keys lie."""
+    """The arrays of a case: queries, new rows and the pool as the reference has them, a page table, positions and
+    sequences of tokens."""
 
     def __init__(self, case: GroupCase) -> None:
         generator = np.random.default_rng(len(case.groups) + case.width)
@@ -109,16 +108,10 @@ class GroupArrays:
         self.rows = generator.standard_normal((num_tokens, *row)).astype(np.float32)
         self.rows[list(case.poisoned)] = np.nan
         self.sinks = generator.standard_normal(case.num_heads).astype(np.float32) if case.has_sinks else None
-        self.positions, self.trees = np.full(num_tokens, -1, np.int32), np.ones(num_tokens, np.int32)
+        self.positions = np.full(num_tokens, -1, np.int32)
         at = 0
         for sequence, (first, count) in enumerate(case.groups):
-            paths: list[list[int]] = []
-            for node in range(count):
-                parent = int(generator.integers(-1 if node == 0 else 0, node)) if case.are_trees else node - 1
-                paths.append([*(paths[parent] if node else []), node])
-                self.positions[at + node] = first + len(paths[node]) - 1
-                mask = np.array([sum(1 << ancestor for ancestor in paths[node])], np.uint32)
-                self.trees[at + node] = mask.view(np.int32)[0]
+            self.positions[at : at + count] = np.arange(first, first + count)
             lost = self.pool[FIRST_PAGE + pages[sequence]].reshape(-1, *row)
             lost[first:] = np.nan
             self.pool[FIRST_PAGE + pages[sequence]] = lost.reshape(TABLE_WIDTH, PAGE, *row)
@@ -128,13 +121,7 @@ class GroupArrays:
         """Which tokens see a poisoned row, bool [U]."""
         sees = np.zeros(len(self.positions), bool)
         for token in case.poisoned:
-            first = int(np.searchsorted(self.sequences, self.sequences[token]))
-            of_group, node = self.sequences == self.sequences[token], token - first
-            sees |= of_group & (
-                (self.trees.view(np.uint32) >> np.uint32(node)) & 1 == 1
-                if case.are_trees
-                else np.arange(len(sees)) >= token
-            )
+            sees |= (self.sequences == self.sequences[token]) & (np.arange(len(sees)) >= token)
         return sees & (self.positions >= 0)
 
 
@@ -152,13 +139,12 @@ def outcome_of(case: GroupCase) -> Outcome:
     knobs: dict[str, Any] = {"config": case.config, "latent_width": case.latent_width}
     knobs["sinks_H"] = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
     queries, pool, rows = (jnp.asarray(of, case.dtype) for of in (arrays.queries, arrays.pool, arrays.rows))
-    positions, trees = jnp.asarray(arrays.positions), jnp.asarray(arrays.trees) if case.are_trees else None
+    positions = jnp.asarray(arrays.positions)
     together = Together(jnp.asarray(arrays.sequences), case.most)
     sizes = {"page_size": PAGE, "table_width": TABLE_WIDTH, "windows": (0, case.config.window)}
-    described = paged_attention.describe_singles(positions, **sizes, ancestors_U=trees, together=together)
-    nodes = None if trees is None else trees[:, None]
+    described = paged_attention.describe_singles(positions, **sizes, together=together)
     table = jnp.asarray(arrays.table)
-    places = BlockPlaces(table, positions[:, None], described[case.config.window], nodes, together)
+    places = BlockPlaces(table, positions[:, None], described[case.config.window], together)
     new = NewRows(rows, jnp.int32(FIRST_PAGE))
     expected, expected_pool = attention_reference.attend_new(queries, pool, places, new, **knobs)
     flat = flat_of(case, pool).reshape(*pool.shape[:2], -1)
@@ -310,17 +296,6 @@ def every_group_cut_in_two() -> None:
     paged_attention.groups_of = wrong
 
 
-def tree_seen_by_positions() -> None:
-    """A node sees what a chain would have at its position."""
-    is_seen = paged_tiles._is_seen
-    paged_tiles._is_seen = lambda *given: is_seen(*given[:-1], replace(given[-1], is_tree=False))
-
-
-def tree_begun_one_late() -> None:
-    is_seen = paged_tiles._is_seen
-    paged_tiles._is_seen = lambda keys, positions, bits, root, shape: is_seen(keys, positions, bits, root + 1, shape)
-
-
 def later_drafts_of_a_chain_seen() -> None:
     is_seen = paged_tiles._is_seen
     paged_tiles._is_seen = lambda keys, positions, *given: is_seen(keys, positions + (positions >= 0), *given)
@@ -335,8 +310,6 @@ FAULTS: dict[str, tuple[GroupCase, Callable[[], None]]] = {
     "results overwritten": (CHAINS, results_overwritten),
     "NaN left among values": (CASES["a poisoned draft"], nan_left_among_values),
     "every group cut in two": (CHAINS, every_group_cut_in_two),
-    "tree seen by positions": (TREES, tree_seen_by_positions),
-    "tree begun one late": (TREES, tree_begun_one_late),
     "later drafts of a chain seen": (CHAINS, later_drafts_of_a_chain_seen),
 }
 

@@ -99,8 +99,6 @@ class PoolKernels:
 
     copy_pages: Kernel = kv_pool.copy_pages
     """`kv_pool.copy_pages`."""
-    move_rows: Kernel = kv_pool.move_rows
-    """`kv_pool.move_rows`."""
     dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     """The dtype that holds keys and values of another (`kv_pool`)."""
 
@@ -204,7 +202,7 @@ CPU_NATIVE = Kernels(
     experts=ExpertKernels(calls.router_scores, results=calls.expert_results, sums=calls.expert_sums),
     head=HeadKernels(calls.head_logits, tied_rows=take_columns),
     sampling=SamplingKernels(calls.masses_of, noise=calls.gumbel_noise, choose=calls.choose),
-    pool=PoolKernels(calls.copy_pages, calls.move_rows),
+    pool=PoolKernels(calls.copy_pages),
     parameters=ParameterLayout(calls.LAYOUT_OF, calls.MULTIPLES),
     add_norm=calls.add_and_norm,
     dtype="bfloat16",
