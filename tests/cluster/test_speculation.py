@@ -17,7 +17,7 @@ from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import OverTransport, assert_nothing_was_compiled, transport_to, two_hosts
 from tests.support.draft_models import write_eagle_head
 from tests.support.drive import run_together
-from tests.support.oracle import Oracle, TreeOracle
+from tests.support.oracle import Oracle
 from tests.support.outcomes import Outcomes, assert_same
 from tests.support.speculating import DRAFTS, PLAIN, VOCAB_SIZE, known_to_devices, max_drafts, random_requests
 
@@ -50,23 +50,6 @@ def test_drafts_of_a_model_on_both_hosts_do_not_show(
     head = write_eagle_head(tmp_path / "head", json.loads((checkpoint / "config.json").read_text()), num_words=100)
     drafts = {**NGRAM, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head)}
     check_law(checkpoint, lambda _: ModelProposer("drafts"), data_parallel_size=num_data_ranks, **drafts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_data_ranks", [1, 2])
-def test_trees_of_a_model_on_both_hosts_do_not_show(
-    num_data_ranks: int, raylets: int, checkpoint: Path, tmp_path: Path
-) -> None:
-    head = write_eagle_head(tmp_path / "head", json.loads((checkpoint / "config.json").read_text()), num_words=100)
-    drafts = {**NGRAM, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head)}
-    tree = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
-
-    def oracle(plain: Outcomes) -> Proposer:
-        return TreeOracle(plain, share=0.9, vocab_size=VOCAB_SIZE, levels=DRAFTS)
-
-    check_law(
-        checkpoint, lambda _: ModelProposer("drafts"), oracle, data_parallel_size=num_data_ranks, **drafts, **tree
-    )
 
 
 def check_law(checkpoint: Path, *proposers: Callable[[Outcomes], Proposer], **speculates: Any) -> None:

@@ -32,8 +32,8 @@ MODELS = {
 }
 """Query heads, KV heads, head width, latent width."""
 QUERIES = {"single tokens": 1, "single tokens, written": 1, "blocks of 32": 32}
-GROUPS = {"groups of 4": 4, "groups of 32": 32}
-"""Of chains, and of nodes of trees: the most single tokens of a sequence, which are scored 128 rows at a time."""
+GROUPS = {"groups of 4": 4, "groups of 8": 8}
+"""Maximum number of single tokens of a sequence, which are scored 128 rows at a time."""
 
 
 def lanes_of(model: str) -> int:
@@ -96,14 +96,14 @@ def _attend_blocks(chip: str, model: str, num_queries: int, *, writes: bool) -> 
 def _attend_groups(chip: str, model: str, most: int) -> None:
     latent_width = MODELS[model][3]
 
-    def run(queries, pool, rows, table, positions, sequences, trees):
+    def run(queries, pool, rows, table, positions, sequences):
         together = Together(sequences, most)
         sizes = {"page_size": PAGE, "table_width": PAGES, "windows": (0,)}
-        described = describe_singles(positions, **sizes, ancestors_U=trees, together=together)
-        places = BlockPlaces(table, positions[:, None], described[0], trees[:, None], together)
+        described = describe_singles(positions, **sizes, together=together)
+        places = BlockPlaces(table, positions[:, None], described[0], together)
         return attend_new(queries, pool, places, NewRows(rows, np.int32(0)), latent_width=latent_width)
 
-    of_tokens = [jax.ShapeDtypeStruct((BLOCKS,), np.int32)] * 3
+    of_tokens = [jax.ShapeDtypeStruct((BLOCKS,), np.int32)] * 2
     compile_for(chip, run, *_shapes(model), *of_tokens, donate=1)
 
 

@@ -140,26 +140,14 @@ def eagle3_head(folder: Path) -> dict[str, str]:
     return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(folder)}
 
 
-TREE = {"speculative_eagle_topk": 4, "speculative_num_steps": 5, "speculative_num_draft_tokens": 16}
-
-
 @pytest.mark.slow
-def test_trees_are_drafted_and_verified_in_place(tmp_path):
-    case = case_of_model("qwen3-30b-a3b", "v6e:2x2", num_layers=3, values={**eagle3_head(tmp_path), **TREE})
+def test_chains_are_drafted_and_verified_in_place(tmp_path):
+    values = {**eagle3_head(tmp_path), "speculative_num_steps": 5}
+    case = case_of_model("qwen3-30b-a3b", "v6e:2x2", num_layers=3, values=values)
     report = check(case, names=("decode_64", "draft_16"))
     assert len(report.programs) == 2 and not report.faults and report.fits
     decode = next(program for program in report.programs if program.name == "decode_64")
     assert "paged_attention_of_groups" in decode.kernels and "paged_attention" not in decode.kernels
-
-
-def test_trees_are_refused_by_name_where_models_cannot_verify_them(tmp_path):
-    eagle3 = eagle3_head(tmp_path)
-    with pytest.raises(SettingsError, match="speculative_eagle_topk 4: on TPUs trees of drafts take bfloat16 keys"):
-        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values={"kv_cache_dtype": "fp8", **eagle3, **TREE}))
-    ngram = {"speculative_algorithm": "NGRAM", **TREE}
-    with pytest.raises(SettingsError, match="trees of drafts are not for models with sliding windows"):
-        lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", values=ngram))
-    assert lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values=ngram)).config.kernels.attention.has_flat_rows
 
 
 def test_what_serves_on_cpus_is_skipped_unless_a_topology_is_named(capsys):

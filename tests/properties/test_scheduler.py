@@ -59,7 +59,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         entry_tokens=st.sampled_from([0, 0, 16, 64]),
         num_spare_entries=st.integers(2, 9),
         max_drafts=st.sampled_from([0, 0, 1, 3, 7]),
-        are_trees=st.booleans(),
         seed=st.integers(0, 2**32 - 1),
     )
     def set_up(
@@ -76,7 +75,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         entry_tokens,
         num_spare_entries,
         max_drafts,
-        are_trees,
         seed,
     ):
         # No pages beyond those that rows see at once: what is cached behind windows has to make way.
@@ -103,7 +101,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         with patch.object(data_rank, "states_of", partial(self._states_of, num_spare_entries, count())):
             self.scheduler = Scheduler(self.limits)
         self.overlaps, self.max_drafts = overlaps and not max_drafts, max_drafts
-        self.are_trees = are_trees and windows == (0,)  # others are refused
         self.generator = np.random.default_rng(seed)
         # A sequence that computes cached tokens anew, for want of an entry, locks the cached pages beside its own.
         pages_per_sequence = max(1, (num_pages - 1) // (2 if entry_tokens else 1))
@@ -225,8 +222,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _run(self, schedule: Schedule) -> StepResult:
         plan, limits = schedule.plan, self.limits
         rows, lengths = plan.chunks.rows, plan.chunks.lengths
-        most = 1 + plan.chunks.max_drafts if plan.chunks.ancestors is None or not self.are_trees else 32
-        assert np.bincount(rows).max() <= most, "a row has two chunks"
+        assert np.bincount(rows).max() <= 1 + plan.chunks.max_drafts, "a row has two chunks"
         assert rows.min() >= 0 and rows.max() < limits.num_rows * limits.num_data_ranks
         assert (np.diff(rows // limits.num_rows) >= 0).all(), "the chunks of a rank stand apart"
         assert lengths.min() >= 0 and lengths.max() <= limits.chunk_tokens and lengths.sum() == plan.num_tokens
@@ -292,28 +288,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             owner = self.scheduler.table.sequences[row]
             drafted = np.array(self.pasts[owner].tokens[owner.num_tokens :][: self.max_drafts], np.int32)
             drafted[self.generator.integers(0, self.max_drafts + 2) :] = VOCABULARY + 5
-            drafts[row] = self._tree_around(drafted) if self.are_trees else drafted
+            drafts[row] = drafted
         return drafts
-
-    def _tree_around(self, chain: np.ndarray) -> np.ndarray:
-        """A tree with a path of such tokens, and others that lead nowhere."""
-        tree: list[tuple[int, int]] = []
-        follows = 0
-        for token in chain.tolist():
-            for _ in range(self.generator.integers(3)):
-                tree.append((VOCABULARY + 6 + int(self.generator.integers(3)), follows))
-                if self.generator.random() < 0.5:
-                    tree.append((token, len(tree)))
-            tree.append((token, follows))
-            follows = len(tree)
-        return np.array(tree[:31], np.int32).reshape(-1, 2)
 
     def _commit(self, step: tuple[Schedule, StepResult] | None) -> None:
         if step is None:
             return
         schedule, result = step
         counts = None
-        if schedule.plan.chunks.ancestors is not None:
+        if schedule.verifies:
             counts = samples_that_count(self.scheduler.table, schedule, result=result)
         rows, ended = self.scheduler.commit(schedule, result, counts=counts)
         for row in rows.tolist():

@@ -39,29 +39,6 @@ class DraftReference:
             made = np.concatenate([made, out[-1:]])
         return np.stack(features), np.stack(logits), drafts
 
-    def tree(self, token_ids: Sequence[int], *, levels: int, children: int, count: int) -> set[tuple[int, ...]]:
-        """The paths of the `count` best drafts: of each level the best `children` have as many children each."""
-        level: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-        found = []
-        for _ in range(levels):
-            found.append([])
-            for score, path in level:
-                logits = self._after(token_ids, path)
-                logprobs = logits - np.logaddexp.reduce(logits)
-                best = np.argsort(-logprobs, kind="stable")[:children]
-                found[-1] += [(score + float(logprobs[i]), (*path, self._word(int(i)))) for i in best]
-            level = sorted(found[-1], key=lambda each: -each[0])[:children]
-        ranked = sorted((each for of_level in found for each in of_level), key=lambda each: -each[0])
-        return {path for _, path in ranked[:count]}
-
-    def _after(self, token_ids: Sequence[int], path: Sequence[int]) -> np.ndarray:
-        """Logits of the draft that follows a sequence and drafts after it, [V]."""
-        known, made = list(token_ids[1:]), self._features_of(token_ids[:-1])
-        for word in path:
-            made = np.concatenate([made, self._step(np.asarray(known), made)[-1:]])
-            known.append(word)
-        return self._logits(self._step(np.asarray(known), made)[-1:])[0]
-
     def _features_of(self, token_ids: Sequence[int]) -> np.ndarray:
         entering = self._target.entering(np.asarray(token_ids))
         if self._aux:

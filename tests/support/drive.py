@@ -134,9 +134,9 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
     scheduler = Scheduler(limits)
     speculation = None if way.speculation is None else way.speculation(scheduler.table)
     if way.proposer is not None:
-        are_trees = runner.served.settings.speculation.has_trees
-        how = {"is_fixed": True, "are_trees": are_trees}
-        speculation = Speculation(scheduler.table, way.proposer, max_drafts=way.num_drafts, reach=some_reach(), **how)
+        speculation = Speculation(
+            scheduler.table, way.proposer, max_drafts=way.num_drafts, reach=some_reach(), is_fixed=True
+        )
     capture = capture_for(scheduler, replace(card, weight_version="0"), num_pages=way.num_pages)
     return cycle_with(
         scheduler,

@@ -35,7 +35,7 @@ from rayserve_moe.kernels.tpu.paged_writes import GroupWrites
 from tests.support.draft_models import AUX_KEY, write_eagle_head
 from tests.support.drive import run_together
 from tests.support.interpreting import FAULTS_FOUND, INTERPRETED, Outcome, watch
-from tests.support.oracle import Oracle, TreeOracle
+from tests.support.oracle import Oracle
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import draw_prompt, request_for
 
@@ -46,8 +46,8 @@ PAGE, TABLE_WIDTH, FIRST_PAGE = 16, 12, 3
 class GroupCase:
     """Groups of single tokens (where the first stands, how many) on scattered pages, in order; (0, 0) is padding.
 
-    Where they `are_trees`, a group's tokens are nodes of a random one. What lies beyond a sequence's last key, and
-    where its rows are to be written, is NaN. `poisoned` tokens have keys and values that are NaN.
+    What lies beyond a sequence's last key, and where its rows are to be written, is NaN. `poisoned` tokens have keys
+    and values that are NaN.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -58,7 +58,6 @@ class GroupCase:
     config: ScoreConfig = FULL_CAUSAL
     has_sinks: bool = False
     latent_width: int = 0
-    are_trees: bool = False
     dtype: str = "float32"
     most_keys: int = 64
     num_cores: int = 1
@@ -67,7 +66,7 @@ class GroupCase:
 
 
 CHAINS = GroupCase(((100, 4), (0, 0), (3, 1), (14, 4), (0, 3), (188, 4), (0, 0), (62, 4), (46, 2)), 4)
-TREES = replace(CHAINS, groups=((100, 6), (0, 0), (0, 32), (30, 9), (61, 1), (95, 32)), most=32, are_trees=True)
+LONG = replace(CHAINS, groups=((100, 6), (0, 0), (0, 32), (30, 9), (61, 1), (95, 32)), most=32)
 CASES = {
     "chains over borders of pages and blocks": CHAINS,
     "chains in bfloat16, sinks, narrow heads, windows": replace(
@@ -78,24 +77,24 @@ CASES = {
     ),
     "chains in several calls, which they reach over": replace(CHAINS, table_bytes=4 * TABLE_WIDTH * 3),
     "latents, sinks": replace(CHAINS, num_heads=16, num_kv_heads=1, width=192, latent_width=128, has_sinks=True),
-    "trees": TREES,
-    "trees of latents in bfloat16, in chunks of rows, on two cores": replace(
-        TREES, num_heads=16, num_kv_heads=1, width=192, latent_width=128, dtype="bfloat16", num_cores=2
+    "long chains": LONG,
+    "long chains of latents in bfloat16, in chunks of rows, on two cores": replace(
+        LONG, num_heads=16, num_kv_heads=1, width=192, latent_width=128, dtype="bfloat16", num_cores=2
     ),
-    "trees over many blocks": replace(TREES, most_keys=16),
+    "long chains over many blocks": replace(LONG, most_keys=16),
     "three query heads of each": replace(CHAINS, num_heads=6, most=5, groups=((20, 5), (7, 5), (8, 1))),
     "nothing but padding": replace(CHAINS, groups=((0, 0),) * 5, num_cores=2),
     "a poisoned draft": replace(CHAINS, poisoned=(2, 8)),
     "a poisoned draft of latents": replace(
         CHAINS, num_heads=16, num_kv_heads=1, width=192, latent_width=128, poisoned=(2, 8)
     ),
-    "a poisoned node": replace(TREES, poisoned=(3, 20)),
+    "a poisoned draft of a long chain": replace(LONG, poisoned=(3, 20)),
 }
 
 
 class GroupArrays:
-    """The arrays of a case: queries, new rows and the pool as the reference has them, a page table, positions,
-    ancestors and sequences of tokens, and where their keys lie."""
+    """The arrays of a case: queries, new rows and the pool as the reference has them, a page table, positions and
+    sequences of tokens."""
 
     def __init__(self, case: GroupCase) -> None:
         generator = np.random.default_rng(len(case.groups) + case.width)
@@ -110,16 +109,10 @@ class GroupArrays:
         self.rows = generator.standard_normal((num_tokens, *row)).astype(np.float32)
         self.rows[list(case.poisoned)] = np.nan
         self.sinks = generator.standard_normal(case.num_heads).astype(np.float32) if case.has_sinks else None
-        self.positions, self.trees = np.full(num_tokens, -1, np.int32), np.ones(num_tokens, np.int32)
+        self.positions = np.full(num_tokens, -1, np.int32)
         at = 0
         for sequence, (first, count) in enumerate(case.groups):
-            paths: list[list[int]] = []
-            for node in range(count):
-                parent = int(generator.integers(-1 if node == 0 else 0, node)) if case.are_trees else node - 1
-                paths.append([*(paths[parent] if node else []), node])
-                self.positions[at + node] = first + len(paths[node]) - 1
-                mask = np.array([sum(1 << ancestor for ancestor in paths[node])], np.uint32)
-                self.trees[at + node] = mask.view(np.int32)[0]
+            self.positions[at : at + count] = np.arange(first, first + count)
             lost = self.pool[FIRST_PAGE + pages[sequence]].reshape(-1, *row)
             lost[first:] = np.nan
             self.pool[FIRST_PAGE + pages[sequence]] = lost.reshape(TABLE_WIDTH, PAGE, *row)
@@ -129,13 +122,7 @@ class GroupArrays:
         """Which tokens see a poisoned row, bool [U]."""
         sees = np.zeros(len(self.positions), bool)
         for token in case.poisoned:
-            first = int(np.searchsorted(self.sequences, self.sequences[token]))
-            of_group, node = self.sequences == self.sequences[token], token - first
-            sees |= of_group & (
-                (self.trees.view(np.uint32) >> np.uint32(node)) & 1 == 1
-                if case.are_trees
-                else np.arange(len(sees)) >= token
-            )
+            sees |= (self.sequences == self.sequences[token]) & (np.arange(len(sees)) >= token)
         return sees & (self.positions >= 0)
 
 
@@ -153,13 +140,12 @@ def outcome_of(case: GroupCase) -> Outcome:
     knobs: dict[str, Any] = {"config": case.config, "latent_width": case.latent_width}
     knobs["sinks_H"] = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
     queries, pool, rows = (jnp.asarray(of, case.dtype) for of in (arrays.queries, arrays.pool, arrays.rows))
-    positions, trees = jnp.asarray(arrays.positions), jnp.asarray(arrays.trees) if case.are_trees else None
+    positions = jnp.asarray(arrays.positions)
     together = Together(jnp.asarray(arrays.sequences), case.most)
     sizes = {"page_size": PAGE, "table_width": TABLE_WIDTH, "windows": (0, case.config.window)}
-    described = paged_attention.describe_singles(positions, **sizes, ancestors_U=trees, together=together)
-    nodes = None if trees is None else trees[:, None]
+    described = paged_attention.describe_singles(positions, **sizes, together=together)
     table = jnp.asarray(arrays.table)
-    places = BlockPlaces(table, positions[:, None], described[case.config.window], nodes, together)
+    places = BlockPlaces(table, positions[:, None], described[case.config.window], together)
     new = NewRows(rows, jnp.int32(FIRST_PAGE))
     expected, expected_pool = attention_reference.attend_new(queries, pool, places, new, **knobs)
     flat = flat_of(case, pool).reshape(*pool.shape[:2], -1)
@@ -187,14 +173,13 @@ class EngineCase:
 
 
 CHAIN = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
-TREE = CHAIN | {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
 ENGINES = {
     "an engine with chains, sinks, windows and heads of 64": EngineCase(
         "gpt-oss-tiny", {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]}, CHAIN
     ),
-    "an engine with trees and latents": EngineCase("deepseek-v3-tiny", {"kv_lora_rank": 128}, TREE),
-    "an engine with trees of a draft model": EngineCase(
-        "olmoe-tiny", {"head_dim": 128}, TREE | {"speculative_algorithm": "EAGLE3"}, draft_heads=128
+    "an engine with chains and latents": EngineCase("deepseek-v3-tiny", {"kv_lora_rank": 128}, CHAIN),
+    "an engine with chains of a draft model": EngineCase(
+        "olmoe-tiny", {"head_dim": 128}, CHAIN | {"speculative_algorithm": "EAGLE3"}, draft_heads=128
     ),
 }
 
@@ -226,8 +211,6 @@ def engine_outcome(case: EngineCase) -> Outcome:
         layers = [each for each in (runner.config, runner.served.draft and runner.served.draft.layer) if each]
         assert all(each.kernels.attention.has_flat_rows for each in layers)
         speculation, words = runner.served.settings.speculation, runner.config.spec.vocab_size
-        if proposer is None and speculation.has_trees:
-            proposer = TreeOracle(plain, share=0.9, vocab_size=words, levels=speculation.num_levels)
         proposer = proposer or Oracle(plain, share=0.8, vocab_size=words)
         way = replace(WAY, proposer=proposer, num_drafts=speculation.max_drafts)
         found = run_together(runner, card_of(path), requests, way=way)
@@ -315,17 +298,6 @@ def every_group_cut_in_two() -> None:
     paged_attention.groups_of = wrong
 
 
-def tree_seen_by_positions() -> None:
-    """A node sees what a chain would have at its position."""
-    is_seen = paged_tiles._is_seen
-    paged_tiles._is_seen = lambda *given: is_seen(*given[:-1], replace(given[-1], is_tree=False))
-
-
-def tree_begun_one_late() -> None:
-    is_seen = paged_tiles._is_seen
-    paged_tiles._is_seen = lambda keys, positions, bits, root, shape: is_seen(keys, positions, bits, root + 1, shape)
-
-
 def later_drafts_of_a_chain_seen() -> None:
     is_seen = paged_tiles._is_seen
     paged_tiles._is_seen = lambda keys, positions, *given: is_seen(keys, positions + (positions >= 0), *given)
@@ -340,8 +312,6 @@ FAULTS: dict[str, tuple[GroupCase, Callable[[], None]]] = {
     "results overwritten": (CHAINS, results_overwritten),
     "NaN left among values": (CASES["a poisoned draft"], nan_left_among_values),
     "every group cut in two": (CHAINS, every_group_cut_in_two),
-    "tree seen by positions": (TREES, tree_seen_by_positions),
-    "tree begun one late": (TREES, tree_begun_one_late),
     "later drafts of a chain seen": (CHAINS, later_drafts_of_a_chain_seen),
 }
 

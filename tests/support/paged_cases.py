@@ -43,10 +43,7 @@ PAGE, TABLE_WIDTH = 16, 12
 
 @dataclass(frozen=True)
 class PagedCase:
-    """Blocks of queries (position of the first, how many) on scattered pages; all that no query sees is NaN.
-
-    With `are_nodes` a block is the last of so many nodes of a tree that begins there.
-    """
+    """Blocks of queries (position of the first, how many) on scattered pages; all that no query sees is NaN."""
 
     blocks: tuple[tuple[int, int], ...]
     num_queries: int

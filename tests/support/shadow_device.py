@@ -12,7 +12,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from rayserve_moe.scheduling.draft_trees import depths_of, parents_of
 from rayserve_moe.scheduling.scheduler import StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan, StepResult
@@ -154,25 +153,18 @@ class ShadowDevice:
             self._written_at[own] = self._written_at[source]
 
     def run_drafts(self, plan: StepPlan, pasts: list[Past]) -> StepResult:
-        """The same where chunks may be drafts: wrong ones overwrite what their slots stand for, and sample anything.
-
-        Nodes of a tree have slots behind the root in their order; right ones are moved to those of their positions.
-        """
+        """The same where chunks may be drafts: wrong ones overwrite what their slots stand for, and sample anything."""
         if not plan.chunks.max_drafts:
             return self.run(plan, pasts)
         is_right = np.ones(plan.num_chunks, np.bool_)
         chunks = plan.chunks
         last_tokens = np.cumsum(chunks.lengths) - 1
-        assert chunks.ancestors is not None, "drafts have ancestors"
-        before, root = np.arange(plan.num_chunks) - parents_of(chunks.ancestors), 0
-        places = chunks.starts - depths_of(chunks.ancestors)
         for c in range(1, plan.num_chunks):
-            root = root if chunks.rows[c] == chunks.rows[c - 1] else c
-            places[c] += c - root
-            if c > root:
+            if chunks.rows[c] == chunks.rows[c - 1]:
                 position, past = int(chunks.starts[c]), pasts[c]
+                assert position == chunks.starts[c - 1] + 1, "a draft stands behind the token before it"
                 known = past.tokens[position] if position < len(past.tokens) else None
-                is_right[c] = is_right[before[c]] and chunks.token_ids[last_tokens[c]] == known
+                is_right[c] = is_right[c - 1] and chunks.token_ids[last_tokens[c]] == known
         kept = replace(
             chunks,
             rows=chunks.rows[is_right],
@@ -183,10 +175,8 @@ class ShadowDevice:
         )
         right = replace(plan, chunks=kept)
         found = self.run(right, [past for past, keeps in zip(pasts, is_right, strict=True) if keeps])
-        kept = set(zip(right.chunks.rows.tolist(), right.chunks.starts.tolist(), strict=True))
-        is_elsewhere = ~is_right | (places != plan.chunks.starts)
-        for row, place in zip(plan.chunks.rows[is_elsewhere].tolist(), places[is_elsewhere].tolist(), strict=True):
-            for pool in self._pools if (row, place) not in kept else ():
+        for row, place in zip(chunks.rows[~is_right].tolist(), chunks.starts[~is_right].tolist(), strict=True):
+            for pool in self._pools:
                 slots = pool.slots(row, place, place + 1)
                 assert not np.isin(slots, self._written_now(right, pool)).any(), "a draft writes over another token"
                 pool.stands_for[slots] = POISON

@@ -9,7 +9,6 @@ import numpy as np
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.eplb.steps import EplbSteps
-from rayserve_moe.engine.speculation.proposers import Proposer
 from rayserve_moe.kernels.table import CPU_NATIVE
 from rayserve_moe.requests.reasoning_span import ReasoningMarkers, ThinkingLimit
 from rayserve_moe.requests.records import (
@@ -23,7 +22,7 @@ from rayserve_moe.requests.records import (
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.constraints import PERSON, compiler, schema_constraint
 from tests.support.drive import Intervention, Way, preempt_every, run_together
-from tests.support.oracle import Oracle, TreeOracle
+from tests.support.oracle import Oracle
 from tests.support.outcomes import Outcomes, assert_identical, assert_same
 from tests.support.workload import draw_prompt
 
@@ -40,8 +39,6 @@ SPECULATES: dict[str, Any] = {
     "enable_return_hidden_states": True,
     "logit_processors": "examples.logit_processors",
 }
-TREES: dict[str, Any] = SPECULATES | {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
-"""Trees of as many levels."""
 CONSTRAINTS = (
     schema_constraint(PERSON),
     Constraint("regex", "([a-d]{3} ){2,6}"),
@@ -74,13 +71,6 @@ def assert_unchanged(engine: Engine, actual: Outcomes, plain: Outcomes) -> None:
         np.testing.assert_allclose(outcome.logprobs, plain[key].logprobs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def oracle_for(engine: Engine, plain: Outcomes, *, share: float) -> Proposer:
-    """What drafts chains or trees, as an engine has them."""
-    if not engine.runner.served.settings.speculation.has_trees:
-        return Oracle(plain, share=share, vocab_size=VOCAB_SIZE)
-    return TreeOracle(plain, share=share, vocab_size=VOCAB_SIZE, levels=DRAFTS)
-
-
 def max_drafts(engine: Engine) -> int:
     """Drafts of a sequence in a step."""
     return engine.runner.served.settings.speculation.max_drafts
@@ -88,7 +78,7 @@ def max_drafts(engine: Engine) -> int:
 
 def random_way(engine: Engine, generator: np.random.Generator, plain: Outcomes, **always: Any) -> Way:
     """Some way to schedule, with drafts that are right more or less often."""
-    oracle = oracle_for(engine, plain, share=float(generator.choice([0.3, 0.8, 0.95, 1.0])))
+    oracle = Oracle(plain, share=float(generator.choice([0.3, 0.8, 0.95, 1.0])), vocab_size=VOCAB_SIZE)
     preempts = preempt_every(int(generator.integers(17, 25)), forgets=bool(generator.random() < 0.5))
     way = replace(
         PLAIN,

@@ -327,5 +327,6 @@ FIXED = {
         "on_loss",
         "a group of fewer hosts compiles its programs when it first serves, and compile_cache keeps them",
     ),
+    "speculative_eagle_topk": (1, "trees of drafts are not served, chains are"),
 }
 """Settings with one value, which changes nothing, and why there is no other."""

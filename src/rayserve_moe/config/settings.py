@@ -73,14 +73,11 @@ class SpeculationSettings:
     disables drafts."""
     draft_model_path: str = _named("", "speculative_draft_model_path")
     """Path of the `EAGLE` or `EAGLE3` head, as `model_path`. `NEXTN` uses a layer of the checkpoint instead."""
-    eagle_topk: int = _number(1, (1, 8), "speculative_eagle_topk")
-    """Drafts that may follow each draft; beyond 1 they are a tree. Not for models with sliding windows."""
     num_steps: int = _number(0, (0, 7), "speculative_num_steps")
-    """Maximum depth of a sequence's drafts in one step; 0 is 7. Measured times choose 0, 1, 3, 5 or 7 drafts of a
-    chain for each step."""
-    num_draft_tokens: int = _number(0, (0, 32), "speculative_num_draft_tokens")
-    """Rows verified per sequence: for a chain `speculative_num_steps` plus 1; for a tree all its nodes and the token at
-    its root, at most 32. A tree needs this setting."""
+    """Maximum number of drafts of a sequence in one step; 0 is 7. Measured times choose 0, 1, 3, 5 or 7 drafts for each
+    step."""
+    num_draft_tokens: int = _number(0, (0, MAX_DRAFTS + 1), "speculative_num_draft_tokens")
+    """Rows verified per sequence: `speculative_num_steps` plus 1."""
     shortest_match: int = _number(2, (1, 64), "speculative_ngram_min_match_window_size")
     """Minimum length of a match with the end of a sequence, tokens, before anything is drafted."""
     longest_match: int = _number(8, (1, 64), "speculative_ngram_max_match_window_size")
@@ -89,19 +86,7 @@ class SpeculationSettings:
     @property
     def max_drafts(self) -> int:
         """Return the maximum number of drafts per sequence and step; 0 without speculation."""
-        if self.has_trees:
-            return self.num_draft_tokens - 1
         return 0 if self.algorithm == "off" else self.num_steps or max(self.num_draft_tokens - 1, 0) or MAX_DRAFTS
-
-    @property
-    def has_trees(self) -> bool:
-        """Return True if drafts are trees."""
-        return self.algorithm != "off" and self.eagle_topk > 1
-
-    @property
-    def num_levels(self) -> int:
-        """Return the maximum depth of a sequence's drafts in one step."""
-        return min(self.num_steps or MAX_DRAFTS, self.max_drafts) if self.has_trees else self.max_drafts
 
 
 class SettingsError(ValueError):

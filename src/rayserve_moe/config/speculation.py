@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayserve_moe.config.settings import DRAFT_MODELS, MAX_DRAFTS, SettingsError, SpeculationSettings
+from rayserve_moe.config.settings import DRAFT_MODELS, SettingsError, SpeculationSettings
 
 ALGORITHM, NUM_STEPS = "speculative_algorithm", "speculative_num_steps"
 NOT_SERVED = ("STANDALONE", "DFLASH", "DSPARK", "UNO")
 """Algorithms of SGLang that take other draft models."""
-MOST_NODES = 32
-"""Of a tree: bits of a mask."""
 VLLM = "speculative_config"
 METHODS_OF_VLLM = {"ngram": "NGRAM", "eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
 """Of the last there are others, by the family of the target, that end in `_mtp`."""
@@ -49,14 +47,7 @@ def check_speculation(settings: SpeculationSettings, *, selection: str) -> None:
         raise SettingsError(f"speculative_draft_model_path is not for speculative_algorithm {settings.algorithm}")
     if tokens == 1:
         raise SettingsError("speculative_num_draft_tokens counts the token before the drafts too: 2 or more, or 0")
-    if settings.has_trees:
-        _check_tree(settings)
-    elif tokens > MAX_DRAFTS + 1:
-        raise SettingsError(
-            f"speculative_num_draft_tokens must be at most {MAX_DRAFTS + 1} where drafts are a chain, found {tokens}: "
-            "for a tree set speculative_eagle_topk"
-        )
-    elif steps and tokens and tokens != steps + 1:
+    if steps and tokens and tokens != steps + 1:
         raise SettingsError(
             f"speculative_num_draft_tokens {tokens} must be speculative_num_steps + 1 = {steps + 1}: drafts are a chain"
         )
@@ -69,26 +60,6 @@ def check_speculation(settings: SpeculationSettings, *, selection: str) -> None:
         raise SettingsError(
             "speculative_algorithm and expert_selection balanced exclude each other: which experts a token gets then "
             "depends on the other tokens of its step, drafts among them, so that drafts would change what is returned"
-        )
-
-
-def _check_tree(settings: SpeculationSettings) -> None:
-    """SettingsError where a tree has no such nodes, or a draft model would have to keep more than masks have bits."""
-    children, levels, nodes = settings.eagle_topk, settings.num_levels, settings.num_draft_tokens
-    if not nodes:
-        raise SettingsError(
-            f"speculative_eagle_topk {children} needs speculative_num_draft_tokens: the nodes of a tree"
-        )
-    if settings.algorithm not in DRAFT_MODELS:
-        return
-    if (levels - 1) * children > MOST_NODES:
-        raise SettingsError(
-            f"speculative_eagle_topk {children} with {levels} steps: a draft model reads at most {MOST_NODES} drafts, "
-            f"speculative_num_steps must be at most {1 + MOST_NODES // children}"
-        )
-    if nodes > (most := 1 + children + (levels - 1) * children**2):
-        raise SettingsError(
-            f"speculative_num_draft_tokens {nodes}: {levels} steps of {children} drafts give at most {most} nodes"
         )
 
 

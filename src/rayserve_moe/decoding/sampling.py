@@ -6,9 +6,7 @@ the log-probabilities that survive truncation. So it depends on no other row of 
 
 A sequence whose drafts are verified has several samples next to each other: after its last token, then after each
 draft, as if all drafts before it were its own tokens. Samples count up to the first draft that differs from the sample
-before it. As noise depends on the position alone, these are the samples of the sequence without drafts. Drafts are a
-chain, or a tree (`kernels.ancestors`): then the drafts before one are those on its path, and no two that follow the
-same token are equal.
+before it. As noise depends on the position alone, these are the samples of the sequence without drafts.
 """
 
 # S sampled rows   V vocabulary (local share)   P parts   J likeliest tokens   K most drafts of a row
@@ -25,7 +23,6 @@ import jax.numpy as jnp
 
 from rayserve_moe.decoding.log_probs import LogProbs, Masses, TopTokens, likeliest, log_probs_of, ranks_of
 from rayserve_moe.decoding.truncation import LastKept, Limits, are_limited, is_kept, keep_all, last_kept
-from rayserve_moe.kernels.ancestors import depths_of, nodes_of, parents_of
 from rayserve_moe.kernels.reference.layers import best_of, gumbel_noise, masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
@@ -142,45 +139,15 @@ def _last_kept(logprobs_SV: jax.Array, rows: SamplingBatch, part: VocabularyPart
     return jax.lax.cond(jnp.any(are_limited(rows.limits)), find, partial(keep_all, len(logprobs_SV)))
 
 
-def likeliest_samples(
-    logits_SV: jax.Array,
-    rows: SamplingBatch,
-    *,
-    part: VocabularyPart,
-    count: int,
-    noise: Noise = gumbel_noise,
-    masses: Masses = masses_of,
-) -> TopTokens:
-    """Return the `count` tokens that `sample` is likeliest to take by logits near these, the same on all devices.
-
-    The first is what `sample` takes. Their log-probabilities are those of a softmax of what it takes the largest of:
-    as if others were off by noise of the same kind.
-    """
-    greedy_S = rows.temperature_S <= 0.0
-    found = log_probs_of(logits_SV, jnp.where(greedy_S, 1.0, rows.temperature_S), part=part, masses=masses)
-    noisy = partial(_noisy, found.logprobs_SV, rows, noise, part)
-    noisy_SV = jax.lax.cond(jnp.all(greedy_S), lambda: found.logprobs_SV, noisy)
-    scores_SV = jnp.where(greedy_S[:, None], found.logprobs_SV, jnp.maximum(noisy_SV, jnp.finfo(jnp.float32).min))
-    foretold = log_probs_of(scores_SV, jnp.ones_like(rows.temperature_S), part=part, masses=masses)
-    num_wanted = jnp.int32(count)
-    return likeliest(foretold.logprobs_SV, num_wanted=num_wanted, max_top=count, part=part)
-
-
 class Drafts(NamedTuple):
     """The token that each sample is taken after, int32 [S], and whether that is a draft, bool [S].
 
-    `drafted_SK` int32 are the drafts among its tokens, the last one first; -1: none. Of trees, `before_S` int32 is the
-    sample that each draft follows; of chains it is the one before.
+    `drafted_SK` int32 are the drafts among its tokens, the last one first; -1: none.
     """
 
     ids_S: jax.Array
     is_draft_S: jax.Array
     drafted_SK: jax.Array
-    before_S: jax.Array | None = None
-
-    def at_parents(self, of_samples_S: jax.Array) -> jax.Array:
-        """Return the values of the samples that drafts follow."""
-        return jnp.roll(of_samples_S, 1) if self.before_S is None else of_samples_S[self.before_S]
 
 
 def drafts_of(rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array, *, max_drafts: int) -> Drafts:
@@ -197,29 +164,11 @@ def drafts_of(rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array, *, ma
     return Drafts(ids_S, is_draft_S, jnp.stack(drafted, axis=1))
 
 
-def tree_drafts_of(ancestors_S: jax.Array, ids_S: jax.Array, *, max_drafts: int) -> Drafts:
-    """Find the drafts of trees of at most `max_drafts` levels below their roots, by the masks of the tokens."""
-    places_S, is_draft_S = jnp.arange(len(ids_S)), depths_of(ancestors_S) > 0
-    before_S = jnp.where(is_draft_S, places_S - nodes_of(ancestors_S) + parents_of(ancestors_S), places_S)
-    drafted, at_S, reaches_S = [], places_S, is_draft_S
-    for _ in range(max_drafts):
-        drafted.append(jnp.where(reaches_S, ids_S[at_S], -1))
-        at_S = before_S[at_S]
-        reaches_S &= is_draft_S[at_S]
-    return Drafts(ids_S, is_draft_S, jnp.stack(drafted, axis=1), before_S)
-
-
 def accepted(sampled_S: jax.Array, drafts: Drafts) -> tuple[jax.Array, jax.Array]:
     """Return the samples that count, and the last one of each row that does; both bool [S]."""
-    is_right_S = drafts.ids_S == drafts.at_parents(sampled_S)
+    is_right_S = drafts.ids_S == jnp.roll(sampled_S, 1)
     counts_S = jnp.ones_like(is_right_S)
     for _ in range(drafts.drafted_SK.shape[1]):
-        counts_S = ~drafts.is_draft_S | (is_right_S & drafts.at_parents(counts_S))
-    goes_on_S = drafts.is_draft_S & counts_S
-    if drafts.before_S is None:
-        goes_on_S = jnp.roll(goes_on_S, -1)
-    else:
-        goes_on_S = (
-            jnp.zeros_like(goes_on_S).at[jnp.where(goes_on_S, drafts.before_S, len(goes_on_S))].set(True, mode="drop")
-        )
+        counts_S = ~drafts.is_draft_S | (is_right_S & jnp.roll(counts_S, 1))
+    goes_on_S = jnp.roll(drafts.is_draft_S & counts_S, -1)
     return counts_S, counts_S & ~goes_on_S

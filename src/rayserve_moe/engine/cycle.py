@@ -154,7 +154,7 @@ class StepCycle:
             return NO_ROWS, failed
         assert result is not None and result.step_id == finished.plan.step_id, "a result belongs to another step"
         counts = None  # all samples become tokens
-        if finished.plan.chunks.ancestors is not None:
+        if finished.verifies:
             counts = samples_that_count(self.scheduler.table, finished, result=result)
         for take_over in self._returned:
             take_over(finished, result, counts=counts)

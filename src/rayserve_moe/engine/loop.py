@@ -364,7 +364,6 @@ def speculation_for(settings: SpeculationSettings, scheduler: Scheduler, *, card
         proposer_for(settings),
         max_drafts=settings.max_drafts,
         reach=ExpertReach(card.routing.num_experts, card.routing.top_k),
-        are_trees=settings.has_trees,
     )
 
 

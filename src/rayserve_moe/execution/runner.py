@@ -176,7 +176,7 @@ class HostRunner:
         launches = self._launches
         assert plan.num_chunks or plan.migration is None, "a piece of a migration goes with a step"
         if num_drafts := plan.chunks.max_drafts:
-            max_drafts = self.served.settings.speculation.num_levels
+            max_drafts = self.served.settings.speculation.max_drafts
             assert num_drafts <= max_drafts, "steps are compiled for fewer drafts"
         if plan.takes_staged_weights:
             assert launches.step is None, "weights change while no step is under way"
@@ -328,7 +328,6 @@ def _packer_for(served: ServedModel) -> Packer:
         num_data_ranks=served.config.plan.data_size,
         num_tables=served.num_tables,
         tells_nexts=served.draft is not None,
-        has_trees=served.settings.speculation.has_trees,
     )
 
 
@@ -382,6 +381,6 @@ def draft_rows(plan: StepPlan, *, sizes: tuple[int, ...], rows_per_rank: int, nu
 
 
 def drafts_of(drafts_NSK: jax.Array, locations: np.ndarray) -> np.ndarray:
-    """Return the drafts of the rows at `locations` among all data ranks, int32 [rows, K], or trees [rows, K, 2]."""
+    """Return the drafts of the rows at `locations` among all data ranks, int32 [rows, K]."""
     of_all = np.asarray(drafts_NSK)
-    return np.ascontiguousarray(of_all.reshape(-1, *of_all.shape[2:])[locations])
+    return np.ascontiguousarray(of_all.reshape(-1, of_all.shape[2])[locations])

@@ -30,12 +30,11 @@ from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
 from rayserve_moe.execution.processor_module import load_processors
 from rayserve_moe.execution.programs.buckets import step_cost, step_shapes
 from rayserve_moe.execution.step.device_state import state_shapes
-from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepConfig, StepShape, TreeShape
+from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepConfig, StepShape
 from rayserve_moe.execution.weights.migration import staging_shapes
 from rayserve_moe.execution.weights.placing import first_placement, model_config, weight_shapes
 from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.kernels.attention_config import PoolFormat
-from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.model_config import ModelConfig
@@ -169,20 +168,16 @@ class ServedModel:
     @property
     def _num_ahead(self) -> int:
         """Drafts of a row that the draft model reads to draft further."""
-        settings = self.settings.speculation
-        return (settings.num_levels - 1) * settings.eagle_topk
+        return self.settings.speculation.max_drafts - 1
 
     def step_config(self, num_pages: int) -> StepConfig:
         layer_pages = layer_pages_of(self.pool.kinds, self.pool.groups(num_pages))
-        speculation = self.settings.speculation
-        tree = TreeShape(speculation.num_levels, speculation.eagle_topk, speculation.max_drafts)
         return StepConfig(
             self.config,
             self.settings.cache.page_size,
             self.settings.replay.enabled,
             layer_pages=layer_pages,
-            max_drafts=speculation.num_levels,
-            tree=tree if speculation.has_trees else None,
+            max_drafts=self.settings.speculation.max_drafts,
             holds_samples=self.settings.structured.enabled,
             draft=self.draft,
             shows_hidden=self.settings.replay.shows_hidden,
@@ -237,7 +232,6 @@ def served_model(
     """Lay a model out on a mesh, with the one that drafts for it. SettingsError or UnsupportedModelError where they do
     not go together."""
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
-    speculation = settings.speculation
     config = model_config(spec, plan, experts=settings.experts, kernels=kernels, pool=settings.pool_format)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
@@ -245,24 +239,10 @@ def served_model(
     of_draft = None if draft is None else draft_config(draft, config, pool=settings.pool_format)
     processors = load_processors(settings.structured.processors, digest=settings.processors_digest)
     served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft, processors)
-    if speculation.has_trees:
-        _check_trees(served)
     for each in (config,) if of_draft is None else (config, of_draft.layer):
         check_kv_heads(each, kv_dtype=served.kv_dtype)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served
-
-
-def _check_trees(served: ServedModel) -> None:
-    """SettingsError where a model cannot verify trees of drafts."""
-    what = f"speculative_eagle_topk {served.settings.speculation.eagle_topk}"
-    if any(kind.window for kind in served.pool.kinds):
-        raise SettingsError(f"{what}: trees of drafts are not for models with sliding windows, take 1")
-    if platform_of(served.config.plan.mesh) == "tpu" and not served.config.kernels.attention.has_flat_rows:
-        raise SettingsError(
-            f"{what}: on TPUs trees of drafts take bfloat16 keys and values in pages of a multiple of {CLEARED_ROWS} "
-            f"tokens; found kv_cache_dtype {served.kv_dtype} and page_size {served.settings.cache.page_size}"
-        )
 
 
 def check_kv_heads(config: ModelConfig, *, kv_dtype: str) -> None:

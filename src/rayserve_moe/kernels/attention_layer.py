@@ -33,10 +33,9 @@ class TokenBatch:
 
     `token_ids_T`, `positions_T` (-1: padding) and `kv_slots_T` are int32 [T]; `page_table_BP` int32 holds the pages
     of the sequence that each block belongs to. `num_singles` is U. Where layers have different page tables, slots and
-    tables have one more dimension ahead, and `layer_pages` says which is whose. `ancestors_U` int32 is there where
-    single tokens may be nodes of trees (`kernels.ancestors`). Where some may be of one sequence, and kernels are to
-    know, `sequences_U` int32 says of which each is, `most_together` at the most (`Together`). `rows_B` int32 are the
-    data rank's rows that single tokens and blocks belong to; those of padding are any.
+    tables have one more dimension ahead, and `layer_pages` says which is whose. Where some may be of one sequence, and
+    kernels are to know, `sequences_U` int32 says of which each is, `most_together` at the most (`Together`). `rows_B`
+    int32 are the data rank's rows that single tokens and blocks belong to; those of padding are any.
     """
 
     token_ids_T: jax.Array
@@ -45,7 +44,6 @@ class TokenBatch:
     page_table_BP: jax.Array
     num_singles: int = field(metadata={"static": True})
     layer_pages: tuple[LayerPages, ...] = field(default=(), metadata={"static": True})
-    ancestors_U: jax.Array | None = None
     sequences_U: jax.Array | None = None
     most_together: int = field(default=1, metadata={"static": True})
     rows_B: jax.Array | None = None
@@ -199,15 +197,14 @@ def attend_blocks(
     batch, (num_tokens, *head_shape), parts = step.batch, queries_THh.shape, []
     singles, page_table_BP = batch.num_singles, batch.page_table_BP + step.first_page
     positions_U1 = batch.positions_T[:singles, None]
-    trees = None if batch.ancestors_U is None else batch.ancestors_U[:, None]
     if step.num_late:
         assert kernels.write_and_decode is not None, "rows are left to a kernel that writes them"
-        places = BlockPlaces(batch.page_table_BP[:singles], positions_U1, described, trees, batch.together)
+        places = BlockPlaces(batch.page_table_BP[:singles], positions_U1, described, batch.together)
         new = NewRows(step.rows_TX[:singles], step.first_page)
         attended, kv_pages = kernels.write_and_decode(queries_THh[:singles], kv_pages, places, new)
         parts.append(attended)
     elif singles:
-        places = BlockPlaces(page_table_BP[:singles], positions_U1, described, trees)
+        places = BlockPlaces(page_table_BP[:singles], positions_U1, described)
         parts.append(kernels.decode(queries_THh[:singles, None], kv_pages, places)[:, 0])
     if batch.num_prefill_blocks:
         blocks = (batch.num_prefill_blocks, (num_tokens - singles) // batch.num_prefill_blocks)

@@ -63,26 +63,6 @@ def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, coun
     return jax.lax.fori_loop(0, count, copy_one, pool)
 
 
-class Moves(NamedTuple):
-    """The first `num` moves of rows from slots to slots, int32 [S]: none goes to where a later one comes from."""
-
-    sources_S: jax.Array
-    targets_S: jax.Array
-    num: jax.Array
-
-
-@jax.named_scope("kv_moves")
-def move_rows(pool: jax.Array, moves: Moves, *, num_layers: int) -> jax.Array:
-    """Copy rows of all layers within a pool [layers * pages, page, ...], one after the other."""
-    rows_LS = pool.reshape(num_layers, -1, *pool.shape[2:])
-
-    def move(i: jax.Array, rows_LS: jax.Array) -> jax.Array:
-        row_L1 = jax.lax.dynamic_slice_in_dim(rows_LS, moves.sources_S[i], 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(rows_LS, row_L1, moves.targets_S[i], axis=1)
-
-    return jax.lax.fori_loop(0, moves.num, move, rows_LS).reshape(pool.shape)
-
-
 def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, slots_T: jax.Array) -> jax.Array:
     """`write_rows` of the K and V of each token; `kv_pages` is [pages, page, 2 * G, h]."""
     return write_rows(kv_pages, kv_rows(keys_TGh, values_TGh), slots_T)

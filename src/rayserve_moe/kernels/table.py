@@ -112,8 +112,6 @@ class PoolKernels:
 
     copy_pages: Kernel = kv_pool.copy_pages
     """`kv_pool.copy_pages`."""
-    move_rows: Kernel = kv_pool.move_rows
-    """`kv_pool.move_rows`."""
     dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Dtype of the pool by dtype of keys and values, where they differ (`kv_pool`)."""
 
@@ -265,7 +263,7 @@ CPU_NATIVE = Kernels(
     ),
     head=HeadKernels(calls.head_logits, tied_rows=take_columns),
     sampling=SamplingKernels(calls.masses_of, noise=calls.gumbel_noise, choose=calls.choose),
-    pool=PoolKernels(calls.copy_pages, calls.move_rows),
+    pool=PoolKernels(calls.copy_pages),
     parameters=ParameterLayout(calls.LAYOUT_OF, calls.MULTIPLES),
     add_norm=operation("cpu_native", calls.add_and_norm),
     dtype="bfloat16",

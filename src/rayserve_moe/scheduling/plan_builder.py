@@ -74,6 +74,8 @@ class Schedule:
     """Sequences with tokens to probe, in the order of the plan."""
     is_awaited: bool = False
     """True if only the devices know where some chunks start, because drafts have not come back."""
+    verifies: bool = False
+    """True if some chunks are drafts or awaited, so that samples may not count (`samples_that_count`)."""
     endings: tuple[Ending, ...] = ()
     """Sequences that end before the step is submitted, because nothing may follow their last token."""
 
@@ -110,7 +112,6 @@ def build_schedule(
             token_ids=chunks.token_ids,
             samples=samples,
             num_forks=whole.num_forks,
-            ancestors=chunks.ancestors,
             max_drafts=max_drafts,
         ),
         pages=_pages(whole.pages),
@@ -129,7 +130,8 @@ def build_schedule(
         num_departures=table.num_departures,
         completed=tuple(whole.completed),
         probed=probed,
-        is_awaited=chunks.ancestors is not None and bool((chunks.starts <= AWAITED).any()),
+        is_awaited=whole.verifies and bool((chunks.starts <= AWAITED).any()),
+        verifies=whole.verifies,
     )
 
 
@@ -138,19 +140,13 @@ def _joined(runs: list[ChunkRun]) -> ChunkRun:
     if len(runs) <= 1:
         return runs[0] if runs else NO_RUN
     rows, starts, lengths, token_ids, samples, *_ = zip(NO_RUN, *runs, strict=True)
-    has_trees = any(run.ancestors is not None for run in runs)
     return ChunkRun(
         np.concatenate(rows),
         np.concatenate(starts),
         lengths=np.concatenate(lengths),
         token_ids=np.concatenate(token_ids),
         samples=np.concatenate(samples),
-        ancestors=np.concatenate([_ancestors(run) for run in runs]) if has_trees else None,
     )
-
-
-def _ancestors(run: ChunkRun) -> np.ndarray:
-    return np.ones(len(run.rows), np.int32) if run.ancestors is None else run.ancestors
 
 
 def _pages(changes: list[PageTableChanges]) -> PageTableChanges:

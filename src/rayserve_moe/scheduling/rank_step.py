@@ -60,8 +60,6 @@ class ChunkRun(NamedTuple):
     """As in `Chunks`, as are the arrays before."""
     demand: ChunkDemand | None = None
     """Extra work of a chunk of a prompt."""
-    ancestors: np.ndarray | None = None
-    """As in `Chunks`; None if no chunk is a node of a tree."""
 
 
 class RankStep:
@@ -86,6 +84,8 @@ class RankStep:
         """Chunks without tokens."""
         self.has_demands = False
         """Some run has a demand."""
+        self.verifies = False
+        """As in `Schedule`."""
         self.pages: list[PageTableChanges] = []
         """To be joined."""
         self.new_sequences: list[Sequence] = []
@@ -110,6 +110,7 @@ class RankStep:
         self.runs += other.runs
         self.num_forks += other.num_forks
         self.has_demands |= other.has_demands
+        self.verifies |= other.verifies
         self.pages += other.pages
         self.new_sequences += other.new_sequences
         self.completed += other.completed
@@ -141,14 +142,11 @@ class RankStep:
             return rows, starts
         return rows[is_active], starts[is_active]
 
-    def add_singles(
-        self, rows: np.ndarray, starts: np.ndarray, *, token_ids: np.ndarray, ancestors: np.ndarray | None
-    ) -> None:
-        """Add chunks of one token each that sample."""
+    def add_singles(self, rows: np.ndarray, starts: np.ndarray, *, token_ids: np.ndarray, verifies: bool) -> None:
+        """Add chunks of one token each that sample; `verifies` if some are drafts or awaited."""
         lengths, samples = np.ones(len(rows), np.int32), np.ones(len(rows), np.bool_)
-        self.runs.append(
-            ChunkRun(rows, starts, lengths=lengths, token_ids=token_ids, samples=samples, ancestors=ancestors)
-        )
+        self.runs.append(ChunkRun(rows, starts, lengths=lengths, token_ids=token_ids, samples=samples))
+        self.verifies |= verifies
 
     def admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if there are pages for all its known tokens, and budget for some of them."""

@@ -10,8 +10,8 @@ for the token that was sampled last in that row: it may not have left the device
 A choice that forks off another has a chunk of no tokens behind the one that ends their prompt: it samples there too.
 Where that is inside a page, the page of the other's row is copied to its own after the step.
 A sequence whose drafts are verified has 1 + n chunks of one token each, next to each other: its last token, then the
-drafts. All sample, each as if the drafts on its path were sampled tokens, and count while those are. Nodes of a tree
-start at their depth, several at one position: `ancestors` has the path to each.
+drafts, each one position after the chunk before it. All sample, each as if the drafts before it were sampled tokens,
+and count while those are.
 Where the step before has drafts of that sequence too, and has not come back, only the devices know where it has got to:
 such chunks are awaited. Their starts are AWAITED - d, for d behind the token that counts last, and a draft's id is
 DRAFTED, for what the draft model has said of the row.
@@ -166,10 +166,8 @@ class Chunks:
     """True for a chunk after which a token is sampled, bool [chunks]."""
     num_forks: int = 0
     """Chunks without tokens."""
-    ancestors: np.ndarray | None = None
-    """Path to each chunk in a tree of drafts, int32 [chunks] (`kernels.ancestors`); 1 for other chunks."""
     max_drafts: int = 0
-    """Largest depth of a draft."""
+    """Maximum number of drafts of a sequence."""
 
     @property
     def sources(self) -> np.ndarray:

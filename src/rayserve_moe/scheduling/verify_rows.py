@@ -7,26 +7,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from rayserve_moe.scheduling.draft_trees import LaidOut, lay_out, parents_of
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, StepResult
 
 Draft = Callable[[np.ndarray], Mapping[int, np.ndarray]]
-"""Given the rows that decode, returns by row the drafts (`draft_trees`) of what may follow the tokens it knows."""
+"""Return by row the drafts that may follow its known tokens, int32 [N], given the rows that decode."""
 
-ALONE = LaidOut(np.zeros(1, np.int32), np.zeros(1, np.int64), np.ones(1, np.int32))
-"""A sequence without drafts."""
+NO_DRAFTS = np.zeros(0, np.int32)
 
 
 def add_decoding(steps: list[RankStep], draft: Draft, *, limits: StepLimits) -> int:
-    """Add to each rank's step the sequences that decode, each with its drafts; returns the most of a sequence that
-    follow each other.
+    """Add to each rank's step the sequences that decode, each with its drafts; return the maximum number of drafts.
 
-    There are as many drafts as fit beside all else: into the single tokens and samples of a rank, of which each tree
-    gets its share, below the limit of each sequence, and onto pages that it has or that are free. No sequence is
-    preempted for them.
+    The number of drafts is limited by the single tokens and samples of a rank, by the limit of each sequence, and by
+    pages that it has or that are free. No sequence is preempted for drafts.
     """
     has_prompts = any(not is_single for step in steps for is_single, _ in _chunks(step))
     most_singles = limits.num_rows if has_prompts else max(limits.num_rows, limits.verify_rows)
@@ -35,16 +31,15 @@ def add_decoding(steps: list[RankStep], draft: Draft, *, limits: StepLimits) -> 
     most = 0
     for step, (rows, starts) in zip(steps, rows_of_ranks, strict=True):
         free = most_singles - len(rows) - sum(is_single or samples for is_single, samples in _chunks(step))
-        found: dict[int, LaidOut] = {}
+        found: dict[int, np.ndarray] = {}
         for i in range(len(rows)) if drafts else ():
             row = int(rows[i])
             if (drafted := drafts.get(row)) is not None:
-                room, is_tree = int(step.rank.table.targets[row] - starts[i]) - 1, drafted.ndim == 2
-                wanted = min(len(drafted), free // (len(rows) - i)) if is_tree else min(len(drafted), free, room)
-                count = _grow(step, row, max(0, wanted) if room > 0 else 0, page_size=limits.page_size)
-                found[row] = lay_out(drafted, count=count, levels=room)
-                free -= len(found[row].token_ids) - 1
-        most = max([most, *(int(laid_out.depths.max()) for laid_out in found.values())])
+                room = int(step.rank.table.targets[row] - starts[i]) - 1
+                count = _grow(step, row, max(0, min(len(drafted), free, room)), page_size=limits.page_size)
+                found[row] = drafted[: max(0, count)]
+                free -= len(found[row])
+        most = max([most, *map(len, found.values())])
         _add(step, rows, starts, found=found)
     return most
 
@@ -71,41 +66,42 @@ def _grow(step: RankStep, row: int, count: int, *, page_size: int) -> int:
     return min(count, int(table.capacities[row]) - used)
 
 
-def _add(step: RankStep, rows: np.ndarray, starts: np.ndarray, *, found: Mapping[int, LaidOut]) -> None:
-    """Add the last token of each row, and what was `found` for it after it; `starts` are the last places that it may
-    have, where it is awaited."""
+def _add(step: RankStep, rows: np.ndarray, starts: np.ndarray, *, found: Mapping[int, np.ndarray]) -> None:
+    """Add the last token of each row and the drafts `found` for it; `starts` are upper bounds for awaited rows."""
     if not len(rows):
         return
     table = step.rank.table
     are_awaited = is_awaited(table, rows)
-    parts = [found.get(row, ALONE) for row in rows.tolist()]
-    lengths = np.array([len(part.token_ids) for part in parts])
-    token_ids = np.concatenate([part.token_ids for part in parts])
-    token_ids[np.cumsum(lengths) - lengths] = LAST_SAMPLED
-    depths = np.concatenate([part.depths for part in parts])
+    drafts = [found.get(row, NO_DRAFTS) for row in rows.tolist()]
+    lengths = np.array([1 + len(of_row) for of_row in drafts])
+    depths = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    token_ids = np.full(len(depths), LAST_SAMPLED, np.int32)
+    token_ids[depths > 0] = np.concatenate(drafts)
     first, way = (np.repeat(each, lengths) for each in (np.where(are_awaited, AWAITED, starts), 1 - 2 * are_awaited))
-    ancestors = np.concatenate([part.ancestors for part in parts]) if found or are_awaited.any() else None
-    step.add_singles(np.repeat(rows, lengths), first + way * depths, token_ids=token_ids, ancestors=ancestors)
+    step.add_singles(
+        np.repeat(rows, lengths),
+        first + way * depths,
+        token_ids=token_ids,
+        verifies=len(found) > 0 or bool(are_awaited.any()),
+    )
     table.num_computed[rows] = starts + lengths
 
 
 def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResult) -> np.ndarray:
     """Return which samples of a step with drafts or awaited chunks become tokens, bool [S].
 
-    They are of sequences still in their row. A sample after a draft counts if the sample that the draft follows counts,
-    equals the draft, and does not end the sequence.
+    They are of sequences still in their row. A sample after a draft counts if the sample before it counts, equals the
+    draft, and does not end the sequence.
     """
     chunks = schedule.plan.chunks
-    assert chunks.ancestors is not None, "without drafts all samples count"
     rows, ids = schedule.sampling_rows, result.token_ids
-    is_draft, places = follows(rows), np.arange(len(rows))
-    before = places - parents_of(chunks.ancestors[chunks.samples])
+    is_draft = follows(rows)
     ends = (table.wants.stop_ids[rows] == ids[:, None]).any(axis=1) | ~result.finite
     drafted = chunks.token_ids[_last_tokens(chunks.lengths, chunks.samples)]
-    is_right = (drafted == ids[before]) & ~ends[before]
+    is_right = (drafted == np.roll(ids, 1)) & ~np.roll(ends, 1)
     counts = np.ones(len(rows), np.bool_)
     for _ in range(chunks.max_drafts):
-        counts = ~is_draft | (is_right & counts[before])
+        counts = ~is_draft | (is_right & np.roll(counts, 1))
     return counts & (table.generations[rows] == schedule.sampling_generations)
 
 

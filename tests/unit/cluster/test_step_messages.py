@@ -37,7 +37,7 @@ PIECE = MigrationPiece(
 DECODING = StepPlan(7, Chunks(INTS.astype(np.intp), INTS.astype(np.int64), INTS, INTS, INTS >= 0), wants_routing=True)
 FULL = StepPlan(
     8,
-    Chunks(INTS.astype(np.intp), INTS.astype(np.int64), INTS, INTS, INTS % 2 == 0, ancestors=INTS),
+    Chunks(INTS.astype(np.intp), INTS.astype(np.int64), INTS, INTS, INTS % 2 == 0, max_drafts=3),
     pages=PageTableChanges(INTS[:2], INTS[2:4], INTS[4:]),
     sampling=RowSampling(INTS[:1], np.ones((1, 6), np.float32), np.ones((1, 5), np.uint32)),
     adjustments=(RowAdjustment(4, INTS, INTS[:0], INTS, INTS / np.float32(3)),),

@@ -10,7 +10,6 @@ from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import SettingsError, SpeculationSettings
 
 NGRAM = {"speculative_algorithm": "NGRAM"}
-TREE = {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 16}
 
 
 def speculation(**values: Any) -> SpeculationSettings:
@@ -28,14 +27,6 @@ def test_drafts_are_counted_as_steps_or_as_rows():
     assert speculation(**ngram, speculative_num_steps=3).max_drafts == 3
     assert speculation(**ngram, speculative_num_draft_tokens=4).max_drafts == 3
     assert speculation(**ngram, speculative_num_steps=3, speculative_num_draft_tokens=4).max_drafts == 3
-
-
-def test_trees_have_levels_and_nodes():
-    tree = speculation(**TREE, speculative_num_steps=3)
-    assert (tree.has_trees, tree.num_levels, tree.max_drafts) == (True, 3, 15)
-    small = speculation(**NGRAM, speculative_eagle_topk=2, speculative_num_draft_tokens=4)
-    assert (small.num_levels, small.max_drafts) == (3, 3)
-    assert not speculation(speculative_eagle_topk=4).has_trees
 
 
 def test_settings_of_vllm_are_those_of_sglang():
@@ -60,11 +51,9 @@ def test_draft_models_of_vllm_are_those_of_sglang(method, algorithm):
     ("values", "named"),
     [
         ({"speculative_algorithm": "EAGLE3"}, "EAGLE3 needs speculative_draft_model_path"),
-        ({"speculative_algorithm": "nextn", "speculative_eagle_topk": 4}, "needs speculative_num_draft_tokens"),
-        ({**NGRAM, "speculative_num_draft_tokens": 9}, "must be at most 8 where drafts are a chain"),
-        ({**TREE, "speculative_num_draft_tokens": 33}, "speculative_num_draft_tokens must be at most 32"),
-        ({**TREE, "speculative_num_steps": 6}, "speculative_num_steps must be at most 5"),
-        ({**TREE, "speculative_num_steps": 1, "speculative_num_draft_tokens": 10}, "give at most 9 nodes"),
+        ({"speculative_algorithm": "nextn", "speculative_eagle_topk": 4}, "trees of drafts are not served, chains are"),
+        ({"speculative_eagle_topk": 9}, "speculative_eagle_topk must be 1 or left out, found 9"),
+        ({**NGRAM, "speculative_num_draft_tokens": 9}, "speculative_num_draft_tokens must be at most 8"),
         ({"speculative_algorithm": "dflash"}, "DFLASH takes a draft model of a kind that is not served"),
         ({**NGRAM, "speculative_draft_model_path": "h"}, "is not for speculative_algorithm NGRAM"),
         ({"speculative_algorithm": "MAGIC"}, "must be one of off, NGRAM, SIBLINGS"),

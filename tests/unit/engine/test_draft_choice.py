@@ -40,13 +40,6 @@ def test_what_was_never_measured_is_tried_in_small_steps():
     assert chosen(0.9, times) == 7
 
 
-def test_a_tree_is_verified_whole_or_not_at_all():
-    tree = {"acceptance": np.array([0.9]), "plain": {1: 1.0}, "levels": np.array([3]), "reach": some_reach()}
-    assert choose_drafts(1, np.array([15]), verifying={16: 1.5}, **tree) == 15
-    assert choose_drafts(1, np.array([15]), verifying={16: 3.3}, **tree) == 15
-    assert choose_drafts(1, np.array([15]), verifying={16: 3.5}, **tree) == 0
-
-
 def test_plain_steps_of_more_sequences_tell_what_drafts_would_cost():
     known = {"acceptance": np.array([0.6]), "verifying": {}, "reach": some_reach()}
     assert choose_drafts(1, np.array([7]), plain={1: 1.0, 8: 1.1}, **known) == 1

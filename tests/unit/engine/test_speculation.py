@@ -70,10 +70,9 @@ def plain_cycle() -> StepCycle:
     return cycle_with(target_of(), Counting())
 
 
-def speculating(proposer: object, *, is_fixed: bool = False, num_rows: int = 4, are_trees: bool = False) -> StepCycle:
+def speculating(proposer: object, *, is_fixed: bool = False, num_rows: int = 4) -> StepCycle:
     target = target_of(num_rows)
-    how = {"is_fixed": is_fixed, "are_trees": are_trees, "reach": some_reach()}
-    speculation = Speculation(target.table, proposer, max_drafts=7, **how)
+    speculation = Speculation(target.table, proposer, max_drafts=7, reach=some_reach(), is_fixed=is_fixed)
     return cycle_with(target, Counting(), speculation=speculation)
 
 
@@ -97,26 +96,6 @@ def test_right_drafts_give_eight_tokens_a_step_and_wrong_ones_one():
     sequence, num_turns = run_all(speculating(Knowing(False), is_fixed=True))
     drafts = sequence.evidence.drafts
     assert num_turns == LENGTH and drafts.accepted == 0 and drafts.chains == LENGTH - 2
-
-
-@dataclass
-class Branching(Knowing):
-    """Drafts trees of three levels, with or without what comes next among the two drafts of each place."""
-
-    def propose(self, sequence: Sequence, count: int) -> np.ndarray:
-        first = FIRST + sequence.num_tokens + (0 if self.is_right else 5)
-        wrong = [(first + 1000, follows) for follows in (0, 2, 4)]
-        right = [(first + level, 2 * level) for level in range(3)]
-        return np.array([one for pair in zip(wrong, right, strict=True) for one in pair], np.int32)[:count]
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-def test_a_tree_gives_as_many_tokens_as_its_levels_that_are_right(is_right: bool):
-    cycle = speculating(Branching(is_right), is_fixed=True, are_trees=True)
-    sequence, num_turns = run_all(cycle)
-    assert num_turns == (1 + -(-(LENGTH - 1) // 4) if is_right else LENGTH)
-    assert sequence.evidence.drafts.accepted == LENGTH - num_turns
-    assert sequence.evidence.drafts.drafted > 5 * (sequence.evidence.drafts.chains - 2)
 
 
 def note_steps(speculation: Speculation, schedule, count: int, *, tokens: int, seconds: float) -> int:

@@ -7,15 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.engine.speculation.proposers import FIRST_PLACES, TokenIndex, continuations
+from rayserve_moe.engine.speculation.proposers import FIRST_PLACES, TokenIndex, continuation
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=30).map(lambda ids: np.array(ids, np.int32))
 GROWTH = st.lists(st.integers(1, 12), max_size=12)
-
-
-def first(found: list[np.ndarray]) -> list[int]:
-    """The first continuation, if there is one."""
-    return found[0].tolist() if found else []
 
 
 def grown(index: TokenIndex, name: str, text: np.ndarray, steps: list[int]) -> None:
@@ -30,7 +25,7 @@ def test_a_text_alone_continues_as_by_a_search(text, steps, count, shortest, mor
     index = TokenIndex(shortest=shortest, longest=shortest + more)
     grown(index, "own", text, steps)
     how = {"count": count, "shortest": shortest, "longest": shortest + more}
-    assert first(index.continuations("own", count)) == first(continuations(text, text, **how))
+    assert index.continuation("own", count).tolist() == continuation(text, text, **how).tolist()
 
 
 @given(TEXTS, TEXTS, GROWTH, st.integers(1, 7), st.integers(1, 3), st.integers(0, 3))
@@ -38,11 +33,11 @@ def test_another_text_is_found_by_its_longest_match(own, other, steps, count, sh
     index = TokenIndex(shortest=shortest, longest=shortest + more)
     grown(index, "other", other, steps)
     grown(index, "own", own, [1])
-    found = first(index.continuations("own", count))
+    found = index.continuation("own", count).tolist()
     how = {"count": count, "longest": shortest + more}
     for length in range(shortest + more, shortest - 1, -1):
-        in_other = first(continuations(own, other, shortest=length, **how))
-        in_own = first(continuations(own, own, shortest=length, **how))
+        in_other = continuation(own, other, shortest=length, **how).tolist()
+        in_own = continuation(own, own, shortest=length, **how).tolist()
         if in_other or in_own:
             # Of two that match alike the later one that as many tokens follow.
             assert found in (in_other, in_own)
@@ -56,7 +51,7 @@ def test_the_longest_match_of_several_texts_counts_and_of_equals_the_last():
     for place, text in enumerate(([2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [9, 3, 7])):
         index.extend(place, np.array(text, np.int32), is_whole=True)
     index.extend("own", np.array([1, 2, 3], np.int32))
-    assert first(index.continuations("own", 3)) == [6]
+    assert index.continuation("own", 3).tolist() == [6]
     assert len(index) == 5
 
 
@@ -68,14 +63,5 @@ def test_a_text_that_outgrows_its_place_is_found_across_it(piece: int):
         index.extend("long", text[:stop])
     for end in range(2, len(text) - 4):
         index.extend(end, text[max(0, end - 3) : end], is_whole=True)
-        assert first(index.continuations(end, 3)) in (text[end : end + 3].tolist(), [end], [end, end + 1])
-        assert first(index.continuations(end, 1)) == [end]
-
-
-def test_several_texts_give_several_continuations_the_best_first():
-    index = TokenIndex(shortest=1, longest=8)
-    for place, text in enumerate(([2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [7, 2, 3, 4], [9, 3, 7])):
-        index.extend(place, np.array(text, np.int32), is_whole=True)
-    index.extend("own", np.array([1, 2, 3], np.int32))
-    assert [one.tolist() for one in index.continuations("own", 1, width=9)] == [[6], [5], [4], [7]]
-    assert [one.tolist() for one in index.continuations("own", 1, width=2)] == [[6], [5]]
+        assert index.continuation(end, 3).tolist() in (text[end : end + 3].tolist(), [end], [end, end + 1])
+        assert index.continuation(end, 1).tolist() == [end]

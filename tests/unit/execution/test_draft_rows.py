@@ -27,8 +27,6 @@ def test_a_chain_of_samples_is_one_row():
     assert asked.rows_NS.tolist() == [[2, 0], [3, 4]]
     drafts_NSK = np.arange(12).reshape(2, 2, 3)
     assert drafts_of(drafts_NSK, asked.places).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    trees_NSK2 = np.arange(24).reshape(2, 2, 3, 2)
-    np.testing.assert_array_equal(drafts_of(trees_NSK2, asked.places), trees_NSK2.reshape(4, 3, 2)[:3])
 
 
 @pytest.mark.parametrize(("samples", "wants"), [(True, False), (False, True)])

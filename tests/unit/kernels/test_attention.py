@@ -8,9 +8,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
 from rayserve_moe.kernels.kv_pool import write_kv
-from rayserve_moe.kernels.reference import attention as attention_reference
-from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, KEYS_PER_SPAN, BlockPlaces, ScoreConfig
-from tests.support.group_cases import FIRST_PAGE, TREES, GroupArrays
+from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, KEYS_PER_SPAN, ScoreConfig
 from tests.unit.kernels.attention_cases import KERNELS, Case, attend_numpy_runs
 
 KERNEL = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
@@ -206,25 +204,3 @@ def test_keys_and_values_are_written_to_their_slots_and_nowhere_else():
         np.testing.assert_array_equal(flat[slot, 1::2], values[token])
     others = np.setdiff1d(np.arange(20), slots)
     np.testing.assert_array_equal(flat[others], old[others])
-
-
-@pytest.mark.parametrize("token", range(0, 80, 9))
-def test_a_node_of_a_tree_is_dense_attention_over_its_path(token):
-    """All that is not on the path to a node, siblings too, is NaN."""
-    arrays = GroupArrays(TREES)
-    mask, position = int(arrays.trees[token]) & 0xFFFFFFFF, int(arrays.positions[token])
-    path = [node for node in range(32) if mask >> node & 1]
-    root, first = position - len(path) + 1, int(np.searchsorted(arrays.sequences, arrays.sequences[token]))
-    pages = FIRST_PAGE + arrays.table[token]
-    rows = arrays.pool[pages].reshape(-1, *arrays.pool.shape[2:])
-    rows[[root + node for node in path]] = arrays.rows[[first + node for node in path]]
-    arrays.pool[pages] = rows.reshape(arrays.pool[pages].shape)
-    one = (jnp.asarray([[each]], jnp.int32) for each in (position, arrays.trees[token]))
-    places = BlockPlaces(jnp.asarray(pages[None], jnp.int32), next(one), ancestors_BQ=next(one))
-    found = attention_reference.attend(jnp.asarray(arrays.queries[token][None, None]), jnp.asarray(arrays.pool), places)
-    kv = rows[[*range(root), *(root + node for node in path)]].astype(np.float64)
-    keys, values = (np.repeat(kv[:, part::2], TREES.num_heads // TREES.num_kv_heads, axis=1) for part in (0, 1))
-    scores = np.einsum("hd,khd->hk", arrays.queries[token].astype(np.float64), keys) * TREES.width**-0.5
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    dense = np.einsum("hk,khd->hd", weights / weights.sum(-1, keepdims=True), values)
-    np.testing.assert_allclose(found[0, 0], dense, atol=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +10,16 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
-from rayserve_moe.kernels.kv_pool import Moves, read_wide, write_kv
+from rayserve_moe.kernels.kv_pool import read_wide, write_kv
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.layers import rotation_of
-from rayserve_moe.kernels.table import CPU, CPU_NATIVE
+from rayserve_moe.kernels.table import CPU
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.layers.attention import attention_config
 from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from tests.support.checkpoints import CORE_CONFIG
-from tests.support.native import need_native_kernels
 from tests.support.specs import attention_of, with_attention
 
 PAGE = 16
@@ -124,36 +122,3 @@ def test_a_large_pool_takes_as_long_as_a_small_one(spec, dtype):
             shortest[pages] = min(shortest[pages], time.perf_counter() - begun)
             programs[pages] = program, (pool, *others)
     assert shortest[4096] < 2 * shortest[300], shortest
-
-
-@pytest.mark.parametrize(("dtype", "is_native"), [("float32", False), ("uint16", False), ("bfloat16", True)])
-def test_rows_are_moved_in_every_layer_and_the_pool_stays_where_it_is(dtype, is_native):
-    """In their order, the first ones alone; slots are those of each layer."""
-    if is_native:
-        need_native_kernels()
-    kernels = CPU_NATIVE if is_native else CPU
-    pool = jnp.arange(2 * 64 * 16 * 8, dtype=jnp.float32).reshape(2 * 64, 16, 8).astype(dtype)
-    moves = Moves(jnp.array([5, 18, 40, 99]), jnp.array([4, 5, 18, 98]), jnp.int32(3))
-    before = np.asarray(pool, np.float32).reshape(2, -1, 8)
-    expected = before.copy()
-    expected[:, [4, 5, 18]] = before[:, [5, 18, 40]]
-    compiled = jax.jit(partial(kernels.pool.move_rows, num_layers=2), donate_argnums=0).lower(pool, moves).compile()
-    memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < pool.nbytes / 16 and memory.alias_size_in_bytes >= pool.nbytes
-    moved = compiled(pool, moves)
-    np.testing.assert_array_equal(np.asarray(moved, np.float32).reshape(2, -1, 8), expected)
-
-
-@pytest.mark.parametrize(
-    ("moves", "wrong"),
-    [
-        (Moves(np.array([512], np.int32), np.array([0], np.int32), np.int32(1)), "outside the pool"),
-        (Moves(np.array([0], np.int32), np.array([-1], np.int32), np.int32(1)), "outside the pool"),
-        (Moves(np.array([0], np.int32), np.array([1], np.int32), np.int32(2)), "no such moves"),
-    ],
-)
-def test_native_moves_outside_the_pool_are_refused(moves, wrong):
-    need_native_kernels()
-    pool = jnp.zeros((64, 16, 8), jnp.bfloat16)
-    with pytest.raises(Exception, match=wrong):
-        jax.block_until_ready(jax.jit(partial(CPU_NATIVE.pool.move_rows, num_layers=2))(pool, moves))

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.ancestors import places_of
 from rayserve_moe.kernels.attention_layer import PagedKernels, PagedStep, TokenBatch, attend_blocks, write_early
 from rayserve_moe.kernels.reference.attention import ScoreConfig, attend, attend_new
 
@@ -40,18 +39,17 @@ def random_step(singles: tuple[int, ...], prompts: tuple[tuple[int, int], ...]):
     return queries, pool, lambda num_late: PagedStep(batch, jnp.int32(FIRST_PAGE), rows, num_late)
 
 
-def test_late_rows_of_one_sequence_see_each_other_along_their_tree():
-    """Single tokens of a chain and of a tree, over the border of a page, beside padding."""
-    queries, pool, step_with = random_step((2, 3, 4, -1, 6, 7, 7, 8), ())
+def test_late_rows_of_one_sequence_see_each_other():
+    """Single tokens of two chains, over the border of a page, beside padding."""
+    queries, pool, step_with = random_step((2, 3, 4, -1, 6, 7, 8, 9), ())
     together = jnp.asarray([0, 0, 0, 1, 2, 2, 2, 2], jnp.int32)
-    trees = jnp.asarray([1, 3, 7, 1, 1, 3, 5, 13], jnp.int32)
     found = []
     for num_late, writing in ((0, None), (8, attend_new)):
         step = step_with(num_late)
-        batch, places = step.batch, places_of(step.batch.positions_T, trees)
+        batch, places = step.batch, step.batch.positions_T
         tables = batch.page_table_BP[jnp.asarray([0, 0, 0, 3, 4, 4, 4, 4])]
         slots = jnp.where(places >= 0, tables[jnp.arange(8), places // PAGE] * PAGE + places % PAGE, 0)
-        batch = replace(batch, kv_slots_T=slots, page_table_BP=tables, ancestors_U=trees)
+        batch = replace(batch, kv_slots_T=slots, page_table_BP=tables)
         step = step._replace(batch=replace(batch, sequences_U=together, most_together=4))
         kernels = PagedKernels(attend, attend, writing).with_knobs(config=ScoreConfig())
         attended, written = attend_blocks(queries, write_early(pool, step), step, kernels=kernels)

@@ -157,34 +157,6 @@ def test_a_token_comes_out_the_same_alone_in_company_and_in_a_block(model):
     np.testing.assert_array_equal(one_written[slot], pool[slot])
 
 
-PATH, STRANGERS = (0, 2, 5, 6, 7), {1: (0, 1), 3: (0, 2, 3), 4: (0, 1, 4)}
-"""Nodes of a tree on one path, and beside it each with its own."""
-
-
-def tree_of(root: int) -> TokenBatch:
-    """The nodes of a tree of sequence 0 as single tokens."""
-    paths = {node: PATH[: depth + 1] for depth, node in enumerate(PATH)} | STRANGERS
-    ordered = [paths[node] for node in range(len(paths))]
-    batch = batch_of([(0, root + node) for node in range(len(paths))], [])
-    masks = np.array([sum(1 << ancestor for ancestor in path) for path in ordered], np.int32)
-    positions = np.array([root + len(path) - 1 for path in ordered], np.int32)
-    return replace(batch, positions_T=positions, ancestors_U=masks)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("root", [0, 13, 30, 44])
-@pytest.mark.parametrize("model", ["norms of heads", "a head per head"])
-def test_a_node_of_a_tree_comes_out_as_in_a_sequence_without_the_others(model, root):
-    spec, batch = spec_with(**MODELS[model]), tree_of(root)
-    hidden = drawn_hidden(8, spec.hidden_size)
-    found, _ = natively(spec, batch, hidden)
-    chain = batch_of([(0, root + depth) for depth in range(len(PATH))], [])
-    expected, _ = natively(spec, chain, hidden[jnp.array(PATH)])
-    np.testing.assert_array_equal(found[list(PATH)], expected)
-    of_reference, _ = run(CPU, spec, batch, hidden, drawn_weights(spec))
-    np.testing.assert_allclose(found, of_reference, rtol=2**-7, atol=2**-6 * np.abs(of_reference).max())
-
-
 def test_a_norm_over_the_heads_of_two_devices_is_that_of_one():
     spec = spec_with(qk_norm="full", bias=True)
     batch, plan = batch_of(*CASES[MIXED]), plan_for(jax.devices()[:2], data_size=1)
@@ -260,10 +232,6 @@ def test_windows_of_other_layers_are_refused():
         {"kv_slots_T": np.full(1, NUM_PAGES * PAGE, np.int32)},
         {"kv_slots_T": np.full(1, -1, np.int32)},
         {"positions_T": np.full(1, 4 * PAGE, np.int32)},
-        {"ancestors_U": np.zeros(1, np.int32)},
-        {"positions_T": np.full(1, 4 * PAGE - 1, np.int32), "ancestors_U": np.full(1, 5, np.int32)},
-        {"positions_T": np.full(1, 1, np.int32), "ancestors_U": np.full(1, 7, np.int32)},
-        {"ancestors_U": np.full(1, -(2**31) + 1, np.int32), "page_table_BP": np.full((1, 4), 99, np.int32)},
     ],
 )
 def test_places_outside_the_pool_are_refused(changes):

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.ancestors import places_of
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, ScoreConfig
 from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, groups_of
-from tests.support.group_cases import CASES, CHAINS, ENGINES, FAULTS, TREES, GroupArrays, GroupCase
+from tests.support.group_cases import CASES, CHAINS, ENGINES, FAULTS, LONG, GroupArrays, GroupCase
 from tests.support.paged_cases import run_cases
 
 SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7
@@ -21,15 +20,14 @@ MODULE = "tests.support.group_cases"
 
 def described(arrays: GroupArrays, case: GroupCase, part: slice) -> GroupVisits:
     """The groups of a case that begin in a part of its tokens, as numpy has them."""
-    trees = jnp.asarray(arrays.trees) if case.are_trees else None
-    tokens = jnp.asarray(arrays.positions), jnp.asarray(arrays.sequences), trees
+    tokens = jnp.asarray(arrays.positions), jnp.asarray(arrays.sequences)
     found = groups_of(*tokens, case.config, part=part, num_cores=2)
     return GroupVisits(*map(np.asarray, found))
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [FULL_CAUSAL, ScoreConfig(window=7)])
-@pytest.mark.parametrize("case", [CHAINS, TREES], ids=["chains", "trees"])
+@pytest.mark.parametrize("case", [CHAINS, LONG], ids=["chains", "long chains"])
 @pytest.mark.parametrize("size", [100, 5, 1])
 def test_a_group_sees_what_any_of_its_tokens_sees(case, config, size):
     """In parts of the tokens too: each group is in that in which it begins, whole."""
@@ -49,11 +47,9 @@ def test_a_group_sees_what_any_of_its_tokens_sees(case, config, size):
     assert (own == (arrays.positions >= 0)).all()
     expected, at = [], 0
     for first, count in case.groups:
-        positions, trees = (of[at : at + count] for of in (arrays.positions, arrays.trees))
         if count:
-            ends = places_of(positions, trees) if case.are_trees else positions
-            least = min(int(positions.min()) - config.window + 1, first) if config.window else 0
-            expected.append((max(least, 0), int(np.max(ends)) + 1, at, count))
+            least = first - config.window + 1 if config.window else 0
+            expected.append((max(least, 0), first + count, at, count))
         at += max(1, count)
     assert found == expected
 
@@ -70,7 +66,7 @@ def test_groups_are_the_reference_and_leave_the_pool_as_it_does():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_drafts_change_nothing_where_groups_are_attended(name):
-    """Ids, and log-probs of the reference without drafts: of chains, trees, and what a draft model grows."""
+    """Ids, and log-probs of the reference without drafts: of an oracle's chains, and of a draft model's."""
     (found,) = run_cases(name, module=MODULE).values()
     assert found.difference <= SUMS_IN_FLOAT32 and not (found.has_races or found.has_rest)
 

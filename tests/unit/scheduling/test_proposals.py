@@ -7,14 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.engine.speculation.proposers import continuations
+from rayserve_moe.engine.speculation.proposers import continuation
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=30).map(lambda ids: np.array(ids, np.int32))
-
-
-def first(found: list[np.ndarray]) -> list[int]:
-    """The first continuation, if there is one."""
-    return found[0].tolist() if found else []
 
 
 def drafts_by_definition(known: list[int], text: list[int], *, count: int, shortest: int, longest: int) -> list[int]:
@@ -32,12 +27,12 @@ def drafts_by_definition(known: list[int], text: list[int], *, count: int, short
 @given(TEXTS, TEXTS, st.integers(1, 7), st.integers(1, 3), st.integers(0, 3))
 def test_drafts_are_those_of_the_definition(known, text, count, shortest, more):
     how = {"count": count, "shortest": shortest, "longest": shortest + more}
-    assert first(continuations(known, text, **how)) == drafts_by_definition(known.tolist(), text.tolist(), **how)
+    assert continuation(known, text, **how).tolist() == drafts_by_definition(known.tolist(), text.tolist(), **how)
 
 
 @given(TEXTS, st.integers(1, 7))
 def test_a_sequence_goes_on_as_it_did(known, count):
-    drafts = first(continuations(known, known, count=count, shortest=1, longest=4))
+    drafts = continuation(known, known, count=count, shortest=1, longest=4).tolist()
     assert len(drafts) == (count if known[-1] in known[:-1] else 0)
 
 
@@ -47,10 +42,4 @@ def test_a_sequence_goes_on_as_it_did(known, count):
 )
 def test_loops_go_on(known, expected):
     ids = np.array(known, np.int32)
-    assert first(continuations(ids, ids, count=4, shortest=1, longest=8)) == expected
-
-
-def test_different_continuations_come_latest_first():
-    text = np.array([1, 2, 5, 1, 2, 6, 1, 2, 5, 1, 2], np.int32)
-    found = continuations(text[-2:], text, count=1, shortest=2, longest=2, width=3)
-    assert [one.tolist() for one in found] == [[5], [6]]
+    assert continuation(ids, ids, count=4, shortest=1, longest=8).tolist() == expected

@@ -13,7 +13,6 @@ from rayserve_moe.engine.speculation.model_drafts import ModelProposer, with_dra
 from rayserve_moe.engine.speculation.proposers import Proposer
 from rayserve_moe.engine.speculation.step_times import ExpertReach, StepTimes, rounded, seconds_of
 from rayserve_moe.requests.results import DraftCounts
-from rayserve_moe.scheduling.draft_trees import depths_of, levels_of, right_drafts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
@@ -53,7 +52,7 @@ class Speculation:
     It is off to begin with, and where drafts do not pay. What trying them loses is kept within a credit of a few plain
     steps, that every step adds a hundredth to. While it is off, drafts are still proposed now and then, and compared
     with what follows: it goes on where they promise more tokens per second by `choose_drafts`. Where it `is_fixed` it
-    decides nothing. Where drafts `are_trees` a step has all of them or none.
+    decides nothing.
     """
 
     def __init__(
@@ -63,14 +62,13 @@ class Speculation:
         *,
         max_drafts: int,
         reach: ExpertReach,
-        are_trees: bool = False,
         is_fixed: bool = False,
     ) -> None:
         self.proposer = proposer
         self.totals = DraftTotals()
         self._table = table
-        self._most, self._are_trees = max_drafts, are_trees
-        """Maximum number of drafts of a sequence and step, and whether they are trees."""
+        self._most = max_drafts
+        """Maximum number of drafts of a sequence and step."""
         self._fixed = is_fixed
         """Whether all steps have all drafts."""
         self._reach, self._plain, self._verifying = reach, StepTimes(), StepTimes()
@@ -92,7 +90,7 @@ class Speculation:
     @property
     def overlaps(self) -> bool:
         """Whether drafts are on the devices as well, so that a step may follow before they are known here."""
-        return isinstance(self.proposer, ModelProposer) and not self._are_trees
+        return isinstance(self.proposer, ModelProposer)
 
     def draft(self, rows: np.ndarray) -> Mapping[int, np.ndarray]:
         """The drafts of decoding rows whose requests allow it and that no guide limits; none where they are not worth
@@ -126,7 +124,7 @@ class Speculation:
         is_draft = follows(rows) & (self._table.generations[rows] == schedule.sampling_generations)
         verified, drafted = np.unique(rows[is_draft], return_counts=True)
         right = np.bincount(rows[counts & is_draft], minlength=len(self._table.sequences))[verified]
-        self._acceptance.note(verified, self._levels(schedule, verified, drafted), right=right)
+        self._acceptance.note(verified, drafted, right=right)
         self.totals.chains += len(verified)
         self.totals.drafted += int(drafted.sum())
         self.totals.accepted += int(right.sum())
@@ -136,15 +134,6 @@ class Speculation:
                 sequence.evidence.drafts = DraftCounts(
                     before.chains + 1, before.drafted + num_drafted, before.accepted + num_right
                 )
-
-    def _levels(self, schedule: Schedule, verified: np.ndarray, drafted: np.ndarray) -> np.ndarray:
-        """How many drafts of each verified row could have been right: of a tree as many as follow each other."""
-        if not self._are_trees:
-            return drafted
-        chunks, levels = schedule.plan.chunks, np.zeros(len(self._table.sequences), np.int64)
-        assert chunks.ancestors is not None, "drafts have ancestors"
-        np.maximum.at(levels, chunks.rows, depths_of(chunks.ancestors))
-        return levels[verified]
 
     def record_time(self, schedule: Schedule, num_tokens: int, *, seconds: float) -> None:
         """Note how long a step took that gave `num_tokens` tokens; those with prompts are left out.
@@ -195,7 +184,6 @@ class Speculation:
         rows = np.fromiter(found, np.intp, len(found))
         available = np.array([len(drafts) for drafts in found.values()])
         acceptance = self._acceptance.of(rows, self._table.generations[rows])
-        levels = np.array([levels_of(drafts) for drafts in found.values()]) if self._are_trees else None
         chosen = choose_drafts(
             num_rows,
             available,
@@ -203,7 +191,6 @@ class Speculation:
             plain=self._plain.known(),
             verifying=self._verifying.known(),
             reach=self._reach,
-            levels=levels,
         )
         return min(self._most, chosen)
 
@@ -225,8 +212,9 @@ class Speculation:
         for row, generation, start, drafts in self._watched:
             sequence = self._table.sequences[row]
             if sequence is not None and self._table.generations[row] == generation:
-                followed = sequence.token_ids[start : sequence.num_tokens][: levels_of(drafts)]
-                outcomes.append((row, len(followed), right_drafts(drafts, followed)))
+                followed = sequence.token_ids[start : sequence.num_tokens][: len(drafts)]
+                is_right = np.logical_and.accumulate(drafts[: len(followed)] == followed)
+                outcomes.append((row, len(followed), int(is_right.sum())))
         if outcomes:
             rows, drafted, right = np.array(outcomes).T
             self._acceptance.note(rows, drafted, right=right)
@@ -314,7 +302,7 @@ class Acceptance:
         self._tried_of_all = FORGETTING * self._tried_of_all + tried.sum()
 
 
-def choose_drafts(  # noqa: PLR0913 (what is known, by keyword)
+def choose_drafts(
     num_rows: int,
     available: np.ndarray,
     *,
@@ -322,14 +310,12 @@ def choose_drafts(  # noqa: PLR0913 (what is known, by keyword)
     plain: Mapping[int, float],
     verifying: Mapping[int, float],
     reach: ExpertReach,
-    levels: np.ndarray | None = None,
 ) -> int:
     """Return the number of drafts per sequence with the most tokens per second, from LADDER or 0.
 
     `num_rows` sequences decode. N of them have drafts: `available` int [N], each right with probability `acceptance`
-    float [N]. With trees of `levels` int [N], each level has a right draft with probability `acceptance`, and the
-    result is all drafts or 0. `plain` and `verifying` are the known seconds of steps without and with drafts by number
-    of rows; `plain` is not empty.
+    float [N]. `plain` and `verifying` are the known seconds of steps without and with drafts by number of rows; `plain`
+    is not empty.
 
     Only the first number of drafts that exceeds the largest verified step is considered, so unmeasured sizes are tried
     in small increments. Such a step is expected to take as long as the size before it until two sizes are measured,
@@ -338,13 +324,11 @@ def choose_drafts(  # noqa: PLR0913 (what is known, by keyword)
     alone, largest, at = seconds_of(num_rows, plain, reach=reach), max(verifying, default=0), rounded(num_rows)
     known = {size: seconds for size, seconds in sorted({**plain, **verifying}.items()) if size > at}
     first, with_alone = min(known, default=at), {at: alone} | known
-    ladder = np.array(LADDER) if levels is None else available.max(keepdims=True)
-    counts = np.minimum(available, ladder[:, None])
-    in_turn = counts if levels is None else levels[None]
-    gained = acceptance * (1 - acceptance**in_turn) / np.maximum(1 - acceptance, 1e-9)
+    counts = np.minimum(available, np.array(LADDER)[:, None])
+    gained = acceptance * (1 - acceptance**counts) / np.maximum(1 - acceptance, 1e-9)
     sizes, tokens = num_rows + counts.sum(axis=1), num_rows + gained.sum(axis=1)
     best, best_rate = 0, MARGIN * num_rows / alone
-    for num_drafts, size, expected in zip(ladder.tolist(), sizes.tolist(), tokens.tolist(), strict=True):
+    for num_drafts, size, expected in zip(LADDER, sizes.tolist(), tokens.tolist(), strict=True):
         rate = expected / seconds_of(size, known if size > first and known else with_alone, reach=reach)
         if rate > best_rate:
             best, best_rate = num_drafts, rate

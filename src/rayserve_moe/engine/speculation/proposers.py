@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rayserve_moe.config.settings import SpeculationSettings
-from rayserve_moe.scheduling.draft_trees import joined
 from rayserve_moe.scheduling.sequence import Sequence
 
 MOST_PROMPTS = 256
@@ -24,34 +23,12 @@ class Proposer(Protocol):
     name: str
 
     def propose(self, sequence: Sequence, count: int) -> np.ndarray:
-        """Up to `count` drafts (`draft_trees`) of what may follow the tokens that the sequence knows."""
+        """Return up to `count` drafts that may follow the known tokens of the sequence, int32."""
         ...
 
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended."""
         ...
-
-
-class Branching(NamedTuple):
-    """How many continuations are drafted, of how many tokens each; 1: a chain."""
-
-    width: int
-    num_levels: int
-
-    @classmethod
-    def of(cls, settings: SpeculationSettings) -> Branching:
-        """As the settings say."""
-        return cls(settings.eagle_topk, settings.num_levels)
-
-    def tokens_of(self, count: int) -> int:
-        """Tokens of each continuation where `count` are drafted in all."""
-        return count if self.width == 1 else min(count, self.num_levels)
-
-    def drafts_of(self, found: list[np.ndarray], count: int) -> np.ndarray:
-        """Continuations, the best first, as drafts."""
-        if self.width > 1:
-            return joined(found, count=count)
-        return found[0] if found else NO_DRAFTS
 
 
 class NgramProposer:
@@ -60,20 +37,18 @@ class NgramProposer:
     name = "ngram"
 
     def __init__(self, settings: SpeculationSettings) -> None:
-        self._branching, self._settings = Branching.of(settings), settings
+        self._settings = settings
 
     def propose(self, sequence: Sequence, count: int) -> np.ndarray:
-        """The continuations of its longest end that stood before."""
+        """Return the continuation of its longest end that occurs earlier."""
         known = sequence.token_ids[: sequence.num_tokens]
-        found = continuations(
+        return continuation(
             known,
             known,
-            count=self._branching.tokens_of(count),
+            count=count,
             shortest=self._settings.shortest_match,
             longest=self._settings.longest_match,
-            width=self._branching.width,
         )
-        return self._branching.drafts_of(found, count)
 
     def end(self, sequence: Sequence) -> None:
         """Nothing is kept."""
@@ -95,19 +70,17 @@ class SiblingProposer:
     name = "siblings"
 
     def __init__(self, settings: SpeculationSettings) -> None:
-        self._branching, self._settings = Branching.of(settings), settings
+        self._settings = settings
         self._own = NgramProposer(settings)
         self._finished: OrderedDict[Hashable, deque[np.ndarray]] = OrderedDict()
         self._groups: dict[Hashable, _Group] = {}
 
     def propose(self, sequence: Sequence, count: int) -> np.ndarray:
-        """The continuation of its longest end that stands in an answer, else of the one that stands in its prompt."""
+        """Return the continuation of its longest end in an answer, or else in its prompt."""
         index = self._group(_prompt_of(sequence), sequence).index
         index.extend(sequence, self._answer(sequence))
-        branching, num_tokens = self._branching, self._branching.tokens_of(count)
-        if found := index.continuations(sequence, num_tokens, width=branching.width):
-            return branching.drafts_of(found, count)
-        return self._own.propose(sequence, count)
+        drafts = index.continuation(sequence, count)
+        return drafts if len(drafts) else self._own.propose(sequence, count)
 
     def end(self, sequence: Sequence) -> None:
         """Keep its answer for those that come after it, unless it failed."""
@@ -152,33 +125,23 @@ PROPOSERS = {"NGRAM": NgramProposer, "SIBLINGS": SiblingProposer}
 
 
 NO_DRAFTS = np.zeros(0, np.int32)
-MAX_MATCHES = 64
-"""Maximum number of matches that are searched for different continuations."""
 
 
-def continuations(
-    token_ids: np.ndarray, text: np.ndarray, *, count: int, shortest: int, longest: int, width: int = 1
-) -> list[np.ndarray]:
-    """Return up to `width` different continuations of the end of `token_ids` in `text`, each int32 [`count` or fewer].
+def continuation(token_ids: np.ndarray, text: np.ndarray, *, count: int, shortest: int, longest: int) -> np.ndarray:
+    """Return the continuation of the end of `token_ids` in `text`, int32 [`count` or fewer].
 
     The longest end of `token_ids` that occurs in `text` is matched, with at most `longest` tokens. The result is empty
-    if the match is shorter than `shortest`. The latest matches with `count` following tokens come first, then the
-    latest others. `text` may be `token_ids` itself: then the end does not match itself, and a continuation that reaches
+    if the match is shorter than `shortest`. The latest match with `count` following tokens is taken, otherwise the
+    latest match. `text` may be `token_ids` itself: then the end does not match itself, and a continuation that reaches
     the end of the text repeats, as in a loop.
     """
     ends, matched = _match_ends(token_ids, text, longest=longest)
     if not len(ends) or matched < shortest:
-        return []
-    has_enough = ends + count < len(text)
-    found: dict[bytes, np.ndarray] = {}
-    for end in [*ends[has_enough][::-1], *ends[~has_enough][::-1]][:MAX_MATCHES]:
-        following = text[end + 1 : end + 1 + count]
-        if text is token_ids and len(following):
-            following = np.resize(text[end + 1 :], count)
-        found.setdefault(following.tobytes(), following)
-        if len(found) == width:
-            break
-    return list(found.values())
+        return NO_DRAFTS
+    with_enough = ends[ends + count < len(text)]
+    end = with_enough[-1] if len(with_enough) else ends[-1]
+    following = text[end + 1 : end + 1 + count]
+    return np.resize(following, count) if text is token_ids else following
 
 
 def _match_ends(token_ids: np.ndarray, text: np.ndarray, *, longest: int) -> tuple[np.ndarray, int]:
@@ -252,34 +215,30 @@ class TokenIndex:
             self._before[place] = self._latest.get(run, NOWHERE)
             self._latest[run] = place
 
-    def continuations(self, name: Hashable, count: int, *, width: int = 1) -> list[np.ndarray]:
-        """Return up to `count` tokens, int32, that followed the end of a text where it stood elsewhere.
+    def continuation(self, name: Hashable, count: int) -> np.ndarray:
+        """Return up to `count` tokens, int32, that follow another occurrence of the end of a text.
 
-        The longest ends that are found count, of `longest` tokens at most and `shortest` at least; of several places
-        the last ones that as many tokens follow, else the last: of `width` different continuations. What runs into the
-        end of the text itself continues with what it drafted, as in a loop.
+        The longest end that is found counts, of `longest` tokens at most and `shortest` at least. Of several places the
+        last with `count` following tokens is taken, otherwise the last. A continuation that reaches the end of the text
+        itself repeats, as in a loop.
         """
         begin, end, _, _ = self._spans[name]
-        tokens, ranked, least = self._tokens, [], (self._shortest, False, 0)
+        tokens, best = self._tokens, (self._shortest, False, 0)
         for place in self._places_of_end(end - 1) if end - begin >= self._shortest else ():
             if tokens[place + 1] != NOTHING:
                 has_enough = place + count < len(tokens) and tokens[place + count] != NOTHING
                 rank = (self._length_of_match(place, end - 1), has_enough, place)
-                ranked.extend([rank] if rank > least else ())
-                if width == 1 and rank[:2] == (self._longest, True):
+                best = max(best, rank)
+                if rank[:2] == (self._longest, True):
                     break
-        found: dict[bytes, np.ndarray] = {}
-        for _, _, place in sorted(ranked, reverse=True):
-            following = tokens[place + 1 : place + 1 + count]
-            if begin <= place < end:
-                drafts = np.resize(np.array(tokens[place + 1 : end], np.int32), count)
-            else:
-                known = following[: following.index(NOTHING)] if NOTHING in following else following
-                drafts = np.array(known, np.int32)
-            found.setdefault(drafts.tobytes(), drafts)
-            if len(found) == width:
-                break
-        return list(found.values())
+        place = best[2]
+        if not place:
+            return NO_DRAFTS
+        if begin <= place < end:
+            return np.resize(np.array(tokens[place + 1 : min(end, place + 1 + count)], np.int32), count)
+        following = tokens[place + 1 : place + 1 + count]
+        known = following[: following.index(NOTHING)] if NOTHING in following else following
+        return np.array(known, np.int32)
 
     def _length_of_match(self, place: int, other: int) -> int:
         """How many tokens are the same up to two places, at most `longest`."""

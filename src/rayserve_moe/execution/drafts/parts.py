@@ -1,4 +1,4 @@
-"""What drafting of chains and of trees has in common: page tables, noise, and what there is only with a draft model."""
+"""Parts of drafting: page tables with scratch pages, noise, and the weights and state of a draft model."""
 
 # S rows that draft   P page-table width   V words of the draft's head
 

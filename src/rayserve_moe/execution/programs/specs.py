@@ -111,8 +111,13 @@ def names_for(shape: StepShape, served: ServedModel) -> set[str]:
 
 
 def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
-    asked = served.draft is not None, config.tree is not None, config.most_together
-    layout = InputLayout(shape, served.num_rows, served.num_tables, *asked)
+    layout = InputLayout(
+        shape,
+        served.num_rows,
+        served.num_tables,
+        tells_nexts=served.draft is not None,
+        most_together=config.most_together,
+    )
     vectors = _integers(served, config.model.plan.data_size, len(layout.padding))
     blocks = block_input_shapes(shape, config.model) if shape.num_blocks else None
     run = partial(run_step, layout=layout, config=config)
@@ -126,7 +131,7 @@ def _sample_program(size: tuple[int, bool], served: ServedModel, *, config: Step
     shape = count, part.num_parts * part.width
     logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=plan.sharding(WORD_AXES))
     held = HeldInputs(
-        _integers(served, plan.data_size, 3 + (config.tree is not None), num_singles),
+        _integers(served, plan.data_size, 3, num_singles),
         _integers(served, count, mask_words(part.num_words)),
         _integers(served, count, 1 + MAX_LISTED_IDS) if has_evidence else None,
         _integers(served, count, processed_size(served.processors)) if served.processors else None,
@@ -138,7 +143,7 @@ def _sample_program(size: tuple[int, bool], served: ServedModel, *, config: Step
 def _draft_program(size: int, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
     assert config.draft is not None, "there is no draft model"
     partitions = weight_partitions(config.model, config.draft), state_partitions(config.model, config.draft)
-    run = partial(draft_ahead, config=config.draft, shape=config.drafting, partitions=partitions)
+    run = partial(draft_ahead, config=config.draft, num_drafts=config.max_drafts, partitions=partitions)
     inputs = {"rows_NS": _integers(served, config.model.plan.data_size, size)}
     return Program(f"{DRAFT}_{size}", run, (served.weights, state), inputs, donated=1)
 

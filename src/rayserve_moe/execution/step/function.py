@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import cast
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.decoding.sampling import Sampled
@@ -108,10 +107,8 @@ def _output(sampled: Sampled, out: ForwardOutput, *, config: StepConfig) -> Step
 
 
 def _samples_of(step: DeviceInput) -> SampleInput:
-    batch, places_S, ancestors_S = step.batch, step.sample_places_S, None
-    if batch.ancestors_U is not None:
-        ancestors_S = jnp.where(places_S < batch.num_singles, batch.ancestors_U.at[places_S].get(mode="clip"), 1)
-    return SampleInput(step.sample_rows_S, step.sampling, step.penalties, batch.token_ids_T[places_S], ancestors_S)
+    ids_S = step.batch.token_ids_T[step.sample_places_S]
+    return SampleInput(step.sample_rows_S, step.sampling, step.penalties, ids_S)
 
 
 def sample_step(

@@ -18,21 +18,18 @@ from rayserve_moe.decoding.adjustment import Penalties
 from rayserve_moe.decoding.sampling import SamplingBatch
 from rayserve_moe.decoding.truncation import Limits
 from rayserve_moe.execution.step.pytrees import DeviceState, DraftState, StepShape
-from rayserve_moe.kernels.ancestors import places_of
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, RowFloats, RowIntegers
 
 
 class Sections(NamedTuple):
-    """The int32 sections of the vector, in its order; of lengths S, S, S, B, B, B, B * Q, S, S, C, C, C, B or 0, S or
-    0.
+    """The int32 sections of the vector, in its order; of lengths S, S, S, B, B, B, B * Q, S, S, C, C, C, B or 0.
 
     A single token has a row, a position (-1: padding) and an id; a block a row, the position of its first token and
     how many of its tokens are real; a sample the place (in T) that it is taken after, and its row; a change of the
-    page table a row, an index and a page; the next of a block is the known token behind its last, or -1; where drafts
-    are trees a single token has its ancestors (`kernels.ancestors`). Rows are the data rank's own; a row that does not
-    exist marks padding.
+    page table a row, an index and a page; the next of a block is the known token behind its last, or -1. Rows are the
+    data rank's own; a row that does not exist marks padding.
     """
 
     single_rows: slice
@@ -48,7 +45,6 @@ class Sections(NamedTuple):
     change_indices: slice
     change_pages: slice
     block_nexts: slice
-    single_ancestors: slice
 
 
 class DeviceInput(NamedTuple):
@@ -69,15 +65,13 @@ class DeviceInput(NamedTuple):
 class InputLayout:
     """Where the sections of a step of `shape` lie, for ranks with `num_rows` rows and `num_tables` tables of pages.
 
-    `tells_nexts`: a draft model wants to know what follows a block. `has_trees`: drafts are trees. `most_together`: of
-    `TokenBatch`.
+    `tells_nexts`: a draft model wants to know what follows a block. `most_together`: of `TokenBatch`.
     """
 
     shape: StepShape
     num_rows: int
     num_tables: int = 1
     tells_nexts: bool = False
-    has_trees: bool = False
     most_together: int = 1
 
     @cached_property
@@ -91,7 +85,6 @@ class InputLayout:
             *[singles] * 2,
             *[changes] * 3,
             blocks * self.tells_nexts,
-            singles * self.has_trees,
         )
         borders = accumulate(sizes, initial=0)
         return Sections(*(slice(*border) for border in pairwise(borders)))
@@ -105,9 +98,8 @@ class InputLayout:
     @cached_property
     def padding(self) -> np.ndarray:
         """The vector of a step that does nothing, int32 [W]."""
-        vector = np.zeros(self.slices.single_ancestors.stop, np.int32)
+        vector = np.zeros(self.slices.block_nexts.stop, np.int32)
         vector[self.slices.block_nexts] = -1
-        vector[self.slices.single_ancestors] = 1
         vector[self.slices.single_positions] = -1
         vector[self.slices.sample_rows] = self.num_rows
         vector[self.slices.change_rows] = self.num_rows
@@ -141,7 +133,7 @@ def unpack(
     positions_T = jnp.concatenate([single_positions, block_positions])
     single_rows, single_ids = vector_W[at.single_rows], vector_W[at.single_ids]
     single_ids = jnp.where(single_ids == LAST_SAMPLED, state.last_tokens_R[single_rows], single_ids)
-    if state.draft is not None and not layout.has_trees:
+    if state.draft is not None:
         single_positions, single_ids = _awaited(state.draft, single_rows, single_positions, single_ids)
         positions_T = jnp.concatenate([single_positions, block_positions])
     rows_B = jnp.concatenate([single_rows, block_rows])
@@ -154,15 +146,10 @@ def unpack(
             shape.num_singles + jnp.repeat(jnp.arange(shape.num_blocks), shape.block_tokens),
         ]
     )
-    ancestors_U, places_T = vector_W[at.single_ancestors] if layout.has_trees else None, positions_T
-    if ancestors_U is not None:
-        places_T = jnp.concatenate([places_of(positions_T[: shape.num_singles], ancestors_U), block_positions])
-    pages_T = page_table_BP[..., block_of_T, places_T // page_size]
-    slots_T = jnp.where(positions_T >= 0, pages_T * page_size + places_T % page_size, 0)
+    pages_T = page_table_BP[..., block_of_T, positions_T // page_size]
+    slots_T = jnp.where(positions_T >= 0, pages_T * page_size + positions_T % page_size, 0)
     ids_T = jnp.concatenate([single_ids, vector_W[at.block_ids]])
-    batch = TokenBatch(
-        ids_T, positions_T, slots_T, page_table_BP, shape.num_singles, layer_pages, ancestors_U, rows_B=rows_B
-    )
+    batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, shape.num_singles, layer_pages, rows_B=rows_B)
     if layout.most_together > 1:
         batch = replace(batch, sequences_U=single_rows, most_together=layout.most_together)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]

@@ -28,8 +28,8 @@ class PackedStep:
     `vectors` int32 [data ranks, W]. `token_places[i]` is where the plan's i-th token stands among the tokens of all
     ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks. `blocks`
     is what is asked of tokens in prefill blocks, where something is. `held` is what `sample_held` is given for samples
-    that are held, int32 [data ranks, 3 or with trees 4, S]; then the vectors have none. `copies` are vectors of pages
-    to copy after it. `num_probed` tokens are probed.
+    that are held, int32 [data ranks, 3, S]; then the vectors have none. `copies` are vectors of pages to copy after it.
+    `num_probed` tokens are probed.
     """
 
     step_id: int
@@ -54,12 +54,10 @@ class Packer:
         num_data_ranks: int = 1,
         num_tables: int = 1,
         tells_nexts: bool = False,
-        has_trees: bool = False,
     ) -> None:
         self.rows_per_rank, self._num_ranks, self._num_tables = rows_per_rank, num_data_ranks, num_tables
-        self._block_tokens, self._tells_nexts, self._has_trees = shapes[0].block_tokens, tells_nexts, has_trees
-        given = rows_per_rank, num_tables, tells_nexts, has_trees
-        self.layouts = {shape: InputLayout(shape, *given) for shape in shapes}
+        self._block_tokens, self._tells_nexts = shapes[0].block_tokens, tells_nexts
+        self.layouts = {shape: InputLayout(shape, rows_per_rank, num_tables, tells_nexts) for shape in shapes}
         self.use(shapes)
         self._places = np.arange(max(shape.num_singles for shape in shapes))
 
@@ -110,8 +108,6 @@ class Packer:
         of_singles = ranks[singles], singles_before[singles]
         vectors[:, at.single_rows][of_singles] = rows[singles]
         vectors[:, at.single_positions][of_singles] = starts[singles]
-        if self._has_trees and planned.ancestors is not None:
-            vectors[:, at.single_ancestors][of_singles] = planned.ancestors[singles]
         chunks, index = np.repeat(np.arange(len(blocks)), blocks), _offsets(blocks)
         of_blocks = ranks[chunks], blocks_before[chunks] + index
         vectors[:, at.block_rows][of_blocks] = rows[chunks]
@@ -154,8 +150,6 @@ class Packer:
             (at.sample_rows, rows[samples]),
         ):
             vector[section.start : section.start + len(values)] = values
-        if self._has_trees and chunks.ancestors is not None:
-            vector[at.single_ancestors][: len(chunks.ancestors)] = chunks.ancestors
         vectors = vector[None]
         if with_changes:
             self._fill_changes(vectors, plan.pages, at=at)
@@ -163,9 +157,9 @@ class Packer:
 
     def _held(self, plan: StepPlan, packed: PackedStep) -> PackedStep:
         """The step without its samples, and what they are drawn by later."""
-        num_held, places = 3 + self._has_trees, packed.sample_places
-        held = np.zeros((num_held, self._num_ranks * packed.shape.num_singles), np.int32)
-        held[0], held[3:] = self.rows_per_rank, 1
+        places = packed.sample_places
+        held = np.zeros((3, self._num_ranks * packed.shape.num_singles), np.int32)
+        held[0] = self.rows_per_rank
         chunks = plan.chunks
         samples = np.flatnonzero(chunks.samples)
         rows, lengths = chunks.rows[samples], chunks.lengths
@@ -174,10 +168,8 @@ class Packer:
         held[0, places] = rows if self._num_ranks == 1 else rows % self.rows_per_rank
         held[1, places] = chunks.starts[samples] + lengths[samples]
         held[2, places] = chunks.token_ids[last]
-        if self._has_trees and chunks.ancestors is not None:
-            held[3, places] = chunks.ancestors[samples]
         packed.vectors[:, self.layouts[packed.shape].slices.sample_rows] = self.rows_per_rank
-        by_rank = held.reshape(num_held, self._num_ranks, -1).swapaxes(0, 1)
+        by_rank = held.reshape(3, self._num_ranks, -1).swapaxes(0, 1)
         return replace(packed, held=by_rank)
 
     def _on_ranks(self, counts: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

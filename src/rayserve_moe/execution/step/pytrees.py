@@ -14,8 +14,7 @@ from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.decoding.logit_processors import LogitProcessor
 from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.experts.slot_mapping import PlacementArrays
-from rayserve_moe.kernels.kv_pool import LayerPages, Moves
-from rayserve_moe.kernels.table import Kernel
+from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools
 
@@ -33,22 +32,13 @@ class StepShape:
         return self.num_singles + self.num_blocks * self.block_tokens
 
 
-class TreeShape(NamedTuple):
-    """How trees of drafts branch: `num_levels` below the sequence's last token, `num_children` of a node and nodes of a
-    level that have any; of all that the best `num_drafts` are verified."""
-
-    num_levels: int
-    num_children: int
-    num_drafts: int
-
-
 @dataclass(frozen=True)
 class StepConfig:
     """All that is fixed when a step is compiled, besides its shape; `layer_pages` as in `TokenBatch`.
 
-    `max_drafts` is that of any `StepPlan`, `tree` how drafts branch where they are trees. Where samples may be `held`,
-    logits leave the step, and a step without a sample leaves out sampling. Hidden states leave it where it
-    `shows_hidden`. `processors` change logits of held samples.
+    `max_drafts` is that of any `StepPlan`. Where samples may be `held`, logits leave the step, and a step without a
+    sample leaves out sampling. Hidden states leave it where it `shows_hidden`. `processors` change logits of held
+    samples.
     """
 
     model: ModelConfig
@@ -60,17 +50,11 @@ class StepConfig:
     draft: DraftConfig | None = None
     shows_hidden: bool = False
     processors: tuple[LogitProcessor, ...] = ()
-    tree: TreeShape | None = None
-
-    @property
-    def drafting(self) -> TreeShape:
-        """How drafts branch; a chain does not."""
-        return self.tree or TreeShape(self.max_drafts, 1, self.max_drafts)
 
     @property
     def most_together(self) -> int:
         """Single tokens of one sequence in a step at most, where kernels are to know (`TokenBatch`)."""
-        return 1 + self.drafting.num_drafts if self.model.kernels.attention.has_flat_rows else 1
+        return 1 + self.max_drafts if self.model.kernels.attention.has_flat_rows else 1
 
     @property
     def asked_layers(self) -> tuple[int, ...]:
@@ -103,10 +87,6 @@ class DraftState(NamedTuple):
     """Position of that token, int32."""
     drafts_RK: jax.Array
     """Latest chain of drafts of each row, int32."""
-
-    def moved(self, moves: Moves, move_rows: Kernel) -> DraftState:
-        """Return the state after moves of the pool rows of tokens."""
-        return self._replace(pools=jax.tree.map(lambda pool: move_rows(pool, moves, num_layers=1), self.pools))
 
 
 @jax.tree_util.register_dataclass

@@ -15,15 +15,11 @@ from rayserve_moe.decoding.adjustment import Penalties, adjust, note_samples
 from rayserve_moe.decoding.evidence import EvidenceLogits, sampling_mask, with_evidence
 from rayserve_moe.decoding.log_probs import TopTokens
 from rayserve_moe.decoding.logit_processors import LogitProcessor, allowed_logits, processed_size
-from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, accepted, drafts_of, sample, tree_drafts_of
+from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, accepted, drafts_of, sample
 from rayserve_moe.execution.step.inputs import sampling_of
 from rayserve_moe.execution.step.pack import PackedStep
 from rayserve_moe.execution.step.pytrees import DeviceState, StepConfig, StepOutput
 from rayserve_moe.execution.step.results import only_wanted
-from rayserve_moe.kernels.ancestors import places_of
-from rayserve_moe.kernels.kv_pool import Moves
-from rayserve_moe.model.model_config import ModelConfig, Pools
-from rayserve_moe.model.states import states_of
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.parallel.sharding import gather_rows
 from rayserve_moe.requests.columns import WANTS_MASK
@@ -39,19 +35,18 @@ CompiledSampler = Callable[..., tuple[DeviceState, StepOutput]]
 
 class SampleInput(NamedTuple):
     """Of a data rank's samples: its own rows (one that does not exist marks padding), how they are drawn, by what they
-    are adjusted, and the tokens that they are taken after, int32 [S], where drafts are trees with their ancestors."""
+    are adjusted, and the tokens that they are taken after, int32 [S]."""
 
     rows_S: jax.Array
     sampling: SamplingBatch
     penalties: Penalties
     ids_S: jax.Array
-    ancestors_S: jax.Array | None = None
 
 
 class HeldInputs(NamedTuple):
-    """What held samples are drawn by, int32: their rows, the positions where the new tokens will stand, the tokens
-    before them and where drafts are trees the ancestors of those; the words that they may be; what evidence is asked,
-    None where none is; what logit processors are given, where there are some."""
+    """What held samples are drawn by, int32: their rows, the positions where the new tokens will stand and the tokens
+    before them; the words that they may be; what evidence is asked, None where none is; what logit processors are
+    given, where there are some."""
 
     samples_N3S: Any
     mask_AW: Any
@@ -60,14 +55,10 @@ class HeldInputs(NamedTuple):
 
 
 class OwnSamples(NamedTuple):
-    """What a data rank has sampled, ids int32 [S], and for which of its rows each is the last that counts, [S].
-
-    `moves` say where keys and values of the right drafts of trees go, which is done in the target's pool.
-    """
+    """What a data rank has sampled, ids int32 [S], and for which of its rows each is the last that counts, [S]."""
 
     ids_S: jax.Array
     rows_S: jax.Array
-    moves: Moves | None = None
 
 
 def sample_rows(
@@ -87,11 +78,9 @@ def sample_rows(
     nowhere = len(state.seen_RV)
     rows_S = jnp.where(samples.rows_S < num_rows, plan.data_rank() * num_rows + samples.rows_S, nowhere)
     given = (rows_S, samples.sampling, samples.penalties)
-    trees = () if samples.ancestors_S is None else (samples.ancestors_S,)
-    inputs = (*trees, samples.ids_S) if config.max_drafts else ()
-    rows_A, sampling, penalties, *inputs = gather_rows((*given, *inputs), plan)
-    find = tree_drafts_of if trees else partial(drafts_of, rows_A, sampling.position_S)
-    drafts = find(*inputs, max_drafts=config.max_drafts) if inputs else None
+    ids = (samples.ids_S,) if config.max_drafts else ()
+    rows_A, sampling, penalties, *ids = gather_rows((*given, *ids), plan)
+    drafts = drafts_of(rows_A, sampling.position_S, *ids, max_drafts=config.max_drafts) if ids else None
     drafted_SK = drafts and drafts.drafted_SK
     adjusted_AV = adjust(logits_AV, state, rows_S=rows_A, penalties=penalties, part=part, drafted_SK=drafted_SK)
 
@@ -110,44 +99,15 @@ def sample_rows(
 
     sampled = draw_where(jnp.any(rows_A < nowhere), draw) if config.holds_samples and allow is None else draw()
     own_ids_S, own_rows_S = sampled.ids_S.reshape(plan.data_size, -1)[plan.data_rank()], samples.rows_S
-    moves, counted_A = None, rows_A
+    counted_A = rows_A
     if drafts is not None:
         counts_A, is_last_A = accepted(sampled.ids_S, drafts)
         counted_A = jnp.where(counts_A, rows_A, nowhere)
         own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
-        if trees:
-            moves = _moves_of(state, samples, counts_A.reshape(plan.data_size, -1)[plan.data_rank()], config.page_size)
-            state = replace(state, pools=_moved(state.pools, moves, config.model))
     last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
     seen_RV = note_samples(state.seen_RV, sampled.ids_S, rows_S=counted_A, penalties=penalties, part=part)
-    own = OwnSamples(own_ids_S, own_rows_S, moves)
-    return sampled, own, adjusted_AV, replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
-
-
-def _moved(pools: Pools, moves: Moves, config: ModelConfig) -> Pools:
-    """Return the pools with the rows of all layers moved."""
-    move = config.kernels.pool.move_rows
-    return {
-        kept.kind.name: tuple(move(pool, moves, num_layers=kept.num_layers) for pool in pools[kept.kind.name])
-        for kept in states_of(config)
-    }
-
-
-def _moves_of(state: DeviceState, samples: SampleInput, counts_S: jax.Array, page_size: int) -> Moves:
-    """From where the keys of tokens lie whose samples count to where those of their positions do."""
-    assert samples.ancestors_S is not None, "only trees have keys elsewhere"
-    positions_S = samples.sampling.position_S.astype(jnp.int32) - 1
-    places_S = places_of(positions_S, samples.ancestors_S)
-    pages_SP = state.page_table_RP.at[samples.rows_S].get(mode="clip")
-
-    def slots(places_S: jax.Array) -> jax.Array:
-        pages_S = jnp.take_along_axis(pages_SP, places_S[:, None] // page_size, axis=1, mode="clip")[:, 0]
-        return pages_S * page_size + places_S % page_size
-
-    is_elsewhere_S = counts_S & (places_S != positions_S) & (samples.rows_S < len(state.last_tokens_R))
-    (moved_S,) = jnp.nonzero(is_elsewhere_S, size=len(counts_S), fill_value=0)
-    num = jnp.sum(is_elsewhere_S, dtype=jnp.int32)
-    return Moves(slots(places_S)[moved_S], slots(positions_S)[moved_S], num)
+    state = replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
+    return sampled, OwnSamples(own_ids_S, own_rows_S), adjusted_AV, state
 
 
 def draw_where(has_samples: jax.Array, draw: Callable[[], Sampled]) -> Sampled:
@@ -161,14 +121,12 @@ def sample_held(
 ) -> tuple[DeviceState, StepOutput]:
     """On one device: sample what a step has held, and find the columns that are asked of it (`with_evidence`)."""
     plan, part = config.model.plan, words_of(config.model)
-    rows_S, positions_S, *of_before = held.samples_N3S[plan.data_rank()]
-    samples = SampleInput(rows_S, *sampling_of(state, rows_S, positions_S=positions_S), *of_before)
+    rows_S, positions_S, ids_S = held.samples_N3S[plan.data_rank()]
+    samples = SampleInput(rows_S, *sampling_of(state, rows_S, positions_S=positions_S), ids_S)
     allow = partial(
         allowed_logits, mask_SW=held.mask_AW, given_SX=held.processed_AX, processors=config.processors, part=part
     )
-    sampled, own, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
-    if own.moves is not None and state.draft is not None:
-        state = replace(state, draft=state.draft.moved(own.moves, config.model.kernels.pool.move_rows))
+    sampled, _, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
     columns: dict[str, Any] = {}
     if held.asked_AF is not None:
         logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)

@@ -30,7 +30,6 @@ struct AttentionArrays {
   const float* mean_squares;             // [T, 2], of queries and of keys of all devices; null: those of these heads
   const int32_t *kv_slots, *positions;   // [T]
   const int32_t* page_table;             // [singles + blocks, P]
-  const int32_t* ancestors;              // [singles]; null: no trees
   bf16* pool;                            // this layer's pages, [pages, page, 2 * G, h]
   float* out;                            // [T, D]
 };
@@ -101,8 +100,7 @@ inline void attend_blocks(const AttentionShapes& s, const AttentionArrays& a, co
   const int64_t together = heads_together(s, Crew::instance().num_threads());
   const int64_t pieces = (s.num_kv_heads + together - 1) / together, of_singles = s.num_singles * pieces;
   const auto run = [&](int64_t block, int64_t g, int64_t count) {
-    const int32_t* trees = block < s.num_singles ? a.ancestors : nullptr;
-    const QueryRows rows{queries, a.positions, tokens_of(block, s), s.num_heads, g * group, group, trees};
+    const QueryRows rows{queries, a.positions, tokens_of(block, s), s.num_heads, g * group, group};
     const PagedKeys kv{a.pool + g * 2 * h, 2 * s.kv_width(), s.page_size, h, h, h, 2 * h};
     attend(rows, count, a.page_table + block * s.table_width, kv, {s.scale, s.window, a.sinks}, attended);
   };

@@ -27,7 +27,6 @@ struct QueryRows {
   const int32_t* positions;  // [T]; -1: padding
   BlockTokens tokens;
   int64_t num_heads, first_head, group;
-  const int32_t* ancestors = nullptr;  // [T], of single tokens that may be nodes of trees; null: none is
   int64_t count() const { return tokens.count * group; }
   int64_t head(int64_t row) const { return first_head + row % group; }
   int64_t place(int64_t row) const { return (tokens.first + row / group) * num_heads + head(row); }  // in [T, heads]
@@ -201,13 +200,11 @@ inline void attend(const QueryRows& first, int64_t num_kv_heads, const int32_t* 
   std::optional<TileScope> scope;
   if (has_tiles) scope.emplace();
   const Range all = seen_by(first.tokens, first.positions, scoring.window);
-  const int64_t t = first.tokens.first;
-  const TreePath path = first.ancestors ? TreePath(first.positions[t], uint32_t(first.ancestors[t])) : TreePath();
   for (int64_t start = all.begin / kSpan * kSpan; start < all.end; start += kSpan) {
     const Range here{std::max(all.begin, start), std::min(all.end, start + kSpan)};
     PagedKeys of_head = kv;
     for (int64_t g = 0; g < num_kv_heads; ++g, of_head.first += kv.head_stride) {
-      find_span(pages, start, here, path, of_head, buffers[g]);
+      find_span(pages, start, here, of_head, buffers[g]);
       if (g == 0 && num_kv_heads > 1) read_ahead(num_kv_heads * kv.head_stride, buffers[0]);
       visit_span(walks[g], start, all.end, of_head, scoring, scope ? &*scope : nullptr, buffers[g]);
     }

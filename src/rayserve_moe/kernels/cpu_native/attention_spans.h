@@ -86,35 +86,14 @@ inline bool load_values(Range seen, int64_t count, const PagedKeys& kv, SpanBuff
   return is_finite;
 }
 
-// The way to a node of a tree (`kernels/ancestors.py`): from position `root` on, key root + d lies at root + nodes[d].
-struct TreePath {
-  int64_t root = INT64_MAX;  // no tree
-  int8_t nodes[32];
-  int64_t count = 0;
-
-  TreePath() = default;
-  TreePath(int64_t position, uint32_t ancestors) {
-    for (int node = 0; node < 32; ++node)
-      if (ancestors >> node & 1) nodes[count++] = int8_t(node);
-    root = position + 1 - count;
-  }
-  int64_t end() const { return root + nodes[count - 1] + 1; }  // behind the last place
-};
-
 // Finds the keys of `here`, a part of the span from `start` on.
-inline void find_span(const int32_t* pages, int64_t start, Range here, const TreePath& path, const PagedKeys& kv,
-                      SpanBuffers& b) {
+inline void find_span(const int32_t* pages, int64_t start, Range here, const PagedKeys& kv, SpanBuffers& b) {
   std::fill(b.rows, b.rows + kSpan, nullptr);
-  const int64_t ahead = std::min(here.end, path.root);
-  for (int64_t place = here.begin; place < ahead;) {
-    const int64_t page = place / kv.page_size, in_page = place - page * kv.page_size;
+  for (int64_t key = here.begin; key < here.end;) {
+    const int64_t page = key / kv.page_size, in_page = key - page * kv.page_size;
     const bf16* row = kv.first + (pages[page] * kv.page_size + in_page) * kv.stride;
-    const int64_t last = std::min(ahead, place + kv.page_size - in_page);
-    for (; place < last; ++place, row += kv.stride) b.rows[place - start] = row;
-  }
-  for (int64_t key = std::max(here.begin, ahead); key < here.end; ++key) {
-    const int64_t place = path.root + path.nodes[key - path.root], page = pages[place / kv.page_size];
-    b.rows[key - start] = kv.first + (page * kv.page_size + place % kv.page_size) * kv.stride;
+    const int64_t last = std::min(here.end, key + kv.page_size - in_page);
+    for (; key < last; ++key, row += kv.stride) b.rows[key - start] = row;
   }
 }
 

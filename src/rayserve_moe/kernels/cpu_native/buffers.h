@@ -44,16 +44,6 @@ bool have_dims(size_t num_dims, Buffers&... buffers) {
   return ((buffers.dimensions().size() == num_dims) && ...);
 }
 
-// Whether what is left of the arguments is nothing, which leaves null, or the ancestors of `num_singles` tokens.
-bool found_ancestors(ffi::RemainingArgs& rest, int64_t num_singles, const int32_t*& ancestors) {
-  ancestors = nullptr;
-  if (rest.size() == 0) return true;
-  auto given = rest.get<S32>(0);
-  if (rest.size() > 1 || !given || !is(*given, {num_singles})) return false;
-  ancestors = given->typed_data();
-  return true;
-}
-
 ffi::Error wrong(const char* what) { return ffi::Error::InvalidArgument(what); }
 
 // Layer `layer` of arrays stacked on dimension 0; null where the array is empty.

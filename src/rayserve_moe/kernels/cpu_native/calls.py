@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.attention_layer import AttentionInputs
 from rayserve_moe.kernels.cpu_native.layout import PANEL
-from rayserve_moe.kernels.kv_pool import Moves
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.reference.layers import Rotation, WordMasses
@@ -40,7 +39,6 @@ NAMES = (
     "Noise",
     "Choose",
     "Pages",
-    "Moves",
 )
 TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
 """Name of each kernel as programs call it, and its symbol in the library."""
@@ -129,13 +127,6 @@ def choose(
     call = jax.ffi.ffi_call(f"{PREFIX}choose", (numbers, ids, numbers))
     score_S, id_S, own_S = call(logprobs_SV, largest_S, *of_noise, *last, first, last_place=np.int64(num_places - 1))
     return score_S, id_S, own_S
-
-
-def move_rows(pool: jax.Array, moves: Moves, *, num_layers: int) -> jax.Array:
-    """Do `kv_pool.move_rows` of a bfloat16 pool, in place."""
-    shape = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
-    call = jax.ffi.ffi_call(f"{PREFIX}moves", shape, input_output_aliases={0: 0})
-    return call(pool, *moves, num_layers=np.int64(num_layers))
 
 
 def product(left_TK: jax.Array, right_KN: jax.Array) -> jax.Array:
@@ -231,7 +222,6 @@ def attend_layer(
         jnp.asarray(num_pages, jnp.int32),
         np.array(config.windows, np.int32),
         kv_pages,
-        *trees_of(batch),
         num_singles=np.int64(batch.num_singles),
         eps=np.float32(config.eps),
         scale=np.float32(config.head_dim**-0.5 if config.score_scale is None else config.score_scale),
@@ -274,7 +264,6 @@ def attend_latent_layer(
         jnp.asarray(first_page, jnp.int32),
         jnp.asarray(num_pages, jnp.int32),
         kv_pages,
-        *trees_of(batch),
         num_singles=np.int64(batch.num_singles),
         nope_dim=np.int64(config.nope_dim),
         norm_eps=np.float32(config.norm_eps),
@@ -289,11 +278,6 @@ def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, coun
     targets_N = jnp.where(jnp.arange(len(sources_N)) < count, targets_N, sources_N)
     call = jax.ffi.ffi_call(f"{PREFIX}pages", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
     return call(pool, sources_N, targets_N)
-
-
-def trees_of(batch: TokenBatch) -> tuple[jax.Array, ...]:
-    """Return the last argument of attention if single tokens may be nodes of trees."""
-    return () if batch.ancestors_U is None else (batch.ancestors_U,)
 
 
 def _mean_squares(

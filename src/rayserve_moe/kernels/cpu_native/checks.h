@@ -30,26 +30,12 @@ inline bool fit(const LatentShapes& s) {
          is_even(s.nope) && is_even(s.rope) && is_even(s.latent) && (s.query_latent == 0 || is_even(s.query_latent));
 }
 
-// Whether the nodes on the way to a single token lie on this layer's pages.
-inline bool is_path_in_pool(const AttentionShapes& s, const AttentionArrays& a, int64_t single) {
-  if (!a.ancestors || a.positions[single] < 0) return true;
-  if (a.ancestors[single] == 0) return false;
-  const TreePath path(a.positions[single], uint32_t(a.ancestors[single]));
-  if (path.root < 0 || path.end() > s.table_width * s.page_size) return false;
-  for (int64_t p = path.root / s.page_size; p * s.page_size < path.end(); ++p) {
-    const int64_t page = a.page_table[single * s.table_width + p];
-    if (page < 0 || page >= s.num_pages) return false;
-  }
-  return true;
-}
-
-// Whether all that the tokens of `s` write and see lies on this layer's pages. `a` needs the four int32 arrays alone.
+// Whether all that the tokens of `s` write and see lies on this layer's pages. `a` needs the three int32 arrays alone.
 inline bool are_in_pool(const AttentionShapes& s, const AttentionArrays& a) {
   const int64_t num_slots = s.num_pages * s.page_size;
   for (int64_t t = 0; t < s.num_tokens; ++t)
     if (a.positions[t] >= 0 && (a.kv_slots[t] < 0 || a.kv_slots[t] >= num_slots)) return false;
   for (int64_t block = 0; block < s.num_singles + s.num_blocks; ++block) {
-    if (block < s.num_singles && !is_path_in_pool(s, a, block)) return false;
     const Range seen = seen_by(tokens_of(block, s), a.positions, s.window);
     if (seen.end > s.table_width * s.page_size) return false;
     for (int64_t p = seen.begin / s.page_size; p * s.page_size < seen.end; ++p) {

@@ -38,7 +38,6 @@ struct LatentArrays {
   const float *cos, *sin;                        // [T, r / 2]
   const int32_t *kv_slots, *positions;           // [T]
   const int32_t* page_table;                     // [singles + blocks, P]
-  const int32_t* ancestors;                      // [singles]; null: no trees
   bf16* pool;                                    // this layer's pages, [pages, page, 1, C + r]
   float* out;                                    // [T, D]
 };
@@ -164,9 +163,8 @@ inline void attend_to_latents(const LatentShapes& s, const LatentArrays& a, Late
   const std::vector<LatentPiece> pieces = cut_into_pieces(s);
   for_each(int64_t(pieces.size()), [&](int64_t item) {
     const LatentPiece& piece = pieces[item];
-    const int32_t* trees = piece.block < b.num_singles ? a.ancestors : nullptr;
-    const QueryRows queries{rows.absorbed.data(), a.positions, piece.tokens, s.heads(),
-                            piece.first_head,     piece.num_heads, trees};
+    const QueryRows queries{rows.absorbed.data(), a.positions, piece.tokens, s.heads(), piece.first_head,
+                            piece.num_heads};
     attend(queries, 1, a.page_table + piece.block * b.table_width, kv, {b.scale, 0, nullptr}, rows.attended.data());
   });
 }

@@ -170,34 +170,10 @@ ffi::Error Pages(Bf16 pool, S32 sources, S32 targets, ffi::ResultBuffer<ffi::BF1
   return ffi::Error::Success();
 }
 
-// Copies rows of all layers within a pool, one after the other: `move_rows` of `kernels/kv_pool.py`.
-ffi::Error Moves(Bf16 pool, S32 sources, S32 targets, S32 num, int64_t num_layers, ffi::ResultBuffer<ffi::BF16> pool_out) {
-  if (pool.dimensions().size() < 3 || !have_dims(1, sources, targets) || !have_dims(0, num))
-    return wrong("moves are of rows of a pool");
-  const int64_t pages = native::times(num_layers, size_of(pool, 0)), slots = pages * size_of(pool, 1);
-  const int64_t count = num.typed_data()[0];
-  if (pages <= 0 || count < 0 || count > size_of(sources, 0) || !is(targets, {size_of(sources, 0)}))
-    return wrong("there are no such moves, or layers");
-  if (pool_out->untyped_data() != pool.untyped_data()) return wrong("the pool must be updated in place");
-  const auto is_outside = [slots](int32_t slot) { return slot < 0 || slot >= slots; };
-  if (std::any_of(sources.typed_data(), sources.typed_data() + count, is_outside) ||
-      std::any_of(targets.typed_data(), targets.typed_data() + count, is_outside))
-    return wrong("a row is moved outside the pool");
-  const int64_t width = int64_t(pool.element_count()) / (num_layers * slots);
-  auto* rows = reinterpret_cast<native::bf16*>(pool_out->untyped_data());
-  for (int64_t layer = 0; layer < num_layers; ++layer, rows += slots * width)
-    for (int64_t i = 0; i < count; ++i)
-      std::copy_n(rows + sources.typed_data()[i] * width, width, rows + targets.typed_data()[i] * width);
-  return ffi::Error::Success();
-}
-
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoePages, Pages,
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<S32>().Ret<Bf16>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMoves, Moves,
-                              ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<S32>().Arg<S32>().Attr<int64_t>("num_layers")
-                                  .Ret<Bf16>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMasses, Masses,
                               ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<S32>().Ret<F32>().Ret<S32>().Ret<F32>().Ret<S32>()
                                   .Ret<F32>());

@@ -20,7 +20,7 @@ native::HeadNorm norm_of(Bf16& scale, int64_t layer) {
 ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, Bf16 k_norm, Bf16 q_bias, Bf16 k_bias,
                      Bf16 v_bias, Bf16 sinks, F32 mean_squares, F32 cos, F32 sin, S32 kv_slots, S32 positions,
                      S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, Bf16 pool,
-                     ffi::RemainingArgs trees, int64_t num_singles, float eps, float scale, float clip, bool is_interleaved, bool norms_after,
+                     int64_t num_singles, float eps, float scale, float clip, bool is_interleaved, bool norms_after,
                      ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, cos) || !have_dims(3, q) || !have_dims(4, pool) ||
       !have_dims(0, layer, first_page, num_pages))
@@ -61,7 +61,6 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, B
   a.cos = cos.typed_data(), a.sin = sin.typed_data();
   a.mean_squares = mean_squares.element_count() ? mean_squares.typed_data() : nullptr;
   a.kv_slots = kv_slots.typed_data(), a.positions = positions.typed_data(), a.page_table = page_table.typed_data();
-  if (!found_ancestors(trees, num_singles, a.ancestors)) return wrong("each single token has ancestors");
   a.pool = reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * s.page_size * 2 * kv_width;
   a.out = out->typed_data();
   if (!native::are_in_pool(s, a)) return wrong("a token's position, slot or page lies outside the pool");
@@ -76,7 +75,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>()
-                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>().RemainingArgs()
+                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>()
                                   .Attr<int64_t>("num_singles").Attr<float>("eps").Attr<float>("scale")
                                   .Attr<float>("clip").Attr<bool>("is_interleaved").Attr<bool>("norms_after")
                                   .Ret<F32>().Ret<Bf16>());

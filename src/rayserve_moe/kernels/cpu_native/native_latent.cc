@@ -8,7 +8,7 @@ namespace {
 
 ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b, Bf16 o, Bf16 q_a_norm, Bf16 kv_a_norm,
                   Bf16 q_a_bias, Bf16 kv_a_bias, F32 cos, F32 sin, S32 kv_slots, S32 positions, S32 page_table,
-                  S32 layer, S32 first_page, S32 num_pages, Bf16 pool, ffi::RemainingArgs trees, int64_t num_singles,
+                  S32 layer, S32 first_page, S32 num_pages, Bf16 pool, int64_t num_singles,
                   int64_t nope_dim, float norm_eps, float scale, bool is_interleaved, ffi::ResultBuffer<ffi::F32> out,
                   ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, kv_a_norm) || !have_dims(3, o, k_b, v_b) || !have_dims(4, pool) ||
@@ -43,13 +43,12 @@ ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b
   native::AttentionArrays places{};
   places.kv_slots = kv_slots.typed_data(), places.positions = positions.typed_data();
   places.page_table = page_table.typed_data();
-  if (!found_ancestors(trees, num_singles, places.ancestors)) return wrong("each single token has ancestors");
   if (!native::are_in_pool(b, places)) return wrong("a token's position, slot or page lies outside the pool");
   native::latent_attention_layer(
       s, {numbers(hidden), of_layer(q_a, at), of_layer(q_b, at), of_layer(kv_a, at), of_layer(k_b, at),
           of_layer(v_b, at), of_layer(o, at), of_layer(q_a_norm, at), of_layer(kv_a_norm, at), of_layer(q_a_bias, at),
           of_layer(kv_a_bias, at), cos.typed_data(), sin.typed_data(), places.kv_slots, places.positions,
-          places.page_table, places.ancestors,
+          places.page_table,
           reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * b.page_size * s.cached(),
           out->typed_data()});
   return ffi::Error::Success();
@@ -61,6 +60,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeLatent, Latent,
                               ffi::Ffi::Bind()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<S32>()
-                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>().RemainingArgs()
+                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>()
                                   .Attr<int64_t>("num_singles").Attr<int64_t>("nope_dim").Attr<float>("norm_eps")
                                   .Attr<float>("scale").Attr<bool>("is_interleaved").Ret<F32>().Ret<Bf16>());

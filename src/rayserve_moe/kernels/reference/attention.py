@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.ancestors import depths_of, paths_of, places_of
 from rayserve_moe.kernels.kv_pool import read_wide, write_rows
 
 KEYS_PER_SPAN = 128
@@ -61,8 +60,8 @@ class _Visible(NamedTuple):
 
 
 class Together(NamedTuple):
-    """Which sequence each single token is of, int32 [B]: those of one stand side by side, `most` at the most, and their
-    keys at places that follow each other."""
+    """Which sequence each single token is of, int32 [B]: those of one stand side by side, `most` at the most, at
+    positions that follow each other."""
 
     sequences_B: jax.Array
     most: int
@@ -73,15 +72,13 @@ class BlockPlaces(NamedTuple):
     (-1: padding).
 
     `described` is what a kernel has derived of the positions ahead of all layers (`AttentionKernels`). A kernel
-    that is given it may leave what it returns for padding undefined. With `ancestors_BQ` (`kernels.ancestors`) queries
-    are nodes of trees: of the keys from the root of its tree on, each sees its ancestors' and its own. Without
-    `together` no two single tokens are of one sequence, where that matters.
+    that is given it may leave what it returns for padding undefined. Without `together` no two single tokens are of one
+    sequence, where that matters.
     """
 
     page_table_BP: jax.Array
     positions_BQ: jax.Array
     described: Any = None
-    ancestors_BQ: jax.Array | None = None
     together: Together | None = None
 
 
@@ -106,11 +103,9 @@ def attend(
     `kv_pages` is [N, page, 2 * G, h], K and V of a head next to each other, in a dtype of `kv_pool`. With a
     `latent_width` of v it is [N, page, G, h]: keys, whose first v elements are also the values. A query at position -1
     is padding and gives zeros. What a page holds out of a block's sight, NaN too, is without effect. `sinks_H` are
-    scores, one of each head, in the denominator of its softmax alone. Nodes of trees are single queries (Q is 1): each
-    visits the keys of its path in the order of their positions, as if its sequence had no others. Returns [B, Q, H, v]
-    in the queries' dtype (v is h without `latent_width`).
+    scores, one of each head, in the denominator of its softmax alone. Returns [B, Q, H, v] in the queries' dtype (v is
+    h without `latent_width`).
     """
-    assert places.ancestors_BQ is None or queries_BQHh.shape[1] == 1, "nodes of trees are single queries"
     pages_per_span = max(1, KEYS_PER_SPAN // kv_pages.shape[1])
     page_table_BP = jnp.pad(places.page_table_BP, ((0, 0), (0, -places.page_table_BP.shape[1] % pages_per_span)))
 
@@ -119,8 +114,7 @@ def attend(
     def attend_one(block: tuple[jax.Array, ...]) -> jax.Array:
         return attend_block(block, kv_pages, pages_per_span=pages_per_span)
 
-    trees = () if places.ancestors_BQ is None else (places.ancestors_BQ[:, 0],)
-    return jax.lax.map(attend_one, (queries_BQHh, page_table_BP, places.positions_BQ, *trees))
+    return jax.lax.map(attend_one, (queries_BQHh, page_table_BP, places.positions_BQ))
 
 
 def attend_new(
@@ -131,12 +125,10 @@ def attend_new(
     Padding writes into page 0, which no sequence owns. `knobs` are those of `attend`.
     """
     (rows_BX, first_page), (page_table_BP, positions_B1, *_), page_size = new, places, kv_pages.shape[1]
-    trees_B1 = places.ancestors_BQ
-    keys_B1 = positions_B1 if trees_B1 is None else places_of(positions_B1, trees_B1)
-    pages_B1 = jnp.take_along_axis(page_table_BP + first_page, jnp.maximum(keys_B1, 0) // page_size, axis=1)
-    slots_B1 = jnp.where(positions_B1 >= 0, pages_B1 * page_size + keys_B1 % page_size, 0)
+    pages_B1 = jnp.take_along_axis(page_table_BP + first_page, jnp.maximum(positions_B1, 0) // page_size, axis=1)
+    slots_B1 = jnp.where(positions_B1 >= 0, pages_B1 * page_size + positions_B1 % page_size, 0)
     kv_pages = write_rows(kv_pages, rows_BX, slots_B1[:, 0])
-    places = BlockPlaces(page_table_BP + first_page, positions_B1, ancestors_BQ=trees_B1)
+    places = BlockPlaces(page_table_BP + first_page, positions_B1)
     return attend(queries_BHh[:, None], kv_pages, places, **knobs)[:, 0], kv_pages
 
 
@@ -149,8 +141,8 @@ def _attend_block(
     sinks_H: jax.Array | None,
     latent_width: int,
 ) -> jax.Array:
-    """One block: queries [Q, H, h], pages [P], positions [Q], and the ancestors of a node; returns [Q, H, v]."""
-    queries_QHh, pages_P, positions_Q, *ancestors = block
+    """Attend one block: queries [Q, H, h], pages [P] and positions [Q]; return [Q, H, v]."""
+    queries_QHh, pages_P, positions_Q = block
     num_queries, num_heads, width = queries_QHh.shape
     span, num_kv_heads = pages_per_span * kv_pages.shape[1], kv_pages.shape[2] // (1 if latent_width else 2)
     group = num_heads // num_kv_heads
@@ -162,10 +154,7 @@ def _attend_block(
     first_key = _first_key_of_block(positions_Q, config)
 
     def visit_span(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        if ancestors:
-            rows = _rows_on_path(kv_pages, pages_P, i * span + jnp.arange(span), positions_Q[0], ancestors[0])
-        else:
-            rows = kv_pages[jax.lax.dynamic_slice_in_dim(pages_P, i * pages_per_span, pages_per_span)]
+        rows = kv_pages[jax.lax.dynamic_slice_in_dim(pages_P, i * pages_per_span, pages_per_span)]
         keys_GSh, values_GSv = _keys_and_values(rows.reshape(span, -1, width), latent_width)
         key_positions_S = i * span + jnp.arange(span)
         visible = _visible(key_positions_S, positions_M, last_position, first_key, config)
@@ -179,17 +168,6 @@ def _attend_block(
     out = jnp.where((positions_M >= 0)[:, None], total_GMh / jnp.maximum(weight_GM, 1.0)[..., None], 0.0)
     out = out.reshape(num_kv_heads, group, num_queries, value_width).transpose(2, 0, 1, 3)
     return out.reshape(num_queries, num_heads, value_width).astype(queries_QHh.dtype)
-
-
-def _rows_on_path(
-    kv_pages: jax.Array, pages_P: jax.Array, key_positions_S: jax.Array, position: jax.Array, ancestors: jax.Array
-) -> jax.Array:
-    """Rows of the pool for positions of a node's path: from the root of its tree on those of its ancestors."""
-    page_size = kv_pages.shape[1]
-    root = position - depths_of(ancestors)
-    nodes_S = paths_of(ancestors).at[key_positions_S - root].get(mode="clip")
-    places_S = jnp.where(key_positions_S < root, key_positions_S, root + nodes_S)
-    return kv_pages[pages_P.at[places_S // page_size].get(mode="clip"), places_S % page_size]
 
 
 def _keys_and_values(rows_SRh: jax.Array, latent_width: int) -> tuple[jax.Array, jax.Array]:

@@ -128,11 +128,7 @@ def attend_runs(
     heads.
     """
     _refuse_unfit(kv_pages)
-    (page_table_BP, positions_BQ, described, trees, _), (num_blocks, num_queries, *head_shape) = (
-        places,
-        queries_BQHh.shape,
-    )
-    assert trees is None, "this kernel knows no trees"
+    (page_table_BP, positions_BQ, described, _), (num_blocks, num_queries, *head_shape) = places, queries_BQHh.shape
     page_size, is_quantised = kv_pages.shape[1], kv_pages.dtype.itemsize == 1
     scale = 1.0 if is_quantised else None
     reach = pages_within_reach(page_table_BP.shape[1], page_size, config, most_rows=kernel.most_rows)
@@ -169,14 +165,13 @@ def describe_singles(
     page_size: int,
     table_width: int,
     windows: Iterable[int],
-    ancestors_U: jax.Array | None = None,
     together: Together | None = None,
 ) -> dict[int, tuple[RunLengths, ...]]:
     """Return the runs of single tokens but for their pages, for each call of the kernel, by window (0: none).
 
     They are the same for all layers; XLA computes them anew in each where a loop over layers has them inside.
     """
-    assert ancestors_U is None and together is None, "this kernel knows neither trees nor tokens of one sequence"
+    assert together is None, "this kernel knows no tokens of one sequence"
 
     def of_window(window: int) -> tuple[RunLengths, ...]:
         config = ScoreConfig(window=window)

@@ -1,4 +1,4 @@
-"""Paged attention in one TPU kernel of our own: sinks, latents, narrow heads, windows, and rows that see a tree.
+"""Paged attention in one TPU kernel of our own: sinks, latents, narrow heads, windows, and drafts.
 
 The pool is that of `flat_rows`. Pages are copied into the core's memory a block at a time while those of the block
 before are multiplied, across the sequences of a step: what is within reach of a block of queries, and nothing else.
@@ -56,8 +56,8 @@ def attend(  # noqa: PLR0913 (the reference's signature)
 ) -> jax.Array:
     """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `flat_rows` has them.
 
-    Products are of the pool's dtype. No query is a node of a tree: such ones are new rows (`attend_new`). The real rows
-    of a block come first. `interpret` (see `pallas_call`) runs it without a TPU.
+    Products are of the pool's dtype. The real rows of a block come first. `interpret` (see `pallas_call`) runs it
+    without a TPU.
 
     Returns: [B, Q, H, v].
     Raises: ValueError for a pool of other rows, of 8 bits, or of pages that are no multiple of 16 keys.
@@ -100,7 +100,6 @@ def _attend(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the result of `attend`, and the pool with the new rows."""
-    assert places.ancestors_BQ is None, "nodes of trees are attended in groups"
     layout = layout_for(kv_pages, queries_BQHh.shape[3], knobs)
     queries_BCQRK = spread_queries(queries_BQHh, layout).astype(kv_pages.dtype)
     tile_queries = tile_queries_for(queries_BQHh.shape[1], queries_BCQRK.shape[3])
@@ -131,14 +130,13 @@ def describe_singles(
     page_size: int,
     table_width: int,
     windows: Iterable[int],
-    ancestors_U: jax.Array | None = None,
     together: Together | None = None,
 ) -> dict[int, tuple[Visits, ...] | tuple[GroupVisits, ...]]:
     """Return the visits of single tokens for each call of the kernel, by window (0: none); all layers share them."""
     del page_size
     parts = parts_of(len(positions_U), table_width)
     if together is not None:
-        known = positions_U, together.sequences_B, ancestors_U
+        known = positions_U, together.sequences_B
         num_cores = cores_for(len(positions_U))
         return {
             window: tuple(groups_of(*known, ScoreConfig(window), part=part, num_cores=num_cores) for part in parts)
@@ -184,7 +182,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     pool = jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)
     hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.asarray(0 if new is None else new.first_page, jnp.int32)
     rows = [] if new is None else [_for_cores(new.rows_BX, shape.num_cores)]
-    scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ, positions_BQ))]
+    scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ))]
     given = [queries_BCMK, *sinks, *rows]
     attended_BCMV, *written = pl.pallas_call(
         partial(attend_tile, shape=shape),

@@ -1,8 +1,8 @@
 """Groups of single tokens: those of one sequence in a step, which follow each other and attend its pages at once.
 
-The tokens of a group, a chain of drafts or nodes of one tree, have keys at places that follow each other. So positions,
-ancestors and the sequence that each token belongs to say which groups there are. A call of the paged attention kernel
-has a visit for each group of the step.
+The tokens of a group, the last one of a sequence and its drafts, have positions that follow each other. So positions
+and the sequence that each token belongs to say which groups there are. A call of the paged attention kernel has a visit
+for each group of the step.
 """
 
 # U single tokens   G groups, and as many more as there are cores   C sets of heads   R query heads of a set, padded
@@ -20,13 +20,12 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.ancestors import depths_of, places_of
 from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, ScoreConfig
 from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
 from rayserve_moe.kernels.tpu.paged_sizes import (
     CLEARED_ROWS,
     GROUP_ALIGNED_ROWS,
-    GROUP_VMEM_BYTES,
+    VMEM_BYTES,
     Knobs,
     TileShape,
     layout_for,
@@ -35,7 +34,7 @@ from rayserve_moe.kernels.tpu.paged_sizes import (
 )
 from rayserve_moe.kernels.tpu.paged_stream import Scalars
 from rayserve_moe.kernels.tpu.paged_tiles import attend_tile, sink_rows, tile_scratch
-from rayserve_moe.kernels.tpu.paged_writes import PIECES, spaced_rows
+from rayserve_moe.kernels.tpu.paged_writes import max_pieces, spaced_rows
 
 NEVER = np.iinfo(np.int32).max
 
@@ -84,10 +83,9 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     and the pool. The page table is that of the tokens at which these groups may begin; rows are `spaced_rows`."""
     visits: GroupVisits = places.described
     num_tokens, num_sets, num_rows, _ = queries_UCRK.shape
-    bits_U = places.positions_BQ if places.ancestors_BQ is None else places.ancestors_BQ
     num_visits = jnp.maximum(pl.cdiv(visits.num_groups, shape.num_cores), 1)
     begin = places.page_table_BP, visits.first_G, visits.end_G, visits.filled_X
-    flat = (*begin, places.positions_BQ, bits_U, visits.roots_G, visits.tables_G, visits.starts_G, visits.counts_G)
+    flat = (*begin, places.positions_BQ, visits.tables_G, visits.starts_G, visits.counts_G)
     scalars = [jnp.asarray(new.first_page, jnp.int32), *(of.reshape(-1) for of in flat)]
     # What a group of the last token reads lies beyond it.
     given_UCRK = jnp.pad(queries_UCRK, ((0, shape.num_queries), (0, 0), (0, 0), (0, 0)))
@@ -108,7 +106,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
         out_shape=[out, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)],
         input_output_aliases={len(scalars) + len(given): 1},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=GROUP_VMEM_BYTES
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         name="paged_attention_of_groups",
         interpret=interpret,
@@ -131,7 +129,7 @@ def _scratch(queries_UCRK: jax.Array, kv_pages: jax.Array, shape: TileShape) -> 
     (_, num_sets, num_rows, lanes), dtype = queries_UCRK.shape, queries_UCRK.dtype
     used, done = pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA
     return [
-        pltpu.VMEM((PIECES, CLEARED_ROWS, kv_pages.shape[2]), kv_pages.dtype),
+        pltpu.VMEM((max_pieces(shape.num_queries), CLEARED_ROWS, kv_pages.shape[2]), kv_pages.dtype),
         used,
         done,
         pltpu.VMEM((1, num_sets, shape.num_rows, lanes), dtype),
@@ -143,8 +141,7 @@ def _scratch(queries_UCRK: jax.Array, kv_pages: jax.Array, shape: TileShape) -> 
 
 class GroupVisits(NamedTuple):
     """Groups that begin in a part of the single tokens, int32, the real ones first: each sees keys from `first_G` to
-    ahead of `end_G`, and has `counts_G` tokens from `starts_G` on, whose trees begin at `roots_G` and whose page ids
-    are in row `tables_G` of the part's.
+    ahead of `end_G`, and has `counts_G` tokens from `starts_G` on, whose page ids are in row `tables_G` of the part's.
 
     `is_own_U` says which tokens belong to one; `filled_X` are the groups that there are, in order, and beyond them what
     is no group's number.
@@ -153,7 +150,6 @@ class GroupVisits(NamedTuple):
     first_G: jax.Array
     end_G: jax.Array
     filled_X: jax.Array
-    roots_G: jax.Array
     tables_G: jax.Array
     starts_G: jax.Array
     counts_G: jax.Array
@@ -168,7 +164,6 @@ class GroupVisits(NamedTuple):
 def groups_of(
     positions_U: jax.Array,
     sequences_U: jax.Array,
-    ancestors_U: jax.Array | None,
     config: ScoreConfig,
     *,
     part: slice,
@@ -176,11 +171,8 @@ def groups_of(
 ) -> GroupVisits:
     """Return the groups that begin in a `part` of the single tokens; tokens of one sequence are adjacent."""
     num_tokens, num_groups = len(positions_U), part.stop - part.start + num_cores
-    bits_U = jnp.ones_like(positions_U) if ancestors_U is None else ancestors_U
-    ends_U = (positions_U if ancestors_U is None else places_of(positions_U, bits_U)) + 1
     first_U = config.first_key(positions_U)
     first_U = jnp.zeros_like(positions_U) if first_U is None else first_U
-    roots_U = positions_U - depths_of(bits_U)
     numbers_U, is_real_U = np.arange(num_tokens, dtype=np.int32), positions_U >= 0
     goes_on_U = is_real_U & jnp.roll(is_real_U, 1) & (sequences_U == jnp.roll(sequences_U, 1)) & (numbers_U > 0)
     begins_U = is_real_U & ~goes_on_U
@@ -192,13 +184,9 @@ def groups_of(
         return jnp.min(jnp.where(own_GU, of_U, NEVER), axis=1)
 
     counts_G = jnp.sum(own_GU, axis=1, dtype=jnp.int32)
-    first_G, roots_G, starts_G = (
-        jnp.where(counts_G > 0, least(of_U), 0) for of_U in (first_U, roots_U, jnp.asarray(numbers_U))
-    )
-    if ancestors_U is not None:
-        first_G = jnp.minimum(first_G, roots_G)
-    end_G = jnp.max(jnp.where(own_GU, ends_U, 0), axis=1)
+    first_G, starts_G = (jnp.where(counts_G > 0, least(of_U), 0) for of_U in (first_U, jnp.asarray(numbers_U)))
+    end_G = jnp.max(jnp.where(own_GU, positions_U + 1, 0), axis=1)
     order_X = np.arange(num_groups + 1, dtype=np.int32)
     filled_X = jnp.where(order_X < jnp.sum(counts_G > 0), order_X, NEVER)
     tables_G = jnp.maximum(starts_G - part.start, 0)
-    return GroupVisits(first_G, end_G, filled_X, roots_G, tables_G, starts_G, counts_G, own_GU.any(axis=0))
+    return GroupVisits(first_G, end_G, filled_X, tables_G, starts_G, counts_G, own_GU.any(axis=0))

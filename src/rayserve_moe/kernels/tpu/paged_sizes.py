@@ -18,8 +18,8 @@ CLEARED_ROWS = 16
 """Rows of the pool that are cleared at once, in whole registers of 16-bit numbers; pages are multiples of them."""
 MOST_ROWS, SCORE_ROWS, ALIGNED_ROWS = 1024, 512, 16
 """Rows of queries of a tile; those that are scored at once; whole registers of 16-bit numbers."""
-VMEM_BYTES, GROUP_VMEM_BYTES = 40 << 20, 48 << 20
-"""Of the core's memory a call may have; trees of 32 nodes of 128 query heads over latents take 42 MiB."""
+VMEM_BYTES = 40 << 20
+"""Of the core's memory a call may have."""
 SCORES = 32 << 10
 """Scores that are kept at once: half of what the registers of a core hold."""
 GROUP_ROWS, GROUP_ALIGNED_ROWS, FEW_QUERIES = 128, 8, 4
@@ -56,7 +56,6 @@ class TileShape:
     num_pages: int
     config: ScoreConfig
     has_sinks: bool
-    is_tree: bool
     has_new_rows: bool = False
     is_grouped: bool = False
 
@@ -147,5 +146,4 @@ def shape_for(
         num_pages=pages_of_a_block(page_size, kv_pages.shape[2] * kv_pages.dtype.itemsize, table_width),
         config=knobs.config,
         has_sinks=knobs.sinks_H is not None,
-        is_tree=places.ancestors_BQ is not None,
     )

@@ -21,10 +21,10 @@ from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 
 class Scalars(NamedTuple):
     """Scalar memory: page ids [B * P] from a first page on [] (None: from that of the pool), the fields of
-    `paged_visits.Visits`, and positions and ancestors of queries, positions again where there are no trees.
+    `paged_attention.Visits`, and positions of queries.
 
-    Of groups of single tokens, which visits are then, also where their trees begin, whose page ids are theirs, the
-    first token, and how many there are, [W].
+    Of groups of single tokens, which visits are then, also whose page ids are theirs, the first token, and how many
+    there are, [W].
     """
 
     first_page: Any
@@ -33,8 +33,6 @@ class Scalars(NamedTuple):
     end: Any
     filled: Any
     positions: Any
-    ancestors: Any
-    roots: Any = None
     tables: Any = None
     starts: Any = None
     counts: Any = None

@@ -40,8 +40,8 @@ class Tile(NamedTuple):
     queries: Any
     """[1, C, T, K]."""
     sums: Sums
-    places: Any
-    """Positions and ancestors of rows [2, T, L]."""
+    positions: Any
+    """Positions of rows [T, L]."""
     shape: TileShape
 
 
@@ -55,7 +55,7 @@ class _Opened(NamedTuple):
     sinks: tuple[Any, ...]
     out: Any
     sums: Sums
-    places: Any
+    positions: Any
     num_done: Any
 
 
@@ -63,15 +63,15 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
     """Attend the tile of a step of the grid.
 
     `refs` are scalars, queries, sinks [C, T, 1] and new rows if any, the pool, the output [1, C, T, V], the pool again
-    if it is written; two blocks of the pool, `Sums`, positions and ancestors of rows, the number of blocks so far, and
-    a semaphore of each block; the other fields of `RowWrites`. If the shape `is_grouped`, queries and output are fields
-    of `GroupTokens`, and the other fields of `GroupWrites` and `GroupTokens` come last.
+    if it is written; two blocks of the pool, `Sums`, positions of rows, the number of blocks so far, and a semaphore of
+    each block; the other fields of `RowWrites`. If the shape `is_grouped`, queries and output are fields of
+    `GroupTokens`, and the other fields of `GroupWrites` and `GroupTokens` come last.
     """
-    stream, writes, tokens, queries, sinks, out, sums, places, num_done = _open(refs, shape)
+    stream, writes, tokens, queries, sinks, out, sums, positions, num_done = _open(refs, shape)
     copies = [each for each in (writes, tokens) if each]
     num_visits = pl.num_programs(1) if tokens else shape.visits_per_core
     begin = pl.program_id(0) * num_visits
-    tile = Tile(begin + pl.program_id(1), queries, sums, places, shape)
+    tile = Tile(begin + pl.program_id(1), queries, sums, positions, shape)
     reach = stream.reach_of(tile.visit)
     num_blocks = stream.num_blocks(reach)
 
@@ -142,12 +142,12 @@ def _put_rows(
 
 
 def tile_scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
-    """Return two blocks of the pool, sums, positions and ancestors of rows, the number of blocks, and semaphores."""
+    """Return two blocks of the pool, sums, positions of rows, the number of blocks, and semaphores."""
     widths = (LANES, LANES, shape.layout.value_lanes)
     return [
         pltpu.VMEM((2, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
         *(pltpu.VMEM((shape.layout.num_sets, shape.num_rows, width), jnp.float32) for width in widths),
-        pltpu.VMEM((2, shape.num_rows, LANES), jnp.int32),
+        pltpu.VMEM((shape.num_rows, LANES), jnp.int32),
         pltpu.SMEM((1,), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
     ]
@@ -164,14 +164,14 @@ def sink_rows(sinks_H: jax.Array | None, shape: TileShape) -> list[jax.Array]:
 
 
 def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
-    num_scalars = len(Scalars._fields) if shape.is_grouped else len(Scalars._fields) - 4
+    num_scalars = len(Scalars._fields) if shape.is_grouped else len(Scalars._fields) - 3
     scalars, refs = Scalars(*refs[:num_scalars]), refs[num_scalars:]
     num_given = 2 + shape.has_sinks + shape.has_new_rows
     (queries, *knobs, pool), (out, *rest) = refs[:num_given], refs[num_given:]
     sinks, rows = tuple(knobs[: shape.has_sinks]), knobs[shape.has_sinks :]
     if rows:
         pool, *rest = rest
-    blocks, *sums, places, num_done, arrivals = rest[:7]
+    blocks, *sums, positions, num_done, arrivals = rest[:7]
     if not rows:
         scalars = scalars._replace(first_page=None)
     stream = PageStream(
@@ -180,29 +180,28 @@ def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
     if shape.is_grouped:
         tokens = GroupTokens(queries, rest[10], out, *rest[11:])
         writes = GroupWrites(*rows, *rest[7:10])
-        return _Opened(stream, writes, tokens, tokens.tile, sinks, out, Sums(*sums), places, num_done)
+        return _Opened(stream, writes, tokens, tokens.tile, sinks, out, Sums(*sums), positions, num_done)
     writes = RowWrites(*rows, *rest[7:]) if rows else None
-    return _Opened(stream, writes, None, queries, sinks, out, Sums(*sums), places, num_done)
+    return _Opened(stream, writes, None, queries, sinks, out, Sums(*sums), positions, num_done)
 
 
 def _place_rows(tile: Tile, scalars: Scalars) -> None:
-    """Spread positions and ancestors of queries over their rows; rows beyond them are padding."""
+    """Spread positions of queries over their rows; rows beyond them are padding."""
     shape = tile.shape
-    query_TL = jax.lax.broadcasted_iota(jnp.int32, tile.places.shape[1:], 0) // shape.query_rows
-    position_TL, bits_TL = jnp.full_like(query_TL, -1), jnp.zeros_like(query_TL)
+    query_TL = jax.lax.broadcasted_iota(jnp.int32, tile.positions.shape, 0) // shape.query_rows
+    position_TL = jnp.full_like(query_TL, -1)
     if shape.is_grouped:
         first, count = scalars.starts[tile.visit], scalars.counts[tile.visit]
 
-        def place(query: jax.Array, placed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            given = (scalars.positions[first + query], scalars.ancestors[first + query])
-            return tuple(jnp.where(query_TL == query, new, old) for new, old in zip(given, placed, strict=True))
+        def place(query: jax.Array, placed_TL: jax.Array) -> jax.Array:
+            return jnp.where(query_TL == query, scalars.positions[first + query], placed_TL)
 
-        tile.places[0], tile.places[1] = jax.lax.fori_loop(0, count, place, (position_TL, bits_TL))
+        tile.positions[...] = jax.lax.fori_loop(0, count, place, position_TL)
         return
     first = tile.visit * shape.tile_queries
     for query in range(shape.tile_queries):
         position_TL = jnp.where(query_TL == query, scalars.positions[first + query], position_TL)
-    tile.places[0], tile.places[1] = position_TL, bits_TL
+    tile.positions[...] = position_TL
 
 
 def _store(tile: Tile, tokens: GroupTokens | None, scalars: Scalars, out: Any) -> None:
@@ -210,7 +209,7 @@ def _store(tile: Tile, tokens: GroupTokens | None, scalars: Scalars, out: Any) -
     if tokens:
         tokens.write(tile.sums, scalars.starts[tile.visit], scalars.counts[tile.visit])
         return
-    position_TV = _wide(tile.places[0], out.shape[3])
+    position_TV = _wide(tile.positions[...], out.shape[3])
     for i in range(tile.shape.layout.num_sets):
         attended_TV = tile.sums.total[i] / jnp.maximum(_wide(tile.sums.weight[i], out.shape[3]), 1.0)
         out[0, i] = jnp.where(position_TV >= 0, attended_TV, 0.0).astype(out.dtype)
@@ -219,13 +218,11 @@ def _store(tile: Tile, tokens: GroupTokens | None, scalars: Scalars, out: Any) -
 def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax.Array) -> None:
     """Attend all rows of a tile to the block in a half of the buffer, whose first key is `first_key`."""
     shape = tile.shape
-    root = stream.scalars.roots[tile.visit] if shape.is_tree else jnp.int32(0)
 
     def score(i: jax.Array, carry: None, *, num_rows: int = shape.score_rows) -> None:
         rows, at_once = pl.ds(pl.multiple_of(i * num_rows, num_rows), num_rows), shape.sets_at_once(num_rows)
         keys_S = first_key + jax.lax.broadcasted_iota(jnp.int32, (1, stream.num_keys), 1)
-        places = (_wide(tile.places[i, rows], stream.num_keys) for i in (0, 1))
-        is_seen_MS = _is_seen(keys_S, *places, root, shape)
+        is_seen_MS = _is_seen(keys_S, _wide(tile.positions[rows], stream.num_keys), shape)
         for first in range(0, shape.layout.num_sets, at_once):
             sets = range(first, min(first + at_once, shape.layout.num_sets))
             _accumulate(tile, sets, rows, stream.blocks.at[half], is_seen_MS)
@@ -241,18 +238,12 @@ def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax
         pl.when(num_real > shape.few_rows)(lambda: jax.lax.fori_loop(0, num_chunks, score, None))
 
 
-def _is_seen(
-    keys_S: jax.Array, position_MS: jax.Array, bits_MS: jax.Array, root: jax.Array, shape: TileShape
-) -> jax.Array:
-    """Return bool [M, S]: True if a row sees a key of [1, S]; in a tree from `root` on, by the bits of the row."""
+def _is_seen(keys_S: jax.Array, position_MS: jax.Array, shape: TileShape) -> jax.Array:
+    """Return bool [M, S]: True if a row sees a key of [1, S]."""
     is_seen_MS = keys_S <= position_MS
     if shape.config.window:
         is_seen_MS &= keys_S > position_MS - shape.config.window
-    if not shape.is_tree:
-        return is_seen_MS
-    rows_MS = jnp.broadcast_to(keys_S - root, bits_MS.shape)
-    is_ancestor_MS = (jax.lax.shift_right_logical(bits_MS, jnp.clip(rows_MS, 0, 31)) & 1) == 1
-    return ((rows_MS < 0) & is_seen_MS) | ((rows_MS >= 0) & (rows_MS < 32) & is_ancestor_MS)
+    return is_seen_MS
 
 
 def _accumulate(tile: Tile, sets: range, rows: Any, block_SX: Any, is_seen_MS: jax.Array) -> None:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.ancestors import MOST_NODES
 from rayserve_moe.kernels.tpu.add_norm import row_of
 from rayserve_moe.kernels.tpu.flat_rows import RowLayout
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
@@ -69,8 +68,11 @@ class RowWrites:
 
 AROUND = CLEARED_ROWS + 8
 """Rows that hold those of a piece wherever they begin."""
-PIECES = MOST_NODES // CLEARED_ROWS + 1
-"""Pieces of the pool that a group's rows can lie in."""
+
+
+def max_pieces(num_rows: int) -> int:
+    """Return the maximum number of pieces of the pool that the rows of a group lie in."""
+    return pl.cdiv(num_rows - 1, CLEARED_ROWS) + 1
 
 
 def spaced_rows(rows_BX: jax.Array) -> jax.Array:

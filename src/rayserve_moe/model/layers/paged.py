@@ -46,7 +46,6 @@ def _describe_singles(
             page_size=page_size,
             table_width=table_width,
             windows=windows or (0,),
-            ancestors_U=batch.ancestors_U,
             together=batch.together,
         )
         return DescribedSingles(by_window, batch.valid_T[:, None])
