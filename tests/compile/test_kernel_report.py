@@ -49,7 +49,3 @@ def test_a_choice_that_depends_on_the_number_of_tokens_has_its_ranges():
         r"\d+-\d+ tokens: fused \(local: .*; low_latency_dispatch: .* MiB of a core's memory; replicated: .*\)",
         report["experts"],
     )
-    narrow = kernel_report(
-        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values={"kv_cache_dtype": "fp8", "page_size": 8}))
-    )
-    assert narrow["attention gqa"] == "jax_ragged (paged: keys and values of 8 bits (kv_cache_dtype fp8))"

@@ -29,6 +29,7 @@ from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.table import GROUPED_ATTENTION, LATENT_ATTENTION
 from rayserve_moe.kernels.tpu import paged_attention, paged_sizes, paged_tiles, paged_writes
+from rayserve_moe.kernels.tpu.byte_pairs import paired_rows
 from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_latents
 from rayserve_moe.kernels.tpu.paged_tiles import GroupTokens
 from rayserve_moe.kernels.tpu.paged_writes import GroupWrites
@@ -63,6 +64,7 @@ class GroupCase:
     num_cores: int = 1
     table_bytes: int = paged_sizes.PAGE_TABLE_BYTES
     poisoned: tuple[int, ...] = ()
+    is_8_bit: bool = False
 
 
 CHAINS = GroupCase(((100, 4), (0, 0), (3, 1), (14, 4), (0, 3), (188, 4), (0, 0), (62, 4), (46, 2)), 4)
@@ -89,6 +91,17 @@ CASES = {
         CHAINS, num_heads=16, num_kv_heads=1, width=192, latent_width=128, poisoned=(2, 8)
     ),
     "a poisoned draft of a long chain": replace(LONG, poisoned=(3, 20)),
+}
+
+
+CASES |= {
+    "8 bits: " + name: replace(CASES[name], is_8_bit=True)
+    for name in (
+        "chains over borders of pages and blocks",
+        "chains in bfloat16, sinks, narrow heads, windows",
+        "long chains over many blocks",
+        "a poisoned draft",
+    )
 }
 
 
@@ -129,7 +142,8 @@ class GroupArrays:
 def flat_of(case: GroupCase, rows: jnp.ndarray) -> jnp.ndarray:
     """Rows as the kernel's pool has them."""
     rows = rows.reshape(-1, *rows.shape[-2:])
-    return flat_latents(rows) if case.latent_width else flat_kv(rows[:, 0::2], rows[:, 1::2])
+    flat = flat_latents(rows) if case.latent_width else flat_kv(rows[:, 0::2], rows[:, 1::2])
+    return paired_rows(flat) if case.is_8_bit else flat
 
 
 def outcome_of(case: GroupCase) -> Outcome:
@@ -140,6 +154,8 @@ def outcome_of(case: GroupCase) -> Outcome:
     knobs: dict[str, Any] = {"config": case.config, "latent_width": case.latent_width}
     knobs["sinks_H"] = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
     queries, pool, rows = (jnp.asarray(of, case.dtype) for of in (arrays.queries, arrays.pool, arrays.rows))
+    if case.is_8_bit:
+        pool, rows = (of.astype(jnp.float8_e4m3fn).astype(case.dtype) for of in (pool, rows))
     positions = jnp.asarray(arrays.positions)
     together = Together(jnp.asarray(arrays.sequences), case.most)
     sizes = {"page_size": PAGE, "table_width": TABLE_WIDTH, "windows": (0, case.config.window)}

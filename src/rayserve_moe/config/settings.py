@@ -166,7 +166,7 @@ class CacheSettings:
     kv_dtype: str = _choice("auto", "bfloat16", "fp8", key="kv_cache_dtype")
     """What keys and values are kept in: `auto` is what the model is computed in, `fp8` is float8_e4m3fn without scales,
     which takes half of bfloat16's memory, rounds to 4 significant bits and cuts off beyond 448. Not by native CPU
-    kernels, which keep bfloat16."""
+    kernels, which keep bfloat16, and on TPUs not for latents."""
     page_size: int = _number(16, (1, 4096))
     """Tokens per page; where it is not given, 128 where `tpu_topology` is, or where one process computes on a TPU: its
     kernel copies page by page. `num_pages` counts pages of this size."""

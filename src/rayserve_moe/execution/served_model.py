@@ -17,7 +17,6 @@ from rayserve_moe.config.settings import (
     ReplaySettings,
     SchedulerSettings,
     Settings,
-    SettingsError,
     SpeculationSettings,
     StructuredSettings,
     UpdateSettings,
@@ -40,7 +39,6 @@ from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.states import layer_kinds, layer_pages_of, states_of
-from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 
@@ -239,22 +237,8 @@ def served_model(
     of_draft = None if draft is None else draft_config(draft, config, pool=settings.pool_format)
     processors = load_processors(settings.structured.processors, digest=settings.processors_digest)
     served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft, processors)
-    for each in (config,) if of_draft is None else (config, of_draft.layer):
-        check_kv_heads(each, kv_dtype=served.kv_dtype)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served
-
-
-def check_kv_heads(config: ModelConfig, *, kv_dtype: str) -> None:
-    """Raise SettingsError if jax's kernel cannot read 8-bit KV: it takes 32 bits at once, K and V of two heads."""
-    plan = config.plan
-    (row, *_), *_ = (state.kind.entry for state in states_of(config))
-    rows = plan.sharding(row.axes).shard_shape(row.shape)[0]
-    if platform_of(plan.mesh) == "tpu" and kv_dtype.startswith("float8") and rows % 4:
-        raise SettingsError(
-            f"kv_cache_dtype fp8 takes an even number of KV heads on a device, there are {rows // 2}: take "
-            f"bfloat16, or a larger data_parallel_size than {plan.data_size}"
-        )
 
 
 def sampler_sizes(served: ServedModel) -> list[tuple[int, bool]]:

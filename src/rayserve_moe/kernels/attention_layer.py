@@ -19,6 +19,7 @@ from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
 from rayserve_moe.kernels.kv_pool import LayerPages, write_rows
 from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.reference.layers import Rotation
+from rayserve_moe.kernels.tpu.byte_pairs import is_paired, paired_rows
 
 PagedAttention = Callable[..., jax.Array]
 """The signature of `reference.attention.attend`."""
@@ -147,6 +148,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
         queries, rows = projected or project(
             normed_TD, of_layer, rotation=rotation, config=config, stacked=StackedWeights(weights, layer)
         )
+    rows = paired_rows(rows) if is_paired(kv_pages.dtype) else rows
     step = PagedStep(batch, first_page, rows, num_late=batch.num_singles if write_and_decode else 0)
     kv_pages = write_early(kv_pages, step)
     with jax.named_scope("paged_attention"):

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 """The dtypes of pools that hold other dtypes as their bits."""
+PAIRED = "int16"
+"""The dtype of pools that hold two numbers of float8_e4m3fn in an element (`tpu.byte_pairs`)."""
 _HELD_AS = {jnp.dtype(bits): jnp.dtype(held) for held, bits in BITS.items()}
 
 
@@ -40,14 +42,24 @@ def write_rows(pool: jax.Array, rows: jax.Array, slots_T: jax.Array) -> jax.Arra
     """
     held = _HELD_AS.get(pool.dtype, pool.dtype)
     if held.itemsize == 1:
-        # float8_e4m3fn has no infinity: a plain cast would turn what is too large into NaN.
-        largest = float(jnp.finfo(held).max)
-        rows = jnp.clip(rows, -largest, largest)
+        rows = clipped(rows, held)
     if len(slots_T) == 1:
         # XLA:CPU turns the write of a single row into a copy of the whole pool; of two rows, it does not.
         slots_T, rows = jnp.repeat(slots_T, 2), jnp.repeat(rows, 2, axis=0)
     flat = pool.reshape(-1, *pool.shape[2:])
     return flat.at[slots_T].set(_stored(rows, pool.dtype), mode="promise_in_bounds").reshape(pool.shape)
+
+
+def clipped(rows: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return rows within the range of a dtype: float8_e4m3fn has no infinity, and a plain cast would give NaN."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(rows, -largest, largest)
+
+
+def held_shape(shape: tuple[int, ...], dtype: str, *, held: str) -> tuple[int, ...]:
+    """Return the shape of a row of `dtype` in a pool of dtype `held`, which may hold several numbers in an element."""
+    per_element = jnp.dtype(held).itemsize // jnp.dtype(dtype).itemsize
+    return (*shape[:-1], shape[-1] // per_element)
 
 
 def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, count: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ import jax
 from rayserve_moe.kernels import kv_pool
 from rayserve_moe.kernels.attention_heads import project_flat_rows, project_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
-from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, Operation, bound, operation
+from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, Operation, operation
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
@@ -27,7 +27,6 @@ from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference import expert_products, layers
 from rayserve_moe.kernels.tpu import (
     add_norm,
-    attention_ragged,
     grouped_ffn,
     paged_attention,
     pushed_experts,
@@ -188,15 +187,16 @@ CPU = Kernels(
     sampling=SamplingKernels(layers.masses_of, noise=layers.gumbel_noise),
     pool=PoolKernels(dtypes=kv_pool.BITS),
 )
-HEADS = rotary_heads.project_rows_at_once, rotary_heads.unsupported_reason
-"""Norm and rotation of heads on a TPU, and its reason."""
 PAGED = replace(
     grouped_attention(
         decode=paged_attention.attend,
         prefill=paged_attention.attend,
         write_and_decode=paged_attention.attend_new,
         project=Operation(
-            (bound(Candidate("rotary_heads", *HEADS), is_flat=True), Candidate("xla", project_flat_rows)),
+            (
+                Candidate("rotary_heads", rotary_heads.project_rows_at_once, rotary_heads.unsupported_reason),
+                Candidate("xla", project_flat_rows),
+            ),
         ),
     ),
     describe_singles=paged_attention.describe_singles,
@@ -205,16 +205,7 @@ PAGED = replace(
     ),
     has_flat_rows=True,
 )
-"""Attention of TPUs by our own kernel, which writes new rows and reads the pages of a sequence once."""
-JAX_RAGGED = replace(
-    grouped_attention(
-        decode=attention_ragged.attend_decode,
-        prefill=attention_ragged.attend_prefill,
-        project=Operation((Candidate("rotary_heads", *HEADS), Candidate("xla", project_rows))),
-    ),
-    describe_singles=attention_ragged.describe_singles,
-)
-"""Attention of TPUs by jax's kernel, which runs on one core and reads pages once for every token."""
+"""Grouped-query attention of TPUs. The kernel writes new rows, and reads the pages of a sequence once."""
 PAGED_LATENTS = AttentionKernels(
     partial(
         attend_latent_layer,
@@ -226,7 +217,7 @@ PAGED_LATENTS = AttentionKernels(
     describe_singles=paged_attention.describe_singles,
     has_flat_rows=True,
 )
-"""Latent attention of TPUs by our own kernel."""
+"""Latent attention of TPUs."""
 TPU = replace(
     CPU,
     name="tpu",
@@ -240,7 +231,7 @@ TPU = replace(
         choose=Operation((Candidate("top_experts", top_experts.choose_experts, top_experts.unsupported_reason),)),
         low_latency=Candidate("low_latency_dispatch", pushed_experts.push_experts, pushed_sizes.unsupported_reason),
     ),
-    pool=PoolKernels(),
+    pool=PoolKernels(dtypes={"float8_e4m3fn": kv_pool.PAIRED}),
     # XLA lays out a table of other widths by columns if that is smaller, and copies it to look up rows.
     parameters=ParameterLayout(multiples={"table_row": LANES}),
     add_norm=Operation(
@@ -275,12 +266,9 @@ XLA has little left to fuse: without its emitters programs compile in a third of
 """
 
 AttentionCandidates = tuple[Candidate[AttentionKernels], ...]
-"""Their reasons take the `PoolFormat` of a server, and the width of heads and the sinks of a model."""
+"""Their reasons take the `PoolFormat` of a server."""
 GROUPED_ATTENTION: dict[str, AttentionCandidates] = {
-    "tpu": (
-        Candidate("paged", PAGED, paged_attention.unsupported_reason),
-        Candidate("jax_ragged", JAX_RAGGED, attention_ragged.unsupported_reason),
-    ),
+    "tpu": (Candidate("paged", PAGED, paged_attention.unsupported_reason),),
 }
 """Candidates for grouped-query attention by name of a table; other tables have their own `attention` only."""
 LATENT_ATTENTION: dict[str, AttentionCandidates] = {
@@ -293,7 +281,7 @@ LATENT_ATTENTION: dict[str, AttentionCandidates] = {
         ),
     ),
     "cpu_native": (Candidate("cpu_native", AttentionKernels(calls.attend_latent_layer)),),
-    "tpu": (Candidate("paged", PAGED_LATENTS, paged_attention.unsupported_reason),),
+    "tpu": (Candidate("paged", PAGED_LATENTS, paged_attention.unsupported_latents),),
 }
 """Candidates for latent attention by name of a table."""
 

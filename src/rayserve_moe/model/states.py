@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.kv_pool import LayerPages
+from rayserve_moe.kernels.kv_pool import LayerPages, held_shape
 from rayserve_moe.model.layers.table import MIXERS
 from rayserve_moe.model.model_config import ModelConfig, Pools
 from rayserve_moe.parallel.sharding import ParallelPlan
-from rayserve_moe.state.kinds import StateKind
+from rayserve_moe.state.kinds import ArraySpec, StateKind
 
 
 class KeptState(NamedTuple):
@@ -80,15 +80,18 @@ def pool_shapes(
 
     There are `num_pages` pages of every layer and rank, or as many as `layer_pages` says.
     """
-    plan, held = config.plan, config.kernels.pool.dtypes
+    plan, held = config.plan, config.kernels.pool.dtypes.get(dtype, dtype)
+
+    def row_of(array: ArraySpec) -> tuple[int, ...]:
+        return array.shape if array.dtype else held_shape(array.shape, dtype, held=held)
 
     def shapes(state: KeptState) -> tuple[Any, ...]:
         assert state.kind.per == "token", f"{state.kind.name} has no pages"
         total = sum(layer.num_pages for layer in layer_pages) or state.num_layers * num_pages
         return tuple(
             jax.ShapeDtypeStruct(
-                (plan.data_size * total, page_size, *array.shape),
-                array.dtype or held.get(dtype, dtype),
+                (plan.data_size * total, page_size, *row_of(array)),
+                array.dtype or held,
                 sharding=plan.sharding(pool_axes(array.axes)),
             )
             for array in state.kind.entry

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows, project_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows
 from rayserve_moe.kernels.reference.layers import rotation_of
-from rayserve_moe.kernels.table import JAX_RAGGED, PAGED
+from rayserve_moe.kernels.table import PAGED
 from rayserve_moe.kernels.tpu.rotary_heads import MAX_ELEMENTS, project_rows_at_once, tile_tokens, unsupported_reason
 
 WIDTH, HEADS, KV_HEADS, PLAIN = 32, 3, 2, AttentionConfig(128, 1e-6)
@@ -44,11 +44,9 @@ def heads_by(project, num_tokens: int, config: AttentionConfig, *without: str, *
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_tokens", [MANY, 8, 5, 2])
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens, is_flat):
-    found = heads_by(project_rows_at_once, num_tokens, PLAIN, "k_bias_LG", is_flat=is_flat, interpret=True)
-    by_parts = project_flat_rows if is_flat else project_rows
-    for part, expected in zip(found, heads_by(by_parts, num_tokens, PLAIN, "k_bias_LG"), strict=True):
+def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens):
+    found = heads_by(project_rows_at_once, num_tokens, PLAIN, "k_bias_LG", interpret=True)
+    for part, expected in zip(found, heads_by(project_flat_rows, num_tokens, PLAIN, "k_bias_LG"), strict=True):
         assert part.shape == expected.shape
         np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)
 
@@ -71,10 +69,9 @@ def test_unknown_knobs_are_reasons_for_the_reference(config, without, reason):
     """Not interpreted: the kernel would not run here."""
     weights = dict.fromkeys({*SHAPES} - {*without}, jnp.zeros(0))
     assert reason in unsupported_reason(jnp.zeros((8, WIDTH)), weights, rotation=ROTATION, config=config)
-    for operation, by_parts in ((JAX_RAGGED.project, project_rows), (PAGED.project, project_flat_rows)):
-        found = heads_by(operation, 8, config, *without)
-        for part, expected in zip(found, heads_by(by_parts, 8, config, *without), strict=True):
-            np.testing.assert_array_equal(part, expected)
+    found = heads_by(PAGED.project, 8, config, *without)
+    for part, expected in zip(found, heads_by(project_flat_rows, 8, config, *without), strict=True):
+        np.testing.assert_array_equal(part, expected)
 
 
 def test_the_norms_of_a_layer_are_read_where_they_lie():
@@ -87,7 +84,7 @@ def test_the_norms_of_a_layer_are_read_where_they_lie():
     of_layer = matrices | {name: array[2] for name, array in stacked.items()}
     how = {"rotation": type(ROTATION)(*(angles[:8] for angles in ROTATION)), "config": PLAIN}
     found = project_rows_at_once(normed, of_layer, **how, stacked=StackedWeights(stacked, jnp.int32(2)), interpret=True)
-    for part, expected in zip(found, project_rows(normed, of_layer, **how), strict=True):
+    for part, expected in zip(found, project_flat_rows(normed, of_layer, **how), strict=True):
         np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.kernels.attention_config import PoolFormat
-from rayserve_moe.kernels.table import CPU, JAX_RAGGED, PAGED, TPU, Kernels
+from rayserve_moe.kernels.table import CPU, PAGED, TPU, Kernels
 from rayserve_moe.kernels.tpu.paged_attention import attend_new
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.layers.attention import GroupedAttention, states
@@ -74,20 +74,19 @@ def test_the_rotated_part_is_an_even_part_of_a_head():
             with_attention(spec, rotary_dim=wrong)
 
 
-def test_a_tpu_has_another_kernel_for_sinks_and_narrow_heads():
-    """Its pool has rows of its own, which hold as many elements; windows and scales are known to both."""
+def test_a_tpu_has_one_attention_for_all_heads_and_pools():
+    """Its pool has rows of its own, which hold as many elements."""
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     wide = with_attention(spec, head_dim=128, windows=(128, 0) * 2, score_scale=0.1)
     sinks = with_attention(wide, sinks=True)
     assert kernels_for(wide, TPU).attention is kernels_for(sinks, TPU).attention is PAGED
-    for pool in (PoolFormat(is_8_bit=True), PoolFormat(page_size=8)):
-        assert kernels_for(wide, TPU, pool=pool).attention is JAX_RAGGED
-        assert kernels_for(wide, CPU, pool=pool) == CPU
-        for other in (sinks, with_attention(spec, head_dim=64)):
-            with pytest.raises(
-                UnsupportedModelError, match=r"no attention of the tpu kernels: paged: .*; jax_ragged: "
-            ):
-                kernels_for(other, TPU, pool=pool)
+    assert kernels_for(wide, TPU, pool=PoolFormat(is_8_bit=True)).attention is PAGED
+    odd = PoolFormat(page_size=8)
+    assert kernels_for(wide, CPU, pool=odd) == CPU
+    with pytest.raises(
+        UnsupportedModelError, match="no attention of the tpu kernels: paged: page_size 8 is no multiple"
+    ):
+        kernels_for(wide, TPU, pool=odd)
     for other in (sinks, with_attention(spec, head_dim=64)):
         assert kernels_for(other, CPU) == CPU
         found = kernels_for(other, TPU)
@@ -115,9 +114,6 @@ def test_a_window_holds_positions():
 
 
 def test_new_rows_are_written_where_they_are_attended():
-    """In pools of flat rows alone: jax's kernel writes none."""
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     wide = with_attention(spec, head_dim=128)
-    narrow = kernels_for(wide, TPU, pool=PoolFormat(is_8_bit=True))
-    assert "write_and_decode" not in narrow.attention.attend.keywords
     assert kernels_for(wide, TPU).attention.attend.keywords["write_and_decode"] is attend_new

@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
+from rayserve_moe.kernels.tpu.byte_pairs import product_dtype, rows_to_write
 from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
 from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, attend_groups, groups_of
 from rayserve_moe.kernels.tpu.paged_sizes import (
@@ -35,13 +36,16 @@ from rayserve_moe.kernels.tpu.paged_tiles import attend_tile, sink_rows, tile_sc
 from rayserve_moe.kernels.tpu.paged_writes import NEW_ROWS
 
 
-def unsupported_reason(pool: PoolFormat, **_: Any) -> str:
+def unsupported_reason(pool: PoolFormat) -> str:
     """Return why the kernel does not take a pool; empty if it does."""
-    if pool.is_8_bit:
-        return "keys and values of 8 bits (kv_cache_dtype fp8)"
     if pool.page_size % CLEARED_ROWS:
-        return f"pages of {pool.page_size} tokens are no multiple of {CLEARED_ROWS}"
+        return f"page_size {pool.page_size} is no multiple of {CLEARED_ROWS}"
     return ""
+
+
+def unsupported_latents(pool: PoolFormat) -> str:
+    """Return why the kernel does not take a pool of latents; empty if it does."""
+    return "kv_cache_dtype fp8 does not store latents" if pool.is_8_bit else unsupported_reason(pool)
 
 
 def attend(  # noqa: PLR0913 (the reference's signature)
@@ -56,11 +60,11 @@ def attend(  # noqa: PLR0913 (the reference's signature)
 ) -> jax.Array:
     """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `flat_rows` has them.
 
-    Products are of the pool's dtype. The real rows of a block come first. `interpret` (see `pallas_call`) runs it
-    without a TPU.
+    Products are of the pool's dtype, or of that of queries if the pool has pairs of 8 bits (`byte_pairs`). The real
+    rows of a block come first. `interpret` (see `pallas_call`) runs it without a TPU.
 
     Returns: [B, Q, H, v].
-    Raises: ValueError for a pool of other rows, of 8 bits, or of pages that are no multiple of 16 keys.
+    Raises: ValueError for a pool of other rows, of 8 bits that are not paired, or of pages of no multiple of 16 keys.
     """
     knobs = Knobs(config, sinks_H, latent_width)
     return _attend(queries_BQHh, kv_pages, places, None, knobs=knobs, interpret=interpret)[0]
@@ -101,7 +105,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the result of `attend`, and the pool with the new rows."""
     layout = layout_for(kv_pages, queries_BQHh.shape[3], knobs)
-    queries_BCQRK = spread_queries(queries_BQHh, layout).astype(kv_pages.dtype)
+    queries_BCQRK = spread_queries(queries_BQHh, layout).astype(product_dtype(kv_pages, queries_BQHh))
     tile_queries = tile_queries_for(queries_BQHh.shape[1], queries_BCQRK.shape[3])
     queries = queries_BQHh.shape[1], tile_queries, queries_BCQRK.shape[3]
     shape = shape_for(kv_pages, places, layout, knobs=knobs, queries=queries)
@@ -116,7 +120,7 @@ def _attend(
             part.stop - part.start,
         )
         of_part = replace(shape, num_blocks=num_blocks, num_cores=cores_for(num_blocks, interpret))
-        news = None if new is None else NewRows(new.rows_BX[part].astype(kv_pages.dtype), new.first_page)
+        news = None if new is None else NewRows(rows_to_write(new.rows_BX[part], kv_pages), new.first_page)
         attended, kv_pages = call(queries_BCQRK[part], kv_pages, of_call, news, shape=of_part)
         parts.append(attended)
     attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, ScoreConfig
+from rayserve_moe.kernels.tpu.byte_pairs import product_dtype, rows_to_write
 from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
 from rayserve_moe.kernels.tpu.paged_sizes import (
     CLEARED_ROWS,
@@ -52,12 +53,12 @@ def attend_groups(  # noqa: PLR0913 (arrays, by keyword)
     """Attend as `paged_attention.attend_new`, single tokens in the groups that are described for each call."""
     assert places.together is not None and places.described is not None, "groups are described ahead of all layers"
     layout = layout_for(kv_pages, queries_UHh.shape[2], knobs)
-    queries_UCRK = spread_queries(queries_UHh[:, None], layout)[:, :, 0].astype(kv_pages.dtype)
+    queries_UCRK = spread_queries(queries_UHh[:, None], layout)[:, :, 0].astype(product_dtype(kv_pages, queries_UHh))
     query_rows, most = queries_UCRK.shape[2], places.together.most
     queries_UCRK = jnp.pad(queries_UCRK, ((0, 0), (0, 0), (0, -query_rows % GROUP_ALIGNED_ROWS), (0, 0)))
     shape = shape_for(kv_pages, places, layout, knobs=knobs, queries=(most, most, queries_UCRK.shape[2]))
     shape = replace(shape, has_new_rows=True, is_grouped=True, num_cores=num_cores)
-    rows_RX = spaced_rows(new.rows_BX.astype(kv_pages.dtype))
+    rows_RX = spaced_rows(rows_to_write(new.rows_BX, kv_pages))
     call = partial(_call, sinks=sink_rows(knobs.sinks_H, shape), shape=shape, interpret=interpret)
     attended_UCRV: jax.Array | float = 0.0
     for visits, part in zip(places.described, parts_of(len(queries_UHh), shape.table_width), strict=True):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
-from rayserve_moe.kernels.tpu.attention_blocks import PAGE_TABLE_BYTES
+from rayserve_moe.kernels.tpu.byte_pairs import lanes_in_8_bits
 from rayserve_moe.kernels.tpu.flat_rows import RowLayout, layout_of
 
 CLEARED_ROWS = 16
@@ -25,6 +25,8 @@ SCORES = 32 << 10
 GROUP_ROWS, GROUP_ALIGNED_ROWS, FEW_QUERIES = 128, 8, 4
 """Rows of a group of single tokens that are scored at once; whole registers of 32-bit numbers; tokens of a group that
 is small: most are where drafts do not pay."""
+PAGE_TABLE_BYTES = 768 << 10
+"""Maximum size of the page ids of a call, of 1 MiB of scalar memory."""
 MOST_KEYS, BLOCK_BYTES = 512, 1 << 20
 """Keys of a block, and what they and their values take: what memory delivers in 0.6 us on v6e."""
 
@@ -121,11 +123,14 @@ def parts_of(num_blocks: int, table_width: int) -> list[slice]:
 
 
 def layout_for(kv_pages: jax.Array, head_dim: int, knobs: Knobs) -> RowLayout:
-    """How rows of a pool lie. ValueError where the kernel cannot read them."""
-    page_size, row_lanes = kv_pages.shape[1:]
+    """Return the layout of a pool's rows.
+
+    Raises: ValueError for pages that are no multiple of `CLEARED_ROWS` keys, and for 8 bits that are not paired.
+    """
+    page_size = kv_pages.shape[1]
     if page_size % CLEARED_ROWS or kv_pages.dtype.itemsize == 1:
         raise ValueError(f"a pool of {kv_pages.dtype} in pages of {page_size} keys: 8 bits, or no multiple of 16")
-    return layout_of(row_lanes, head_dim, latent_width=knobs.latent_width)
+    return layout_of(lanes_in_8_bits(kv_pages), head_dim, latent_width=knobs.latent_width)
 
 
 def shape_for(

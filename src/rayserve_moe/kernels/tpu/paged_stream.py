@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from rayserve_moe.kernels.tpu.byte_pairs import narrowed, widened
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 
 
@@ -146,8 +147,8 @@ class PageStream:
             at = pl.multiple_of(i * CLEARED_ROWS, CLEARED_ROWS)
             keys = pl.ds(at, CLEARED_ROWS)
             place = at + jax.lax.broadcasted_iota(jnp.int32, (CLEARED_ROWS, 1), 0)
-            held = self.blocks[half, keys].astype(jnp.float32)
+            held = widened(self.blocks[half, keys])
             is_out = (place >= first) & (place < end)
-            self.blocks[half, keys] = jnp.where(is_out, 0.0, held).astype(self.blocks.dtype)
+            self.blocks[half, keys] = narrowed(jnp.where(is_out, 0.0, held), self.blocks.dtype)
 
         jax.lax.fori_loop(jax.lax.div(first, CLEARED_ROWS), pl.cdiv(end, CLEARED_ROWS), clear_rows, None)

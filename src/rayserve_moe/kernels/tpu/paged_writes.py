@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.tpu.add_norm import row_of
-from rayserve_moe.kernels.tpu.flat_rows import RowLayout
+from rayserve_moe.kernels.tpu.byte_pairs import as_pairs, is_nan, is_paired, nan_bits, narrowed, widened
+from rayserve_moe.kernels.tpu.flat_rows import LANES, RowLayout
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.kernels.tpu.paged_stream import PageStream, Reach
 
@@ -45,10 +46,10 @@ class RowWrites:
         place = reach.end - 1 - stream.first_key(reach, block)
         first = jax.lax.div(place, CLEARED_ROWS) * CLEARED_ROWS
         keys = pl.ds(pl.multiple_of(first, CLEARED_ROWS), CLEARED_ROWS)
-        held_GX = stream.blocks[half, keys].astype(jnp.float32)
+        held_GX = widened(stream.blocks[half, keys])
         is_new_GX = jax.lax.broadcasted_iota(jnp.int32, held_GX.shape, 0) == place - first
         row_X = row_of(self.rows_RX[...], jax.lax.rem(visit, self.rows_RX.shape[0]))
-        written_GX = jnp.where(is_new_GX, row_X, held_GX).astype(self.staged_GX.dtype)
+        written_GX = narrowed(jnp.where(is_new_GX, row_X, held_GX), self.staged_GX.dtype)
         stream.blocks[half, keys] = written_GX
         self.wait()
         self.staged_GX[...] = written_GX
@@ -104,10 +105,11 @@ class GroupWrites:
             key = pl.multiple_of(i * CLEARED_ROWS, CLEARED_ROWS)
             pl.when(key <= first_new)(self.wait)
             keys = pl.ds(pl.multiple_of(key - begin, CLEARED_ROWS), CLEARED_ROWS)
-            held_GX = stream.blocks[half, keys].astype(jnp.float32)
+            held_GX = widened(stream.blocks[half, keys])
             is_new_GX, written_GX = self._among(held_GX, key, stream, reach)
             self._send(written_GX, key, stream, reach)
-            stream.blocks[half, keys] = without_lone_nan(written_GX, is_new_GX, layout).astype(stream.blocks.dtype)
+            silence = silenced_pairs if is_paired(stream.blocks.dtype) else without_lone_nan
+            stream.blocks[half, keys] = narrowed(silence(written_GX, is_new_GX, layout), stream.blocks.dtype)
 
         end_piece = jnp.where(first < end, pl.cdiv(end, CLEARED_ROWS), 0)
         jax.lax.fori_loop(jax.lax.div(first, CLEARED_ROWS), end_piece, put_piece, None)
@@ -128,7 +130,7 @@ class GroupWrites:
     def _send(self, rows_GX: jax.Array, key: jax.Array, stream: PageStream, reach: Reach) -> None:
         """Ask for rows to be put into the pool, from `key` on."""
         staged_GX = self.staged_NGX.at[self.num_used[0]]
-        staged_GX[...] = rows_GX.astype(self.staged_NGX.dtype)
+        staged_GX[...] = narrowed(rows_GX, self.staged_NGX.dtype)
         page, row = stream.place_of(reach, key)
         rows = pl.ds(pl.multiple_of(row, CLEARED_ROWS), CLEARED_ROWS)
         pltpu.make_async_copy(staged_GX, stream.pool.at[page, rows], self.done).start()
@@ -152,10 +154,32 @@ class GroupWrites:
 
 
 def without_lone_nan(rows_GX: jax.Array, is_new_GX: jax.Array, layout: RowLayout) -> jax.Array:
-    """Rows of which those that are new and have values that are no numbers have such keys instead, and zeros as values:
-    a weight of zero does not silence NaN, which is no concern of queries that do not see the row."""
-    lanes_GX = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, rows_GX.shape, 1), layout.set_lanes)
-    is_value_GX = (lanes_GX >= layout.values_at) & (lanes_GX < layout.values_at + layout.value_lanes)
+    """Return rows in which new rows with NaN among their values have zeros as values and NaN as keys instead.
+
+    A weight of zero does not silence NaN, and queries that do not see a row must not depend on it.
+    """
+    is_value_GX = _are_values(jax.lax.broadcasted_iota(jnp.int32, rows_GX.shape, 1), layout)
     none_G1 = jnp.sum(jnp.where(is_value_GX, rows_GX * 0.0, 0.0), axis=1, keepdims=True)
     is_lone_GX = is_new_GX & (none_G1 != 0)
     return jnp.where(is_lone_GX, jnp.where(is_value_GX, 0.0, jnp.nan), rows_GX)
+
+
+def silenced_pairs(rows_GX: jax.Array, is_new_GX: jax.Array, layout: RowLayout) -> jax.Array:
+    """Compute `without_lone_nan` for rows in pairs of 8 bits, as `byte_pairs.widened` has them."""
+    pairs_GX, lane_GX = rows_GX.astype(jnp.int32), jax.lax.broadcasted_iota(jnp.int32, rows_GX.shape, 1)
+    first_GX = jax.lax.div(lane_GX, LANES) * LANES + lane_GX
+    halves = [pairs_GX & 0xFF, (pairs_GX >> 8) & 0xFF]
+    are_values = [_are_values(first_GX, layout), _are_values(first_GX + LANES, layout)]
+    nan_GX = sum(
+        jnp.where(is_value_GX & is_nan(half_GX), 1.0, 0.0)
+        for half_GX, is_value_GX in zip(halves, are_values, strict=True)
+    )
+    is_lone_GX = is_new_GX & (jnp.sum(nan_GX, axis=1, keepdims=True) > 0)
+    instead = (jnp.where(is_value_GX, 0, nan_bits()) for is_value_GX in are_values)
+    return jnp.where(is_lone_GX, as_pairs(*instead), rows_GX)
+
+
+def _are_values(lanes_GX: jax.Array, layout: RowLayout) -> jax.Array:
+    """Return True for lanes that hold values."""
+    of_set_GX = jax.lax.rem(lanes_GX, layout.set_lanes)
+    return (of_set_GX >= layout.values_at) & (of_set_GX < layout.values_at + layout.value_lanes)

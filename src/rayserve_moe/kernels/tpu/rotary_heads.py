@@ -29,17 +29,16 @@ MAX_TOKENS, MIN_TOKENS, TILE_ELEMENTS = 256, 16, 2 << 20
 VMEM_BYTES = 40 << 20
 
 
-def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword)
+def project_rows_at_once(
     normed_TD: jax.Array,
     weights: Mapping[str, jax.Array],
     *,
     rotation: Rotation,
     config: AttentionConfig,
     stacked: StackedWeights | None = None,
-    is_flat: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute `project_rows`, or `project_flat_rows` if `is_flat`, for heads that `unsupported_reason` accepts.
+    """Compute `project_flat_rows` for heads that `unsupported_reason` accepts.
 
     Many tokens are computed tile by tile. `interpret` (see `pallas_call`) runs it without a TPU.
     """
@@ -48,8 +47,7 @@ def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword
     norms = all_weights["q_norm_Lh"], all_weights["k_norm_Lh"]
     num_tokens, tile = len(normed_TD), tile_tokens(len(normed_TD), sum(part.shape[1] for part in projected))
     num_heads, num_kv = (matrix.shape[1] // HEAD_WIDTH for matrix in projected[:2])
-    rows_shape = (1, 2 * num_kv * HEAD_WIDTH) if is_flat else (2 * num_kv, HEAD_WIDTH)
-    given = [(num_heads, HEAD_WIDTH), rows_shape]
+    given = [(num_heads, HEAD_WIDTH), (1, 2 * num_kv * HEAD_WIDTH)]
     of_tile = [(tile * rows, lanes) for rows, lanes in given]
 
     def tiles(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -64,12 +62,12 @@ def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *specs],
         out_specs=[tiles(shape) for shape in of_tile],
         out_shape=[jax.ShapeDtypeStruct((num_tokens * rows, lanes), normed_TD.dtype) for rows, lanes in given],
-        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in (of_tile[:1] if is_flat else of_tile)],
+        scratch_shapes=[pltpu.VMEM(of_tile[0], jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=(pltpu.PARALLEL,), vmem_limit_bytes=VMEM_BYTES),
         name="rotary_heads",
         interpret=interpret,
     )(jnp.asarray(layer, jnp.int32).reshape(1), *by_token)
-    return queries.reshape(num_tokens, -1, HEAD_WIDTH), rows if is_flat else rows.reshape(num_tokens, -1, HEAD_WIDTH)
+    return queries.reshape(num_tokens, -1, HEAD_WIDTH), rows
 
 
 def unsupported_reason(
@@ -103,11 +101,8 @@ def tile_tokens(num_tokens: int, num_elements: int) -> int:
 
 
 def _turn(*refs: Any, eps: float) -> None:
-    """Compute head by head.
-
-    Rows of 32 bits can be stored between rows of other heads; flat rows do not need that.
-    """
-    layer_1, queries, keys, values, q_norms, k_norms, cos, sin, out_queries, out_rows, wide_queries, *wide_rows = refs
+    """Compute head by head. Queries are stored between rows of other heads, which takes rows of 32 bits."""
+    layer_1, queries, keys, values, q_norms, k_norms, cos, sin, out_queries, out_rows, wide_queries = refs
     q_norm_1h, k_norm_1h = (row_of(norms[...], layer_1[0]) for norms in (q_norms, k_norms))
     num_tokens, dtype = queries.shape[0], out_queries.dtype
     num_heads, num_kv = (ref.shape[1] // HEAD_WIDTH for ref in (queries, keys))
@@ -126,10 +121,7 @@ def _turn(*refs: Any, eps: float) -> None:
         return normed_Th * cos_Th + pltpu.roll(normed_Th, HEAD_WIDTH // 2, 1) * sin_Th
 
     def put(place: int, row_Th: jax.Array) -> None:
-        if wide_rows:
-            wide_rows[0][pl.ds(place, num_tokens, stride=2 * num_kv), :] = row_Th
-        else:
-            out_rows[:, place * HEAD_WIDTH : (place + 1) * HEAD_WIDTH] = row_Th.astype(dtype)
+        out_rows[:, place * HEAD_WIDTH : (place + 1) * HEAD_WIDTH] = row_Th.astype(dtype)
 
     for i in range(num_heads):
         wide_queries[pl.ds(i, num_tokens, stride=num_heads), :] = turned(head(queries, i), q_norm_1h)
@@ -137,5 +129,3 @@ def _turn(*refs: Any, eps: float) -> None:
         put(2 * i, turned(head(keys, i), k_norm_1h))
         put(2 * i + 1, head(values, i))
     out_queries[...] = wide_queries[...].astype(dtype)
-    if wide_rows:
-        out_rows[...] = wide_rows[0][...].astype(dtype)

@@ -154,10 +154,10 @@ def states(own: GroupedAttention, *, kernels: Kernels, tensor_size: int) -> tupl
     return (StateKind(STATE, "token", (ArraySpec((2 * num_heads, own.head_dim), ("kv_heads", None)),)),)
 
 
-def attention_choice(own: GroupedAttention, kernels: Kernels, *, pool: PoolFormat) -> Choice[AttentionKernels]:
+def attention_choice(_: GroupedAttention, kernels: Kernels, *, pool: PoolFormat) -> Choice[AttentionKernels]:
     """Return the choice of attention for these heads and a pool."""
     candidates = GROUPED_ATTENTION.get(kernels.name, (Candidate(kernels.name, kernels.attention),))
-    return choose(candidates, pool, head_dim=own.head_dim, has_sinks=own.sinks)
+    return choose(candidates, pool)
 
 
 def prepare(own: GroupedAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:

@@ -160,7 +160,7 @@ def attention_choice(own: LatentAttention, kernels: Kernels, *, pool: PoolFormat
         raise UnsupportedModelError(
             f"the {kernels.name} kernels have no multi-head latent attention (only {', '.join(LATENT_ATTENTION)})"
         )
-    return choose(LATENT_ATTENTION[kernels.name], pool, head_dim=own.row_width, has_sinks=False)
+    return choose(LATENT_ATTENTION[kernels.name], pool)
 
 
 def prepare(own: LatentAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:

@@ -23,17 +23,16 @@ PARALLEL = "dimension_semantics<parallel>"
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Runs of one kind of query rows of a layer: blocks of queries, pairs of block and sequence, visits of key blocks.
-
-    `kv_bytes` is what the visits read. `num_pages` > 0: the pages of the visits, which the kernel of our own copies one
-    by one.
-    """
+    """The work of a call of paged attention in one layer."""
 
     num_query_blocks: int
-    num_runs: int
+    """Blocks of queries, or groups of single tokens."""
     num_visits: int
+    """Visits of blocks of keys, by all blocks of queries."""
     kv_bytes: int
-    num_pages: int = 0
+    """Bytes of keys and values that the visits read."""
+    num_pages: int
+    """Pages of the visits, which are copied one by one."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _grouped_ffn(instruction, operands, work)
         case "pushed_experts":
             return _pushed_experts(instruction, operands, work)
-        case "ragged_paged_attention_kernel" | "paged_attention" | "paged_attention_of_groups":
+        case "paged_attention" | "paged_attention_of_groups":
             return _paged_attention(instruction, work)
         case "streamed_heads":
             return _streamed_heads(instruction, operands)
@@ -167,7 +166,7 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     attention = work.attention.get(out.dims[0])
     if attention is None:
         return None
-    if attention.num_pages and kernel_name(instruction) == "paged_attention_of_groups":
+    if kernel_name(instruction) == "paged_attention_of_groups":
         # As below, in a loop over groups, whose rows lie in one piece of the pool, or now and then in one more. The
         # innermost is the wait for what the group before has written.
         rows, num_groups = out.dims[0], attention.num_query_blocks
@@ -175,9 +174,6 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
         written = pieces * CLEARED_ROWS * pool[0].num_bytes / math.prod(pool[0].dims[:2])
         trips = (num_groups, attention.num_visits, attention.num_pages / 2, pieces)
         return KernelWork(attention.kv_bytes + written, trips)
-    if attention.num_pages:
-        # Of the two loops over a block's pages, each runs for some of the blocks. New rows go back with their group.
-        written = sum(out.dims[0] * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)
-        return KernelWork(attention.kv_bytes + written, (attention.num_visits, attention.num_pages / 2))
-    trips = (attention.num_query_blocks, attention.num_runs, attention.num_visits)
-    return KernelWork(attention.kv_bytes, trips)
+    # Of the two loops over a block's pages, each runs for some of the blocks. New rows go back with their group.
+    written = sum(out.dims[0] * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)
+    return KernelWork(attention.kv_bytes + written, (attention.num_visits, attention.num_pages / 2))

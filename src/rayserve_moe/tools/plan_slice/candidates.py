@@ -16,7 +16,6 @@ from rayserve_moe.config.settings import ExpertSettings, SettingsError
 from rayserve_moe.config.topology import FLAT, GENERATIONS, SMALL_CUBES, generation_name, num_chips
 from rayserve_moe.execution.kernel_report import device_shapes, expert_shapes, shaped
 from rayserve_moe.execution.memory import bytes_on_device
-from rayserve_moe.execution.served_model import check_kv_heads
 from rayserve_moe.execution.weights.migration import staging_shapes
 from rayserve_moe.execution.weights.placing import first_placement, model_config, parameter_tree, weight_shapes
 from rayserve_moe.experts.backends import LOW_LATENCY, choose_backend
@@ -145,7 +144,6 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
         experts = ExpertSettings(num_redundant=split.redundant, weight_dtype=given.expert_dtype)
         pool = PoolFormat(is_8_bit=given.kv_dtype != "bfloat16")
         model = model_config(spec, plan_of_slice, experts=experts, pool=pool)
-        check_kv_heads(model, kv_dtype=given.kv_dtype)
     except (SettingsError, UnsupportedModelError):
         return None
     weights = _weight_bytes(model, moves=split.redundant > 0)
