@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, Together
-from rayserve_moe.kernels.tpu.flat_rows import flat_width, latent_lanes
+from rayserve_moe.kernels.tpu.packed_rows import latent_lanes, packed_width
 from rayserve_moe.kernels.tpu.paged_attention import attend, attend_new, describe_singles
 from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block
 from rayserve_moe.tools.estimate.bundles import read_schedule
@@ -42,7 +42,7 @@ GROUPS = {"groups of 4": 4, "groups of 8": 8}
 def lanes_of(model: str) -> int:
     """Return the numbers in a row of the pool."""
     _, num_kv, width, latent_width = MODELS[model]
-    return latent_lanes(width) if latent_width else flat_width(num_kv, width)
+    return latent_lanes(width) if latent_width else packed_width(num_kv, width)
 
 
 def memory_bundles(chip: str, model: str) -> float:

@@ -12,8 +12,7 @@ from rayserve_moe.execution.programs.compiled import lowered
 from rayserve_moe.execution.programs.specs import programs_of, step_name
 from rayserve_moe.tools.served_cases import case_of_model, lay_out
 
-KERNELS = {"add_norm", "streamed_heads", "rotary_heads", "top_experts", "grouped_ffn", "pushed_experts"}
-IN_PROGRAMS = {"low_latency_dispatch": "pushed_experts"}
+KERNELS = {"add_norm", "streamed_heads", "rotary_heads", "top_experts", "grouped_ffn", "low_latency_dispatch"}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,6 @@ def test_programs_have_the_kernels_of_the_report(model, topology, values):
     for shape in (served.shapes[0], served.shapes[-1]):
         report = kernel_report(replace(served, shapes=(shape,)))
         chosen = {text.split(" ")[0] for text in report.values()}
-        chosen = {IN_PROGRAMS.get(name, name) for name in chosen}
         text = lowered(programs[step_name(shape)], served.config.plan).as_text()
         found = set(re.findall(r'kernel_name = "(\w+)"', text))
         assert found & KERNELS == chosen & KERNELS, (shape, report)

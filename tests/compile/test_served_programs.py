@@ -109,7 +109,7 @@ def test_8_bit_keys_take_half_the_memory():
     assert 2 * row_bytes[0] == row_bytes[1]
     for model, tp in (("qwen3-30b-a3b", 4), ("gpt-oss-20b", 1)):
         served = lay_out(case_of_model(model, "v6e:2x4", tp=tp, values={"kv_cache_dtype": "fp8"}))
-        assert served.config.kernels.attention.has_flat_rows, "one KV head on a device, sinks and heads of 64"
+        assert served.config.kernels.attention.has_packed_rows, "one KV head on a device, sinks and heads of 64"
     with pytest.raises(UnsupportedModelError, match="kv_cache_dtype fp8 does not store latents"):
         lay_out(case_of_model("glm-4.7-flash", "v6e:2x4", values={"kv_cache_dtype": "fp8"}))
     with pytest.raises(UnsupportedModelError, match="page_size 8 is no multiple of 16"):

@@ -2,7 +2,7 @@
 
     python -m tests.support.group_cases CASE ...
 
-prints what came out of each case, as JSON. It is a process of its own: see `pushed_cases`.
+prints what came out of each case, as JSON. It is a process of its own: see `low_latency_cases`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, N
 from rayserve_moe.kernels.table import GROUPED_ATTENTION, LATENT_ATTENTION
 from rayserve_moe.kernels.tpu import paged_attention, paged_sizes, paged_tiles, paged_writes
 from rayserve_moe.kernels.tpu.byte_pairs import paired_rows
-from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_latents
+from rayserve_moe.kernels.tpu.packed_rows import packed_kv, packed_latents
 from rayserve_moe.kernels.tpu.paged_tiles import GroupTokens
 from rayserve_moe.kernels.tpu.paged_writes import GroupWrites
 from tests.support.draft_models import AUX_KEY, write_eagle_head
@@ -142,7 +142,7 @@ class GroupArrays:
 def flat_of(case: GroupCase, rows: jnp.ndarray) -> jnp.ndarray:
     """Rows as the kernel's pool has them."""
     rows = rows.reshape(-1, *rows.shape[-2:])
-    flat = flat_latents(rows) if case.latent_width else flat_kv(rows[:, 0::2], rows[:, 1::2])
+    flat = packed_latents(rows) if case.latent_width else packed_kv(rows[:, 0::2], rows[:, 1::2])
     return paired_rows(flat) if case.is_8_bit else flat
 
 
@@ -225,7 +225,7 @@ def engine_outcome(case: EngineCase) -> Outcome:
             more, proposer = {"speculative_draft_model_path": str(head)}, ModelProposer("drafts")
         runner = prepared_runner(path, **settings, **case.settings, **more)
         layers = [each for each in (runner.config, runner.served.draft and runner.served.draft.layer) if each]
-        assert all(each.kernels.attention.has_flat_rows for each in layers)
+        assert all(each.kernels.attention.has_packed_rows for each in layers)
         speculation, words = runner.served.settings.speculation, runner.config.spec.vocab_size
         proposer = proposer or Oracle(plain, share=0.8, vocab_size=words)
         way = replace(WAY, proposer=proposer, num_drafts=speculation.max_drafts)

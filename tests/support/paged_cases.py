@@ -2,7 +2,7 @@
 
     python -m tests.support.paged_cases CASE ...
 
-prints what came out of each case, as JSON. It is a process of its own: see `pushed_cases`.
+prints what came out of each case, as JSON. It is a process of its own: see `low_latency_cases`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, N
 from rayserve_moe.kernels.table import GROUPED_ATTENTION, LATENT_ATTENTION
 from rayserve_moe.kernels.tpu import paged_attention, paged_sizes
 from rayserve_moe.kernels.tpu.byte_pairs import nan_bits, paired_rows
-from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_latents
+from rayserve_moe.kernels.tpu.packed_rows import packed_kv, packed_latents
 from rayserve_moe.kernels.tpu.paged_attention import visits_of
 from rayserve_moe.kernels.tpu.paged_stream import PageStream
 from rayserve_moe.kernels.tpu.paged_writes import RowWrites
@@ -168,7 +168,7 @@ def outcome_of(case: PagedCase) -> Outcome:
     knobs["sinks_H"] = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
     pool = pool.astype(jnp.float8_e4m3fn).astype(case.dtype) if case.is_8_bit else pool
     rows = pool.reshape(-1, *pool.shape[2:])
-    flat = flat_latents(rows) if case.latent_width else flat_kv(rows[:, 0::2], rows[:, 1::2])
+    flat = packed_latents(rows) if case.latent_width else packed_kv(rows[:, 0::2], rows[:, 1::2])
     expected = attention_reference.attend(queries, pool, places, **knobs)
     if case.is_described:
         sizes = {"page_size": PAGE, "table_width": TABLE_WIDTH, "windows": (0, case.config.window)}
@@ -226,7 +226,7 @@ def engine_outcome(name: str) -> Outcome:
                     of_cpus = replace(of_tpu, run=replace(of_tpu.run, attend=attend))
                     stack.enter_context(patch.dict(by_name, cpu=(of_cpus,)))
                 runner = prepared_runner(path, **settings)
-                assert runner.config.kernels.attention.has_flat_rows == is_paged
+                assert runner.config.kernels.attention.has_packed_rows == is_paged
                 found.append(run_together(runner, card_of(path), requests, way=WAY))
     assert all(outcome.ids == found[1][key].ids for key, outcome in found[0].items())
     differences = [np.abs(np.subtract(each.logprobs, found[1][key].logprobs)).max() for key, each in found[0].items()]

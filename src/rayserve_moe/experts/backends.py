@@ -16,7 +16,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.experts import pushed
+from rayserve_moe.experts import low_latency
 from rayserve_moe.experts.all_to_all import apply_all_to_all, exchange_sizes
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
@@ -132,7 +132,7 @@ def few_tokens(tokens: RoutedTokens, _: PlacedExperts, *, config: ExpertConfig) 
 ExpertBackend = Callable[..., jax.Array]
 EXPERT_BACKENDS: tuple[Candidate[ExpertBackend], ...] = (
     Candidate("local", apply_local, several_devices),
-    Candidate(LOW_LATENCY, pushed.apply_low_latency, pushed.unsupported_reason),
+    Candidate(LOW_LATENCY, low_latency.apply_low_latency, low_latency.unsupported_reason),
     Candidate("replicated", apply_replicated, gathers_more),
     Candidate("fused", partial(apply_all_to_all, overlapped=True), few_tokens),
     Candidate(ALL_TO_ALL, apply_all_to_all),

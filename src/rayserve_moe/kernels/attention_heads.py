@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.kv_pool import kv_rows
 from rayserve_moe.kernels.reference.layers import Rotation, project, rms_norm, rotate
-from rayserve_moe.kernels.tpu.flat_rows import flat_kv
+from rayserve_moe.kernels.tpu.packed_rows import packed_kv
 
 
 class StackedWeights(NamedTuple):
@@ -69,8 +69,8 @@ def project_rows(
     return queries, rows_of(keys, values)
 
 
-project_flat_rows = partial(project_rows, rows_of=flat_kv)
-"""With keys and values as a pool of flat rows has them, [T, X] (see `flat_rows.flat_kv`)."""
+project_packed_rows = partial(project_rows, rows_of=packed_kv)
+"""With keys and values as a pool of packed rows has them, [T, X] (see `packed_rows.packed_kv`)."""
 
 
 def _norm_queries_and_keys(

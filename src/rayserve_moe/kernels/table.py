@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from rayserve_moe.kernels import kv_pool
-from rayserve_moe.kernels.attention_heads import project_flat_rows, project_rows
+from rayserve_moe.kernels.attention_heads import project_packed_rows, project_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, Operation, operation
 from rayserve_moe.kernels.cpu_native import calls
@@ -27,26 +27,26 @@ from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference import expert_products, layers
 from rayserve_moe.kernels.tpu import (
     add_norm,
+    dispatch_sizes,
     grouped_ffn,
+    low_latency_dispatch,
     paged_attention,
-    pushed_experts,
-    pushed_sizes,
     rotary_heads,
     streamed_heads,
     top_experts,
 )
-from rayserve_moe.kernels.tpu.flat_rows import LANES, flat_latents
-from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes
+from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes
+from rayserve_moe.kernels.tpu.packed_rows import LANES, packed_latents
 
 Kernel = Callable[..., jax.Array]
 
 
-def no_low_latency(_: PushSizes) -> str:
+def no_low_latency(_: DispatchSizes) -> str:
     """Return the reason of tables without low-latency dispatch."""
     return "TPUs only"
 
 
-NO_LOW_LATENCY: Function = Candidate("low_latency_dispatch", pushed_experts.push_experts, no_low_latency)
+NO_LOW_LATENCY: Function = Candidate("low_latency_dispatch", low_latency_dispatch.dispatch_experts, no_low_latency)
 ADD_NORM = operation("xla", layers.add_and_norm)
 """The sum of a stream and its norm by XLA."""
 
@@ -63,8 +63,8 @@ class AttentionKernels:
     """Fused: `add_norm`, then queries, keys and values (`streamed_heads.norm_and_project`)."""
     project: Operation = NO_CANDIDATES
     """`attention_heads.project_rows`, bound in `attend`; empty if `attend` projects by itself."""
-    has_flat_rows: bool = False
-    """True if the pool has the rows of `flat_rows`."""
+    has_packed_rows: bool = False
+    """True if the pool has the rows of `packed_rows`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ExpertKernels:
     choose: Operation = NO_CANDIDATES
     """Fused: `router_scores` and `experts.routing.select_top_k` (`top_experts.choose_experts`)."""
     low_latency: Function = NO_LOW_LATENCY
-    """`sums` over the experts of all ranks (`pushed_experts.push_experts`). Its reason takes the sizes of a call."""
+    """`sums` over the experts of all ranks (`low_latency_dispatch.dispatch_experts`); its reason takes the sizes."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ PAGED = replace(
         project=Operation(
             (
                 Candidate("rotary_heads", rotary_heads.project_rows_at_once, rotary_heads.unsupported_reason),
-                Candidate("xla", project_flat_rows),
+                Candidate("xla", project_packed_rows),
             ),
         ),
     ),
@@ -203,7 +203,7 @@ PAGED = replace(
     norm_and_project=Operation(
         (Candidate("streamed_heads", streamed_heads.norm_and_project, streamed_heads.unsupported_reason),)
     ),
-    has_flat_rows=True,
+    has_packed_rows=True,
 )
 """Grouped-query attention of TPUs. The kernel writes new rows, and reads the pages of a sequence once."""
 PAGED_LATENTS = AttentionKernels(
@@ -212,10 +212,10 @@ PAGED_LATENTS = AttentionKernels(
         decode=paged_attention.attend,
         prefill=paged_attention.attend,
         write_and_decode=paged_attention.attend_new,
-        rows_of=flat_latents,
+        rows_of=packed_latents,
     ),
     describe_singles=paged_attention.describe_singles,
-    has_flat_rows=True,
+    has_packed_rows=True,
 )
 """Latent attention of TPUs."""
 TPU = replace(
@@ -229,7 +229,9 @@ TPU = replace(
             Candidate("ragged_dot", expert_products.multiply_by_ragged_dot),
         ),
         choose=Operation((Candidate("top_experts", top_experts.choose_experts, top_experts.unsupported_reason),)),
-        low_latency=Candidate("low_latency_dispatch", pushed_experts.push_experts, pushed_sizes.unsupported_reason),
+        low_latency=Candidate(
+            "low_latency_dispatch", low_latency_dispatch.dispatch_experts, dispatch_sizes.unsupported_reason
+        ),
     ),
     pool=PoolKernels(dtypes={"float8_e4m3fn": kv_pool.PAIRED}),
     # XLA lays out a table of other widths by columns if that is smaller, and copies it to look up rows.

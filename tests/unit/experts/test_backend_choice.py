@@ -14,18 +14,18 @@ import pytest
 
 from rayserve_moe.experts.backends import EXPERT_BACKENDS, all_to_all_bytes, choose_backend, replicated_bytes
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.experts.pushed import unsupported_reason
+from rayserve_moe.experts.low_latency import unsupported_reason
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import PlacedExperts
 from rayserve_moe.experts.tokens import RoutedTokens
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.table import CPU, Kernels
-from rayserve_moe.kernels.tpu import pushed_sizes
+from rayserve_moe.kernels.tpu import dispatch_sizes
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 from tests.support.expert_cases import plan_of
 
 INTERPRETED = replace(
-    CPU.experts.low_latency, unsupported_reason=partial(pushed_sizes.unsupported_reason, interpret=True)
+    CPU.experts.low_latency, unsupported_reason=partial(dispatch_sizes.unsupported_reason, interpret=True)
 )
 WITH_LOW_LATENCY = replace(CPU, experts=replace(CPU.experts, low_latency=INTERPRETED))
 

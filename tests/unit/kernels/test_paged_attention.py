@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, ScoreConfig
-from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_width, gather_heads, layout_of, spread_queries
+from rayserve_moe.kernels.tpu.packed_rows import gather_heads, layout_of, packed_kv, packed_width, spread_queries
 from rayserve_moe.kernels.tpu.paged_attention import attend, visits_of
 from rayserve_moe.kernels.tpu.paged_sizes import MOST_ROWS, tile_queries_for
 from tests.support.paged_cases import AHEAD_OF_THE_LAST, CASES, FAULTS, MODELS, WRITE_FAULTS, run_cases
@@ -23,8 +23,8 @@ def test_a_head_of_a_flat_row_is_multiplied_with_its_own_queries_alone(num_kv, w
     num_heads = 4 * num_kv
     queries = generator.standard_normal((2, 3, num_heads, width)).astype(np.float32)
     keys, values = (generator.standard_normal((5, num_kv, width)).astype(np.float32) for _ in range(2))
-    rows, layout = flat_kv(jnp.asarray(keys), jnp.asarray(values)), layout_of(lanes, width)
-    assert rows.shape == (5, lanes) and flat_width(num_kv, width) == lanes
+    rows, layout = packed_kv(jnp.asarray(keys), jnp.asarray(values)), layout_of(lanes, width)
+    assert rows.shape == (5, lanes) and packed_width(num_kv, width) == lanes
     spread = np.asarray(spread_queries(jnp.asarray(queries), layout))
     weighted = []
     for i in range(layout.num_sets):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights, project_packed_rows
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import PAGED
 from rayserve_moe.kernels.tpu.rotary_heads import MAX_ELEMENTS, project_rows_at_once, tile_tokens, unsupported_reason
@@ -46,7 +46,7 @@ def heads_by(project, num_tokens: int, config: AttentionConfig, *without: str, *
 @pytest.mark.parametrize("num_tokens", [MANY, 8, 5, 2])
 def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens):
     found = heads_by(project_rows_at_once, num_tokens, PLAIN, "k_bias_LG", interpret=True)
-    for part, expected in zip(found, heads_by(project_flat_rows, num_tokens, PLAIN, "k_bias_LG"), strict=True):
+    for part, expected in zip(found, heads_by(project_packed_rows, num_tokens, PLAIN, "k_bias_LG"), strict=True):
         assert part.shape == expected.shape
         np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)
 
@@ -70,7 +70,7 @@ def test_unknown_knobs_are_reasons_for_the_reference(config, without, reason):
     weights = dict.fromkeys({*SHAPES} - {*without}, jnp.zeros(0))
     assert reason in unsupported_reason(jnp.zeros((8, WIDTH)), weights, rotation=ROTATION, config=config)
     found = heads_by(PAGED.project, 8, config, *without)
-    for part, expected in zip(found, heads_by(project_flat_rows, 8, config, *without), strict=True):
+    for part, expected in zip(found, heads_by(project_packed_rows, 8, config, *without), strict=True):
         np.testing.assert_array_equal(part, expected)
 
 
@@ -84,7 +84,7 @@ def test_the_norms_of_a_layer_are_read_where_they_lie():
     of_layer = matrices | {name: array[2] for name, array in stacked.items()}
     how = {"rotation": type(ROTATION)(*(angles[:8] for angles in ROTATION)), "config": PLAIN}
     found = project_rows_at_once(normed, of_layer, **how, stacked=StackedWeights(stacked, jnp.int32(2)), interpret=True)
-    for part, expected in zip(found, project_flat_rows(normed, of_layer, **how), strict=True):
+    for part, expected in zip(found, project_packed_rows(normed, of_layer, **how), strict=True):
         np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)
 
 

@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights, project_packed_rows
 from rayserve_moe.kernels.reference.layers import rms_norm, rotation_of
 from rayserve_moe.kernels.tpu import streamed_heads
 from rayserve_moe.kernels.tpu.streamed_heads import project_streamed, stream_shape, unsupported_shape
@@ -45,7 +45,7 @@ def streamed_and_expected(num_tokens: int, num_cores: int, dtype: str) -> list[t
     of_layer = {name: array[LAYER] for name, array in weights.items()}
     total = hidden + added
     normed = rms_norm(total, of_layer["norm_LD"], EPS)
-    projected = project_flat_rows(normed, of_layer, rotation=rotation, config=AttentionConfig(128, EPS))
+    projected = project_packed_rows(normed, of_layer, rotation=rotation, config=AttentionConfig(128, EPS))
     return [
         tuple(np.asarray(each, np.float32) for each in pair) for pair in zip(found, (total, *projected), strict=True)
     ]

@@ -90,7 +90,7 @@ def test_a_tpu_has_one_attention_for_all_heads_and_pools():
     for other in (sinks, with_attention(spec, head_dim=64)):
         assert kernels_for(other, CPU) == CPU
         found = kernels_for(other, TPU)
-        assert found.attention.has_flat_rows and found.name == "tpu"
+        assert found.attention.has_packed_rows and found.name == "tpu"
         own = attention_of(other)
         row, flat = (row_of(own, kernels=kernels, tensor_size=2) for kernels in (CPU, found))
         assert flat.shape == (math.prod(row.shape) * max(1, 128 // own.head_dim),)

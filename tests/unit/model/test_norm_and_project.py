@@ -37,7 +37,7 @@ def own_kernels() -> Kernels:
         grouped_attention(decode=paged, prefill=paged, write_and_decode=writing, project=project),
         describe_singles=paged_attention.describe_singles,
         norm_and_project=begin,
-        has_flat_rows=True,
+        has_packed_rows=True,
     )
     add_norm = interpreted(TPU.add_norm, interpreter)
     return replace(CPU, attention=attention, pool=PoolKernels(), add_norm=add_norm)
@@ -70,7 +70,7 @@ def block_by(kernels: Kernels, prompt: tuple[int, ...]) -> list[np.ndarray]:
         return *found, *pools["kv"]
 
     pool = jnp.asarray(pool, jnp.float32)
-    *found, pool = jax.jit(run)(pool.reshape(*pool.shape[:2], -1) if kernels.attention.has_flat_rows else pool)
+    *found, pool = jax.jit(run)(pool.reshape(*pool.shape[:2], -1) if kernels.attention.has_packed_rows else pool)
     keeps = np.asarray(positions >= 0)
     written = np.array(pool).reshape(*pool.shape[:2], -1)
     # Padding writes into page 0 of the layer, which no sequence owns.

@@ -349,14 +349,15 @@ ENTRY %main (rows: bf16[32,128], up: bf16[12,128,256], down: bf16[12,256,128]) -
   %rows = bf16[32,128]{1,0} parameter(0)
   %up = bf16[12,128,256]{2,1,0} parameter(1)
   %down = bf16[12,256,128]{2,1,0} parameter(2)
-  ROOT %pushed_experts.3 = bf16[32,128]{1,0} custom-call(%rows, %up, %up, %down), custom_call_target="tpu_custom_call"
+  ROOT %low_latency_dispatch.3 = bf16[32,128]{1,0} custom-call(%rows, %up, %up, %down), \
+custom_call_target="tpu_custom_call"
 }
 """
 
 
 def test_the_kernel_that_pushes_rows_keeps_links_busy_too():
-    found = read(PUSHED, {"pushed_experts.3": VISIT})
-    kernel = op_named(found, "pushed_experts.3")
+    found = read(PUSHED, {"low_latency_dispatch.3": VISIT})
+    kernel = op_named(found, "low_latency_dispatch.3")
     # 100 rows fill two tiles at most, beside one of each of four used slots.
     assert kernel.bundles == 1 + (4 + 100 / 64) * 2
     assert kernel.hbm_bytes == 4 * 3 * 128 * 256 * 2 + 2 * 32 * 128 * 2
@@ -371,11 +372,11 @@ ENTRY %main (rows: bf16[32,4096], up: bf16[12,4096,1536], down: bf16[12,1536,409
   %rows = bf16[32,4096]{1,0} parameter(0)
   %up = bf16[12,4096,1536]{2,1,0} parameter(1)
   %down = bf16[12,1536,4096]{2,1,0} parameter(2)
-  %pushed_experts.3 = (bf16[2,32,4096]{2,1,0}, u32[2,9600,128]{2,1,0}) custom-call(%rows, %up, %up, %down), \
+  %low_latency_dispatch.3 = (bf16[2,32,4096]{2,1,0}, u32[2,9600,128]{2,1,0}) custom-call(%rows, %up, %up, %down), \
 custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "mesh_axes":"[\\"data\\"]"
 }}, backend_config={"body":"BODY"}
-  ROOT %out = bf16[2,32,4096]{2,1,0} get-tuple-element(%pushed_experts.3), index=0
+  ROOT %out = bf16[2,32,4096]{2,1,0} get-tuple-element(%low_latency_dispatch.3), index=0
 }
 """
 
@@ -384,7 +385,7 @@ def test_large_experts_are_read_in_blocks_by_the_cores_that_share_a_device():
     """What a kernel says of its mesh takes lines of its own, with more of the kernel behind them."""
     body = base64.b64encode(b"#tpu.dimension_semantics<parallel>").decode()
     kernel = op_named(
-        read(IN_BLOCKS.replace("BODY", body), {"pushed_experts.3": VISIT}, chip="v5p"), "pushed_experts.3"
+        read(IN_BLOCKS.replace("BODY", body), {"low_latency_dispatch.3": VISIT}, chip="v5p"), "low_latency_dispatch.3"
     )
     assert kernel.idle_factor == 1
     assert kernel.bundles == 1 + (4 + 100 / 64) * 3 * 2 / 2, "three blocks of 512 each, shared by two cores"

@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.kv_pool import PAIRED, clipped
-from rayserve_moe.kernels.tpu.flat_rows import LANES
+from rayserve_moe.kernels.tpu.packed_rows import LANES
 
 HELD = np.dtype(PAIRED)
 UNIT = 16.0

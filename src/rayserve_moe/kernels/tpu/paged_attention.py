@@ -1,6 +1,6 @@
 """Paged attention in one TPU kernel of our own: sinks, latents, narrow heads, windows, and drafts.
 
-The pool is that of `flat_rows`. Pages are copied into the core's memory a block at a time while those of the block
+The pool is that of `packed_rows`. Pages are copied into the core's memory a block at a time while those of the block
 before are multiplied, across the sequences of a step: what is within reach of a block of queries, and nothing else.
 """
 
@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.tpu.byte_pairs import product_dtype, rows_to_write
-from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
+from rayserve_moe.kernels.tpu.packed_rows import gather_heads, spread_queries
 from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, attend_groups, groups_of
 from rayserve_moe.kernels.tpu.paged_sizes import (
     CLEARED_ROWS,
@@ -58,7 +58,7 @@ def attend(  # noqa: PLR0913 (the reference's signature)
     latent_width: int = 0,
     interpret: Any = False,
 ) -> jax.Array:
-    """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `flat_rows` has them.
+    """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `packed_rows` has them.
 
     Products are of the pool's dtype, or of that of queries if the pool has pairs of 8 bits (`byte_pairs`). The real
     rows of a block come first. `interpret` (see `pallas_call`) runs it without a TPU.

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, ScoreConfig
 from rayserve_moe.kernels.tpu.byte_pairs import product_dtype, rows_to_write
-from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
+from rayserve_moe.kernels.tpu.packed_rows import gather_heads, spread_queries
 from rayserve_moe.kernels.tpu.paged_sizes import (
     CLEARED_ROWS,
     GROUP_ALIGNED_ROWS,

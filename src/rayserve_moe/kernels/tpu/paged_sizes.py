@@ -12,7 +12,7 @@ import jax
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.tpu.byte_pairs import lanes_in_8_bits
-from rayserve_moe.kernels.tpu.flat_rows import RowLayout, layout_of
+from rayserve_moe.kernels.tpu.packed_rows import RowLayout, layout_of
 
 CLEARED_ROWS = 16
 """Rows of the pool that are cleared at once, in whole registers of 16-bit numbers; pages are multiples of them."""

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.attention import MASKED
 from rayserve_moe.kernels.tpu.byte_pairs import lanes_of_block
-from rayserve_moe.kernels.tpu.flat_rows import LANES
+from rayserve_moe.kernels.tpu.packed_rows import LANES
 from rayserve_moe.kernels.tpu.paged_sizes import ALIGNED_ROWS, TileShape
 from rayserve_moe.kernels.tpu.paged_stream import PageStream, Reach, Scalars
 from rayserve_moe.kernels.tpu.paged_writes import GroupWrites, RowWrites

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.tpu.add_norm import row_of
 from rayserve_moe.kernels.tpu.byte_pairs import as_pairs, is_nan, is_paired, nan_bits, narrowed, widened
-from rayserve_moe.kernels.tpu.flat_rows import LANES, RowLayout
+from rayserve_moe.kernels.tpu.packed_rows import LANES, RowLayout
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.kernels.tpu.paged_stream import PageStream, Reach
 

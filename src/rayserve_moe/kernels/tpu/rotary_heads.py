@@ -38,7 +38,7 @@ def project_rows_at_once(
     stacked: StackedWeights | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute `project_flat_rows` for heads that `unsupported_reason` accepts.
+    """Compute `project_packed_rows` for heads that `unsupported_reason` accepts.
 
     Many tokens are computed tile by tile. `interpret` (see `pallas_call`) runs it without a TPU.
     """

@@ -133,7 +133,7 @@ def project_streamed(  # noqa: PLR0913 (arrays, by keyword)
     eps: float,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Add and norm as `add_norm.add_and_norm`, then project as `attention_heads.project_flat_rows`.
+    """Add and norm as `add_norm.add_and_norm`, then project as `attention_heads.project_packed_rows`.
 
     Returns: the sum [T, D], queries [T, heads, h], and rows of the pool [T, X].
     """
@@ -261,7 +261,7 @@ def _project(*refs: Any, shape: StreamShape, eps: float) -> None:
 
 
 def _put(rows: Any, first: int, heads: list[jax.Array]) -> None:
-    """Store keys (`first` 0) or values (1) of all heads in flat rows."""
+    """Store keys (`first` 0) or values (1) of all heads in packed rows."""
     for i, head_Th in enumerate(heads):
         place = (2 * i + first) * HEAD_WIDTH
         rows[:, place : place + HEAD_WIDTH] = head_Th.astype(rows.dtype)

@@ -15,7 +15,7 @@ from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.candidates import Candidate, Choice, choose
 from rayserve_moe.kernels.table import GROUPED_ATTENTION, AttentionKernels, Kernels
-from rayserve_moe.kernels.tpu.flat_rows import flat_width
+from rayserve_moe.kernels.tpu.packed_rows import packed_width
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
@@ -145,11 +145,11 @@ def _cut_out_of_one(specs: dict[str, ParamSpec], own: GroupedAttention) -> dict[
 def states(own: GroupedAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
     """Return the row of a token: [2 * KV heads, h], K and V of a head next to each other, spread with the heads.
 
-    Where the kernels have flat rows, it has one dimension (`kernels.tpu.flat_rows`).
+    Where the kernels have packed rows, it has one dimension (`kernels.tpu.packed_rows`).
     """
     num_heads = own.num_kv_heads * kv_repeats(own, tensor_size)
-    if kernels.attention.has_flat_rows:
-        width = tensor_size * flat_width(num_heads // tensor_size, own.head_dim)
+    if kernels.attention.has_packed_rows:
+        width = tensor_size * packed_width(num_heads // tensor_size, own.head_dim)
         return (StateKind(STATE, "token", (ArraySpec((width,), ("kv_heads",)),)),)
     return (StateKind(STATE, "token", (ArraySpec((2 * num_heads, own.head_dim), ("kv_heads", None)),)),)
 

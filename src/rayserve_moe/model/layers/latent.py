@@ -15,7 +15,7 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.candidates import Choice, choose
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.table import LATENT_ATTENTION, AttentionKernels, Kernels
-from rayserve_moe.kernels.tpu.flat_rows import latent_lanes
+from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
@@ -146,10 +146,10 @@ def parameters(
 def states(own: LatentAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
     """Return the row of a token: [1, latent and rotated key], the same on all devices of the tensor axis.
 
-    The latent serves all heads, as key (with the rotated part) and as value. Where the kernels have flat rows, it has
-    one dimension (`kernels.tpu.flat_rows`).
+    The latent serves all heads, as key (with the rotated part) and as value. Where the kernels have packed rows, it has
+    one dimension (`kernels.tpu.packed_rows`).
     """
-    if kernels.attention.has_flat_rows:
+    if kernels.attention.has_packed_rows:
         return (StateKind(STATE, "token", (ArraySpec((latent_lanes(own.row_width),), (None,)),)),)
     return (StateKind(STATE, "token", (ArraySpec((1, own.row_width), (None, None)),)),)
 

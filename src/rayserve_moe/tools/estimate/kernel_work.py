@@ -6,10 +6,10 @@ import math
 import re
 from dataclasses import dataclass
 
+from rayserve_moe.kernels.tpu.dispatch_sizes import GROUP_ROWS, widest_block
+from rayserve_moe.kernels.tpu.dispatch_sizes import TILE_ROWS as DISPATCH_TILE_ROWS
 from rayserve_moe.kernels.tpu.grouped_ffn import TILE_ROWS, inner_block
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
-from rayserve_moe.kernels.tpu.pushed_sizes import GROUP_ROWS, widest_block
-from rayserve_moe.kernels.tpu.pushed_sizes import TILE_ROWS as PUSHED_TILE_ROWS
 from rayserve_moe.kernels.tpu.rotary_heads import tile_tokens
 from rayserve_moe.tools.hlo_report import HBM
 from rayserve_moe.tools.hlo_text import Instruction
@@ -76,8 +76,8 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _grouped_product(instruction, operands, work)
         case "grouped_ffn":
             return _grouped_ffn(instruction, operands, work)
-        case "pushed_experts":
-            return _pushed_experts(instruction, operands, work)
+        case "low_latency_dispatch":
+            return _low_latency_dispatch(instruction, operands, work)
         case "paged_attention" | "paged_attention_of_groups":
             return _paged_attention(instruction, work)
         case "streamed_heads":
@@ -121,7 +121,7 @@ def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: St
     return KernelWork(num_bytes, ((work.used_slots + rows / TILE_ROWS) * blocks,))
 
 
-def _pushed_experts(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
+def _low_latency_dispatch(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
     """Every row goes out and its result back. Tiles: as many as all rows fill, and one more of each used slot.
 
     Of experts in blocks the weights are read for every group of rows, and the rows lie in HBM: written and read as they
@@ -136,7 +136,7 @@ def _pushed_experts(instruction: Instruction, operands: list[Instruction], work:
     shapes = [shape for shape in (*given, out) if shape not in weights and shape.space == HBM]
     row_bytes = work.expert_rows * out.num_bytes / math.prod(out.dims[:-1])
     num_bytes = work.used_slots * slot_bytes + sum(shape.num_bytes for shape in shapes)
-    tiles = work.used_slots + work.expert_rows / PUSHED_TILE_ROWS
+    tiles = work.used_slots + work.expert_rows / DISPATCH_TILE_ROWS
     if not here:
         return KernelWork(num_bytes, (tiles,), 2 * row_bytes)
     blocks = inner // widest_block(width, inner, itemsize)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.execution.programs.buckets import PREFILL_BLOCK_TOKENS
 from rayserve_moe.execution.weights.placing import parameter_tree
-from rayserve_moe.kernels.tpu.flat_rows import layout_of
+from rayserve_moe.kernels.tpu.packed_rows import layout_of
 from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block, tile_queries_for
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import MixerSpec, ModelSpec, ScoreShape

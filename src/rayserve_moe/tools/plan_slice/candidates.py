@@ -21,7 +21,7 @@ from rayserve_moe.execution.weights.placing import first_placement, model_config
 from rayserve_moe.experts.backends import LOW_LATENCY, choose_backend
 from rayserve_moe.experts.tokens import chunk_tokens
 from rayserve_moe.kernels.attention_config import PoolFormat
-from rayserve_moe.kernels.tpu.pushed_sizes import unsupported_reason, usable_bytes
+from rayserve_moe.kernels.tpu.dispatch_sizes import unsupported_reason, usable_bytes
 from rayserve_moe.model.layers.choice import divided_sizes
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError

@@ -1,6 +1,6 @@
-"""The kernel that pushes rows, interpreted on eight emulated devices, next to the product in blocks on one.
+"""Low-latency dispatch, interpreted on eight emulated devices, next to the product in blocks on one.
 
-    python -m tests.support.pushed_cases CASE ...
+    python -m tests.support.low_latency_cases CASE ...
 
 prints what came out of each case, as JSON. It is a process of its own: an interpreted kernel on several devices blocks
 threads of XLA's pool, which is as large as NPROC says before jax starts.
@@ -36,8 +36,8 @@ from rayserve_moe.kernels.reference.expert_products import (
     sum_results,
 )
 from rayserve_moe.kernels.table import CPU, KERNELS, PAGED, TPU, Kernels, PoolKernels, grouped_attention
-from rayserve_moe.kernels.tpu import paged_attention, pushed_experts
-from rayserve_moe.kernels.tpu.pushed_sizes import TILE_ROWS, PushSizes, unsupported_reason
+from rayserve_moe.kernels.tpu import low_latency_dispatch, paged_attention
+from rayserve_moe.kernels.tpu.dispatch_sizes import TILE_ROWS, DispatchSizes, unsupported_reason
 from tests.support.checkpoints import CORE_CONFIG
 from tests.support.compiling import process_flags
 from tests.support.drive import preempt_every, run_alone, run_together
@@ -48,7 +48,7 @@ from tests.support.narrow import random_experts
 from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.workload import draw_prompt, request_for
 
-SIZES = PushSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
+SIZES = DispatchSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
 IN_BLOCKS, ON_TWO_CORES = "in blocks: ", "on two cores: "
 """Before the name of a case: experts are read in two blocks, and rows of a slot taken in groups of one tile; a device
 has two cores, and three slots for them.
@@ -67,7 +67,7 @@ LONGEST_S, LONGEST_WHOLE_S = 300.0, 1800.0
 def run_cases(*names: str) -> dict[str, Outcome]:
     """Run cases in a process of its own, which ranks that do not meet may end or hang."""
     environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": process_flags(is_quick=False)}
-    command = [sys.executable, "-m", "tests.support.pushed_cases", *names]
+    command = [sys.executable, "-m", "tests.support.low_latency_cases", *names]
     longest_s = sum(LONGEST_WHOLE_S if name in WHOLE else LONGEST_S for name in names)
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=longest_s)
@@ -78,7 +78,7 @@ def run_cases(*names: str) -> dict[str, Outcome]:
     return {name: Outcome(**found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def sizes_of(name: str) -> PushSizes:
+def sizes_of(name: str) -> DispatchSizes:
     """The sizes of a case, by what is before its load and after it."""
     dtype, _, in_blocks = name.partition(", ")[2].partition(" ")
     sizes = replace(SIZES, weight_dtype=dtype or "bfloat16", in_blocks=bool(in_blocks))
@@ -87,7 +87,7 @@ def sizes_of(name: str) -> PushSizes:
     return replace(sizes, inner=256, given_block=128) if IN_BLOCKS in name else sizes
 
 
-def weights_of(sizes: PushSizes) -> ExpertWeights:
+def weights_of(sizes: DispatchSizes) -> ExpertWeights:
     """Random experts of two layers of all ranks: [ranks * 2 * slots, ...], rank after rank."""
     num_slots = 2 * sizes.num_ranks * sizes.num_slots
     if sizes.weight_dtype in NARROW:
@@ -98,7 +98,7 @@ def weights_of(sizes: PushSizes) -> ExpertWeights:
     return ExpertWeights(*(jnp.asarray(generator.standard_normal(s) / 8, sizes.weight_dtype) for s in (up, up, down)))
 
 
-def slots_of(load: str, sizes: PushSizes) -> np.ndarray:
+def slots_of(load: str, sizes: DispatchSizes) -> np.ndarray:
     """Slots of all tokens of all ranks, by what is odd about them."""
     generator, nowhere = np.random.default_rng(4), sizes.num_ranks * sizes.num_slots
     slots = generator.integers(0, nowhere, (sizes.num_ranks * sizes.num_tokens, sizes.top_k))
@@ -115,7 +115,7 @@ def slots_of(load: str, sizes: PushSizes) -> np.ndarray:
     return slots
 
 
-def outcome_of(slots: np.ndarray, sizes: PushSizes) -> Outcome:
+def outcome_of(slots: np.ndarray, sizes: DispatchSizes) -> Outcome:
     """Push the rows of all tokens to `slots`, with weights of a second layer."""
     weights, interpreter = weights_of(sizes), replace(INTERPRETED, num_cores_or_threads=sizes.num_cores)
     generator = np.random.default_rng(len(slots))
@@ -125,7 +125,7 @@ def outcome_of(slots: np.ndarray, sizes: PushSizes) -> Outcome:
 
     def on_device(hidden_TD, slots_TK, gates_TK, weights):
         of_layer = LayerExperts(weights, sizes.num_slots, ProductConfig(sizes.num_slots, 8.0))
-        push = partial(pushed_experts.push_experts, sizes=sizes, interpret=interpreter)
+        push = partial(low_latency_dispatch.dispatch_experts, sizes=sizes, interpret=interpreter)
         return push(hidden_TD, slots_TK, gates_TK, of_layer)
 
     split, (data, tensor) = PartitionSpec(("data", "tensor")), (size for _, size in sizes.axes)
@@ -141,11 +141,11 @@ def outcome_of(slots: np.ndarray, sizes: PushSizes) -> Outcome:
 
 
 def interpreted(name: str, *, traced: list[str]) -> Kernels:
-    """The kernels of CPUs with the one that pushes rows; `traced` gets the dtype of weights that it is called with."""
+    """The kernels of CPUs with low-latency dispatch; `traced` gets the dtype of weights that it is called with."""
 
-    def push(*arguments: Any, sizes: PushSizes) -> jax.Array:
+    def push(*arguments: Any, sizes: DispatchSizes) -> jax.Array:
         traced.append(sizes.weight_dtype)
-        return pushed_experts.push_experts(*arguments, sizes=sizes, interpret=INTERPRETED)
+        return low_latency_dispatch.dispatch_experts(*arguments, sizes=sizes, interpret=INTERPRETED)
 
     low_latency = Candidate("low_latency_dispatch", push, partial(unsupported_reason, interpret=True))
     experts = replace(CPU.experts, low_latency=low_latency)
@@ -200,7 +200,7 @@ def all_interpreted(traced: list[str]) -> Kernels:
         grouped_attention(**by_our_own, project=interpreted_operation(PAGED.project)),
         describe_singles=paged_attention.describe_singles,
         norm_and_project=interpreted_operation(PAGED.norm_and_project),
-        has_flat_rows=True,
+        has_packed_rows=True,
     )
     cpu = interpreted("cpu", traced=traced)
     experts = replace(cpu.experts, choose=interpreted_operation(TPU.experts.choose))
@@ -234,7 +234,7 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
         found.append(run_alone(runner, card, requests[:2], way=WAY))
         other = replace(WAY, chunk_tokens=7, intervene=preempt_every(3), caches_prefixes=False)
         found.append(run_together(runner, card, requests[1:3], way=other))
-    assert set(traced) == {"bfloat16"} and runner.config.kernels.attention.has_flat_rows
+    assert set(traced) == {"bfloat16"} and runner.config.kernels.attention.has_packed_rows
     wide, by_cpus, own, *again = found
     assert all(wide[key].ids == by_cpus[key].ids == one.ids for key, one in own.items())
     assert all(np.array_equal(one.rows, by_cpus[key].rows) for key, one in own.items())
@@ -249,65 +249,67 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
 
 
 def two_senders_to_the_same_rows() -> None:
-    table_rows = pushed_experts.table_rows
+    table_rows = low_latency_dispatch.table_rows
 
     def wrong(rank_counts, **sizes):
         rows, num_ranks = table_rows(rank_counts, **sizes), len(rank_counts)
         return [*rows[:num_ranks], *[rows[num_ranks]] * num_ranks, *rows[2 * num_ranks :]]
 
-    pushed_experts.table_rows = wrong
+    low_latency_dispatch.table_rows = wrong
 
 
 def no_wait_for_arrivals() -> None:
-    multiply_slot, wait_for = pushed_experts.multiply_slot, pushed_experts.wait_for
+    multiply_slot, wait_for = low_latency_dispatch.multiply_slot, low_latency_dispatch.wait_for
 
     def wrong(*arguments) -> Any:
-        pushed_experts.wait_for = lambda *_: None
+        low_latency_dispatch.wait_for = lambda *_: None
         turn = multiply_slot(*arguments)
-        pushed_experts.wait_for = wait_for
+        low_latency_dispatch.wait_for = wait_for
         return turn
 
-    pushed_experts.multiply_slot = wrong
+    low_latency_dispatch.multiply_slot = wrong
 
 
 def no_wait_for_rows_from_hbm() -> None:
-    pushed_experts._copy = lambda rows, to, refs: pltpu.make_async_copy(rows, to, refs.semaphores.moved.at[2]).start()
+    low_latency_dispatch._copy = lambda rows, to, refs: pltpu.make_async_copy(
+        rows, to, refs.semaphores.moved.at[2]
+    ).start()
 
 
 def both_cores_as_the_first() -> None:
-    slots_of_core = pushed_experts.slots_of_core
-    pushed_experts.slots_of_core = lambda slots, _, sizes: slots_of_core(slots, jnp.int32(0), sizes)
+    slots_of_core = low_latency_dispatch.slots_of_core
+    low_latency_dispatch.slots_of_core = lambda slots, _, sizes: slots_of_core(slots, jnp.int32(0), sizes)
 
 
 def no_barrier() -> None:
-    semaphore_wait = pushed_experts.meet.__globals__["pl"].semaphore_wait
-    pushed_experts.meet.__globals__["pl"].semaphore_wait = lambda semaphore, _: semaphore_wait(semaphore, 0)
+    semaphore_wait = low_latency_dispatch.meet.__globals__["pl"].semaphore_wait
+    low_latency_dispatch.meet.__globals__["pl"].semaphore_wait = lambda semaphore, _: semaphore_wait(semaphore, 0)
 
 
 def no_wait_for_weights() -> None:
-    weight_copies, calls = pushed_experts._weight_copies, []
+    weight_copies, calls = low_latency_dispatch._weight_copies, []
 
     def wrong(*arguments, half) -> list[Any]:
         calls.append(arguments)
         # Those that are begun first are waited for next.
         return [] if len(calls) == 2 else weight_copies(*arguments, half=half)
 
-    pushed_experts._weight_copies = wrong
+    low_latency_dispatch._weight_copies = wrong
 
 
 def scales_of_the_next_slot() -> None:
-    weight_copies = pushed_experts._weight_copies
+    weight_copies = low_latency_dispatch._weight_copies
 
     def wrong(refs, sizes, slot, block, *, half) -> list[Any]:
         own, next_ones = (weight_copies(refs, sizes, one, block, half=half) for one in (slot, slot ^ 1))
         return own[:3] + next_ones[3:]
 
-    pushed_experts._weight_copies = wrong
+    low_latency_dispatch._weight_copies = wrong
 
 
 def weights_over_those_that_are_multiplied() -> None:
-    weight_copies = pushed_experts._weight_copies
-    pushed_experts._weight_copies = lambda *arguments, half: weight_copies(*arguments, half=half * 0)
+    weight_copies = low_latency_dispatch._weight_copies
+    low_latency_dispatch._weight_copies = lambda *arguments, half: weight_copies(*arguments, half=half * 0)
 
 
 WHOLE: dict[str, Callable[[], Outcome]] = {
@@ -337,7 +339,7 @@ def _run(name: str) -> Outcome:
         FAULTS[name]()
     sizes = sizes_of(name)
     if IN_BLOCKS in name:
-        pushed_experts.GROUP_ROWS = TILE_ROWS
+        low_latency_dispatch.GROUP_ROWS = TILE_ROWS
     try:
         return outcome_of(slots_of(name.partition(", ")[0].split(": ")[-1], sizes), sizes)
     except Exception as error:  # noqa: BLE001 (whatever a planted fault raises is the outcome)

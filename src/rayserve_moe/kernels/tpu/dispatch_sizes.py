@@ -1,4 +1,4 @@
-"""What is fixed about a call of the kernel `pushed_experts`, whether it is for that, and the arrays it works on."""
+"""Sizes of a call of the kernel `low_latency_dispatch`, the reason against unsuitable sizes, and the scratch arrays."""
 
 # T tokens   D model width   F expert width   K experts per token   N assignments = T * K   S local slots
 # X layers * S   H halves of a buffer = 2   R rows of a group
@@ -28,7 +28,7 @@ WEIGHT_BYTES, SPARE_BYTES, MAX_BYTES = 24 << 20, 8 << 20, 96 << 20
 
 
 @dataclass(frozen=True)
-class PushSizes:
+class DispatchSizes:
     """Tokens of a device, experts of each, model width, expert width, slots of a rank, and the ranks' mesh axes.
 
     Ranks are counted over `axes`, names with sizes, the last one fastest. Matrices of a `weight_dtype` of 8 bits have
@@ -49,7 +49,7 @@ class PushSizes:
     in_blocks: bool = False
 
     @property
-    def of_core(self) -> PushSizes:
+    def of_core(self) -> DispatchSizes:
         """The sizes that a core has; where slots do not divide, the last core has a slot that nothing is sent to."""
         return replace(self, num_slots=-(-self.num_slots // self.num_cores), num_cores=1)
 
@@ -98,7 +98,7 @@ class PushSizes:
 
     @property
     def table_rows(self) -> int:
-        """Rows of `pushed_rows.table_rows`, in whole tiles."""
+        """Rows of `dispatch_rows.table_rows`, in whole tiles."""
         return -(-(3 * self.num_ranks + 2) // SUBLANES) * SUBLANES
 
     @property
@@ -149,9 +149,9 @@ class TableRefs(NamedTuple):
     counts: Any
     """Counts by slot, one tile for each rank."""
     table: Any
-    """See `pushed_rows.table_rows`."""
+    """See `dispatch_rows.table_rows`."""
     places: Any
-    """See `pushed_rows.places_of`."""
+    """See `dispatch_rows.places_of`."""
     table_s: Any
     """Copy of `table` for the scalar unit."""
     places_s: Any
@@ -192,12 +192,12 @@ def refs_of(*given: Any) -> Refs:
     return Refs(OperandRefs(*given[:6]), rows, given[12], TableRefs(*given[13:21]), SemaphoreRefs(*given[21:]))
 
 
-def block_weights(sizes: PushSizes) -> tuple[tuple[tuple[int, int], str], ...]:
+def block_weights(sizes: DispatchSizes) -> tuple[tuple[tuple[int, int], str], ...]:
     """Return `held_weights` of a block; the scales of down are whole, which are read by whole tiles alone."""
     return (*replace(sizes, inner=sizes.block).held_weights[:5], *sizes.held_weights[5:])
 
 
-def vmem_bytes(sizes: PushSizes) -> int:
+def vmem_bytes(sizes: DispatchSizes) -> int:
     """Return the bytes of its memory that a core takes for a call."""
     # Of a group there are the rows, and sums in float32; tokens and sums of a grid's step are there twice.
     rows = 3 * GROUP_ROWS if sizes.is_streamed else sizes.of_core.num_received
@@ -209,7 +209,7 @@ def vmem_bytes(sizes: PushSizes) -> int:
     return rows * sizes.width * 2 + 2 * block_bytes + tables * 4 + SPARE_BYTES
 
 
-def scalar_bytes(sizes: PushSizes) -> int:
+def scalar_bytes(sizes: DispatchSizes) -> int:
     """Return the bytes of scalar memory that a core takes for a call: gates and places of tokens, and the table.
 
     Scalar memory pads every row to whole lanes.
@@ -219,7 +219,7 @@ def scalar_bytes(sizes: PushSizes) -> int:
     return 4 * (LANES * rows_of_tokens + of_core.table_rows * of_core.num_lanes)
 
 
-def unsupported_reason(sizes: PushSizes, *, interpret: Any = False, core_bytes: int | None = None) -> str:
+def unsupported_reason(sizes: DispatchSizes, *, interpret: Any = False, core_bytes: int | None = None) -> str:
     """Return why the kernel does not take a call of these sizes; empty if it does. An interpreted call has no tiles.
 
     `core_bytes`: `usable_bytes` of the chip; None stands for the chip that is compiled for.
@@ -256,7 +256,7 @@ def usable_bytes(vmem_bytes: int) -> int:
     return min(MAX_BYTES, vmem_bytes * 3 // 4)
 
 
-def scratch_of(sizes: PushSizes) -> list[Any]:
+def scratch_of(sizes: DispatchSizes) -> list[Any]:
     """Return the scratch of a call, in the order of `refs_of`; rows in HBM are among its results."""
 
     def rows(number: int) -> Any:

@@ -1,4 +1,4 @@
-"""Rows of the kernel `pushed_experts`: their places by counting, and their way between ranks.
+"""Rows of the kernel `low_latency_dispatch`: their places by counting, and their way between ranks.
 
 A row is D bfloat16 numbers as [Q, LANES] words, each with a number of the lower half of the row in its lower bits and
 one of the upper half above. So a row is contiguous in memory and may be copied alone.
@@ -26,14 +26,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.tpu.pushed_sizes import LANES, PushSizes, Refs
+from rayserve_moe.kernels.tpu.dispatch_sizes import LANES, DispatchSizes, Refs
 
 UPPER = 0xFFFF0000
 Part = tuple[Any, Any, jax.Array]
 """Rows, where they go, and how many they are."""
 
 
-def my_rank(sizes: PushSizes) -> jax.Array:
+def my_rank(sizes: DispatchSizes) -> jax.Array:
     """Return this device's rank."""
     rank = jnp.int32(0)
     for name, size in sizes.axes:
@@ -41,7 +41,7 @@ def my_rank(sizes: PushSizes) -> jax.Array:
     return rank
 
 
-def device_of(rank: jax.Array, sizes: PushSizes) -> dict[str | tuple[str, ...], int | jax.Array]:
+def device_of(rank: jax.Array, sizes: DispatchSizes) -> dict[str | tuple[str, ...], int | jax.Array]:
     """Return the mesh coordinates of a rank."""
     place: dict[str | tuple[str, ...], int | jax.Array] = {}
     for name, size in reversed(sizes.axes):
@@ -50,13 +50,13 @@ def device_of(rank: jax.Array, sizes: PushSizes) -> dict[str | tuple[str, ...], 
     return place
 
 
-def rows_at(ref: Any, first: jax.Array, number: jax.Array | int, sizes: PushSizes) -> Any:
+def rows_at(ref: Any, first: jax.Array, number: jax.Array | int, sizes: DispatchSizes) -> Any:
     """Return the words of `number` rows from row `first` on."""
     words = sizes.row_words
     return ref.at[pl.ds(pl.multiple_of(first * words, words), number * words)]
 
 
-def wait_for(ref: Any, number: jax.Array, semaphore: Any, sizes: PushSizes) -> None:
+def wait_for(ref: Any, number: jax.Array, semaphore: Any, sizes: DispatchSizes) -> None:
     """Wait until as much as `number` rows has been copied; `ref` is of the rows' form."""
 
     @pl.when(number > 0)
@@ -65,7 +65,7 @@ def wait_for(ref: Any, number: jax.Array, semaphore: Any, sizes: PushSizes) -> N
         pltpu.make_async_copy(rows, rows, semaphore).wait()
 
 
-def meet(sizes: PushSizes, me: jax.Array) -> None:
+def meet(sizes: DispatchSizes, me: jax.Array) -> None:
     """Wait until this core is here on all ranks, so that what is sent to them from now on arrives in this call."""
     barrier = pltpu.get_barrier_semaphore()
 
@@ -78,10 +78,10 @@ def meet(sizes: PushSizes, me: jax.Array) -> None:
     pl.semaphore_wait(barrier, sizes.num_ranks - 1)
 
 
-def push_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, pushed: jax.Array) -> jax.Array:
+def send_slot(refs: Refs, sizes: DispatchSizes, me: jax.Array, slot: jax.Array, num_sent: jax.Array) -> jax.Array:
     """Push the rows for one slot of every rank; counts on how many rows left this device.
 
-    There is nothing to push for a slot beyond the last one.
+    A slot beyond the last one has no rows.
     """
     is_slot, slot = slot < sizes.num_slots, jnp.minimum(slot, sizes.num_slots - 1)
     table_s = refs.tables.table_s
@@ -92,10 +92,12 @@ def push_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, push
         rows = rows_at(refs.rows.sent, table_s[2 * sizes.num_ranks + me, lane], number, sizes)
         return rows, rows_at(refs.rows.here, table_s[sizes.num_ranks + me, lane], number, sizes), number
 
-    return pushed + _copy_to_all(part_for, (refs.semaphores.moved.at[0], refs.semaphores.arrived_S.at[slot]), sizes, me)
+    return num_sent + _copy_to_all(
+        part_for, (refs.semaphores.moved.at[0], refs.semaphores.arrived_S.at[slot]), sizes, me
+    )
 
 
-def return_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, returned: jax.Array) -> jax.Array:
+def return_slot(refs: Refs, sizes: DispatchSizes, me: jax.Array, slot: jax.Array, returned: jax.Array) -> jax.Array:
     """Push a slot's results to where their rows came from; counts on how many rows left this device."""
     lane, table_s = me * sizes.num_slots + slot, refs.tables.table_s
 
@@ -108,7 +110,7 @@ def return_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, re
 
 
 def _copy_to_all(
-    part_for: Callable[[jax.Array], Part], semaphores: tuple[Any, Any], sizes: PushSizes, me: jax.Array
+    part_for: Callable[[jax.Array], Part], semaphores: tuple[Any, Any], sizes: DispatchSizes, me: jax.Array
 ) -> jax.Array:
     """Copy each rank's part to it, the next one's first, this one's own last; returns how many rows left this device.
 
@@ -150,7 +152,7 @@ def halves(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & jnp.uint32(UPPER), jnp.float32)
 
 
-def slots_of_core(slots_TK: jax.Array, core: jax.Array, sizes: PushSizes) -> jax.Array:
+def slots_of_core(slots_TK: jax.Array, core: jax.Array, sizes: DispatchSizes) -> jax.Array:
     """Return a core's slots of all ranks, counted without those of other cores; -1 for all others."""
     slots_TK = jnp.where(slots_TK < sizes.num_ranks * sizes.num_slots, slots_TK, -1)
     if sizes.num_cores == 1:

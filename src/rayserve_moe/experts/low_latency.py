@@ -12,7 +12,7 @@ from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
 from rayserve_moe.kernels.narrow_weights import in_blocks
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
-from rayserve_moe.kernels.tpu.pushed_sizes import WEIGHT_DTYPES, PushSizes
+from rayserve_moe.kernels.tpu.dispatch_sizes import WEIGHT_DTYPES, DispatchSizes
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
@@ -65,9 +65,9 @@ def unsupported_reason(tokens: RoutedTokens, experts: PlacedExperts, *, config: 
     return config.kernels.experts.low_latency.unsupported_reason(_sizes_of(hidden_TD, weights, config))
 
 
-def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> PushSizes:
+def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> DispatchSizes:
     (num_tokens, width), shape = hidden_TD.shape, config.plan.mesh.shape
-    return PushSizes(
+    return DispatchSizes(
         num_tokens if num_tokens <= FEW_TOKENS else -(-num_tokens // config.plan.tensor_size),
         config.router.top_k,
         width,

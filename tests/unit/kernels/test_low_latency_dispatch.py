@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.tpu.pushed_rows import count_slots, places_of, slots_of_core, table_rows
-from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes, unsupported_reason
-from tests.support.pushed_cases import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_cases
+from rayserve_moe.kernels.tpu.dispatch_rows import count_slots, places_of, slots_of_core, table_rows
+from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes, unsupported_reason
+from tests.support.low_latency_cases import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_cases
 
 ROUNDING = 2**-7
 """Of a result in bfloat16, against the largest one: the kernel rounds as often as the reference."""
@@ -54,7 +54,7 @@ def test_what_ranks_send_lies_apart_and_in_tiles_of_one_slot():
 
 def test_every_slot_is_of_one_core_and_cores_count_alike():
     for num_slots, num_cores in ((3, 2), (4, 2), (5, 1), (1, 2)):
-        sizes = PushSizes(16, 3, 256, 128, num_slots, (("data", RANKS),), num_cores=num_cores)
+        sizes = DispatchSizes(16, 3, 256, 128, num_slots, (("data", RANKS),), num_cores=num_cores)
         of_core, all_slots = sizes.of_core.num_slots, RANKS * num_slots
         slots = np.arange(-1, all_slots + 3)[:, None]
         seen = np.zeros(len(slots), int)
@@ -67,7 +67,7 @@ def test_every_slot_is_of_one_core_and_cores_count_alike():
 
 
 def test_experts_that_do_not_fit_twice_are_read_in_blocks():
-    sizes = PushSizes(32, 8, 4096, 1536, 4, (("data", 32),), num_cores=2)
+    sizes = DispatchSizes(32, 8, 4096, 1536, 4, (("data", 32),), num_cores=2)
     assert sizes.block == 512 and replace(sizes, weight_dtype="int8").block == 768
     assert not replace(sizes, width=2048, inner=768).is_streamed
     # However many rows there may be, they are not in the core's memory.
@@ -78,7 +78,7 @@ def test_experts_that_do_not_fit_twice_are_read_in_blocks():
 
 def test_tokens_whose_gates_and_places_exceed_scalar_memory_are_refused():
     """A row of scalars is padded to 128 words: 1,040 tokens of GLM-4.7-Flash need 1.03 MiB, of which a core has one."""
-    sizes = PushSizes(1040, 4, 2048, 1536, 8, (("data", 8),))
+    sizes = DispatchSizes(1040, 4, 2048, 1536, 8, (("data", 8),))
     reason = "1040 tokens take 1056 KiB of the 1016 KiB of scalar memory"
     assert unsupported_reason(sizes, core_bytes=96 << 20) == reason
     assert "scalar memory" not in unsupported_reason(replace(sizes, num_tokens=992), core_bytes=96 << 20)

@@ -49,7 +49,7 @@ def heads_of_a_set(head_dim: int) -> int:
     return LANES // head_dim if LANES % head_dim == 0 else 1
 
 
-def flat_width(num_kv_heads: int, head_dim: int) -> int:
+def packed_width(num_kv_heads: int, head_dim: int) -> int:
     """Lanes of a row of K and V; heads are repeated until they fill sets (`repeats_of`)."""
     shared = heads_of_a_set(head_dim)
     return 2 * num_kv_heads * repeats_of(num_kv_heads, head_dim) // shared * _whole(shared * head_dim)
@@ -81,7 +81,7 @@ def layout_of(row_lanes: int, head_dim: int, *, latent_width: int = 0) -> RowLay
     return RowLayout(row_lanes // (2 * lanes), shared, head_dim, lanes, lanes, lanes, 2 * lanes)
 
 
-def flat_kv(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
+def packed_kv(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
     """Keys and values of each token as a row [T, X]."""
     num_tokens, num_heads, width = keys_TGh.shape
     repeats, shared = repeats_of(num_heads, width), heads_of_a_set(width)
@@ -91,7 +91,7 @@ def flat_kv(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
     return rows.reshape(num_tokens, -1)
 
 
-def flat_latents(latents_T1h: jax.Array) -> jax.Array:
+def packed_latents(latents_T1h: jax.Array) -> jax.Array:
     """Latents with their rotated keys as rows [T, X]."""
     return _padded(latents_T1h[:, 0], latent_lanes(latents_T1h.shape[-1]))
 
