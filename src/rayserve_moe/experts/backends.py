@@ -1,7 +1,7 @@
 """The table of expert backends, the choice of a backend for a step, and the backends without an exchange of rows.
 
 `replicated` computes experts on the ranks that hold them from all tokens: each rank multiplies its own slots, and the
-ranks add up. Tokens are gathered over the data axis. The sums of the ranks are partial ones, so their last bits depend
+ranks add up. Tokens are gathered over the data axis. The sums of the ranks are partial, so their last bits depend
 on the placement. `local` is the same on a single device: nothing is gathered and nothing is added up.
 """
 
@@ -71,7 +71,7 @@ def apply_replicated(tokens: RoutedTokens, experts: PlacedExperts, *, config: Ex
 
 
 START_BYTES = 256 << 10
-"""Bytes that a link moves while one more collective starts: some 3 us at 90 GB/s."""
+"""Bytes that a link moves while a collective starts: some 3 us at 90 GB/s."""
 LOW_LATENCY, ALL_TO_ALL = "low_latency_dispatch", "all_to_all"
 
 
@@ -205,7 +205,7 @@ def gathered_chunk(num_tokens: int, row_bytes: int, *, config: ExpertConfig) -> 
 
 
 def _gather(tokens: RoutedTokens, axes: str | tuple[str, ...]) -> RoutedTokens:
-    """Gather the tokens of all ranks of `axes`: hidden states, and with one more collective all else, as integers."""
+    """Gather the tokens of all ranks of `axes`: hidden states, and in a second collective all else as integers."""
     hidden_TD, ids_TK, gates_TK, valid_T = tokens
     bits_TK = jax.lax.bitcast_convert_type(gates_TK, jnp.int32)
     choice_TY = jnp.concatenate([ids_TK, bits_TK, valid_T[:, None].astype(jnp.int32)], axis=1)
@@ -237,6 +237,6 @@ def _sums_of_my_slots(tokens: RoutedTokens, experts: PlacedExperts, config: Expe
 
 
 def _home_ranks(num_tokens: int, config: ExpertConfig) -> jax.Array:
-    """First rank of the data rank that each gathered token comes from: [T, 1]."""
+    """Return the first rank of the data rank of each gathered token [T, 1]."""
     per_data_rank = num_tokens // config.plan.mesh.shape[DATA]
     return (jnp.arange(num_tokens, dtype=jnp.int32) // per_data_rank * config.plan.tensor_size)[:, None]

@@ -1,4 +1,4 @@
-"""One MoE layer over the devices: the selection of experts in logical space, then their sum for each token."""
+"""A MoE layer over the devices: the selection of experts in logical space, then their sum for each token."""
 
 # T tokens   D model width   E experts   K experts per token
 
@@ -30,7 +30,7 @@ from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 
 
 class LayerRouting(NamedTuple):
-    """Logical ids [T, K] in router order, and a tally [4] where slots have limited capacity."""
+    """Logical ids [T, K] in router order, and a tally [4] if slots have limited capacity."""
 
     ids_TK: jax.Array
     tally_4: jax.Array | None
@@ -48,12 +48,14 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
     forced: ForcedExperts | None = None,
     capacity: StepCapacity | None = None,
 ) -> tuple[jax.Array, LayerRouting]:
-    """Select experts and compute them; returns the sums [T, D] and the routing.
+    """Select experts and compute them; return the sums [T, D] and the routing.
 
-    Tokens are those of this device's data rank, and so are the outputs: the same on every device of a tensor group.
-    `layer` counts MoE layers; `maps` hold all of them, and None stands for expert i in slot i. Padding tokens (not
-    `valid_T`) cost no expert product. `forced` replaces what the router selects. `capacity` is given where it is
-    limited; an id of -1 then is an assignment that was not filled. KeyError where the backend of `config` is unknown.
+    Tokens and outputs belong to this device's data rank, and are the same on every device of a tensor group. `layer`
+    counts MoE layers; `maps` hold all of them, and None stands for expert i in slot i. Padding tokens (not `valid_T`)
+    cost no expert product. `forced` replaces the router's selection. `capacity` limits slots; an id of -1 then is an
+    assignment that was not filled.
+
+    Raises: KeyError if the backend of `config` is unknown.
     """
     tally_4 = None
     if config.limits_capacity:
@@ -96,7 +98,7 @@ def router_choice(
 def _select(
     hidden_TD: jax.Array, router: RouterWeights, config: ExpertConfig, forced: ForcedExperts | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Select experts as `select_top_k`, by a kernel that includes the router if one takes the call."""
+    """Select experts as `select_top_k`, by a kernel that includes the router if it takes the call."""
     rule = config.router
     choice = router_choice(hidden_TD, router.stacked, config, is_forced=forced is not None)
     if choice.candidate is None:

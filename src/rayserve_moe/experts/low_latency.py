@@ -45,7 +45,7 @@ def apply_low_latency(tokens: RoutedTokens, experts: PlacedExperts, *, config: E
 
 
 def _mine_alone(tokens: RoutedTokens, part: jax.Array, *, num_parts: int) -> RoutedTokens:
-    """Return all tokens, with padding in place of the ones outside a part (`take_part`)."""
+    """Return all tokens, with padding in place of tokens outside a part (`take_part`)."""
     if num_parts == 1:
         return tokens
     part_T = jnp.arange(len(tokens.valid_T)) // -(-len(tokens.valid_T) // num_parts)
