@@ -160,7 +160,7 @@ class PagedArrays:
 
 def outcome_of(case: PagedCase) -> Outcome:
     """The kernel next to its definition."""
-    paged_sizes.MOST_ROWS, paged_sizes.MOST_KEYS = case.most_rows, case.most_keys
+    paged_sizes.MAX_ROWS, paged_sizes.MAX_KEYS = case.most_rows, case.most_keys
     paged_attention.cores_of_device = lambda _=None: case.num_cores
     arrays, knobs = PagedArrays(case), {"config": case.config, "latent_width": case.latent_width}
     pool, queries = (jnp.asarray(array, case.dtype) for array in (arrays.pool, arrays.queries))

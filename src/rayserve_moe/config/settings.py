@@ -169,7 +169,7 @@ class CacheSettings:
     kernels, which keep bfloat16, and on TPUs not for latents."""
     page_size: int = _number(16, (1, 4096))
     """Tokens per page; where it is not given, 128 where `tpu_topology` is, or where one process computes on a TPU: its
-    kernel copies page by page. `num_pages` counts pages of this size."""
+    kernel copies page by page. A TPU takes multiples of 16. `num_pages` counts pages of this size."""
     num_pages: int = _number(0, (0, 1 << 26))
     """Pages that sequences can hold, of which layers with a window keep fewer; 0 sizes the pool from the memory that
     is free after loading."""

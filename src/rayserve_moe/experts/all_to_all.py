@@ -3,7 +3,7 @@
 The devices of a tensor group see the same tokens; each dispatches its own part of them, and the group shares the sums.
 
 Rows are exchanged by `ragged_all_to_all`: each assignment's row to the rank of its slot, and back. A rank sorts its
-assignments by slot; slots lie rank after rank, so rows for one rank are adjacent. All ranks gather how many rows go
+assignments by slot; slots lie rank after rank, so rows for a rank are adjacent. All ranks gather how many rows go
 from each rank to each slot. These numbers alone determine the place of every row, here and at its receiver:
 
     sender's rows    [ to rank 0 | to rank 1 | ... | padding ]        in the order of slots
@@ -84,7 +84,7 @@ def exchange_sizes(hidden_TD: jax.Array, *, config: ExpertConfig, overlapped: bo
 
 
 def multiply_rows(experts: LayerExperts, *, kernel: Callable[..., jax.Array]) -> Multiply:
-    """Return the grouped product of rows that belong to one local slot each, by `ExpertKernels.results`."""
+    """Return the grouped product of rows that belong to a local slot each, by `ExpertKernels.results`."""
 
     def multiply(rows_CQV: jax.Array, slots_C: jax.Array) -> jax.Array:
         with jax.named_scope("experts"):

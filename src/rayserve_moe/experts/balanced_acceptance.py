@@ -88,9 +88,9 @@ def take_best_open(keys_EB: jax.Array, order: SlotOrder, *, k: int, capacity: ja
 def take_one(
     keys_NB: jax.Array, order: SlotOrder, *, taken_N: jax.Array, capacity: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Assign one rank: return the slot of every token [B] (N if none was left), and the number of tokens of each slot.
+    """Assign a rank: return the slot of every token [B] (N if none was left), and the number of tokens of each slot.
 
-    `keys_NB` ranks the slots of a token, `NOT_ELIGIBLE` excludes one.
+    `keys_NB` ranks the slots of a token, `NOT_ELIGIBLE` excludes a slot.
     """
     num_tokens = keys_NB.shape[1]
     free_N = jnp.minimum(capacity - taken_N, num_tokens)

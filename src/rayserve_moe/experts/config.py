@@ -19,7 +19,7 @@ class ExpertConfig:
     num_redundant: int = 0
     """Number of expert slots of a layer beyond its experts."""
     backend: str = "auto"
-    """Name of an expert backend (`backends.EXPERT_BACKENDS`); `auto`: the first one that supports a step."""
+    """Name of an expert backend (`backends.EXPERT_BACKENDS`); `auto`: the first that supports a step."""
     slot_choice: str = "shares"
     """Rule by which a token takes a slot of its expert (`slot_mapping`)."""
     selection: str = "replicas_only"

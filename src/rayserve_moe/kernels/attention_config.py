@@ -26,7 +26,7 @@ class AttentionConfig:
     eps: float
     """Epsilon of the norms of heads."""
     plan: ParallelPlan | None = None
-    """Distribution of heads over devices; None: all heads on one device."""
+    """Distribution of heads over devices; None: all heads on this device."""
     interleaved_rotation: bool = False
     """See `layers.rotate`."""
     norms_after_rotation: bool = False

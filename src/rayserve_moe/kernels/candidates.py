@@ -1,4 +1,4 @@
-"""Candidates for an operation: implementations in order of preference, and the choice of the first usable one."""
+"""Candidates for an operation: implementations in order of preference, and the choice of the first usable candidate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 Implementation = TypeVar("Implementation")
 SEPARATE = "separate"
-"""Name of the choice where no candidate computes several operations at once, and each is computed by itself."""
+"""Name of the choice if no candidate computes several operations at once, and each is computed by itself."""
 
 
 def supports_all(*_: Any, **__: Any) -> str:
@@ -19,7 +19,7 @@ def supports_all(*_: Any, **__: Any) -> str:
 
 @dataclass(frozen=True)
 class Candidate(Generic[Implementation]):
-    """One implementation of an operation."""
+    """An implementation of an operation."""
 
     name: str
     """Name in logs and reports."""
@@ -43,10 +43,10 @@ def bound(candidate: Function, **named: Any) -> Function:
 
 @dataclass(frozen=True)
 class Choice(Generic[Implementation]):
-    """The candidate that computes a call, and why the ones before it do not."""
+    """The candidate that computes a call, and the reasons against the candidates before it."""
 
     candidate: Candidate[Implementation] | None
-    """None if the operations of a fused call are computed one by one."""
+    """None if the operations of a fused call are computed separately."""
     rejected: Mapping[str, str] = field(default_factory=dict)
     """Reasons by name of candidate, in order of preference."""
 
@@ -74,10 +74,10 @@ def choose(candidates: Sequence[Candidate[Implementation]], *arguments: Any, **n
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation with several implementations. Calling it runs the chosen one."""
+    """An operation with several implementations. Calling it runs the chosen candidate."""
 
     candidates: tuple[Function, ...] = ()
-    """In order of preference. The last one supports every call, unless the operation is a fused one."""
+    """In order of preference. The last candidate supports every call, unless the operation is fused."""
 
     def choose(self, *arguments: Any, **named: Any) -> Choice[Callable[..., Any]]:
         """Return the choice for a call with these arguments, of which only shapes and dtypes count."""
@@ -90,12 +90,12 @@ class Operation:
         return choice.candidate.run(*arguments, **named)
 
     def with_first(self, candidate: Function) -> Operation:
-        """Return the operation with one more candidate, which is preferred to all others."""
+        """Return the operation with a further candidate, which is preferred to all others."""
         return Operation((candidate, *self.candidates))
 
 
 NO_CANDIDATES = Operation()
-"""Of a fused operation that a table computes one by one."""
+"""Candidates of a fused operation in a table that computes its parts separately."""
 
 
 def operation(name: str, run: Callable[..., Any]) -> Operation:

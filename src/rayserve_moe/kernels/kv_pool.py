@@ -1,8 +1,8 @@
-"""How keys and values lie in the paged pool, and writing them there.
+"""The layout of keys and values in the paged pool, and writes to it.
 
 XLA:CPU computes a scatter of a float narrower than 32 bits in float32: it converts the whole pool, twice, at every
-layer. So the pool of such a platform holds the bits of bfloat16 as uint16, those of float8_e4m3fn as uint8, which
-only a copy of what is read converts.
+layer. So the pool of such a platform holds the bits of bfloat16 as uint16, those of float8_e4m3fn as uint8. Only
+copies of rows that are read are converted.
 """
 
 # T tokens   G local KV heads   h head width
@@ -22,7 +22,7 @@ _HELD_AS = {jnp.dtype(bits): jnp.dtype(held) for held, bits in BITS.items()}
 
 
 class LayerPages(NamedTuple):
-    """Where a layer has its pages: which of the page tables is its own, its first page in the pool, and how many."""
+    """The pages of a layer: the number of its page table, its first page in the pool, and its number of pages."""
 
     table: int
     first_page: int
@@ -30,15 +30,15 @@ class LayerPages(NamedTuple):
 
 
 def num_tables(layer_pages: tuple[LayerPages, ...]) -> int:
-    """How many page tables a sequence has; one where `layer_pages` is empty."""
+    """Return the number of page tables of a sequence; 1 if `layer_pages` is empty."""
     return 1 + max((pages.table for pages in layer_pages), default=0)
 
 
 def write_rows(pool: jax.Array, rows: jax.Array, slots_T: jax.Array) -> jax.Array:
-    """Put rows [T, ...] at slots (page * page_size + offset) of a pool [pages, page, ...]; returns the updated pool.
+    """Put rows [T, ...] at slots (page * page_size + offset) of a pool [pages, page, ...]; return the updated pool.
 
-    Padding tokens point into page 0 of a layer, which no sequence owns. What an 8-bit pool cannot hold becomes its
-    largest number.
+    Padding tokens point into page 0 of a layer, which no sequence owns. Numbers beyond the range of an
+    8-bit pool become its largest number.
     """
     held = _HELD_AS.get(pool.dtype, pool.dtype)
     if held.itemsize == 1:
@@ -76,18 +76,18 @@ def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, coun
 
 
 def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, slots_T: jax.Array) -> jax.Array:
-    """`write_rows` of the K and V of each token; `kv_pages` is [pages, page, 2 * G, h]."""
+    """Write the K and V of each token by `write_rows`; `kv_pages` is [pages, page, 2 * G, h]."""
     return write_rows(kv_pages, kv_rows(keys_TGh, values_TGh), slots_T)
 
 
 def kv_rows(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
-    """K and V of each token as a row of the pool, K and V of a head beside each other: [T, 2 * G, h]."""
+    """Return K and V of each token as a row of the pool, K and V of a head beside each other: [T, 2 * G, h]."""
     num_tokens, num_heads, width = keys_TGh.shape
     return jnp.stack([keys_TGh, values_TGh], axis=2).reshape(num_tokens, 2 * num_heads, width)
 
 
 def read_wide(stored: jax.Array) -> jax.Array:
-    """What was read from a pool, as float32."""
+    """Return elements read from a pool as float32."""
     if stored.dtype in _HELD_AS:
         stored = jax.lax.bitcast_convert_type(stored, _HELD_AS[stored.dtype])
     return stored.astype(jnp.float32)

@@ -1,10 +1,10 @@
 """The tables of kernels: the operations of a step, and for each the candidates that may compute it.
 
 A step is built from one table. `CPU` is the reference, `TPU` and `CPU_NATIVE` follow. An `Operation` has candidates in
-order of preference; the first one without an `unsupported_reason` for the shapes of a call computes it, and the server
-logs the choices at its start. Fields with a plain function have a single implementation. A new kernel is a function
-with the signature of its reference and one candidate here (docs/add_a_kernel.md). How tokens reach experts on other
-devices is chosen in the same way from `experts.backends.EXPERT_BACKENDS`.
+order of preference. The first candidate without an `unsupported_reason` for the shapes of a call computes it, and the
+server logs the choices at its start. Fields with a plain function have a single implementation. A new kernel is a
+function with the signature of its reference and a candidate here (docs/add_a_kernel.md). How tokens reach experts on
+other devices is chosen in the same way from `experts.backends.EXPERT_BACKENDS`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AttentionKernels:
     """The attention of a layer, and the parts that depend on its pool and its queries."""
 
     attend: Callable[..., tuple[jax.Array, jax.Array]]
-    """`attention_layer.attend_layer` with its paged kernels bound, and `project` where it is another one."""
+    """`attention_layer.attend_layer` with its paged kernels bound, and `project` if it is another function."""
     describe_singles: Callable[..., Mapping[int, Any]] | None = None
     """Derives from the positions of single tokens, once for all layers, the input of `attend`. May be absent."""
     norm_and_project: Operation = NO_CANDIDATES
@@ -112,7 +112,7 @@ class PoolKernels:
     copy_pages: Kernel = kv_pool.copy_pages
     """`kv_pool.copy_pages`."""
     dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Dtype of the pool by dtype of keys and values, where they differ (`kv_pool`)."""
+    """Dtype of the pool by dtype of keys and values, if they differ (`kv_pool`)."""
 
 
 @dataclass(frozen=True)

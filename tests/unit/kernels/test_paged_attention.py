@@ -9,7 +9,7 @@ import pytest
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.tpu.packed_rows import gather_heads, layout_of, packed_kv, packed_width, spread_queries
 from rayserve_moe.kernels.tpu.paged_attention import attend, visits_of
-from rayserve_moe.kernels.tpu.paged_sizes import MOST_ROWS, tile_queries_for
+from rayserve_moe.kernels.tpu.paged_sizes import MAX_ROWS, tile_queries_for
 from tests.support.paged_cases import AHEAD_OF_THE_LAST, CASES, FAULTS, MODELS, WRITE_FAULTS, run_cases
 
 SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7
@@ -67,7 +67,7 @@ def test_visits_see_what_any_of_their_queries_sees(config):
 def test_tiles_are_whole_registers_and_all_of_a_block():
     for num_queries, rows in ((32, 16), (32, 128), (32, 40), (1, 128), (5, 300), (32, 100)):
         size = tile_queries_for(num_queries, rows)
-        assert num_queries % size == 0 and (size == num_queries or (size * rows % 16 == 0 and size * rows <= MOST_ROWS))
+        assert num_queries % size == 0 and (size == num_queries or (size * rows % 16 == 0 and size * rows <= MAX_ROWS))
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def rows_to_write(rows_TX: jax.Array, pool: jax.Array) -> jax.Array:
 
 
 def lanes_of_block(block_SX: Any, lanes: slice, dtype: jnp.dtype) -> jax.Array:
-    """Return lanes of a block of keys in `dtype`, inside a kernel; paired ones are decoded."""
+    """Return lanes of a block of keys in `dtype`, inside a kernel; pairs are decoded."""
     if not is_paired(block_SX.dtype):
         return block_SX[:, lanes].astype(dtype)
     parts = []

@@ -1,4 +1,4 @@
-"""The experts of one device in one TPU kernel: gate, up, activation and down of rows in the order of slots.
+"""The experts of a device in one TPU kernel: gate, up, activation and down of rows in the order of slots.
 
 A step of the kernel's grid computes a slot, or a block of the expert width if an expert does not fit twice. While a
 slot is multiplied, the weights of the next slot with rows are read; weights of slots without rows are never read. Rows
@@ -79,7 +79,7 @@ def unsupported_reason(
 
 
 def inner_block(width: int, inner: int, itemsize: int) -> int:
-    """Return the maximum part of the expert width, in whole lanes that divide it, whose three matrices fit twice.
+    """Return the maximum part of the expert width, in whole lanes that divide it, with three matrices that fit twice.
 
     0 if no part fits.
     """
@@ -122,7 +122,7 @@ def _kernel_for(
     activate, given = ACTIVATIONS[experts.config.activation], [s for s in experts.weights[6:] if s is not None]
 
     def held_block(step: jax.Array, part: jax.Array, first_1: jax.Array, held_S: jax.Array) -> BlockPlace:
-        """Return slot and block of a step's weights: a slot without rows has the next first block, or the last one."""
+        """Return slot and block of a step's weights: a slot without rows has the next first or the last block."""
         held = held_S[step]
         is_ahead = held < num_slots
         slot = first_1[0] + jnp.where(is_ahead, held, 2 * num_slots - held)

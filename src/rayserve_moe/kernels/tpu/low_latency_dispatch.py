@@ -2,21 +2,21 @@
 
     share counts | place rows | for each local slot: [ send rows of a later slot, multiply, send results back ] | add up
 
-While a slot is multiplied the weights of the next one that has rows are read, and rows and results of others are on
-their way. An expert that fits into the core's memory twice is read whole, and its rows are multiplied in place: nothing
-but weights is read from HBM, for the core holds all rows of all ranks. A larger one is read in blocks of its width, and
-the products of all blocks are added up. Its rows wait in HBM and are multiplied in groups, for each of which the
-weights are read once:
+While a slot is multiplied, the weights of the next slot with rows are read, and rows and results of other slots are
+copied. An expert that fits into the core's memory twice is read whole, and its rows are multiplied in place: only
+weights are read from HBM, because the core holds all rows of all ranks. A larger expert is read in blocks of its width,
+and the products of all blocks are added up. Its rows wait in HBM and are multiplied in groups; the weights are read
+once for each group:
 
-    | block 0 | block 1 | block 2 |  of group 0, then of group 1 or of the next slot; while one is multiplied
-              | block 1 | block 2 | block 0 |                                        the next one is read
+    | block 0 | block 1 | block 2 |  of group 0, then of group 1 or of the next slot; while a block is multiplied
+              | block 1 | block 2 | block 0 |                                       the next block is read
 
-No row is ever left out, and a device's own lie in the core's memory: this is for few tokens, what a decode step has.
-Weights of 8 bits are read as such, converted on their way into the matrix unit, and scaled, they or the products
+No row is ever left out, and a device's own rows lie in the core's memory: the kernel is for few tokens, as in a decode
+step. Weights of 8 bits are converted on their way into the matrix unit, and scaled before or after the product
 (`narrow_weights`).
 
-Where two cores share a device, each has half of its slots, memory and semaphores of its own, and exchanges rows with
-the same core of the other devices: each pair of a rank and a core is a rank to the code, of those of its core.
+If two cores share a device, each has half of its slots, and its own memory and semaphores. It exchanges rows with the
+same core of the other devices. The code counts pairs of a rank and a core as ranks, among the pairs of the same core.
 """
 
 # T tokens   D model width   F expert width   B block of F   K experts per token   N assignments = T * K   R ranks, and
@@ -81,10 +81,10 @@ def dispatch_experts(
 ) -> jax.Array:
     """Return the sum of gate * expert over the assignments of each token, in router order: bfloat16 [T, D].
 
-    Where cores share the device each one makes such a sum over its slots, and their sums are added up.
+    If cores share the device, each computes such a sum over its slots, and their sums are added up.
 
-    Call it inside a sharded function over `sizes.axes`, on every rank. Slots are counted over all ranks, of which each
-    has `sizes.num_slots` one after the other; beyond them is an assignment that goes nowhere. `interpret` (see
+    Call it inside a sharded function over `sizes.axes`, on every rank. Slots are counted over all ranks, and each
+    has `sizes.num_slots` adjacent slots; an assignment beyond all slots is not sent. `interpret` (see
     `pallas_call`) runs the kernel without a TPU. AssertionError for sizes with an `unsupported_reason`.
     """
     reason = unsupported_reason(sizes, interpret=interpret)
@@ -159,7 +159,7 @@ def _kernel(*given: Any, sizes: DispatchSizes) -> None:
 
 
 def _tell_counts(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
-    """Count this rank's assignments by slot, tell the others, and look up from all ranks' counts where rows go."""
+    """Count this rank's assignments by slot, tell the others, and find the targets of rows by all ranks' counts."""
     slots_TK = refs.tables.own_TK[...]
     counts_P = count_slots(slots_TK, sizes.num_lanes)
     refs.tables.counts[me] = jnp.broadcast_to(counts_P, (SUBLANES, sizes.num_lanes))
@@ -196,7 +196,7 @@ def _tell_counts(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
 
 
 def _place_rows(refs: Refs, sizes: DispatchSizes) -> None:
-    """Turn tokens into words, and copy each one's row to the places of its assignments."""
+    """Turn tokens into words, and copy each token's row to the places of its assignments."""
     words, chunk = sizes.row_words, min(CONVERTED_TOKENS, sizes.num_tokens)
 
     def convert(i: jax.Array, _: None) -> None:
@@ -217,7 +217,7 @@ def _place_rows(refs: Refs, sizes: DispatchSizes) -> None:
 
 
 def _add_up(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
-    """Wait for all results, weigh those of each token and add them in router order, in float32."""
+    """Wait for all results, and add each token's weighted results in router order, in float32."""
     words, last, chunk = sizes.row_words, sizes.num_lanes - 1, min(CONVERTED_TOKENS, sizes.num_tokens)
     # Assignments that went nowhere have the place behind all others.
     refs.rows.home[pl.ds(sizes.num_rows * words, words), :] = jnp.zeros((words, LANES), jnp.uint32)
@@ -246,7 +246,7 @@ def _add_up(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
 
 
 def begin_weights(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
-    """Find the next slot with rows from each slot on, and begin to read the weights of the first one."""
+    """Find the next slot with rows from each slot on, and begin to read the weights of the first slot with rows."""
     refs.tables.next_s[sizes.num_slots] = sizes.num_slots
 
     def find(k: jax.Array, _: None) -> None:
@@ -302,9 +302,9 @@ def _for_tiles(num_rows: jax.Array, run: Any) -> None:
 def _next_weights(
     refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, after: jax.Array, *, turn: jax.Array
 ) -> jax.Array:
-    """Wait for a block of a slot's weights and begin to read the one after it; returns the half that it is in.
+    """Wait for a block of a slot's weights and begin to read the next block; return the half that holds the block.
 
-    After the last block comes the first one of the slot `after`.
+    After the last block comes the first block of the slot `after`.
     """
     half, is_last = jax.lax.rem(turn, 2), block == sizes.num_blocks - 1
     for copy in _weight_copies(refs, sizes, slot, block, half=half):
@@ -314,7 +314,7 @@ def _next_weights(
 
 
 def _read_weights(refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array) -> None:
-    """Begin to read a block into one of the two halves; there is nothing to read beyond the last slot."""
+    """Begin to read a block into a half; there is nothing to read beyond the last slot."""
 
     @pl.when(slot < sizes.num_slots)
     def _() -> None:

@@ -1,7 +1,7 @@
 """Paged attention in one TPU kernel of our own: sinks, latents, narrow heads, windows, and drafts.
 
-The pool is that of `packed_rows`. Pages are copied into the core's memory a block at a time while those of the block
-before are multiplied, across the sequences of a step: what is within reach of a block of queries, and nothing else.
+The pool is that of `packed_rows`. Pages are copied into the core's memory a block at a time while the previous block is
+multiplied, across the sequences of a step. Only pages within reach of a block of queries are copied.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     shape: TileShape,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend blocks whose page table fits into scalar memory: [B, C, Q, R, V], and the pool."""
+    """Attend blocks with a page table that fits into scalar memory: [B, C, Q, R, V], and the pool."""
     num_blocks, num_sets, num_queries, query_rows, lanes = queries_BCQRK.shape
     num_rows, num_lanes = num_queries * query_rows, shape.layout.value_lanes
     (table_BP, positions_BQ, visits, *_), core = places, pl.BlockSpec(memory_space=pltpu.VMEM)

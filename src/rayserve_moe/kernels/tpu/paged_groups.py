@@ -1,7 +1,7 @@
-"""Groups of single tokens: those of one sequence in a step, which follow each other and attend its pages at once.
+"""Groups of single tokens: tokens of a sequence in a step, which are adjacent and attend its pages at once.
 
-The tokens of a group, the last one of a sequence and its drafts, have positions that follow each other. So positions
-and the sequence that each token belongs to say which groups there are. A call of the paged attention kernel has a visit
+The tokens of a group, the last one of a sequence and its drafts, have consecutive positions. So positions and the
+sequence of each token determine the groups. A call of the paged attention kernel has a visit
 for each group of the step.
 """
 
@@ -141,11 +141,11 @@ def _scratch(queries_UCRK: jax.Array, kv_pages: jax.Array, shape: TileShape) -> 
 
 
 class GroupVisits(NamedTuple):
-    """Groups that begin in a part of the single tokens, int32, the real ones first: each sees keys from `first_G` to
-    ahead of `end_G`, and has `counts_G` tokens from `starts_G` on, whose page ids are in row `tables_G` of the part's.
+    """Groups that begin in a part of the single tokens, int32, real groups first.
 
-    `is_own_U` says which tokens belong to one; `filled_X` are the groups that there are, in order, and beyond them what
-    is no group's number.
+    A group sees keys from `first_G` to ahead of `end_G`, and has `counts_G` tokens from `starts_G` on, with page ids in
+    row `tables_G` of the part. `is_own_U` is True for tokens of groups; `filled_X` are the numbers of groups in order,
+    followed by a number of no group.
     """
 
     first_G: jax.Array
@@ -170,7 +170,7 @@ def groups_of(
     part: slice,
     num_cores: int,
 ) -> GroupVisits:
-    """Return the groups that begin in a `part` of the single tokens; tokens of one sequence are adjacent."""
+    """Return the groups that begin in a `part` of the single tokens; tokens of a sequence are adjacent."""
     num_tokens, num_groups = len(positions_U), part.stop - part.start + num_cores
     first_U = config.first_key(positions_U)
     first_U = jnp.zeros_like(positions_U) if first_U is None else first_U

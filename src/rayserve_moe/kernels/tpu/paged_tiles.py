@@ -1,4 +1,4 @@
-"""The body of the paged attention kernel: one tile of queries of one block, over the pages within its reach."""
+"""The body of the paged attention kernel: a tile of queries of a block, over the pages within its reach."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _store(tile: Tile, tokens: GroupTokens | None, scalars: Scalars, out: Any) -
 
 
 def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax.Array) -> None:
-    """Attend all rows of a tile to the block in a half of the buffer, whose first key is `first_key`."""
+    """Attend all rows of a tile to the block in a half of the buffer, with the first key `first_key`."""
     shape = tile.shape
 
     def score(i: jax.Array, carry: None, *, num_rows: int = shape.score_rows) -> None:

@@ -1,7 +1,8 @@
 """The new rows of single tokens on their way into the pool, which the kernel that attends them writes itself.
 
 A row of 16 bits shares registers with others, so it is put into the rows that came with its page and goes back among
-them. The page belongs to one sequence, whose tokens of the step are one visit: nothing else reads or writes these rows.
+them. The page belongs to one sequence, and its tokens of the step are a single visit: no other visit reads or writes
+these rows.
 """
 
 # B single tokens   X lanes of a row   R rows of a token block   G rows that are written at once
@@ -24,7 +25,7 @@ from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.kernels.tpu.paged_stream import PageStream, Reach
 
 NEW_ROWS = 16
-"""Single tokens whose new rows the core's memory holds at once: whole registers of 16-bit numbers."""
+"""Number of single tokens with new rows in the core's memory at once: whole registers of 16-bit numbers."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RowWrites:
     done: Any
 
     def begin(self) -> None:
-        """Nothing is in use."""
+        """Set the number of places in use to 0."""
         self.is_used[0] = 0
 
     def put(self, stream: PageStream, visit: jax.Array, reach: Reach, block: jax.Array, half: jax.Array) -> None:
@@ -59,7 +60,7 @@ class RowWrites:
         self.is_used[0] = 1
 
     def wait(self) -> None:
-        """Wait until what was staged is in the pool."""
+        """Wait until staged rows are in the pool."""
 
         @pl.when(self.is_used[0] > 0)
         def _() -> None:
@@ -68,7 +69,7 @@ class RowWrites:
 
 
 AROUND = CLEARED_ROWS + 8
-"""Rows that hold those of a piece wherever they begin."""
+"""Number of rows that include the rows of a piece, whatever their first row."""
 
 
 def max_pieces(num_rows: int) -> int:
@@ -77,8 +78,10 @@ def max_pieces(num_rows: int) -> int:
 
 
 def spaced_rows(rows_BX: jax.Array) -> jax.Array:
-    """Rows of all single tokens as `GroupWrites` reads them: in float32, which is addressed row by row, with padding
-    that a piece of the first and of the last reaches into."""
+    """Return rows of all single tokens as `GroupWrites` reads them: in float32, whose rows can be addressed.
+
+    Padding at both ends is read with the pieces of the first and of the last token.
+    """
     return jnp.pad(rows_BX.astype(jnp.float32), ((CLEARED_ROWS, AROUND + -len(rows_BX) % 8), (0, 0)))
 
 
@@ -93,11 +96,11 @@ class GroupWrites:
     done: Any
 
     def begin(self) -> None:
-        """Nothing is in use."""
+        """Set the number of places in use to 0."""
         self.num_used[0] = 0
 
     def put(self, stream: PageStream, reach: Reach, block: jax.Array, half: jax.Array, *, layout: RowLayout) -> None:
-        """Put what a visit's new rows, its last keys, have in a block into it and into the pool."""
+        """Put a visit's new rows, which are its last keys, into a block and into the pool."""
         begin, first_new = stream.first_key(reach, block), self._first_new(stream, reach)
         first, end = jnp.maximum(first_new, begin), jnp.minimum(reach.end, begin + stream.num_keys)
 
@@ -120,7 +123,7 @@ class GroupWrites:
     def _among(
         self, held_GX: jax.Array, key: jax.Array, stream: PageStream, reach: Reach
     ) -> tuple[jax.Array, jax.Array]:
-        """Which of the rows from `key` on are new, and all of them with those."""
+        """Return True for new rows from `key` on, and the rows with new rows put in."""
         first_new = self._first_new(stream, reach)
         key_GX = key + jax.lax.broadcasted_iota(jnp.int32, held_GX.shape, 0)
         is_new_GX = (key_GX >= first_new) & (key_GX < reach.end)
@@ -128,7 +131,7 @@ class GroupWrites:
         return is_new_GX, jnp.where(is_new_GX, new_GX, held_GX)
 
     def _send(self, rows_GX: jax.Array, key: jax.Array, stream: PageStream, reach: Reach) -> None:
-        """Ask for rows to be put into the pool, from `key` on."""
+        """Start to copy rows into the pool, from `key` on."""
         staged_GX = self.staged_NGX.at[self.num_used[0]]
         staged_GX[...] = narrowed(rows_GX, self.staged_NGX.dtype)
         page, row = stream.place_of(reach, key)
@@ -137,14 +140,14 @@ class GroupWrites:
         self.num_used[0] = self.num_used[0] + 1
 
     def _rows_from(self, token: jax.Array) -> jax.Array:
-        """Rows of tokens from one on, which may be ahead of the first or beyond the last: float32 [G, X]."""
+        """Return rows of tokens from `token` on, which may be ahead of the first or beyond the last: float32 [G, X]."""
         place = token + CLEARED_ROWS
         begin = pl.multiple_of(jax.lax.div(place, 8) * 8, 8)
         around_WX = self.rows_RX[pl.ds(begin, AROUND), :]
         return pltpu.roll(around_WX, jax.lax.rem(AROUND - (place - begin), AROUND), 0)[:CLEARED_ROWS]
 
     def wait(self) -> None:
-        """Wait until what was staged is in the pool."""
+        """Wait until staged rows are in the pool."""
 
         def wait_for_one(_: jax.Array, carry: None) -> None:
             pltpu.make_async_copy(self.staged_NGX.at[0], self.staged_NGX.at[0], self.done).wait()

@@ -56,7 +56,7 @@ class StreamShape:
 
     @property
     def buffer_heads(self) -> int:
-        """Return the number of heads whose columns a buffer holds."""
+        """Return the number of heads with columns in a buffer."""
         return max(self.block_heads, self.num_kv)
 
 
