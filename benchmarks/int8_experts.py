@@ -25,9 +25,9 @@ from examples.calculator.accuracy import TASKS
 from examples.calculator.problems import held_out_problems
 from rayserve_moe.checkpoints.model_path import TRAINED
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.logits import prompt_outputs_of
-from tests.support.narrow import stored_in_blocks
-from tests.support.runners import new_runner
+from tests.support.engine.host_runners import new_runner
+from tests.support.experts.quantized_experts import stored_in_blocks
+from tests.support.models.full_logits import prompt_outputs_of
 
 CALCULATOR, RANDOM = TRAINED["calculator"], "mid"
 LONGEST = 64

@@ -29,8 +29,8 @@ from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.support.ports import free_port
-from tests.support.serving import running
+from tests.support.cluster.ports import free_port
+from tests.support.serving.http_server import running
 
 PROMPT_TOKENS = 64
 

@@ -25,8 +25,8 @@ from rayserve_moe.constraints.matchers import built_matcher
 from rayserve_moe.engine.guides import vocabulary_of
 from rayserve_moe.requests.records import Constraint
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
-from tests.support.published import NAMES, folder_of, is_there
-from tests.support.text_laws import texts
+from tests.support.text.published_tokenizers import NAMES, folder_of, is_there
+from tests.support.text.tokenizer_laws import texts
 
 NUM_GRAMMARS, MAX_ANSWER = 100, 200
 

@@ -35,9 +35,9 @@ from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
-from tests.support.oracle import Oracle
-from tests.support.outcomes import Outcome, Outcomes
-from tests.support.workload import request_for
+from tests.support.engine.outputs import Outcome, Outcomes
+from tests.support.engine.workload import request_for
+from tests.support.speculation.oracle_proposer import Oracle
 
 PROMPT_TOKENS, MOST = 64, 7
 FIXED = (1, 3, 5, 7)

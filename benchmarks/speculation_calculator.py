@@ -29,7 +29,7 @@ from rayserve_moe.engine.speculation.model_drafts import proposer_for
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.requests.records import GenerationRequest
-from tests.support.workload import request_for
+from tests.support.engine.workload import request_for
 
 ROWS, GROUP, MOST, MAX_NEW = 16, 16, 3, 8
 PROPOSERS = ("NGRAM", "SIBLINGS", "EAGLE3", "NEXTN")

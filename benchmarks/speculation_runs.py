@@ -11,7 +11,7 @@ from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
-from tests.support.drive import PreparedExecutor, Way, choices_of, cycle_for, speculation_of
+from tests.support.engine.run_requests import PreparedExecutor, Way, choices_of, cycle_for, speculation_of
 
 PAGE_SIZE = 16
 SpeculationFor = Callable[[RowTable], Speculation]

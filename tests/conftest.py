@@ -13,13 +13,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import certifi
+
 from rayserve_moe.serving.start.command import environment_of
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
-from tests.support.certificates import few_certificates
-from tests.support.compiling import compiled_once, process_flags
-from tests.support.ports import reserve_ports
-from tests.support.scopes import place_of
+from tests.support.cluster.ports import reserve_ports
+from tests.support.session.scopes import place_of
+from tests.support.session.xla_flags import compiled_once, process_flags
+
+
+def few_certificates(directory: Path) -> dict[str, str]:
+    """Return an environment in which an HTTP client reads one certificate, which takes 1 ms, not 140, which take 17.
+
+    No client of a test connects by TLS.
+    """
+    path, end = directory / "certificate.pem", "-----END CERTIFICATE-----\n"
+    path.write_text(certifi.contents().partition(end)[0] + end, encoding="ascii")
+    return {"SSL_CERT_FILE": str(path)}
+
 
 PORTS, RESERVATION = reserve_ports()
 FOLDER = Path(tempfile.mkdtemp(prefix="moe-"))
@@ -30,7 +42,7 @@ atexit.register(RESERVATION.close)
 for name, value in compiled_once(FOLDER).items():
     os.environ.setdefault(name, value)
 # As the start command has it, on ports and with a token of this process's own.
-os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cpu", longest_answer_s=120.0) | {
+os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cpu", max_answer_s=120.0) | {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "JAX_PLATFORMS": "cpu",
@@ -46,11 +58,11 @@ import hypothesis
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
-from tests.support.checkpoints import CORE_CONFIG, NATIVE_CORE_CONFIG
-from tests.support.examples import ALL, SAMPLED
-from tests.support.family_cases import FamilyCase
-from tests.support.native import need_native_kernels
-from tests.support.sampled import mark_others_slow
+from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.models.core import CORE_CONFIG, NATIVE_CORE_CONFIG
+from tests.support.models.families import FamilyCase
+from tests.support.session.hypothesis_examples import ALL, SAMPLED
+from tests.support.session.sampled_variants import mark_others_slow
 
 hypothesis.settings.register_profile(
     "sampled", deadline=None, max_examples=SAMPLED, derandomize=bool(os.environ.get("CI"))
@@ -89,7 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Have `-n` keep together what shares a cluster or an engine."""
-    return import_module("tests.support.distribution").Distribution(config, log)
+    return import_module("tests.support.session.xdist_scheduling").Distribution(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -143,7 +155,7 @@ def kernel_settings(is_native: bool) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def core_checkpoint(tmp_path_factory: pytest.TempPathFactory, is_native: bool) -> Path:
-    """The tiny model of `tests.support.checkpoints`, written once."""
+    """The tiny model of `tests.support.models.core`, written once."""
     return _write(tmp_path_factory.mktemp("core") / "model", is_native=is_native, seed=3)
 
 

@@ -12,7 +12,7 @@ EDIT = Edit(
     {
         "requests/records.py": (
             Insertion(
-                '''    """Tokens kept are at least this likely, relative to the likeliest one."""
+                '''    """Minimum probability of kept tokens, relative to the likeliest token."""
 ''',
                 '''    top_a: float = stated(0.0, number(0, 1))
     """Tokens kept are at least this likely, relative to the squared probability of the likeliest one."""

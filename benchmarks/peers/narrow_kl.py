@@ -23,8 +23,8 @@ from benchmarks.peers.run import start
 from benchmarks.peers.tables import narrow_kl as as_table
 from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.checkpoints.files import read_config
-from tests.support.logits import prompt_outputs_of
-from tests.support.runners import new_runner
+from tests.support.engine.host_runners import new_runner
+from tests.support.models.full_logits import prompt_outputs_of
 
 PEER = "llamacpp"
 OURS = {"bfloat16": {}, "int8": {"expert_dtype": "int8"}, "fp8": {"expert_dtype": "fp8"}}

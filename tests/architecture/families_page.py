@@ -12,8 +12,8 @@ from typing import Any
 
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.layers.attention import GroupedAttention
-from tests.support.family_cases import FAMILY_CASES, config_of
-from tests.support.published_forms import FORM_OF_FAMILY, FORMS
+from tests.support.models.families import FAMILY_CASES, config_of
+from tests.support.text.tokenizer_forms import FORM_OF_FAMILY, FORMS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 INTRODUCTION = """# Model families

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.edits import layer_kind, model_family, sampling_parameter, scratch
 from benchmarks.edits.scratch import AnchorError, Edit, Insertion
-from tests.support.compiling import flags_of_children
+from tests.support.session.xla_flags import flags_of_children
 
 BUDGETS = {"sampling_parameter": 4, "token_output": 4, "model_family": 1, "layer_kind": 2}
 """Files of the package. Those of a layer kind are its own and the family that has it."""

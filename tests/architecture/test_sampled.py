@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sampled import mark_others_slow
+from tests.support.session.sampled_variants import mark_others_slow
 
 
 class Variant:

@@ -16,8 +16,8 @@ from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.support.balancing import EPLB_SETTINGS, SKEWED_CONFIG, SPREAD_SETTINGS
-from tests.support.losing import LosingExecutor
+from tests.support.devices.lost_hosts import LosingExecutor
+from tests.support.experts.eplb_proposals import EPLB_SETTINGS, SKEWED_CONFIG, SPREAD_SETTINGS
 from tests.unit.engine.test_recovery import answers, recovering, varied
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"

@@ -15,8 +15,8 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from tests.http.conftest import assert_idle, served
-from tests.support.engines import SERVED
-from tests.support.scripted import MODEL, scripted_engine
+from tests.support.engine.shared_settings import SERVED
+from tests.support.models.scripted import MODEL, scripted_engine
 
 NUM_LAYERS, TOP_K = PRESETS["tiny"].num_hidden_layers, PRESETS["tiny"].num_experts_per_tok
 
@@ -54,7 +54,7 @@ def url(address: str, engine: Engine) -> Iterator[str]:
 
 @pytest.fixture(scope="package")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine whose model reasons, then calls two tools, whatever it is asked (`tests.support.scripted`)."""
+    """An engine whose model reasons, then calls two tools, whatever it is asked (`tests.support.models.scripted`)."""
     directory = tmp_path_factory.mktemp("clients")
     with scripted_engine(directory, served_model_name=MODEL, max_model_len=1024) as engine:
         yield engine

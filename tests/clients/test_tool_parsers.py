@@ -18,8 +18,8 @@ from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.registry import CALL_FORMATS
 from tests.clients.conftest import client_package
-from tests.support.splitting import answer_of, parts_of
-from tests.support.tool_templates import FAMILIES
+from tests.support.text.output_splitting import answer_of, parts_of
+from tests.support.text.tool_call_templates import FAMILIES
 
 parsing = client_package("renderers.parsing")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
-from tests.support.ports import free_port
+from tests.support.cluster.ports import free_port
 
 LONGEST_S = 600
 

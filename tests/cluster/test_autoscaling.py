@@ -9,13 +9,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ray import serve
 
-from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_fleet import running
-from tests.http.asking import wait_until
-from tests.support.ports import free_port
+from tests.support.cluster.deployed_server import deployed
+from tests.support.cluster.ports import free_port
+from tests.support.serving.http_client import wait_until
 
 PORT = free_port()
 WITHIN_S = 300.0
@@ -27,12 +26,9 @@ NUM_CLIENTS = 12
 
 @pytest.fixture(scope="module")
 def fleet(raylets: int, checkpoint: Path) -> Iterator[httpx.Client]:
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": PORT})
     settings = {**SETTINGS, **BOUNDS, "cpus_per_host": 0.25, "journal": "off"}
-    serve.run(build({"model_path": str(checkpoint), "served_model_name": "tiny", **settings}), name="moe")
-    with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=600) as client:
+    with deployed(checkpoint, settings, port=PORT) as client:
         yield client
-    serve.shutdown()
 
 
 @pytest.mark.slow

@@ -33,12 +33,12 @@ from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_eng
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
-from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
-from tests.http.asking import wait_until
-from tests.support.balancing import GARBAGE
-from tests.support.placements import random_placement
-from tests.support.ports import free_port
+from tests.support.cluster.deployed_server import deployed
+from tests.support.cluster.ports import free_port
+from tests.support.experts.eplb_proposals import GARBAGE
+from tests.support.experts.placements import random_placement
+from tests.support.serving.http_client import wait_until
 
 PORT = free_port()
 WITHIN_S = 900.0
@@ -110,13 +110,9 @@ def is_balanced(view: dict[str, Any]) -> bool:
 
 @pytest.fixture
 def app(raylets: int, skewed: Path) -> Iterator[httpx.Client]:
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": PORT})
-    settings = {**BALANCED, "eplb_interval": 200, "model_path": str(skewed), "served_model_name": "tiny"}
-    serve.run(build(settings), name="balanced")
-    with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=600) as client:
+    with deployed(skewed, {**BALANCED, "eplb_interval": 200}, port=PORT, name="balanced") as client:
         yield client
-    serve.delete("balanced")
-    serve.shutdown()
+        serve.delete("balanced")
 
 
 @pytest.mark.slow
@@ -387,7 +383,7 @@ def test_one_that_hangs_is_killed_and_found_again(raylets: int) -> None:
 
 def test_of_many_engines_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.nice", lambda _: 0)
-    balancer = EplbPlanner(most_engines=2, **RULES)
+    balancer = EplbPlanner(max_engines=2, **RULES)
     for engine in ("a", "b", "a", "c"):
         balancer.observe(engine, LoadReading(0, 0, COUNTS))
     assert list(balancer._advisors) == ["a", "c"]

@@ -19,7 +19,7 @@ from rayserve_moe.requests.records import GenerationRequest, ListedInPrompt, Sam
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
-from tests.support.outcomes import assert_same_columns, assert_same_prompt
+from tests.support.engine.outputs import assert_same_columns, assert_same_prompt
 
 CLOSE = {"rtol": 0, "atol": 3e-5}
 ASKED: dict[str, Any] = {

@@ -10,7 +10,7 @@ from rayserve_moe import Engine
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import OverTransport, assert_same, complete, running, starting_hosts, transport_to
-from tests.support.family_cases import FAMILY_CASES, FamilyCase, write_family
+from tests.support.models.families import FAMILY_CASES, FamilyCase, write_family
 
 CASES = [pytest.param(case, id=case.name) for case in FAMILY_CASES if not case.variant]
 

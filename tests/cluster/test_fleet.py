@@ -15,7 +15,6 @@ import httpx
 import numpy as np
 import pytest
 import ray
-from ray import serve
 from ray.serve.context import _get_global_client
 from safetensors.numpy import load_file
 
@@ -25,11 +24,11 @@ from rayserve_moe.checkpoints.bucket import SentTensor
 from rayserve_moe.fleet.broadcast import listed_replicas
 from rayserve_moe.rollouts.answers import Refused
 from rayserve_moe.rollouts.ray_weights import Server, shares_for, update_weights_over_ray
-from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
-from tests.http.asking import wait_until
-from tests.support.journals import KEY, OwnJournal
-from tests.support.ports import free_port
+from tests.support.cluster.deployed_server import deployed
+from tests.support.cluster.ports import free_port
+from tests.support.serving.http_client import wait_until
+from tests.support.serving.journal_server import KEY, OwnJournal
 
 PORT = free_port()
 WITHIN_S = 300.0
@@ -45,13 +44,10 @@ def journal() -> Iterator[OwnJournal]:
 
 @pytest.fixture(scope="module")
 def fleet(raylets: int, checkpoint: Path, journal: OwnJournal) -> Iterator[httpx.Client]:
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": PORT})
     settings = {**SETTINGS, "num_replicas": 2, "cpus_per_host": 0.25}
     settings |= {"journal": "on", "journal_address": f"127.0.0.1:{journal.port}", "journal_key": KEY.decode()}
-    serve.run(build({"model_path": str(checkpoint), "served_model_name": "tiny", **settings}), name="moe")
-    with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=600) as client:
+    with deployed(checkpoint, settings, port=PORT) as client:
         yield client
-    serve.shutdown()
 
 
 def running() -> list[str]:

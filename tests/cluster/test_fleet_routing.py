@@ -17,8 +17,8 @@ from benchmarks.serve_process import HOST
 from rayserve_moe.fleet.load_average import AVERAGED_S
 from rayserve_moe.fleet.page_feed import REPORT_S
 from tests.cluster.conftest import SETTINGS
-from tests.http.asking import wait_until
-from tests.support.own_servers import own_server
+from tests.support.cluster.separate_server import own_server
+from tests.support.serving.http_client import wait_until
 
 NUM_CONVERSATIONS, NUM_TURNS = 6, 4
 MOST = 5

@@ -99,7 +99,7 @@ def test_weights_that_were_sent_are_not_replaced_by_older_ones() -> None:
     group._group = cast(HostGroup, SimpleNamespace(execute=lambda _: None, end=lambda: None, loss=None))
     group.tensors.finish()
     group.execute(StepPlan(step_id=0, takes_staged_weights=True))
-    with pytest.raises(ExecutorFailure, match="sent were not kept"):
+    with pytest.raises(ExecutorFailure, match="no copy was kept"):
         group.rebuild()
 
 

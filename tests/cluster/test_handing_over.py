@@ -21,7 +21,7 @@ from benchmarks.resuming_client import ResumingClient
 from benchmarks.serve_process import HOST
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_fleet import seen
-from tests.support.own_servers import own_server
+from tests.support.cluster.separate_server import own_server
 
 WITHIN_S = 300.0
 NUM_CLIENTS = 12

@@ -31,7 +31,7 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
-from tests.support.placements import random_placement
+from tests.support.experts.placements import random_placement
 
 PROMPTS = [
     np.random.default_rng(seed).integers(3, 500, length).astype(np.int32) for seed, length in enumerate((1, 40, 90))

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.serve_process import ServeProcess
 from tests.cluster.conftest import SETTINGS
-from tests.support.compiling import user_flags
-from tests.support.listening import EVERY, documented, found, role_of
+from tests.support.cluster.listening_ports import EVERY, documented, found, role_of
+from tests.support.session.xla_flags import user_flags
 
 
 @pytest.mark.slow

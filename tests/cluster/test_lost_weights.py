@@ -21,8 +21,8 @@ from rayserve_moe.observability.fault_points import arm
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_fleet import ASK, WITHIN_S
-from tests.http.asking import wait_until
-from tests.support.ports import free_port
+from tests.support.cluster.ports import free_port
+from tests.support.serving.http_client import wait_until
 
 pytestmark = pytest.mark.slow
 PORT = free_port()

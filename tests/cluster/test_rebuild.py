@@ -24,7 +24,7 @@ from rayserve_moe.requests.results import ChoiceResult
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import assert_same, complete
 from tests.cluster.test_weights import send, sent
-from tests.support.placements import random_placement
+from tests.support.experts.placements import random_placement
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 300.0

@@ -14,15 +14,14 @@ from typing import Any
 
 import httpx
 import pytest
-from ray import serve
 
 from benchmarks.resuming_client import ResumingClient
-from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_fleet import WITHIN_S, info, process_of, running
-from tests.http.asking import wait_until
-from tests.support.journals import KEY, OwnJournal
-from tests.support.ports import free_port
+from tests.support.cluster.deployed_server import deployed
+from tests.support.cluster.ports import free_port
+from tests.support.serving.http_client import wait_until
+from tests.support.serving.journal_server import KEY, OwnJournal
 
 PORT = free_port()
 NUM_REPLICAS = 3
@@ -41,14 +40,11 @@ def paths(checkpoint: Path, other_checkpoint: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def fleet(raylets: int, checkpoint: Path) -> Iterator[httpx.Client]:
     journal = OwnJournal()
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": PORT})
     settings = {**SETTINGS, "num_replicas": NUM_REPLICAS, "cpus_per_host": 0.25}
     settings |= {"journal": "on", "journal_address": f"127.0.0.1:{journal.port}", "journal_key": KEY.decode()}
-    serve.run(build({"model_path": str(checkpoint), "served_model_name": "tiny", **settings}), name="moe")
-    with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=600) as client:
+    with deployed(checkpoint, settings, port=PORT) as client:
         wait_until(lambda: is_whole(client), within_s=WITHIN_S)
         yield client
-    serve.shutdown()
     journal.end()
 
 

@@ -13,13 +13,12 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
-from ray import serve
 
-from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
 from tests.rollouts.support import assert_equal, errors_in, job, samples_in, started_job, summary_in
-from tests.support.ports import free_port
-from tests.support.processes import descendants
+from tests.support.cluster.child_processes import descendants
+from tests.support.cluster.deployed_server import deployed
+from tests.support.cluster.ports import free_port
 
 NUM_PROMPTS, NUM_SAMPLES = 300, 4
 MALFORMED = {10: "not json", 150: '{"text": 5}', 302: '{"input_ids": [1000000]}'}
@@ -31,12 +30,10 @@ TOLD_TO_STOP = 3
 @pytest.fixture
 def url(raylets: int, checkpoint: Path) -> Iterator[str]:
     port = free_port()
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     sizes = {"max_running_requests": 16, "precompile_bs_paddings": [16], "num_pages": 200}
     settings = {**SETTINGS, **sizes, "drain_timeout_s": 1.0}
-    serve.run(build({"model_path": str(checkpoint), "served_model_name": "tiny", **settings}), name="rollouts")
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
+    with deployed(checkpoint, settings, port=port, name="rollouts"):
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture

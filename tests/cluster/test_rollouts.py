@@ -22,9 +22,9 @@ from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.replica_pool import ReplicaPool
 from rayserve_moe.rollouts.schema import Rollout
 from tests.cluster.conftest import SETTINGS
-from tests.http.asking import wait_until
 from tests.rollouts.support import assert_equal, errors_in, job, samples_in, started_job, summary_in
-from tests.support.processes import descendants
+from tests.support.cluster.child_processes import descendants
+from tests.support.serving.http_client import wait_until
 
 NUM_PROMPTS = 12
 

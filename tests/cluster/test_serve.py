@@ -15,7 +15,6 @@ from pathlib import Path
 import httpx
 import pytest
 import ray
-from ray import serve
 from ray._private import worker
 from ray.util import list_named_actors
 
@@ -23,7 +22,8 @@ from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.serving.app import build
 from tests.cluster.conftest import SETTINGS
-from tests.support.ports import free_port
+from tests.support.cluster.deployed_server import deployed
+from tests.support.cluster.ports import free_port
 
 PORT = free_port()
 URL = f"http://127.0.0.1:{PORT}"
@@ -41,12 +41,8 @@ def foreign() -> set[int]:
 
 @pytest.fixture(scope="module")
 def app(foreign: set[int], raylets: int, checkpoint: Path) -> Iterator[httpx.Client]:
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": PORT})
-    settings = {**SETTINGS, "idle_release_s": 0.3, "log_format": "json"}
-    serve.run(build({"model_path": str(checkpoint), "served_model_name": "tiny", **settings}), name="moe")
-    with httpx.Client(base_url=URL, timeout=600) as client:
+    with deployed(checkpoint, {**SETTINGS, "idle_release_s": 0.3, "log_format": "json"}, port=PORT) as client:
         yield client
-    serve.shutdown()
 
 
 def complete(client: httpx.Client, max_tokens: int = 6) -> httpx.Response:

@@ -15,11 +15,18 @@ from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.engine.speculation.proposers import Proposer
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import OverTransport, assert_nothing_was_compiled, transport_to, two_hosts
-from tests.support.draft_models import write_eagle_head
-from tests.support.drive import run_together
-from tests.support.oracle import Oracle
-from tests.support.outcomes import Outcomes, assert_same
-from tests.support.speculating import DRAFTS, PLAIN, VOCAB_SIZE, known_to_devices, max_drafts, random_requests
+from tests.support.engine.outputs import Outcomes, assert_same
+from tests.support.engine.run_requests import run_together
+from tests.support.speculation.draft_checkpoints import write_eagle_head
+from tests.support.speculation.oracle_proposer import Oracle
+from tests.support.speculation.random_requests import (
+    DRAFTS,
+    PLAIN,
+    VOCAB_SIZE,
+    known_to_devices,
+    max_drafts,
+    random_requests,
+)
 
 NGRAM: dict[str, Any] = {
     "speculative_algorithm": "NGRAM",

@@ -16,9 +16,9 @@ import pytest
 
 from rayserve_moe.serving.start.processes import Process, all_processes, read_process, send
 from tests.cluster.conftest import SETTINGS
-from tests.http.asking import wait_until
-from tests.support.ports import free_port
-from tests.support.started import StartedServer, listening_elsewhere, started
+from tests.support.cluster.ports import free_port
+from tests.support.cluster.start_command import StartedServer, listening_elsewhere, started
+from tests.support.serving.http_client import wait_until
 
 NUM_EACH = 16
 MAX_TOKENS = 200

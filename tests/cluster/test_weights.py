@@ -40,7 +40,7 @@ from tests.cluster.test_hosts import (
     transport_to,
     two_hosts,
 )
-from tests.support.broken_weights import WAYS, broken_copy
+from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
 
 UPDATED_WITHIN_S = 900.0
 LONG = SamplingParams(max_new_tokens=90, temperature=0.0, ignore_eos=True)

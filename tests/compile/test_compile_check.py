@@ -185,14 +185,17 @@ def test_the_table_shows_what_fits_and_what_does_not():
     [
         (["--model", "nobody/nothing", "--topology", "v6e:2x4"], "nobody/nothing: no such directory"),
         (["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--dp", "3"], "dp 3 times tp 2 is not the 8 devices"),
-        (["--model", "qwen3-30b-a3b"], "give --config, or --model and --topology"),
-        (["--config", V6E8, "--page-size", "32"], "--page-size goes with --model"),
-        (["--config", V6E8, "--tp", "2"], "--tp goes with --model"),
+        (["--model", "qwen3-30b-a3b"], "pass --config, or --model and --topology"),
+        (["--config", V6E8, "--page-size", "32"], "--page-size requires --model"),
+        (["--config", V6E8, "--tp", "2"], "--tp requires --model"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--config", V6E8, "--limits", "nowhere.json"], "nowhere.json"),
         (["--model", "qwen3-30b-a3b", "--topology", "v9x:2x4"], "topology v9x:2x4"),
         (["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--layers", "49"], "has 48 layers"),
-        (["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--programs", "verify"], "no program verify; there are"),
+        (
+            ["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--programs", "verify"],
+            "no program verify; known programs",
+        ),
         (
             ["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--speculative-algorithm", "EAGLE3"],
             "speculative_algorithm EAGLE3 needs speculative_draft_model_path",

@@ -153,14 +153,14 @@ def test_the_command_prints_a_table_and_json(capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--traffic", "1/2/3"], "give --model or --config"),
+        (["--traffic", "1/2/3"], "pass --model or --config"),
         (["--model", "qwen3-30b-a3b", "--traffic", "1024"], "PROMPT/OUTPUT/CONCURRENCY"),
         (["--model", "qwen3-30b-a3b", "--traffic", "1/0/3"], "PROMPT/OUTPUT/CONCURRENCY"),
-        (["--model", "qwen3-30b-a3b", "--traffic", "1/2/3", "--chips", "h100"], "figures for v5e, v5p, v6e, tpu7x"),
+        (["--model", "qwen3-30b-a3b", "--traffic", "1/2/3", "--chips", "h100"], "known chips: v5e, v5p, v6e, tpu7x"),
         (["--model", "qwen3-30b-a3b", "--traffic", "1/2/3", "--topology", "v6e:3x5"], "v6e:3x5"),
         (["--model", "qwen3-30b-a3b", "--traffic", "90000/2/3", "--topology", SLICE], "40960 positions"),
         (["--model", "no-such-model", "--traffic", "1/2/3"], "no-such-model"),
-        (["--model", "qwen3-235b-a22b", "--traffic", "1/2/3", "--topology", "v5e:2x4"], "fits no slice"),
+        (["--model", "qwen3-235b-a22b", "--traffic", "1/2/3", "--topology", "v5e:2x4"], "fits none of the slices"),
         (["--model", "qwen3-30b-a3b", "--traffic", "1/2/3", "--skew", "-1"], "--skew -1.0 is not positive"),
         (["--config", "configs/qwen3_moe.yaml", "--traffic", "1/2/3"], "CPU hosts"),
     ],

@@ -79,7 +79,7 @@ def test_a_process_that_has_loaded_libtpu_is_told_so(tmp_path, capsys, monkeypat
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     monkeypatch.delenv("LIBTPU_INIT_ARGS")  # what the command sets is not for the tests that follow
     devices_of("v6e:2x4")
-    with pytest.raises(NoScheduleError, match="loaded before it was asked"):
+    with pytest.raises(NoScheduleError, match="loaded before the dump was requested"):
         DumpFolder(tmp_path).take()
     few = ["--model", "qwen3-30b-a3b", "--topology", "v6e:2x4", "--layers", "2", "--batch", "2", "--context", "256"]
     assert main(["compile-check", *few, "--programs", "decode_2", "--estimate"]) == 2

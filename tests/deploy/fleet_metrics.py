@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.metrics_core import Metric
 
 from rayserve_moe.serving.metrics import JournalMetrics, merged
-from tests.support.journals import OwnJournal
+from tests.support.serving.journal_server import OwnJournal
 
 
 def metrics_of_a_fleet() -> list[Metric]:

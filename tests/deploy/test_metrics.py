@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.fleet_metrics import metrics_of_a_fleet
 from tests.deploy.manifests import JOBS, ROOT, SERVED, Manifest, container_of
 from tests.http.conftest import served
-from tests.support.serving import KEY
+from tests.support.serving.http_server import KEY
 
 BOARD = json.loads((ROOT / "deploy" / "grafana.json").read_text())
 (SCRAPE,) = yaml.safe_load((ROOT / "deploy" / "prometheus.yaml").read_text())["scrape_configs"]

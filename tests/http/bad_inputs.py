@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-MARKER = "zq7-marker"
-"""Put into inputs; no answer may repeat it."""
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, MARKER, TOKENS
 
-COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
-TOKENS = "/inference/v1/generate"
 _MESSAGES = [{"role": "user", "content": "hi"}]
 
 

@@ -15,10 +15,11 @@ from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.support import steps
-from tests.support.engines import ONE_ROW, SERVED, write_served
-from tests.support.scripted import scripted_engine
-from tests.support.serving import running
+from tests.support.engine import step_gate
+from tests.support.engine.shared_settings import ONE_ROW, SERVED, write_served
+from tests.support.models.scripted import scripted_engine
+from tests.support.serving.http_client import ask
+from tests.support.serving.http_server import running
 
 POISONED_TOKEN_ID = 300
 """It makes the logits NaN in the poisoned checkpoint, whose weights are all finite."""
@@ -38,6 +39,12 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def other_checkpoint(tmp_path_factory):
+    """Other weights for the same model."""
+    return write_served(tmp_path_factory.mktemp("checkpoints") / "other", seed=1)
+
+
+@pytest.fixture(scope="session")
 def poisoned_checkpoint(tmp_path_factory):
     path = write_served(tmp_path_factory.mktemp("checkpoints") / "poisoned")
     weights = load_file(path / "model.safetensors")
@@ -53,6 +60,26 @@ def poisoned_checkpoint(tmp_path_factory):
 def engine(checkpoint):
     with Engine(model_path=str(checkpoint), **SERVED) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def second_engine(checkpoint):
+    """Another replica of `engine`."""
+    with Engine(model_path=str(checkpoint), **SERVED) as engine:
+        yield engine
+
+
+@pytest.fixture
+def layout(engine):
+    return engine.loop.card.routing
+
+
+@pytest.fixture
+def first_weights_afterwards(http, checkpoint):
+    """Have the engine go on with its first weights, whatever a test has it serve."""
+    yield
+    ask(http, "/continue_generation")
+    ask(http, "/update_weights_from_disk", model_path=str(checkpoint), weight_version="0")
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +127,7 @@ def small_http(small_url, small_engine):
 @pytest.fixture
 def unhurried(engine):
     """What is to be met while it runs still runs, however busy the machine is."""
-    with steps.unhurried(engine.loop):
+    with step_gate.unhurried(engine.loop):
         yield
 
 
@@ -113,7 +140,7 @@ def client(url, engine):
 
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory):
-    """An engine whose chats write what a script says (`tests.support.scripted`)."""
+    """An engine whose chats write what a script says (`tests.support.models.scripted`)."""
     with scripted_engine(tmp_path_factory.mktemp("checkpoints")) as engine:
         yield engine
 

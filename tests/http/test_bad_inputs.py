@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.http.bad_inputs import BAD_INPUTS, CHAT, COMPLETIONS, GENERATE, MARKER
-from tests.http.conftest import POISONED_TOKEN_ID
+from tests.http.bad_inputs import BAD_INPUTS
+from tests.support.serving.http_client import COMPLETIONS, check_error
 
 GOOD = {"model": "tiny", "prompt": [5], "max_tokens": 1}
-ROUTING = {"return_routed_experts": True}
-NATIVE_ROUTING = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, **ROUTING}
-
-
-def check_error(answer, status):
-    assert answer.status_code == status, answer.text
-    assert MARKER not in answer.text
-    is_anthropic = answer.request.url.path.startswith("/v1/messages")
-    assert list(answer.json()) == (["type", "error"] if is_anthropic else ["error"])
-    assert answer.json().get("type", "error") == "error"
-    error = answer.json()["error"]
-    assert list(error) == ["message", "type", "param", "code"]
-    assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
-    return error
 
 
 def post(http, path, body):
@@ -35,47 +21,6 @@ def test_it_is_refused(http, name, path, body, status, param):
         assert error["param"] == param, error
         assert status == 404 or param in error["message"] or "tokens" in error["message"], error
     assert http.post(COMPLETIONS, json=GOOD).status_code == 200
-
-
-@pytest.mark.parametrize("field", ["stream"])
-@pytest.mark.parametrize(
-    ("path", "body"), [(COMPLETIONS, GOOD | {"max_tokens": 600}), (GENERATE, {"input_ids": [999]})]
-)
-def test_a_bad_stream_is_refused_before_it_starts(http, path, body, field):
-    check_error(http.post(path, json={**body, field: True}), 400)
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (COMPLETIONS, {"prompt": [5], **ROUTING}),
-        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **ROUTING}),
-        (GENERATE, NATIVE_ROUTING),
-        (GENERATE, {**NATIVE_ROUTING, "stream": True}),
-    ],
-)
-def test_routing_without_the_server_flag_names_the_flag(small_http, path, body):
-    error = check_error(small_http.post(path, json=body), 400)
-    assert "enable_return_routed_experts" in error["message"] and error["param"] == "return_routed_experts"
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (COMPLETIONS, {"prompt": [5, *[POISONED_TOKEN_ID] * 300], "max_tokens": 4, "temperature": 0}),
-        (GENERATE, {"input_ids": [POISONED_TOKEN_ID] * 300, "sampling_params": {"max_new_tokens": 4}}),
-    ],
-)
-def test_logits_that_are_not_numbers_fail_one_request(small_http, path, body):
-    """The good requests afterwards run through every page of the pool, those that held NaN among them."""
-    good = {"prompt": [5, 6], "max_tokens": 120, "temperature": 0, "ignore_eos": True}
-    before = small_http.post(COMPLETIONS, json=good).json()["choices"]
-    assert check_error(small_http.post(path, json=body), 422)["type"] == "model_error"
-    streamed = small_http.post(path, json={**body, "stream": True}).text.split("\n\n")
-    assert '"type":"model_error"' in streamed[-3] and streamed[-2:] == ["data: [DONE]", ""]
-    for _ in range(9):
-        assert small_http.post(COMPLETIONS, json=good).json()["choices"] == before
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-40, 1e-320])

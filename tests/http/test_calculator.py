@@ -12,8 +12,8 @@ import yaml
 from examples.calculator.accuracy import MOST_PROBLEMS, TASKS
 from examples.calculator.problems import held_out_problems
 from rayserve_moe import Engine, extract_routed_experts_from_meta_info
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, ask
 from tests.http.conftest import assert_idle, served
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, ask
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = 500

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from rayserve_moe.cli import main
-from tests.http.asking import CHAT, ask
+from tests.support.serving.http_client import CHAT, ask
 
 
 @pytest.fixture

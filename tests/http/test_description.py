@@ -8,8 +8,8 @@ import pytest
 
 from rayserve_moe.serving.http import BODIES
 from rayserve_moe.serving.routes.unsupported import REASONS
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
 from tests.http.bad_inputs import BAD_INPUTS
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS
 
 ROUTES = {
     "get": {

@@ -11,8 +11,11 @@ import pytest
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, prompt_fields, wait_until
-from tests.support.serving import running
+from tests.support.serving.dialects import DIALECTS, Prompt
+from tests.support.serving.http_client import GENERATE, wait_until
+from tests.support.serving.http_server import running
+
+PROMPT = Prompt("x", [5, 6])
 
 
 @pytest.fixture
@@ -26,10 +29,10 @@ def client(state):
         yield client
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, TOKENS])
-def test_new_work_is_refused_with_a_time_to_come_back(client, state, path):
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_new_work_is_refused_with_a_time_to_come_back(client, state, dialect):
     state.traffic.drain()
-    answer = client.post(path, json=prompt_fields(path, [5, 6], max_tokens=1))
+    answer = client.post(dialect.path, json=dialect.body(PROMPT, max_tokens=1))
     assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
     assert answer.json()["error"]["code"] == "draining"
     health = client.get("/health")
@@ -41,7 +44,8 @@ def test_new_work_is_refused_with_a_time_to_come_back(client, state, path):
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_runs_is_counted_until_its_last_byte_and_completed(client, state, stream):
     assert client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
-    body = {**prompt_fields(GENERATE, [5, 6], max_tokens=20), "stream": stream}
+    sampling = {"max_new_tokens": 20, "ignore_eos": True}
+    body = {"input_ids": [5, 6], "sampling_params": sampling, "stream": stream}
     found = []
     asking = threading.Thread(target=lambda: found.append(client.post(GENERATE, json=body)))
     asking.start()
@@ -54,12 +58,12 @@ def test_what_runs_is_counted_until_its_last_byte_and_completed(client, state, s
     wait_until(lambda: state.traffic.num_open == 0)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, GENERATE, TOKENS])
-def test_no_request_waits_for_a_thread_of_the_framework(client, monkeypatch, path):
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_no_request_waits_for_a_thread_of_the_framework(client, monkeypatch, dialect):
     """FastAPI calls what is no coroutine function on one of a few threads, which takes longer than the call."""
 
     async def refused(function: object, *_: object, **__: object) -> None:
         raise AssertionError(f"{function} is called on a thread")
 
     monkeypatch.setattr(anyio.to_thread, "run_sync", refused)
-    assert client.post(path, json=prompt_fields(path, [5, 6], max_tokens=1)).status_code == 200
+    assert client.post(dialect.path, json=dialect.body(PROMPT, max_tokens=1)).status_code == 200

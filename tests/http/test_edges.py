@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from urllib.parse import urlsplit
 
 import httpx
@@ -14,40 +12,13 @@ import pytest
 
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.middleware.edge_guard import ADMIN_PATHS
-from tests.http.asking import wait_until
 from tests.http.conftest import assert_idle, served
-from tests.http.test_bad_inputs import check_error
-from tests.support.engines import ONE_ROW
-from tests.support.serving import KEY
-from tests.support.steps import held_steps
+from tests.support.engine.shared_settings import ONE_ROW
+from tests.support.serving.http_client import check_error
+from tests.support.serving.http_server import KEY
 
 LONG = {"prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "n": 16}
-NATIVE_LONG = {"input_ids": [[5, 6], [7]], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True, "n": 8}}
-LONG_TOKENS = 8000
 SHORT = {"prompt": [5], "max_tokens": 1}
-
-
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", LONG), ("/generate", NATIVE_LONG)])
-def test_a_client_that_leaves_a_stream_gives_its_pages_back(http, engine, path, body):
-    sampled = engine.loop.statistics()["tokens_sampled"]
-    with http.stream("POST", path, json={**body, "stream": True}) as answer:
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: {")
-    assert_idle(engine)
-    assert engine.loop.statistics()["tokens_sampled"] - sampled < LONG_TOKENS * 0.9
-
-
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", LONG), ("/generate", NATIVE_LONG)])
-def test_a_client_that_leaves_before_its_answer_gives_its_pages_back(http, url, engine, path, body):
-    sampled = engine.loop.statistics()["tokens_sampled"]
-    address = urlsplit(url)
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-    with socket.create_connection((address.hostname, address.port)) as connection:
-        connection.sendall(head + content)
-        wait_until(lambda: engine.loop.statistics()["tokens_sampled"] > sampled)
-    assert_idle(engine)
-    assert engine.loop.statistics()["tokens_sampled"] - sampled < LONG_TOKENS * 0.9
 
 
 def test_the_first_token_does_not_wait_for_the_rest(http, engine):
@@ -61,35 +32,6 @@ def test_every_prompt_is_taken_back_when_one_cannot_be_served(http, engine):
     answer = http.post("/v1/completions", json={**LONG, "prompt": [[5]] * 5 + [[5] * 100]})
     assert check_error(answer, 400)["param"] == "max_tokens"
     assert_idle(engine)
-
-
-def _has_requests(engine, *, number):
-    return engine.loop.statistics()["requests_live"] == number
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": [[5]] * 2, "max_tokens": 4}),
-        ("/generate", {"input_ids": [[5]] * 2, "sampling_params": {"max_new_tokens": 4}}),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_full_queue_answers_429_and_recovers(small_http, small_engine, path, body, stream):
-    """The engine holds one prompt of its two, or both; no step runs meanwhile, so none of them can end."""
-    for prompts in ([[5]], [[5]] * 2):
-        with ThreadPoolExecutor(1) as beside, held_steps(small_engine.loop) as gate:
-            filling = beside.submit(small_http.post, "/v1/completions", json={**SHORT, "prompt": prompts})
-            gate.meet()
-            wait_until(partial(_has_requests, small_engine, number=len(prompts)))
-            answer = small_http.post(path, json={**body, "stream": stream})
-            assert check_error(answer, 429)["type"] == "overloaded_error"
-            assert int(answer.headers["retry-after"]) >= 1
-            assert small_http.get("/health").status_code == 200
-            assert not filling.done()
-        assert filling.result().status_code == 200
-        assert_idle(small_engine)
-    assert small_http.post("/v1/completions", json=SHORT).status_code == 200
 
 
 @pytest.mark.parametrize(

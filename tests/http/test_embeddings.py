@@ -8,8 +8,7 @@ import io
 import numpy as np
 import pytest
 
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, scored, stream
-from tests.http.test_bad_inputs import check_error
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, check_error, scored, stream
 
 EMBEDDINGS, SCORE = "/v1/embeddings", "/v1/score"
 PROMPT = [*range(40, 60)]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.http.asking import COMPLETIONS, GENERATE, MODEL, TOKENS, ask, prompt_fields, stream
+from tests.support.serving.http_client import COMPLETIONS, GENERATE, MODEL, ask, stream
 
 PROMPT = [5, 6, 7, 8]
 NUM_NEW, LEAST = 24, 12
-MIN_NAMES = {COMPLETIONS: "min_tokens", GENERATE: "min_new_tokens", TOKENS: "min_tokens"}
 
 
 @pytest.fixture(scope="module")
@@ -23,34 +22,20 @@ def stop(free):
     return free["text"][2:4]
 
 
-def asked(http, path, **sampling):
-    fields = prompt_fields(path, PROMPT, max_tokens=NUM_NEW, **sampling)
-    return ask(http, path, **({"model": MODEL} if path == COMPLETIONS else {}), **fields)
+def native(**sampling):
+    named = {"max_new_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True, **sampling}
+    return {"input_ids": PROMPT, "sampling_params": named}
 
 
-def num_tokens(path, answer):
-    if path == TOKENS:
-        return len(answer["choices"][0]["token_ids"])
-    return len(answer["output_ids"]) if path == GENERATE else answer["usage"]["completion_tokens"]
-
-
-@pytest.mark.parametrize("path", MIN_NAMES)
-def test_no_id_ends_a_choice_before_its_least_length(http, engine, free, path):
-    num_compilations = engine.runner.num_compilations_since_start
-    ending = {"stop_token_ids": free["output_ids"][:LEAST]}
-    assert num_tokens(path, asked(http, path, **ending)) == 1
-    answer = asked(http, path, **ending, **{MIN_NAMES[path]: LEAST})
-    assert num_tokens(path, answer) >= LEAST
-    if path != COMPLETIONS:
-        ids = answer["output_ids"] if path == GENERATE else answer["choices"][0]["token_ids"]
-        assert not set(ids[:LEAST]) & set(ending["stop_token_ids"])
-    assert engine.runner.num_compilations_since_start == num_compilations
+def completed(http, **fields):
+    greedy = {"max_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True}
+    return ask(http, COMPLETIONS, model=MODEL, prompt=PROMPT, **greedy, **fields)
 
 
 def test_log_probs_are_of_what_is_sampled_from(http, free):
     ending = {"stop_token_ids": free["output_ids"][:LEAST], "min_new_tokens": LEAST}
-    fields = prompt_fields(GENERATE, PROMPT, max_tokens=LEAST, **ending)
-    meta = ask(http, GENERATE, **fields, return_logprob=True, top_logprobs_num=20)["meta_info"]
+    body = native(max_new_tokens=LEAST, **ending)
+    meta = ask(http, GENERATE, **body, return_logprob=True, top_logprobs_num=20)["meta_info"]
     for tops, (logprob, token_id, _) in zip(meta["output_top_logprobs"], meta["output_token_logprobs"], strict=True):
         assert tops[0][:2] == [logprob, token_id], "the likeliest of what is left is sampled"
         assert not {entry[1] for entry in tops} & set(ending["stop_token_ids"])
@@ -58,24 +43,24 @@ def test_log_probs_are_of_what_is_sampled_from(http, free):
 
 def test_stop_strings_wait_in_one_language_and_not_in_the_other(http, free, stop):
     trimmed = free["text"][: free["text"].index(stop)]
-    assert asked(http, GENERATE, stop=stop, min_new_tokens=LEAST)["text"] == trimmed
-    answer = asked(http, COMPLETIONS, stop=stop, min_tokens=LEAST)
-    assert num_tokens(COMPLETIONS, answer) > LEAST and answer["choices"][0]["text"].startswith(trimmed + stop)
+    assert ask(http, GENERATE, **native(stop=stop, min_new_tokens=LEAST))["text"] == trimmed
+    answer = completed(http, stop=stop, min_tokens=LEAST)
+    assert answer["usage"]["completion_tokens"] > LEAST and answer["choices"][0]["text"].startswith(trimmed + stop)
 
 
 def test_what_ended_a_choice_is_text_where_that_is_asked_for(http, engine, free, stop):
     end = free["text"].index(stop) + len(stop)
-    kept = asked(http, COMPLETIONS, stop=stop, include_stop_str_in_output=True)["choices"][0]
+    kept = completed(http, stop=stop, include_stop_str_in_output=True)["choices"][0]
     assert kept["text"] == free["text"][:end] and kept["finish_reason"] == "stop"
     for no_stop_trim in (True, False):
-        answer = asked(http, GENERATE, stop=stop, no_stop_trim=no_stop_trim)
+        body = native(stop=stop, no_stop_trim=no_stop_trim)
+        answer = ask(http, GENERATE, **body)
         whole = engine.tokenizer.decode(answer["output_ids"])
         assert answer["text"] == (whole if no_stop_trim else free["text"][: end - len(stop)])
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-        fields = prompt_fields(GENERATE, PROMPT, max_tokens=NUM_NEW, stop=stop, no_stop_trim=no_stop_trim)
-        assert stream(http, GENERATE, **fields)[-1]["text"] == answer["text"]
+        assert stream(http, GENERATE, **body)[-1]["text"] == answer["text"]
     by_id = {"stop_token_ids": free["output_ids"][4:5]}
-    untrimmed, answer = (asked(http, GENERATE, **by_id, no_stop_trim=kept) for kept in (True, False))
+    untrimmed, answer = (ask(http, GENERATE, **native(**by_id, no_stop_trim=kept)) for kept in (True, False))
     assert untrimmed["output_ids"] == answer["output_ids"]
     assert untrimmed["text"] == engine.tokenizer.decode(answer["output_ids"])
     assert answer["text"] == engine.tokenizer.decode(answer["output_ids"][:-1])
@@ -86,15 +71,6 @@ def test_the_engine_in_process_ends_as_the_route_does(http, engine, free, stop):
         {"stop_token_ids": free["output_ids"][:LEAST], "min_new_tokens": LEAST},
         {"stop": stop, "no_stop_trim": True, "min_new_tokens": 3},
     ):
-        fields = prompt_fields(GENERATE, PROMPT, max_tokens=NUM_NEW, **sampling)
-        ours, theirs = engine.generate(input_ids=PROMPT, **fields["sampling_params"]), asked(http, GENERATE, **sampling)
+        body = native(**sampling)
+        ours, theirs = engine.generate(input_ids=PROMPT, **body["sampling_params"]), ask(http, GENERATE, **body)
         assert (ours["text"], ours["output_ids"]) == (theirs["text"], theirs["output_ids"])
-
-
-@pytest.mark.parametrize("path", MIN_NAMES)
-@pytest.mark.parametrize("least", [-1, NUM_NEW + 1])
-def test_a_least_length_lies_within_the_most(http, path, least):
-    fields = prompt_fields(path, PROMPT, max_tokens=NUM_NEW, **{MIN_NAMES[path]: least})
-    answer = http.post(path, json=fields)
-    name = MIN_NAMES[path] if path == COMPLETIONS else f"sampling_params.{MIN_NAMES[path]}"
-    assert answer.status_code == 400 and answer.json()["error"]["param"] in (name, name.replace("params.", "params.0."))

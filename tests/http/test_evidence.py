@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.http.asking import CHAT, COMPLETIONS, TOKENS, ask, stream
-from tests.http.test_bad_inputs import check_error
+from tests.support.serving.http_client import CHAT, COMPLETIONS, TOKENS, ask, check_error, stream
 
 PROMPT = [*range(20, 40)]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 5}
@@ -22,36 +21,6 @@ def expected(http):
 def body_of(path, **fields):
     prompt = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES, "input_ids": PROMPT}
     return {**prompt, **GREEDY, **fields}
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_ids_of_prompt_and_output(http, path, expected):
-    answer = ask(http, path, **body_of(path, **IDS, return_weight_versions=True))
-    (choice,) = answer["choices"]
-    assert choice["token_ids"] == expected["choices"][0]["token_ids"]
-    assert (choice if path == COMPLETIONS else answer)["prompt_token_ids"] == PROMPT
-    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 5}]
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_stream_has_the_prompt_s_ids_once_and_all_of_the_output_s(http, path, expected):
-    *events, last = stream(http, path, **body_of(path, **IDS, n=2, return_weight_versions=True))
-    found, prompts, versions = {0: [], 1: []}, 0, {}
-    for event in (*events, last):
-        (choice,) = event["choices"]
-        found[choice["index"]] += choice["token_ids"]
-        prompts += "prompt_token_ids" in (choice if path == COMPLETIONS else event)
-        if "weight_versions" in choice:
-            versions[choice["index"]] = choice["weight_versions"][-1]["end"]
-    assert list(found.values()) == [expected["choices"][0]["token_ids"]] * 2
-    assert prompts == 2 and versions == {0: 5, 1: 5}
-
-
-def test_the_token_route_returns_the_prompt_s_ids(http):
-    sampling = {**GREEDY, "n": 2}
-    assert ask(http, TOKENS, token_ids=PROMPT, sampling_params=sampling, **IDS)["prompt_token_ids"] == PROMPT
-    events = stream(http, TOKENS, token_ids=PROMPT, sampling_params=sampling, **IDS)
-    assert ["prompt_token_ids" in event for event in events] == [True] + [False] * (len(events) - 1)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -17,7 +17,7 @@ from rayserve_moe.engine.eplb.control import ActorView, BalancingView, Migration
 from rayserve_moe.engine.eplb.steps import COUNTS_EVERY_UNPLANNED
 from rayserve_moe.serving.routes.reports import PAGE
 from tests.http.conftest import served
-from tests.support.serving import KEY
+from tests.support.serving.http_server import KEY
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
 

@@ -12,26 +12,13 @@ from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
 from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.fleet.wanted_state import ServedWeights
-from rayserve_moe.inprocess.engine import Engine
-from tests.http.asking import GENERATE, wait_until
-from tests.support.engines import SERVED, write_served
-from tests.support.fleets import LocalFleet, local_fleet
+from tests.support.serving.http_client import GENERATE, wait_until
+from tests.support.serving.local_fleet import LocalFleet, local_fleet
 
 UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
 TENSORS = "/update_weights_from_tensor"
 SAFETENSORS = {"content-type": "application/vnd.safetensors"}
 ASK = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory):
-    return write_served(tmp_path_factory.mktemp("checkpoints") / "other", seed=1)
-
-
-@pytest.fixture(scope="module")
-def second_engine(checkpoint):
-    with Engine(model_path=str(checkpoint), **SERVED) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -10,17 +10,11 @@ import pytest
 from rayserve_moe.replay.encoding import DIALECTS
 from rayserve_moe.requests.records import RoutedExperts
 from rayserve_moe.rollouts.alignment import decode_answer
-from tests.http.asking import COMPLETIONS, GENERATE, TOKENS, ask, scored
-from tests.http.test_bad_inputs import check_error
+from tests.support.serving.http_client import COMPLETIONS, GENERATE, TOKENS, ask, check_error, scored
 
 PROMPT = [*range(60, 80)]
 NUM_NEW = 8
 CLOSE = {"rel": 0, "abs": 1e-5}
-
-
-@pytest.fixture
-def layout(engine):
-    return engine.loop.card.routing
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.front import Front, running_front
+from tests.support.serving.haproxy_front import Front, running_front
 
 NUM_SLOW = 200
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"

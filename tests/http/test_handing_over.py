@@ -15,7 +15,6 @@ from rayserve_moe.fleet.member import Leaving
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.serving.journalling import hand_over
-from tests.http.asking import GENERATE, wait_until
 from tests.http.test_journal import (
     MANY,
     NATIVE,
@@ -26,14 +25,14 @@ from tests.http.test_journal import (
     events_in,
     last_answers,
     pair,
-    second_engine,
     told_of,
 )
-from tests.support import steps
-from tests.support.fleets import local_fleet
-from tests.support.serving import running
+from tests.support.engine import step_gate
+from tests.support.serving.http_client import GENERATE, wait_until
+from tests.support.serving.http_server import running
+from tests.support.serving.local_fleet import local_fleet
 
-__all__ = ["pair", "second_engine"]
+__all__ = ["pair"]
 
 
 def answers_of(found: Any) -> list[dict[str, Any]]:
@@ -46,7 +45,7 @@ def test_streams_and_plain_answers_go_on_at_the_other_replica_and_the_unnamed_is
     loop = pair.engines["a"].loop
     wanted = pair["b"].post(GENERATE, json=body).json()
     with ThreadPoolExecutor(3) as beside, ExitStack() as closing:
-        with steps.unhurried(loop), steps.held_steps(loop) as gate:
+        with step_gate.unhurried(loop), step_gate.held_steps(loop) as gate:
             opened = beside.submit(
                 closing.enter_context, pair["a"].stream("POST", GENERATE, json={**body, "rid": "s", "stream": True})
             )
@@ -74,7 +73,7 @@ def test_streams_and_plain_answers_go_on_at_the_other_replica_and_the_unnamed_is
 
 def test_nothing_is_handed_over_to_a_journal_that_is_lost(pair):
     loop = pair.engines["a"].loop
-    with ThreadPoolExecutor(1) as beside, steps.unhurried(loop), steps.held_steps(loop) as gate:
+    with ThreadPoolExecutor(1) as beside, step_gate.unhurried(loop), step_gate.held_steps(loop) as gate:
         asked = beside.submit(pair["a"].post, GENERATE, json={**NATIVE, "rid": "stays"})
         gate.let_run(4)
         pair.journal.end()
@@ -114,7 +113,7 @@ def test_the_rollout_client_goes_on_by_itself(pair):
     loop = pair.engines["a"].loop
     with running(front_over(pair)) as url, BlockingRolloutClient(url, api_key="mine") as client, ExitStack() as closing:
         beside = closing.enter_context(ThreadPoolExecutor(1))
-        with steps.unhurried(loop), steps.held_steps(loop) as gate:
+        with step_gate.unhurried(loop), step_gate.held_steps(loop) as gate:
             answered = beside.submit(client.generate, [asked])
             gate.let_run(4)
             assert hand_over(pair.journals["a"]) == 1

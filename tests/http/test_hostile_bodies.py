@@ -17,9 +17,8 @@ import httpx
 import pytest
 
 from rayserve_moe.cluster.startup_memory import frozen
-from tests.http.asking import wait_until
 from tests.http.conftest import served
-from tests.http.test_bad_inputs import check_error
+from tests.support.serving.http_client import check_error, wait_until
 
 MANY_KEYS = b"{" + b",".join(b'"k%d":1' % i for i in range(600_000)) + b"}"
 MANY_IDS = b'{"prompt":[' + b"5," * 2_000_000 + b"5]}"

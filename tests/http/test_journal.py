@@ -30,12 +30,11 @@ from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.journalling import KeptRequest, identity_of
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, wait_until
 from tests.http.conftest import assert_idle
-from tests.support import steps
-from tests.support.engines import SERVED
-from tests.support.journals import OwnJournal
-from tests.support.serving import running
+from tests.support.engine import step_gate
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, wait_until
+from tests.support.serving.http_server import running
+from tests.support.serving.journal_server import OwnJournal
 
 Events = Iterator[tuple[str, dict[str, Any]]]
 RESUME = "/resume_request"
@@ -57,12 +56,6 @@ class Pair:
 
     def __getitem__(self, name: str) -> httpx.Client:
         return self.clients[name]
-
-
-@pytest.fixture(scope="module")
-def second_engine(checkpoint):
-    with Engine(model_path=str(checkpoint), **SERVED) as engine:
-        yield engine
 
 
 @contextmanager
@@ -114,10 +107,15 @@ def begin(client: httpx.Client, path: str, body: dict[str, Any], *, num_events: 
 
 
 @contextmanager
-def held_stream(pair: Pair, body: dict[str, Any]) -> Iterator[tuple[steps.StepGate, Events]]:
+def held_stream(pair: Pair, body: dict[str, Any]) -> Iterator[tuple[step_gate.StepGate, Events]]:
     """Events of a stream of replica `a`, whose engine is held after a few of forty steps."""
     loop = pair.engines["a"].loop
-    with ThreadPoolExecutor(1) as beside, steps.unhurried(loop), steps.held_steps(loop) as gate, ExitStack() as closing:
+    with (
+        ThreadPoolExecutor(1) as beside,
+        step_gate.unhurried(loop),
+        step_gate.held_steps(loop) as gate,
+        ExitStack() as closing,
+    ):
         answer = beside.submit(closing.enter_context, pair["a"].stream("POST", GENERATE, json=body))
         gate.let_run(4)
         yield gate, events_in(answer.result())
@@ -316,7 +314,7 @@ def losing_front(pair: Pair) -> ASGIApp:
 
         async def receive_then_leave() -> Message:
             if not parts:
-                steps.wait_for_tokens(pair.engines["a"].loop, 1)
+                step_gate.wait_for_tokens(pair.engines["a"].loop, 1)
             return parts.pop(0) if parts else {"type": "http.disconnect"}
 
         async def drop(_: Message) -> None:

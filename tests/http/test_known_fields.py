@@ -14,9 +14,8 @@ from rayserve_moe.serving.middleware.ignored_fields import HEADER, listed
 from rayserve_moe.serving.middleware.json_body import taken_fields
 from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, known_fields, plain_objects
 from tests.architecture.fields_page import PAGE, page
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
 from tests.http.peer_fields import RECORDED
-from tests.http.test_bad_inputs import check_error
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, check_error
 
 ROUTES = {
     "c": (COMPLETIONS, {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}),

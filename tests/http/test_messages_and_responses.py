@@ -8,29 +8,16 @@ import httpx
 import pytest
 
 from rayserve_moe.serving.response_store import ResponseStore
-from tests.http.asking import CHAT, ask
 from tests.http.conftest import served
-from tests.http.test_bad_inputs import check_error
 from tests.http.test_tools import TOOLS, USER
-from tests.support.scripted import MODEL, SCRIPTS
+from tests.support.models.scripted import MODEL, SCRIPTS
+from tests.support.serving.dialects import typed_events
+from tests.support.serving.http_client import CHAT, MESSAGES, RESPONSES, ask, check_error
 
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 THEIR_TOOLS = [{"name": name, "input_schema": {"type": "object", "properties": {}}} for name in "fg"]
 FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ANTHROPIC = {"model": MODEL, "messages": USER, "max_tokens": 30, "temperature": 0, "tools": THEIR_TOOLS}
 ASKED = {"model": MODEL, "input": "hi", "max_output_tokens": 30, "temperature": 0, "tools": FLAT_TOOLS}
-
-
-def typed_events(scripted_http, path, **body):
-    """Post a body with `stream`; returns its events, each named after its type."""
-    answer = scripted_http.post(path, json={**body, "stream": True})
-    assert answer.status_code == 200, answer.text
-    events = []
-    for block in answer.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
 
 
 def without(value, *names):
@@ -342,7 +329,7 @@ def test_the_openai_package_reads_the_stream(scripted_client):
 
 
 def test_stored_responses_take_bounded_memory():
-    store = ResponseStore(most_bytes=400)
+    store = ResponseStore(max_bytes=400)
     for number in range(9):
         store.put({"id": str(number), "text": "x" * 50}, [{"role": "user", "content": "y" * 20}])
     assert store.get("8") is not None and store.get("0") is None

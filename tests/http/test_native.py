@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
-import pytest
-
-from rayserve_moe import extract_routed_experts_from_meta_info
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 6}
@@ -68,17 +62,6 @@ def test_a_batch_of_one_is_a_list_and_n_makes_a_list(http):
     assert first["output_ids"] == second["output_ids"]
 
 
-def test_a_stream_grows_to_the_whole_answer(http):
-    body = {"input_ids": PROMPT, "sampling_params": GREEDY, "return_logprob": True, "return_routed_experts": True}
-    grown = events(http, **body)
-    for before, after in itertools.pairwise(grown):
-        assert after["text"].startswith(before["text"])
-        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
-        assert before["meta_info"]["finish_reason"] is None and "routed_experts" not in before["meta_info"]
-    assert grown[0]["output_ids"]
-    assert without_time(grown[-1]) == without_time(generate(http, **body))
-
-
 def test_events_of_several_choices_carry_their_index(http):
     whole = generate(http, input_ids=[PROMPT, [9]], sampling_params={**GREEDY, "n": 2})
     last = {
@@ -91,28 +74,6 @@ def test_the_engine_in_process_gives_the_same_answer(http, engine):
     ours = engine.generate(input_ids=PROMPT, sampling_params=GREEDY, return_logprob=True, return_routed_experts=True)
     theirs = generate(http, input_ids=PROMPT, sampling_params=GREEDY, return_logprob=True, return_routed_experts=True)
     assert without_time(ours) == without_time(theirs)
-
-
-@pytest.mark.parametrize("start", [0, 1, 4])
-def test_rows_before_the_start_are_left_out(http, engine, start):
-    layout = engine.loop.card.routing
-    shape = (-1, layout.num_hidden_layers, layout.top_k)
-    body = {"input_ids": PROMPT, "sampling_params": GREEDY, "return_routed_experts": True}
-    whole = extract_routed_experts_from_meta_info(generate(http, **body)).reshape(shape)
-    answer = generate(http, **body, routed_experts_start_len=start)
-    assert (
-        answer["meta_info"]["routed_experts_start_len"] == answer["meta_info"]["routed_experts_info"]["start"] == start
-    )
-    rest = extract_routed_experts_from_meta_info(answer).reshape(shape)
-    assert len(whole) == len(PROMPT) + 6 - 1
-    np.testing.assert_array_equal(rest, whole[start:])
-
-
-def test_a_stop_id_is_named(http):
-    first = generate(http, input_ids=PROMPT, sampling_params=GREEDY)["output_ids"][2]
-    answer = generate(http, input_ids=PROMPT, sampling_params={**GREEDY, "stop_token_ids": [first]})
-    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": first}
-    assert answer["output_ids"][-1] == first
 
 
 def test_null_means_not_given(http):

@@ -51,37 +51,6 @@ def test_a_completion_has_sixteen_tokens_unless_told_otherwise(client):
     assert answer.usage.completion_tokens == 16
 
 
-def test_no_tokens_may_be_asked_for(client):
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, extra_body=with_routing())
-    assert answer.choices[0].text == "" and answer.usage.completion_tokens == 0
-    assert answer.choices[0].meta_info["routed_experts_info"]["shape"][0] == len(PROMPT)
-
-
-@pytest.mark.parametrize("seed", [7, -7, 2**63 - 1])
-def test_a_seed_gives_the_same_text_again(client, seed):
-    texts = [
-        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, seed=seed, n=2).choices for _ in range(2)
-    ]
-    assert [choice.text for choice in texts[0]] == [choice.text for choice in texts[1]]
-
-
-def test_a_completion_stream_adds_up_to_the_whole_answer(client):
-    asked = {"model": MODEL, "prompt": [PROMPT, [9]], "n": 2, "max_tokens": 9, "logprobs": 0, **GREEDY}
-    whole = client.completions.create(**asked)
-    texts, tokens, finishes = [""] * 4, [[] for _ in range(4)], [[] for _ in range(4)]
-    usage = None
-    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-            tokens[choice.index] += choice.logprobs.text_offset
-            finishes[choice.index] += [choice.finish_reason] if choice.finish_reason else []
-    assert texts == [choice.text for choice in whole.choices]
-    assert tokens == [choice.logprobs.text_offset for choice in whole.choices]
-    assert finishes == [["length"]] * 4
-    assert usage == whole.usage
-
-
 def test_completion_log_probs_belong_to_the_text(client, engine):
     answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=20, logprobs=1, seed=3)
     (choice,) = answer.choices
@@ -101,21 +70,6 @@ def spent(usage) -> tuple[int, int]:
     return usage.prompt_tokens, usage.completion_tokens
 
 
-def test_chat_answers_and_streams_the_same(client):
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "logprobs": True}
-    whole = client.chat.completions.create(**asked, **GREEDY)
-    stream = client.chat.completions.create(**asked, **GREEDY, stream=True, stream_options={"include_usage": True})
-    chunks = list(stream)
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:-1])
-    assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == whole.choices[0].message.content
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == whole.choices[0].finish_reason == "length"
-    assert chunks[-1].choices == [] and spent(chunks[-1].usage) == spent(whole.usage)
-    entries = [entry for chunk in chunks[:-1] for entry in chunk.choices[0].logprobs.content]
-    assert [entry.token for entry in entries] == [entry.token for entry in whole.choices[0].logprobs.content]
-    assert len(entries) == 8 and all(math.isfinite(entry.logprob) for entry in entries)
-
-
 def test_chat_takes_parts_and_equals_its_rendered_prompt(client):
     plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     parts = [plain[0], {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
@@ -127,44 +81,10 @@ def test_chat_takes_parts_and_equals_its_rendered_prompt(client):
     assert spent(answers[0].usage) == spent(answers[1].usage)
 
 
-def test_usage_says_what_was_found_cached_under_the_same_salt(client):
-    """The last of the prompt's tokens is always computed, and pages of 16 tokens are cached whole."""
-    asked = {"model": MODEL, "prompt": [*range(40, 90)], "max_tokens": 2, **GREEDY}
-    answers = [
-        client.completions.create(**{**asked, "n": n, "extra_body": {**GREEDY["extra_body"], "cache_salt": salt}})
-        for n, salt in ((1, "a salt"), (3, "a salt"), (1, "another"), (1, "a salt"))
-    ]
-    assert [answer.usage.prompt_tokens_details.cached_tokens for answer in answers] == [0, 48, 0, 48]
-    assert len({choice.text for answer in answers for choice in answer.choices}) == 1
-
-
 def test_chat_runs_to_the_end_of_the_context_by_default(client):
     answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x" * 420}], **GREEDY)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == 512
-
-
-def test_a_stop_string_ends_the_text_before_it(client):
-    whole = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=60, seed=11, extra_body={"ignore_eos": True}
-    )
-    text = whole.choices[0].text
-    stop = text[len(text) // 2 : len(text) // 2 + 2]
-    asked = {
-        "model": MODEL,
-        "prompt": PROMPT,
-        "max_tokens": 60,
-        "seed": 11,
-        "stop": [stop],
-        "extra_body": {"ignore_eos": True},
-    }
-    cut = client.completions.create(**asked)
-    assert cut.choices[0].text == text[: text.index(stop)]
-    assert cut.choices[0].finish_reason == "stop"
-    assert (
-        "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
-        == cut.choices[0].text
-    )
 
 
 def check_routing(choice, card, num_tokens):
@@ -187,15 +107,6 @@ def test_routing_comes_with_every_choice(client, engine):
     answer = client.completions.create(model=MODEL, prompt=PROMPT, n=2, max_tokens=6, seed=1, extra_body=with_routing())
     rows = [check_routing(choice, engine.loop.card, len(PROMPT) + 6) for choice in answer.choices]
     np.testing.assert_array_equal(rows[0][: len(PROMPT)], rows[1][: len(PROMPT)])
-
-
-def test_routing_comes_with_the_last_chunk_only(client, engine):
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
-    whole = client.chat.completions.create(**asked, extra_body=with_routing())
-    chunks = list(client.chat.completions.create(**asked, stream=True, extra_body=with_routing()))
-    assert all(not hasattr(chunk.choices[0], "meta_info") for chunk in chunks[:-1])
-    rows = check_routing(chunks[-1].choices[0], engine.loop.card, whole.usage.total_tokens)
-    np.testing.assert_array_equal(rows, check_routing(whole.choices[0], engine.loop.card, whole.usage.total_tokens))
 
 
 def test_routing_stays_away_unless_asked_for(client):

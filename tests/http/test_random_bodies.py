@@ -22,9 +22,9 @@ import rayserve_moe
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS
 from tests.http.conftest import assert_idle
 from tests.http.test_description import ROUTES
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS
 
 PACKAGE = Path(rayserve_moe.__file__).parent
 GENERATING = [COMPLETIONS, CHAT, GENERATE, TOKENS]

@@ -9,11 +9,11 @@ import jsonschema
 import pytest
 
 from rayserve_moe.inprocess.engine import Engine
-from tests.http.asking import CHAT, COMPLETIONS, ask, stream
 from tests.http.conftest import served
-from tests.support.constraints import PERSON
-from tests.support.engines import SERVED, write_served
-from tests.support.rank_files import KIMI, tiktoken_encoding, write_tiktoken
+from tests.support.engine.shared_settings import SERVED, write_served
+from tests.support.serving.http_client import CHAT, COMPLETIONS, ask, stream
+from tests.support.text.constraints import PERSON
+from tests.support.text.rank_files import KIMI, tiktoken_encoding, write_tiktoken
 
 NUM_MERGES = 200
 TEMPLATE = "{% for m in messages %}<|im_end|>{{ m.role }}: {{ m.content }}{% endfor %}<|im_end|>assistant: "

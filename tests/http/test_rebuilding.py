@@ -17,9 +17,9 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.responses import streaming
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.counting import CARD
-from tests.support.losing import LosingExecutor
-from tests.support.serving import running
+from tests.support.devices.counting_executor import CARD
+from tests.support.devices.lost_hosts import LosingExecutor
+from tests.support.serving.http_server import running
 
 DEADLINE_S = 60.0
 BODY = {"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True}

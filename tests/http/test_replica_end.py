@@ -19,8 +19,8 @@ from rayserve_moe.serving.app import end_after_failure
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.counting import CARD, CountingExecutor
-from tests.support.serving import running
+from tests.support.devices.counting_executor import CARD, CountingExecutor
+from tests.support.serving.http_server import running
 
 NUM_STREAMS = NUM_PLAIN = 4
 DEADLINE_S = 60.0

@@ -17,9 +17,19 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.rollouts.alignment import decode_answer
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.responses import answering
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, prompt_fields, stream, wait_until
 from tests.http.conftest import served
-from tests.support.engines import SERVED
+from tests.support.engine.shared_settings import SERVED
+from tests.support.serving.dialects import DIALECTS as GENERATION
+from tests.support.serving.dialects import Prompt
+from tests.support.serving.http_client import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    TOKENS,
+    ask,
+    stream,
+    wait_until,
+)
 
 PATHS = [COMPLETIONS, GENERATE, TOKENS]
 DIALECTS = ["sglang", "nested", "npy", "packed"]
@@ -28,14 +38,11 @@ NUM_NEW = 6
 RETURNED = {"return_routed_experts": True}
 
 
-@pytest.fixture
-def layout(engine):
-    return engine.loop.card.routing
-
-
 def asked(path, *, max_tokens=NUM_NEW, start=0, sampling=None, **fields):
     """A greedy request for the routing of `PROMPT` and its answer."""
-    body = {**prompt_fields(path, PROMPT, max_tokens=max_tokens, **(sampling or {})), **RETURNED, **fields}
+    (dialect,) = (dialect for dialect in GENERATION if dialect.path == path)
+    body = dialect.body(Prompt("", PROMPT), max_tokens=max_tokens, **{"ignore_eos": True, **(sampling or {})})
+    body |= {**RETURNED, **fields}
     if path == TOKENS:
         body["sampling_params"]["routed_experts_prompt_start"] = start
     elif start:
@@ -71,8 +78,10 @@ def test_routing_goes_where_clients_of_the_dialect_look(http, dialect):
     else:
         assert choice["routed_experts"] and choice["routed_experts_info"]["start"] == 3 and "meta_info" not in choice
     assert ("prompt_routed_experts" in answer) == (dialect == "nested")
-    native = ask(http, GENERATE, **asked(GENERATE, routed_experts_format=dialect))["meta_info"]
-    assert native["routed_experts"] and native["routed_experts_info"] and native["routed_experts_start_len"] == 0
+    native = ask(http, GENERATE, **asked(GENERATE, start=3, routed_experts_format=dialect))["meta_info"]
+    assert (
+        native["routed_experts"] and native["routed_experts_info"]["start"] == 3 == native["routed_experts_start_len"]
+    )
 
 
 def test_the_description_is_the_same_in_every_dialect(http):
@@ -181,7 +190,7 @@ def test_a_container_holds_the_answer_and_its_raw_rows(http, layout, path, media
 
 @pytest.mark.parametrize("path", [GENERATE, TOKENS])
 def test_a_container_holds_the_rows_of_a_prompt_once(http, layout, path):
-    body = asked(path, sampling={"n": 3, "temperature": 1, "seed" if path == TOKENS else "sampling_seed": 5})
+    body = asked(path, sampling={"n": 3, "temperature": 1, "seed": 5})
     content = http.post(path, json=body, headers={"Accept": ROLLOUT_MEDIA_TYPE}).content
     routings = [decode_answer(content, layout, choice=index) for index in range(3)]
     assert [routing.start for routing in routings] == [0, len(PROMPT), len(PROMPT)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.http.asking import GENERATE, ask
-from tests.http.test_bad_inputs import check_error
+from tests.support.serving.http_client import GENERATE, ask, check_error
 
 SCORE = "/v1/score"
 QUERY, ITEMS, LABELS = [40, 41, 42], [[50], [60, 61], [50, 7]], [300, 7, 9]

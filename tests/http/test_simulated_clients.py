@@ -9,7 +9,7 @@ import pytest
 from benchmarks.simulation.calibrate import calibrate
 from benchmarks.simulation.client import play, stream
 from benchmarks.simulation.workloads import Conversation, Turn
-from tests.support.checkpoints import PAGE_SIZE
+from tests.support.models.core import PAGE_SIZE
 
 
 def test_conversations_go_on_from_their_answers(url, engine):

@@ -17,7 +17,7 @@ from starlette.responses import StreamingResponse
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.errors import install_error_handlers
 from rayserve_moe.serving.middleware.edge_guard import guard_edge
-from tests.support.serving import running
+from tests.support.serving.http_server import running
 
 BODY_TIMEOUT_S = 1.5
 DEADLINE_S = 60.0

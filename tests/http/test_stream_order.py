@@ -10,11 +10,12 @@ import re
 
 import pytest
 
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, stream
-from tests.http.test_messages_and_responses import ANTHROPIC, MESSAGES, RESPONSES, typed_events
+from tests.http.test_messages_and_responses import ANTHROPIC
 from tests.http.test_messages_and_responses import ASKED as RESPONSE
 from tests.http.test_tools import ASKED, on
-from tests.support.scripted import SCRIPTS
+from tests.support.models.scripted import SCRIPTS
+from tests.support.serving.dialects import typed_events
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, TOKENS, stream
 
 USAGE = {"stream_options": {"include_usage": True}}
 GREEDY = {"temperature": 0, "ignore_eos": True}

@@ -10,9 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, MODEL, TOKENS, ask, stream
-from tests.http.test_bad_inputs import check_error
-from tests.support.constraints import PERSON, synthetic_tokenizer
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, MODEL, TOKENS, ask, check_error, stream
+from tests.support.text.constraints import PERSON, synthetic_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PROMPT = [7, 8, 9]
@@ -84,15 +83,6 @@ def test_tags_are_closed_once_they_are_opened(http):
     for text, _ in texts(http, GENERATE, {**fields, "max_new_tokens": 40, "temperature": 0}):
         whole = text[: text.rindex("a")] if "a" in text else text
         assert "a" in text and re.fullmatch("([^a]|a[12]z)*", whole, re.DOTALL)
-
-
-def test_a_streamed_answer_is_the_plain_one(http):
-    body = {"messages": MESSAGES, "response_format": FORMAT, **SEEDED}
-    whole = ask(http, CHAT, **body)["choices"][0]["message"]["content"]
-    deltas = [
-        choice["delta"].get("content") or "" for event in stream(http, CHAT, **body) for choice in event["choices"]
-    ]
-    assert "".join(deltas) == whole
 
 
 def test_the_openai_package_parses_what_it_asks_for(url):

@@ -12,20 +12,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
-from tests.http.asking import GENERATE, ask, wait_until
 from tests.http.conftest import assert_idle, served
 from tests.http.test_control import NUM_WANTED, PROMPT, native, running
 from tests.http.test_weight_routes import CONTINUE, PAUSE, UPDATE
-from tests.support.engines import write_served
+from tests.support.serving.http_client import GENERATE, ask, wait_until
 
+pytestmark = pytest.mark.usefixtures("first_weights_afterwards")
 PATH = "/update_weights_from_tensor"
 SAFETENSORS = {"content-type": "application/vnd.safetensors"}
 GATE, TABLE = "model.layers.2.mlp.gate.weight", "model.embed_tokens.weight"
-
-
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory):
-    return write_served(tmp_path_factory.mktemp("checkpoints") / "other", seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +31,6 @@ def tensors(checkpoint):
 @pytest.fixture(scope="module")
 def others(other_checkpoint):
     return load_file(other_checkpoint / "model.safetensors")
-
-
-@pytest.fixture(autouse=True)
-def first_weights_afterwards(http, checkpoint):
-    yield
-    ask(http, CONTINUE)
-    ask(http, UPDATE, model_path=str(checkpoint), weight_version="0")
 
 
 def bucket(tensors, **keywords):
@@ -178,11 +166,11 @@ def wrong_bodies(tensors):
         "misshapen": (bucket({GATE: gate[:, :-1]}), f"tensor {GATE} is "),
         "mistyped": (bucket({GATE: gate.astype(np.int32)}), f"tensor {GATE} has dtype I32"),
         "not finite": (bucket({GATE: np.full_like(gate, np.inf)}), "holds values that are not finite"),
-        "flipped": (whole[:-1] + bytes([whole[-1] ^ 1]), "does not have the crc32"),
+        "flipped": (whole[:-1] + bytes([whole[-1] ^ 1]), "does not match the crc32"),
         "truncated": (whole[:-100], "truncated"),
         "outside": (
             bucket({GATE: (gate[0, :1], np.array([gate.size], np.uint32))}, base_version="0"),
-            "places outside",
+            "positions outside",
         ),
         "no safetensors": (b"PK" * 100, "the bucket: "),
     }

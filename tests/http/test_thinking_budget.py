@@ -6,10 +6,9 @@ import httpx
 import pytest
 
 from rayserve_moe import Engine
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, stream
 from tests.http.conftest import served
-from tests.http.test_bad_inputs import check_error
-from tests.support.scripted import MODEL, SCRIPTS
+from tests.support.models.scripted import MODEL, SCRIPTS
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, check_error, stream
 
 USER = [{"role": "user", "content": "hi"}]
 ASKED = {"model": MODEL, "messages": USER, "temperature": 0, "max_tokens": 30}

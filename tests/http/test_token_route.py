@@ -5,19 +5,12 @@ from __future__ import annotations
 import base64
 
 import numpy as np
-import pytest
 
 from rayserve_moe.rollouts.alignment import decode_answer
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, stream
-from tests.http.test_bad_inputs import check_error
+from tests.support.serving.http_client import TOKENS, ask, check_error, stream
 
 PROMPT = [*range(20, 40)]
 SAMPLING = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture
-def layout(engine):
-    return engine.loop.card.routing
 
 
 def test_the_answer_has_the_bytes_that_clients_search_for(http, layout):
@@ -34,17 +27,6 @@ def test_the_answer_has_the_bytes_that_clients_search_for(http, layout):
     np.testing.assert_array_equal(ids[:, list(layout.layer_ids)], decode_answer(answer.json(), layout).rows)
     assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 5
     assert answer.json()["usage"]["completion_tokens"] == 5 and answer.json()["request_id"]
-
-
-def test_it_answers_what_the_native_route_answers(http, layout):
-    native = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True, "n": 2}
-    theirs = ask(http, GENERATE, input_ids=PROMPT, sampling_params=native, return_routed_experts=True)
-    ours = ask(http, TOKENS, token_ids=PROMPT, sampling_params={**SAMPLING, "n": 2})
-    for index, answer in enumerate(theirs):
-        assert ours["choices"][index]["token_ids"] == answer["output_ids"]
-        np.testing.assert_array_equal(
-            decode_answer(ours, layout, choice=index).rows, decode_answer(answer, layout).rows
-        )
 
 
 def test_routing_can_be_switched_off_and_widened(http, layout):
@@ -64,66 +46,12 @@ def test_a_server_that_captures_nothing_answers_without_routing(small_http):
         assert "enable_return_routed_experts" in check_error(small_http.post(TOKENS, json=body), 400)["message"]
 
 
-def test_a_stream_brings_new_tokens_and_adds_up(http):
-    sampling = {**SAMPLING, "max_tokens": 30, "n": 2, "logprobs": 2, "prompt_logprobs": 1}
-    whole = ask(http, TOKENS, token_ids=PROMPT, sampling_params=sampling)
-    events = stream(http, TOKENS, token_ids=PROMPT, sampling_params=sampling, stream_options={"include_usage": True})
-    assert {event["request_id"] for event in events} == {events[0]["request_id"]}
-    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 60
-    ids, tokens, ends = [[], []], [[], []], []
-    for event in events[:-1]:
-        (choice,) = event["choices"]
-        ids[choice["index"]] += choice["token_ids"]
-        tokens[choice["index"]] += [entry["token"] for entry in choice["logprobs"]["content"]]
-        if choice["finish_reason"]:
-            ends.append(choice["index"])
-            assert len(event["prompt_logprobs"]) == len(PROMPT)
-    assert ids == [choice["token_ids"] for choice in whole["choices"]] and sorted(ends) == [0, 1]
-    assert tokens == [[entry["token"] for entry in choice["logprobs"]["content"]] for choice in whole["choices"]]
-
-
-@pytest.mark.parametrize("path", [TOKENS, COMPLETIONS, CHAT])
-@pytest.mark.parametrize("continuous", [False, True])
-def test_every_event_counts_tokens_where_that_is_asked_for(http, path, continuous):
-    body = {
-        TOKENS: {"token_ids": PROMPT, "sampling_params": {**SAMPLING, "n": 2}},
-        COMPLETIONS: {"prompt": PROMPT, "n": 2, **SAMPLING},
-        CHAT: {"messages": [{"role": "user", "content": "x"}], "n": 2, **SAMPLING},
-    }[path]
-    options = {"include_usage": True, "continuous_usage_stats": continuous}
-    *events, last = stream(http, path, **body, stream_options=options)
-    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 10
-    if not continuous:
-        assert all(event.get("usage") is None for event in events)
-        return
-    counted = {}
-    for event in events:
-        (choice,) = event["choices"]
-        usage, before = event["usage"], counted.get(choice["index"], 0)
-        assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
-        assert usage["completion_tokens"] >= before
-        counted[choice["index"]] = usage["completion_tokens"]
-    assert counted == {0: 5, 1: 5}
-
-
-def test_a_stop_id_ends_the_tokens(http):
-    first = ask(http, TOKENS, token_ids=PROMPT, sampling_params=SAMPLING)["choices"][0]["token_ids"][2]
-    sampling = {**SAMPLING, "stop_token_ids": [first], "skip_special_tokens": False}
-    (choice,) = ask(http, TOKENS, token_ids=PROMPT, sampling_params=sampling)["choices"]
-    assert choice["finish_reason"] == "stop" and choice["token_ids"][-1] == first
-
-
-def test_only_requests_of_one_salt_share_prefixes(http):
-    def cached(salt):
-        answer = ask(http, TOKENS, token_ids=[*range(200, 240)], sampling_params=SAMPLING, cache_salt=salt)
-        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-    assert [cached("one"), cached("two"), cached("one")] == [0, 0, 32]
-
-
-def test_two_requests_of_one_id_cannot_run(http, unhurried):
-    body = {"token_ids": PROMPT, "sampling_params": {**SAMPLING, "max_tokens": 400}, "request_id": "mine"}
-    with http.stream("POST", TOKENS, json={**body, "stream": True}) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        assert check_error(http.post(TOKENS, json=body), 400)["param"] == "request_id"
+def test_events_name_their_request_and_score_the_prompt_at_each_end(http):
+    sampling = {**SAMPLING, "n": 2, "logprobs": 2, "prompt_logprobs": 1}
+    events = stream(http, TOKENS, token_ids=PROMPT, sampling_params=sampling)
+    assert len({event["request_id"] for event in events}) == 1
+    ends = [event for event in events if event["choices"][0]["finish_reason"]]
+    assert [len(event["prompt_logprobs"]) for event in ends] == [len(PROMPT)] * 2
+    for (choice,) in (event["choices"] for event in events):
+        names = [entry["token"] for entry in choice["logprobs"]["content"]]
+        assert names == [f"token_id:{token_id}" for token_id in choice["token_ids"]]

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe import extract_routed_experts_from_meta_info
-from tests.http.asking import CHAT, ask, stream
 from tests.http.conftest import served
-from tests.http.test_bad_inputs import check_error
-from tests.support.scripted import MODEL, SCRIPTS
+from tests.support.models.scripted import MODEL, SCRIPTS
+from tests.support.serving.http_client import CHAT, ask, check_error, stream
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}

@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe.serving.middleware.ignored_fields import HEADER
-from tests.http.asking import GENERATE, TOKENS, ask
 from tests.http.conftest import assert_idle
-from tests.http.test_bad_inputs import check_error
 from tests.http.test_control import PROMPT, check_partial, native, running, tokens
-from tests.http.test_weight_routes import SHORT, other_checkpoint
-
-__all__ = ["other_checkpoint"]
+from tests.http.test_weight_routes import SHORT
+from tests.support.serving.http_client import GENERATE, TOKENS, ask, check_error
 
 WARM = {"input_ids": [*range(100, 140)], "sampling_params": {"max_new_tokens": 1}}
 FLUSH, RESET = "/flush_cache", "/reset_prefix_cache"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.http.asking import GENERATE, ask, wait_until
 from tests.http.test_control import NUM_WANTED, native, running
 from tests.http.test_trainer_control import going_on
-from tests.http.test_weight_routes import SHORT, other_checkpoint
+from tests.http.test_weight_routes import SHORT
 from tests.http.trainer_flows import CHECKPOINT, FLOWS
+from tests.support.serving.http_client import GENERATE, ask, wait_until
 
-__all__ = ["going_on", "other_checkpoint"]
+__all__ = ["going_on"]
 
 ENDS = {"slime", "AReaL by SGLang", "AReaL by vLLM", "verl", "NeMo-RL"}
 """Trainers whose requests end what runs; with the others it goes on."""

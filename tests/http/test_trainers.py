@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.serving.middleware.ignored_fields import HEADER
-from tests.http.asking import CHAT, GENERATE, ask
-from tests.http.test_bad_inputs import check_error
 from tests.http.trainer_requests import COMPUTED, REFUSED
+from tests.support.serving.http_client import CHAT, GENERATE, ask, check_error
 
 
 def check_rows(meta, layout, num_tokens):

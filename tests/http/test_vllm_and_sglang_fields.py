@@ -7,11 +7,26 @@ from functools import partial
 
 import pytest
 
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, stream
-from tests.http.test_bad_inputs import check_error
-from tests.support.logprobs import assert_same_logprobs
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, check_error, stream
 
 GREEDY = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+LOGPROB_BOUND = 5e-6
+"""By XLA in float32, which sums a row in another order in a program of another number of rows. docs/speculation.md
+states 1e-6 and, as the largest exception, 4.5e-6. Native kernels change no bit: compare those with `==`."""
+
+
+def assert_same_logprobs(actual, expected):
+    """Assert that nested lists of [log-prob, token id, text] agree: log-probs to LOGPROB_BOUND, all else exactly."""
+    if isinstance(expected, list):
+        assert isinstance(actual, list) and len(actual) == len(expected), f"{actual} against {expected}"
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_logprobs(one, other)
+    elif isinstance(expected, float):
+        assert isinstance(actual, float) and actual == pytest.approx(expected, rel=0, abs=LOGPROB_BOUND)
+    else:
+        assert actual == expected
 
 
 @pytest.fixture

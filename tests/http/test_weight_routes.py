@@ -10,27 +10,15 @@ from queue import SimpleQueue
 import pytest
 
 from rayserve_moe.rollouts.alignment import decode_answer
-from tests.http.asking import COMPLETIONS, GENERATE, ask, events_of, wait_until
 from tests.http.conftest import assert_idle
 from tests.http.test_control import ENDLESS, NUM_WANTED, PROMPT, native, running
-from tests.support import steps
-from tests.support.broken_weights import WAYS, broken_copy
-from tests.support.engines import write_served
+from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
+from tests.support.engine import step_gate
+from tests.support.serving.http_client import COMPLETIONS, GENERATE, ask, events_of, wait_until
 
+pytestmark = pytest.mark.usefixtures("first_weights_afterwards")
 UPDATE, PAUSE, CONTINUE = "/update_weights_from_disk", "/pause_generation", "/continue_generation"
 SHORT = {"input_ids": PROMPT, "sampling_params": {**ENDLESS, "max_new_tokens": 6}, "return_logprob": True}
-
-
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory):
-    return write_served(tmp_path_factory.mktemp("checkpoints") / "other", seed=1)
-
-
-@pytest.fixture(autouse=True)
-def first_weights_afterwards(http, checkpoint):
-    yield
-    ask(http, CONTINUE)
-    ask(http, UPDATE, model_path=str(checkpoint), weight_version="0")
 
 
 @contextmanager
@@ -108,10 +96,10 @@ def test_streams_go_on_under_other_weights(http, engine, other_checkpoint):
             arrived.put(event["meta_info"]["weight_version"])
 
     with asking(read) as end:
-        with steps.unhurried(engine.loop):
-            told = [arrived.get(timeout=steps.WITHIN_S)]
+        with step_gate.unhurried(engine.loop):
+            told = [arrived.get(timeout=step_gate.WITHIN_S)]
             ask(http, UPDATE, model_path=str(other_checkpoint), weight_version="new")
-        end.result(steps.WITHIN_S)
+        end.result(step_gate.WITHIN_S)
     told += [arrived.get() for _ in range(arrived.qsize())]
     assert (told[0], told[-1]) == ("0", "new") and told == sorted(told)
     assert len(ask(http, COMPLETIONS, prompt=PROMPT, max_tokens=3)["choices"]) == 1

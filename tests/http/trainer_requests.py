@@ -14,7 +14,7 @@ Read at these commits:
 
 from __future__ import annotations
 
-from tests.http.asking import CHAT, COMPLETIONS, GENERATE, MODEL, TOKENS
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, MODEL, TOKENS
 
 _IDS = [*range(20, 40)]
 _SLIME = {

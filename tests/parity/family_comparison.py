@@ -13,7 +13,7 @@ from rayserve_moe.model.spec import ModelSpec, RouterSpec
 from tests.parity.family_reference import FamilyReference
 from tests.parity.ling_reference import LingReference
 from tests.parity.scored import Scored
-from tests.support.logits import prompt_logits_of
+from tests.support.models.full_logits import prompt_logits_of
 
 NUM_NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 6, 30, 47)

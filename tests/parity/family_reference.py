@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from rayserve_moe.checkpoints.synthetic import write_tokenizer
 from tests.parity.ling_reference import LingReference
 from tests.parity.scored import Scored
-from tests.support.family_cases import FamilyCase
+from tests.support.models.families import FamilyCase
 
 _ROUTERS = ("TopKRouter", "TopkRouter", "MoEV1Gate")
 

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from rayserve_moe.checkpoints.synthetic import write_tokenizer
 from tests.parity.scored import Scored
-from tests.support.family_cases import FamilyCase
+from tests.support.models.families import FamilyCase
 
 
 class LingReference:

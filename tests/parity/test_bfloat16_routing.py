@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.native import need_native_kernels
+from tests.support.kernels.native_kernels import need_native_kernels
 
 routing = pytest.importorskip("benchmarks.bfloat16_routing", reason="the live comparison needs torch: `make parity`")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rayserve_moe import Engine
-from tests.support.family_cases import FAMILY_CASES, FamilyCase
+from tests.support.models.families import FAMILY_CASES, FamilyCase
 
 comparison = pytest.importorskip("tests.parity.family_comparison", reason="the live comparison needs torch")
 live = pytest.importorskip("tests.parity.family_reference", reason="the live comparison needs torch: `make parity`")

@@ -13,11 +13,11 @@ import pytest
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.layers.latent import LatentAttention
 from rayserve_moe.model.spec import ModelSpec
-from tests.support.checkpoints import NUM_PAGES
-from tests.support.family_cases import FAMILY_CASES, FamilyCase
-from tests.support.logits import prompt_logits_of
-from tests.support.runners import new_runner
-from tests.support.specs import with_attention
+from tests.support.engine.host_runners import new_runner
+from tests.support.models.attention_specs import with_attention
+from tests.support.models.core import NUM_PAGES
+from tests.support.models.families import FAMILY_CASES, FamilyCase
+from tests.support.models.full_logits import prompt_logits_of
 
 live = pytest.importorskip("tests.parity.family_reference", reason="transformers writes checkpoints with torch")
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity import comparison
 from tests.parity.cases import CASES, NUM_NEW_TOKENS, PROMPT_LENGTHS, Golden, load_golden, prompts_of, sha256_of_weights
-from tests.support.logits import prompt_logits_of
+from tests.support.models.full_logits import prompt_logits_of
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rayserve_moe.checkpoints.files import open_checkpoint
-from tests.support.quantizing import FORMATS
+from tests.support.checkpoints.quantized_tensors import FORMATS
 
 torch = pytest.importorskip("torch", reason="the live comparison needs torch: `make parity`")
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")

@@ -12,14 +12,14 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.kernels.table import CPU_NATIVE
-from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
-from tests.support.drive import Way, run_alone
-from tests.support.engine_store import EngineStore
-from tests.support.engines import CORE, ONE_BUCKET
-from tests.support.native import IdleReference
-from tests.support.outcomes import Outcomes
-from tests.support.router_reference import RouterReference
-from tests.support.workload import mixed_workload
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.outputs import Outcomes
+from tests.support.engine.run_requests import Way, run_alone
+from tests.support.engine.shared_settings import CORE, ONE_BUCKET
+from tests.support.engine.workload import mixed_workload
+from tests.support.kernels.native_kernels import IdleReference
+from tests.support.models.core import NUM_PAGES, PAGE_SIZE
+from tests.support.routing.router_reference import RouterReference
 
 SHOWN: dict[str, Any] = {"enable_return_hidden_states": True, "logit_processors": "examples.logit_processors"}
 ON_TWO_RANKS = Way(step_tokens=64, chunk_tokens=64)

@@ -10,11 +10,11 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.requests.columns import as_array
 from tests.pipelines.conftest import ON_TWO_RANKS
-from tests.support.asking import ENDING, adjusted_requests, logprobs_by_definition
-from tests.support.drive import Way, preempt_every, run_alone, run_together
-from tests.support.logits import prompt_logits_of
-from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same
-from tests.support.workload import mixed_workload
+from tests.support.engine.outputs import LOGPROB_TOLERANCE, Outcomes, assert_all_same
+from tests.support.engine.run_requests import Way, preempt_every, run_alone, run_together
+from tests.support.engine.sampling_reference import ENDING, adjusted_requests, logprobs_by_definition
+from tests.support.engine.workload import mixed_workload
+from tests.support.models.full_logits import prompt_logits_of
 
 WAYS = {
     "company": Way(),

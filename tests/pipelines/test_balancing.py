@@ -14,8 +14,8 @@ from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.engine.eplb.control import BalancingView
-from tests.support.balancing import EPLB_SETTINGS, SKEWED_CONFIG, SPREAD_SETTINGS
-from tests.support.workload import draw_prompt
+from tests.support.engine.workload import draw_prompt
+from tests.support.experts.eplb_proposals import EPLB_SETTINGS, SKEWED_CONFIG, SPREAD_SETTINGS
 
 WITHIN_S = 600.0
 ASKED = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe import Engine
-from tests.support.drive import run_alone
-from tests.support.engine_store import EngineStore
-from tests.support.outcomes import Outcome, Outcomes, assert_same, outcome_of_answer
-from tests.support.workload import engine_arguments, mixed_workload, request_for
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.outputs import Outcome, Outcomes, assert_same, outcome_of_answer
+from tests.support.engine.run_requests import run_alone
+from tests.support.engine.workload import engine_arguments, mixed_workload, request_for
 
 NUM_NEW = 12
 PADDED = {

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rayserve_moe import Engine
 from rayserve_moe.engine.control import WeightOrder
 from tests.pipelines.test_weight_updates import CHANGING
-from tests.support.broken_weights import FILE, write_header
-from tests.support.engine_store import EngineStore
-from tests.support.engines import ONE_BUCKET
+from tests.support.checkpoints.broken_checkpoints import FILE, write_header
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.shared_settings import ONE_BUCKET
 
 WITHIN_S = 60.0
 NASTY = (

@@ -16,9 +16,9 @@ from rayserve_moe.requests.builder import build_request
 from rayserve_moe.requests.fields import SGLANG
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.requests.results import ChoiceResult
-from tests.support.engine_store import EngineStore
-from tests.support.engines import ONE_BUCKET
-from tests.support.outcomes import Outcome, assert_same
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.outputs import Outcome, assert_same
+from tests.support.engine.shared_settings import ONE_BUCKET
 
 PROMPT = np.arange(3, 24, dtype=np.int32)
 SEEDED = {"sampling_seed": 7, "max_new_tokens": 9, "ignore_eos": True}

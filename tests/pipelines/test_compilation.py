@@ -7,8 +7,8 @@ import numpy as np
 from rayserve_moe import Engine
 from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, SamplingParams
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.workload import draw_prompt
+from tests.support.engine.workload import draw_prompt
+from tests.support.models.core import CORE_CONFIG
 
 NUM_REQUESTS = 200
 COMMON = draw_prompt(np.random.default_rng(1), 200)

@@ -14,11 +14,11 @@ import pytest
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.model.layers.moe import slot_specs
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.drive import run_together
-from tests.support.outcomes import Outcomes
-from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
-from tests.support.workload import draw_prompt, request_for
+from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
+from tests.support.engine.outputs import Outcomes
+from tests.support.engine.run_requests import run_together
+from tests.support.engine.workload import draw_prompt, request_for
+from tests.support.models.core import CORE_CONFIG
 
 pytestmark = pytest.mark.slow  # slots take no other path through the backends, whose tests choose them each way
 

@@ -28,14 +28,15 @@ from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import AWAITED, StepPlan, StepResult
 from tests.pipelines.test_migration import heading_elsewhere
-from tests.support.checkpoints import NUM_PAGES, PAGE_SIZE
-from tests.support.draft_models import AUX_KEY, ENTERED, with_prediction_layer, write_eagle_head
-from tests.support.draft_reference import DraftReference
-from tests.support.drive import PreparedExecutor, Way, preempt_every, run_together
-from tests.support.engine_store import EngineStore
-from tests.support.engines import MOVING
-from tests.support.outcomes import assert_same
-from tests.support.speculating import (
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.outputs import assert_same
+from tests.support.engine.run_requests import PreparedExecutor, Way, preempt_every, run_together
+from tests.support.engine.shared_settings import MOVING
+from tests.support.engine.workload import request_for
+from tests.support.models.core import NUM_PAGES, PAGE_SIZE
+from tests.support.speculation.draft_checkpoints import AUX_KEY, ENTERED, with_prediction_layer, write_eagle_head
+from tests.support.speculation.draft_reference import DraftReference
+from tests.support.speculation.random_requests import (
     DRAFTS,
     PLAIN,
     SPECULATES,
@@ -45,7 +46,6 @@ from tests.support.speculating import (
     random_requests,
     settle_placement,
 )
-from tests.support.workload import request_for
 
 HEADS: dict[str, dict[str, Any]] = {
     "EAGLE3 of some words": {"algorithm": "EAGLE3", "num_words": 100},

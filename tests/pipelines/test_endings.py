@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from rayserve_moe import Engine, extract_routed_experts_from_meta_info
-from tests.support.drive import run_alone
-from tests.support.outcomes import Outcomes, assert_same, outcome_of_answer
-from tests.support.workload import engine_arguments, mixed_workload, request_for
+from tests.support.engine.outputs import Outcomes, assert_same, outcome_of_answer
+from tests.support.engine.run_requests import run_alone
+from tests.support.engine.workload import engine_arguments, mixed_workload, request_for
 
 PROMPT = list(range(30, 60))
 NUM_NEW = 24

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.support.compiling import flags_of_children
-from tests.support.ports import free_port
+from tests.support.cluster.ports import free_port
+from tests.support.session.xla_flags import flags_of_children
 
 NUM_PROCESSES = 2
 

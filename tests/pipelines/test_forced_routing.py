@@ -10,10 +10,10 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.requests.records import GenerationRequest
 from tests.pipelines.conftest import ON_TWO_RANKS
-from tests.support.asking import forcing, other_rows
-from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same, assert_same_prompt
-from tests.support.workload import draw_prompt, mixed_workload, request_for
+from tests.support.engine.outputs import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same, assert_same_prompt
+from tests.support.engine.run_requests import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engine.sampling_reference import forcing, other_rows
+from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
 
 WAYS = {
     "company": Way(),

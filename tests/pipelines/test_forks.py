@@ -9,10 +9,18 @@ from rayserve_moe import Engine
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.requests.records import GenerationRequest
 from tests.pipelines.conftest import ON_TWO_RANKS
-from tests.support.checkpoints import PAGE_SIZE
-from tests.support.drive import Intervention, Way, cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.outcomes import Outcomes, assert_all_same
-from tests.support.workload import draw_prompt, request_for
+from tests.support.engine.outputs import Outcomes, assert_all_same
+from tests.support.engine.run_requests import (
+    Intervention,
+    Way,
+    cycle_for,
+    preempt_every,
+    run_alone,
+    run_on,
+    run_together,
+)
+from tests.support.engine.workload import draw_prompt, request_for
+from tests.support.models.core import PAGE_SIZE
 
 NUM_CHOICES = 8
 SAMPLINGS = ({}, {"temperature": 1.0, "seed": 21, "repetition_penalty": 1.2, "frequency_penalty": 0.3})

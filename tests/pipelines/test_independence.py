@@ -8,11 +8,11 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.cycle import StepCycle
-from tests.support.drive import Way, preempt_every, run_together, without_routing
-from tests.support.engine_store import EngineStore
-from tests.support.engines import ONE_BUCKET
-from tests.support.outcomes import Outcomes, assert_all_same, assert_same, outcome_of_answer
-from tests.support.workload import engine_arguments, mixed_workload
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.outputs import Outcomes, assert_all_same, assert_same, outcome_of_answer
+from tests.support.engine.run_requests import Way, preempt_every, run_together, without_routing
+from tests.support.engine.shared_settings import ONE_BUCKET
+from tests.support.engine.workload import engine_arguments, mixed_workload
 
 WAYS = {
     "company": Way(),

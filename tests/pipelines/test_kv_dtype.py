@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from rayserve_moe.execution.runner import HostRunner
-from tests.support.drive import Way, run_alone, run_together
-from tests.support.outcomes import Outcomes, assert_all_same
-from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
-from tests.support.workload import mixed_workload
+from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
+from tests.support.engine.outputs import Outcomes, assert_all_same
+from tests.support.engine.run_requests import Way, run_alone, run_together
+from tests.support.engine.workload import mixed_workload
 
 
 def runner_with(path: Path, kv_cache_dtype: str) -> HostRunner:

@@ -15,10 +15,10 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.execution.programs import compiled
-from tests.support.checkpoints import NATIVE_CORE_CONFIG
-from tests.support.native import need_native_kernels
-from tests.support.runners import new_runner
-from tests.support.workload import draw_prompt
+from tests.support.engine.host_runners import new_runner
+from tests.support.engine.workload import draw_prompt
+from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.models.core import NATIVE_CORE_CONFIG
 
 ASKED = {"return_logprob": True, "return_routed_experts": True, "max_new_tokens": 12, "ignore_eos": True}
 NUM_PROMPTS = 5

@@ -12,13 +12,13 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.requests.records import Constraint, GenerationRequest, RequestError
 from tests.pipelines.conftest import ON_TWO_RANKS, EngineStore
-from tests.support.asking import log_softmax
-from tests.support.constraints import compiler
-from tests.support.drive import Way, preempt_every, run_alone, run_together
-from tests.support.logits import prompt_logits_of
-from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same
-from tests.support.speculating import PLAIN, PROCESSED, SPECULATES
-from tests.support.workload import draw_prompt, request_for
+from tests.support.engine.outputs import LOGPROB_TOLERANCE, Outcomes, assert_all_same
+from tests.support.engine.run_requests import Way, preempt_every, run_alone, run_together
+from tests.support.engine.sampling_reference import log_softmax
+from tests.support.engine.workload import draw_prompt, request_for
+from tests.support.models.full_logits import prompt_logits_of
+from tests.support.speculation.random_requests import PLAIN, PROCESSED, SPECULATES
+from tests.support.text.constraints import compiler
 
 WAYS = {
     "company": PLAIN,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.drive import Way, preempt_every, run_together
-from tests.support.engine_store import EngineStore
-from tests.support.outcomes import Outcomes, assert_all_same
-from tests.support.workload import mixed_workload
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.outputs import Outcomes, assert_all_same
+from tests.support.engine.run_requests import Way, preempt_every, run_together
+from tests.support.engine.workload import mixed_workload
 
 pytestmark = pytest.mark.slow
 

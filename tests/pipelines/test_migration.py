@@ -21,12 +21,12 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.model.layers.moe import slot_specs
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
-from tests.support.drive import run_together
-from tests.support.engines import CORE, MOVING
-from tests.support.outcomes import assert_identical
-from tests.support.placements import random_placement
-from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
-from tests.support.workload import mixed_workload
+from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
+from tests.support.engine.outputs import assert_identical
+from tests.support.engine.run_requests import run_together
+from tests.support.engine.shared_settings import CORE, MOVING
+from tests.support.engine.workload import mixed_workload
+from tests.support.experts.placements import random_placement
 
 NUM_REDUNDANT, REBALANCE_EVERY = 4, 5
 SLOTS_PER_STEP = 1

@@ -14,12 +14,12 @@ from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.model.layers.moe import slot_specs
-from tests.support.drive import Way, run_alone, run_together
-from tests.support.narrow import dequantized, stored_in_blocks
-from tests.support.outcomes import Outcomes, assert_all_same, assert_identical
-from tests.support.placements import random_placement
-from tests.support.runners import TWO_SHAPES, WAY, card_of, new_runner, prepared_runner
-from tests.support.workload import mixed_workload
+from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, new_runner, prepared_runner
+from tests.support.engine.outputs import Outcomes, assert_all_same, assert_identical
+from tests.support.engine.run_requests import Way, run_alone, run_together
+from tests.support.engine.workload import mixed_workload
+from tests.support.experts.placements import random_placement
+from tests.support.experts.quantized_experts import dequantized, stored_in_blocks
 
 MOVING = {"enable_eplb": True, "num_redundant_experts": 4, "eplb_slots_per_step": 1}
 

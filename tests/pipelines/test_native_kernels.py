@@ -15,14 +15,14 @@ from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, Drawn, SyntheticM
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from rayserve_moe.requests.records import GenerationRequest
-from tests.support.checkpoints import NATIVE_CORE_CONFIG, NUM_PAGES, PAGE_SIZE
-from tests.support.drive import Way, preempt_every, run_alone, run_together
-from tests.support.engines import ONE_BUCKET
-from tests.support.logits import prompt_logits_of
-from tests.support.native import need_native_kernels
-from tests.support.outcomes import Outcomes, assert_all_same
-from tests.support.runners import new_runner
-from tests.support.workload import mixed_workload
+from tests.support.engine.host_runners import new_runner
+from tests.support.engine.outputs import Outcomes, assert_all_same
+from tests.support.engine.run_requests import Way, preempt_every, run_alone, run_together
+from tests.support.engine.shared_settings import ONE_BUCKET
+from tests.support.engine.workload import mixed_workload
+from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.models.core import NATIVE_CORE_CONFIG, NUM_PAGES, PAGE_SIZE
+from tests.support.models.full_logits import prompt_logits_of
 
 LONGEST = 64
 STEP = {"step_tokens": 64}

@@ -10,9 +10,9 @@ from rayserve_moe import Engine
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest
-from tests.support.drive import Way, preempt_every, run_together
-from tests.support.outcomes import Outcome, Outcomes, assert_same
-from tests.support.workload import mixed_workload
+from tests.support.engine.outputs import Outcome, Outcomes, assert_same
+from tests.support.engine.run_requests import Way, preempt_every, run_together
+from tests.support.engine.workload import mixed_workload
 
 WAYS = {
     "roomy": Way(),

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.drive import Way, run_together
-from tests.support.outcomes import Outcomes, assert_same, outcome_of_answer
-from tests.support.workload import engine_arguments, mixed_workload, request_for
+from tests.support.engine.outputs import Outcomes, assert_same, outcome_of_answer
+from tests.support.engine.run_requests import Way, run_together
+from tests.support.engine.workload import engine_arguments, mixed_workload, request_for
+from tests.support.models.core import CORE_CONFIG
 
 
 @contextmanager

@@ -10,10 +10,10 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.requests.records import GenerationRequest
-from tests.support.checkpoints import PAGE_SIZE
-from tests.support.drive import Way, cycle_for, preempt_every, run_on
-from tests.support.outcomes import Outcomes, assert_all_same
-from tests.support.workload import draw_prompt, mixed_workload, request_for
+from tests.support.engine.outputs import Outcomes, assert_all_same
+from tests.support.engine.run_requests import Way, cycle_for, preempt_every, run_on
+from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
+from tests.support.models.core import PAGE_SIZE
 
 TIGHT = 32
 """Pages for two long sequences."""

@@ -10,11 +10,11 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.requests.columns import as_array
 from tests.pipelines.conftest import ON_TWO_RANKS
-from tests.support.asking import log_softmax, scoring_requests
-from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.logits import prompt_logits_of
-from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same_prompt
-from tests.support.workload import draw_prompt, mixed_workload, request_for
+from tests.support.engine.outputs import LOGPROB_TOLERANCE, Outcomes, assert_all_same, assert_same_prompt
+from tests.support.engine.run_requests import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engine.sampling_reference import log_softmax, scoring_requests
+from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
+from tests.support.models.full_logits import prompt_logits_of
 
 WAYS = {
     "company": Way(),

@@ -12,9 +12,9 @@ from rayserve_moe.answers.native import routing_fields
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest
-from tests.support.drive import Way, preempt_every, run_alone, run_together
-from tests.support.outcomes import Outcomes, assert_same
-from tests.support.workload import draw_prompt, engine_arguments, mixed_workload, request_for
+from tests.support.engine.outputs import Outcomes, assert_same
+from tests.support.engine.run_requests import Way, preempt_every, run_alone, run_together
+from tests.support.engine.workload import draw_prompt, engine_arguments, mixed_workload, request_for
 
 PROMPT = draw_prompt(np.random.default_rng(1), 40)
 

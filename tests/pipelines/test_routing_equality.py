@@ -16,11 +16,11 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
 from rayserve_moe.requests.results import ChoiceResult
 from tests.pipelines.conftest import ReferenceFactory
-from tests.support.checkpoints import PAGE_SIZE
-from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.outcomes import Outcome, Outcomes
-from tests.support.router_reference import RouterReference, Tally
-from tests.support.workload import draw_prompt, engine_arguments, mixed_workload, request_for
+from tests.support.engine.outputs import Outcome, Outcomes
+from tests.support.engine.run_requests import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engine.workload import draw_prompt, engine_arguments, mixed_workload, request_for
+from tests.support.models.core import PAGE_SIZE
+from tests.support.routing.router_reference import RouterReference, Tally
 
 PROMPT = draw_prompt(np.random.default_rng(31), 75)
 SAMPLED = request_for(PROMPT, temperature=1.0, seed=5, max_new_tokens=40)

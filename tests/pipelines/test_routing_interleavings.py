@@ -17,11 +17,11 @@ from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.pipelines.conftest import ReferenceFactory
-from tests.support.checkpoints import PAGE_SIZE
-from tests.support.drive import Way, choices_of, cycle_for, run_on
-from tests.support.engines import ONE_BUCKET
-from tests.support.router_reference import RouterReference, Tally
-from tests.support.workload import draw_prompt, request_for
+from tests.support.engine.run_requests import Way, choices_of, cycle_for, run_on
+from tests.support.engine.shared_settings import ONE_BUCKET
+from tests.support.engine.workload import draw_prompt, request_for
+from tests.support.models.core import PAGE_SIZE
+from tests.support.routing.router_reference import RouterReference, Tally
 
 ABORTED = FinishReason("abort")
 FEW_PAGES = 16

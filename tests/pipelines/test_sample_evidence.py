@@ -11,10 +11,10 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.requests.records import Constraint, GenerationRequest, RequestError
 from tests.pipelines.conftest import ON_TWO_RANKS
-from tests.support.constraints import compiler
-from tests.support.drive import Way, preempt_every, run_alone, run_together
-from tests.support.outcomes import Outcomes, assert_all_same
-from tests.support.workload import draw_prompt, mixed_workload, request_for
+from tests.support.engine.outputs import Outcomes, assert_all_same
+from tests.support.engine.run_requests import Way, preempt_every, run_alone, run_together
+from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
+from tests.support.text.constraints import compiler
 
 PROMPT = [*range(40, 75)]
 LISTED = [7, 300, 511, 0]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe import Engine
-from tests.support.drive import Way, preempt_every, run_alone, run_together
-from tests.support.outcomes import assert_same
-from tests.support.workload import request_for
+from tests.support.engine.outputs import assert_same
+from tests.support.engine.run_requests import Way, preempt_every, run_alone, run_together
+from tests.support.engine.workload import request_for
 
 PROMPT = list(range(20, 70))
 SAMPLED = {"temperature": 1.0, "max_new_tokens": 30, "seed": 99}

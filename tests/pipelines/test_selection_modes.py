@@ -20,12 +20,12 @@ from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError
-from tests.support.drive import cycle_for, run_on
-from tests.support.engines import ONE_BUCKET
-from tests.support.outcomes import Outcomes, assert_identical
-from tests.support.placements import random_placement
-from tests.support.runners import TWO_SHAPES, WAY, prepared_runner
-from tests.support.workload import mixed_workload
+from tests.support.engine.host_runners import TWO_SHAPES, WAY, prepared_runner
+from tests.support.engine.outputs import Outcomes, assert_identical
+from tests.support.engine.run_requests import cycle_for, run_on
+from tests.support.engine.shared_settings import ONE_BUCKET
+from tests.support.engine.workload import mixed_workload
+from tests.support.experts.placements import random_placement
 
 NUM_REDUNDANT = 4
 TOPK = {"expert_selection": "topk", "enable_return_routed_experts": True}

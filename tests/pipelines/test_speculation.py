@@ -33,15 +33,15 @@ from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.serving.metrics import EngineMetrics
 from tests.pipelines.test_migration import heading_elsewhere
-from tests.support.checkpoints import PAGE_SIZE
-from tests.support.constraints import synthetic_tokenizer
-from tests.support.drive import PreparedExecutor, cycle_for, run_on, run_together, speculation_of
-from tests.support.engine_store import EngineStore
-from tests.support.engines import MOVING
-from tests.support.oracle import Oracle
-from tests.support.outcomes import Outcome
-from tests.support.scheduling import some_reach
-from tests.support.speculating import (
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.outputs import Outcome
+from tests.support.engine.run_requests import PreparedExecutor, cycle_for, run_on, run_together, speculation_of
+from tests.support.engine.schedulers import some_reach
+from tests.support.engine.shared_settings import MOVING
+from tests.support.engine.workload import request_for
+from tests.support.models.core import PAGE_SIZE
+from tests.support.speculation.oracle_proposer import Oracle
+from tests.support.speculation.random_requests import (
     DRAFTS,
     PLAIN,
     SPECULATES,
@@ -53,7 +53,7 @@ from tests.support.speculating import (
     random_requests,
     settle_placement,
 )
-from tests.support.workload import request_for
+from tests.support.text.constraints import synthetic_tokenizer
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from rayserve_moe.engine.speculation.model_drafts import proposer_for
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.engine.speculation.steps import DraftedSteps
 from tests.pipelines import test_weight_updates as updates
-from tests.support.draft_models import write_eagle_head
-from tests.support.engine_store import EngineStore
-from tests.support.engines import ONE_BUCKET
-from tests.support.scheduling import some_reach
-from tests.support.speculating import DRAFTS
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.schedulers import some_reach
+from tests.support.engine.shared_settings import ONE_BUCKET
+from tests.support.speculation.draft_checkpoints import write_eagle_head
+from tests.support.speculation.random_requests import DRAFTS
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,13 @@ from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.sequence import Sequence
-from tests.support.checkpoints import CORE_CONFIG, PAGE_SIZE
-from tests.support.drive import Way, choices_of, cycle_for, run_alone, run_together
-from tests.support.expert_cases import shuffled
-from tests.support.outcomes import Outcomes, assert_all_same
-from tests.support.placements import SIZES, Spread
-from tests.support.runners import TWO_SHAPES, WAY, card_of, new_runner
-from tests.support.workload import draw_prompt, mixed_workload, request_for
+from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, new_runner
+from tests.support.engine.outputs import Outcomes, assert_all_same
+from tests.support.engine.run_requests import Way, choices_of, cycle_for, run_alone, run_together
+from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
+from tests.support.experts.moe_layer import shuffled
+from tests.support.experts.placements import SIZES, Spread
+from tests.support.models.core import CORE_CONFIG, PAGE_SIZE
 
 CONFIG = replace(CORE_CONFIG, num_attention_heads=8)
 """Heads for eight tensor ranks; two KV heads, which most of them share."""
@@ -89,16 +89,13 @@ TWO, FOUR_BY_TWO = SAMPLE[0], SAMPLE[1]
 
 @pytest.mark.parametrize(
     "spread",
-    [pytest.param(FOUR_BY_TWO), *(pytest.param(s, marks=pytest.mark.slow) for s in SAMPLE if s != FOUR_BY_TWO)],
+    [
+        FOUR_BY_TWO,
+        *(pytest.param(s, marks=pytest.mark.slow) for s in dict.fromkeys(SAMPLE + MATRIX) if s != FOUR_BY_TWO),
+    ],
     ids=str,
 )
 def test_the_spread_does_not_show(spreads: Spreads, spread: Spread):
-    assert_all_same(spreads.run(spread, mixed_workload()), spreads.expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", [spread for spread in MATRIX if spread not in SAMPLE], ids=str)
-def test_no_spread_shows(spreads: Spreads, spread: Spread):
     assert_all_same(spreads.run(spread, mixed_workload()), spreads.expected)
 
 

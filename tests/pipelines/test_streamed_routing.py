@@ -14,9 +14,9 @@ from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
 from rayserve_moe.requests.results import ChoiceResult, joined_routing
-from tests.support.drive import Way, choices_of, cycle_for, preempt_every, run_alone
-from tests.support.outcomes import Outcomes
-from tests.support.workload import draw_prompt, mixed_workload, request_for
+from tests.support.engine.outputs import Outcomes
+from tests.support.engine.run_requests import Way, choices_of, cycle_for, preempt_every, run_alone
+from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
 
 WAYS = {
     "company": Way(),

@@ -14,10 +14,10 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.requests.records import Constraint, GenerationRequest, RequestError
 from tests.pipelines.conftest import ON_TWO_RANKS
-from tests.support.constraints import PERSON, compiler, schema_constraint, synthetic_tokenizer
-from tests.support.drive import Way, preempt_every, run_alone, run_together
-from tests.support.outcomes import Outcomes, assert_all_same
-from tests.support.workload import mixed_workload, request_for
+from tests.support.engine.outputs import Outcomes, assert_all_same
+from tests.support.engine.run_requests import Way, preempt_every, run_alone, run_together
+from tests.support.engine.workload import mixed_workload, request_for
+from tests.support.text.constraints import PERSON, compiler, schema_constraint, synthetic_tokenizer
 
 REGEX = "(ab|cd){2,12}"
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 90, "ignore_eos": False}

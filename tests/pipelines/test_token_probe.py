@@ -13,10 +13,10 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.requests.records import GenerationRequest, ListedInPrompt, RequestError
 from tests.pipelines.conftest import ON_TWO_RANKS, EngineStore, ReferenceFactory
-from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.outcomes import LOGPROB_TOLERANCE, STATE_TOLERANCE, Outcomes, assert_all_same
-from tests.support.speculating import PLAIN, SPECULATES, VOCAB_SIZE
-from tests.support.workload import draw_prompt, request_for
+from tests.support.engine.outputs import LOGPROB_TOLERANCE, STATE_TOLERANCE, Outcomes, assert_all_same
+from tests.support.engine.run_requests import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engine.workload import draw_prompt, request_for
+from tests.support.speculation.random_requests import PLAIN, SPECULATES, VOCAB_SIZE
 
 ALONE = replace(PLAIN, constraints=None)
 WAYS = {

@@ -11,9 +11,9 @@ from examples.calculator.problems import MIX, draw
 from rayserve_moe import Engine
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.requests.records import GenerationRequest
-from tests.support.drive import Way, cycle_for, preempt_every, run_on, run_together, speculation_of
-from tests.support.speculating import assert_unchanged
-from tests.support.workload import request_for
+from tests.support.engine.run_requests import Way, cycle_for, preempt_every, run_on, run_together, speculation_of
+from tests.support.engine.workload import request_for
+from tests.support.speculation.random_requests import assert_unchanged
 
 SETTINGS = {
     "max_running_requests": 4,

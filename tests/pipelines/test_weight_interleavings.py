@@ -28,13 +28,13 @@ from rayserve_moe.scheduling.sequence import Sequence
 from tests.pipelines.conftest import ReferenceFactory
 from tests.pipelines.test_routing_interleavings import FEW_PAGES, PROMPTS, STEP_TOKENS
 from tests.pipelines.test_weight_updates import CHANGING
-from tests.support.drive import Way, choices_of, cycle_for
-from tests.support.engine_store import EngineStore
-from tests.support.engines import MOVING, ONE_BUCKET
-from tests.support.placements import random_placement
-from tests.support.scheduling import one, scheduler
-from tests.support.versions import Labelled, VersionedReference
-from tests.support.workload import request_for
+from tests.support.checkpoints.weight_versions import Labelled, VersionedReference
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.run_requests import Way, choices_of, cycle_for
+from tests.support.engine.schedulers import one, scheduler
+from tests.support.engine.shared_settings import MOVING, ONE_BUCKET
+from tests.support.engine.workload import request_for
+from tests.support.experts.placements import random_placement
 
 ABORTED = FinishReason("abort")
 

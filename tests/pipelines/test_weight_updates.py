@@ -16,11 +16,11 @@ import pytest
 
 from rayserve_moe import Engine
 from tests.pipelines.conftest import EngineStore, ReferenceFactory
-from tests.support.engines import MOVING, ONE_BUCKET
-from tests.support.sending import send_weights
-from tests.support.steps import WITHIN_S, held_steps, wait_for_tokens
-from tests.support.versions import Answer, VersionedReference
-from tests.support.workload import draw_prompt
+from tests.support.checkpoints.send_weights import send_weights
+from tests.support.checkpoints.weight_versions import Answer, VersionedReference
+from tests.support.engine.shared_settings import MOVING, ONE_BUCKET
+from tests.support.engine.step_gate import WITHIN_S, held_steps, wait_for_tokens
+from tests.support.engine.workload import draw_prompt
 
 NUM_CLIENTS, NUM_UPDATES = 6, 20
 MODES = (None, "in_place", "retract", "abort")

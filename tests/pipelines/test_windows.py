@@ -23,10 +23,10 @@ from rayserve_moe.model import states
 from rayserve_moe.model.states import layer_pages_of
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.state.paged import PagedState
-from tests.support.drive import Way, cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.outcomes import Outcomes, assert_all_same
-from tests.support.runners import TWO_SHAPES, card_of, prepared_runner
-from tests.support.workload import draw_prompt, mixed_workload, request_for
+from tests.support.engine.host_runners import TWO_SHAPES, card_of, prepared_runner
+from tests.support.engine.outputs import Outcomes, assert_all_same
+from tests.support.engine.run_requests import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
 
 WINDOW, PAGE, NUM_PAGES = 20, 4, 600
 WAY = Way(num_rows=16, step_tokens=32, chunk_tokens=32, page_size=PAGE, num_pages=NUM_PAGES)

@@ -28,8 +28,8 @@ from rayserve_moe.rollouts.alignment import (
     join_turns,
     to_trainer_layout,
 )
-from tests.support.examples import examples
-from tests.support.routing_cases import layouts, random_rows, refusal, routed, routed_with_gaps, same
+from tests.support.routing.routing_arrays import layouts, random_rows, refusal, routed, routed_with_gaps, same
+from tests.support.session.hypothesis_examples import examples
 
 FORMS = ("native", "chat", "sgl_ext", "nested", "npy", "packed", "binary", "binary+zstd")
 
@@ -239,7 +239,7 @@ def test_missing_rows_are_masked_where_the_trainer_can_skip_them(convention, fil
         (Sample([1] * 5, 2, RoutedExperts(GAPPED.rows, 1)), {"convention": "verl"}, "join its turns"),
         (Sample([1] * 5, 2, RoutedExperts(GAPPED.rows[..., :1])), {"convention": "verl"}, "another model"),
         (Sample([1] * 5, 2, GAPPED), {"convention": "verl", "seq_len": 4}, "needs 5 columns"),
-        (Sample([1] * 5, 2, GAPPED), {"convention": "verl", "padding": "middle"}, "one of right"),
+        (Sample([1] * 5, 2, GAPPED), {"convention": "verl", "padding": "middle"}, "must be right"),
     ],
 )
 def test_a_sample_that_does_not_fit_is_refused(sample, options, sentence):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from rayserve_moe.experts.balanced_layer import balanced_expert_selection, capacity_of
-from tests.support.balanced_cases import Case, Shape, cases, make_scores, make_table
-from tests.support.balanced_oracle import oracle_capacity
+from tests.support.experts.balanced_cases import Case, Shape, cases, make_scores, make_table
+from tests.support.experts.balanced_reference import oracle_capacity
 
 FULL = Shape(512, 256, 8, 384, 16)
 RELAXED = settings(

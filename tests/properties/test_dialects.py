@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rayserve_moe.replay.encoding import DIALECTS, decode_forced, encode_nested, encode_packed, routed_experts_info
 from rayserve_moe.replay.encoding.ranges import routing_from, routing_until
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
-from tests.support.examples import examples
-from tests.support.routing_cases import layouts, refusal, routed, routed_with_gaps, same
+from tests.support.routing.routing_arrays import layouts, refusal, routed, routed_with_gaps, same
+from tests.support.session.hypothesis_examples import examples
 
 JSON_DIALECTS = ("sglang", "nested", "npy", "packed", "packed-int16")
 BINARY_DIALECTS = ("binary", "binary+zstd")

@@ -26,7 +26,7 @@ from rayserve_moe.scheduling.step_plan import (
     RowSampling,
     StepPlan,
 )
-from tests.support.rows import state_of_rows
+from tests.support.devices.rank_state import state_of_rows
 
 LONGEST = 96
 PAGE_SIZES = {3: 4, 7: 48}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rayserve_moe.scheduling.pages import PageAllocator
-from tests.support.examples import examples
+from tests.support.session.hypothesis_examples import examples
 
 
 class PagesMachine(RuleBasedStateMachine):

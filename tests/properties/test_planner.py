@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.balancing.planner import first_layout, first_placement, lower_bound, plan
-from tests.support.examples import examples
-from tests.support.planner_cases import (
+from tests.support.experts.eplb_planner import (
     PlannerCase,
     assert_fits,
     even_rank_loads,
@@ -18,6 +17,7 @@ from tests.support.planner_cases import (
     rank_loads,
     same,
 )
+from tests.support.session.hypothesis_examples import examples
 
 SEEDS = st.integers(0, 1 << 30)
 TINY = st.sampled_from([(4, 2, 2), (4, 2, 3), (3, 3, 1), (3, 3, 2), (4, 4, 1), (4, 4, 2), (5, 2, 3), (4, 3, 2)])

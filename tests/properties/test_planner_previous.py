@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, lowered_redundancy
 from rayserve_moe.balancing.planner import lower_bound, plan
-from tests.support.examples import examples
-from tests.support.planner_cases import KINDS, assert_fits, incoming, planner_cases, random_load, rank_loads, same
+from tests.support.experts.eplb_planner import (
+    KINDS,
+    assert_fits,
+    incoming,
+    planner_cases,
+    random_load,
+    rank_loads,
+    same,
+)
+from tests.support.session.hypothesis_examples import examples
 
 SEEDS = st.integers(0, 1 << 30)
 KIND = st.sampled_from(KINDS)

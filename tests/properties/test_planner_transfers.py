@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rayserve_moe.balancing.migration import transfer_sources
 from rayserve_moe.balancing.planner import plan
-from tests.support.examples import examples
-from tests.support.planner_cases import planner_cases, random_load
+from tests.support.experts.eplb_planner import planner_cases, random_load
+from tests.support.session.hypothesis_examples import examples
 
 FEW = examples(30)  # each example is several searches
 

@@ -27,7 +27,7 @@ from rayserve_moe.scheduling.page_digests import prompt_digests, root_digest
 from rayserve_moe.scheduling.page_events import PageEvents, PagesCleared, PagesRemoved, WeightsNamed
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import PrefixTree
-from tests.support.examples import examples
+from tests.support.session.hypothesis_examples import examples
 
 KEY = b"k" * 32
 PAGE = 2

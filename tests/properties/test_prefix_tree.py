@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
-from tests.support.examples import examples
+from tests.support.session.hypothesis_examples import examples
 
 NAMESPACES = ("", "salt", ("salt", 7))
 MOST_HOLDERS = 8

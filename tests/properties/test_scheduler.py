@@ -1,15 +1,11 @@
 """The scheduler keeps its books under any order of events, and nothing that happens shows in what comes out.
 
-Steps are planned before the result of the one before is known. `tests.support.shadow_device` finds every step that
-would compute on wrong keys and values; what each sequence has to come to is known beforehand. The ranks may have a
-state of entries too (`tests.support.entry_state`), of which every row has to read the one of its own past.
+Steps are planned before the result of the one before is known. `tests.support.devices.simulated_device` finds every
+step that would compute on wrong keys and values, or on the entry of another past where layers keep entries; what each
+sequence has to come to is known beforehand.
 """
 
 from __future__ import annotations
-
-from functools import partial
-from itertools import count
-from unittest.mock import patch
 
 import numpy as np
 from hypothesis import strategies as st
@@ -18,18 +14,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
-from rayserve_moe.scheduling import data_rank
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, StepResult
 from rayserve_moe.scheduling.verify_rows import samples_that_count
-from rayserve_moe.state.groups import page_groups
+from rayserve_moe.state.entries import EntryState
+from rayserve_moe.state.groups import EntryGroup, page_groups
 from rayserve_moe.state.kinds import StateKind
-from rayserve_moe.state.paged import states_of
-from tests.support.entry_state import FakeEntryState
-from tests.support.examples import examples
-from tests.support.shadow_device import STOP_TOKEN_ID, VOCABULARY, Past, ShadowDevice
+from tests.support.devices.simulated_device import STOP_TOKEN_ID, VOCABULARY, Past, SimulatedDevice, drawn
+from tests.support.session.hypothesis_examples import examples
 
 LONGEST_PROMPT = 60
 MOST_NEW = 12
@@ -57,7 +51,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlaps=st.sampled_from([True, True, False]),
         windows=st.sampled_from([(0,), (0,), (0, 1), (0, 5), (0, 16), (0, 3, 21)]),
         entry_tokens=st.sampled_from([0, 0, 16, 64]),
-        num_spare_entries=st.integers(2, 9),
+        num_kept=st.integers(0, 9),
+        interval=st.sampled_from([0, 0, 64]),
         max_drafts=st.sampled_from([0, 0, 1, 3, 7]),
         seed=st.integers(0, 2**32 - 1),
     )
@@ -73,7 +68,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlaps,
         windows,
         entry_tokens,
-        num_spare_entries,
+        num_kept,
+        interval,
         max_drafts,
         seed,
     ):
@@ -93,18 +89,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_data_ranks=num_data_ranks,
             caches_prefixes=caches_prefixes,
             page_groups=page_groups(kinds, num_pages, scheduler=scheduler, cache=cache),
+            entry_groups=(EntryGroup("delta", entry_tokens, 1 + 2 * num_rows + num_kept, interval),)[
+                : entry_tokens > 0
+            ],
             verify_rows=num_rows * (1 + max_drafts) // 2,
         )
-        self.device = ShadowDevice(self.limits)
-        self.windows, self.entry_tokens = windows, entry_tokens
-        self.entries: list[FakeEntryState] = []
-        with patch.object(data_rank, "states_of", partial(self._states_of, num_spare_entries, count())):
-            self.scheduler = Scheduler(self.limits)
+        self.device = SimulatedDevice(drawn, limits=self.limits)
+        assert self.device.memory is not None, "it has limits"
+        self.memory = self.device.memory
+        self.windows, self.scheduler = windows, Scheduler(self.limits)
         self.overlaps, self.max_drafts = overlaps and not max_drafts, max_drafts
         self.generator = np.random.default_rng(seed)
-        # A sequence that computes cached tokens anew, for want of an entry, locks the cached pages beside its own.
-        pages_per_sequence = max(1, (num_pages - 1) // (2 if entry_tokens else 1))
-        self.longest = min(pages_per_sequence * page_size, self.limits.max_tokens)
+        self.longest = min((num_pages - 1) * page_size, self.limits.max_tokens)
         self.beginning = np.random.default_rng(seed).integers(1, VOCABULARY, (2, LONGEST_PROMPT * self.scale))
         self.seed = seed
         self.choices: list[Sequence] = []
@@ -162,13 +158,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def flush(self, one_in_four):
         if one_in_four == 0:
             self.scheduler.flush()
-            self.device.num_flushes += 1
+            self.memory.num_flushes += 1
 
     @invariant()
     def books_are_right(self):
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
-            self._check_entries()
             self._check_prefixes()
 
     @property
@@ -208,7 +203,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _step(self) -> None:
         num_preemptions = self.scheduler.num_preemptions
         schedule = self.scheduler.schedule(draft=self._draft if self.max_drafts else None)
-        self._check_entries()
         submitted = (schedule, self._run(schedule)) if schedule.plan.num_chunks else None
         is_stuck = submitted is None and self.in_flight is None
         assert not is_stuck or self.scheduler.num_preemptions > num_preemptions, "work is pending, nothing is planned"
@@ -235,33 +229,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         samples = np.bincount(rows[plan.chunks.samples] // limits.num_rows)
         most_singles = limits.num_rows if blocks.any() else max(limits.num_rows, limits.verify_rows)
         assert samples.max(initial=0) <= most_singles, "a rank has more samples than a step holds"
-        result = self.device.run_drafts(plan, [self.pasts[owner] for owner in owners])
+        result = self.device.run(plan, [self.pasts[owner] for owner in owners])
         for owner, start, length in zip(owners, plan.chunks.starts.tolist(), lengths.tolist(), strict=True):
             if owner.row in plan.sampling.rows and start and length:
-                assert self.device.oldest(owner.row, start) == self.device.num_flushes, "found in spite of a flush"
+                assert self.memory.oldest(owner.row, start) == self.memory.num_flushes, "found in spite of a flush"
                 assert owner.queue.num_to_recompute or owner.cache.num_cached == start
-                for state in self.entries[owner.data_rank : owner.data_rank + 1]:
-                    assert state.position[owner.row % limits.num_rows] == start, "it starts where no entry is"
+                if self.memory.entries is not None:
+                    assert self.memory.entries.columns[owner.row, 2] == start, "it starts where no entry is"
         return result
-
-    def _states_of(self, num_spare, ranks, groups, **sizes):
-        """The states of a rank, and one of entries."""
-        states, page_maps = states_of(groups, **sizes)
-        if self.entry_tokens:
-            value_of = partial(self.device.end_of_page, data_rank=next(ranks))
-            num_entries = sizes["num_rows"] + num_spare
-            self.entries.append(FakeEntryState(self.entry_tokens, num_entries=num_entries, value_of=value_of, **sizes))
-        return (*states, *self.entries[-1:]), page_maps
-
-    def _check_entries(self) -> None:
-        """Every running sequence reads an entry of its own past."""
-        for sequence in self.scheduler.running if self.entry_tokens else ():
-            state, past = self.entries[sequence.data_rank], self.pasts[sequence]
-            row = sequence.row % self.limits.num_rows
-            position = int(state.position[row])
-            assert position <= sequence.num_computed
-            if position and past.finish != "error":
-                assert state.values[state.source[row]] == past.stands_for[position - 1], "another past is continued"
 
     def _check_prefixes(self) -> None:
         """The prefixes that are found end where every state is usable, as late as can be."""
@@ -279,7 +254,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for window, page_of in zip(self.windows, rank.page_maps, strict=bool(rank.page_maps)):
             if window and not page_of[pages_of_positions[max(0, position + 1 - window) :]].all():
                 return False
-        return not (self.entries and position) or bool(self.entries[rank.index].entry_of[page_ids[-1]])
+        entries = rank.states[-1] if rank.entry_tokens else None
+        return not position or not isinstance(entries, EntryState) or bool(entries.entry_of[page_ids[-1]])
 
     def _draft(self, rows: np.ndarray) -> dict[int, np.ndarray]:
         """What follows, or something else from a random place on."""
@@ -318,7 +294,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = self.pasts[sequence].tokens[: sequence.num_tokens]
         assert sequence.token_ids[: sequence.num_tokens].tolist() == known
         first = sequence.num_prompt_tokens
-        expected = np.asarray(known[first:]) / VOCABULARY
+        expected = -np.asarray(known[first:])
         np.testing.assert_allclose(sequence.state.logprobs[first : sequence.num_tokens], expected, rtol=1e-6)
 
     def _check_cached(self, rank) -> None:
@@ -328,7 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix = rank.tree.match(sequence.cache.namespace, np.asarray(past.tokens, np.int32))
             for place, page_of in enumerate(rank.page_maps or [np.arange(self.limits.num_pages)]):
                 page_ids = page_of[prefix.page_ids]
-                assert self.device.holds(rank.index, page_ids, past.stands_for, place=place), "a page was written over"
+                assert self.memory.holds(rank.index, page_ids, past.stands_for, place=place), "a page was written over"
             num_found = max(num_found, len(prefix.page_ids))
         assert (num_found > 0) <= self.limits.caches_prefixes, "pages are kept that nobody may find"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.published import NAMES, opened
+from tests.support.text.published_tokenizers import NAMES, opened
 
 
 @pytest.fixture(params=NAMES)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.chat_histories import HISTORIES
-from tests.support.chat_law import READINGS, check_history, lost_kinds, with_template
-from tests.support.published_templates import TEMPLATES, template_of
+from tests.support.text.chat_histories import HISTORIES
+from tests.support.text.chat_prompts import READINGS, check_history, lost_kinds, with_template
+from tests.support.text.published_templates import TEMPLATES, template_of
 
 pytestmark = pytest.mark.published
 

@@ -10,9 +10,9 @@ import pytest
 from rayserve_moe.text.rank_files import RankedTokens, ranked_tokenizer
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.published.test_texts import FEW_OR_MANY
-from tests.support.published import KIMI, TEKKEN, folder_of, opened
-from tests.support.rank_files import KIMI_PATTERN, TEKKEN_PATTERN, encoding
-from tests.support.text_laws import texts
+from tests.support.text.published_tokenizers import KIMI, TEKKEN, folder_of, opened
+from tests.support.text.rank_files import KIMI_PATTERN, TEKKEN_PATTERN, encoding
+from tests.support.text.tokenizer_laws import texts
 
 pytestmark = pytest.mark.published
 OF_KIMI = {

@@ -13,12 +13,12 @@ import pytest
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.inprocess.engine import Engine
-from tests.http.asking import CHAT, ask
 from tests.http.conftest import served
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.engines import SERVED
-from tests.support.published import folder_of, opened
-from tests.support.published_templates import template_of
+from tests.support.engine.shared_settings import SERVED
+from tests.support.models.core import CORE_CONFIG
+from tests.support.serving.http_client import CHAT, ask
+from tests.support.text.published_templates import template_of
+from tests.support.text.published_tokenizers import folder_of, opened
 
 pytestmark = pytest.mark.published
 PAIRS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.text_laws import hold_cuts, hold_ids, hold_lengths, hold_texts
+from tests.support.text.tokenizer_laws import hold_cuts, hold_ids, hold_lengths, hold_texts
 
 pytestmark = pytest.mark.published
 FEW_OR_MANY = pytest.mark.parametrize("count", [1500, pytest.param(100_000, marks=pytest.mark.slow)])

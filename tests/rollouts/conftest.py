@@ -14,8 +14,8 @@ from rayserve_moe import Engine
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.support.engines import SERVED, write_served
-from tests.support.serving import KEY, running
+from tests.support.engine.shared_settings import SERVED, write_served
+from tests.support.serving.http_server import KEY, running
 
 PROMPTS = [
     *({"id": f"text {i}", "text": f"{i}+{i}="} for i in range(4)),

@@ -17,10 +17,10 @@ from rayserve_moe.rollouts.client import BlockingRolloutClient, RolloutClient
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.rollouts.conftest import KEY, UnreliableRoad
-from tests.support.engines import SERVED, write_served
-from tests.support.guide import GUIDE, guide_snippets
-from tests.support.serving import running
-from tests.support.steps import unhurried, wait_for_tokens
+from tests.support.engine.shared_settings import SERVED, write_served
+from tests.support.engine.step_gate import unhurried, wait_for_tokens
+from tests.support.serving.http_server import running
+from tests.support.serving.trainer_guide import GUIDE, guide_snippets
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True}
 REQUEST = SampleRequest("a", [5, 6, 7], SAMPLING, seed=11, count=3)

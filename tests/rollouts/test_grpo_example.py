@@ -30,7 +30,7 @@ from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.rollouts.guard import RefusedBatch, distance_of
 from tests.http.conftest import served
-from tests.support.steps import unhurried, wait_for_tokens
+from tests.support.engine.step_gate import unhurried, wait_for_tokens
 
 MODEL = TRAINED["calculator"]
 SETTINGS = GrpoSettings(steps=3, prompts=4, group=4, probe_every=100, stop_at=2.0)
@@ -188,7 +188,7 @@ def test_the_server_samples_with_the_weights_that_it_was_sent(sampler, trainer, 
     run.keep(run.learn(sample_step(sampler, 1, SETTINGS)))
     assert run.rows[-1]["updated"] and run.version == "replay-0-1"
     stale = sample_step(sampler, 2, SETTINGS)
-    with pytest.raises(RefusedBatch, match="is of version"):
+    with pytest.raises(RefusedBatch, match="has version"):
         run.learn(stale)
     run.push()
     with BlockingRolloutClient(sampler._server.url) as client:

@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from rayserve_moe import Engine, cli, extract_routed_experts_from_meta_info
 from rayserve_moe.rollouts import load
-from rayserve_moe.rollouts.driver import MOST_FAULTS
+from rayserve_moe.rollouts.driver import MAX_FAULTS
 from rayserve_moe.rollouts.shards import RolloutDirectory
 from rayserve_moe.text.chat import encode_chat
 from tests.rollouts.conftest import PROMPTS, UnreliableRoad, prompts_in
@@ -29,7 +29,7 @@ from tests.rollouts.support import (
     samples_in,
     summary_in,
 )
-from tests.support.serving import KEY
+from tests.support.serving.http_server import KEY
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +152,14 @@ def test_answers_that_stay_wrong_are_given_up(
 ) -> None:
     """One prompt never gets a right answer: it ends in the errors, the others do not suffer."""
     monkeypatch.setattr("rayserve_moe.rollouts.driver.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("rayserve_moe.rollouts.driver.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("rayserve_moe.rollouts.driver.MAX_PAUSE_S", 0.01)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "input_ids": [5]}\n{"id": "b", "input_ids": [6, 7]}\n', encoding="utf-8")
     road.road = lambda _, asked, messages: answer(200, b"no container") if [5] in prompts_in(asked) else messages
     assert job(prompts, tmp_path / "out", "--url", url, n=2) == 0
     assert set(samples_in(tmp_path / "out")) == {("b", 0), ("b", 1)}
     (reason,) = errors_in(tmp_path / "out").values()
-    assert "not an answer" in reason and summary_in(tmp_path / "out")["retries"] == MOST_FAULTS - 1
+    assert "not an answer" in reason and summary_in(tmp_path / "out")["retries"] == MAX_FAULTS - 1
 
 
 def test_aborted_samples_are_asked_for_again(
@@ -290,6 +290,6 @@ def test_other_weights_end_the_job(url: str, prompts: Path, tmp_path: Path, caps
     assert job(prompts, out, "--url", url, "--weight-version", "0", n=1) == 0
     before = samples_in(out)
     assert job(prompts, out, "--url", url, "--weight-version", "1", n=1) == 1
-    assert "version 0 answer, 1 is wanted" in summary_in(out)["reason"]
+    assert "weight version 0, but 1 is required" in summary_in(out)["reason"]
     assert_equal(samples_in(out), before)
     capsys.readouterr()

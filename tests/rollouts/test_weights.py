@@ -20,8 +20,8 @@ from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.rollouts.weights import HeldDtypes, rounded, sent_tensors
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from tests.support.engines import ONE_ROW, write_served
-from tests.support.serving import running
+from tests.support.engine.shared_settings import ONE_ROW, write_served
+from tests.support.serving.http_server import running
 
 ROUTER = "model.layers.2.mlp.gate.weight"
 HELD = HeldDtypes("bfloat16", ("model.layers.*.mlp.gate.weight",))

@@ -1,6 +1,6 @@
-"""The results of a request in the native (SGLang) dialect, and what all dialects derive from a result.
+"""Answers in the native (SGLang) dialect, and values that all dialects derive from a result.
 
-Both the HTTP routes and the in-process engine build their answers here, so that they cannot differ.
+The HTTP routes and the in-process engine build their answers here, so that they cannot differ.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def native_answer(
     return_logprob: bool = False,
     token_text: Callable[[int], str] | None = None,
 ) -> dict:
-    """Return the `/generate` object of one choice without routing; while it runs, `finish_reason` is None.
+    """Return the `/generate` object of a choice without routing; `finish_reason` is None while the choice runs.
 
-    `token_text` gives the third member of the entries of log-probs, None without it.
+    `token_text` returns the third member of log-prob entries; without it they are None.
     """
     versions = weight_version_ranges(request, result)
     meta_info = {
@@ -58,9 +58,9 @@ def native_answer(
 
 
 def native_routing(request: GenerationRequest, result: ChoiceResult, *, layout: RoutingLayout) -> dict:
-    """Return the routing of one choice in the sglang dialect for its `meta_info`, so far as it is known.
+    """Return the known routing of a choice in the sglang dialect, for its `meta_info`.
 
-    While the choice runs there is none, unless it is streamed.
+    A running choice has no routing unless it is streamed.
     """
     if not request.return_routed_experts or (result.finish is None and result.routing is None):
         return {}
@@ -69,9 +69,9 @@ def native_routing(request: GenerationRequest, result: ChoiceResult, *, layout: 
 
 
 def weight_version_ranges(request: GenerationRequest, result: ChoiceResult) -> tuple[tuple[int, int, str], ...]:
-    """Which weights the log-probs of a choice are of: ranges `(from, to, version)` of positions, the prompt's first.
+    """Return the weights of a choice's log-probs: ranges `(from, to, version)` of positions, the prompt's first.
 
-    They cover the outputs, and before them those prompt tokens that were scored.
+    They cover the scored prompt tokens and the outputs.
     """
     outputs = labelled_ranges(result.weight_versions, len(request.prompt_ids) + len(result.token_ids))
     start, logprobs = prompt_column(result, "logprobs")
@@ -82,14 +82,14 @@ def weight_version_ranges(request: GenerationRequest, result: ChoiceResult) -> t
 
 
 def labelled_ranges(labels_from: tuple[tuple[int, str], ...], end: int) -> tuple[tuple[int, int, str], ...]:
-    """Ranges `(from, to, label)` from pairs of a position and the label from there on, up to position `end`."""
+    """Return ranges `(from, to, label)` up to position `end`, from pairs of a first position and a label."""
     ends = [min(position, end) for position, _ in labels_from[1:]] + [end]
     pairs = zip(labels_from, ends, strict=False)
     return tuple((first, last, label) for (first, label), last in pairs if first < last)
 
 
 def output_versions(request: GenerationRequest, result: ChoiceResult) -> list[dict]:
-    """Which weights the outputs were sampled under, in the form of SGLang and vLLM: spans of output tokens."""
+    """Return the weights that sampled the outputs, in the form of SGLang and vLLM: spans of output tokens."""
     first, count = len(request.prompt_ids), len(result.token_ids)
     spans = labelled_ranges(result.weight_versions, first + count)
     return [{"version": version, "start": start - first, "end": end - first} for start, end, version in spans]
@@ -98,31 +98,32 @@ def output_versions(request: GenerationRequest, result: ChoiceResult) -> list[di
 def stop_reason(
     result: ChoiceResult, request: GenerationRequest, *, eos_token_ids: tuple[int, ...]
 ) -> int | str | None:
-    """vLLM's: the stop string or token id that ended a choice; None also where the model's own end of sequence did."""
+    """Return vLLM's stop reason: the stop string or id; None also if the model's own end of sequence was sampled."""
     matched = None if result.finish is None else result.finish.matched
     is_end = eos_token_ids[:1] == (matched,) and not request.sampling.ignore_eos
     return None if is_end else matched
 
 
 def error_of(finish: FinishReason | None) -> dict:
-    """What a choice says that ended with an error of its request: the fields of an error object."""
+    """Return the error object of a choice that ended with an error of its request; empty otherwise."""
     if finish is None or finish.kind != "error":
         return {}
     return {"error": {"message": finish.message, "type": "invalid_request_error", "param": finish.source}}
 
 
 class TokenLogprob(NamedTuple):
-    """A token at one position, with its log-prob and its place among all tokens there, from 1 on, where it is known."""
+    """Token at a position with its log-prob."""
 
     token_id: int
     logprob: float
     rank: int | None
+    """Rank among all tokens from 1, or None if unknown."""
 
 
 def output_logprobs(result: ChoiceResult, *, num_top: int, listed_ids: Sequence[int] = ()) -> list[list[TokenLogprob]]:
-    """Per output the token itself, then the `num_top` likeliest besides it, in vLLM's order: so many or one more.
+    """Return per output the token itself, then the other `num_top` likeliest tokens, in vLLM's order.
 
-    Where a request lists ids, those come in their place.
+    If the request lists ids, they replace the likeliest tokens.
     """
     own = map(TokenLogprob, result.token_ids, result.logprobs, result.ranks)
     if not listed_ids or "listed_logprobs" not in result.columns:
@@ -156,10 +157,10 @@ def _native_mask(columns: Columns) -> dict:
 
 
 def hidden_states(request: GenerationRequest, result: ChoiceResult) -> list | None:
-    """Return the hidden states of an ended choice as SGLang does, or None if there are none.
+    """Return the hidden states of an ended choice as SGLang does, or None.
 
-    They are a list of the prompt's states, then one state per output that the model has read; the state that the last
-    output was sampled from if the request wants the last one alone.
+    The list has the prompt's states, then a state per output that the model has read. If the request wants only the
+    last state, it is the state from which the last output was sampled.
     """
     start, states = prompt_column(result, "hidden")
     if not len(states):
@@ -173,7 +174,7 @@ def hidden_states(request: GenerationRequest, result: ChoiceResult) -> list | No
 def prompt_logprobs_of(
     result: ChoiceResult, prompt_ids: Sequence[int], *, num_top: int
 ) -> list[list[TokenLogprob] | None]:
-    """Return the same per prompt token; None for the first, which nothing precedes, and for those not computed."""
+    """Return log-probs per prompt token as `output_logprobs`; None for the first token and tokens not computed."""
     found: list[list[TokenLogprob] | None] = [None] * len(prompt_ids)
     start, logprobs = prompt_column(result, "logprobs")
     if result.prompt is not None and len(logprobs):
@@ -198,7 +199,7 @@ def _with_likeliest(
 
 
 def likeliest(columns: Columns) -> list[list[tuple[float, int]]] | None:
-    """Return pairs of log-prob and token id, likeliest first, per position; None if the columns lack them."""
+    """Return pairs of log-prob and token id, likeliest first, per position; None without such columns."""
     if "top_ids" not in columns:
         return None
     ids, logprobs = (as_array(columns[name]).tolist() for name in ("top_ids", "top_logprobs"))
@@ -206,7 +207,7 @@ def likeliest(columns: Columns) -> list[list[tuple[float, int]]] | None:
 
 
 def routing_fields(routing: RoutedExperts | None, layout: RoutingLayout, *, start: int = 0) -> dict:
-    """Return `routed_experts` and `routed_experts_info` for the rows from `start`; both None where nothing is known."""
+    """Return `routed_experts` and `routed_experts_info` for the rows from `start`; both None without routing."""
     if routing is None:
         return {"routed_experts": None, "routed_experts_info": None}
     wanted = routing_from(routing, start)
@@ -217,9 +218,9 @@ def routing_fields(routing: RoutedExperts | None, layout: RoutingLayout, *, star
 
 
 def _native_drafts(drafts: DraftCounts) -> dict:
-    """What became of drafts, under SGLang's names; nothing where none were verified.
+    """Return the counts of drafts under SGLang's names; empty if none were verified.
 
-    `spec_accept_length` is how many tokens a verification gave on average.
+    `spec_accept_length` is the mean number of tokens per verification.
     """
     if not drafts.chains:
         return {}
@@ -233,7 +234,7 @@ def _native_drafts(drafts: DraftCounts) -> dict:
 
 
 def _last_version(result: ChoiceResult, ranges: tuple[tuple[int, int, str], ...], *, otherwise: str) -> str:
-    """The weights of the last log-prob, or, while there is none, those that the first one would be of."""
+    """Return the weights of the last log-prob or, without log-probs, those that the first would have."""
     if ranges:
         return ranges[-1][2]
     return result.weight_versions[-1][1] if result.weight_versions else otherwise
@@ -244,10 +245,9 @@ def _no_text(_: int) -> None:
 
 
 def _native_logprobs(request: GenerationRequest, result: ChoiceResult, token_text: Callable[[int], str | None]) -> dict:
-    """Entries [log-prob, token id, text or None] of the output, and of the prompt once they are known.
+    """Return entries [log-prob, token id, text or None] of the output and, once they are known, of the prompt.
 
-    Those of the prompt begin at `score_prompt_from`, if any are asked for; nothing comes before the first one, so that
-    it has no log-prob.
+    Entries of the prompt, if requested, begin at `score_prompt_from`; the first entry has no log-prob.
     """
     entries = partial(_entries, token_text)
     fields: dict = {"output_token_logprobs": entries(zip(result.logprobs, result.token_ids, strict=True))}

@@ -1,4 +1,4 @@
-"""Results of a choice cut in two or joined, and those held back from a client."""
+"""Splitting and joining of a choice's results, and withholding of results from a client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayserve_moe.requests.results import ChoiceResult, joined_ranges
 
 
 def joined(updates: Updates[ChoiceResult]) -> ChoiceResult:
-    """Add up updates of one choice, in order: rows are copied once."""
+    """Join consecutive updates of a choice; routing rows are copied once."""
     whole = ChoiceResult(updates[0].request_id, updates[0].choice_index)
     pieces = [update.routing for update in updates]
     for update in updates:
@@ -24,9 +24,9 @@ def joined(updates: Updates[ChoiceResult]) -> ChoiceResult:
 
 
 def split(result: ChoiceResult, at: int, *, prompt_len: int) -> tuple[ChoiceResult, ChoiceResult]:
-    """Cut the result of a choice before output `at`; what comes with its end, and its end, are in the second part.
+    """Split the result of a choice before output `at`; its finish and prompt columns go to the second part.
 
-    Of rows the first part has those that are known once its last token is. It has no text.
+    The first part has the routing rows that are known with its last token. It has no text.
     """
     head, tail = (ChoiceResult(result.request_id, result.choice_index) for _ in range(2))
     for part, span in ((head, slice(0, at)), (tail, slice(at, None))):
@@ -42,7 +42,7 @@ def split(result: ChoiceResult, at: int, *, prompt_len: int) -> tuple[ChoiceResu
 
 
 class HeldBack:
-    """Withholds from a client what it wants at the end of a choice alone: all of a plain answer, rows of a stream."""
+    """Withholding of results until the end of a choice: everything for a plain answer, routing rows for a stream."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._holds_all = not request.incremental
@@ -50,7 +50,7 @@ class HeldBack:
         self._held: dict[int, list[ChoiceResult]] = {}
 
     def pass_on(self, updates: Updates[ChoiceResult]) -> list[ChoiceResult]:
-        """Return what of new updates, and of those before, the client is to have now."""
+        """Return the results for the client after new updates."""
         passed = []
         for update in updates:
             held = self._held.setdefault(update.choice_index, [])
@@ -68,7 +68,7 @@ class HeldBack:
 
 
 def _joined_routing(pieces: list[RoutedExperts]) -> RoutedExperts | None:
-    """Join pieces of which each starts where the one before has ended; those without rows may start anywhere."""
+    """Join consecutive pieces of routing; pieces without rows may start anywhere."""
     if not pieces:
         return None
     several = [piece for piece in pieces if len(piece.rows)] or pieces[:1]

@@ -1,4 +1,4 @@
-"""Reading the answer to one request, as text, from a thread or from an event loop."""
+"""Streams of the answer to a request, as text, for a thread or an event loop."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from rayserve_moe.text.tokenizer import Tokenizer
 
 
 class Keeper(Protocol):
-    """Keeps outside of this process what is committed of a request, so that another engine can go on with it.
+    """Recorder of committed results outside of this process, so that another engine can resume the request.
 
-    `committed` is what there is of each choice already, without text; empty for a new request. Of each
-    a reader has as many as `told` says (the end counts as one more).
+    `committed` is the committed result of each choice, without text; empty for a new request. `told` is the number of
+    tokens of each choice that the reader has; its end counts as a token.
     """
 
     @property
@@ -39,17 +39,20 @@ class Keeper(Protocol):
     def told(self) -> Sequence[int]: ...
 
     def keep(self, updates: list[ChoiceResult], deliver: Callable[[], object]) -> None:
-        """Keep updates, and call `deliver`, from any thread, once they are kept; in the engine thread, at once."""
+        """Record updates, then call `deliver` from any thread.
+
+        The engine thread calls this method, so it must not block.
+        """
         ...
 
 
 class GenerationStream:
-    """Submits a request and yields the updates of its choices in order; the last one of each choice has `finish`.
+    """Submitted request with the updates of its choices in order; the last update of each choice has `finish`.
 
-    Iterate it with `for` in a thread or with `async for` in an event loop, not both. `close` aborts what is
-    unfinished. Stop strings are matched in the engine thread as tokens arrive; text that cannot end a choice is
-    decoded by the reader. With a `keeper` updates come once they are kept; what was committed elsewhere comes first,
-    what the reader has of it as an update of its own. Raises what `EngineLoop.submit` raises.
+    Iterate it with `for` in a thread or with `async for` in an event loop, not both. `close` aborts unfinished choices.
+    The engine thread matches stop strings as tokens arrive; the reader decodes all other text. With a `keeper`, updates
+    arrive after they are recorded. Results that were committed elsewhere come first, those that the reader has as a
+    separate update. Errors of `EngineLoop.submit` propagate.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class GenerationStream:
         self._loop, self._keeper = loop, keeper
         self._choices: list[Choice] = []
         if keeper is None:
-            self._choices = loop.submit(request, self._receive)  # from here on updates arrive
+            self._choices = loop.submit(request, self._receive)  # updates arrive from here on
         else:
             self._held_back = HeldBack(request)
             committed = self._go_on_from(keeper, prompt_len=num_prompt_tokens)
@@ -101,7 +104,7 @@ class GenerationStream:
                 yield result
 
     def drain_ready(self) -> list[ChoiceResult]:
-        """Everything that has arrived and was not read yet, without waiting."""
+        """Return all results that have arrived, without waiting."""
         results = []
         while self._arrived:
             result = self._arrived.popleft()
@@ -110,23 +113,23 @@ class GenerationStream:
         return results
 
     def close(self) -> None:
-        """Abort what is unfinished; nothing happens where all is done."""
+        """Abort unfinished choices; does nothing if all have ended."""
         if self._num_unfinished:
             self._loop.abort(self._choices)
 
     def ended(self) -> Future[None]:
-        """Abort what is unfinished; the future is done once the engine has forgotten the request."""
+        """Abort unfinished choices; the future is done once the engine has released the request."""
         return aborted(self._loop.control, self._choices)
 
     def give_up(self, reason: FinishReason) -> None:
-        """End what is unfinished for the reader, with an error, from any thread."""
+        """End unfinished choices for the reader with an error, from any thread."""
         self._arrived.extend(ChoiceResult(choice_index=index, finish=reason) for index in range(len(self._texts)))
         self._notify()
 
     def _go_on_from(self, keeper: Keeper, *, prompt_len: int) -> list[ChoiceResult]:
-        """Queue what was committed elsewhere, up to what the reader has and then the rest; returns it.
+        """Queue results that were committed elsewhere, first the part that the reader has; return them.
 
-        A choice that a stop string has completed has its end.
+        A choice that a stop string has completed is finished.
         """
         committed = [replace(result) for result in keeper.committed]
         for result, told in zip(committed, keeper.told, strict=False):
@@ -149,7 +152,7 @@ class GenerationStream:
         self._notify()
 
     def _receive(self, updates: list[ChoiceResult]) -> list[int]:
-        """Queue updates, in the engine thread; returns the unfinished choices that a stop string has completed."""
+        """Queue updates, in the engine thread; return the unfinished choices that a stop string has completed."""
         completed = []
         if self._finds_stops:
             for update in updates:

@@ -1,8 +1,8 @@
-"""Search for placements with a cooler hottest rank: under a new load with few moves, or without a budget.
+"""Search for placements with a lower maximum rank load: for a new load with few moves, or without a budget.
 
-`rebalance` levels shares first, which moves nothing; then the hottest rank of each layer gives load away by the move
-that relieves it most per expert moved, until the layer is close enough. `refine` searches under even shares: it
-exchanges and replaces replicas, with restarts. All layers take each step together, and no layer depends on the others.
+`rebalance` levels shares first, which moves nothing. Then the hottest rank of each layer repeatedly makes the move with
+the best relief per moved expert, until the layer is close enough to its goal. `refine` searches under even shares: it
+exchanges and replaces replicas, with restarts. All layers take each step together but are independent.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rayserve_moe.balancing.layout import Layout, Slot, coldest_other, min_locat
 
 FIRST_ROUNDS, ROUNDS = 32, 12
 RANKS_TRIED = 8
-GAIN = 1e-5  # the least part of its load by which a move must relieve the hottest rank
-FAR_COST = 8.0  # how many times as much a move between slices must relieve as one within a slice
-CLOSE, CLOSE_ENOUGH = 1.0003, 1.002  # of the bound: where `refine` ends, and where it does not begin anew
-MAX_MOVES = 400  # of one descent
+GAIN = 1e-5  # minimum relief of the hottest rank by a move, relative to its load
+FAR_COST = 8.0  # factor by which a move between slices must relieve more than a move within a slice
+CLOSE, CLOSE_ENOUGH = 1.0003, 1.002  # relative to the bound: where `refine` stops, and where it does not restart
+MAX_MOVES = 400  # of a descent
 RESTARTS, DISTURBANCES = 256, 4
-LEAST_RETRIES, MOST_RETRIES = 32, 128  # restarts in a row that gain a layer nothing
-SMALL = 1 << 14  # exchanges of one rank, times restarts: what small layers may try beyond LEAST_RETRIES
+MIN_RETRIES, MAX_RETRIES = 32, 128  # consecutive restarts without a gain for a layer
+SMALL = 1 << 14  # exchanges of a rank, times restarts: what small layers may try beyond MIN_RETRIES
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,16 @@ class _Moves:
     """The best move of each layer: exchange a slot of the hottest rank with another, or replicate its expert there."""
 
     peak: np.ndarray
+    """Load of the hottest rank, [layers]."""
     after: np.ndarray
+    """Maximum load of the touched ranks after the move, [layers]."""
     is_exchange: np.ndarray
     hot_slot: Slot
     other: Slot
 
     @property
     def cost(self) -> np.ndarray:
-        """Experts that change rank."""
+        """Return the number of experts that change rank."""
         return np.where(self.is_exchange, 2, 1)
 
     def of(self, layers: np.ndarray) -> tuple[Slot, Slot]:
@@ -48,20 +50,20 @@ class _Moves:
 def rebalance(
     layout: Layout, load: np.ndarray, *, amounts: np.ndarray, goal: np.ndarray, budget: float = np.inf
 ) -> np.ndarray:
-    """Change `layout` until no rank of a layer carries more than `goal` [layers], no move helps, or `budget` is spent.
+    """Change `layout` until no rank of a layer exceeds `goal` [layers], no move helps, or `budget` is spent.
 
-    `load` is [layers, experts]; `amounts` [layers, slots] says how it is split over the slots, and so does what is
-    returned. The budget counts experts that change rank; the hottest layers spend it first.
+    `load` is [layers, experts]; `amounts` and the result [layers, slots] are its split over the slots. The budget
+    counts experts that change rank; the hottest layers spend it first.
     """
     amounts = level(layout, load, start=amounts, goal=goal, rounds=FIRST_ROUNDS)
-    most_tried = min(RANKS_TRIED, layout.experts.shape[1])
+    max_tried = min(RANKS_TRIED, layout.experts.shape[1])
     tried = np.zeros(layout.num_layers, np.int64)
-    while (layers := np.flatnonzero((layout.peaks(amounts) > goal) & (tried < most_tried))).size:
+    while (layers := np.flatnonzero((layout.peaks(amounts) > goal) & (tried < max_tried))).size:
         part = layout.of_layers(layers)
         items = amounts[layers].reshape(part.experts.shape)
         moves = _best_moves(part, items, goal=goal[layers], which=tried[layers])
         helps = _affordable(moves, goal[layers], budget)
-        # Ranks that share experts are equally hot: where the first of them finds no move, another may.
+        # Ranks that share experts are equally hot: if the first of them finds no move, another may.
         tried[layers] = np.where(helps, 0, tried[layers] + 1)
         if not helps.any():
             continue
@@ -75,7 +77,7 @@ def rebalance(
 
 
 def _affordable(moves: _Moves, goal: np.ndarray, budget: float) -> np.ndarray:
-    """Layers whose move helps, as far as the budget reaches, the hottest first."""
+    """Return the layers whose move helps and fits the budget, which the hottest spend first."""
     helps = (moves.peak > goal) & (moves.after < moves.peak * (1 - GAIN))
     hottest_first = np.argsort(-moves.peak / goal, kind="stable")
     spent = np.cumsum((moves.cost * helps)[hottest_first])
@@ -85,10 +87,10 @@ def _affordable(moves: _Moves, goal: np.ndarray, budget: float) -> np.ndarray:
 
 
 def _best_moves(layout: Layout, items: np.ndarray, *, goal: np.ndarray, which: np.ndarray) -> _Moves:
-    """Find the best move of the `which`-th hottest rank of each layer.
+    """Return the best move of the `which`-th hottest rank of each layer.
 
-    Judge moves by the load that stays on the ranks they touch before shares are levelled again. Those between slices
-    count for less than they relieve.
+    Moves are judged by the load of the touched ranks before shares are levelled again. The relief of moves between
+    slices is discounted.
     """
     layers = np.arange(len(items))
     ranks = items.sum(axis=2)
@@ -110,7 +112,7 @@ def _best_moves(layout: Layout, items: np.ndarray, *, goal: np.ndarray, which: n
     after[np.broadcast_to(taken[:, None], after.shape)] = np.inf
     near = layout.on_slices(np.arange(ranks.shape[1]) == hottest[:, None])
     exchanged, exchange_places = min_locations(_discounted(after, wide_peak, near[:, None, :, None]))
-    # Two experts have to move for an exchange, so it has to relieve twice as much; more than to the goal is no gain.
+    # An exchange moves two experts, so it must relieve twice as much. Relief beyond the goal does not count.
     is_exchange = (peak - np.maximum(exchanged, goal)) / 2 > peak - np.maximum(replicated, goal)
     place, rank, other = (np.where(is_exchange, a, b) for a, b in zip(exchange_places, replica_places, strict=True))
     after = np.where(is_exchange, exchanged, replicated)
@@ -118,12 +120,12 @@ def _best_moves(layout: Layout, items: np.ndarray, *, goal: np.ndarray, which: n
 
 
 def _discounted(after: np.ndarray, peak: np.ndarray, is_near: np.ndarray) -> np.ndarray:
-    """Return the load `after` a move, with a part of the relief of the peak taken off moves that are not near."""
+    """Return the load `after` a move, with discounted relief of the peak for moves that are not near."""
     return after if is_near.all() else np.where(is_near, after, peak - (peak - after) / FAR_COST)
 
 
 def _apply(layout: Layout, items: np.ndarray, moves: _Moves, helps: np.ndarray) -> None:
-    """Carry the moves out on `layout` and on the loads of its slots, `items`."""
+    """Apply the moves to `layout` and to the loads of its slots, `items`."""
     layers = np.flatnonzero(helps & moves.is_exchange)
     hot, other = moves.of(layers)
     layout.exchange(layers, hot, other=other)
@@ -135,7 +137,7 @@ def _apply(layout: Layout, items: np.ndarray, moves: _Moves, helps: np.ndarray) 
     ranks = items[layers].sum(axis=2)
     gone, freed = layout.experts[layers, *other], items[layers, *other]
     layout.replace(layers, other, experts=layout.experts[layers, *hot])
-    # What the replaced replica carried goes to the coldest rank that still holds its expert.
+    # The load of the replaced replica goes to the coldest rank that still holds its expert.
     holders = np.where(layout.experts[layers] == gone[:, None, None], ranks[:, :, None], np.inf)
     _, heir = min_locations(holders)
     rest = ranks[np.arange(len(layers)), other[0]] - freed
@@ -146,10 +148,10 @@ def _apply(layout: Layout, items: np.ndarray, moves: _Moves, helps: np.ndarray) 
 
 
 def level(layout: Layout, load: np.ndarray, *, start: np.ndarray, goal: np.ndarray, rounds: int) -> np.ndarray:
-    """Split each expert's load over its slots: float64 [layers, slots], from the split `start` of the same shape.
+    """Split each expert's load over its slots, from the split `start`: float64 [layers, slots].
 
-    `load` is [layers, experts], `goal` [layers]. Stops after `rounds`, or as soon as no layer's hottest rank carries
-    more than its goal; of what it comes by, each layer gets the split with the lowest peak.
+    `load` is [layers, experts], `goal` [layers]. Stops after `rounds`, or once no layer's hottest rank exceeds its
+    goal; each layer gets the split with the lowest peak that was found.
     """
     num_layers, num_ranks, num_slots = layout.experts.shape
     flow = _Flow(layout, load, start=start)
@@ -162,7 +164,7 @@ def level(layout: Layout, load: np.ndarray, *, start: np.ndarray, goal: np.ndarr
         if turn == rounds or (peak <= goal).all():
             break
         after = flow.equalised(ahead)
-        # A step goes on a little in the direction of the one before, which spreads levels far in few rounds.
+        # Momentum along the previous step levels distant ranks in few rounds.
         ahead, before = after + (turn + 1) / (turn + 4) * (after - before), after
     result = start.reshape(-1).copy()
     result[flow.slots] = best
@@ -170,10 +172,10 @@ def level(layout: Layout, load: np.ndarray, *, start: np.ndarray, goal: np.ndarr
 
 
 class _Flow:
-    """The slots between which load can flow: those of experts with several replicas and with some load.
+    """The slots between which load can flow: of experts with several replicas and some load.
 
-    Shares only have to add up. So load flows between the ranks that hold the same expert, as water does between
-    communicating vessels, until their levels are equal or a slot is empty.
+    Load flows between ranks that hold the same expert, like water between communicating vessels, until their levels are
+    equal or a slot is empty. The shares of an expert always add up to 1.
     """
 
     def __init__(self, layout: Layout, load: np.ndarray, *, start: np.ndarray) -> None:
@@ -188,17 +190,17 @@ class _Flow:
         fixed = amounts.copy()
         fixed[self.slots] = 0
         self._fixed = fixed.reshape(-1, num_slots).sum(axis=1)
-        # All slots of a rank answer to its level at the same time, so each corrects its part of the difference only.
+        # All slots of a rank react to its level at the same time, so each corrects only its part of the difference.
         self._pace = 1 / np.bincount(self._rank_of, minlength=self._fixed.size)[self._rank_of]
         self._weight = self._pace / self._sum_by_expert(self._pace)
         self._total = self._sum_by_expert(self.amounts)
 
     def ranks(self, amounts: np.ndarray) -> np.ndarray:
-        """Load of every rank of every layer."""
+        """Return the load of every rank of every layer."""
         return self._fixed + np.bincount(self._rank_of, weights=amounts, minlength=self._fixed.size)
 
     def equalised(self, amounts: np.ndarray) -> np.ndarray:
-        """Move load from slots on fuller ranks to slots of the same expert on emptier ones; none is left below zero."""
+        """Move load between slots of the same expert, from fuller to emptier ranks; no slot falls below zero."""
         levels = self.ranks(amounts)[self._rank_of]
         moved = amounts + self._pace * (self._sum_by_expert(self._weight * levels) - levels)
         np.maximum(moved, 0, out=moved)
@@ -211,13 +213,13 @@ class _Flow:
 def refine(layout: Layout, load: np.ndarray, *, bound: np.ndarray) -> None:
     """Reduce the load of the hottest rank of each layer towards `bound` [layers] by local search with restarts.
 
-    Layers that stay above it are perturbed and searched again a few times; the best result is kept.
+    Layers above it are perturbed and searched again several times; the best result is kept.
     """
     descend(layout, load, goal=CLOSE * bound)
     generator = np.random.default_rng(0)
     best = layout.peaks(layout.even_amounts(load))
     _, num_ranks, num_slots = layout.experts.shape
-    retries = np.clip(SMALL // (num_ranks * num_slots**2), LEAST_RETRIES, MOST_RETRIES)
+    retries = np.clip(SMALL // (num_ranks * num_slots**2), MIN_RETRIES, MAX_RETRIES)
     fruitless = np.zeros(layout.num_layers, np.int64)
     for _ in range(RESTARTS):
         layers = np.flatnonzero((best > CLOSE_ENOUGH * bound) & (fruitless < retries))
@@ -235,10 +237,10 @@ def refine(layout: Layout, load: np.ndarray, *, bound: np.ndarray) -> None:
 
 
 def descend(layout: Layout, load: np.ndarray, *, goal: np.ndarray) -> None:
-    """Relieve the hottest rank of each layer by the best single move, until it carries `goal` or no move helps.
+    """Relieve the hottest rank of each layer by the best single move, until it reaches `goal` or no move helps.
 
-    `load` is [layers, experts]. The moves: the hottest rank exchanges a replica with another rank; one of its experts
-    gets a further replica in the slot of an expert that can spare it; or it takes a colder expert in for one that can.
+    `load` is [layers, experts]. The moves: the hottest rank exchanges a replica with another rank; an expert of it gets
+    a further replica in the slot of another expert that has several; or it replaces such an expert by a colder one.
     """
     layers = np.arange(layout.num_layers)
     for _ in range(MAX_MOVES):
@@ -259,7 +261,7 @@ def descend(layout: Layout, load: np.ndarray, *, goal: np.ndarray) -> None:
 
 
 class _Loads:
-    """Loads of slots and ranks of a layout under even shares, the hottest rank, and what one replica changes."""
+    """Loads of slots and ranks under even shares, the hottest rank, and the effects of changing a replica."""
 
     def __init__(self, layout: Layout, load: np.ndarray) -> None:
         self.layers = np.arange(layout.num_layers)
@@ -278,7 +280,7 @@ class _Loads:
 
 
 def _best_exchange(layout: Layout, loads: _Loads) -> tuple[np.ndarray, np.ndarray, Slot]:
-    """Return per layer the hottest rank's load after the move, the place of its slot, and the other slot."""
+    """Return per layer the hottest rank's load after the move, its slot, and the other slot."""
     given = loads.hot_items[:, :, None, None] - loads.items[:, None]
     after = np.maximum(loads.peak[:, None, None, None] - given, loads.ranks[:, None, :, None] + given)
     after[loads.has_hot] = np.inf
@@ -291,7 +293,7 @@ def _best_exchange(layout: Layout, loads: _Loads) -> tuple[np.ndarray, np.ndarra
 def _best_replacement(layout: Layout, loads: _Loads) -> tuple[np.ndarray, Slot, np.ndarray]:
     """Return per layer the hottest rank's load after the move, the slot, and the expert that it gets.
 
-    Bounds from above: where several changes meet on a rank, those that relieve it are left out.
+    The loads are upper bounds: if several changes meet on a rank, the relieving ones are ignored.
     """
     smaller = np.take_along_axis(loads.with_more, loads.hot_experts, axis=1)
     relieved = loads.peak[:, None] - loads.hot_items + smaller
@@ -311,7 +313,7 @@ def _best_replacement(layout: Layout, loads: _Loads) -> tuple[np.ndarray, Slot, 
 
 
 def _disturb(layout: Layout, load: np.ndarray, generator: np.random.Generator, *, from_hottest: bool) -> None:
-    """Make one move at random, the same in all layers that allow it, regardless of the loads."""
+    """Make a random move, the same in all layers that allow it, regardless of the loads."""
     num_layers, num_ranks, num_slots = layout.experts.shape
     layers = np.arange(num_layers)
     here, there = generator.integers(num_ranks, size=2)

@@ -1,4 +1,4 @@
-"""Which expert lies in which slot, as the planner's steps change it."""
+"""The contents of expert slots as the planner's steps change them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 from rayserve_moe.balancing.placement import ExpertPlacement
 
 Slot = tuple[np.ndarray, np.ndarray]
-"""A slot of each of some layers: its rank, and its place on that rank."""
+"""A slot per layer: its rank, and its index on that rank."""
 
 
 @dataclass
 class Layout:
-    """Contents of the slots of some layers, and what follows from them.
-
-    `experts` int [layers, ranks, slots per rank]; `held` bool [layers, ranks, experts]; `counts` int [layers, experts]:
-    replicas. No rank holds an expert twice. The ranks lie over `num_slices` in order, equally many on each.
-    """
+    """Contents of the slots of some layers, with derived arrays. No rank holds an expert twice."""
 
     experts: np.ndarray
+    """int [layers, ranks, slots per rank]."""
     held: np.ndarray
+    """bool [layers, ranks, experts]."""
     counts: np.ndarray
+    """Replicas, int [layers, experts]."""
     num_slices: int = 1
+    """The ranks are divided over the slices in order, equally many on each."""
 
     @property
     def num_layers(self) -> int:
@@ -31,7 +31,7 @@ class Layout:
 
     @property
     def by_layer(self) -> np.ndarray:
-        """Contents without ranks: [layers, slots]."""
+        """Return the contents without the rank dimension: [layers, slots]."""
         return self.experts.reshape(self.num_layers, -1)
 
     def of_layers(self, layers: np.ndarray) -> Layout:
@@ -39,11 +39,11 @@ class Layout:
         return Layout(self.experts[layers], self.held[layers], self.counts[layers], self.num_slices)
 
     def put(self, layers: np.ndarray, other: Layout) -> None:
-        """Overwrite some of the layers with those of `other`."""
+        """Overwrite some of the layers with the layers of `other`."""
         self.experts[layers], self.held[layers], self.counts[layers] = other.experts, other.held, other.counts
 
     def replace(self, layers: np.ndarray, slot: Slot, *, experts: np.ndarray) -> None:
-        """Put `experts` into one slot of each of `layers`, in place of an expert that has further replicas."""
+        """Put `experts` into a slot of each of `layers`, in place of an expert that has further replicas."""
         gone = self.experts[layers, *slot]
         self.experts[layers, *slot] = experts
         self.held[layers, slot[0], gone] = False
@@ -59,17 +59,17 @@ class Layout:
         self.held[layers, one[0], to_one] = self.held[layers, other[0], to_other] = True
 
     def even_amounts(self, load: np.ndarray) -> np.ndarray:
-        """Load of each slot where the replicas of an expert take equal parts: [layers, slots]."""
+        """Return the load of each slot if the replicas of an expert take equal parts: [layers, slots]."""
         return np.take_along_axis(load / self.counts, self.by_layer, axis=1)
 
     def peaks(self, amounts: np.ndarray) -> np.ndarray:
-        """Load of the hottest rank of each layer, if slots carry `amounts` [layers, slots]."""
+        """Return the load of the hottest rank of each layer, if slots carry `amounts` [layers, slots]."""
         return amounts.reshape(self.experts.shape).sum(axis=2).max(axis=1)
 
     def hottest_other(self, ranks: np.ndarray) -> np.ndarray:
-        """For each slot, the greatest of `ranks` [layers, ranks] among the other holders of its expert.
+        """Return, for each slot, the maximum of `ranks` [layers, ranks] among the other holders of its expert.
 
-        Returns [layers, ranks, slots per rank], infinite where there is no other holder.
+        Shape [layers, ranks, slots per rank]; infinite without another holder.
         """
         num_experts = self.counts.shape[1]
         keys = (self.by_layer + num_experts * np.arange(self.num_layers)[:, None]).reshape(-1)
@@ -86,23 +86,23 @@ class Layout:
         return result.reshape(self.experts.shape)
 
     def on_slices(self, of_ranks: np.ndarray) -> np.ndarray:
-        """What is true of any rank of a slice, as bool [layers, ranks, ...], of bool `of_ranks` of that shape."""
+        """Return, for each rank, whether `of_ranks` holds on any rank of its slice: bool [layers, ranks, ...]."""
         num_ranks = self.experts.shape[1]
         by_slice = of_ranks.reshape(len(of_ranks), self.num_slices, num_ranks // self.num_slices, *of_ranks.shape[2:])
         return np.repeat(by_slice.any(axis=2), num_ranks // self.num_slices, axis=1)
 
     def check_integrity(self) -> None:
-        """Assert that every expert has a slot, no rank holds one twice, and the derived arrays follow."""
+        """Assert that every expert has a slot, no rank holds an expert twice, and the derived arrays agree."""
         num_experts = self.counts.shape[1]
         for experts, held, counts in zip(self.experts, self.held, self.counts, strict=True):
-            assert (np.bincount(experts.reshape(-1), minlength=num_experts) == counts).all(), "counts do not follow"
+            assert (np.bincount(experts.reshape(-1), minlength=num_experts) == counts).all(), "counts are wrong"
             assert counts.all(), "an expert has no slot"
             assert (held.sum(axis=1) == experts.shape[1]).all(), "a rank holds an expert twice"
-            assert np.take_along_axis(held, experts, axis=1).all(), "held does not follow"
+            assert np.take_along_axis(held, experts, axis=1).all(), "held is wrong"
 
 
 def layout_of(experts: np.ndarray, num_experts: int) -> Layout:
-    """Derive a layout from `experts` [layers, ranks, slots per rank], which it takes over."""
+    """Build a layout from `experts` [layers, ranks, slots per rank], which it takes over."""
     num_layers, num_ranks, _ = experts.shape
     held = np.zeros((num_layers, num_ranks, num_experts), np.bool_)
     held[np.arange(num_layers)[:, None, None], np.arange(num_ranks)[:, None], experts] = True
@@ -112,23 +112,24 @@ def layout_of(experts: np.ndarray, num_experts: int) -> Layout:
 
 
 def coldest_other(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """For each slot, the least of `ranks` among the other holders of its expert; infinite where there is none."""
+    """Return, for each slot, the minimum of `ranks` among the other holders of its expert; infinite without any."""
     lowest = layout.hottest_other(-ranks)
     return np.where(np.isinf(lowest), np.inf, -lowest)
 
 
 def min_locations(values: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """The least value of each layer and where it is: `values` [layers, ...]; of equal ones the first."""
+    """Return the minimum of each layer and its indices: `values` [layers, ...]; ties go to the first."""
     flat = values.reshape(len(values), values[0].size)
     place = flat.argmin(axis=1)
     return flat[np.arange(len(flat)), place], np.unravel_index(place, values.shape[1:])
 
 
 def carried_over(previous: ExpertPlacement, load: np.ndarray, *, ep_size: int, slots_per_rank: int) -> Layout:
-    """Lay out `ep_size` ranks of `slots_per_rank` slots such that ranks keep what they hold in `previous`.
+    """Lay out `ep_size` ranks of `slots_per_rank` slots such that ranks keep the experts that they hold in `previous`.
 
-    Rank i is rank i of `previous`; further ones start empty. Experts without a slot are placed first, hottest
-    to the emptiest, then free slots get replicas of the experts that need them most. Replicas go where slots are short.
+    Rank i is rank i of `previous`; further ranks start empty. Replicas are dropped if slots are short. Experts without
+    a slot are placed first, hottest to the emptiest rank; then free slots get replicas of the experts that need them
+    most.
     """
     shape = previous.num_layers, previous.ep_size, previous.slots_per_rank
     experts = [
@@ -174,7 +175,7 @@ def _carried_layer(
 
 
 def _free_slots(ranks: list[list[int]], counts: np.ndarray, load: np.ndarray, slots_per_rank: int) -> None:
-    """Drop replicas that can be spared until the experts without a slot find one."""
+    """Drop redundant replicas until the experts without a slot fit."""
     while np.count_nonzero(counts == 0) > sum(slots_per_rank - len(held) for held in ranks):
         spare = [held for held in ranks if (counts[held] > 1).any()]
         _drop(min(spare, key=lambda held: min(_loss(held, counts, load))), counts, load)
@@ -187,11 +188,11 @@ def _drop(held: list[int], counts: np.ndarray, load: np.ndarray) -> None:
 
 
 def _loss(held: list[int], counts: np.ndarray, load: np.ndarray) -> list[tuple[bool, float]]:
-    """How much each expert of a rank would be missed: those without a further replica most, then by load."""
+    """Return the cost of dropping each expert of a rank: experts without a further replica cost most, then by load."""
     return [(bool(counts[expert] == 1), float(load[expert] / counts[expert])) for expert in held]
 
 
 def _emptiest(ranks: list[list[int]], counts: np.ndarray, load: np.ndarray, slots_per_rank: int) -> list[int]:
-    """Of the ranks with a free slot, that which carries least."""
+    """Return the rank with a free slot that has the minimum load."""
     free = [held for held in ranks if len(held) < slots_per_rank]
     return min(free, key=lambda held: float((load[held] / np.maximum(counts[held], 1)).sum()))

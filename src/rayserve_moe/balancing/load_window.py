@@ -1,4 +1,4 @@
-"""Tokens per expert over the last steps, summed from readings of counts that only ever grow, until they wrap around."""
+"""Tokens per expert over the last steps, summed from readings of cumulative counts that wrap around."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import numpy as np
 
 BUCKETS = 64
 AGED = 0.5
-"""What a token counts that is as old as the window; one of now counts 1."""
+"""Weight of a token as old as the window; a current token weighs 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoadReading:
-    """Tokens per layer and expert after `step` steps: `counts` int32 [layers, experts], wrapping around.
-
-    Readings of different generations have nothing to do with each other: other weights, or counts begun anew.
-    """
+    """A reading of cumulative counts. Readings of different generations are unrelated."""
 
     generation: int
+    """Changes with the weights, and when counting is reset."""
     step: int
+    """Number of counted steps."""
     counts: np.ndarray
+    """Tokens, int32 [layers, experts], wrapping around."""
 
 
 class LoadWindow:
-    """Sums tokens per expert over the last `window` steps, the last reading at least; later tokens count more.
+    """Sums tokens per expert over the last `window` steps, at least the last reading; later tokens weigh more.
 
-    What is kept is cut into BUCKETS runs of steps at most, however long the window is.
+    The window is kept as at most BUCKETS runs of steps, independent of its length.
     """
 
     def __init__(self, window: int) -> None:
@@ -36,10 +36,10 @@ class LoadWindow:
         self._buckets: deque[tuple[int, int, np.ndarray]] = deque()
 
     def add(self, reading: LoadReading) -> None:
-        """Take over what was counted since the reading before.
+        """Add the tokens counted since the previous reading.
 
-        Counting starts over with the first reading, one of another generation, and one whose counts fell. A reading of
-        an earlier or the same step is ignored.
+        Counting is reset by the first reading, by a reading of another generation, and if counts fell. A reading of an
+        earlier or the same step is ignored.
         """
         last = self._last
         if last is not None and last.generation == reading.generation and last.counts.shape == reading.counts.shape:
@@ -54,7 +54,7 @@ class LoadWindow:
         self._buckets.clear()
 
     def totals(self) -> np.ndarray:
-        """Tokens of the window, aged: float64 [layers, experts]; all zero, of no layer, before any reading."""
+        """Return the weighted tokens of the window: float64 [layers, experts], or [0, 0] before any reading."""
         if self._last is None:
             return np.zeros((0, 0))
         sums = np.zeros(self._last.counts.shape)

@@ -1,7 +1,7 @@
-"""Moving experts to another placement: which slots travel with which step, and where every expert lies meanwhile.
+"""Migration of experts to another placement: the slots transferred with each step, and the placement meanwhile.
 
-The moves are cut into pieces small enough to run beside a step each, layer by layer. The last piece of a layer swaps
-its weights and maps. A migration can be dropped after any piece: every layer is then placed as before or as wanted.
+The moves are cut into pieces small enough to run beside a step, layer by layer. The last piece of a layer swaps its
+weights and maps. A migration can be dropped after any piece: every layer then has its old or its new placement.
 """
 
 from __future__ import annotations
@@ -17,39 +17,38 @@ from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError
 
 @dataclass(frozen=True, eq=False)
 class SlotFetch:
-    """Slots of a layer to fetch: rank r receives slot `sources[r, b]` (-1: none), for its place `places[r, b]`.
-
-    Sources are numbered over all ranks, places within a rank. Both int32 [ranks, slots per piece].
-    """
+    """Slots of a layer to fetch; both arrays are int32 [ranks, slots per piece]."""
 
     layer: int
     sources: np.ndarray
+    """Source slot, numbered over all ranks; -1: none."""
     places: np.ndarray
+    """Index of the target slot on its rank."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerSwap:
-    """A layer's new `placement`, of that one layer, and which of its slots take what was fetched: bool [slots]."""
+    """A layer's new placement."""
 
     layer: int
     placement: ExpertPlacement
+    """Of this layer only."""
     is_moved: np.ndarray
+    """Slots that take fetched weights, bool [slots]."""
 
 
 @dataclass(frozen=True, eq=False)
 class MigrationPiece:
-    """What runs ahead of one step on every host: a fetch, a swap, or a fetch and then the swap of its layer.
-
-    `version` counts the placements that were begun.
-    """
+    """Work of every host before a step: a fetch, a swap, or a fetch followed by the swap of its layer."""
 
     version: int
+    """Number of placements that were started."""
     fetch: SlotFetch | None = None
     swap: LayerSwap | None = None
 
 
 class FailedFetch(NamedTuple):
-    """Where a migration failed: from this layer's fetch on, nothing of that version has run."""
+    """The failure of a migration. Nothing of the version has run from this layer's fetch on."""
 
     version: int
     layer: int
@@ -57,12 +56,15 @@ class FailedFetch(NamedTuple):
 
 @dataclass(frozen=True)
 class MigrationProgress:
-    """Progress of the migration to placement `version`: layers that change, and slots that travel."""
+    """Progress of a migration."""
 
     version: int
+    """Of the placement that it leads to."""
     num_layers: int = 0
+    """Layers that change."""
     num_layers_done: int = 0
     num_slots: int = 0
+    """Slots that are transferred."""
     num_slots_done: int = 0
 
     @property
@@ -70,7 +72,7 @@ class MigrationProgress:
         return self.num_layers_done == self.num_layers
 
     def as_json(self) -> dict[str, int | bool]:
-        """The numbers under the names of the HTTP API."""
+        """Return the numbers under the names of the HTTP API."""
         return {
             "version": self.version,
             "layers": self.num_layers,
@@ -82,22 +84,23 @@ class MigrationProgress:
 
 
 class Migration:
-    """Yields the pieces that lead from the current placement to another one. Ranks lie over `hosts` and `slices`.
+    """Generates the pieces that lead from the current placement to another. Ranks are divided over `hosts` and
+    `slices`.
 
-    With a piece a rank receives at most `slots_per_step` slots, and sends at most as many.
+    With each piece a rank receives at most `slots_per_step` slots, and sends at most as many.
     """
 
     def __init__(self, placement: ExpertPlacement, *, hosts: int, slots_per_step: int, slices: int = 1) -> None:
         self._hosts, self.num_slices, self._slots_per_step = hosts, slices, slots_per_step
         self._pieces: Iterator[MigrationPiece] = iter(())
-        # Old placement, new one, and which layers lie as in the new: one value, for readers from other threads.
+        # Old placement, new placement, swapped layers: a single value, for readers from other threads.
         self._way = (placement, placement, np.ones(placement.num_layers, np.bool_))
         self.progress = MigrationProgress(0)
         self.given_up_version = 0
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Where experts lie, and which shares they take, once all pieces handed out so far have run."""
+        """Return the placement, with shares, once all pieces returned so far have run."""
         old, new, swapped = self._way
         if swapped.all():
             return new
@@ -109,17 +112,17 @@ class Migration:
 
     @property
     def target(self) -> ExpertPlacement:
-        """The placement that was headed for last."""
+        """Return the placement of the last started migration."""
         return self._way[1]
 
     def check(self, placement: ExpertPlacement) -> None:
-        """Raise PlacementError where `placement` is of other layers, slots or ranks."""
+        """Raise PlacementError if `placement` has other layers, slots or ranks."""
         check_alike(self._way[0], placement)
 
     def begin(self, placement: ExpertPlacement) -> int:
-        """Start the migration to `placement`, replacing the current one; returns its version.
+        """Start the migration to `placement`, replacing the current migration; return its version.
 
-        PlacementError where it is of other layers, slots or ranks; then nothing changes.
+        Raises PlacementError, without any change, if it has other layers, slots or ranks.
         """
         self.check(placement)
         old = self.placement
@@ -134,15 +137,14 @@ class Migration:
         return version
 
     def start_over(self, placement: ExpertPlacement, *, hosts: int, slices: int) -> None:
-        """Take `placement` for where experts lie now, with nothing under way: in hosts that have just started, which
-        may be more or fewer than before."""
+        """Reset to `placement` without a migration, after a restart of hosts, possibly with another number."""
         self._hosts, self.num_slices = hosts, slices
         self._pieces = iter(())
         self._way = (placement, placement, np.ones(placement.num_layers, np.bool_))
         self.progress = MigrationProgress(self.progress.version)
 
     def next_piece(self) -> MigrationPiece | None:
-        """The piece to run with the next step; None where nothing is left."""
+        """Return the piece to run with the next step, or None if nothing is left."""
         piece = next(self._pieces, None)
         if piece is not None:
             self._account(piece)
@@ -151,11 +153,11 @@ class Migration:
     def give_up(self, failure: FailedFetch) -> None:
         """Cancel the migration from the failed fetch on. Layers that were swapped before stay swapped.
 
-        A version is given up once.
+        A version is cancelled only once.
         """
         version, layer = failure
-        assert version > self.given_up_version, "that version was given up already"
-        assert version == self.progress.version, "pieces of two migrations are under way"
+        assert version > self.given_up_version, "the version was given up already"
+        assert version == self.progress.version, "pieces of two migrations are running"
         old, new, swapped = self._way
         before = np.arange(old.num_layers) < layer
         self._way = (old, new, swapped & before)
@@ -167,13 +169,15 @@ class Migration:
         self.progress = MigrationProgress(version, num_layers, num_layers, num_slots, num_slots)
 
     def _all_pieces(self, layers: np.ndarray, version: int) -> Iterator[MigrationPiece]:
-        """Each layer is planned just before its first piece, to spread the host time over steps."""
+        """Yield the pieces of all layers. Each layer is planned just before its first piece, to spread host time over
+        steps.
+        """
         all_old, all_new, _ = self._way
-        num_ranks, most = all_new.ep_size, self._slots_per_step
+        num_ranks, max_slots = all_new.ep_size, self._slots_per_step
         for layer in layers.tolist():
             old, new = _layer_of(all_old, layer), _layer_of(all_new, layer)
             sources = transfer_sources(old, new, hosts=self._hosts, slices=self.num_slices)[0]
-            fetches = [*fetches_of(sources, layer=layer, num_ranks=num_ranks, most=most)] or [None]
+            fetches = [*fetches_of(sources, layer=layer, num_ranks=num_ranks, max_slots=max_slots)] or [None]
             for fetch in fetches[:-1]:
                 yield MigrationPiece(version, fetch)
             yield MigrationPiece(version, fetches[-1], LayerSwap(layer, new, sources != np.arange(len(sources))))
@@ -190,20 +194,20 @@ class Migration:
         )
 
 
-def fetches_of(source_of_slot: np.ndarray, *, layer: int, num_ranks: int, most: int) -> Iterator[SlotFetch]:
-    """Cut what a layer moves into fetches in which no rank receives or sends more than `most` slots.
+def fetches_of(source_of_slot: np.ndarray, *, layer: int, num_ranks: int, max_slots: int) -> Iterator[SlotFetch]:
+    """Cut a layer's moves into fetches in which no rank receives or sends more than `max_slots` slots.
 
-    `source_of_slot` [slots] is a layer of `transfer_sources`. As many slots as possible go first.
+    `source_of_slot` [slots] is a layer of `transfer_sources`. Each fetch has the maximum number of slots.
     """
     slots_per_rank = len(source_of_slot) // num_ranks
     waiting = np.flatnonzero(source_of_slot != np.arange(len(source_of_slot))).tolist()
     while waiting:
-        sources, places = np.full((num_ranks, most), -1, np.int32), np.zeros((num_ranks, most), np.int32)
+        sources, places = np.full((num_ranks, max_slots), -1, np.int32), np.zeros((num_ranks, max_slots), np.int32)
         num_received, num_sent, left = [0] * num_ranks, [0] * num_ranks, []
         for slot in waiting:
             source, (rank, place) = int(source_of_slot[slot]), divmod(slot, slots_per_rank)
             sender = source // slots_per_rank
-            if num_received[rank] == most or num_sent[sender] == most:
+            if num_received[rank] == max_slots or num_sent[sender] == max_slots:
                 left.append(slot)
                 continue
             sources[rank, num_received[rank]], places[rank, num_received[rank]] = source, place
@@ -214,7 +218,7 @@ def fetches_of(source_of_slot: np.ndarray, *, layer: int, num_ranks: int, most: 
 
 
 def _changes(old: ExpertPlacement, new: ExpertPlacement) -> tuple[np.ndarray, np.ndarray]:
-    """Slots that get another expert, bool [layers, slots], and layers of which anything changes, bool [layers]."""
+    """Return the slots that get another expert, bool [layers, slots], and the layers with any change, bool [layers]."""
     is_moved = old.expert_of_slot != new.expert_of_slot
     shares = (old.share_of_slot != new.share_of_slot).any(axis=1)
     return is_moved, is_moved.any(axis=1) | shares | (old.slot_for != new.slot_for).any(axis=(1, 2))
@@ -228,11 +232,10 @@ def _layer_of(placement: ExpertPlacement, layer: int) -> ExpertPlacement:
 def transfer_sources(old: ExpertPlacement, new: ExpertPlacement, *, hosts: int, slices: int = 1) -> np.ndarray:
     """Return for every slot the slot that holds its next expert now: int32 [layers, slots].
 
-    That is the slot itself, or else one of its rank, its host, its slice, or another slice. The ranks lie over `hosts`
-    and `slices` in order, equally many on each. All moves of a layer happen at the same time, so that a slot may be
-    read by some and overwritten by another. Of equally near ranks the one that has the least to send in that layer is
-    taken.
-    PlacementError where the placements are of different shapes.
+    The source is the slot itself, or else a slot of its rank, its host, its slice, or another slice. The ranks are
+    divided over `hosts` and `slices` in order, equally many on each. All moves of a layer are simultaneous, so a slot
+    may be read and overwritten at once. Among equally near ranks, the rank with the minimum number of slots to send in
+    the layer is the source. Raises PlacementError if the placements have different shapes.
     """
     check_alike(old, new)
     if hosts < 1 or old.ep_size % hosts:
@@ -255,13 +258,13 @@ def transfer_sources(old: ExpertPlacement, new: ExpertPlacement, *, hosts: int, 
 
 
 def check_alike(old: ExpertPlacement, new: ExpertPlacement) -> None:
-    """Raise PlacementError where two placements are of different layers, slots or ranks."""
+    """Raise PlacementError if two placements have different layers, slots or ranks."""
     if old.expert_of_slot.shape != new.expert_of_slot.shape or old.slot_for.shape != new.slot_for.shape:
-        raise PlacementError("the placements are of different layers, slots or ranks")
+        raise PlacementError("the placements have different layers, slots or ranks")
 
 
 def _own_rank_sources(old: ExpertPlacement, new: ExpertPlacement) -> np.ndarray:
-    """The slot of its own rank that holds a slot's next expert, or -1: int32 [layers, slots]."""
+    """Return the slot of the same rank that holds a slot's next expert, or -1: int32 [layers, slots]."""
     layers = np.arange(old.num_layers)[:, None]
     slots = np.arange(old.num_slots, dtype=np.int32)
     ranks = slots // old.slots_per_rank
@@ -279,7 +282,7 @@ def _choose_senders(
     slots_per_host: int,
     slots_per_slice: int,
 ) -> None:
-    """Fill in the sources of one layer that are still -1."""
+    """Fill in the sources of a layer that are still -1."""
     holders: dict[int, list[int]] = {}
     for slot, expert in enumerate(old.tolist()):
         holders.setdefault(expert, []).append(slot)

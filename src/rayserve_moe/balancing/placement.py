@@ -1,7 +1,7 @@
-"""Where experts live: which expert each slot holds, and which part of its expert's tokens a slot takes.
+"""Placements of experts: the expert of each slot, and each slot's share of its expert's tokens.
 
-A placement is a plain value for all MoE layers. Who plans it, and how weights get to their slots, is not decided here.
-Slots are numbered over the whole group, `slots_per_rank` neighbours per rank.
+A placement is a plain value for all MoE layers; planning and the transfer of weights are elsewhere. Slots are numbered
+over the whole group, `slots_per_rank` neighbours per rank.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ SHARE_TOLERANCE = 1e-4
 
 
 class PlacementError(ValueError):
-    """Numbers that cannot be a placement of experts over slots."""
+    """Numbers that are not a valid placement of experts over slots."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertPlacement:
     """Contents of the expert slots of every layer, checked when built; the arrays are read-only views.
 
-    `expert_of_slot` int32 [layers, slots]; `share_of_slot` float32 [layers, slots], which adds up to 1 over the slots
-    of an expert; `slot_for` int32 [layers, experts, ranks]: the slot a rank uses where it may use only one. Every
-    expert has a slot, and no rank holds an expert twice unless it has more slots than there are experts. PlacementError
-    names what does not hold.
+    Every expert has a slot, and no rank holds an expert twice unless it has more slots than experts exist. Raises
+    PlacementError with the violated condition.
     """
 
     expert_of_slot: np.ndarray
+    """int32 [layers, slots]."""
     share_of_slot: np.ndarray
+    """float32 [layers, slots]; the slots of an expert add up to 1."""
     slot_for: np.ndarray
+    """int32 [layers, experts, ranks]: the slot that a rank uses if it may use only a single replica."""
 
     def __post_init__(self) -> None:
         for name, dtype, dims in (("expert_of_slot", "i4", 2), ("share_of_slot", "f4", 2), ("slot_for", "i4", 3)):
@@ -58,7 +59,7 @@ class ExpertPlacement:
 
     @property
     def ep_size(self) -> int:
-        """Ranks that the slots lie over."""
+        """Return the number of ranks that the slots are divided over."""
         return self.slot_for.shape[2]
 
     @property
@@ -67,15 +68,15 @@ class ExpertPlacement:
 
     @property
     def num_redundant(self) -> int:
-        """Slots beyond one per expert."""
+        """Return the number of slots beyond one per expert."""
         return self.num_slots - self.num_experts
 
 
 def identity_placement(num_layers: int, num_experts: int, *, ep_size: int, num_redundant: int = 0) -> ExpertPlacement:
-    """Lay the experts out in their own order, over and over until all slots are filled; equal shares.
+    """Lay the experts out in their own order, repeated until all slots are filled; equal shares.
 
     With `num_redundant` 0 slot i holds expert i. Replicas are spread evenly: a rank's neighbouring slots hold different
-    experts as long as it has no more slots than there are experts. PlacementError where slots do not divide by ranks.
+    experts unless it has more slots than experts exist. Raises PlacementError if ranks do not divide the slots.
     """
     num_slots = num_experts + num_redundant
     experts = np.arange(num_slots, dtype=np.int32) % num_experts
@@ -88,8 +89,8 @@ def placement_from(
 ) -> ExpertPlacement:
     """Complete a placement from `expert_of_slot` [layers, slots]; without shares an expert's slots take equal parts.
 
-    The one slot of a rank is its own replica where it has one; else neighbouring ranks use the same replica, each
-    replica about as many ranks. The arguments are not modified. PlacementError names what does not hold.
+    The static slot of a rank is its own replica if it has one; otherwise neighbouring ranks use the same replica, each
+    replica about equally many ranks. The arguments are not modified. Raises PlacementError with the violated condition.
     """
     expert_of_slot = np.ascontiguousarray(expert_of_slot, dtype=np.int32)
     if expert_of_slot.ndim != 2 or ep_size < 1 or expert_of_slot.shape[1] % ep_size:
@@ -102,9 +103,9 @@ def placement_from(
 
 
 def lowered_redundancy(num_experts: int, *, ep_size: int, wanted: int) -> int:
-    """The largest number of redundant slots, at most `wanted`, with which all slots divide by `ep_size` ranks.
+    """Return the maximum number of redundant slots up to `wanted` with which `ep_size` ranks divide all slots.
 
-    PlacementError where `wanted` is not in 0..128, or where not even 0 fits; it then names the smallest that does.
+    Raises PlacementError if `wanted` is not in 0..128, or if not even 0 fits; it then names the minimum that fits.
     """
     if not 0 <= wanted <= MAX_REDUNDANT:
         raise PlacementError(f"{wanted} redundant experts are not in 0..{MAX_REDUNDANT}")
@@ -138,7 +139,7 @@ def _static_slots(expert_of_slot: np.ndarray, replicas: np.ndarray, ep_size: int
     slots = np.arange(num_slots, dtype=np.int32)
     own_ranks = slots // (num_slots // ep_size)
     slot_for = np.empty((*replicas.shape, ep_size), np.int32)
-    # Layer by layer these are plain look-ups, several times faster than one look-up with three indices.
+    # Plain look-ups layer by layer are several times faster than a single look-up with three indices.
     for layer in range(num_layers):
         places = first[layer, :, None] + replica_of_rank[replicas[layer]]
         np.take(slots_by_expert[layer], places, out=slot_for[layer], mode="clip")
@@ -149,7 +150,7 @@ def _static_slots(expert_of_slot: np.ndarray, replicas: np.ndarray, ep_size: int
 def _check_shapes(placement: ExpertPlacement) -> None:
     num_layers, num_slots = placement.expert_of_slot.shape
     if placement.share_of_slot.shape != (num_layers, num_slots) or len(placement.slot_for) != num_layers:
-        raise PlacementError("expert_of_slot, share_of_slot and slot_for are of different layers or slots")
+        raise PlacementError("expert_of_slot, share_of_slot and slot_for have different layers or slots")
     if placement.ep_size < 1 or num_slots % placement.ep_size:
         raise PlacementError(f"{num_slots} slots do not spread evenly over {placement.ep_size} ranks")
     if placement.slot_for.size and not (placement.slot_for.min() >= 0 and placement.slot_for.max() < num_slots):

@@ -1,10 +1,10 @@
-"""The planner: from tokens per expert to a placement that minimizes the load of the hottest rank.
+"""The planner: computes a placement from tokens per expert that minimizes the load of the hottest rank.
 
-The problem is that of DeepSeek's EPLB. A first placement comes from loads alone: replicas of hot experts by water
-filling, then ranks filled in rounds, then exchanges in pairs. Local search and unequal shares (`incremental`) bring the
-hottest rank within a tolerance of its lower bound.
+The problem is the one that DeepSeek's EPLB solves. A first placement comes from loads alone: replicas of hot experts by
+water filling, then ranks filled in rounds, then exchanges in pairs. Local search and unequal shares (`incremental`)
+bring the hottest rank within a tolerance of its lower bound.
 
-It knows loads and slots only: no devices, no clocks, no statistics. The same input gives the same placement everywhere.
+It knows only loads and slots: no devices, no clocks, no statistics. The same input gives the same placement everywhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rayserve_moe.balancing.incremental import FIRST_ROUNDS, level, rebalance, r
 from rayserve_moe.balancing.layout import Layout, carried_over, layout_of, num_incoming
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, lowered_redundancy, placement_from
 
-FRESH_GOAL = 1.002  # of the bound: what shares are levelled to where any expert may move
+FRESH_GOAL = 1.002  # relative to the bound: goal of levelling if any expert may move
 ROUNDING = 1e-6  # shares are float32
 LEVELLING_ROUNDS = 2  # of exchanges in pairs in a first placement
 BISECTIONS = 24  # of the load per replica
@@ -32,15 +32,15 @@ def plan(
     slot_budget: int | None = None,
     tolerance: float = 0.02,
 ) -> ExpertPlacement:
-    """Place the experts of every layer for `load` [layers, experts]: tokens or any measure of them, of any number type.
+    """Place the experts of every layer for `load` [layers, experts]: tokens or a measure of them, of any number type.
 
-    `num_redundant` is lowered until the slots divide by `ep_size`; the placement's own number says to what. Without
+    `num_redundant` is lowered until `ep_size` divides the slots; the placement has the resulting number. Without
     `previous` everything is placed anew. With it, a layer whose hottest rank carries at most 1 + `tolerance` times its
-    lower bound stays as it is; of the others shares change first, then as few experts as it takes to get there, and
-    over all layers at most `slot_budget` slots get an expert that their rank did not hold.
+    lower bound stays unchanged. In other layers shares change first, then as few experts move as necessary; over all
+    layers at most `slot_budget` slots get an expert that their rank did not hold.
 
-    `previous` may be of other ranks: rank i of the new ones holds what rank i of the old ones held.
-    PlacementError names what cannot be: numbers that do not fit, a budget below what other ranks force to move.
+    `previous` may have other ranks: rank i of the new ranks holds the experts of rank i of the old ones. Raises
+    PlacementError for numbers that do not fit, and for a budget below the moves that other ranks force.
     """
     given = np.asarray(load)
     redundant = _check(given, ep_size, num_redundant, previous)
@@ -59,11 +59,11 @@ def plan(
 def replan(
     load: np.ndarray, previous: ExpertPlacement, *, tolerance: float = 0.02, num_slices: int = 1
 ) -> ExpertPlacement:
-    """Plan as `plan` does from `previous` for the same ranks, which lie over `num_slices` in order.
+    """Plan like `plan` from `previous` for the same ranks, which are divided over `num_slices` in order.
 
-    Experts move within slices unless a move between slices relieves the hottest rank several times as much. A
-    layer that stays above its goal is planned once more as if all ranks lay on one slice, and is as even as there.
-    PlacementError where the ranks do not divide by the slices.
+    Experts move within slices unless a move between slices relieves the hottest rank several times as much. A layer
+    that stays above its goal is planned again as if all ranks were on a single slice, with the same balance. Raises
+    PlacementError if the slices do not divide the ranks.
     """
     if num_slices < 1 or previous.ep_size % num_slices:
         raise PlacementError(f"{previous.ep_size} ranks do not spread evenly over {num_slices} slices")
@@ -80,7 +80,7 @@ def replan(
 
 
 def first_placement(load: np.ndarray, *, ep_size: int, num_redundant: int) -> ExpertPlacement:
-    """Place everything anew in one fast pass, with equal shares and without any search."""
+    """Place everything anew in a single fast pass, with equal shares and without any search."""
     given = np.asarray(load)
     redundant = _check(given, ep_size, num_redundant, None)
     num_experts = given.shape[1]
@@ -92,7 +92,7 @@ def first_placement(load: np.ndarray, *, ep_size: int, num_redundant: int) -> Ex
 
 
 def _check(load: np.ndarray, ep_size: int, num_redundant: int, previous: ExpertPlacement | None) -> int:
-    """Refuse what cannot be planned for; returns the number of redundant slots that fits."""
+    """Reject invalid input; return the number of redundant slots that fits."""
     if load.ndim != 2 or not load.size or load.dtype.kind not in "buif":
         raise PlacementError(f"load is {load.dtype} of shape {load.shape}, not numbers of [layers, experts]")
     if not (np.isfinite(load).all() and (load >= 0).all()):
@@ -101,8 +101,8 @@ def _check(load: np.ndarray, ep_size: int, num_redundant: int, previous: ExpertP
         raise PlacementError(f"experts do not spread over {ep_size} devices")
     if previous is not None and (previous.num_layers, previous.num_experts) != load.shape:
         raise PlacementError(
-            f"the previous placement is of {previous.num_layers} layers of {previous.num_experts} experts, "
-            f"the load of {load.shape[0]} of {load.shape[1]}"
+            f"the previous placement has {previous.num_layers} layers of {previous.num_experts} experts, "
+            f"the load {load.shape[0]} of {load.shape[1]}"
         )
     return lowered_redundancy(load.shape[1], ep_size=ep_size, wanted=num_redundant)
 
@@ -110,17 +110,17 @@ def _check(load: np.ndarray, ep_size: int, num_redundant: int, previous: ExpertP
 def _scaled(load: np.ndarray) -> np.ndarray:
     """Return the load as float64 with a maximum of 1 in every layer, or 0 in a layer without load."""
     load = load.astype(np.float64)
-    most = load.max(axis=1, keepdims=True)
-    return load / np.where(most > 0, most, 1)
+    largest = load.max(axis=1, keepdims=True)
+    return load / np.where(largest > 0, largest, 1)
 
 
 def _spread(load: np.ndarray) -> np.ndarray:
-    """Take experts for equally popular in a layer that nothing is known of."""
+    """Return the load, with equally popular experts in layers without load."""
     return np.where(load.any(axis=1, keepdims=True), load, 1.0)
 
 
 def _fresh(load: np.ndarray, ep_size: int, redundant: int) -> ExpertPlacement:
-    """Place anew, hottest expert first, so that the outcome does not depend on how experts are numbered."""
+    """Place anew, hottest expert first, so that the result does not depend on the numbering of experts."""
     load = _spread(load)
     order = np.argsort(-load, axis=1, kind="stable")
     load = np.take_along_axis(load, order, axis=1)
@@ -135,7 +135,7 @@ def _fresh(load: np.ndarray, ep_size: int, redundant: int) -> ExpertPlacement:
 
 
 def _move_for_shares(layout: Layout, load: np.ndarray, amounts: np.ndarray, *, goal: np.ndarray) -> None:
-    """Move experts where shares alone do not reach `goal`, if equal shares do not lose more by it than these gain."""
+    """Move experts if shares alone do not reach `goal`, unless equal shares lose more by it than `amounts` gain."""
     layers = np.flatnonzero(layout.peaks(amounts) > goal)
     if not layers.size:
         return
@@ -190,9 +190,9 @@ def _rebalanced(
 def _open_slices(
     layout: Layout, amounts: np.ndarray, load: np.ndarray, *, start: tuple[Layout, np.ndarray], goal: np.ndarray
 ) -> None:
-    """Balance layers above their goal once more from the `start`, as if all ranks lay on one slice.
+    """Balance layers above their goal again from the `start`, as if all ranks were on a single slice.
 
-    What is more even is put into `layout` and its `amounts`.
+    Better results are stored in `layout` and its `amounts`.
     """
     layers = np.flatnonzero(layout.peaks(amounts) > goal * (1 + ROUNDING))
     if not layers.size:
@@ -205,7 +205,7 @@ def _open_slices(
 
 
 def _shares(layout: Layout, load: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-    """Fractions of each expert's load; equal ones where it has none."""
+    """Return the fractions of each expert's load; equal fractions without load."""
     whole = np.take_along_axis(load, layout.by_layer, axis=1)
     return np.where(whole > 0, amounts / np.where(whole > 0, whole, 1), layout.even_amounts(np.ones_like(load)))
 
@@ -218,7 +218,7 @@ def _everywhere(
     previous: ExpertPlacement | None = None,
     budget: float = np.inf,
 ) -> ExpertPlacement:
-    """Ranks with a slot for every expert hold them all, so that any load is balanced."""
+    """Return a placement in which every rank holds all experts, so that any load is balanced."""
     num_layers, num_experts = shape
     experts = np.broadcast_to(np.arange(slots_per_rank) % num_experts, (num_layers, ep_size, slots_per_rank))
     if previous is not None:
@@ -232,7 +232,7 @@ def _everywhere(
 
 
 def _rest_of_budget(budget: float, experts: np.ndarray, previous: ExpertPlacement) -> float:
-    """Return the rest of the budget once ranks hold `experts`, which they have to."""
+    """Return the rest of the budget after the forced changes to `experts`."""
     forced = num_incoming(experts, previous)
     if forced > budget:
         raise PlacementError(f"other ranks force {forced} slots to change, more than the slot budget")
@@ -240,13 +240,13 @@ def _rest_of_budget(budget: float, experts: np.ndarray, previous: ExpertPlacemen
 
 
 def first_layout(load: np.ndarray, *, ep_size: int, slots_per_rank: int) -> Layout:
-    """Fill the slots of every layer for `load` [layers, experts]; a rank has fewer slots than there are experts.
+    """Fill the slots of every layer for `load` [layers, experts]; a rank has fewer slots than experts exist.
 
-    Replicas, heaviest first, are dealt out in rounds of one per rank, the heaviest of a round to the rank that has
-    least. A few rounds of exchanges between hot and cold ranks level what that leaves.
+    Replicas, heaviest first, are dealt out in rounds of one per rank; the heaviest of a round goes to the rank with the
+    minimum load. A few rounds of exchanges between hot and cold ranks level the rest.
     """
     num_layers, num_experts = load.shape
-    counts = replica_counts(load, num_slots=ep_size * slots_per_rank, most=ep_size)
+    counts = replica_counts(load, num_slots=ep_size * slots_per_rank, max_replicas=ep_size)
     each = load / counts
     order = np.argsort(-each, axis=1, kind="stable")
     dealt = np.repeat(order.reshape(-1), np.take_along_axis(counts, order, axis=1).reshape(-1))
@@ -256,7 +256,7 @@ def first_layout(load: np.ndarray, *, ep_size: int, slots_per_rank: int) -> Layo
     experts[:, :, 0] = dealt[:, 0]
     rank_load = weights[:, 0].copy()
     for turn in range(1, slots_per_rank):
-        # An expert whose replicas did not all fit into the last round comes first in this one: its holders wait.
+        # An expert whose replicas did not all fit into the last round comes first in this round; its holders go last.
         holders = experts[:, :, turn - 1] == dealt[:, turn, :1]
         ranks = np.lexsort((rank_load, holders), axis=1)
         np.put_along_axis(experts[:, :, turn], ranks, dealt[:, turn], axis=1)
@@ -269,7 +269,7 @@ def first_layout(load: np.ndarray, *, ep_size: int, slots_per_rank: int) -> Layo
 
 
 def _level_pairs(layout: Layout, load: np.ndarray, *, rounds: int) -> None:
-    """Let hot and cold ranks exchange one replica in pairs, `rounds` times, wherever their loads become closer.
+    """Exchange a replica between hot and cold ranks in pairs, `rounds` times, wherever their loads become closer.
 
     In the first round the coldest rank is paired with the hottest, the second coldest with the second hottest, and so
     on; every further round shifts the hot ranks by one. `load` is [layers, experts]; replicas share evenly.
@@ -297,50 +297,53 @@ def _level_pairs(layout: Layout, load: np.ndarray, *, rounds: int) -> None:
         items[layer, *cold_slot] = hot_items[layer, pair, i]
 
 
-def replica_counts(load: np.ndarray, *, num_slots: int, most: int) -> np.ndarray:
-    """Give every expert 1 to `most` of a layer's slots to minimize the greatest load per replica, by water filling.
+def replica_counts(load: np.ndarray, *, num_slots: int, max_replicas: int) -> np.ndarray:
+    """Give every expert 1 to `max_replicas` of a layer's slots to minimize the maximum load per replica, by water
+    filling.
 
-    Returns int [layers, experts] that add up to `num_slots` in every layer. Equal loads are served in expert order.
+    Returns int [layers, experts] that add up to `num_slots` in every layer. Ties are served in expert order.
     """
-    assert load.shape[1] <= num_slots <= load.shape[1] * most, f"{num_slots} slots for experts of 1 to {most} replicas"
+    assert load.shape[1] <= num_slots <= load.shape[1] * max_replicas, (
+        f"{num_slots} slots for experts of 1 to {max_replicas} replicas"
+    )
     high = load.max(axis=1, keepdims=True)
-    low = np.maximum(high / most, load.sum(axis=1, keepdims=True) / num_slots)
+    low = np.maximum(high / max_replicas, load.sum(axis=1, keepdims=True) / num_slots)
     high, low = np.where(high > 0, high, 1.0), np.where(high > 0, low, 1.0)
     for _ in range(BISECTIONS):
         level = (low + high) / 2
-        fits = _counts_at(load, level, most).sum(axis=1, keepdims=True) <= num_slots
+        fits = _counts_at(load, level, max_replicas).sum(axis=1, keepdims=True) <= num_slots
         low, high = np.where(fits, low, level), np.where(fits, level, high)
-    counts = _counts_at(load, high, most)
+    counts = _counts_at(load, high, max_replicas)
     spare = num_slots - counts.sum(axis=1)
     while (layers := np.flatnonzero(spare)).size:
-        per_replica = np.where(counts[layers] < most, load[layers] / counts[layers], -1.0)
+        per_replica = np.where(counts[layers] < max_replicas, load[layers] / counts[layers], -1.0)
         counts[layers, per_replica.argmax(axis=1)] += 1
         spare[layers] -= 1
     return counts
 
 
 def lower_bound(load: np.ndarray, *, ep_size: int, num_redundant: int) -> np.ndarray:
-    """Lower bound of the load of the hottest rank under any placement and all shares: float64 [layers].
+    """Return a lower bound of the hottest rank's load under any placement and all shares: float64 [layers].
 
     It is the mean rank load, or the load per replica of the expert that stays hottest under the best replication.
-    Without redundant slots every expert lies whole on one rank, and the hottest experts have to share ranks.
+    Without redundant slots every expert is on a single rank, and the hottest experts must share ranks.
     """
     num_experts = load.shape[1]
     num_slots = num_experts + num_redundant
-    # No more replicas than ranks: an expert on every rank adds no more than the mean to each.
-    most = max(ep_size, -(-num_slots // num_experts))
-    counts = replica_counts(load, num_slots=num_slots, most=most)
+    # Replicas beyond one per rank add nothing: an expert on every rank adds only the mean to each.
+    max_replicas = max(ep_size, -(-num_slots // num_experts))
+    counts = replica_counts(load, num_slots=num_slots, max_replicas=max_replicas)
     bound = np.maximum(load.sum(axis=1) / ep_size, (load / counts).max(axis=1))
     return bound if num_redundant else np.maximum(bound, _pigeonhole_bound(load, ep_size))
 
 
-def _counts_at(load: np.ndarray, level: np.ndarray, most: int) -> np.ndarray:
-    """Return the replicas of every expert, at most `most`, that bring its load per replica to `level` or less."""
-    return np.clip(np.ceil(load / level), 1, most).astype(np.int64)
+def _counts_at(load: np.ndarray, level: np.ndarray, max_replicas: int) -> np.ndarray:
+    """Return the replicas of every expert, up to `max_replicas`, that bring its load per replica to `level` or less."""
+    return np.clip(np.ceil(load / level), 1, max_replicas).astype(np.int64)
 
 
 def _pigeonhole_bound(load: np.ndarray, ep_size: int) -> np.ndarray:
-    """Bound the peak: of the k * ranks + 1 hottest experts some rank holds k + 1, beside the coldest at best."""
+    """Return a bound of the peak: a rank holds k + 1 of the k * ranks + 1 hottest experts, and the coldest ones."""
     num_experts = load.shape[1]
     slots_per_rank = num_experts // ep_size
     ordered = -np.sort(-load, axis=1)

@@ -1,4 +1,4 @@
-"""Planning for one engine: the interface, a planner that proposes what is worth its moves, and checks of proposals."""
+"""Planning for an engine: the interface, a planner that proposes worthwhile placements, and checks of proposals."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, pl
 from rayserve_moe.balancing.planner import replan
 from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
 
-LEAST_GAIN = 0.01
-"""By how much the hottest rank, as a part of the mean one, must fall for moves to be worth it; a mean over layers."""
+MIN_GAIN = 0.01
+"""Minimum decrease of the hottest rank's load, relative to the mean rank, for moves to be worthwhile; mean over layers.
+"""
 TOLERANCE = 0.02
-"""How far above its bound a layer's hottest rank may be."""
+"""Maximum of a layer's hottest rank above its bound, relative."""
 SURE = 3.0
-"""Deviations of chance that a gain has to exceed."""
-LEAST_TOKENS_PER_EXPERT = 32
+"""Standard deviations of chance that a gain must exceed."""
+MIN_TOKENS_PER_EXPERT = 32
 
 
 @dataclass(frozen=True)
 class PlanningConfig:
-    """How a server is balanced: steps between two plans, steps that count, and how tokens choose among slots."""
+    """Planning options of a server."""
 
     interval: int
+    """Steps between two plans."""
     window: int
+    """Steps that count."""
     dispatch: str = "shares"
+    """Selection among an expert's slots by tokens."""
 
 
 class LocalPlanner:
@@ -39,7 +43,7 @@ class LocalPlanner:
         self._generation, self._step, self._planned_at = 0, 0, 0
 
     def observe(self, reading: LoadReading) -> bool:
-        """Take over a reading; says whether it is time for a plan and enough was counted."""
+        """Record a reading; return True if a plan is due and enough tokens were counted."""
         if reading.generation != self._generation or reading.step < self._step:
             self._generation, self._planned_at = reading.generation, reading.step
         self._step = reading.step
@@ -47,7 +51,7 @@ class LocalPlanner:
         return self._step - self._planned_at >= self._config.interval and has_enough(self._window.totals())
 
     def propose(self, state: PlacementState) -> Proposal | None:
-        """Plan from the window; None where it is of other counts, or no better placement is worth its moves."""
+        """Plan from the window. Return None if it has other counts, or no better placement is worth its moves."""
         started = time.perf_counter()
         tokens, now, dispatch = self._window.totals(), state.placement, self._config.dispatch
         self._planned_at = self._step
@@ -74,21 +78,22 @@ class LocalPlanner:
 
 
 def planning_config(balancing: BalancingSettings, experts: ExpertSettings) -> PlanningConfig:
-    """What the settings say about planning."""
+    """Return the planning options of the settings."""
     dispatch = "first" if experts.selection == "topk" else experts.dispatch
     return PlanningConfig(balancing.interval, balancing.window, dispatch)
 
 
 def has_enough(tokens: np.ndarray) -> bool:
-    """Whether there are tokens enough [layers, experts] in every layer to make a plan from."""
-    return tokens.size > 0 and bool(tokens.sum(axis=1).min() >= LEAST_TOKENS_PER_EXPERT * tokens.shape[1])
+    """Return True if every layer of `tokens` [layers, experts] has enough tokens to plan from."""
+    return tokens.size > 0 and bool(tokens.sum(axis=1).min() >= MIN_TOKENS_PER_EXPERT * tokens.shape[1])
 
 
 def rank_loads(placement: ExpertPlacement, tokens: np.ndarray, *, dispatch: str = "shares") -> np.ndarray:
-    """Tokens that each rank computes of `tokens` [layers, experts] under a dispatch: float64 [layers, ranks].
+    """Return the tokens that each rank computes of `tokens` [layers, experts] under a dispatch: float64 [layers,
+    ranks].
 
-    `static` assumes that all ranks send equally many tokens. `capacity` is treated as `shares`, which it equals where
-    slots fill up; its preference for near slots before that does not follow from loads.
+    `static` assumes that all ranks send equally many tokens. `capacity` is treated as `shares`: both are equal once
+    slots are full, and its preference for near slots before that does not follow from loads.
     """
     fractions = _slot_fractions(placement, dispatch)
     loads = fractions * np.take_along_axis(tokens, placement.expert_of_slot, axis=1)
@@ -96,24 +101,24 @@ def rank_loads(placement: ExpertPlacement, tokens: np.ndarray, *, dispatch: str 
 
 
 def imbalance(loads: np.ndarray) -> np.ndarray:
-    """Load of the hottest rank over the mean, by layer, of loads [layers, ranks]; 1 where there is none."""
+    """Return the hottest rank's load over the mean by layer, from loads [layers, ranks]; 1 without load."""
     means = loads.mean(axis=1)
     return np.where(means > 0, loads.max(axis=1) / np.where(means > 0, means, 1), 1.0)
 
 
 def chance(tokens: np.ndarray, *, ep_size: int) -> float:
-    """How far a rank's load is off its mean by chance alone, as a part of it, with so many tokens: one deviation."""
+    """Return the standard deviation of a rank's load by chance alone, relative to its mean."""
     per_rank = tokens.sum(axis=1).mean() / ep_size
     return float(1 / np.sqrt(max(per_rank, 1.0)))
 
 
 def is_worth(before: np.ndarray, after: np.ndarray, *, noise: float) -> bool:
-    """Whether imbalances [layers] fall by more than moves cost, and by more than chance makes it look like."""
-    return bool((before - after).mean() >= max(LEAST_GAIN, SURE * noise))
+    """Return True if imbalances [layers] fall by more than moves cost and chance explains."""
+    return bool((before - after).mean() >= max(MIN_GAIN, SURE * noise))
 
 
 def _slot_fractions(placement: ExpertPlacement, dispatch: str) -> np.ndarray:
-    """The part of its expert's tokens that each slot gets: [layers, slots]."""
+    """Return each slot's part of its expert's tokens: [layers, slots]."""
     if dispatch in ("shares", "capacity"):
         return placement.share_of_slot.astype(np.float64)
     fractions = np.zeros(placement.expert_of_slot.shape)
@@ -130,30 +135,34 @@ def _slot_fractions(placement: ExpertPlacement, dispatch: str) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class PlacementState:
-    """What a plan is made from: the placement in force, its version, the generation of the counts, and the slices that
-    the ranks lie over."""
+    """The input of a plan."""
 
     generation: int
+    """Of the counts."""
     version: int
+    """Of the placement."""
     placement: ExpertPlacement
+    """The current placement."""
     num_slices: int = 1
+    """Slices that the ranks are divided over."""
 
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """A placement to head for, as bare arrays, nothing of it checked.
-
-    It would become `version`; it was made from version `made_from` and counts of `generation`. `imbalance_before` and
-    `_after` are the hottest rank over the mean one, averaged over layers.
-    """
+    """A proposed placement, as unchecked arrays."""
 
     version: int
+    """Version that it would become."""
     made_from: int
+    """Version of the placement that it was planned from."""
     generation: int
+    """Of the counts that it was planned from."""
     expert_of_slot: np.ndarray
     share_of_slot: np.ndarray
     imbalance_before: float
+    """Hottest rank over the mean rank, averaged over layers."""
     imbalance_after: float
+    """Hottest rank over the mean rank, averaged over layers."""
     plan_seconds: float
 
 
@@ -174,21 +183,21 @@ class RefusedPlanError(ValueError):
 
 
 class Planner(Protocol):
-    """Plans for one engine. Raises PlanFailure where it cannot; the caller may retry later."""
+    """Plans for an engine. Raises PlanFailure if it cannot; the caller may retry later."""
 
     def observe(self, reading: LoadReading) -> bool:
-        """Take over a reading; returns whether `propose` should be asked."""
+        """Record a reading; return True if `propose` should be called."""
         ...
 
     def propose(self, state: PlacementState) -> Proposal | None:
-        """Plan from what was observed; None where nothing is to be changed."""
+        """Plan from the observed readings; return None if nothing should change."""
         ...
 
 
 def checked_placement(proposal: Any, state: PlacementState) -> ExpertPlacement:
-    """The placement of a proposal that fits `state`, the state of things now. RefusedPlanError where it does not."""
+    """Return the placement of a proposal that fits the current `state`. Raises RefusedPlanError if it does not fit."""
     if not isinstance(proposal, Proposal):
-        raise RefusedPlanError("malformed", "what came is no proposal")
+        raise RefusedPlanError("malformed", "the object is not a Proposal")
     numbers = (proposal.version, proposal.made_from, proposal.generation)
     if any(type(number) is not int for number in numbers):
         raise RefusedPlanError("malformed", "versions are not whole numbers")
@@ -203,9 +212,9 @@ def checked_placement(proposal: Any, state: PlacementState) -> ExpertPlacement:
     now, shape = state.placement, state.placement.expert_of_slot.shape
     for array, kinds in ((proposal.expert_of_slot, "iu"), (proposal.share_of_slot, "f")):
         if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or array.shape != shape:
-            raise RefusedPlanError("malformed", "experts or shares are not numbers of the layers and slots there are")
+            raise RefusedPlanError("malformed", "experts or shares are not numbers of the current layers and slots")
     try:
-        # Copies: the arrays may lie in memory of the sender.
+        # Copy, because the arrays may be in the sender's memory.
         experts, shares = proposal.expert_of_slot.copy(), proposal.share_of_slot.copy()
         return placement_from(experts, shares, num_experts=now.num_experts, ep_size=now.ep_size)
     except PlacementError as error:

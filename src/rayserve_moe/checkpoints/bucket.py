@@ -1,7 +1,7 @@
-"""Buckets of weights that travel: safetensors in memory, with a checksum per tensor, whole or as changed positions.
+"""Buckets of sent weights: safetensors in memory, with a checksum per tensor, whole or as changed positions.
 
-Metadata `crc32` is JSON `{name: integer}` over the bytes of every tensor. A delta has `base_version` there, and for a
-tensor NAME of the checkpoint `NAME.positions` (uint32, flat, C order) and as many `NAME.values`.
+The metadata `crc32` is JSON `{name: integer}` over the bytes of every tensor. A delta also has `base_version` there,
+and for a checkpoint tensor NAME the arrays `NAME.positions` (uint32, flat, C order) and `NAME.values` of equal length.
 """
 
 from __future__ import annotations
@@ -24,80 +24,86 @@ from rayserve_moe.config.given_files import GivenFileError, parse_json_object
 
 POSITIONS, VALUES = ".positions", ".values"
 BUCKET = Path("the bucket")
-"""What messages call it."""
+"""Name of the source in error messages."""
 _ALIGNMENT = 8
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class SentTensor:
-    """A tensor of the checkpoint as it was sent: its values, in the shape of files; of a delta those at `positions`."""
+    """A tensor of the checkpoint as it was sent."""
 
     name: str
     values: np.ndarray
+    """In the shape of files; for a delta the values at `positions`."""
     positions: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """None of a delta, which does not say it."""
+        """Return the shape in files; None for a delta, which does not carry it."""
         return self.values.shape if self.positions is None else None
 
 
 @dataclass(frozen=True)
 class SentPiece:
-    """A part of a sent tensor: `region` is `[from, to)` of each dimension in files, `values` those in it, in its shape.
-
-    Of a delta, `values` are those at `positions`, which are flat within the region, in C order. Where there is a
-    `dtype`, `values` are the bits of it.
-    """
+    """A part of a sent tensor."""
 
     name: str
     region: Region
+    """`[from, to)` of each dimension in files."""
     values: np.ndarray
+    """In the region's shape; for a delta the values at `positions`."""
     positions: np.ndarray | None = None
+    """Flat within the region, C order."""
     dtype: str = ""
+    """If set, `values` are bits of this dtype."""
 
     @property
     def num_bytes(self) -> int:
         return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
 
     def as_bits(self) -> SentPiece:
-        """The same with values as unsigned integers: those of bfloat16 are pickled in band, and copied by each get."""
+        """Return it with values as unsigned integers: pickle copies bfloat16 in band, and again at each get."""
         bits = np.ascontiguousarray(self.values).view(f"u{self.values.itemsize}")
         return replace(self, values=bits, dtype=self.values.dtype.name)
 
     def as_typed(self) -> SentPiece:
-        """The same with values in their dtype."""
+        """Return it with values in their dtype."""
         return replace(self, values=self.values.view(np.dtype(self.dtype)), dtype="")
 
 
 @dataclass(frozen=True)
 class SentBucket:
-    """The tensors of one bucket; `base_version` of a delta is that of the weights which it changes."""
+    """The tensors of a bucket."""
 
     tensors: tuple[SentTensor, ...]
     base_version: str | None = None
+    """For a delta, the version of the weights that it changes."""
 
 
 @dataclass(frozen=True)
 class SentShares:
-    """A bucket that the sender has cut: by host what stands for its pieces, and how many bytes these are."""
+    """A bucket that the sender has cut into the hosts' shares."""
 
     by_host: tuple[Any, ...]
+    """By host, a reference to its pieces."""
     num_bytes: tuple[int, ...]
+    """By host."""
     base_version: str | None = None
 
 
 Heads = Sequence[tuple[str, tuple[int, ...] | None]]
-"""Names of tensors and their shapes, None of a delta."""
+"""Names of tensors with their shapes, None for a delta."""
 
 
 @dataclass(frozen=True)
 class WantedTensor:
-    """What a host wants of a sent tensor: its `shape` in files, and the `regions` of it in the host's share."""
+    """A host's share of a sent tensor."""
 
     shape: tuple[int, ...]
+    """Of the whole tensor in files."""
     regions: tuple[Region, ...]
+    """The host's regions of it."""
 
 
 class _Memory:
@@ -117,8 +123,8 @@ class _Memory:
 def read_bucket(body: bytes | bytearray) -> SentBucket:
     """Read a bucket and check it; its tensors are views of `body`.
 
-    CheckpointError for what is truncated or malformed, a checksum that is missing or wrong, values that are not finite,
-    and what would have two values: a position that is repeated, a tensor that is sent whole and as a delta.
+    Raises CheckpointError if it is truncated or malformed, a checksum is missing or wrong, a value is not finite, a
+    position is repeated, or a tensor is sent both whole and as a delta.
     """
     view = memoryview(body)
     entries, metadata = read_header(BUCKET, _Memory(view)), metadata_of(BUCKET, _Memory(view))
@@ -133,7 +139,7 @@ def read_bucket(body: bytes | bytearray) -> SentBucket:
 
 
 def write_bucket(tensors: Sequence[SentTensor], *, base_version: str | None = None) -> Iterator[bytes | memoryview]:
-    """The bytes of a bucket, part by part; tensors are not copied where they are contiguous."""
+    """Yield the bytes of a bucket part by part; contiguous tensors are not copied."""
     arrays: dict[str, np.ndarray] = {}
     for tensor in tensors:
         if tensor.positions is None:
@@ -156,16 +162,16 @@ def write_bucket(tensors: Sequence[SentTensor], *, base_version: str | None = No
 
 
 def pieces_for(tensors: Sequence[SentTensor], wanted: Sequence[WantedTensor]) -> list[SentPiece]:
-    """The pieces of tensors that a host wants, as bits. CheckpointError as in `cut`."""
+    """Return the pieces that a host needs, as bits. Raises CheckpointError like `cut`."""
     return [piece.as_bits() for tensor, share in zip(tensors, wanted, strict=True) for piece in cut(tensor, share)]
 
 
 def cut(tensor: SentTensor, wanted: WantedTensor) -> list[SentPiece]:
-    """The pieces of a tensor that a host wants; CheckpointError for positions outside of it."""
+    """Return a tensor's pieces that a host needs. Raises CheckpointError for positions outside of the tensor."""
     if tensor.positions is None:
         return [SentPiece(tensor.name, region, tensor.values[_slices(region)]) for region in wanted.regions]
     if tensor.positions.size and int(tensor.positions.max()) >= math.prod(wanted.shape):
-        raise CheckpointError(f"{tensor.name}{POSITIONS} name places outside of shape {list(wanted.shape)}")
+        raise CheckpointError(f"{tensor.name}{POSITIONS} has positions outside of shape {list(wanted.shape)}")
     return [_cut_delta(tensor, tensor.positions, wanted.shape, region) for region in wanted.regions]
 
 
@@ -194,7 +200,7 @@ def _check_sums(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str],
         if name not in sums:
             raise CheckpointError(f"tensor {name} has no crc32 in __metadata__")
         if sums[name] != zlib.crc32(view[entry.begin : entry.end]):
-            raise CheckpointError(f"tensor {name} does not have the crc32 that __metadata__ states")
+            raise CheckpointError(f"tensor {name} does not match the crc32 in __metadata__")
 
 
 def _array(entry: TensorEntry, view: memoryview) -> np.ndarray:
@@ -211,19 +217,19 @@ def _whole(arrays: Mapping[str, np.ndarray]) -> tuple[SentTensor, ...]:
 
 
 def _deltas(arrays: Mapping[str, np.ndarray]) -> tuple[SentTensor, ...]:
-    """The tensors of a delta, some of which may be whole."""
+    """Return the tensors of a delta, in which some may be whole."""
     tensors = []
     for name, array in arrays.items():
         stem = name.removesuffix(POSITIONS)
         if stem != name:
             values = arrays.get(stem + VALUES)
             if values is None or array.dtype != np.uint32 or array.ndim != 1 or values.shape != array.shape:
-                raise CheckpointError(f"{name} must be uint32 [n], beside as many {stem}{VALUES}")
+                raise CheckpointError(f"{name} must be uint32 [n], with {stem}{VALUES} of equal length")
             _check_floating(stem + VALUES, values)
             if stem in arrays:
                 raise CheckpointError(f"tensor {stem} is in the bucket both whole and as a delta")
             if _repeats(array):
-                raise CheckpointError(f"{name} name a place twice")
+                raise CheckpointError(f"{name} has a repeated position")
             tensors.append(SentTensor(stem, values, array))
         elif name.removesuffix(VALUES) + POSITIONS not in arrays:
             _check_floating(name, array)
@@ -232,7 +238,7 @@ def _deltas(arrays: Mapping[str, np.ndarray]) -> tuple[SentTensor, ...]:
 
 
 def _repeats(positions: np.ndarray) -> bool:
-    """Whether a position is there twice; those that ascend are not sorted for it."""
+    """Return True if a position is repeated. Ascending positions need no sort."""
     is_ascending = bool((positions[1:] > positions[:-1]).all())
     return not is_ascending and len(np.unique(positions)) < len(positions)
 

@@ -1,6 +1,6 @@
-"""Casts between the dtypes of weights, by integer operations that let other threads run.
+"""Casts between the dtypes of weights, by integer operations that release the interpreter lock.
 
-numpy copies and casts dtypes that are not its own, such as bfloat16, value by value, and holds the interpreter lock.
+numpy copies and casts foreign dtypes, such as bfloat16, value by value, and holds the interpreter lock meanwhile.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ INFINITIES = {
     np.dtype(np.float16): (np.int16, np.uint16, 0x7C00, 0xFC00),
     np.dtype(np.float32): (np.int32, np.uint32, 0x7F800000, 0xFF800000),
 }
-"""By dtype: its bits as signed and as unsigned integers, and those of plus and of minus infinity.
+"""By dtype: its bits' signed and unsigned integer types, and the bits of plus and minus infinity.
 
-Signed, the largest is the largest positive value; unsigned, the largest negative one. NaNs lie beyond the infinities.
+As signed integers, positive values sort below plus infinity; as unsigned integers, negative values sort below minus
+infinity. NaNs are beyond the infinities.
 """
 _AS_INTEGERS = {2: np.uint16, 4: np.uint32}
 
 
 def assign(target: np.ndarray, values: np.ndarray) -> None:
-    """`target[...] = values`, cast to its dtype; both of a dtype that weights have."""
+    """Compute `target[...] = values` with a cast to the target's dtype; both have a dtype of weights."""
     if values.dtype != target.dtype:
         values = cast(values, target.dtype)
     unsigned = _AS_INTEGERS[target.itemsize]
@@ -30,7 +31,7 @@ def assign(target: np.ndarray, values: np.ndarray) -> None:
 
 
 def cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Values in float32 or bfloat16, rounded to nearest, ties to even; finite values alone are rounded so."""
+    """Return finite values in float32 or bfloat16, rounded to nearest, ties to even."""
     if values.dtype == dtype:
         return values
     wide = _widened(values)
@@ -38,7 +39,7 @@ def cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite; `values` of a dtype in INFINITIES. Two sweeps over its bits, no copy."""
+    """Return True if no value is NaN or infinite, for a dtype in INFINITIES. Scans the bits twice without a copy."""
     if values.size == 0:
         return True
     signed, unsigned, plus, minus = INFINITIES[values.dtype]
@@ -46,7 +47,7 @@ def is_finite(values: np.ndarray) -> bool:
 
 
 def _widened(values: np.ndarray) -> np.ndarray:
-    """float32 of bfloat16, float16 or float32: exact."""
+    """Return bfloat16, float16 or float32 values as float32, exactly."""
     if values.dtype != BFLOAT16:
         return values.astype(np.float32, copy=False)
     bits = values.view(np.uint16).astype(np.uint32)
@@ -55,7 +56,7 @@ def _widened(values: np.ndarray) -> np.ndarray:
 
 
 def _narrowed(values: np.ndarray) -> np.ndarray:
-    """bfloat16 of float32: the upper half of the bits, after adding half of its last place."""
+    """Return float32 values as bfloat16: the upper half of the bits, after rounding by half of its last place."""
     bits = values.view(np.uint32)
     rounding = bits >> 16
     rounding &= 1

@@ -1,7 +1,7 @@
-"""Open a Hugging Face checkpoint directory: its config, and its safetensors, lazily.
+"""Hugging Face checkpoint directories: the config and lazily read safetensors.
 
-Opening reads `config.json` and the headers only. A read copies only the requested rows out of their file, and
-checks that it is still the file that was opened. `names` maps tensors to parameters.
+Opening reads only `config.json` and the headers. A read copies only the requested rows out of their file, and checks
+that the file is unchanged since it was opened. `names` maps tensors to parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from rayserve_moe.checkpoints.header import (
     DTYPES,
-    LONGEST_NAME,
+    MAX_NAME_LENGTH,
     STORED_DTYPES,
     CheckpointError,
     TensorEntry,
@@ -37,7 +37,7 @@ from rayserve_moe.checkpoints.remote import (
 )
 from rayserve_moe.config.given_files import (
     ANYWHERE,
-    MOST_BYTES_AT_ONCE,
+    MAX_BYTES_AT_ONCE,
     GivenFileError,
     Reach,
     ReadableFile,
@@ -46,45 +46,46 @@ from rayserve_moe.config.given_files import (
 
 CONFIG_FILE = "config.json"
 NAMES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}
-"""What files call dtypes of 8 bits."""
+"""Names of 8-bit dtypes in files."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """An opened directory: the parsed `config.json`, every tensor by name, and the files' stamps when opened.
-
-    Quantised tensors are seen decoded, as float32; `stored` has the tensors as files hold them.
-    """
+    """An opened checkpoint directory."""
 
     directory: AnyDirectory
     config: dict[str, Any]
+    """Parsed `config.json`."""
     tensors: dict[str, TensorEntry]
+    """By name; quantised tensors appear decoded, as float32."""
     stamps: Mapping[AnyFile, AnyStamp] = field(default_factory=dict)
+    """The files' stamps when they were opened."""
     reach: Reach = ANYWHERE
     stored: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """Tensors as files hold them."""
     quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors, as files hold them."""
+        """Return the bytes of all tensors as files hold them."""
         return sum(entry.end - entry.begin for entry in self.stored.values())
 
     @property
     def is_remote(self) -> bool:
-        """Whether reads go over the network, each of them as a range of bytes."""
+        """Return True if reads are range requests over the network."""
         return isinstance(self.directory, RemoteDirectory)
 
     def row_dim(self, name: str) -> int:
-        """The dimension of a tensor, from its end, whose parts can be read without what lies around them."""
+        """Return a tensor's dimension, counted from its end, whose parts are contiguous in the file."""
         return self.quantized[name].row_dim if name in self.quantized else -2
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Copy `tensor[index]` out of its file, in the file's dtype or decoded; other rows are not read.
 
-        `index` holds one slice per leading dimension. CheckpointError for an unknown name, a dtype that
-        weights cannot have, or a file that was written to, or replaced, since it was opened.
+        `index` holds a slice per leading dimension. Raises CheckpointError for an unknown name, a dtype that weights
+        cannot have, or a file that was written or replaced since it was opened.
         """
         entry = self.tensors.get(name)
         if entry is None:
@@ -100,9 +101,9 @@ class CheckpointFiles:
     def read_scales(
         self, name: str, region: tuple[tuple[int, int], ...], *, dtype: str, block: int
     ) -> np.ndarray | None:
-        """What a region, `[from, to)` of rows and of columns, of a decoded matrix was multiplied by.
+        """Return the scales of a decoded matrix in a region, `[from, to)` of rows and of columns.
 
-        Float32 [rows, blocks of columns]; None where its file does not hold `dtype` in squares of `block`.
+        Float32 [rows, blocks of columns]; None unless its file holds `dtype` in squares of `block`.
         """
         found = self.quantized.get(name)
         if found is None or found.block != (block, block) or NAMES[dtype] != self.stored[found.parts[0]].dtype:
@@ -113,7 +114,9 @@ class CheckpointFiles:
         return scales[rows - rows[0], columns[0] // block : -(-columns[1] // block)]
 
     def read_integers(self, name: str) -> np.ndarray:
-        """A whole tensor of integers, which are no weights. CheckpointError where it is none, or as in `read`."""
+        """Read a whole tensor of integers, which is not a weight. Raises CheckpointError for other dtypes, or like
+        `read`.
+        """
         entry = self.stored.get(name)
         if entry is None or entry.dtype not in ("I32", "I64"):
             raise CheckpointError(f"{self.directory}: no tensor {name} of integers")
@@ -129,7 +132,7 @@ class CheckpointFiles:
             raise CheckpointError(f"{entry.file}: cannot read tensor {name}: {error}") from error
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where a file has changed since it was opened: what was read may be torn."""
+        """Raise CheckpointError if a file has changed since it was opened, because reads may be inconsistent."""
         try:
             if isinstance(self.directory, RemoteDirectory):
                 renewed = self.directory.renewed()
@@ -156,8 +159,8 @@ class CheckpointFiles:
 def open_checkpoint(directory: str | Path, reach: Reach = ANYWHERE, *, cache: Path | None = None) -> CheckpointFiles:
     """Open a directory that holds `config.json` with `model.safetensors`, alone or as an indexed set.
 
-    `directory` may be a URL, or a model of the Hub (see `places`); what is read of it is kept below the folder `cache`.
-    CheckpointError for anything missing, unreadable, truncated, stated twice or out of reach.
+    `directory` may be a URL or a model of the Hub (see `places`); its reads are cached below the folder `cache`. Raises
+    CheckpointError for anything missing, unreadable, truncated, duplicate or out of reach.
     """
     place = place_of(directory, reach, cache=cache)
     config = _config_of(place, reach)
@@ -167,7 +170,7 @@ def open_checkpoint(directory: str | Path, reach: Reach = ANYWHERE, *, cache: Pa
     elif exists(place / SINGLE_FILE, reach):
         tensors = _read_shard(place / SINGLE_FILE, stamps, reach)
     else:
-        raise CheckpointError(f"{place}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise CheckpointError(f"{place}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
     try:
         quantized = find_quantized(config, tensors)
     except CheckpointError as error:
@@ -176,7 +179,7 @@ def open_checkpoint(directory: str | Path, reach: Reach = ANYWHERE, *, cache: Pa
 
 
 def read_config(directory: str | Path, reach: Reach = ANYWHERE) -> dict[str, Any]:
-    """Parse `config.json` of a checkpoint directory without looking at its weights."""
+    """Parse `config.json` of a checkpoint directory without reading its weights."""
     return _config_of(place_of(directory, reach), reach)
 
 
@@ -199,7 +202,7 @@ def _read_json(file: AnyFile, reach: Reach) -> dict[str, Any]:
 
 
 def _read_shard(file: AnyFile, stamps: dict[AnyFile, AnyStamp], reach: Reach) -> dict[str, TensorEntry]:
-    """Read the header of one file, and note the file in `stamps`."""
+    """Read the header of a file, and record the file in `stamps`."""
     try:
         with opened_anywhere(file, reach) as given:
             stamps[file] = given.stamp
@@ -229,15 +232,15 @@ def _read_indexed(directory: AnyDirectory, stamps: dict[AnyFile, AnyStamp], reac
             raise CheckpointError(f"{directory / file_name}: tensor {name} is missing, though {INDEX_FILE} lists it")
         if tensors[name].file.name != file_name:
             raise CheckpointError(
-                f"{tensors[name].file}: holds tensor {name}, which {INDEX_FILE} puts into {file_name}"
+                f"{tensors[name].file}: holds tensor {name}, but {INDEX_FILE} lists it in {file_name}"
             )
     return tensors
 
 
 def _shard_path(index_file: AnyFile, file_name: str, reach: Reach) -> AnyFile:
-    """Resolve a file named by the index; it must be a plain name beside it."""
+    """Resolve a file named by the index; it must be a plain name in the same directory."""
     if Path(file_name).name != file_name or file_name == "..":
-        raise CheckpointError(f"{index_file}: {file_name[:LONGEST_NAME]!r} is not the name of a file beside the index")
+        raise CheckpointError(f"{index_file}: {file_name[:MAX_NAME_LENGTH]!r} is not a file name beside the index")
     shard = index_file.parent / file_name
     if not exists(shard, reach):
         raise CheckpointError(f"{shard}: file is missing, though {INDEX_FILE} lists it")
@@ -245,11 +248,11 @@ def _shard_path(index_file: AnyFile, file_name: str, reach: Reach) -> AnyFile:
 
 
 def _read_slices(given: ReadableFile, entry: TensorEntry, index: tuple[slice, ...]) -> np.ndarray:
-    """Copy the part of a tensor that `index` names, as far as it can be without what lies around it."""
+    """Copy the part of a tensor that `index` selects; only contiguous ranges of rows are read."""
     dtype, shape, begin = STORED_DTYPES[entry.dtype], entry.shape or (1,), entry.begin
     parts = [*index, *[slice(None)] * (len(shape) - len(index))]
     num_single = 0
-    # One row is a tensor by itself, of a dimension less: an expert of a tensor of all, or a column of one row.
+    # A single row is a tensor with a dimension less: an expert of a tensor of all experts, or a column of one row.
     while num_single < len(shape) - 1 and len(range(shape[num_single])[parts[num_single]]) == 1:
         begin += range(shape[num_single])[parts[num_single]][0] * math.prod(shape[num_single + 1 :]) * dtype.itemsize
         num_single += 1
@@ -271,7 +274,7 @@ def _read_rows(
     if values[0].nbytes == row_bytes:
         given.read_into(_bytes_of(values), begin + start * row_bytes)
         return values[::step]
-    rows_at_once = max(1, MOST_BYTES_AT_ONCE // row_bytes)
+    rows_at_once = max(1, MAX_BYTES_AT_ONCE // row_bytes)
     block = np.empty((min(rows_at_once, len(values)), *row_shape), dtype)
     for row in range(0, len(values), rows_at_once):
         rows = block[: len(values) - row]

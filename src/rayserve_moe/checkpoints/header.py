@@ -1,6 +1,6 @@
-"""The one parser of safetensors headers: where each tensor lies, in a file, a part of one, or bytes in memory.
+"""Parser of safetensors headers: the location of each tensor in a file, a part of a file, or bytes in memory.
 
-The header is untrusted: its length is bounded, and everything it states is checked against the size of the source.
+The header is untrusted: its length is bounded, and all of its values are checked against the size of the source.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from rayserve_moe.checkpoints.remote import AnyFile
-from rayserve_moe.config.given_files import MOST_JSON_BYTES, GivenFileError, parse_json_object
+from rayserve_moe.config.given_files import MAX_JSON_BYTES, GivenFileError, parse_json_object
 
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -32,10 +32,10 @@ STORED_DTYPES: dict[str, np.dtype] = {
     "I64": np.dtype(np.int64),
     "U32": np.dtype(np.uint32),
 }
-"""The same, with those that the parts of quantised weights (see `quantized`), and positions (see `bucket`), have."""
+"""DTYPES and the types of quantised parts (see `quantized`) and of positions (see `bucket`)."""
 
-MOST_DIMS = 8
-LONGEST_NAME = 256
+MAX_DIMS = 8
+MAX_NAME_LENGTH = 256
 _LENGTH_BYTES = 8
 
 
@@ -50,26 +50,27 @@ class ByteSource(Protocol):
     def num_bytes(self) -> int: ...
 
     def read(self, num_bytes: int, offset: int = 0) -> bytes:
-        """Copy `num_bytes` from `offset` on; GivenFileError where the source has fewer."""
+        """Copy `num_bytes` from `offset` on. Raises GivenFileError if the source has fewer."""
         ...
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: bytes `[begin, end)` of `file`, C order, `dtype` as the header spells it."""
+    """Location of a tensor: bytes `[begin, end)` of `file`, C order."""
 
     name: str
     file: AnyFile
     dtype: str
+    """As the header spells it."""
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
 def read_header(file: AnyFile, source: ByteSource) -> dict[str, TensorEntry]:
-    """Read the header of a source; returns its tensors by name. Errors and entries name it `file`.
+    """Read the header of a source and return its tensors by name. Errors and entries call the source `file`.
 
-    CheckpointError unless the tensors fill the source from the header to its end, without gap or overlap.
+    Raises CheckpointError unless the tensors fill the source from the header to its end, without gap or overlap.
     """
     header, start = _parsed(file, source)
     entries = {name: _entry(file, name, fields, start) for name, fields in header.items() if name != "__metadata__"}
@@ -78,7 +79,7 @@ def read_header(file: AnyFile, source: ByteSource) -> dict[str, TensorEntry]:
 
 
 def read_metadata(file: AnyFile, source: ByteSource) -> dict[str, str]:
-    """Read the texts that a header has besides its tensors. CheckpointError where they are no texts."""
+    """Read the texts that a header has besides its tensors. Raises CheckpointError if they are not texts."""
     found = _parsed(file, source)[0].get("__metadata__", {})
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise CheckpointError(f"{file}: __metadata__ must map names to texts")
@@ -86,15 +87,15 @@ def read_metadata(file: AnyFile, source: ByteSource) -> dict[str, str]:
 
 
 def _parsed(file: AnyFile, source: ByteSource) -> tuple[dict[str, Any], int]:
-    """The header of a source, and where its tensors begin."""
+    """Return the header of a source and the offset of its tensors."""
     size = source.num_bytes
     if size < _LENGTH_BYTES:
-        raise CheckpointError(f"{file}: truncated: {size} bytes are no safetensors file")
+        raise CheckpointError(f"{file}: truncated: {size} bytes are not a safetensors file")
     header_bytes = int.from_bytes(source.read(_LENGTH_BYTES), "little")
     if _LENGTH_BYTES + header_bytes > size:
         raise CheckpointError(f"{file}: truncated: {size} bytes do not hold its header of {header_bytes} bytes")
-    if header_bytes > MOST_JSON_BYTES:
-        raise CheckpointError(f"{file}: a header of {header_bytes} bytes is longer than {MOST_JSON_BYTES}")
+    if header_bytes > MAX_JSON_BYTES:
+        raise CheckpointError(f"{file}: a header of {header_bytes} bytes is longer than {MAX_JSON_BYTES}")
     try:
         header = parse_json_object(source.read(header_bytes, _LENGTH_BYTES))
     except GivenFileError as error:
@@ -103,12 +104,12 @@ def _parsed(file: AnyFile, source: ByteSource) -> tuple[dict[str, Any], int]:
 
 
 def is_usable_name(name: Any) -> bool:
-    """Whether a name is text that may stand in a message."""
-    return isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()
+    """Return True if a name is a text that can be part of a message."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable()
 
 
 def _entry(file: AnyFile, name: str, fields: Any, start: int) -> TensorEntry:
-    """Check one header field; `start` is where the tensor bytes of the file begin."""
+    """Check a header field; `start` is the offset of the tensor bytes in the file."""
     if not is_usable_name(name):
         raise CheckpointError(f"{file}: a tensor has no usable name: {reprlib.repr(name)}")
     shown = f"{file}: tensor {name}"
@@ -132,13 +133,13 @@ def _is_well_formed(fields: dict[str, Any]) -> bool:
         and dtype.replace("_", "").isalnum()
         and isinstance(shape, list)
         and isinstance(offsets, list)
-        and (len(shape) <= MOST_DIMS and len(offsets) == 2)
+        and (len(shape) <= MAX_DIMS and len(offsets) == 2)
         and all(type(number) is int for number in (*shape, *offsets))
     )
 
 
 def _check_places(file: AnyFile, entries: list[TensorEntry], start: int, size: int) -> None:
-    """Check that tensors follow each other up to the end of the file."""
+    """Check that tensors are contiguous up to the end of the file."""
     end = start
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.end > size:
@@ -147,8 +148,8 @@ def _check_places(file: AnyFile, entries: list[TensorEntry], start: int, size: i
                 f"the file at byte {size}"
             )
         if entry.begin != end:
-            what = "overlaps the tensor before it" if entry.begin < end else "leaves a gap before it"
-            raise CheckpointError(f"{file}: tensor {entry.name} begins at byte {entry.begin}, not {end}: it {what}")
+            fault = "overlaps the tensor before it" if entry.begin < end else "leaves a gap before it"
+            raise CheckpointError(f"{file}: tensor {entry.name} begins at byte {entry.begin}, not {end}: it {fault}")
         end = entry.end
     if end != size:
         raise CheckpointError(f"{file}: {size - end} bytes follow the last tensor")

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: files at one commit, by ranges of bytes, or the snapshot in the Hub's cache."""
+"""Models of the Hugging Face Hub: files at a commit, by byte ranges, or the snapshot in the Hub's cache."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ log = logging.getLogger(__name__)
 
 SCHEME = "hf://"
 LOCATION_S = 900.0
-"""How long the address that the Hub sends a file's readers to is used: it is signed for an hour."""
+"""Seconds for which a file's redirected address is used; the Hub signs it for an hour."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model of the Hub at a revision; None stands for its newest one."""
+    """A model of the Hub at a revision."""
 
     repo_id: str
     revision: str | None = None
+    """None: the newest revision."""
 
     @property
     def is_commit(self) -> bool:
@@ -52,8 +53,10 @@ class HubModel:
 
 
 def hub_model(model_path: str) -> HubModel | None:
-    """What a path names on the Hub: `hf://org/name`, or `org/name` where there is no such directory; `@revision` may
-    follow. None for any other path. GivenFileError where `hf://` is followed by anything else.
+    """Return the model that a path names on the Hub, or None for any other path.
+
+    Accepted are `hf://org/name`, and `org/name` if no such directory exists, both with an optional `@revision`. Raises
+    GivenFileError if anything else follows `hf://`.
     """
     is_url = model_path.startswith(SCHEME)
     found = _ID.fullmatch(model_path.removeprefix(SCHEME).rstrip("/"))
@@ -65,17 +68,17 @@ def hub_model(model_path: str) -> HubModel | None:
 
 
 def pinned(model: HubModel, given_up: threading.Event | None = None) -> tuple[HubModel, HubStore | None]:
-    """The model at the commit that its revision names now, and its store; no store where the Hub is not to be asked.
+    """Return the model at its revision's current commit, and its store; no store if the Hub is not used.
 
-    GivenFileError where it cannot be asked and the Hub's cache has no whole snapshot either.
+    Raises GivenFileError if the Hub cannot be reached and its cache has no complete snapshot.
     """
     try:
-        found = attempted(lambda: _asked(model), given_up=given_up or threading.Event())
+        found = attempted(lambda: _model_info(model), given_up=given_up or threading.Event())
     except GivenFileError as error:
         snapshot = snapshot_of(model)
         if snapshot is None:
             raise
-        log.warning("%s is taken from the Hub's cache: %s", model, error)
+        log.warning("%s is read from the Hub's cache: %s", model, error)
         return HubModel(model.repo_id, snapshot.name), None
     stamps = {file.rfilename: RemoteStamp(file.size or 0, str(file.blob_id)) for file in found.siblings or ()}
     commit = HubModel(model.repo_id, found.sha)
@@ -83,7 +86,7 @@ def pinned(model: HubModel, given_up: threading.Event | None = None) -> tuple[Hu
 
 
 def snapshot_of(model: HubModel) -> Path | None:
-    """The model's directory in the Hub's cache on this host, where it has all weights."""
+    """Return the model's directory in the Hub's cache on this host, or None unless it has all weights."""
     try:
         found = huggingface_hub.snapshot_download(model.repo_id, revision=model.revision, local_files_only=True)
     except (LocalEntryNotFoundError, FileNotFoundError, ValueError):
@@ -91,7 +94,7 @@ def snapshot_of(model: HubModel) -> Path | None:
     return Path(found) if _is_whole(Path(found)) else None
 
 
-def _asked(model: HubModel) -> Any:
+def _model_info(model: HubModel) -> Any:
     try:
         return huggingface_hub.HfApi().model_info(model.repo_id, revision=model.revision, files_metadata=True)
     except OfflineModeIsEnabled as error:
@@ -105,7 +108,7 @@ def _asked(model: HubModel) -> Any:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether every file that the index lists is there, or the single one."""
+    """Return True if every file that the index lists exists, or the single weight file."""
     index = directory / "model.safetensors.index.json"
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else {"model.safetensors"}
@@ -118,7 +121,7 @@ def _is_whole(directory: Path) -> bool:
 class HubStore:
     """The files of a model at a commit.
 
-    The Hub is asked once per file where its bytes lie, and ranges are read from there: it bounds how often it is asked.
+    The Hub is asked once per file for the address of its bytes, because it limits requests; ranges are read from there.
     """
 
     model: HubModel
@@ -136,7 +139,7 @@ class HubStore:
         system = fsspec.filesystem("https", **OPTIONS["https"])
         headers = build_hf_headers() if is_own else {}
         with ExitStack() as undo:
-            # Whatever fails, another address may do.
+            # After any failure another address may work.
             undo.callback(self._locations.pop, name, None)
             content = system.cat_file(location, start=start, end=end, headers=headers)
             undo.pop_all()

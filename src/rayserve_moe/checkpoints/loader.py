@@ -1,7 +1,7 @@
-"""Load parameters onto devices: every host reads only the slices that its own devices hold.
+"""Loading of parameters onto devices: every host reads only the slices that its own devices hold.
 
-Host memory stays at about one device's shard of one parameter, and KEPT_BYTES: shards are read, copied to the device
-and dropped in turn. What several devices of a host hold, such as an expert with replicas, is read once. A shard is
+Host memory stays at about a device's shard of a parameter, plus KEPT_BYTES: shards are read, copied to the device and
+dropped in turn. A slice that several devices of a host hold, such as an expert with replicas, is read once. A shard is
 filled part by part on all cores. Parts of a remote checkpoint are read ahead, many at once (`pieces`).
 """
 
@@ -20,6 +20,7 @@ from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.names import SpecTree, verify, walk
 from rayserve_moe.checkpoints.parts import (
     WeightSource,
+    as_held,
     columns_of_piece,
     empty_blocks,
     filled_part,
@@ -45,9 +46,9 @@ from rayserve_moe.model.param_spec import LARGEST_OF, ParamSpec
 from rayserve_moe.observability.progress import Counter
 
 Scales = dict[tuple[str, Region], np.ndarray]
-"""Scales of quantised matrices by role and region, float32, from when those are read until they are asked for."""
+"""Scales of quantised matrices by role and region, float32, kept from their computation to their use."""
 REPORTED_BYTES = 64 << 20
-"""Least number of bytes between two reports of progress."""
+"""Minimum bytes between two reports of progress."""
 
 
 def load_parameters(
@@ -58,15 +59,15 @@ def load_parameters(
     in_host_memory: bool = False,
     num_threads: int = 0,
 ) -> dict[str, Any]:
-    """Verify the checkpoint, then build one jax.Array per ParamSpec in a tree of the same keys.
+    """Verify the checkpoint, then build a jax.Array per ParamSpec in a tree of the same keys.
 
-    Arrays have the spec's shape and dtype and the sharding that `sharding_of` returns for it. In a multi-process
-    run every process calls this with the same arguments and reads its own part. With `in_host_memory` leaves are
-    StagedParameters. Parameters of a dtype of 8 bits are quantised part by part, and their scales found with them,
-    whose specs come behind theirs in the tree; what files hold in the same dtype and blocks keeps its bytes and
-    scales. `num_threads` fill shards, one per core where it is 0. CheckpointError as in `names.verify`, for values
-    that are not finite, and for files that change meanwhile; ValueError where the source's `expert_of_slot` does
-    not fit the tree's layers, slots and experts.
+    Arrays have the spec's shape and dtype and the sharding that `sharding_of` returns. In a multi-process run every
+    process calls this with the same arguments and reads its own part. With `in_host_memory` leaves are
+    StagedParameters. Parameters of an 8-bit dtype are quantised part by part, together with their scales, whose specs
+    follow theirs in the tree; values that files hold in the same dtype and blocks keep their bytes and scales.
+    `num_threads` fill shards; 0 is a thread per core. Raises CheckpointError like `names.verify`, for values that are
+    not finite, and for files that change meanwhile; ValueError if the source's `expert_of_slot` does not match the
+    tree's layers, slots and experts.
     """
     for _, spec in walk(tree):
         if spec.num_experts:
@@ -103,30 +104,30 @@ def _check_slots(spec: ParamSpec, expert_of_slot: np.ndarray | None) -> None:
     num_layers, num_slots, *_ = spec.shape
     if expert_of_slot is None:
         if num_slots != spec.num_experts:
-            raise ValueError(f"{num_slots} slots for {spec.num_experts} experts: say which expert each slot holds")
+            raise ValueError(f"{num_slots} slots for {spec.num_experts} experts: pass expert_of_slot")
         return
     if expert_of_slot.shape != (num_layers, num_slots):
-        raise ValueError(f"expert_of_slot is of shape {expert_of_slot.shape}, not {(num_layers, num_slots)}")
+        raise ValueError(f"expert_of_slot has shape {expert_of_slot.shape}, not {(num_layers, num_slots)}")
     if expert_of_slot.min() < 0 or expert_of_slot.max() >= spec.num_experts:
         raise ValueError(f"expert_of_slot names an expert outside of 0..{spec.num_experts - 1}")
 
 
 def _mapped(read: Callable[[ParamSpec], Any], tree: SpecTree) -> dict[str, Any]:
-    """A tree of the same keys with `read` of each spec."""
+    """Return a tree of the same keys with `read` applied to each spec."""
     return {key: read(node) if isinstance(node, ParamSpec) else _mapped(read, node) for key, node in tree.items()}
 
 
 def _all_pieces(
     source: WeightSource, tree: SpecTree, sharding_of: Callable[[ParamSpec], jax.sharding.Sharding]
 ) -> Iterator[Piece]:
-    """The pieces of all shards in the order in which they are wanted first, those of a parameter once."""
+    """Yield the pieces of all shards in the order of their first use, each once per parameter."""
     for spec in (spec for _, spec in walk(tree) if not spec.is_scale):
         regions = regions_of(spec, sharding_of(spec))
         yield from dict.fromkeys(piece for region in regions for piece in _wanted(source, spec, region))
 
 
 def _wanted(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[Piece]:
-    """The pieces of a region, in the order of its parts, as they are read."""
+    """Yield the pieces of a region, in the order of its parts, as they are read."""
     for part in parts_of(source, spec, region=region):
         for _, piece in pieces_of(source, spec, region=part):
             yield as_read(source.files, piece)
@@ -135,7 +136,7 @@ def _wanted(source: WeightSource, spec: ParamSpec, region: Region) -> Iterator[P
 def _shards(
     source: WeightSource, spec: ParamSpec, sharding: jax.sharding.Sharding, *, pieces: OpenedPieces, scales: Scales
 ) -> Iterator[tuple[np.ndarray, list[jax.Device]]]:
-    """Read the shards of the devices of this host, one region after the other; their `scales` are added to those."""
+    """Yield the shards of this host's devices, a region after the other; add their scales to `scales`."""
     devices_by_region = regions_of(spec, sharding)
     wanted = (piece for region in devices_by_region for piece in _wanted(source, spec, region))
     reader = PieceReader(source.files, wanted, dtype=_read_dtype(spec), ahead=pieces.ahead)
@@ -144,7 +145,7 @@ def _shards(
 
 
 def _read_dtype(spec: ParamSpec) -> np.dtype:
-    """What pieces are kept in until they are held: what is quantised, as files have it."""
+    """Return the dtype in which read pieces are kept; values to be quantised stay as files have them."""
     return np.dtype(np.float32) if spec.is_quantized else jax.numpy.dtype(spec.dtype)
 
 
@@ -157,10 +158,10 @@ def read_region(
     pool: ThreadPoolExecutor | None = None,
     scales: Scales | None = None,
 ) -> np.ndarray:
-    """Read one block of a parameter, `[from, to)` per dimension, in the spec's dtype, orientation and layout.
+    """Read a block of a parameter, `[from, to)` per dimension, in the spec's dtype, orientation and layout.
 
-    Padding is zeros. `reader` has what is shared with other regions, `pool` the threads that share the work. `scales`
-    takes those of a quantised block, which has all rows of its matrices.
+    Padding is zeros. `reader` keeps pieces shared with other regions, `pool` has the threads that share the work.
+    `scales` receives the scales of a quantised block, which has all rows of its matrices.
     """
     reader = reader or PieceReader(source.files, _wanted(source, spec, region), dtype=_read_dtype(spec))
     blocks = empty_blocks(spec, region)
@@ -182,19 +183,16 @@ def read_region(
 def fill_part(
     source: WeightSource, spec: ParamSpec, *, blocks: Sequence[np.ndarray], part: Region, reader: PieceSource
 ) -> None:
-    """Read a part of a region into its place: its values, or integers and their scales.
+    """Read a part of a region into its blocks: values, or integers and their scales.
 
-    CheckpointError for values that are not finite.
+    Raises CheckpointError for values that are not finite.
     """
     values, *scales = blocks
     filled = filled_part(spec, part)
     within = tuple(slice(0, stop - start) for start, stop in filled)
     for place, piece in pieces_of(source, spec, region=part):
         columns = columns_of_piece(spec.columns_in_file(*filled[spec.column_dim]))
-        read = reader.take(piece)
-        read = read.reshape(read.shape[spec.num_leading_dims :])
-        held = read.T if spec.file.transposed else read
-        held = held[columns] if spec.column_dim == 0 else held[..., columns]
+        held = as_held(spec, reader.take(piece), columns=columns)
         if not scales:
             assign(values[place + within], held)
         if not is_finite(held if scales else values[place + within]):
@@ -220,8 +218,9 @@ def _scales_in_files(source: WeightSource, spec: ParamSpec, piece: Piece) -> np.
 
 
 FP8_ROUNDING, FP8_BIAS, FP8_STEP = 20, 120 << 3, np.float32(2.0**-9)
-"""From float32 to e4m3: dropped mantissa bits, difference of exponent biases at the place of e4m3's exponent, and
-e4m3's smallest positive number."""
+"""From float32 to e4m3: dropped mantissa bits, difference of the exponent biases at e4m3's exponent position, and
+e4m3's smallest positive number.
+"""
 
 
 class QuantizedColumns(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where the checkpoint that a setting names lies: a directory, the package's own, one made on first use, or a URL."""
+"""Resolution of a configured model path: a directory, a packaged or generated checkpoint, the Hub, or a URL."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from rayserve_moe.config.given_files import GivenFileError, is_url
 SYNTHETIC_PREFIX = "synthetic:"
 TRAINED_PREFIX = f"{given_files.TRAINED}:"
 TRAINED = {name: Path(__file__).parent / name.replace("-", "_") for name in given_files.TRAINED_NAMES}
-"""Checkpoints that come with the package, as `examples/train_calculator.py` makes them; and draft models for
-`speculative_draft_model_path`, as `examples/train_drafts.py` does."""
+"""Checkpoints in the package, made by `examples/train_calculator.py`, and draft models for
+`speculative_draft_model_path`, made by `examples/train_drafts.py`.
+"""
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -35,20 +36,20 @@ SMALL_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-"""What a checkpoint has beside its weights: config, tokenizer and chat template."""
-MOST_SMALL_BYTES = 64 << 20
+"""Files of a checkpoint besides its weights: config, tokenizer and chat template."""
+MAX_SMALL_BYTES = 64 << 20
 
 
 def resolve_model_path(model_path: str, *, cache_directory: Path) -> Path:
-    """Return the directory of `model_path`; `synthetic:<preset>` is written under `cache_directory` if not there yet.
+    """Return the directory of `model_path`; write `synthetic:<preset>` under `cache_directory` if it does not exist.
 
-    `trained:<name>` is one of `TRAINED`. CheckpointError for an unknown preset or name. A plain path is returned as it
-    is; opening it finds out whether it is one.
+    `trained:<name>` is an entry of `TRAINED`. A plain path is returned without a check that it exists. Raises
+    CheckpointError for an unknown preset or name.
     """
     if model_path.startswith(TRAINED_PREFIX):
         name = model_path.removeprefix(TRAINED_PREFIX)
         if name not in TRAINED:
-            raise CheckpointError(f"no trained checkpoint {name!r}; there are {', '.join(TRAINED)}")
+            raise CheckpointError(f"no trained checkpoint {name!r}; known: {', '.join(TRAINED)}")
         return TRAINED[name]
     if model_path.startswith(SYNTHETIC_PREFIX):
         preset = model_path.removeprefix(SYNTHETIC_PREFIX)
@@ -57,10 +58,10 @@ def resolve_model_path(model_path: str, *, cache_directory: Path) -> Path:
 
 
 def located(model_path: str, *, cache_directory: Path) -> str:
-    """The place of `model_path` for all hosts of a group: a directory, or a URL.
+    """Return the location of `model_path` for all hosts of a group: a directory, or a URL.
 
-    As `resolve_model_path`; a model of the Hub is `hf://organisation/name@commit`. CheckpointError also as in
-    `places.one_revision`.
+    Works like `resolve_model_path`; a model of the Hub becomes `hf://organisation/name@commit`. Also raises
+    CheckpointError like `places.one_revision`.
     """
     if (place := one_revision(model_path)) != model_path or is_url(place):
         return place
@@ -68,8 +69,9 @@ def located(model_path: str, *, cache_directory: Path) -> str:
 
 
 def with_small_files(place: str, *, cache_directory: Path) -> Path:
-    """A local directory with config, tokenizer and chat template of a located checkpoint: the checkpoint's own, or a
-    copy of those of a remote one under `cache_directory`. CheckpointError where one cannot be read.
+    """Return a local directory with config, tokenizer and chat template of a located checkpoint.
+
+    For a remote checkpoint they are copied under `cache_directory`. Raises CheckpointError if a file cannot be read.
     """
     directory = place_of(place)
     if not isinstance(directory, RemoteDirectory):
@@ -82,22 +84,22 @@ def with_small_files(place: str, *, cache_directory: Path) -> Path:
 
 
 def model_name(place: str) -> str:
-    """What a located checkpoint is called where nothing else is said: its directory's name, or its id on the Hub."""
+    """Return the default name of a located checkpoint: its directory's name, or its id on the Hub."""
     if place.startswith(SCHEME):
         return place.removeprefix(SCHEME).partition("@")[0]
     return place.rstrip("/").rpartition("/")[2]
 
 
 def _copy(directory: RemoteDirectory, name: str, *, folder: Path) -> None:
-    """Copy a file, or remove the copy of one that is no more."""
+    """Copy a file, or remove the copy of a file that no longer exists."""
     file, copy = directory / name, folder / name
     if not exists(file):
         copy.unlink(missing_ok=True)
         return
     try:
         with opened_anywhere(file) as given:
-            if given.num_bytes > MOST_SMALL_BYTES:
-                raise GivenFileError(f"{given.num_bytes} bytes are more than {MOST_SMALL_BYTES}")
+            if given.num_bytes > MAX_SMALL_BYTES:
+                raise GivenFileError(f"{given.num_bytes} bytes are more than {MAX_SMALL_BYTES}")
             content = given.read(given.num_bytes)
     except GivenFileError as error:
         raise CheckpointError(f"{file}: {error}") from error

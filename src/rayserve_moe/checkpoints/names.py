@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint fills which places of which parameters, and whether all of them are there."""
+"""Mapping of checkpoint tensors to parameters, and verification that the checkpoint has exactly these tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rayserve_moe.checkpoints.header import DTYPES, CheckpointError
 from rayserve_moe.model.param_spec import ParamSpec
 
 IGNORABLE = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
-"""Tensors that old exports carry and no model needs: they follow from the config."""
+"""Tensors in old exports that follow from the config, so no model needs them."""
 
 SpecTree = Mapping[str, "ParamSpec | SpecTree"]
-"""Parameter specs by name, nested as deep as one likes; `model.parameters.parameter_specs` makes one."""
+"""Parameter specs by name, nested to any depth; built by `model.parameters.parameter_specs`."""
 
 Places = Mapping[str, tuple["TensorPlace", ...]]
 
@@ -27,14 +27,13 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """What a tensor fills: parameter `path` of the tree at `stack_index`, its place among the layers, and expert.
-
-    A tensor that holds all experts fills all of the layer's slots.
-    """
+    """The place that a tensor fills: all of the layer's slots if the tensor holds all experts."""
 
     path: tuple[str, ...]
+    """Parameter of the tree."""
     spec: ParamSpec
     stack_index: tuple[int, ...]
+    """Index among the parameter's layers, and expert."""
 
 
 def walk(tree: SpecTree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ParamSpec]]:
@@ -47,14 +46,14 @@ def walk(tree: SpecTree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 def tensor_name(spec: ParamSpec, stack_index: tuple[int, ...], *, rules: Mapping[str, str]) -> str:
-    """Name the tensor of a parameter at `stack_index` (place among its layers, expert) by the rule for its role."""
+    """Return the tensor name of a parameter at `stack_index` (index among its layers, expert) by its role's rule."""
     layer = spec.layers[stack_index[0]] if spec.layers else None
     expert = stack_index[-1] if spec.num_experts else None
     return rules[spec.role].format(layer=layer, expert=expert)
 
 
 def tensor_places(tree: SpecTree, rules: Mapping[str, str]) -> dict[str, tuple[TensorPlace, ...]]:
-    """Map every tensor name the tree needs to the places that it fills: one, or one per parameter cut out of it."""
+    """Map every tensor name that the tree needs to the places that it fills, one per parameter cut out of it."""
     places: dict[str, list[TensorPlace]] = {}
     for path, spec in walk(tree):
         if spec.is_scale:
@@ -69,7 +68,7 @@ def tensor_places(tree: SpecTree, rules: Mapping[str, str]) -> dict[str, tuple[T
 
 
 def _check_partition(name: str, specs: list[ParamSpec]) -> None:
-    """Every column of a tensor belongs to one parameter."""
+    """Assert that every column of a tensor belongs to exactly one parameter."""
     assert len({spec.file_shape for spec in specs}) == 1, f"parameters disagree on the shape of {name}"
     taken = np.concatenate([np.unique(spec.columns_in_file(0, spec.filled_shape[spec.column_dim])) for spec in specs])
     assert len(taken) == len(np.unique(taken)), f"two parameters claim the tensor {name}"
@@ -79,9 +78,9 @@ def _check_partition(name: str, specs: list[ParamSpec]) -> None:
 def verify(files: CheckpointFiles, tree: SpecTree, *, rules: Mapping[str, str], ignored: tuple[str, ...] = ()) -> None:
     """Check that the checkpoint holds exactly the tensors of the tree, in shape and in a floating dtype.
 
-    CheckpointError lists a few of the missing, unexpected, misshapen or mistyped tensors with their counts. Tolerated
-    are tensors that match a pattern of `ignored`, layers for multi-token prediction behind the last layer, and a stored
-    head where the tree ties it to the embedding.
+    Raises CheckpointError with counts and examples of missing, unexpected, misshapen or mistyped tensors. Tolerated are
+    tensors that match a pattern of `ignored`, layers for multi-token prediction after the last layer, and a stored head
+    if the tree ties it to the embedding.
     """
     places = tensor_places(tree, rules)
     ignorable = (*_ignorable(tree, rules, ignored), *_prediction_layers(files, tree, rules))
@@ -97,7 +96,7 @@ def verify(files: CheckpointFiles, tree: SpecTree, *, rules: Mapping[str, str], 
 
 
 def is_ignorable(name: str, tree: SpecTree, *, rules: Mapping[str, str], ignored: tuple[str, ...] = ()) -> bool:
-    """Whether no parameter needs a tensor, though checkpoints of the family may hold it."""
+    """Return True if no parameter needs a tensor but checkpoints of the family may hold it."""
     return any(fnmatchcase(name, pattern) for pattern in _ignorable(tree, rules, ignored))
 
 
@@ -107,9 +106,10 @@ def _ignorable(tree: SpecTree, rules: Mapping[str, str], ignored: tuple[str, ...
 
 
 def _prediction_layers(files: CheckpointFiles, tree: SpecTree, rules: Mapping[str, str]) -> list[str]:
-    """Patterns of the layers that predict further tokens (DeepSeek-V3, arXiv:2412.19437, 2.2): no step computes them.
+    """Return patterns of the layers that predict further tokens (DeepSeek-V3, arXiv:2412.19437, 2.2); no step runs
+    them.
 
-    They are numbered on behind the last layer; each has a projection of the embedding and the hidden state.
+    Their numbers follow the last layer; each has a projection of the embedding and the hidden state.
     """
     num_layers = 1 + max((layer for _, spec in walk(tree) for layer in spec.layers), default=-1)
     prefix = rules["attention_norm"].partition("{layer}")[0] if "attention_norm" in rules else ""
@@ -117,11 +117,11 @@ def _prediction_layers(files: CheckpointFiles, tree: SpecTree, rules: Mapping[st
     return [f"{found[1]}*" for found in numbered if found and int(found[2]) >= num_layers]
 
 
-def _summary(what: str, found: list[str]) -> str:
+def _summary(fault: str, found: list[str]) -> str:
     if not found:
         return ""
     listed = ", ".join(found[:_LISTED]) + (", ..." if len(found) > _LISTED else "")
-    return f"{len(found)} tensor{'s' if len(found) > 1 else ''} {what}: {listed}"
+    return f"{len(found)} tensor{'s' if len(found) > 1 else ''} {fault}: {listed}"
 
 
 def _missing(files: CheckpointFiles, places: Places) -> list[str]:

@@ -1,7 +1,7 @@
-"""Files of memory that hold a host's share of weights: opened in one process, and from there in others of the machine.
+"""In-memory files with a host's share of weights: created by a process and opened by others of the machine.
 
-Such a file has no name. Its memory is free once no process has it open. Once written it is sealed (`F_SEAL_WRITE` and
-others): no process can change or truncate what another one has mapped.
+Such a file has no name. Its memory is freed once no process has it open. Once written it is sealed (`F_SEAL_WRITE` and
+others): no process can change or truncate it while others have it mapped.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import NamedTuple
 import numpy as np
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-MOST_WRITTEN_BYTES = 64 << 20
-"""With one call; other threads run in between."""
+MAX_WRITTEN_BYTES = 64 << 20
+"""Maximum bytes written per call; other threads run in between."""
 
 
 class SharePlace(NamedTuple):
-    """A share of the weights `token`, open in a process of this machine as the file `fd`."""
+    """A share of weights that is open in a process of this machine."""
 
     token: str
+    """Identifies the weights."""
     pid: int
     fd: int
 
@@ -38,7 +39,7 @@ class ShareBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightShare:
-    """An open share; `close` gives up this process's part in it."""
+    """An open share; `close` closes it in this process."""
 
     token: str
     fd: int
@@ -52,17 +53,17 @@ class WeightShare:
         return os.fstat(self.fd).st_size
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """A copy of the bytes from `start` up to `stop`, or to the end, uint8."""
+        """Return a copy of the bytes from `start` to `stop`, or to the end, uint8."""
         found, done = np.empty(stop - start, np.uint8), 0
         while done < len(found) and (more := os.preadv(self.fd, [found[done:].data], start + done)):
             done += more
         return found[:done]
 
     def write(self, raw: np.ndarray, offset: int) -> None:
-        """Write bytes, uint8, at an offset. OSError without memory for them, and once it is sealed."""
+        """Write bytes, uint8, at an offset. Raises OSError without memory for them, and after sealing."""
         done = 0
         while done < len(raw):
-            done += os.pwrite(self.fd, raw[done : done + MOST_WRITTEN_BYTES].data, offset + done)
+            done += os.pwrite(self.fd, raw[done : done + MAX_WRITTEN_BYTES].data, offset + done)
 
     def close(self) -> None:
         os.close(self.fd)
@@ -72,13 +73,13 @@ AnyShare = WeightShare | ShareBytes
 
 
 def open_share(place: SharePlace) -> WeightShare:
-    """Open a share that another process of this machine has open. OSError where that has ended."""
+    """Open a share that another process of this machine has open. Raises OSError if that process has ended."""
     return WeightShare(place.token, os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC))
 
 
 @contextmanager
 def written_share(token: str) -> Generator[WeightShare]:
-    """A share to be filled by `write`, which is sealed at the end, and closed where that is an error."""
+    """Yield a share to be filled by `write`; seal it at the end, or close it after an error."""
     share = WeightShare(token, os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     with ExitStack() as undo:
         undo.callback(share.close)

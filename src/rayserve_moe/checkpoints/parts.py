@@ -1,4 +1,4 @@
-"""Which parts of which tensors fill the shards of a host: regions of parameters, and the pieces of files for them."""
+"""The parts of tensors that fill a host's shards: regions of parameters, and the pieces of files for them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from rayserve_moe.kernels.narrow_weights import scale_rows
 from rayserve_moe.model.param_spec import ParamSpec
 
 PART_BYTES = 16 << 20
-"""Of a tensor, in float32, that is read, cast and put into its place at once, by one thread."""
+"""Bytes of a tensor, in float32, that a thread reads, casts and stores at once."""
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """What parameters are read from: files, the family's rules for names, the expert of every slot, int [M, P].
-
-    Without `expert_of_slot` slot i holds expert i. Tensors that match a pattern of `ignored` are not read.
-    """
+    """The source of parameters."""
 
     files: CheckpointFiles
     rules: Mapping[str, str]
+    """The family's rules for names."""
     expert_of_slot: np.ndarray | None = None
+    """Expert of every slot, int [M, P]; None: slot i holds expert i."""
     ignored: tuple[str, ...] = ()
+    """Patterns of tensors that are not read."""
 
 
 def regions_of(spec: ParamSpec, sharding: jax.sharding.Sharding) -> dict[Region, list[jax.Device]]:
-    """The shards of the devices of this host."""
+    """Return this host's shards: the devices of each region."""
     devices_by_region: dict[Region, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
         assert index is not None, "every addressable device holds a shard"
@@ -43,28 +43,28 @@ def regions_of(spec: ParamSpec, sharding: jax.sharding.Sharding) -> dict[Region,
 
 
 def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
-    """Turn a device's index into `[from, to)` per dimension."""
+    """Return a device's index as `[from, to)` per dimension."""
     bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     assert all(step == 1 for _, _, step in bounds), "a shard must be contiguous in every dimension"
     return tuple((start, stop) for start, stop, _ in bounds)
 
 
 def scale_region(spec: ParamSpec, region: Region) -> Region:
-    """Where the scales of a region of a matrix lie among all of its scales."""
+    """Return the region of a matrix region's scales among all of its scales."""
     return (*region[:-2], (0, scale_rows(spec.shape[-2]) if spec.scale_block else 1), region[-1])
 
 
 def empty_blocks(spec: ParamSpec, region: Region) -> list[np.ndarray]:
-    """What a region of a parameter is filled into: its values, zeros so far, and its scales where it is quantised.
+    """Return zeroed blocks for a region of a parameter: values, and scales if it is quantised.
 
-    Numbers of 8 bits are filled in as their bits: numpy copies those of dtypes of its own alone without the lock.
+    8-bit numbers are stored as their bits: numpy copies only its own dtypes without the interpreter lock.
     """
     blocks = [np.zeros(_sizes(region), np.int8 if spec.is_quantized else jax.numpy.dtype(spec.dtype))]
     return [*blocks, np.zeros(_sizes(scale_region(spec, region)), np.float32)] if spec.is_quantized else blocks
 
 
 def views_of(blocks: list[np.ndarray], part: Region, *, region: Region) -> list[np.ndarray]:
-    """The views of a part of a region, of its values, and of its scales where it has any."""
+    """Return the views of a part of a region: of its values, and of its scales if it has any."""
     place = [slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, region, strict=True)]
     at_scales = (*place[:-2], slice(None), place[-1]) if len(blocks) > 1 else ()
     return [block[tuple(at)] for block, at in zip(blocks, (place, at_scales), strict=False)]
@@ -75,12 +75,12 @@ def _sizes(region: Region) -> list[int]:
 
 
 def parts_of(source: WeightSource, spec: ParamSpec, *, region: Region) -> Iterator[Region]:
-    """Cut a region into parts of one tensor each, and of PART_BYTES of its rows: what is read at once."""
+    """Yield parts of a region to read at once: each within a single tensor, about PART_BYTES of its rows."""
     stacked, within = region[: spec.num_stacked_dims], region[spec.num_stacked_dims :]
     row_dim = 0
     if len(within) > 1:
         name = tensor_name(spec, (0,) * len(stacked), rules=source.rules)
-        # What is quantised is cut between columns, so that each of them has all of its rows.
+        # Quantised parameters are cut between columns, so that each part has all rows of its columns.
         rows_last = spec.is_quantized or (source.files.row_dim(name) == -1) != spec.file.transposed
         row_dim = len(within) - 1 if rows_last else 0
     start, stop = within[row_dim]
@@ -95,13 +95,13 @@ def parts_of(source: WeightSource, spec: ParamSpec, *, region: Region) -> Iterat
 
 
 def _file_rows(spec: ParamSpec, row_dim: int) -> int:
-    """Rows of a tensor of the file, those of other parameters included."""
+    """Return the number of rows of a file's tensor, including rows of other parameters."""
     is_columns = row_dim == spec.column_dim % len(spec.filled_shape)
     return spec.num_file_columns if is_columns else spec.filled_shape[row_dim]
 
 
 def pieces_of(source: WeightSource, spec: ParamSpec, *, region: Region) -> Iterator[tuple[tuple[int, ...], Piece]]:
-    """Yield the pieces of a region with their places on its stacked dimensions; none where all of it is padding."""
+    """Yield the pieces of a region with their indices on its stacked dimensions; nothing if all of it is padding."""
     filled = filled_part(spec, region)
     if any(stop <= start for start, stop in filled):
         return
@@ -121,14 +121,22 @@ def pieces_of(source: WeightSource, spec: ParamSpec, *, region: Region) -> Itera
 
 
 def filled_part(spec: ParamSpec, region: Region) -> Region:
-    """The part of a region's inner dimensions that is no padding."""
+    """Return a region's inner dimensions without padding."""
     within = region[spec.num_stacked_dims :]
     return tuple((start, min(stop, size)) for (start, stop), size in zip(within, spec.filled_shape, strict=True))
 
 
 def columns_of_piece(columns: np.ndarray) -> slice | np.ndarray:
-    """Which columns of a piece are `columns` of its file, from the least of which it begins: a slice if it can be."""
+    """Return the indices of file `columns` within a piece that begins at the smallest: a slice if possible."""
     steps = np.unique(np.diff(columns))
     if len(steps) > 1 or (steps < 1).any():
         return columns - columns.min()
     return slice(None, None, *(int(step) for step in steps))
+
+
+def as_held(spec: ParamSpec, read: np.ndarray, *, columns: slice | np.ndarray) -> np.ndarray:
+    """Return the held columns of a piece of a file, as they are held; booleans have no offset."""
+    read = read.reshape(read.shape[spec.num_leading_dims :])
+    held = read.T if spec.file.transposed else read
+    held = held[columns] if spec.column_dim == 0 else held[..., columns]
+    return held + np.float32(spec.file.offset) if spec.file.offset and held.dtype != np.bool_ else held

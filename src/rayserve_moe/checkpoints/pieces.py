@@ -63,9 +63,9 @@ class ReadAhead(Generic[Key, Value]):
                 self._begin_more()
 
     def _begin_more(self, *, at_least_one: bool = False) -> None:
-        """Begin reads within the bound, and one beyond it with `at_least_one`. The caller holds the lock.
+        """Start reads within the bound, and a single read beyond it with `at_least_one`. The caller holds the lock.
 
-        Raises: KeyError if `at_least_one` and no key is left.
+        Raises KeyError if `at_least_one` and no key is left.
         """
         while self._num_bytes < self._max_bytes or at_least_one:
             key, num_bytes = next(self._keys, (None, 0))
@@ -204,7 +204,7 @@ class OpenedPieces:
 def opened_pieces(files: CheckpointFiles, pieces: Iterable[Piece], *, num_threads: int) -> Generator[OpenedPieces]:
     """Open the threads of a load that takes `pieces`, and begin to read the pieces of a remote checkpoint.
 
-    A `num_threads` of 0 is one per core.
+    A `num_threads` of 0 is a thread per core.
     """
     with ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0)), thread_name_prefix="shards") as pool:
         if not files.is_remote:

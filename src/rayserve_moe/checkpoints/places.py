@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a local directory, a folder behind a URL, or a model of the Hugging Face Hub."""
+"""Locations of checkpoints: a local directory, a folder behind a URL, or a model of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rayserve_moe.config.given_files import ANYWHERE, GivenFileError, Reach, is_
 
 
 def place_of(path: str | Path, reach: Reach = ANYWHERE, *, cache: Path | None = None) -> AnyDirectory:
-    """The directory that a path names; what is read of a remote one is kept below the folder `cache`.
+    """Return the directory that a path names; reads of a remote directory are cached below the folder `cache`.
 
-    A model of the Hub is one at a commit, or its snapshot where that lies whole in the Hub's cache. CheckpointError
-    for a URL or model that does not exist or cannot be asked for; a local directory is not looked at.
+    A model of the Hub is resolved to a commit, or to its snapshot if the Hub's cache has all of it. Raises
+    CheckpointError for a URL or model that does not exist or cannot be reached; a local directory is not checked.
     """
     text = str(path)
     if not reach.covers(text):
@@ -33,7 +33,7 @@ def place_of(path: str | Path, reach: Reach = ANYWHERE, *, cache: Path | None = 
 
 
 def exists(file: AnyFile, reach: Reach = ANYWHERE) -> bool:
-    """Whether there is anything under that name. CheckpointError where a remote one cannot be asked for."""
+    """Return True if the file exists. Raises CheckpointError if a remote store cannot be reached."""
     if isinstance(file, Path):
         return os.path.lexists(file)
     try:
@@ -46,7 +46,7 @@ def exists(file: AnyFile, reach: Reach = ANYWHERE) -> bool:
 
 
 def check_directory(place: AnyDirectory, reach: Reach, *, holds: str) -> None:
-    """Raise CheckpointError unless the directory exists: a remote one has the file `holds`."""
+    """Raise CheckpointError unless the directory exists; a remote directory exists if it has the file `holds`."""
     try:
         if isinstance(place, RemoteDirectory):
             if not exists(place / holds, reach):
@@ -63,9 +63,9 @@ def check_directory(place: AnyDirectory, reach: Reach, *, holds: str) -> None:
 
 
 def one_revision(path: str, reach: Reach = ANYWHERE) -> str:
-    """The same path for all hosts of a group: a model of the Hub at one commit, anything else as it is.
+    """Return the same path for all hosts of a group: a model of the Hub at its commit, anything else unchanged.
 
-    CheckpointError where the Hub does not know it, or cannot be asked and no whole snapshot lies in its cache.
+    Raises CheckpointError if the Hub does not know it, or cannot be reached and its cache has no complete snapshot.
     """
     if not reach.covers(path):
         raise CheckpointError(f"{path}: lies outside of weight_roots")
@@ -81,6 +81,6 @@ def _hub_place(model: HubModel, reach: Reach, cache: Path | None) -> AnyDirector
         return snapshot
     commit, store = pinned(model, reach.given_up)
     if (snapshot := snapshot_of(commit)) or store is None:
-        assert snapshot, "without the Hub there is a snapshot"
+        assert snapshot, "without the Hub a snapshot exists"
         return snapshot
     return RemoteDirectory(str(commit), store, cache_for(str(commit), cache) if cache else None)

@@ -1,7 +1,8 @@
-"""Quantised tensors of a checkpoint: what each consists of, and how a slice of it is decoded while it is read.
+"""Quantised tensors of a checkpoint: their parts, and the decoding of a slice while it is read.
 
-Values are looked up and scaled in float32, where every product below is exact or rounded once, so what is cast to the
-served dtype is what the format defines. A slice costs the bytes of its own values and scales: nothing is decoded whole.
+Values are looked up and scaled in float32. Every product below is exact or rounded once, so the cast to the served
+dtype yields the numbers that the format defines. A slice reads only its own values and scales; nothing is decoded
+whole.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ReadStored = Callable[[str, tuple[slice, ...]], np.ndarray]
 """Reads a slice of a tensor as files hold it."""
 
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
-"""Of activations and caches, which are not quantised here."""
+"""Scales of activations and caches, which are not quantised here."""
 NIBBLES_PER_WORD = 8
 _BYTES = np.arange(256, dtype=np.uint8)
 FP8 = _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -35,39 +36,41 @@ FP4_PAIRS = np.stack([np.concatenate([_FP4, -_FP4])[nibble] for nibble in (_BYTE
 INT4_PAIRS = np.stack([(nibble.astype(np.float32) - 8) for nibble in (_BYTES & 15, _BYTES >> 4)], axis=-1)
 """Two values per byte, float32 [256, 2], the low half first."""
 NAN_OF_SCALES = 255
-"""Of MXFP4: E8M0 has no infinities, and one NaN."""
+"""The NaN of MXFP4's scales: E8M0 has a single NaN and no infinities."""
 VALUES_OF = {"F8_E4M3": FP8, "I8": INT8}
 
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """One decoded tensor: its shape, the tensors that hold it, and `decode(read, bounds)`, which returns float32."""
+    """A decoded tensor."""
 
     shape: tuple[int, ...]
     parts: tuple[str, ...]
+    """The tensors that hold it."""
     decode: Callable[[ReadStored, Bounds], np.ndarray]
+    """`decode(read, bounds)` returns float32."""
     row_dim: int = -2
-    """The dimension whose parts lie one after the other in the file."""
+    """The dimension whose parts are contiguous in the file."""
     block: tuple[int, int] = (0, 0)
-    """Rows and columns that share a scale, of a matrix whose parts are bytes of its shape and such scales."""
+    """Rows and columns that share a scale, for a matrix that is stored as bytes of its shape and such scales."""
 
     def read(self, read: ReadStored, index: tuple[slice, ...]) -> np.ndarray:
-        """Decode `tensor[index]`: one slice per leading dimension, without steps."""
+        """Decode `tensor[index]`; `index` holds a slice per leading dimension, without steps."""
         whole = (*index, *(slice(None) for _ in self.shape[len(index) :]))
         bounds = [part.indices(size) for part, size in zip(whole, self.shape, strict=True)]
         assert all(step == 1 for *_, step in bounds), "a decoded slice is contiguous"
         if any(stop <= start for start, stop, _ in bounds):
             return np.empty([max(0, stop - start) for start, stop, _ in bounds], np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):  # who reads refuses what is not finite
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller rejects values that are not finite
             return self.decode(read, tuple((start, stop) for start, stop, _ in bounds))
 
 
 def find_quantized(config: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> dict[str, QuantizedTensor]:
-    """Find what `quantization_config` says is quantised among the `stored` tensors: decoded tensors by name.
+    """Find the tensors that `quantization_config` describes among the `stored` ones; return decoded tensors by name.
 
     Block fp8 (`fp8`: DeepSeek, MiniMax, Qwen3), MXFP4 (`mxfp4`: gpt-oss; OCP Microscaling Formats 1.0) and
-    `compressed-tensors` with symmetric int4 (Kimi), int8 or fp8 weights. CheckpointError for any other method, and
-    where nothing is quantised by it.
+    `compressed-tensors` with symmetric int4 (Kimi), int8 or fp8 weights. Raises CheckpointError for any other method,
+    and if no tensor is quantised that way.
     """
     settings = config.get("quantization_config")
     if not settings:
@@ -76,14 +79,14 @@ def find_quantized(config: Mapping[str, Any], stored: Mapping[str, TensorEntry])
     finder = FINDERS.get(method) if isinstance(method, str) else None
     if finder is None:
         raise CheckpointError(
-            f"config.json: quantization_config.quant_method = {str(method)[:80]!r} is not read "
+            f"config.json: quantization_config.quant_method = {str(method)[:80]!r} is not supported "
             f"(only {', '.join(FINDERS)})"
         )
     found = dict(finder(settings, stored))
     if not found:
         raise CheckpointError(
             f"config.json: quantization_config.quant_method = {method!r}, but no tensor is stored that way; "
-            "take quantization_config out of config.json where weights are not quantised"
+            "remove quantization_config from config.json if weights are not quantised"
         )
     return found
 
@@ -91,7 +94,7 @@ def find_quantized(config: Mapping[str, Any], stored: Mapping[str, TensorEntry])
 def decoded_entries(
     stored: Mapping[str, TensorEntry], quantized: Mapping[str, QuantizedTensor]
 ) -> dict[str, TensorEntry]:
-    """The tensors that a reader sees: decoded ones as float32, without the parts that hold them."""
+    """Return the entries that a reader sees: decoded tensors as float32, without their parts."""
     hidden = {part for tensor in quantized.values() for part in tensor.parts}
     if quantized:
         hidden |= {name for name in stored if name.endswith(ACTIVATION_SCALES)}
@@ -112,7 +115,7 @@ def _find_block_fp8(settings: Mapping[str, Any], stored: Mapping[str, TensorEntr
         if name.endswith("weight_scale_inv"):
             yield _bytes(name.removesuffix("_scale_inv"), name, stored, blocks)
         elif entry.dtype == "F8_E4M3" and f"{name}_scale_inv" not in stored:
-            raise CheckpointError(f"{entry.file.name}: {name} is F8_E4M3, and its scale {name}_scale_inv is missing")
+            raise CheckpointError(f"{entry.file.name}: {name} is F8_E4M3, but its scale {name}_scale_inv is missing")
 
 
 def _find_mxfp4(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> Iterator[_Found]:
@@ -134,20 +137,22 @@ def _find_compressed(settings: Mapping[str, Any], stored: Mapping[str, TensorEnt
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         weights = weights if isinstance(weights, Mapping) else {}
-        blocks.append(_block_stated(weights))
+        blocks.append(_declared_block(weights))
         if weights.get("symmetric", True) is not True:
-            raise CheckpointError("config.json: compressed-tensors weights with zero points are not read")
+            raise CheckpointError("config.json: compressed-tensors weights with zero points are not supported")
         if settings.get("format") == "pack-quantized" and (bits := weights.get("num_bits", 4)) != 4:
-            raise CheckpointError(f"config.json: packed weights of {reprlib.repr(bits)} bits are not read (only 4)")
+            raise CheckpointError(
+                f"config.json: packed weights of {reprlib.repr(bits)} bits are not supported (only 4)"
+            )
     for scale in stored:
         if scale.endswith("weight_scale"):
             name = scale.removesuffix("_scale")
-            stated = tuple(block for block in blocks if block) if all(blocks) else ()
-            yield (_packed if f"{name}_packed" in stored else _bytes)(name, scale, stored, stated)
+            declared = tuple(block for block in blocks if block) if all(blocks) else ()
+            yield (_packed if f"{name}_packed" in stored else _bytes)(name, scale, stored, declared)
 
 
-def _block_stated(weights: Mapping[str, Any]) -> _Block | None:
-    """The block of a `strategy` of compressed-tensors; None where nothing says it."""
+def _declared_block(weights: Mapping[str, Any]) -> _Block | None:
+    """Return the block of a `strategy` of compressed-tensors; None if it is not declared."""
     strategy, size, sizes = (weights.get(key) for key in ("strategy", "group_size", "block_structure"))
     if strategy == "block" and isinstance(sizes, list) and len(sizes) == 2 and all(type(one) is int for one in sizes):
         return (sizes[0], sizes[1]) if min(sizes) > 0 else None
@@ -159,11 +164,11 @@ def _block_stated(weights: Mapping[str, Any]) -> _Block | None:
 FINDERS = {"fp8": _find_block_fp8, "mxfp4": _find_mxfp4, "compressed-tensors": _find_compressed}
 _Found = tuple[str, QuantizedTensor]
 _Block = tuple[int, int]
-"""Rows and columns that share a scale; 0 stands for all of a matrix."""
+"""Rows and columns that share a scale; 0 stands for the whole dimension."""
 
 
 def _bytes(name: str, scale: str, stored: Mapping[str, TensorEntry], blocks: tuple[_Block, ...]) -> _Found:
-    """A matrix of one byte per value."""
+    """Return a decoded matrix with a byte per value."""
     shape = _shape_of(name, stored, tuple(VALUES_OF), 2)
     table, block = VALUES_OF[stored[name].dtype], _block_of(shape, scale, stored, blocks)
     return name, QuantizedTensor(
@@ -172,10 +177,12 @@ def _bytes(name: str, scale: str, stored: Mapping[str, TensorEntry], blocks: tup
 
 
 def _packed(name: str, scale: str, stored: Mapping[str, TensorEntry], blocks: tuple[_Block, ...]) -> _Found:
-    """A matrix of eight 4-bit values per word."""
+    """Return a decoded matrix with eight 4-bit values per word."""
     for part in (f"{name}_zero_point", f"{name}_g_idx"):
         if part in stored:
-            raise CheckpointError(f"{stored[part].file.name}: {part}: zero points and reordered groups are not read")
+            raise CheckpointError(
+                f"{stored[part].file.name}: {part}: zero points and reordered groups are not supported"
+            )
     rows, words = _shape_of(packed := f"{name}_packed", stored, ("I32",), 2)
     shape = (rows, words * NIBBLES_PER_WORD)
     parts = (packed, scale, *(part for part in (f"{name}_shape",) if part in stored))
@@ -196,7 +203,7 @@ def _shape_of(name: str, stored: Mapping[str, TensorEntry], dtypes: tuple[str, .
 def _block_of(
     shape: tuple[int, ...], scale: str, stored: Mapping[str, TensorEntry], blocks: tuple[_Block, ...]
 ) -> _Block:
-    """The one of `blocks` that divides a matrix into the shape of its scales; without any, what does."""
+    """Return the block size that divides a matrix into the shape of its scales; derive it if `blocks` is empty."""
     entry = stored[scale]
     grid = (1, 1) if math.prod(entry.shape) == 1 else entry.shape
     sizes = [(rows or shape[0], columns or shape[1]) for rows, columns in blocks]
@@ -206,7 +213,7 @@ def _block_of(
         if grid == tuple(-(-size // part) for size, part in zip(shape, block, strict=True)):
             return block
     raise CheckpointError(
-        f"{entry.file.name}: {scale}, {entry.dtype} of shape {list(entry.shape)}, is no scale of a matrix of shape "
+        f"{entry.file.name}: {scale}, {entry.dtype} of shape {list(entry.shape)}, does not match a matrix of shape "
         f"{list(shape)}" + (f" in blocks of {' or '.join(str(list(size)) for size in sizes)}" if sizes else "")
     )
 
@@ -239,7 +246,7 @@ def _scaled(values: np.ndarray, read: ReadStored, scale: str, *, block: _Block, 
 
 
 def _decode_mxfp4(read: ReadStored, bounds: Bounds, *, parts: tuple[str, str], width: int) -> np.ndarray:
-    """[experts, in, out] of blocks that lie as [experts, out, in / width, width / 2]."""
+    """Decode [experts, in, out] from blocks stored as [experts, out, in / width, width / 2]."""
     (blocks, scales), (experts, (start, stop), out) = parts, bounds
     groups = slice(start // width, -(-stop // width))
     within = (slice(*experts), slice(*out), groups)

@@ -1,7 +1,7 @@
-"""What was read of a remote checkpoint, kept on a disk of this host, so that another process goes on where one ended.
+"""Disk cache of ranges read from a remote checkpoint, so that another process of the host can resume a load.
 
-Each remote file has a sparse file beside a journal, to which every range is appended once it lies in the file, with its
-checksum. What a crash tore, or a full disk cut off, does not have its checksum, and is read anew.
+Each remote file has a sparse content file and a journal. A range is appended to the journal, with its checksum, after
+it was written to the content file. Ranges torn by a crash or a full disk do not match their checksum and are read anew.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 FREE_SHARE = 0.1
-"""Of the disk that is left free."""
+"""Share of the disk that is left free."""
 _FIELDS = 3
 
 
 @dataclass
 class _Kept:
-    """The ranges of one file: `[start, end)` and checksum, by start; `starts` in order."""
+    """The cached ranges of a file."""
 
     content: Path
     journal: Path
     ranges: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """End and checksum by start."""
     starts: list[int] = field(default_factory=list)
+    """Sorted."""
 
     def add(self, start: int, *, end: int, checksum: int) -> None:
-        """Note a range; of two that begin alike the longer one counts."""
+        """Add a range; of two with the same start the longer is kept."""
         if start not in self.ranges:
             bisect.insort(self.starts, start)
         if end >= self.ranges.get(start, (0, 0))[0]:
             self.ranges[start] = (end, checksum)
 
     def around(self, start: int, end: int) -> tuple[int, int, int] | None:
-        """A kept range that holds `[start, end)`, with its checksum."""
+        """Return start, end and checksum of a kept range that holds `[start, end)`, or None."""
         place = bisect.bisect_right(self.starts, start) - 1
         if place < 0 or self.ranges[self.starts[place]][0] < end:
             return None
@@ -48,9 +50,9 @@ class _Kept:
 
 
 class RangeCache:
-    """Ranges of the files of one remote checkpoint in a `folder` that only this user may enter. Threads may share it.
+    """Ranges of the files of a remote checkpoint, in a `folder` that only this user may enter.
 
-    Processes of a host may share a folder too. A disk that fills up ends the keeping, with a warning, and nothing else.
+    Threads and processes of a host may share it. A full disk ends the caching, with a warning and no other effect.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,7 +62,7 @@ class RangeCache:
         self._is_full = False
 
     def read(self, name: str, version: str, *, span: tuple[int, int]) -> bytes | None:
-        """Bytes `[from, to)` of a version of a file; None where they are not kept, or not as they were written."""
+        """Return bytes `[from, to)` of a version of a file; None if they are not cached or damaged."""
         try:
             kept = self._of(name, version)
             with self._changing:
@@ -77,7 +79,7 @@ class RangeCache:
         return content if (start, end) == span else content[span[0] - start : span[1] - start]
 
     def write(self, name: str, version: str, *, start: int, content: bytes) -> None:
-        """Keep a range of a version of a file."""
+        """Cache a range of a version of a file."""
         if self._is_full:
             return
         try:
@@ -88,7 +90,7 @@ class RangeCache:
                 return
             end, checksum = start + len(content), zlib.crc32(content)
             _write(kept.content, content, offset=start)
-            # Newlines at both ends: of a torn record no other is a part.
+            # Newlines at both ends separate the record from a torn neighbour.
             _write(kept.journal, f"\n{start} {end} {checksum}\n".encode())
             with self._changing:
                 kept.add(start, end=end, checksum=checksum)
@@ -96,7 +98,7 @@ class RangeCache:
             self._end(error.strerror or type(error).__name__)
 
     def _of(self, name: str, version: str) -> _Kept:
-        """The file's ranges, read from its journal at the first call; what is kept of other versions is deleted."""
+        """Return the file's ranges, read from its journal at the first call; delete the ranges of other versions."""
         with self._changing:
             if name not in self._files:
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -109,12 +111,12 @@ class RangeCache:
 
     def _end(self, reason: str) -> None:
         if not self._is_full:
-            log.warning("no more is kept of a remote checkpoint in %s: %s", self.folder, reason)
+            log.warning("caching of a remote checkpoint in %s has ended: %s", self.folder, reason)
         self._is_full = True
 
 
 def cache_for(url: str, folder: Path) -> RangeCache:
-    """The cache of a checkpoint behind a URL, in a folder of its own below `folder`."""
+    """Return the cache of a checkpoint behind a URL, in its own folder below `folder`."""
     plain = "".join(letter if letter.isalnum() else "-" for letter in url)[-60:]
     return RangeCache(folder / f"{plain}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
 
@@ -129,7 +131,7 @@ def _read_journal(content: Path) -> _Kept:
 
 
 def _write(path: Path, content: bytes, offset: int | None = None) -> None:
-    """Write at a place, or append at once."""
+    """Write at an offset, or append."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if offset is None else 0)
     descriptor = os.open(path, flags, 0o600)
     try:

@@ -1,6 +1,6 @@
-"""Files of a checkpoint that lies behind a URL, read by ranges of bytes with the interface of local ones.
+"""Files of a checkpoint behind a URL, read by byte ranges through the interface of local files.
 
-`RemoteDirectory` stands where a `Path` of a local checkpoint does. Its files are opened by `opened_anywhere`.
+A `RemoteDirectory` takes the place of a local checkpoint's `Path`. Its files are opened by `opened_anywhere`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rayserve_moe.checkpoints.transfer import MissingFileError, attempted
 from rayserve_moe.config.given_files import ANYWHERE, FileStamp, GivenFile, GivenFileError, Reach, opened
 
 RANGE_BYTES = 8 << 20
-"""Longest range of one request, and so the most that a cut connection has to read again."""
+"""Maximum range of a request, and so the maximum that is read again after a lost connection."""
 NUM_CONNECTIONS = 64
-"""Ranges that a load reads at once: RANGE_BYTES each are the most bytes in flight."""
+"""Concurrent range reads of a load; the bytes in flight are at most this times RANGE_BYTES."""
 CONNECT_TIMEOUT_S, SILENT_TIMEOUT_S = 15.0, 30.0
 TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENT_TIMEOUT_S)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -33,42 +33,43 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Arguments of fsspec's file systems."""
 EXTRAS = {"gs": "gcs", "gcs": "gcs"}
-"""The extra of this package that brings a scheme's library."""
+"""This package's extra that installs a scheme's library."""
 BUCKETS = {"gs", "gcs", "s3"}
 VERSION_KEYS = ("generation", "etag", "ETag", "mtime", "LastModified", "updated", "created")
 
 
 @dataclass(frozen=True)
 class RemoteStamp:
-    """Identifies the content of a remote file: its size, and what its store calls its version."""
+    """Identifies the content of a remote file."""
 
     num_bytes: int
     version: str
+    """The store's version of the file."""
 
 
 class Store(Protocol):
-    """Where remote files lie. Both methods raise whatever the store's library does."""
+    """A store of remote files. Both methods raise any errors of the store's library."""
 
     def stamp(self, name: str) -> RemoteStamp:
-        """Ask for a file's size and version; FileNotFoundError where there is none."""
+        """Return a file's size and version. Raises FileNotFoundError if it does not exist."""
         ...
 
     def read(self, name: str, *, start: int, end: int) -> bytes:
-        """Read bytes `[start, end)` of a file; fewer where it ends before."""
+        """Read bytes `[start, end)` of a file; fewer if it ends before."""
         ...
 
 
 @dataclass(frozen=True)
 class RemoteDirectory:
-    """A checkpoint's directory behind a `url`, which names the revision where there are several.
-
-    `stamps` has what is known of its files; `cache` keeps on disk what was read.
-    """
+    """A checkpoint's directory behind a URL."""
 
     url: str
+    """Includes the revision if the store has several."""
     store: Store = field(compare=False, repr=False)
     cache: RangeCache | None = field(default=None, compare=False, repr=False)
+    """Keeps reads on disk."""
     stamps: dict[str, RemoteStamp] = field(default_factory=dict, compare=False, repr=False)
+    """Known stamps of its files."""
 
     def __truediv__(self, name: str) -> RemoteFile:
         return RemoteFile(self, name)
@@ -77,19 +78,21 @@ class RemoteDirectory:
         return self.url
 
     def stamp(self, name: str, reach: Reach = ANYWHERE) -> RemoteStamp:
-        """Size and version of a file, asked for once; GivenFileError, MissingFileError where there is none."""
+        """Return size and version of a file, requested once. Raises GivenFileError, MissingFileError if it does not
+        exist.
+        """
         if name not in self.stamps:
             self.stamps[name] = attempted(lambda: self.store.stamp(name), given_up=reach.given_up)
         return self.stamps[name]
 
     def renewed(self) -> RemoteDirectory:
-        """The same, with nothing known of its files."""
+        """Return the directory without known stamps."""
         return RemoteDirectory(self.url, self.store, self.cache)
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a remote checkpoint, as a `Path` names a local one."""
+    """A file of a remote checkpoint, the counterpart of a local `Path`."""
 
     parent: RemoteDirectory
     name: str
@@ -105,7 +108,7 @@ AnyStamp = FileStamp | RemoteStamp
 
 @dataclass(frozen=True)
 class RemoteBytes:
-    """An open remote file: what GivenFile is for a local one."""
+    """An open remote file, the counterpart of a local GivenFile."""
 
     file: RemoteFile
     stamp: RemoteStamp
@@ -116,7 +119,7 @@ class RemoteBytes:
         return self.stamp.num_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer of bytes from `offset` on. GivenFileError where the file ends before, or cannot be read."""
+        """Fill a buffer of bytes from `offset` on. Raises GivenFileError if the file ends before or cannot be read."""
         for start in range(0, len(buffer), RANGE_BYTES):
             part = buffer[start : start + RANGE_BYTES]
             self.reach.check_wanted()
@@ -137,7 +140,9 @@ class RemoteBytes:
         if len(content) < end - start:
             raise GivenFileError(f"truncated: it ends at byte {start + len(content)} of {end}")
         if len(content) > end - start:
-            raise GivenFileError(f"the server sends {len(content)} bytes for a range of {end - start}: no ranges there")
+            raise GivenFileError(
+                f"the server sends {len(content)} bytes for a range of {end - start}: it ignores ranges"
+            )
         if directory.cache:
             directory.cache.write(name, self.stamp.version, start=start, content=content)
         return content
@@ -145,7 +150,7 @@ class RemoteBytes:
 
 @contextmanager
 def opened_anywhere(file: AnyFile, reach: Reach = ANYWHERE) -> Generator[GivenFile | RemoteBytes]:
-    """Open a file, local or remote. GivenFileError for a missing or unreadable one."""
+    """Open a local or remote file. Raises GivenFileError if it is missing or unreadable."""
     if isinstance(file, Path):
         with opened(file, reach) as given:
             yield given
@@ -159,7 +164,7 @@ def opened_anywhere(file: AnyFile, reach: Reach = ANYWHERE) -> Generator[GivenFi
 
 
 class FolderStore:
-    """A folder of any file system that fsspec knows."""
+    """A folder of any file system that fsspec supports."""
 
     def __init__(self, url: str) -> None:
         self._scheme = url.partition("://")[0]
@@ -174,14 +179,14 @@ class FolderStore:
         if found.get("type") != "file":
             raise FileNotFoundError(name)
         if found.get("size") is None:
-            raise ValueError("the server does not say how long it is")
+            raise ValueError("the server does not report its size")
         return RemoteStamp(int(found["size"]), next((str(found[key]) for key in VERSION_KEYS if found.get(key)), ""))
 
     def read(self, name: str, *, start: int, end: int) -> bytes:
         return self._opened().cat_file(f"{self._folder}/{name}", start=start, end=end)
 
     def check_bucket(self) -> None:
-        """ValueError, naming it, where the bucket of the folder does not exist."""
+        """Raise ValueError with the bucket's name if the folder's bucket does not exist."""
         bucket = self._folder.partition("/")[0]
         if self._scheme in BUCKETS:
             try:
@@ -202,7 +207,7 @@ class FolderStore:
 
 
 def folder_at(url: str, cache: RangeCache | None = None) -> RemoteDirectory:
-    """The directory at a URL of fsspec's; nothing is asked of it yet."""
+    """Return the directory at a URL of fsspec; nothing is requested yet."""
     scheme, _, rest = url.partition("://")
     place = f"{scheme}://{rest.rstrip('/')}"
     if not rest.strip("/") or posixpath.normpath(rest.rstrip("/")) != rest.rstrip("/"):

@@ -1,6 +1,6 @@
-"""Parameters that are filled tensor by tensor as weights arrive; what does not arrive is kept from those that serve.
+"""Parameters that are filled tensor by tensor as weights arrive; the rest is copied from the serving weights.
 
-A parameter is held in host memory, as files order its values, from its first tensor on: only this host's share of it.
+From its first tensor on, this host's share of a parameter is held in host memory, with values ordered as in files.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rayserve_moe.checkpoints.loader import fill_part
 from rayserve_moe.checkpoints.names import SpecTree, TensorPlace, is_ignorable, tensor_places, walk
 from rayserve_moe.checkpoints.parts import (
     WeightSource,
+    as_held,
     columns_of_piece,
     empty_blocks,
     filled_part,
@@ -38,24 +39,26 @@ from rayserve_moe.kernels.cpu_native.layout import INVERSES, LAYOUTS
 from rayserve_moe.model.param_spec import ParamSpec
 
 ParameterPath = tuple[str, ...]
-"""Of a parameter in its tree."""
+"""Path of a parameter in its tree."""
 Stack = tuple[int, ...]
-"""A place on the stacked dimensions of a parameter: its layer, its expert slot."""
+"""Index on the stacked dimensions of a parameter: layer, expert slot."""
 
 
 @dataclass
 class _Filling:
-    """One parameter: its blocks by region, values and then scales, and which places have arrived."""
+    """A parameter that is being filled."""
 
     spec: ParamSpec
     devices: dict[Region, list[jax.Device]]
     blocks: dict[Region, list[np.ndarray]]
+    """Values, then scales, by region."""
     arrived: dict[Region, set[Stack]] = field(default_factory=dict)
+    """Indices that have arrived, by region."""
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """The pieces of one tensor that have arrived, as a `pieces.PieceSource`."""
+    """The pieces of a tensor that have arrived, as a `pieces.PieceSource`."""
 
     pieces: Sequence[SentPiece]
 
@@ -65,9 +68,9 @@ class _Sent:
 
 
 class SentParameters:
-    """The parameters of one update; `serving` are those whose values stay where nothing arrives.
+    """The parameters of an update; values that do not arrive are copied from `serving`.
 
-    `expert_of_slot` [MoE layers, slots] must not change before `finished`, nor may `serving`.
+    `expert_of_slot` [MoE layers, slots] and `serving` must not change before `finished`.
     """
 
     def __init__(
@@ -88,9 +91,10 @@ class SentParameters:
         self._regions: dict[ParameterPath, dict[Region, list[jax.Device]]] = {}
 
     def wanted(self, name: str, shape: tuple[int, ...] | None) -> WantedTensor:
-        """Which regions of a tensor are in this host's share; none of one that no parameter needs.
+        """Return the regions of a tensor in this host's share; no regions if no parameter needs the tensor.
 
-        A delta has no `shape`. CheckpointError for an unknown name, another shape, or a delta of what is quantised.
+        A delta has no `shape`. Raises CheckpointError for an unknown name, another shape, or a delta of a quantised
+        tensor.
         """
         places = self._places.get(name)
         if places is None:
@@ -101,7 +105,7 @@ class SentParameters:
         if shape is not None and shape != expected:
             raise CheckpointError(f"tensor {name} is {list(shape)}, expected {list(expected)}")
         if shape is None and any(place.spec.is_quantized for place in places):
-            raise CheckpointError(f"tensor {name} serves in 8 bits: send it whole, not as a delta")
+            raise CheckpointError(f"tensor {name} is served in 8 bits: send it whole, not as a delta")
         regions = dict.fromkeys(
             piece[1]
             for place in places
@@ -112,7 +116,7 @@ class SentParameters:
         return WantedTensor(expected, tuple(regions))
 
     def add(self, name: str, pieces: Sequence[SentPiece]) -> None:
-        """Put a tensor, all that is wanted of it, into its places. CheckpointError for values that are not finite."""
+        """Store all requested pieces of a tensor. Raises CheckpointError for values that are not finite."""
         for place in self._places.get(name, ()) if pieces else ():
             filling = self._filling_of(place)
             for region, blocks in filling.blocks.items():
@@ -120,7 +124,7 @@ class SentParameters:
                     self._put(filling, region, held, pieces=pieces, blocks=blocks, path=place.path)
 
     def finished(self) -> Iterator[tuple[ParameterPath, StagedParameter]]:
-        """The parameters of which something has arrived, with their paths; memory goes with each as it is taken."""
+        """Yield the parameters with any arrived tensor and their paths; each parameter's memory is released in turn."""
         for path in list(self._fillings):
             filling = self._fillings.pop(path)
             spec = filling.spec
@@ -158,7 +162,7 @@ class SentParameters:
         return self._regions[path]
 
     def _held(self, place: TensorPlace, region: Region) -> Iterator[Region]:
-        """The parts of a region that a tensor fills, one for each place on the stacked dimensions."""
+        """Yield the parts of a region that a tensor fills, one for each index on the stacked dimensions."""
         spec, slots = place.spec, self._source.expert_of_slot
         candidates: list[Sequence[int]] = [range(*bounds) for bounds in region[: spec.num_stacked_dims]]
         if spec.layers:
@@ -195,7 +199,7 @@ class SentParameters:
     def _keep(
         self, path: ParameterPath, spec: ParamSpec, region: Region, stack: Stack, *, blocks: list[np.ndarray]
     ) -> None:
-        """Fill one place of a region with what serves there."""
+        """Copy the serving weights into an index of a region."""
         serving = _shard(self._serving, path, spec, region)
         at = tuple(index - first for index, (first, _) in zip(stack, region, strict=False))
         values = blocks[0]
@@ -210,12 +214,12 @@ def _only(candidates: Sequence[int], index: int) -> Sequence[int]:
 
 
 def _bits(values: np.ndarray) -> np.dtype:
-    """Integers of the size of values: numpy copies them without the lock."""
+    """Return the integer dtype of the same size: numpy copies it without the interpreter lock."""
     return np.dtype(f"i{values.itemsize}")
 
 
 def _shard(tree: Mapping[str, Any], path: ParameterPath, spec: ParamSpec, region: Region) -> np.ndarray:
-    """This host's shard of a parameter that serves, at a region."""
+    """Return this host's shard of a serving parameter at a region."""
     array: Any = tree
     for key in path:
         array = array[key]
@@ -224,7 +228,7 @@ def _shard(tree: Mapping[str, Any], path: ParameterPath, spec: ParamSpec, region
 
 
 def _stacks(spec: ParamSpec, region: Region) -> Iterator[Stack]:
-    """The places of a region on its parameter's stacked dimensions."""
+    """Return the indices of a region on its parameter's stacked dimensions."""
     return product(*(range(*bounds) for bounds in region[: spec.num_stacked_dims]))
 
 
@@ -235,26 +239,19 @@ def _relative(region: Region, outer: Region) -> tuple[slice, ...]:
 def _overwrite(
     source: WeightSource, spec: ParamSpec, values: np.ndarray, *, part: Region, pieces: Sequence[SentPiece]
 ) -> None:
-    """Put the values of a delta that lie in a part of a region into their places."""
+    """Store the values of a delta that are in a part of a region."""
     filled = filled_part(spec, part)
     inner = tuple(slice(0, stop - start) for start, stop in filled)
     for place, (_, region) in pieces_of(source, spec, region=part):
         columns = columns_of_piece(spec.columns_in_file(*filled[spec.column_dim]))
         sent, is_sent = (
-            _as_held(spec, each, columns=columns) for each in _dense(_holding(pieces, region), region, values.dtype)
+            as_held(spec, each, columns=columns) for each in _dense(_holding(pieces, region), region, values.dtype)
         )
         values[place + inner].view(_bits(values))[is_sent] = sent.view(_bits(values))[is_sent]
 
 
-def _as_held(spec: ParamSpec, read: np.ndarray, *, columns: slice | np.ndarray) -> np.ndarray:
-    """The held columns of a piece in the orientation in which they are held."""
-    read = read.reshape(read.shape[spec.num_leading_dims :])
-    held = read.T if spec.file.transposed else read
-    return held[columns] if spec.column_dim == 0 else held[..., columns]
-
-
 def _holding(pieces: Sequence[SentPiece], region: Region) -> SentPiece:
-    """The one of the pieces in which a region lies."""
+    """Return the piece that contains a region."""
     return next(
         piece
         for piece in pieces
@@ -265,7 +262,7 @@ def _holding(pieces: Sequence[SentPiece], region: Region) -> SentPiece:
 
 
 def _dense(piece: SentPiece, region: Region, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """The values of a delta in a region, zeros elsewhere, and where they are."""
+    """Return the values of a delta in a region, zeros elsewhere, and the mask of its positions."""
     assert piece.positions is not None, "a delta has positions"
     shape = tuple(stop - start for start, stop in region)
     sent, is_sent = np.zeros(shape, dtype), np.zeros(shape, bool)

@@ -1,4 +1,4 @@
-"""Parameters of which a host has its shards in memory, and their way to its devices."""
+"""Parameters whose shards are in host memory, and their transfer to devices."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class StagedParameter:
     shards: tuple[tuple[np.ndarray, list[jax.Device]], ...]
 
     def on_devices(self) -> jax.Array:
-        """Copy it to its devices."""
+        """Copy the parameter to its devices."""
         return on_devices(self.spec, self.sharding, shards=self.shards)
 
 
 def on_devices(
     spec: ParamSpec, sharding: jax.sharding.Sharding, *, shards: Iterable[tuple[np.ndarray, list[jax.Device]]]
 ) -> jax.Array:
-    """One array of shards in host memory, each with the devices that hold it, of which they are all of this host."""
+    """Return an array built from this host's shards in host memory, each with the devices that hold it."""
     held: list[jax.Array] = []
     for values, devices in shards:
         # Wait for the copies, so that the next region is read only when this one is off the host.

@@ -1,4 +1,4 @@
-"""Seeded random checkpoints of any family with a tokenizer, for tests and for a first start without any download.
+"""Seeded random checkpoints of any family with a tokenizer, for tests and for a first start without a download.
 
 The same configuration, seed and dtype give the same bytes: each tensor is drawn from the seed and its own name.
 """
@@ -72,14 +72,15 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Drawn:
-    """How weights are drawn; biases and sinks as other weights."""
+    """The random distribution of weights; biases and sinks are drawn like other weights."""
 
     scale: float = 0.02
     """Standard deviation of weights, which are normal."""
     norm_jitter: float = 0.0
-    """Standard deviation of the normal noise of norms, which are one plus that."""
+    """Standard deviation of the normal noise that is added to norms of 1."""
     router_skew: float = 0.0
-    """Standard deviation of a lognormal factor of each expert's router weights: some are chosen far more."""
+    """Standard deviation of a lognormal factor of each expert's router weights: some experts are chosen far more often.
+    """
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class SyntheticModel:
     """A random model of any family."""
 
     config: Mapping[str, Any]
-    """Its `config.json`, but for the dtype and the ids of special tokens, which are added."""
+    """Its `config.json` without the dtype and the ids of special tokens, which are added."""
     drawn: Drawn = Drawn()
 
     @property
@@ -95,7 +96,7 @@ class SyntheticModel:
         return self.config["vocab_size"]
 
     def recipe(self) -> dict[str, Any]:
-        """Return all that the checkpoint follows from besides seed and dtype."""
+        """Return everything that determines the checkpoint besides seed and dtype."""
         return {"config": dict(self.config), **asdict(self.drawn)}
 
     def hf_config(self, dtype: str) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class DenseLayers:
     """Layers without experts, under the names of `config.json`."""
 
     decoder_sparse_step: int = 1
-    """Every how many layers one has experts."""
+    """Interval of layers with experts."""
     mlp_only_layers: tuple[int, ...] = ()
     """Further layers without experts."""
 
@@ -123,7 +124,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class SyntheticConfig:
-    """Sizes of a random Qwen3-MoE model, under the names of `config.json`; then how its weights are drawn."""
+    """Sizes of a random Qwen3-MoE model, under the names of `config.json`, and the distribution of its weights."""
 
     vocab_size: int
     hidden_size: int
@@ -143,7 +144,9 @@ class SyntheticConfig:
     drawn: Drawn = field(default_factory=Drawn)
 
     def recipe(self) -> dict[str, Any]:
-        """Return all that the checkpoint follows from besides seed and dtype: sizes, then how weights are drawn."""
+        """Return everything that determines the checkpoint besides seed and dtype: sizes, then the distribution of
+        weights.
+        """
         found: dict[str, Any] = {}
         for name, value in asdict(self).items():
             found |= value if isinstance(value, dict) else {name: value}
@@ -186,14 +189,14 @@ PRESETS = {
 
 
 def ensure_checkpoint(directory: str | Path, preset: str = "tiny", *, seed: int = 0, dtype: str = "bfloat16") -> Path:
-    """Return `directory` holding the preset's checkpoint, written now if it is not there or was asked otherwise.
+    """Return `directory` with the preset's checkpoint; write it if it does not exist or has other parameters.
 
-    Safe to call from several processes of one machine at once. CheckpointError for an unknown preset, or where the
-    directory holds something that this module did not write.
+    Safe to call from several processes of a machine at once. Raises CheckpointError for an unknown preset, or if the
+    directory holds anything that this module did not write.
     """
     presets = PRESETS | FAMILY_PRESETS
     if preset not in presets:
-        raise CheckpointError(f"no synthetic preset {preset!r}; there are {', '.join(presets)}")
+        raise CheckpointError(f"no synthetic preset {preset!r}; known: {', '.join(presets)}")
     return write_checkpoint(directory, presets[preset], seed=seed, dtype=dtype)
 
 
@@ -205,10 +208,10 @@ def write_checkpoint(
     dtype: str = "bfloat16",
     max_shard_bytes: int = 2**30,
 ) -> Path:
-    """Write the checkpoint of `model` unless `directory` holds just that one already; return the directory.
+    """Write the checkpoint of `model` unless `directory` holds it already; return the directory.
 
-    It is built beside and renamed, so that an interrupted call leaves no half of it. More than `max_shard_bytes` of
-    tensors become an indexed set of files.
+    It is built in a temporary directory and renamed, so that an interrupted call leaves no partial checkpoint. More
+    than `max_shard_bytes` of tensors become an indexed set of files.
     """
     _check(model, dtype, max_shard_bytes)
     recipe = {"config": model.recipe(), "seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
@@ -247,13 +250,13 @@ def _locked(file: Path) -> Generator[None]:
 
 
 def _recipe_of(target: Path) -> dict[str, Any] | None:
-    """Read what the directory was written from: None where it is absent or empty."""
+    """Read the recipe that the directory was written from; None if it is absent or empty."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return None
     try:
         return read_json_object(target / MARKER_FILE)
     except GivenFileError as error:
-        raise CheckpointError(f"{target}: exists, is no synthetic checkpoint, and will not be overwritten") from error
+        raise CheckpointError(f"{target}: exists, is not a synthetic checkpoint, and is not overwritten") from error
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
@@ -282,7 +285,7 @@ def _write_weights(
 
 
 def _stored_dtype(spec: ParamSpec, dtype: str) -> np.dtype:
-    """The checkpoint's own, but for biases that select experts: published files hold them in float32."""
+    """Return the checkpoint's dtype, or float32 for biases that select experts, as in published files."""
     return DTYPES["float32" if spec.role == "selection_bias" else dtype]
 
 
@@ -291,7 +294,7 @@ def _num_bytes(spec: ParamSpec, dtype: str) -> int:
 
 
 def _shard_groups(sizes: dict[str, int], max_shard_bytes: int) -> list[list[str]]:
-    """Cut the names, in order, into runs of at most `max_shard_bytes`; a larger tensor gets a run of its own."""
+    """Cut the names, in order, into runs of at most `max_shard_bytes`; a larger tensor gets its own run."""
     groups: list[list[str]] = [[]]
     free = max_shard_bytes
     for name, num_bytes in sizes.items():
@@ -304,11 +307,15 @@ def _shard_groups(sizes: dict[str, int], max_shard_bytes: int) -> list[list[str]
 
 
 def _draw(name: str, spec: ParamSpec, model: SyntheticConfig | SyntheticModel, seed: int) -> np.ndarray:
-    """Draw one tensor in float32, file orientation."""
+    """Draw a tensor in float32, file orientation."""
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = generator.standard_normal(spec.file_shape, dtype=np.float32)
     if spec.initial == "ones":
         return np.float32(1) + np.float32(model.drawn.norm_jitter) * values
+    if spec.initial == "zeros":
+        return np.float32(model.drawn.norm_jitter) * values
+    if spec.initial == "log_decay":  # rates from about 0.01 to 3: some heads remember many tokens
+        return np.float32(1.5) * values - np.float32(2)
     if spec.role == "router" and model.drawn.router_skew:
         values *= generator.lognormal(sigma=model.drawn.router_skew, size=(len(values), 1)).astype(np.float32)
     return np.multiply(values, np.float32(model.drawn.scale), out=values)
@@ -320,7 +327,7 @@ def _gpt_oss(sizes: dict[str, Any], **more: Any) -> SyntheticModel:
 
 
 FAMILY_PRESETS = {
-    # Norms over whole projections, every head with keys of its own, no shared expert: 2.0 M, 118 M and 991 M
+    # Norms over whole projections, keys per head, no shared expert: 2.0 M, 118 M and 991 M
     "olmoe-tiny": SyntheticModel(
         _OLMOE | _TINY | {
             "num_key_value_heads": 4, "intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 2,
@@ -360,7 +367,7 @@ FAMILY_PRESETS = {
             "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
         }
     ),
-    # Sinks, windows in every other layer, biases, gate and up in turns in one tensor: 1.9 M, 115 M and 973 M
+    # Sinks, windows in every other layer, biases, interleaved gate and up in a single tensor: 1.9 M, 115 M and 973 M
     "gpt-oss-tiny": _gpt_oss(
         _TINY, num_key_value_heads=2, head_dim=32, intermediate_size=64, num_local_experts=16, num_experts_per_tok=4,
         sliding_window=16,

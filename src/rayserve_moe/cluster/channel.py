@@ -1,18 +1,18 @@
-"""Channels over TCP between processes that know one key: the handshake and the frames of steps, heartbeats, the
-journal and page feeds.
+"""Mutually authenticated TCP channels between processes that share a key.
 
-Both ends prove that they know the key before either reads anything else that the other sends:
+They carry steps, heartbeats, the journal and page feeds. Handshake:
 
     listening end -> NONCE
                   <- NONCE, proof of both nonces
     proof of both ->
 
-Every message of it has a fixed length and every connection a deadline; connections are awaited side by side, so a
-silent one delays no other. Afterwards each end sends frames: the length of a body in 4 bytes, little-endian, then the
-body. A reader refuses bodies that are longer than it accepts. Bodies are bytes; their encoding is their users' choice.
+Neither end reads application data before the other end has proven that it knows the key. Handshake messages have a
+fixed length and every connection has a deadline. Connections are awaited concurrently, so a silent peer delays no
+other. After the handshake each end sends frames: the body's length (4 bytes, little-endian), then the body. A reader
+rejects bodies longer than its limit. Bodies are bytes; callers choose the encoding.
 
-Threads use `connect_proven`, `accept_proven` and the `Channel` that they return, which blocks. Event loops use
-`prove_connecting`, `prove_listening`, `read_frame` and `framed` on the streams of asyncio. Either may be at either end.
+Threads use `connect_proven` and `accept_proven`, which return a blocking `Channel`. Event loops use `prove_connecting`,
+`prove_listening`, `read_frame` and `framed` on asyncio streams. Both kinds of ends can talk to each other.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from typing import Self
 KEY_BYTES = 32
 NONCE_BYTES = PROOF_BYTES = 32
 HANDSHAKE_S = 10.0
-"""Longest time that an accepted connection may take to prove its key."""
+"""Maximum time for an accepted connection to prove its key."""
 PAUSE_S = 0.01
-"""From being dropped to connecting again."""
-MOST_UNPROVEN = 64
-"""Connections without a proof that are kept at once; the oldest gives way to the next."""
+"""Delay before reconnecting after the listener drops a connection."""
+MAX_UNPROVEN = 64
+"""Maximum number of open unproven connections; a further one closes the oldest."""
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = (1 << 8 * LENGTH_BYTES) - 1
-"""Longest body that a length can state; readers may accept less."""
+"""Maximum body length that the length field can hold; readers may accept less."""
 
 Address = tuple[str, int]
 
@@ -52,13 +52,13 @@ class UnprovenError(PermissionError):
 
 
 class Channel:
-    """A proven connection for threads: one may send while another receives. Its last reference closes it."""
+    """A proven connection for threads: two threads may send and receive at once. It closes with its last reference."""
 
     def __init__(self, connection: socket.socket, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._connection, self._max_frame_bytes = connection, max_frame_bytes
-        # Unlike `__del__` it is never called after the socket's own finalizer, which warns.
+        # Unlike `__del__`, a finalizer never runs after the socket's own finalizer, which would warn.
         weakref.finalize(self, connection.close).atexit = False
-        # The end of a long frame must not wait until its beginning is acknowledged.
+        # Without TCP_NODELAY the end of a long frame waits until its beginning is acknowledged.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def __enter__(self) -> Self:
@@ -72,13 +72,13 @@ class Channel:
         return self._connection.fileno()
 
     def limit_silence(self, timeout_s: float) -> None:
-        """Have `send` and `receive` end with BlockingIOError if nothing moves for `timeout_s`."""
+        """Make `send` and `receive` raise BlockingIOError if nothing moves for `timeout_s`."""
         seconds = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1_000_000))
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
 
     def send(self, *bodies: bytes | memoryview) -> None:
-        """Send each body as a frame. OSError if the connection is lost."""
+        """Send each body as a frame. Raises OSError if the connection is lost."""
         views = [memoryview(body).cast("B") for body in bodies]
         parts = [part for view in views for part in (_length_of(view), view)]
         if len(bodies) > 1:
@@ -90,12 +90,12 @@ class Channel:
             num_sent = max(0, num_sent - len(part))
 
     def receive(self) -> bytes:
-        """Return the next body. EOFError if the other end has closed, OSError if the connection is lost."""
+        """Return the next body. Raises EOFError if the other end has closed, OSError if the connection is lost."""
         length = _accepted_length(self._read(LENGTH_BYTES), max_frame_bytes=self._max_frame_bytes)
         return self._read(length)
 
     def shutdown(self) -> None:
-        """End what other threads send and receive, now and later."""
+        """End pending and later sends and receives, also those of other threads."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -114,7 +114,11 @@ class Channel:
 
 
 def connect_proven(address: Address, *, key: bytes, deadline: float, max_frame_bytes: int = MAX_FRAME_BYTES) -> Channel:
-    """Connect to a listener that knows `key`, again if it gave way to others. OSError, TimeoutError."""
+    """Connect to a listener that knows `key`; retry if the listener dropped the connection.
+
+    Raises OSError if it cannot connect, TimeoutError after the `deadline`, UnprovenError if the listener's proof is
+    wrong.
+    """
     while True:
         with ExitStack() as undo:
             connection = undo.enter_context(socket.create_connection(address, timeout=_seconds_until(deadline)))
@@ -130,7 +134,7 @@ def connect_proven(address: Address, *, key: bytes, deadline: float, max_frame_b
 def accept_proven(
     listener: socket.socket, *, key: bytes, timeout_s: float, max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> Channel:
-    """Return the first connection that proves that it knows `key`; others are closed. TimeoutError, OSError."""
+    """Return the first connection that proves the key and close all others. Raises TimeoutError or OSError."""
     waiting = _Waiting(listener, key)
     try:
         connection = waiting.first(deadline=time.monotonic() + timeout_s)
@@ -140,7 +144,7 @@ def accept_proven(
 
 
 def wait_readable(channels: Sequence[Channel], *, timeout_s: float) -> list[Channel]:
-    """Return the channels that have something to receive or are closed, as soon as there is one, else none."""
+    """Return the channels that are readable or closed as soon as any is; an empty list after `timeout_s`."""
     if closed := [channel for channel in channels if channel.fileno() < 0]:
         return closed
     poll = select.poll()
@@ -151,7 +155,7 @@ def wait_readable(channels: Sequence[Channel], *, timeout_s: float) -> list[Chan
 
 
 async def prove_listening(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, key: bytes) -> None:
-    """Have the connecting end prove that it knows the key, and prove it in return. OSError, EOFError, TimeoutError."""
+    """Verify the connecting end's proof and answer with this end's. Raises OSError, EOFError or TimeoutError."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     writer.write(nonce)
     async with asyncio.timeout(HANDSHAKE_S):
@@ -160,7 +164,7 @@ async def prove_listening(reader: asyncio.StreamReader, writer: asyncio.StreamWr
 
 
 async def prove_connecting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, key: bytes) -> None:
-    """Prove to a listener that this end knows the key, and have it prove it too. OSError, EOFError, TimeoutError."""
+    """Prove the key to a listener and verify its proof. Raises OSError, EOFError or TimeoutError."""
     async with asyncio.timeout(HANDSHAKE_S):
         nonces = await reader.readexactly(NONCE_BYTES) + secrets.token_bytes(NONCE_BYTES)
         writer.write(_proof_at_first(key, nonces))
@@ -169,13 +173,13 @@ async def prove_connecting(reader: asyncio.StreamReader, writer: asyncio.StreamW
 
 
 async def read_frame(reader: asyncio.StreamReader, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """Return the next body. EOFError if the other end has closed, OSError if the connection is lost."""
+    """Return the next body. Raises EOFError if the other end has closed, OSError if the connection is lost."""
     length = _accepted_length(await reader.readexactly(LENGTH_BYTES), max_frame_bytes=max_frame_bytes)
     return await reader.readexactly(length)
 
 
 def framed(body: bytes) -> bytes:
-    """Return a body behind its length."""
+    """Return the body preceded by its length."""
     return _length_of(body) + body
 
 
@@ -194,15 +198,17 @@ def _accepted_length(header: bytes, *, max_frame_bytes: int) -> int:
 
 @dataclass
 class _Unproven:
-    """An accepted connection: the nonce it was sent, what it has sent so far, and its deadline."""
+    """Handshake state of an accepted connection."""
 
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    """Sent to the peer."""
     received: bytes = b""
+    """Received from the peer until now."""
     deadline: float = field(default_factory=lambda: time.monotonic() + HANDSHAKE_S)
 
 
 class _Waiting:
-    """The unproven connections of a listener, in the order of their arrival."""
+    """The unproven connections of a listener, oldest first."""
 
     def __init__(self, listener: socket.socket, key: bytes) -> None:
         self._listener, self._key = listener, key
@@ -212,7 +218,7 @@ class _Waiting:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def first(self, *, deadline: float) -> socket.socket:
-        """Return the first connection that proves the key, in blocking mode. TimeoutError after the `deadline`."""
+        """Return the first connection that proves the key, in blocking mode. Raises TimeoutError."""
         while (now := time.monotonic()) < deadline:
             for late in [peer for peer, state in self._unproven.items() if state.deadline <= now]:
                 self._drop(late)
@@ -234,7 +240,7 @@ class _Waiting:
     def _accept(self) -> None:
         with suppress(OSError):
             peer, _ = self._listener.accept()
-            if len(self._unproven) >= MOST_UNPROVEN:
+            if len(self._unproven) >= MAX_UNPROVEN:
                 self._drop(next(iter(self._unproven)))
             peer.setblocking(False)
             self._unproven[peer] = state = _Unproven()
@@ -245,7 +251,9 @@ class _Waiting:
                 self._drop(peer)
 
     def _proves(self, peer: socket.socket) -> bool:
-        """Receive from a peer; a whole proof is answered, a wrong one drops the peer."""
+        """Receive from a peer. Return True once its proof is complete and answered; drop the peer if the proof is
+        wrong.
+        """
         state = self._unproven[peer]
         try:
             received = peer.recv(NONCE_BYTES + PROOF_BYTES - len(state.received))
@@ -291,20 +299,20 @@ def _receive(connection: socket.socket, length: int, *, deadline: float) -> byte
 
 
 def _seconds_until(deadline: float) -> float:
-    """Return the seconds until the deadline. TimeoutError if it has passed."""
+    """Return the seconds until the deadline. Raises TimeoutError if it has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("no proof has come in time")
+        raise TimeoutError("the handshake did not finish in time")
     return left
 
 
 def _proof_at_first(key: bytes, nonces: bytes) -> bytes:
-    """Return the message of the connecting end: its nonce, which is the second one, and its proof."""
+    """Return the connecting end's message: its nonce (the second nonce), then its proof."""
     return nonces[NONCE_BYTES:] + _proof_of(key, b"connecting", nonces=nonces)
 
 
 def _proof_in_return(key: bytes, nonce: bytes, *, received: bytes) -> bytes:
-    """Return the listening end's proof for a message of the connecting end. UnprovenError."""
+    """Return the listening end's proof, given the connecting end's message. Raises UnprovenError if that is wrong."""
     nonces = nonce + received[:NONCE_BYTES]
     _check_proof(received[NONCE_BYTES:], key, role=b"connecting", nonces=nonces)
     return _proof_of(key, b"listening", nonces=nonces)
@@ -316,5 +324,5 @@ def _check_proof(proof: bytes, key: bytes, *, role: bytes, nonces: bytes) -> Non
 
 
 def _proof_of(key: bytes, role: bytes, *, nonces: bytes) -> bytes:
-    """Return what an end sends to prove that it knows the key: over the nonces of the listening and connecting end."""
+    """Return an end's proof: an HMAC of its role and of both nonces (listening end's first)."""
     return hmac.digest(key, role + nonces, "sha256")

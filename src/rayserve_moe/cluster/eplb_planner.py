@@ -1,4 +1,4 @@
-"""The actor that plans placements for all replicas, and the planner of a replica that calls it."""
+"""The actor that plans expert placements for all replicas, and the planner of a replica that calls it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ ANSWER_TIMEOUT_S = 60.0
 
 
 class EplbPlanner:
-    """Keeps the loads of the engines that report to it, and plans for each of them separately.
+    """Collects the reported loads of engines and plans for each engine separately.
 
-    Engines choose a new name at each start; the `most_engines` that reported last are kept. `rules` are the fields of
-    the PlanningConfig.
+    Engines choose a new name at each start; only the `max_engines` that reported last are kept. `rules` are the fields
+    of `PlanningConfig`.
     """
 
-    def __init__(self, *, most_engines: int = 256, **rules: Any) -> None:
+    def __init__(self, *, max_engines: int = 256, **rules: Any) -> None:
         os.nice(NICENESS)
-        self._config, self._most_engines = PlanningConfig(**rules), most_engines
+        self._config, self._max_engines = PlanningConfig(**rules), max_engines
         self._advisors: dict[str, LocalPlanner] = {}
 
     def observe(self, engine: str, reading: LoadReading) -> bool:
-        """Take over an engine's reading; says whether it should ask for a plan."""
+        """Record an engine's reading; return True if the engine should request a plan."""
         advisor = self._advisors.pop(engine, None) or LocalPlanner(self._config)
         self._advisors[engine] = advisor
-        if len(self._advisors) > self._most_engines:
+        if len(self._advisors) > self._max_engines:
             del self._advisors[next(iter(self._advisors))]
         return advisor.observe(reading)
 
     def propose(self, engine: str, state: PlacementState) -> Proposal | None:
-        """Plan for an engine; None where no plan is worth its moves, or nothing is known of the engine."""
+        """Plan for an engine. Return None if no plan is worth its moves or the engine is unknown."""
         advisor = self._advisors.get(engine)
         return None if advisor is None else advisor.propose(state)
 
@@ -49,10 +49,10 @@ EplbPlannerActor = ray.remote(EplbPlanner)
 
 
 class RemotePlanner:
-    """The balancer actor as the `Planner` of one engine; calls come from one thread, and wait for it there.
+    """The balancer actor as the `Planner` of an engine. Calls block; all come from the same thread.
 
-    `connect` finds the actor; ValueError where there is none now. A lost one is looked up again by the next call. One
-    that does not answer in time is killed, so that its owner restarts it.
+    `connect` finds the actor, or raises ValueError if it does not exist now. After a loss the next call looks it up
+    again. An actor that does not answer in time is killed, so that its owner restarts it.
     """
 
     def __init__(self, connect: Callable[[], ActorHandle], *, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
@@ -84,4 +84,4 @@ class RemotePlanner:
         try:
             return self._connect()
         except (ValueError, RayError) as error:
-            raise PlanFailure("lost", "there is no balancer now") from error
+            raise PlanFailure("lost", "no balancer is running") from error

@@ -1,4 +1,4 @@
-"""Ending the processes of a group for certain: one that is stopped outlives `ray.kill` by seconds."""
+"""Reliable termination of the processes of a group: a stopped process outlives `ray.kill` by seconds."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 GONE_S = 2.0
-"""Longest wait for killed processes to be gone: devices take no second process while the first lives."""
+"""Maximum wait for killed processes to exit; a device accepts no second process while the first is alive."""
 FAR_S = 5.0
 POLL_S = 0.01
 
 
 class HostProcess(NamedTuple):
-    """A process of a node of the cluster; `started` tells it from a later one with its number."""
+    """A process of a cluster node."""
 
     node_id: str
     pid: int
     started: str
+    """Start time in ticks; distinguishes it from a later process with the same pid."""
 
 
 def this_process() -> HostProcess:
-    """The process that calls, an actor or a driver."""
+    """Return the calling process, an actor or a driver."""
     return HostProcess(ray.get_runtime_context().get_node_id(), os.getpid(), _start_of(os.getpid()))
 
 
 def end_processes(processes: Sequence[HostProcess], *, waits_far: bool) -> None:
-    """Kill processes, those of other nodes by a task there, and wait until they are gone.
+    """Kill processes, on other nodes by a Ray task, and wait until they are gone.
 
-    Those of other nodes are waited for where `waits_far`, and not for long: a node may be lost.
+    Processes on other nodes are awaited only if `waits_far`, and for at most `FAR_S`: the node may be lost.
     """
     here = ray.get_runtime_context().get_node_id()
     far = [each for each in processes if each.node_id != here]
@@ -66,7 +67,7 @@ def _on(node_id: str) -> NodeAffinitySchedulingStrategy:
 
 
 def _start_of(pid: int) -> str:
-    """When a process was started, in ticks; empty where there is none, or only its exit status is left."""
+    """Return a process's start time in ticks; empty if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

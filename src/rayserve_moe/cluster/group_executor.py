@@ -1,4 +1,4 @@
-"""The executor of a slice: one worker actor per host, driven over a step transport, and standbys for lost workers."""
+"""The executor of a slice: a worker actor per host, driven over a step transport, and standbys for lost workers."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
-"""From asking the hosts whether they have read new weights to asking again."""
+"""Interval for asking the hosts whether they have read new weights."""
 DROP_TIMEOUT_S = 10.0
 
 
 class GroupExecutor:
-    """Owns the workers of one slice, as an `engine.executor.Executor`. They die with it, all together.
+    """Owns the workers of a slice, as an `engine.executor.Executor`. They end with it, all together.
 
-    It is an `engine.recovery.hosts.Rebuilder` too: `rebuild` puts other workers in their place, which load the weights
-    that served last. Another thread may set `given_up` to end the start, with GivenUpError.
+    It is also an `engine.recovery.hosts.Rebuilder`: `rebuild` replaces the workers, and the new ones load the weights
+    that served last. Another thread may set `given_up` to abort the start with GivenUpError.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class GroupExecutor:
         self._settings, self._cluster = settings, cluster
         self._given_up = given_up or threading.Event()
         self._places = GroupPlaces(parallel, cluster, given_up=self._given_up)
-        self._places.on_return = self._note_loss
+        self._places.on_return = self._report_loss
         self._group: HostGroup | None = None
         self.sources = WeightSources(
             lambda: self.workers,
             cluster,
             timeout_s=lambda: self._settings.updates.staging_timeout_s,
-            on_change=self._note_loss,
+            on_change=self._report_loss,
         )
         self.tensors = self.sources.tensors
         self._standbys = Standbys()
@@ -74,28 +74,30 @@ class GroupExecutor:
 
     @property
     def phase(self) -> str:
-        """What a rebuild is doing now."""
+        """Return the current phase of a rebuild."""
         return self._clock.phase
 
     @property
     def phase_seconds(self) -> Mapping[str, float]:
-        """What all rebuilds took, by phase."""
+        """Return the total seconds of all rebuilds by phase."""
         return self._clock.seconds
 
     @property
     def loss(self) -> ExecutorFailure | None:
-        """What is wrong with the workers that serve now, where it was noticed outside of a step; or that hosts are
-        there again that were done without, unless no host has the weights that serve."""
+        """Return a fault of the serving workers that was noticed outside a step, or None.
+
+        Also reports, with `is_loss=False`, that missing hosts are back, if the serving weights can be loaded again.
+        """
         group = self._group
         if group is not None and group.loss is not None:
             return ExecutorFailure(group.loss)
         is_due = self._places.are_back and self.sources.serving.is_there
-        return ExecutorFailure("hosts have come back", is_loss=False) if is_due else None
+        return ExecutorFailure("missing hosts are back", is_loss=False) if is_due else None
 
     def start(self) -> StartReport:
-        """Reserve the hosts, start and join the workers, load, compile. Errors of a worker pass through unchanged.
+        """Reserve the hosts, start and join the workers, load and compile. A worker's errors pass through unchanged.
 
-        GetTimeoutError after `start_timeout_s` from the reservation.
+        Raises GetTimeoutError `start_timeout_s` after the reservation.
         """
         report = replace(self._start(), placement=self.sources.serving.placement)
         self.sources.serving = replace(self.sources.serving, num_pages=report.num_pages)
@@ -103,7 +105,7 @@ class GroupExecutor:
         return report
 
     def begin_with(self, weights: GroupWeights) -> None:
-        """Have the start load other weights than the configured ones."""
+        """Set the weights to load at the start in place of the configured ones."""
         self.sources.serving = weights
 
     def rebuild(self) -> None:
@@ -114,7 +116,7 @@ class GroupExecutor:
         except (RayError, TimeoutError, OSError, RuntimeError, ValueError) as error:
             is_final = isinstance(error, SharesLostError)
             raise ExecutorFailure(f"{self.phase}: {type(error).__name__}: {error}", is_final=is_final) from error
-        log.info("other hosts serve: %s", report)
+        log.info("the rebuilt group serves: %s", report)
 
     def cancel(self) -> None:
         self._given_up.set()
@@ -135,7 +137,7 @@ class GroupExecutor:
             if refusals:
                 self._drop_staged()
                 raise WeightsRefusedError(refusals[0])
-            self.sources.note_read(source)
+            self.sources.record_read(source)
         except GetTimeoutError as error:
             self._drop_staged()
             raise too_late(timeout_s) from error
@@ -146,12 +148,15 @@ class GroupExecutor:
             raise ExecutorFailure(f"a host was lost while it read new weights: {error}") from error
 
     def _staged(self, model_path: str, expert_of_slot: np.ndarray | None, *, deadline: float) -> list[str]:
-        """Have every host read; returns why each of them cannot use the weights. GetTimeoutError after the deadline."""
+        """Make every host read the weights; return per host why it cannot use them, empty if it can.
+
+        Raises GetTimeoutError after the deadline.
+        """
 
         def results_of(calls: list[ray.ObjectRef]) -> list[str | None]:
             return ray.get(calls, timeout=max(0.0, deadline - time.monotonic()))
 
-        workers = list(self.workers)  # others may take their place meanwhile, and have read nothing
+        workers = list(self.workers)  # A rebuild may replace the workers meanwhile; the new ones have read nothing.
         results_of([worker.begin_staging.remote(model_path, expert_of_slot) for worker in workers])
         reach("staging", self)
         while None in (outcomes := results_of([worker.staging_outcome.remote() for worker in workers])):
@@ -159,21 +164,24 @@ class GroupExecutor:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _one_revision_of(self, model_path: str) -> str:
-        """The same for all hosts, where it is a URL; WeightsRefusedError where it lies below no root, or nowhere."""
+        """Return a path as it is, and a URL with a revision that is the same for all hosts.
+
+        Raises WeightsRefusedError if the URL is below no root or does not exist.
+        """
         if not is_url(model_path):
             return model_path
         roots = self._settings.updates.weight_roots
         if not any(is_url(root) for root in roots):
-            raise WeightsRefusedError("a URL is read below one of weight_roots only, and none of them is a URL")
+            raise WeightsRefusedError("a URL must be below an entry of weight_roots, and no entry is a URL")
         try:
             return one_revision(model_path, Reach(roots))
         except CheckpointError as error:
             raise WeightsRefusedError(one_line(str(error))) from error
 
     def _drop_staged(self) -> None:
-        """Have every host forget what it read. One that does not answer does so before it reads anything else.
+        """Make every host discard what it read. A host that does not answer discards it before its next read.
 
-        ExecutorFailure where one is lost.
+        Raises ExecutorFailure if a host is lost.
         """
         try:
             with suppress(GetTimeoutError, RayTaskError):
@@ -196,9 +204,9 @@ class GroupExecutor:
         self._places.close()
 
     def _start(self) -> StartReport:
-        """Start workers on hosts that are there, and serve with them."""
+        """Reserve hosts, start workers there and load the weights that serve."""
         if not self.sources.serving.is_there:
-            raise SharesLostError("weights that had been sent were not kept")
+            raise SharesLostError("the serving weights were sent and no copy was kept")
         self._clock.enter("placing")
         before = self._places.parallel
         reservation = self._places.reserve()
@@ -207,7 +215,7 @@ class GroupExecutor:
             self._standbys.end()
         hosts, waiting = range(parallel.num_hosts), self._standbys.take()
         self.workers = [waiting.get(host_id) or self._start_worker(reservation, host_id) for host_id in hosts]
-        self._group = group = HostGroup(self.workers, self._cluster, on_loss=self._note_loss, given_up=self._given_up)
+        self._group = group = HostGroup(self.workers, self._cluster, on_loss=self._report_loss, given_up=self._given_up)
         report = group.start(serving, enter=self._clock.enter)
         self.sources.settle()
         self.layout = self._places.serve(report)
@@ -222,24 +230,26 @@ class GroupExecutor:
             self._group.end()
             self._group, self.workers = None, []
 
-    def _note_loss(self) -> None:
+    def _report_loss(self) -> None:
         self.on_loss()
 
     def _start_worker(self, reservation: SliceReservation, host_id: int, *, waits: bool = False) -> ActorHandle:
-        """Start a worker on a host. A worker that `waits` for another's end uses no resources reserved there."""
+        """Start a worker on a host. With `waits`, as a standby, it takes none of the resources reserved there."""
         place = place_of(host_id, self._places.parallel, cluster=self._cluster, parts=self._places.parts)
         return reservation.start_actor(host_id, RemoteHostWorker, self._settings, place, takes_resources=not waits)
 
 
 DELAY_S = 3.0
-"""Seconds from serving to the start of standbys. The first steps of a new group need the cores: they recompute the
-pages of running requests."""
+"""Seconds from serving to the start of standbys.
+
+The first steps of a new group need the cores: they recompute the pages of running requests.
+"""
 ANSWER_S = 2.0
 """Seconds that a standby may take to answer before it is killed."""
 
 
 class Standbys:
-    """Standby workers, one per host, started on a separate thread some time after a group serves."""
+    """A standby worker per host, started by a timer thread after a group begins to serve."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -281,7 +291,7 @@ def _answers(worker: ActorHandle) -> bool:
 
 
 class PhaseClock:
-    """The current `phase`, and the total `seconds` of ended phases by name. One thread enters, any thread may read."""
+    """The current `phase` and the total `seconds` of ended phases. A single thread enters; any may read."""
 
     def __init__(self) -> None:
         self.phase = ""

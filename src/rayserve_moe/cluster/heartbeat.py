@@ -1,4 +1,4 @@
-"""A host says what it is doing, twice a second, from a thread and over a connection that nothing else uses."""
+"""Heartbeats of a host: its phase, sent twice a second by a separate thread over a separate connection."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ from rayserve_moe.cluster.channel import Address, accept_proven
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
-LEAST_STEP_LIMIT_S, TIMES_P99 = 5.0, 20.0
-STEPS_KEPT, LEAST_STEPS = 512, 32
-"""Steps whose times set the limit of the next, and how many there must be."""
+MIN_STEP_LIMIT_S, TIMES_P99 = 5.0, 20.0
+STEPS_KEPT, MIN_STEPS = 512, 32
+"""Steps whose times set the limit of the next step, and the minimum number of them."""
 STARTING, JOINING, LOADING, COMPILING, WARMING, SERVING, CHANGING = (
     *("starting", "joining", "loading", "compiling", "warming", "serving", "changing weights"),
 )
 
 
 class Beat(NamedTuple):
-    """What a host does, for how many seconds, and for how many at most (0: without a limit of its own)."""
+    """A host's current activity."""
 
     phase: str
     step_id: int
+    """-1 outside of steps."""
     seconds: float
+    """Time spent in the phase or step until now."""
     limit_s: float
+    """Maximum of `seconds`; 0: no limit of its own."""
 
 
 class Heartbeat:
-    """What this host is doing. A step that takes much longer than steps do here is a hung device, which beats on."""
+    """The heartbeat of this host. A hung device keeps beating, but its step exceeds the limit that past steps set."""
 
     def __init__(self) -> None:
         self._doing = (STARTING, -1)
@@ -46,12 +49,12 @@ class Heartbeat:
         self._times: deque[float] = deque(maxlen=STEPS_KEPT)
 
     def enter(self, phase: str, step_id: int = -1) -> None:
-        """Say what is done from now on; what is not a step in SERVING has no limit here."""
+        """Record the current phase and step. Only a step in SERVING gets a limit."""
         self._doing, self._seconds = (phase, step_id), 0.0
 
     @contextmanager
     def step(self, step_id: int, *, phase: str = SERVING) -> Generator[None]:
-        """While a step runs."""
+        """Record a step for the duration of the block, and its time at the end."""
         begun = time.perf_counter()
         self.enter(phase, step_id)
         try:
@@ -61,15 +64,17 @@ class Heartbeat:
             self._times.append(time.perf_counter() - begun)
 
     def limit_s(self) -> float:
-        """Seconds that the present step may take, 0 for any."""
+        """Return the maximum seconds of the current step, 0 for no limit."""
         phase, step_id = self._doing
         times = list(self._times)
-        if phase != SERVING or step_id < 0 or len(times) < LEAST_STEPS:
+        if phase != SERVING or step_id < 0 or len(times) < MIN_STEPS:
             return 0.0
-        return max(LEAST_STEP_LIMIT_S, TIMES_P99 * float(np.percentile(times, 99)))
+        return max(MIN_STEP_LIMIT_S, TIMES_P99 * float(np.percentile(times, 99)))
 
     def beat(self, elapsed_s: float) -> Beat:
-        """The next beat, `elapsed_s` after the last; a longer pause of the whole process counts as one beat."""
+        """Return the next beat, `elapsed_s` after the last; a longer pause of the whole process counts as two
+        intervals.
+        """
         before = self._doing
         self._seconds += min(elapsed_s, 2 * BEAT_S)
         beat = Beat(*before, self._seconds, self.limit_s())
@@ -79,7 +84,7 @@ class Heartbeat:
         return beat
 
     def listen(self, *, host: str, key: bytes, timeout_s: float) -> Address:
-        """Begin to beat to the first within `timeout_s` that knows the `key`; returns where it is to connect."""
+        """Start beating to the first peer that proves `key` within `timeout_s`; return the address to connect to."""
         listener = socket.create_server((host, 0))
         arguments = (listener, key, timeout_s)
         threading.Thread(target=self._serve, args=arguments, name="heartbeat", daemon=True).start()
@@ -97,11 +102,11 @@ class Heartbeat:
                     last = now
                     time.sleep(BEAT_S)
         except OSError as error:
-            log.info("the heartbeat ends: %s", error)
+            log.info("the heartbeat has ended: %s", error)
 
 
 def read_beat(message: bytes) -> Beat:
-    """The beat of a message. ValueError for anything else."""
+    """Parse a beat message. Raises ValueError if it is malformed."""
     phase, step_id, seconds, limit_s = json.loads(message)
     if not math.isfinite(seconds + limit_s):
         raise ValueError("seconds are not finite")

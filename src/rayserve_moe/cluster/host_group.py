@@ -1,4 +1,4 @@
-"""The workers of one generation: started together, watched by their heartbeats, and ended together."""
+"""The workers of a generation: started together, watched by their heartbeats, and ended together."""
 
 from __future__ import annotations
 
@@ -37,29 +37,33 @@ from rayserve_moe.parallel.joining import Coordinator
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult, slowest_start
 
 SETTLE_S = 1.0
-"""After an error in a step of several hosts: time for the process to be noticed whose death is behind it. The host that
-lives fails first."""
+"""Wait, after an error in a step of several hosts, for the notice that a process has died.
+
+The surviving host often reports its error first.
+"""
 REPLACING_S = 120.0
-"""Longest time from asking for processes that replace others to watching them: one that is stopped meanwhile has no
-heartbeat yet."""
+"""Maximum time from starting replacement processes to watching them: until then no heartbeat shows a stop."""
 CONNECTING = "connecting"
 NUM_PORTS_TRIED = 5
 
 
 @dataclass(frozen=True)
 class GroupWeights:
-    """What a group loads: a checkpoint that has replaced the model's own, if any, and how many pages (None: any).
+    """The weights that a group loads: a checkpoint, or shares of sent tensors.
 
-    `source` is None where the weights that serve were sent: `kept` says where each host has its share of them, if it
-    was kept, or `offered` who has those that are to be copied, with the `placement` of experts, or to be read by a
-    group of another size. Otherwise no group can load them.
+    Without `source`, `kept` and `offered` no group can load them.
     """
 
     source: str | None = ""
+    """Checkpoint that replaces the model's own; empty: the model's own; None: the weights were sent."""
     num_pages: int | None = None
+    """Required number of KV pages; None: any."""
     kept: tuple[SharePlace, ...] = ()
+    """Location of each host's share of sent weights."""
     offered: tuple[KeptShare, ...] = ()
+    """Shares to copy from other nodes or replicas, or to be read by a group of another size."""
     placement: ExpertPlacement | None = None
+    """Expert placement of the offered shares."""
 
     @property
     def is_there(self) -> bool:
@@ -67,30 +71,30 @@ class GroupWeights:
 
     @property
     def num_hosts(self) -> int | None:
-        """Of how many hosts these are shares; None where there are none."""
+        """Return the number of hosts of the group that wrote the shares; None without shares."""
         return len(self.kept) or next((each.num_hosts for each in self.offered), None)
 
     @property
     def token(self) -> str:
-        """What names sent weights; empty for those of a checkpoint."""
+        """Return the token that identifies sent weights; empty for a checkpoint."""
         return next((place.token for place in (*self.kept, *(each.place for each in self.offered))), "")
 
     def kept_at(self, kept: tuple[SharePlace, ...], token: str) -> GroupWeights:
-        """The same, kept elsewhere by now, where these are the weights `token`."""
+        """Return these weights with new share locations if their token is `token`; otherwise unchanged."""
         return replace(self, kept=kept) if self.token == token else self
 
 
 class Enter(Protocol):
-    """Notes the phase that begins."""
+    """Records the phase that begins."""
 
     def __call__(self, phase: str) -> None: ...
 
 
 class HostGroup:
-    """Drives `workers` from their start to their end. `loss` is what was noticed of them besides a step.
+    """Drives `workers` from their start to their end. `loss` is a fault of them that was noticed outside a step.
 
-    `on_loss` is called, from another thread, once all of them have been killed for it: one that waits in a collective
-    for another may wait for ever.
+    After a fault all workers are killed, because a worker may wait in a collective for another without a limit.
+    Then `on_loss` is called from another thread.
     """
 
     def __init__(
@@ -114,10 +118,10 @@ class HostGroup:
         return None if self._watch is None else self._watch.loss
 
     def start(self, weights: GroupWeights, *, enter: Enter) -> StartReport:
-        """Watch and join the workers, have them load and compile. Errors of a worker pass through unchanged.
+        """Watch and join the workers, load and compile. A worker's errors pass through unchanged.
 
-        GetTimeoutError after `start_timeout_s`, or where processes that replace others are not there after
-        `REPLACING_S`; ExecutorFailure where other pages fit than `weights` says.
+        Raises GetTimeoutError after `start_timeout_s`, or if replacement processes have not started after
+        `REPLACING_S`; ExecutorFailure if fewer pages fit than `weights` requires.
         """
         begun, is_first = time.monotonic(), weights.num_pages is None
         deadline = begun + self._cluster.start_timeout_s
@@ -140,12 +144,12 @@ class HostGroup:
         calls = [each.load.remote(address, source, kept=place, spread=weights.offered) for each, place in loads]
         num_pages = min(results_of(calls))
         if weights.num_pages is not None and weights.num_pages > num_pages:
-            raise ExecutorFailure(f"there is memory for {num_pages} pages, and there were {weights.num_pages}")
+            raise ExecutorFailure(f"memory holds {num_pages} pages, but {weights.num_pages} are required")
         enter(COMPILING)
         num_pages = weights.num_pages or num_pages
         results_of([worker.prepare.remote(num_pages) for worker in self.workers])
         reach("group compiled", self)
-        # A host whose peers compile for longer than a collective waits cannot meet them in one: all compile first.
+        # A host waits in a collective for a limited time, so all hosts compile before any of them runs a collective.
         enter(WARMING)
         reports = results_of([worker.warm_up.remote() for worker in self.workers])
         enter(CONNECTING)
@@ -155,7 +159,7 @@ class HostGroup:
         return slowest_start(reports)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Have every host run a step; ExecutorFailure where one is lost or fails."""
+        """Run a step on every host. Raises ExecutorFailure if a host is lost or fails."""
         assert self._transport is not None, "start comes first"
         try:
             return self._transport.execute(plan)
@@ -168,12 +172,12 @@ class HostGroup:
             ) from error
 
     def release(self) -> None:
-        """Stop what polls."""
+        """Stop polling between steps."""
         if self._transport is not None:
             self._transport.release()
 
     def end(self) -> None:
-        """Kill every worker, whatever it does, and wait until it is gone. May be called twice."""
+        """Kill every worker in any state and wait until it is gone. May be called twice."""
         if self._watch is not None:
             self._watch.close()
         self._kill()
@@ -186,7 +190,9 @@ class HostGroup:
             self._transport = None
 
     def _end_lost(self, _: str) -> None:
-        """In the thread of the watch. Whoever waits for one of the workers has an error now."""
+        """Kill all workers, so that waiting callers get an error, then report the loss. Runs in the watch's
+        thread.
+        """
         self._kill()
         self._on_loss()
 
@@ -199,7 +205,7 @@ class HostGroup:
 
 
 def coordinate(num_hosts: int) -> tuple[Coordinator | None, str]:
-    """Return the service by which hosts find each other, and its address; None and an empty address for one host."""
+    """Return the JAX coordination service and its address; None and an empty address for a single host."""
     if num_hosts == 1:
         return None, ""
     for attempt in range(1, NUM_PORTS_TRIED + 1):
@@ -209,25 +215,25 @@ def coordinate(num_hosts: int) -> tuple[Coordinator | None, str]:
         try:
             coordinator = Coordinator(port, num_hosts=num_hosts)
             break
-        except RuntimeError:  # another process has taken the port meanwhile
+        except RuntimeError:  # Another process has taken the port meanwhile.
             if attempt == NUM_PORTS_TRIED:
                 raise
     return coordinator, f"{ray.util.get_node_ip_address()}:{port}"
 
 
 SILENCE_S, SILENCE_AT_START_S = 3.0, 30.0
-"""Maximum silence of a host that serves, and of a starting host, where a compiling thread may block all others."""
+"""Maximum silence of a serving host, and of a starting host, whose compiling thread may block all others."""
 MAX_BEAT_BYTES = 4096
 POLL_S = 0.25
 OWN_DELAY_S = 1.0
 """If the watch itself is delayed by more than this, its delay does not count as silence of a host."""
 PHASE_LIMITS_S = {JOINING: 60.0}
-"""Maximum times of phases that only wait for another host. A long compilation is no fault."""
+"""Maximum times of phases that only wait for another host. Compilation has no limit."""
 CONNECT_S = 10.0
 
 
 class HostWatch:
-    """Watch over the heartbeats of hosts. Its thread sets `loss` to the fault of a host, and calls `on_loss` once."""
+    """Watches the heartbeats of hosts. Its thread sets `loss` to the first fault and calls `on_loss` once."""
 
     def __init__(
         self,
@@ -243,7 +249,7 @@ class HostWatch:
         self._hosts: dict[Channel, int] = {}
         for host_id, address in enumerate(addresses):
             channel = connect_proven(address, key=key, deadline=deadline, max_frame_bytes=MAX_BEAT_BYTES)
-            channel.limit_silence(SILENCE_S)  # a beat that stops halfway must not end the watch over the others
+            channel.limit_silence(SILENCE_S)  # A beat that stops halfway must not block the watch over the other hosts.
             self._hosts[channel] = host_id
         self._silence_s = dict.fromkeys(self._hosts, SILENCE_AT_START_S)
         self._found, self._is_closed = threading.Event(), threading.Event()
@@ -284,7 +290,7 @@ class HostWatch:
             self._found.set()
 
     def _heard(self, channel: Channel) -> str | None:
-        """Read a beat and return the fault of its host, or None."""
+        """Read a beat; return the fault of its host, or None."""
         host_id = self._hosts[channel]
         try:
             beat = read_beat(channel.receive())

@@ -1,4 +1,4 @@
-"""The worker of one host: joins its peers, lays the model out over all devices, and runs every step plan on its own."""
+"""The worker of a host: joins its peers, lays out the model over all devices, and runs every step plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class HostWorker:
-    """A HostRunner behind methods that a Ray actor can have. Calls come in the order of their definition."""
+    """A HostRunner behind the methods of a Ray actor. They are called in the order of their definition."""
 
     def __init__(self, settings: RunnerSettings, place: HostPlace) -> None:
         use_logging(settings.logging)
@@ -54,20 +54,20 @@ class HostWorker:
         self._heartbeat = Heartbeat()
 
     def process(self) -> HostProcess:
-        """The process of this worker; it has loaded all libraries, and touched no device."""
+        """Return the worker's process. It has loaded all libraries and touched no device."""
         return this_process()
 
     def listen_for_watch(self, key: bytes, timeout_s: float) -> Address:
-        """Beat from now on to the first within `timeout_s` that knows the `key`; returns where."""
+        """Start beating to the first peer that proves `key` within `timeout_s`; return the address to connect to."""
         return self._heartbeat.listen(host=ray.util.get_node_ip_address(), key=key, timeout_s=timeout_s)
 
     def load(
         self, coordinator: str, source: str = "", *, kept: SharePlace | None = None, spread: Sequence[KeptShare] = ()
     ) -> int:
-        """Meet the other hosts, load this host's share; returns how many KV pages fit here.
+        """Meet the other hosts and load this host's share; return the number of KV pages that fit here.
 
-        Weights that served last are read from a `source`, or, where they were sent, from where they are `kept`, or out
-        of the shares of a group of another size.
+        Weights other than the configured ones come from a checkpoint `source`, from this host's `kept` share of sent
+        weights, or from the shares `spread` over the hosts of a group of another size.
         """
         place = self._place
         log.info("host %d of %d loads %s", place.host_id, place.num_hosts, source or self._settings.model.path)
@@ -87,12 +87,12 @@ class HostWorker:
         return pages_beside_copies(served, num_pages, num_copies=num_copies, share_bytes=share_bytes)
 
     def prepare(self, num_pages: int) -> None:
-        """Allocate pages and compile; all hosts get the same number."""
+        """Allocate `num_pages` pages, the same on all hosts, and compile."""
         self._heartbeat.enter(COMPILING)
         self._runner.compile(num_pages)
 
     def warm_up(self) -> StartReport:
-        """Run every program once, together with all hosts: each has its programs by now."""
+        """Run every program once, together with all hosts, which have all compiled by now."""
         self._heartbeat.enter(WARMING)
         report = self._runner.warm_up()
         freeze_what_stays()
@@ -100,11 +100,11 @@ class HostWorker:
         return report
 
     def listen_for_steps(self, key: bytes, timeout_s: float) -> Address:
-        """Take steps over a connection too, the first within `timeout_s` that knows the `key`; returns where."""
+        """Also accept steps from the first connection that proves `key` within `timeout_s`; return the address."""
         return listen_for_steps(self.execute, host=ray.util.get_node_ip_address(), key=key, timeout_s=timeout_s)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Launch a step and wait for the one before; the first host answers for all of them."""
+        """Launch a step and wait for the previous step. Only the first host returns a result."""
         with self._heartbeat.step(plan.step_id, phase=CHANGING if plan.takes_staged_weights else SERVING):
             reach("step", plan)
             result = self._runner.execute(plan)
@@ -113,20 +113,20 @@ class HostWorker:
         return result if self._place.host_id == 0 else None
 
     def begin_staging(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
-        """Read other weights, beside the steps: `staging_outcome` says when they are there."""
+        """Start reading other weights in the background; `staging_outcome` reports the end."""
         owned = None if expert_of_slot is None else np.array(expert_of_slot)
         self._reading.begin(model_path, owned)
 
     def take_tensors(self, call: str, *arguments: Any) -> Any:
-        """Take weights that are sent, beside the steps: a call of `WorkerTensors`."""
+        """Run a call of `WorkerTensors`, which stages sent weights in the background."""
         return self._tensors.answer(call, *arguments)
 
     def staging_outcome(self) -> str | None:
-        """None while weights are being read, empty once they are there, otherwise why they cannot be used."""
+        """Return None while weights are being read, empty once they are staged, otherwise why they cannot be used."""
         return self._reading.outcome()
 
     def drop_staged(self) -> None:
-        """Drop staged weights, and give up reading others."""
+        """Drop staged weights and cancel a running read."""
         self._reading.give_up()
         self._tensors.drop()
 
@@ -138,45 +138,47 @@ RemoteHostWorker = ray.remote(HostWorker)
 
 
 ONE_THREAD_BYTES = 32 * 2**20
-"""Where the checkpoint is smaller, XLA gets one thread of a CPU host: sharing such short steps takes more CPU time than
-they have, and gains nothing."""
+"""Checkpoint size below which XLA gets a single thread of a CPU host.
+
+Splitting such short steps over threads costs CPU time and gains nothing.
+"""
 XLA_THREADS = "PJRT_NPROC"
-"""The variable XLA reads its number of threads from, of which every device gets one at least; yours wins."""
+"""Environment variable of XLA's thread count (at least 1 per device). A value set by the user is kept."""
 
 
 def limit_threads(model_path: str | Path) -> None:
-    """Have XLA compute a small checkpoint with one thread of this process; call before jax touches a device."""
+    """Limit XLA to a single thread if the checkpoint is small. Call before jax touches a device."""
     if open_checkpoint(model_path).num_bytes < ONE_THREAD_BYTES:
         set_environment_defaults({XLA_THREADS: "1"})
 
 
 def limit_collectives(timeout_s: float) -> None:
-    """Have collectives between CPU hosts fail where a peer does not come; XLA's own limit is 30 minutes."""
+    """Make collectives between CPU hosts fail if a peer does not arrive in time; XLA's default limit is 30 minutes."""
     set_compiler_flag("xla_cpu_collective_timeout_seconds", math.ceil(timeout_s))
 
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Which host of how many this is, how many devices it emulates (0: those it has), and how all are laid out.
-
-    Emulated hosts wait for each other in a collective for `collective_timeout_s`. `parts` are there where the group may
-    do without some. Host memory is to hold `sent_copies` of its weights too; the latter number where they are kept.
-    """
+    """A host's index in its group, its devices, and how the group is laid out."""
 
     host_id: int
     num_hosts: int
     num_cpu_devices: int
+    """Number of emulated devices; 0: the host's own."""
     data_size: int = 1
     num_slices: int = 1
     collective_timeout_s: float = 120.0
+    """Maximum wait of emulated hosts for each other in a collective."""
     parts: Parts | None = None
+    """Set if the group may serve with fewer slices or hosts."""
     sent_copies: tuple[int, int] = (0, 0)
+    """Copies of its weights that host memory must hold beside them: without, and with a kept share."""
 
 
 def place_of(
     host_id: int, parallel: ParallelSettings, *, cluster: ClusterSettings, parts: Parts | None = None
 ) -> HostPlace:
-    """What a host is of its group."""
+    """Return the place of a host in its group."""
     return HostPlace(
         host_id,
         parallel.num_hosts,
@@ -192,7 +194,7 @@ def place_of(
 def lay_out(
     settings: RunnerSettings, place: HostPlace, *, coordinator: str, enter: Callable[[str], object] = lambda _: None
 ) -> tuple[RunnerSettings, ParallelPlan]:
-    """Meet the other hosts; returns how the model is computed, and the devices of all. `enter` notes the phase."""
+    """Meet the other hosts; return the runner settings and the plan over all devices. `enter` records the phase."""
     if place.num_cpu_devices:
         limit_threads(settings.model.path)
         if place.num_hosts > 1:

@@ -1,4 +1,4 @@
-"""Waits for the end of a process that need not be a child."""
+"""Waiting for the end of a process that need not be a child."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import select
 
 
 def wait_for_end(pid: int, seconds: float | None = None) -> None:
-    """Wait until a process has ended, or for so long."""
+    """Wait until a process has ended, for at most `seconds`."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

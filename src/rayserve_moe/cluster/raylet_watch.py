@@ -1,4 +1,4 @@
-"""A worker of Ray that ends with its raylet: the cluster counts it as lost then, and replaces it."""
+"""Termination of a Ray worker together with its raylet, because the cluster then counts it as lost and replaces it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rayserve_moe.config.load import variable
 
 RAYLET = "raylet"
 RAYLET_PID = "RAY_RAYLET_PID"
-"""Names the raylet in the environment of its workers: one that was forked for it has another parent."""
+"""Environment variable with the raylet's pid; a worker forked by another process is not its child."""
 FAILED = 1
 
 
 def end_with_raylet() -> None:
-    """Have this process end at once where its raylet does; does nothing in a process that no raylet has started.
+    """End this process at once when its raylet ends. Does nothing in a process that no raylet has started.
 
-    Ray's own workers notice at their next call to the raylet, which can take minutes: until then a replica that is
-    replaced already keeps its connections, and a worker its devices.
+    Ray's own workers notice at their next call to the raylet, which can take minutes. Until then a replaced replica
+    keeps its connections, and a worker its devices.
     """
     for pid in (os.getppid(), int(variable(RAYLET_PID) or 0)):
         if pid and _is_raylet(pid):

@@ -1,4 +1,4 @@
-"""The engine of one server replica: a slice of hosts behind an engine loop."""
+"""The engine of a server replica: a slice of hosts behind an engine loop."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ from rayserve_moe.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class FirstWeights:
-    """Weights that a replica starts with in place of the configured ones: those at `path`, those that keepers of
-    another replica have as `shares`, experts placed as there, or the configured ones. All may have a version."""
+    """Weights that a replica starts with in place of the configured ones."""
 
     path: str = ""
+    """Checkpoint; empty: the configured checkpoint."""
     version: str | None = None
+    """Weight version to report; None: the configured version."""
     shares: tuple[KeptShare, ...] = ()
+    """Shares that another replica's keepers offer; they take precedence over `path`."""
     placement: ExpertPlacement | None = None
+    """Expert placement of `shares`."""
 
     @property
     def of_group(self) -> GroupWeights:
-        """What hosts load."""
+        """Return the weights in the form that hosts load."""
         if not self.shares:
             return GroupWeights(self.path)
         return GroupWeights(None, offered=self.shares, placement=self.placement)
@@ -50,12 +53,12 @@ class ReplicaEngine:
     executor: GroupExecutor
 
     def offered_weights(self) -> FirstWeights | None:
-        """What another replica can start with, where weights serve that were sent and are kept."""
+        """Return the weights another replica can start with; None unless the serving weights were sent and are kept."""
         shares = self.executor.sources.offered
         return FirstWeights("", self.loop.card.weight_version, shares, self.loop.eplb.first) if shares else None
 
     def shutdown(self) -> None:
-        """Abort what runs and stop everything. May be called twice."""
+        """Abort running requests and stop everything. May be called twice."""
         self.loop.shutdown()
 
 
@@ -71,10 +74,9 @@ def start_replica_engine(
 ) -> ReplicaEngine:
     """Reserve a slice, load the model onto it and start the engine thread.
 
-    `weights` may be others of the model than the configured ones. `find_balancer` finds the actor that plans placements
-    (see `RemotePlanner`); without one this process plans itself.
-    Raises SettingsError, CheckpointError, TimeoutError, a worker's error, or GivenUpError once another thread has set
-    `given_up`; then nothing stays reserved.
+    `weights` replace the configured ones. `find_balancer` finds the actor that plans placements (see `RemotePlanner`);
+    without it this process plans itself. Raises SettingsError, CheckpointError, TimeoutError, a worker's error, or
+    GivenUpError once another thread has set `given_up`. After an error nothing stays reserved.
     """
     described = describe_model(settings)
     check_tensors(open_checkpoint(described.runner.model.path))

@@ -1,4 +1,4 @@
-"""Reservations of a group's hosts: of TPU slices, or emulated on a CPU cluster, and fewer of them after a loss."""
+"""Reservation of a group's hosts: TPU slices or emulated hosts of a CPU cluster, and fewer of them after a loss."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from rayserve_moe.scheduling.step_plan import StartReport
 log = logging.getLogger(__name__)
 
 FEWER_TIMEOUT_S = 10.0
-"""For a group of fewer hosts, which are there or are not."""
+"""Timeout for a group of fewer hosts, which are either available at once or not at all."""
 RETURN_POLL_S = 0.5
-"""Between two looks at hosts that have come back."""
+"""Interval for checking that returned hosts are still there."""
 
 
 class GroupPlaces:
-    """Reserves the hosts of a group. `parallel` is what it serves as now: the whole, or, with `elastic_after_s`, less.
+    """Reserves the hosts of a group. `parallel` is the current size: the whole, or less with `elastic_after_s`.
 
-    `on_return` is called from another thread once hosts that were done without have been there for that time.
+    `on_return` is called from another thread once missing hosts have been available for `elastic_after_s`.
     """
 
     def __init__(self, parallel: ParallelSettings, cluster: ClusterSettings, *, given_up: threading.Event) -> None:
@@ -49,7 +49,7 @@ class GroupPlaces:
 
     @property
     def parts(self) -> Parts | None:
-        """The slices or emulated hosts that it has now, and the fewest; None if it is always whole."""
+        """Return the current and minimum number of slices or emulated hosts; None if the group is always whole."""
         if not self._cluster.elastic_after_s:
             return None
         num_parts = units_of_loss(self._cluster, self._whole)
@@ -58,13 +58,13 @@ class GroupPlaces:
 
     @property
     def are_back(self) -> bool:
-        """Return True if hosts that were done without have been there for long enough."""
+        """Return True if missing hosts have been available for long enough."""
         return self._watch is not None and self._watch.are_back
 
     def reserve(self) -> SliceReservation:
-        """Return places of hosts that live: those that are reserved, or others.
+        """Return a reservation of live hosts: the current one if it is intact, otherwise a new reservation.
 
-        TimeoutError, GivenUpError and SettingsError as of `reserve_slice`.
+        Raises TimeoutError, GivenUpError and SettingsError like `reserve_slice`.
         """
         if self._reservation is not None:
             if self._reservation.is_whole and not self.are_back:
@@ -77,11 +77,11 @@ class GroupPlaces:
             try:
                 return self._reserve(size, timeout_s=timeout_s)
             except TimeoutError:
-                log.warning("not all of %d hosts are there: others are to serve without them", size.num_hosts)
+                log.warning("not all of %d hosts are available: the group is to serve with fewer", size.num_hosts)
         return self._reserve(sizes[-1], timeout_s=self._cluster.start_timeout_s)
 
     def serve(self, report: StartReport) -> GroupLayout:
-        """Note that a group serves there, and look for hosts that are missing; returns what it serves as."""
+        """Record that a group serves here and watch for missing hosts; return the layout it serves with."""
         self._has_served = True
         whole, parallel = self._whole, self.parallel
         num_missing = whole.num_hosts - parallel.num_hosts
@@ -99,13 +99,13 @@ class GroupPlaces:
         )
 
     def release(self) -> None:
-        """Give everything back; actors that still run there are killed. May be called twice."""
+        """Give up the reservation; actors that still run on it are killed. May be called twice."""
         if self._reservation is not None:
             self._reservation.release()
             self._reservation = None
 
     def close(self) -> None:
-        """The same, for good."""
+        """End the watch and give up the reservation."""
         self._end_watch()
         self.release()
 
@@ -126,9 +126,9 @@ class GroupPlaces:
 
 
 class ReturnWatch:
-    """Waits, in a thread, until there is place for the `missing` hosts, and has been for `elastic_after_s`.
+    """Waits in a thread until the `missing` hosts can be reserved and have stayed for `elastic_after_s`.
 
-    What it reserves meanwhile keeps others from taking it. `are_back` says that it has called `on_return`.
+    Its reservation keeps others from taking the hosts meanwhile. `are_back` is set before `on_return` is called.
     """
 
     def __init__(self, missing: ParallelSettings, cluster: ClusterSettings, *, on_return: Callable[[], object]) -> None:
@@ -139,7 +139,7 @@ class ReturnWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; waits until nothing is reserved. Not to be called from `on_return`."""
+        """Stop watching and wait until nothing is reserved. Not to be called from `on_return`."""
         self._stopped.set()
         self._thread.join()
 
@@ -172,7 +172,7 @@ class ReturnWatch:
 
 
 RAY_VERSIONS = {"v5e": "v5litepod"}
-"""What Ray calls a generation, where it has a name of its own."""
+"""Ray's names of TPU generations that differ from ours."""
 
 WORKER_ID_LABEL = "ray.io/tpu-worker-id"
 POD_TYPE_LABEL = "ray.io/tpu-pod-type"
@@ -180,18 +180,18 @@ SLICE_NAME_LABEL = "ray.io/tpu-slice-name"
 POLL_S = 0.25
 
 Host = tuple[int, dict[str, str]]
-"""A host's bundle of the placement group, and variables that its process needs before jax starts."""
+"""A host's bundle index in the placement group, and environment variables to set before jax starts."""
 
 
 class GivenUpError(RuntimeError):
-    """The start was given up by another thread."""
+    """The start was aborted by another thread."""
 
 
 @dataclass(frozen=True)
 class SliceReservation:
-    """A placement group with one bundle per host; it lives until `release`, or as long as its creator.
+    """A placement group with a bundle per host; it lives until `release` or the end of its creator.
 
-    Hosts are numbered slice by slice, and within a slice as the slice numbers them.
+    Hosts are numbered slice by slice, and within a slice by the slice's own numbers.
     """
 
     group: PlacementGroup
@@ -199,7 +199,7 @@ class SliceReservation:
     hosts: tuple[Host, ...]
 
     def start_actor(self, host_id: int, actor_class: Any, *arguments: Any, takes_resources: bool = True) -> ActorHandle:
-        """Start an actor on the host with this number. It uses what is reserved there if it `takes_resources`."""
+        """Start an actor on a host. It uses the resources reserved there if `takes_resources`."""
         bundle, environment = self.hosts[host_id]
         strategy = PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
@@ -217,29 +217,29 @@ class SliceReservation:
 
     @property
     def nodes(self) -> list[str]:
-        """The ids of the nodes of the hosts, in their order."""
+        """Return the node ids of the hosts, in host order."""
         node_of_bundle = placement_group_table(self.group)["bundles_to_node_id"]
         return [node_of_bundle[bundle] for bundle, _ in self.hosts]
 
     @property
     def is_whole(self) -> bool:
-        """Whether every host's node is alive, as far as Ray knows."""
+        """Return True if Ray reports the node of every host as alive."""
         return {node["NodeID"] for node in ray.nodes() if node["Alive"]}.issuperset(self.nodes)
 
     def release(self) -> None:
-        """Give everything back; actors that still run on it are killed. May be called twice."""
+        """Remove the placement group; actors that still run on it are killed. May be called twice."""
         remove_placement_group(self.group)
 
 
 def reserve_slice(
     cluster: ClusterSettings, *, num_hosts: int, num_slices: int = 1, given_up: threading.Event | None = None
 ) -> SliceReservation:
-    """Reserve `num_hosts` hosts, those of all slices, and wait for them.
+    """Reserve `num_hosts` hosts in total over all slices, and wait for them.
 
-    On TPU the slices are named by `tpu_topology` and `tpu_version`: a plain placement group could mix hosts of two. On
-    a CPU cluster hosts are spread over the nodes there are. SettingsError for a number of hosts that the slices do not
-    have, before anything is reserved; TimeoutError after `start_timeout_s`, GivenUpError once another thread has set
-    `given_up`: then nothing stays reserved.
+    On TPU the slices are selected by `tpu_topology` and `tpu_version`, because a plain placement group could mix hosts
+    of two slices. On a CPU cluster the hosts are spread over the nodes. Raises SettingsError, before anything is
+    reserved, if the slices do not have this number of hosts; TimeoutError after `start_timeout_s`; GivenUpError once
+    another thread has set `given_up`. After an error nothing stays reserved.
     """
     if cluster.tpu_topology:
         return _reserve_tpu(cluster, num_hosts=num_hosts, num_slices=num_slices, given_up=given_up or threading.Event())
@@ -247,9 +247,9 @@ def reserve_slice(
 
 
 def get(refs: Any, *, timeout_s: float, given_up: threading.Event) -> Any:
-    """As `ray.get`, of one or of several, but GivenUpError soon after the event was set.
+    """Call `ray.get` on one or several refs, but raise GivenUpError soon after the event is set.
 
-    A thread that still waits when its process leaves Ray takes the process with it.
+    A thread that still waits in `ray.get` when its process leaves Ray ends the whole process.
     """
     deadline = time.monotonic() + timeout_s
     while not given_up.is_set():
@@ -310,9 +310,9 @@ def _reserve_tpu(
 
 
 def _reserve_head(tpu: TpuSlice, heads: ExitStack, *, deadline: float, given_up: threading.Event) -> str:
-    """Hold the head of a free slice until `heads` is closed; returns the slice's name.
+    """Reserve the head of a free slice until `heads` is closed; return the slice's name.
 
-    Ray's own function waits for a head in one call that nothing ends before its time.
+    Ray's own function waits for a head in a call that cannot be interrupted.
     """
     pod_type = infer_tpu_pod_type_from_topology(tpu.topology, f"TPU-{_ray_version(tpu).upper()}")
     selector = {WORKER_ID_LABEL: "0", POD_TYPE_LABEL: str(pod_type)}
@@ -329,9 +329,10 @@ def _ray_version(tpu: TpuSlice) -> str:
 
 
 def _number_hosts(group: PlacementGroup, *, num_slices: int, hosts_per_slice: int) -> tuple[Host, ...]:
-    """Order the bundles of each slice by the number that the slice itself gives to their hosts.
+    """Order the bundles of each slice by the numbers that the slice gives to their hosts.
 
-    jax takes its process numbers on a TPU from the slice; so both agree. Hosts of several slices meet at the first one.
+    On a TPU jax takes its process numbers from the slice, so both orders agree. Hosts of several slices use the first
+    host as their coordinator.
     """
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     node_of_bundle = placement_group_table(group)["bundles_to_node_id"]

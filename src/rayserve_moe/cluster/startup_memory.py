@@ -1,4 +1,4 @@
-"""Keep what a process allocates while it starts out of garbage collections, which stop all threads to walk it."""
+"""Exclusion of start-up allocations from garbage collection, which stops all threads while it scans them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 def freeze_what_stays() -> None:
-    """Keep the present objects out of all later collections; for processes that only serve from now on.
+    """Exclude the present objects from all later collections, in a process that only serves from now on.
 
     A full collection of a process that has loaded jax and Ray takes 0.2 s, in the middle of a step.
     """
@@ -18,7 +18,7 @@ def freeze_what_stays() -> None:
 
 @contextmanager
 def frozen() -> Generator[None]:
-    """Keep the present objects out of collections within the block, at no cost; for a process that lives on."""
+    """Exclude the present objects from collections within the block, at no cost, in a process that lives on."""
     gc.freeze()
     try:
         yield

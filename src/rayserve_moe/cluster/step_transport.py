@@ -1,12 +1,12 @@
 """Transports of step plans and results between engine and hosts: sockets, or a compiled graph.
 
-Over sockets both ends block, nothing polls, and a step is one message each way. An actor call carries the same, for
-seven times as long and with four times the CPU time (ADR 0014). Ray still starts the workers, passes their addresses,
-and carries everything that is not part of every step.
+Over sockets both ends block, nothing polls, and a step is a message each way. An actor call does the same, but takes
+seven times as long and four times the CPU time (ADR 0014). Ray still starts the workers, passes their addresses, and
+carries everything that is not part of every step.
 
-Messages are pickles without what both ends know: most of a plain pickle of a plan are names of fields and empty parts,
-which take two thirds of the time to write and to read. Only ends that know a key read them (`channel`): the actor call
-that has a worker listen carries it.
+Messages are pickles without field names and empty parts, which make up most of a plain pickle of a plan and take two
+thirds of the time to write and to read. Only ends that know a key read them (`channel`); the actor call that makes a
+worker listen carries the key.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class HostLostError(RuntimeError):
 
 
 class StepFailedError(HostLostError):
-    """A host raised an error in a step, and lives."""
+    """A host raised an error in a step, and is alive."""
 
 
 TRANSPORT_ERRORS = (RayError, HostLostError)
@@ -70,19 +70,19 @@ TRANSPORT_ERRORS = (RayError, HostLostError)
 
 
 class StepTransport(Protocol):
-    """Carries one plan to every host and one result back. Calls come from one thread."""
+    """Carries a plan to every host and a result back. Calls come from a single thread."""
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Send a step to every host; returns the first host's result of the step before, if there was one."""
+        """Send a step to every host; return the first host's result of the previous step, or None."""
         ...
 
     def release(self) -> None:
-        """Stop what polls; the next `execute` starts it again."""
+        """Stop polling; the next `execute` starts it again."""
         ...
 
 
 class Sockets:
-    """A connection to every host. Nothing runs between steps, so idling costs nothing."""
+    """A connection to every host. Nothing runs between steps, so an idle server costs nothing."""
 
     def __init__(self, addresses: Sequence[Address], *, key: bytes, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -96,13 +96,15 @@ class Sockets:
 
     @classmethod
     def to(cls, workers: Sequence[ActorHandle], *, timeout_s: float) -> Self:
-        """Connect to all `workers`, which listen from now on, for as long. Ray's errors pass through."""
+        """Make all `workers` listen and connect to them, each within `timeout_s`. Ray's errors pass through."""
         key = secrets.token_bytes(KEY_BYTES)
         addresses = ray.get([worker.listen_for_steps.remote(key, timeout_s) for worker in workers], timeout=timeout_s)
         return cls(addresses, key=key, timeout_s=timeout_s)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Hand a step to every host and wait for all; HostLostError names the one that is gone, late, or failed."""
+        """Send a step to every host and wait for all. Raises HostLostError with the id of a host that is gone, late or
+        failed.
+        """
         message = dumps(plan)
         for host_id, channel in enumerate(self._channels):
             with self._talking_to(host_id):
@@ -111,10 +113,10 @@ class Sockets:
         return answers[0]
 
     def release(self) -> None:
-        """A connection on which nothing travels costs nothing."""
+        """Do nothing: an idle connection costs nothing."""
 
     def _as_they_answer(self) -> Iterator[int]:
-        """Hosts in the order in which they answer: one that is gone ends the wait for the others."""
+        """Yield hosts in the order of their answers, so that a lost host ends the wait for the others."""
         waited_for = {channel: host_id for host_id, channel in enumerate(self._channels)}
         deadline = time.monotonic() + self._timeout_s
         while len(waited_for) > 1:
@@ -146,10 +148,10 @@ class Sockets:
 
 
 class CompiledGraph:
-    """A compiled graph over all hosts, for as long as there is steady work.
+    """A compiled graph over all hosts, for as long as work is steady.
 
-    Its workers poll and compiling it takes about a second, so it is torn down when idle, and compiled again in the
-    background once BUSY_STEPS steps have followed each other; until it is ready, steps go by actor calls.
+    Its workers poll, and compiling it takes about a second. It is torn down when idle, and compiled again in the
+    background after BUSY_STEPS consecutive steps; until it is ready, steps run as actor calls.
     """
 
     def __init__(self, workers: list[ActorHandle], *, timeout_s: float) -> None:
@@ -192,9 +194,9 @@ TRANSPORTS: dict[str, Callable[..., StepTransport]] = {
 def listen_for_steps(
     execute: Callable[[StepPlan], StepResult | None], *, host: str, key: bytes, timeout_s: float
 ) -> Address:
-    """Begin to serve steps to the first within `timeout_s` that knows the `key`; returns where.
+    """Start serving steps to the first connection that proves `key` within `timeout_s`; return the address.
 
-    `execute` is called in a thread of its own, for one plan after the other, until the other end closes.
+    `execute` is called in a separate thread, for plan after plan, until the other end closes.
     """
     listener = socket.create_server((host, 0))
     Thread(target=_serve, args=(listener, execute, key, timeout_s), name="steps", daemon=True).start()
@@ -202,7 +204,7 @@ def listen_for_steps(
 
 
 class Failed(str):
-    """A worker's answer to a step that it failed on: the traceback."""
+    """A worker's answer to a step that failed: the traceback."""
 
 
 def _serve(
@@ -212,7 +214,7 @@ def _serve(
         with listener:
             channel = accept_proven(listener, key=key, timeout_s=timeout_s)
     except OSError as error:
-        log.warning("no steps are served here: %s", error)
+        log.warning("cannot serve steps here: %s", error)
         return
     with channel, suppress(EOFError, OSError):
         while True:
@@ -220,7 +222,7 @@ def _serve(
             try:
                 answer: StepResult | Failed | None = execute(plan)
             except Exception:
-                log.exception("step %d has failed", plan.step_id)
+                log.exception("step %d failed", plan.step_id)
                 answer = Failed(traceback.format_exc())
             channel.send(dumps(answer))
 
@@ -252,13 +254,13 @@ RECORDS = (
     Ragged,
 )
 NOTHING = (NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK, NO_CHUNKS)
-"""Values of plans that change nothing: sent as their index here."""
+"""Empty values of plan fields: sent as their index here."""
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def dumps(message: object) -> memoryview:
-    """A plan, a result, or anything else that pickles. Arrays come out of `loads` read-only."""
+    """Pickle a plan, a result, or anything else that pickles. `loads` returns its arrays read-only."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
     return buffer.getbuffer()
@@ -280,7 +282,7 @@ def _nothing(place: int) -> object:
 
 
 def _reduction(record: Any) -> Callable[[object], Reduced]:
-    """How to write a record: by the values of its fields, in their order."""
+    """Return the reducer of a record type, which writes the field values in their order."""
     values_of = attrgetter(*(field.name for field in fields(record)))
     places = {id(nothing): place for place, nothing in enumerate(NOTHING)}
 
@@ -292,6 +294,6 @@ def _reduction(record: Any) -> Callable[[object], Reduced]:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes numpy arrays and the records of steps in its own way; all else as pickle does."""
+    """A pickler that writes numpy arrays and the records of steps compactly, and all else as pickle does."""
 
     dispatch_table = {np.ndarray: _reduced_array, **{record: _reduction(record) for record in RECORDS}}  # noqa: RUF012

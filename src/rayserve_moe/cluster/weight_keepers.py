@@ -1,5 +1,8 @@
-"""A process per node that keeps its hosts' shares of weights that were sent: it outlives workers, and ends with the
-replica. What a keeper has, keepers of other nodes may copy: for a host that moves there, or for another replica."""
+"""Processes that keep the shares of sent weights: one per node.
+
+A keeper outlives the workers of its node and ends with the replica. Keepers of other nodes may copy its shares, for a
+host that moves there or for another replica.
+"""
 
 from __future__ import annotations
 
@@ -27,32 +30,35 @@ from rayserve_moe.checkpoints.open_shares import (
 log = logging.getLogger(__name__)
 
 KEEP_S = 60.0
-"""Longest wait for keepers: to start, to open a file, and for a part of one that is copied."""
+"""Maximum wait for keepers: to start, to open a file, and for a part of a copied file."""
 COPY_S = 600.0
-"""Longest wait for copies of all shares."""
+"""Maximum wait for copies of all shares."""
 COPIED_BYTES = 64 << 20
-"""Of a share with one call to another node."""
+"""Bytes of a share copied per call from another node."""
 NUM_CALLS = 8
-"""That a keeper answers at once: it is waited for, copies a share and is copied from."""
+"""Concurrent calls of a keeper: it is waited for, copies a share and is copied from."""
 
 
 class SharesLostError(TimeoutError):
-    """No keeper that lives has the share of a host."""
+    """No live keeper has the share of a host."""
 
 
 @dataclass(frozen=True)
 class KeptShare:
-    """The share of a host of `num_hosts`, open in the `keeper` of a node at a `place`."""
+    """A host's share of weights, open in a keeper."""
 
     host_id: int
     node_id: str
+    """Node of the keeper."""
     keeper: ActorHandle
     place: SharePlace
+    """Location on that node."""
     num_hosts: int
+    """Number of hosts that the weights are divided over."""
 
 
 def far_share(share: KeptShare) -> ShareBytes:
-    """A share that the keeper of another node has, to be read part by part. RayError where that has ended."""
+    """Return a share of another node's keeper, to be read part by part. Raises RayError if the keeper has ended."""
     keeper, whose = share.keeper, (share.place.token, share.host_id)
 
     def read(start: int, stop: int) -> np.ndarray:
@@ -64,27 +70,27 @@ def far_share(share: KeptShare) -> ShareBytes:
 
 
 def opened_here(shares: Sequence[KeptShare]) -> list[AnyShare]:
-    """Shares as this process can read them, those of its node first: they cost no transfer."""
+    """Return the shares as this process can read them, local ones first: they cost no transfer."""
     here = ray.get_runtime_context().get_node_id() if shares else ""
     near = [open_share(each.place) for each in shares if each.node_id == here]
     return [*near, *(far_share(each) for each in shares if each.node_id != here)]
 
 
 class WeightKeeper:
-    """Has shares open, by their token and host, for the workers of its node."""
+    """Keeps shares open, by token and host, for the workers of its node."""
 
     def __init__(self) -> None:
         self._shares: dict[tuple[str, int], WeightShare] = {}
         self._lock = threading.Lock()
 
     def keep(self, host_id: int, place: SharePlace) -> SharePlace:
-        """Open a share beside those that are kept; returns where it is open here."""
+        """Open a share beside the kept ones; return its location here."""
         return self._add(host_id, open_share(place))
 
     def copy(self, share: KeptShare) -> SharePlace:
-        """Copy a share that the keeper of another node has, part by part; returns where it is open here.
+        """Copy a share from another node's keeper part by part; return its location here.
 
-        RayError where that keeper has ended, or has the share no longer.
+        Raises RayError if that keeper has ended or no longer has the share.
         """
         far = far_share(share)
         with written_share(far.token) as copied:
@@ -93,22 +99,22 @@ class WeightKeeper:
         return self._add(share.host_id, copied)
 
     def size(self, token: str, host_id: int) -> int:
-        """Bytes of a share. KeyError where it is not kept."""
+        """Return the bytes of a share. Raises KeyError if it is not kept."""
         return self._shares[token, host_id].num_bytes
 
     def read(self, token: str, host_id: int, *, start: int, stop: int) -> np.ndarray:
-        """A part of a share, uint8. KeyError where it is not kept."""
+        """Return a part of a share, uint8 [stop - start]. Raises KeyError if it is not kept."""
         with self._lock:
             return self._shares[token, host_id].read(start, stop)
 
     def keep_only(self, token: str) -> None:
-        """Close all shares but those of one token."""
+        """Close all shares with another token."""
         with self._lock:
             for each in [each for each in self._shares if each[0] != token]:
                 self._shares.pop(each).close()
 
     def until_end(self) -> None:
-        """Return never: who waits for it has an error once this process has ended."""
+        """Block for ever: a caller that waits for this gets an error once the process has ended."""
         threading.Event().wait()
 
     def _add(self, host_id: int, share: WeightShare) -> SharePlace:
@@ -124,55 +130,55 @@ RemoteWeightKeeper = ray.remote(WeightKeeper)
 
 
 class WeightKeepers:
-    """The keepers of one replica by node, started with the first weights that are sent.
+    """The keepers of a replica by node, started with the first sent weights.
 
-    With `keeps_next` that of each host copies the share of the next one on another node too. `on_end` is called, from
-    another thread, when one has ended by itself: `keep` starts others.
+    With `keeps_next`, each host's keeper also copies the share of another host. `on_end` is called from another thread
+    when a keeper has ended by itself; `keep` then starts another.
     """
 
     def __init__(self, on_end: Callable[[], object], *, keeps_next: bool = False) -> None:
         self._on_end, self._keeps_next = on_end, keeps_next
-        self._lock = threading.RLock()  # of what is noted below; nothing is waited for under it
+        self._lock = threading.RLock()  # Protects the fields below; no remote call is awaited while it is held.
         self._nodes: list[str] = []
         self._shares: list[KeptShare] = []
         self.actors: dict[str, ActorHandle] = {}
 
     def keep(self, nodes: Sequence[str], places: Sequence[SharePlace | None]) -> tuple[SharePlace, ...]:
-        """Have the keeper of each host, on these nodes, open the share in its place; returns where they are open then.
+        """Make the keeper of each host open that host's share; return the locations.
 
-        Nothing is kept where a host has no share, or a keeper cannot open it: then nothing is returned.
+        Nothing is kept or returned if a host has no share or a keeper cannot open it.
         """
         if not places or None in places:
             return ()
         try:
             calls = [self._actor_on(node).keep.remote(host, places[host]) for host, node in enumerate(nodes)]
-            return self._note(nodes, ray.get(calls, timeout=KEEP_S))
+            return self._record(nodes, ray.get(calls, timeout=KEEP_S))
         except (RayError, TimeoutError):
-            log.exception("sent weights are not kept, and end with their hosts")
+            log.exception("sent weights are not kept: they are lost with their hosts")
             return ()
 
     def move(self, kept: tuple[SharePlace, ...], nodes: Sequence[str]) -> tuple[SharePlace, ...]:
-        """Have keepers on these nodes, where hosts are now, have what is `kept`; returns where.
+        """Make keepers on the hosts' current nodes hold the `kept` shares; return the locations.
 
-        Copies come from whichever keeper has the share of a host. RayError or TimeoutError where none has.
+        Each share is copied from any keeper that has it. Raises RayError or TimeoutError if none has.
         """
         return kept if list(nodes) == self._nodes else self.take(self.shares(kept[0].token), nodes)
 
     def take(self, offered: Sequence[KeptShare], nodes: Sequence[str]) -> tuple[SharePlace, ...]:
-        """Have keepers on these nodes take the share of each host out of those that are offered; returns where.
+        """Make keepers on these nodes take each host's share from the offered ones; return the locations.
 
-        What is on the same node is opened there, all else copied. RayError or TimeoutError where that cannot be.
+        A share on the same node is opened there, all others are copied. Raises RayError or TimeoutError if that fails.
         """
         calls = [self._taken(each, node) for each, node in zip(by_host(offered), nodes, strict=True)]
-        return self._note(nodes, ray.get(calls, timeout=COPY_S))
+        return self._record(nodes, ray.get(calls, timeout=COPY_S))
 
     def shares(self, token: str) -> tuple[KeptShare, ...]:
-        """What keepers that live have of some weights."""
+        """Return the shares of a token that live keepers hold."""
         with self._lock:
             return tuple(each for each in self._shares if each.place.token == token)
 
     def keep_only(self, token: str) -> list[ray.ObjectRef]:
-        """Close all shares but those of one token; returns what is done once they are."""
+        """Close all shares with another token; return the refs of the keepers' calls."""
         with self._lock:
             self._shares, actors = list(self.shares(token)), list(self.actors.values())
         return [actor.keep_only.remote(token) for actor in actors]
@@ -184,8 +190,8 @@ class WeightKeepers:
         for actor in actors.values():
             ray.kill(actor)
 
-    def _note(self, nodes: Sequence[str], places: list[SharePlace]) -> tuple[SharePlace, ...]:
-        """The shares of hosts on these nodes are kept there; the next hosts copy them."""
+    def _record(self, nodes: Sequence[str], places: list[SharePlace]) -> tuple[SharePlace, ...]:
+        """Record the shares of the hosts on these nodes and start copies of them on other hosts' nodes."""
         with self._lock:
             hosts = enumerate(zip(nodes, places, strict=True))
             found = [
@@ -199,7 +205,7 @@ class WeightKeepers:
         return tuple(places)
 
     def _copy_to_next(self, shares: list[KeptShare]) -> None:
-        """Where a node is lost, another one has its shares."""
+        """Copy each share to the next host's node, so that the loss of a node loses no share."""
         nodes = [each.node_id for each in shares]
         for share in shares:
             later = nodes[share.host_id + 1 :] + nodes[: share.host_id]
@@ -217,7 +223,7 @@ class WeightKeepers:
                     self._shares.append(replace(share, node_id=node, keeper=actor, place=place))
 
     def _taken(self, offered: list[KeptShare], node: str) -> ray.ObjectRef:
-        """Begin to have a share on a node, of which the first offer is taken that is there already."""
+        """Start to place a share on a node: open an offer that is on the node, otherwise copy the first offer."""
         actor, here = self._actor_on(node), [each for each in offered if each.node_id == node]
         if here:
             return actor.keep.remote(here[0].host_id, here[0].place)
@@ -238,12 +244,12 @@ class WeightKeepers:
             del self.actors[node_id]
             self._shares = [each for each in self._shares if each.keeper is not actor]
             self._nodes = []
-        log.error("a keeper of weights has ended")
+        log.error("a weight keeper has ended")
         self._on_end()
 
 
 def by_host(offered: Sequence[KeptShare]) -> list[list[KeptShare]]:
-    """Those on nodes that live, by host. SharesLostError where a host of the group that they are of has none."""
+    """Return the offered shares on live nodes, by host. Raises SharesLostError if a host of their group has none."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     num_hosts = max((each.num_hosts for each in offered), default=1)
     found = [[each for each in offered if each.host_id == host and each.node_id in alive] for host in range(num_hosts)]

@@ -1,4 +1,4 @@
-"""Sources of the weights of a group: sent tensors, each host's share of them, and the copies that later hosts read."""
+"""Sources of a group's weights: sent tensors, each host's share of them, and the copies that later hosts read."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from rayserve_moe.requests.records import WeightsRefusedError
 
 
 class WeightSources:
-    """Of the weights that serve, and of those that wait on all hosts for the swap. `workers` returns those of now.
+    """Tracks the serving weights and the weights that wait on all hosts for the swap.
 
-    `tensors` takes what is sent, with `timeout_s()` for each call of a host. `on_change` is called once others serve,
-    and once those are kept.
+    `workers` returns the current workers. `tensors` receives sent weights, with `timeout_s()` for each call of a host.
+    `on_change` is called after a swap and after the serving weights are kept.
     """
 
     def __init__(
@@ -48,19 +48,20 @@ class WeightSources:
         self.keepers = WeightKeepers(self._keep_again, keeps_next=cluster.keep_next_weights)
         shares = self._keeps in ("auto", "before_swap")
         self.tensors = GroupTensors(
-            workers, timeout_s=timeout_s, on_finish=self.note_sent, on_keep=self.keep, shares=shares
+            workers, timeout_s=timeout_s, on_finish=self.record_sent, on_keep=self.keep, shares=shares
         )
 
     @property
     def offered(self) -> tuple[KeptShare, ...]:
-        """What other replicas can take of weights that were sent, where they serve; empty otherwise."""
+        """Return the shares of the serving weights that other replicas can take; empty unless those were sent."""
         return self.keepers.shares(self.serving.token) if self.serving.token else ()
 
     def bring(self, nodes: Sequence[str]) -> GroupWeights:
-        """Have the weights that serve where hosts are now; returns them. RayError or TimeoutError where none has them.
+        """Move the serving weights to the hosts' current nodes; return them.
 
-        What was sent is taken from keepers that live, of this replica or of another that offers it. Where those are
-        shares of more or fewer hosts, all of them are offered to each, until `settle`.
+        Sent weights are taken from live keepers of this replica, or of another replica that offers them. Shares of a
+        group of another size are all offered to each host, until `settle`. Raises RayError or TimeoutError if no keeper
+        has them.
         """
         serving = self.serving
         offered = [*self.keepers.shares(serving.token), *serving.offered]
@@ -74,26 +75,26 @@ class WeightSources:
         return serving
 
     def settle(self) -> None:
-        """Have hosts that have read shares of more or fewer hosts share what they have in place of those.
+        """Make hosts that loaded shares of a group of another size share their own weights in place of them.
 
-        Where memory does not hold both, the others stay. ExecutorFailure where a host is lost.
+        If memory does not hold both, the old shares stay. Raises ExecutorFailure if a host is lost.
         """
         if self.serving.offered:
             with suppress(WeightsRefusedError):
                 self._share_serving()
 
-    def note_read(self, source: str) -> None:
-        """Note that all hosts have staged a checkpoint."""
+    def record_read(self, source: str) -> None:
+        """Record that all hosts have staged a checkpoint."""
         self.waiting = GroupWeights(source)
 
-    def note_sent(self, places: Sequence[SharePlace | None]) -> None:
-        """Note that all hosts have staged weights that were sent, and share them in these places, if they do."""
+    def record_sent(self, places: Sequence[SharePlace | None]) -> None:
+        """Record that all hosts have staged sent weights, with the locations of their shares, if they share them."""
         self.waiting = GroupWeights(None, kept=self._kept(places))
 
     def keep(self) -> None:
-        """Have keepers open what hosts share of the weights that serve, where those were sent and are not kept yet.
+        """Make keepers open the hosts' shares of the serving weights, if those were sent and are not kept yet.
 
-        WeightsRefusedError where a host cannot in time, ExecutorFailure where one is lost.
+        Raises WeightsRefusedError if a host cannot do so in time, ExecutorFailure if a host is lost.
         """
         if self.serving.is_there or self._keeps not in ("auto", "after_swap"):
             return
@@ -104,7 +105,7 @@ class WeightSources:
         self._on_change()
 
     def swap(self) -> None:
-        """Note that what waited serves."""
+        """Record that the waiting weights serve now."""
         self.serving = replace(self.waiting, num_pages=self.serving.num_pages)
         self.keepers.keep_only(self.serving.token)
         self._on_change()
@@ -115,9 +116,9 @@ class WeightSources:
             self.keepers.keep_only(self.serving.token)
 
     def _kept(self, places: Sequence[SharePlace | None]) -> tuple[SharePlace, ...]:
-        """Have keepers open the shares of the hosts that serve; returns where they are then.
+        """Make keepers open the shares of the serving hosts; return their locations.
 
-        ExecutorFailure where one is lost.
+        Raises ExecutorFailure if a host is lost.
         """
         try:
             processes = ray.get([worker.process.remote() for worker in self._workers()]) if places else []
@@ -126,24 +127,25 @@ class WeightSources:
         return self.keepers.keep([process.node_id for process in processes], places)
 
     def _keep_again(self) -> None:
-        """A keeper has ended: others take over the shares that hosts have open."""
+        """Make new keepers open the hosts' shares after a keeper has ended."""
         for token in {self.serving.token, self.waiting.token} - {""}:
             with suppress(RayError, WeightsRefusedError, ExecutorFailure):
-                if kept := self._kept(self.tensors.places(token)):  # else hosts are being replaced, or have none
+                if kept := self._kept(self.tensors.places(token)):  # empty if hosts are being replaced
                     self.serving = self.serving.kept_at(kept, token)
                     self.waiting = self.waiting.kept_at(kept, token)
 
 
 POLL_S = 0.005
-"""From asking the hosts whether they have staged a bucket to asking again."""
+"""Interval for asking the hosts whether they have staged a bucket."""
 DROP_TIMEOUT_S = 10.0
 
 
 class GroupTensors:
-    """An `engine.executor.TensorReceiver` of the hosts that `workers` returns; each call of them has `timeout_s()`.
+    """An `engine.executor.TensorReceiver` of the hosts that `workers` returns, with `timeout_s()` for each call.
 
-    `sent_bytes` counts, by host, what all updates have sent there. `on_finish` is called once all have laid out theirs,
-    with where they share it, if `shares`: None of a host that does not. `on_keep` has those shared that serve.
+    `sent_bytes` counts the bytes sent to each host by all updates. `on_finish` is called once all hosts have laid out
+    their weights, with the locations of their shares if `shares` (None for a host without). `on_keep` shares the
+    serving weights.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class GroupTensors:
         return shares
 
     def stage_shares(self, shares: SentShares) -> None:
-        """Have every host fetch the object that is its share, from where its sender has put it."""
+        """Make every host fetch its share, an object in its sender's store."""
         workers = self._workers()
         if len(shares.by_host) != len(workers):
             raise WeightsRefusedError(f"{len(shares.by_host)} shares were sent to {len(workers)} hosts")
@@ -196,21 +198,21 @@ class GroupTensors:
         self._on_keep()
 
     def share_serving(self, token: str) -> list[SharePlace | None]:
-        """Have the hosts share the weights that serve under a token; returns where, as `places`."""
+        """Make the hosts share the serving weights under a token; return the locations as `places` does."""
         self._ask(KEEP, token)
         self._wait()
         return self.places(token)
 
     def places(self, token: str) -> list[SharePlace | None]:
-        """Where the hosts have their shares of the weights `token` open; None of one that has none."""
+        """Return each host's open share of the weights `token`; None for a host that has none."""
         return self._ask(SHARE, token)
 
     def drop(self) -> None:
-        with suppress(RayError):  # who is lost is noticed by its steps
+        with suppress(RayError):  # A lost host is noticed by its steps.
             ray.get([worker.drop_staged.remote() for worker in self._workers()], timeout=DROP_TIMEOUT_S)
 
     def _wait(self) -> None:
-        """Wait until every host has staged what it was given. WeightsRefusedError where one has refused it."""
+        """Wait until every host has staged its part. Raises WeightsRefusedError if a host has refused it."""
         deadline = time.monotonic() + self._timeout_s()
         while None in (outcomes := self._outcomes()):
             if time.monotonic() > deadline:
@@ -228,24 +230,24 @@ class GroupTensors:
             return ray.get(calls, timeout=self._timeout_s())
 
     def _check(self, refusals: Sequence[str | None]) -> None:
-        """WeightsRefusedError of the first host that has refused."""
+        """Raise WeightsRefusedError with the first host's refusal, if any."""
         for host_id, refusal in enumerate(refusals):
             if refusal:
                 raise WeightsRefusedError(f"host {host_id}: {refusal}")
 
     @contextmanager
     def _failing(self) -> Generator[None]:
-        """Turn errors of Ray into refusals, or into the loss of a host."""
+        """Turn Ray's errors into refusals or the loss of a host."""
         try:
             yield
         except GetTimeoutError as error:
             raise too_late(self._timeout_s()) from error
         except ObjectLostError as error:
-            raise WeightsRefusedError("the weights were lost with who sent them") from error
+            raise WeightsRefusedError("the weights were lost because their sender has ended") from error
         except RayTaskError as error:
-            raise WeightsRefusedError("a host could not take the weights") from error
+            raise WeightsRefusedError("a host could not receive the weights") from error
         except RayError as error:
-            raise ExecutorFailure(f"a host was lost while it took new weights: {error}") from error
+            raise ExecutorFailure(f"a host was lost while it received new weights: {error}") from error
 
 
 def _share_of(tensors: Sequence[SentTensor], wanted: Sequence[WantedTensor]) -> tuple[ray.ObjectRef, int]:

@@ -1,4 +1,4 @@
-"""One host's side of weights that are sent to a group: calls that are short, or run beside the steps."""
+"""A host's side of weights that are sent to a group: calls that are short or run beside the steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BEGIN, WANTED, ADD, FINISH, KEEP, SHARE = "begin", "wanted", "add", "finish", "k
 
 
 class WorkerTensors:
-    """Runs the calls of `weight_sources.GroupTensors` on this host; `reading` says when `add` and `finish` are done.
+    """Runs the calls of `weight_sources.GroupTensors` on this host; `reading` reports the end of `add` and `finish`.
 
-    `share` is what this host has open of the weights that serve, where they were sent; another may wait for the swap.
+    `share` is this host's open share of the serving weights, if those were sent. A second share may wait for the swap.
     """
 
     def __init__(self, staging: TensorStaging, reading: WeightReading, *, share: WeightShare | None) -> None:
@@ -27,22 +27,22 @@ class WorkerTensors:
         self._share, self._next = share, cast(WeightShare | None, None)
 
     def answer(self, call: str, *arguments: Any) -> Any:
-        """The result of a call by its name."""
+        """Return the result of a call by its name."""
         calls = {BEGIN: self._begin, WANTED: self._wanted, ADD: self._add, FINISH: self._finish}
         return (calls | {KEEP: self._keep, SHARE: self._place})[call](*arguments)
 
     def drop(self) -> None:
-        """Forget the update."""
+        """Discard the update."""
         self._staging.drop()
         self._drop_next()
 
     def swap(self) -> None:
-        """Other weights serve: those that were sent last, if they are not from disk."""
+        """Record that the staged weights serve now, and close the share of the previous ones."""
         self._close()
         self._share, self._next = self._next, None
 
     def _begin(self, expert_of_slot: np.ndarray | None) -> str:
-        """Begin an update; returns why it is refused, empty where it is not."""
+        """Begin an update; return why it is refused, or empty."""
         self._reading.give_up()
         self._drop_next()
         try:
@@ -52,7 +52,7 @@ class WorkerTensors:
         return ""
 
     def _wanted(self, heads: Heads) -> list[WantedTensor] | str:
-        """What of some tensors is in this host's share, or why they are refused."""
+        """Return the parts of some tensors that belong to this host's share, or why they are refused."""
         try:
             return self._staging.wanted(heads)
         except WeightsRefusedError as refusal:
@@ -62,7 +62,7 @@ class WorkerTensors:
         self._reading.run(lambda _: self._staging.add([piece.as_typed() for piece in pieces]))
 
     def _finish(self, token: str) -> None:
-        """Stage what has come, and share it under a token, if there is one."""
+        """Stage the received tensors, and share them under `token` if it is not empty."""
 
         def finish(given_up: threading.Event) -> None:
             self._staging.finish(given_up)
@@ -71,7 +71,7 @@ class WorkerTensors:
         self._reading.run(finish)
 
     def _keep(self, token: str) -> None:
-        """Share the weights that serve in place of what this host has open."""
+        """Share the serving weights in place of the open share."""
 
         def keep(_: threading.Event) -> None:
             self._close()
@@ -85,7 +85,7 @@ class WorkerTensors:
             self._share = None
 
     def _place(self, token: str) -> SharePlace | None:
-        """Where this host has a share open; None where it has none of that token."""
+        """Return the location of this host's open share of a token, or None."""
         held = self._next, self._share
         return next((each.place for each in held if each is not None and each.token == token), None)
 

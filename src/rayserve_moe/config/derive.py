@@ -1,4 +1,4 @@
-"""Numbers that follow from the settings and the model's own limits."""
+"""Values derived from the settings and the limits of the model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from rayserve_moe.config.settings import (
 )
 
 SPARE_REQUESTS = 256
-MOST_VERIFY_ROWS = 256
+MAX_VERIFY_ROWS = 256
 
 
 def max_model_len(model: ModelSettings, max_position_embeddings: int) -> int:
-    """Longest sequence served, tokens. SettingsError when more is asked for than the model was made for."""
+    """Return the maximum sequence length in tokens.
+
+    Raises: SettingsError if the setting exceeds the checkpoint's limit.
+    """
     if model.max_model_len > max_position_embeddings:
         raise SettingsError(
             f"max_model_len {model.max_model_len} exceeds the checkpoint's max_position_embeddings "
@@ -32,45 +35,48 @@ def max_model_len(model: ModelSettings, max_position_embeddings: int) -> int:
 
 
 def pages_per_sequence(num_tokens: int, page_size: int) -> int:
-    """Pages that hold `num_tokens` tokens."""
+    """Return the number of pages for `num_tokens` tokens."""
     return -(-num_tokens // page_size)
 
 
-def most_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, longest: int) -> int:
-    """Pages of a data rank worth having: all that its rows can hold, and as many again for cached prefixes.
+def max_useful_pages(scheduler: SchedulerSettings, cache: CacheSettings, *, max_tokens: int) -> int:
+    """Return the maximum useful number of pages of a data rank.
 
-    One more is the null page.
+    It covers full rows, the same number again for cached prefixes, and the null page.
     """
     shares = 2 if cache.enable_prefix_caching else 1
-    return shares * scheduler.max_running_requests * pages_per_sequence(longest, cache.page_size) + 1
+    return shares * scheduler.max_running_requests * pages_per_sequence(max_tokens, cache.page_size) + 1
 
 
-def most_live_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
-    """Requests that run or wait in the engine before more are refused; every data rank has rows of its own."""
+def max_live_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
+    """Return the number of running and waiting requests at which the engine rejects more; rows are per data rank."""
     return scheduler.max_running_requests * num_data_ranks + scheduler.max_waiting_requests
 
 
-def most_open_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
-    """HTTP requests that reach a replica at once: more than its engine takes, so that the engine refuses."""
-    return most_live_requests(scheduler, num_data_ranks=num_data_ranks) + SPARE_REQUESTS
+def max_open_requests(scheduler: SchedulerSettings, *, num_data_ranks: int) -> int:
+    """Return the maximum number of concurrent HTTP requests per replica.
+
+    It exceeds the engine's limit, so that the engine rejects requests.
+    """
+    return max_live_requests(scheduler, num_data_ranks=num_data_ranks) + SPARE_REQUESTS
 
 
 def units_of_loss(cluster: ClusterSettings, parallel: ParallelSettings) -> int:
-    """Parts of a group that are lost as a whole: its slices; the hosts of a single emulated one."""
+    """Return the number of units that are lost as a whole: slices, or the hosts of a single emulated slice."""
     return parallel.num_slices if cluster.tpu_topology or parallel.num_slices > 1 else parallel.num_hosts
 
 
 def group_sizes(cluster: ClusterSettings, parallel: ParallelSettings) -> tuple[ParallelSettings, ...]:
-    """What a group serves as, with all its hosts first, then with fewer and fewer of them.
+    """Return the parallel settings of a group by descending size: first with all hosts, then with fewer.
 
-    SettingsError where it may do with fewer and cannot.
+    Raises: SettingsError if an elastic group cannot shrink as configured.
     """
     if not cluster.elastic_after_s:
         return (parallel,)
     units, most_lost = units_of_loss(cluster, parallel), cluster.elastic_most_lost
     if units <= most_lost:
         raise SettingsError(
-            f"elastic_after_s: of {units} slices or emulated hosts none is left without elastic_most_lost {most_lost}"
+            f"elastic_after_s: elastic_most_lost {most_lost} leaves none of {units} slices or emulated hosts"
         )
     ranks, rest = divmod(parallel.data_parallel_size, units)
     if rest:
@@ -98,21 +104,24 @@ def transport(cluster: ClusterSettings) -> str:
 
 
 def verify_rows(scheduler: SchedulerSettings, speculation: SpeculationSettings) -> int:
-    """Single tokens of a data rank in the largest step without prompts: all rows with all their drafts, up to a number
-    beyond which drafts gain little; never fewer than rows. 0 without speculation."""
+    """Return the rows of a data rank in the largest step without prompts: each row with all its drafts.
+
+    The number is capped at MAX_VERIFY_ROWS, beyond which drafts gain little, but never below the number of rows. It is
+    0 without speculation.
+    """
     if not speculation.max_drafts:
         return 0
     rows = scheduler.max_running_requests
-    return max(rows, min(rows * (1 + speculation.max_drafts), MOST_VERIFY_ROWS))
+    return max(rows, min(rows * (1 + speculation.max_drafts), MAX_VERIFY_ROWS))
 
 
 def prefill_chunk_tokens(scheduler: SchedulerSettings) -> int:
-    """Most prompt tokens of one sequence in one step."""
+    """Return the maximum prompt tokens of a sequence per step."""
     return min(scheduler.chunked_prefill_size or scheduler.max_step_tokens, scheduler.max_step_tokens)
 
 
 def compute_dtype(setting: str, *, platform: str, checkpoint_dtype: str) -> str:
-    """Resolve `dtype: auto`: the checkpoint's own on an accelerator; float32 where XLA computes on a CPU."""
+    """Resolve `dtype: auto`: the checkpoint's dtype on an accelerator, float32 if XLA computes on a CPU."""
     if setting != "auto":
         return setting
     if platform == "cpu":
@@ -121,35 +130,44 @@ def compute_dtype(setting: str, *, platform: str, checkpoint_dtype: str) -> str:
 
 
 def expert_dtype(experts: ExpertSettings, *, dtype: str) -> str:
-    """Resolve `expert_dtype` for a model that is computed in `dtype`. SettingsError where that is not held."""
+    """Resolve `expert_dtype` for a model computed in `dtype`.
+
+    Raises: SettingsError for bfloat16 experts of a model computed in another dtype.
+    """
     if experts.weight_dtype == "bfloat16" and dtype != "bfloat16":
         raise SettingsError(f"expert_dtype bfloat16: the model is computed in {dtype}; take auto, int8 or fp8")
     return {"auto": dtype, "fp8": "float8_e4m3fn"}.get(experts.weight_dtype, experts.weight_dtype)
 
 
 def kv_dtype(cache: CacheSettings, *, dtype: str) -> str:
-    """Resolve `kv_cache_dtype` for a model that is computed in `dtype`."""
+    """Resolve `kv_cache_dtype` for a model computed in `dtype`."""
     return {"auto": dtype, "fp8": "float8_e4m3fn"}.get(cache.kv_dtype, cache.kv_dtype)
 
 
 def keeps_journal(settings: Settings) -> bool:
-    """Whether requests are to outlive their replica: as configured, else where there are several."""
-    return {"on": True, "off": False}.get(settings.server.journal, most_replicas(settings.replicas) > 1)
+    """Return True if requests outlive their replica: by the setting, or by default with several replicas."""
+    return {"on": True, "off": False}.get(settings.server.journal, max_num_replicas(settings.replicas) > 1)
 
 
-def most_replicas(replicas: ReplicaSettings) -> int:
-    """Replicas that there may be with no one asking for more. SettingsError for bounds that contradict each other."""
-    fewest, number, most = replicas.min_replicas, replicas.num_replicas, replicas.max_replicas
-    if most and not fewest <= number <= most:
+def max_num_replicas(replicas: ReplicaSettings) -> int:
+    """Return the number of replicas that the server may reach without a manual scale-up.
+
+    Raises: SettingsError if the bounds contradict each other.
+    """
+    minimum, number, maximum = replicas.min_replicas, replicas.num_replicas, replicas.max_replicas
+    if maximum and not minimum <= number <= maximum:
         raise SettingsError(
-            f"num_replicas {number} must lie between min_replicas {fewest} and max_replicas {most} (0: it stays)"
+            f"num_replicas {number} must lie between min_replicas {minimum} and max_replicas {maximum} (0: no scaling)"
         )
-    return max(number, most)
+    return max(number, maximum)
 
 
 def sent_copies(cluster: ClusterSettings) -> tuple[int, int]:
-    """Copies of a host's share that an update that is sent takes besides the weights that serve: at the first one, and
-    beyond what is kept of the last. 0 where what does not fit is not kept."""
+    """Return the memory of a sent update beyond the serving weights, in copies of a host's share.
+
+    Returns: copies for the first update, and copies beyond the kept ones for a later update; both 0 if the setting does
+    not require memory for kept copies.
+    """
     at_once = {"before_swap": 2, "after_swap": 1}.get(cluster.keep_sent_weights, 0)
     each, staged = 2 if cluster.keep_next_weights else 1, 1
     return (staged + at_once * each, staged + (at_once - 1) * each) if at_once else (0, 0)

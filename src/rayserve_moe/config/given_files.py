@@ -1,7 +1,7 @@
-"""Files that others wrote, opened and parsed so that nothing in them stops the process.
+"""Safe access to files written by others: opening and parsing them cannot stop or block the process.
 
-Only regular files are opened, and opening never waits for a writer. Bytes are copied out of a file, never mapped: one
-that shrinks is an error then, and no signal. JSON is strict: finite numbers, no key twice, bounded in length and depth.
+Only regular files are opened, and opening never waits for a writer. Bytes are copied, never mapped, so that a shrinking
+file raises an error instead of a signal. JSON is strict: finite numbers, unique keys, bounded length and depth.
 """
 
 from __future__ import annotations
@@ -18,39 +18,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-MOST_JSON_BYTES = 32 << 20
-"""Longest JSON that is parsed: far above a checkpoint of a hundred thousand tensors."""
-MOST_BYTES_AT_ONCE = 16 << 20
-"""Bytes copied between two checks of whether reading was given up."""
-LONGEST_MESSAGE = 300
+MAX_JSON_BYTES = 32 << 20
+"""Maximum size of parsed JSON: far above a checkpoint of a hundred thousand tensors."""
+MAX_BYTES_AT_ONCE = 16 << 20
+"""Bytes copied between two checks for cancellation."""
+MAX_MESSAGE_LENGTH = 300
 TRAINED = "trained"
 TRAINED_NAMES = ("calculator", "calculator-eagle3", "calculator-nextn")
-"""Checkpoints that come with the package, named as `trained:calculator`."""
+"""Checkpoints in the package, named as in `trained:calculator`."""
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _CLIMBS = re.compile(r"/\.{1,2}(/|$)|%|\\")
-"""What may lead out of a URL's folder."""
+"""Matches path parts that may lead out of a URL's folder."""
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL, as `gs://bucket/folder`."""
+    """Return True for a URL such as `gs://bucket/folder`."""
     return _URL.match(path) is not None
 
 
 class GivenFileError(ValueError):
-    """A file that cannot be used; the message does not name it."""
+    """Error for an unusable file; its message omits the file's name."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Which files may be opened: below `roots`, links followed (without any: everywhere), until `given_up` is set."""
+    """Files that may be opened."""
 
     roots: tuple[str, ...] = ()
+    """Permitted folders and URLs after following links; empty permits everything."""
     given_up: threading.Event = field(default_factory=threading.Event)
+    """Cancellation flag: once set, reads raise."""
 
     def covers(self, path: str | Path) -> bool:
-        """Whether a path or a URL lies below a root, where there are roots."""
+        """Return True if a path or URL lies below a root, or if `roots` is empty."""
         if is_url(str(path)):
             below = any(str(path).startswith((f"{root.rstrip('/')}/", f"{root}@")) for root in self.roots)
             return not self.roots or (below and not _CLIMBS.search(str(path)))
@@ -59,14 +61,14 @@ class Reach:
         return not self.roots or any(real.is_relative_to(root) for root in roots)
 
     def check_wanted(self) -> None:
-        """Raise GivenFileError once reading was given up."""
+        """Raise GivenFileError if reading is cancelled."""
         if self.given_up.is_set():
             raise GivenFileError("reading was given up")
 
 
 @dataclass(frozen=True)
 class FileStamp:
-    """Identifies a file and its content: differs for another file under the same name, and after a write."""
+    """Identity of a file's content: it differs after a write, and for another file under the same name."""
 
     device: int
     inode: int
@@ -76,10 +78,11 @@ class FileStamp:
 
 @dataclass(frozen=True)
 class GivenFile:
-    """An open regular file, with its stamp when it was opened."""
+    """Open regular file."""
 
     descriptor: int
     stamp: FileStamp
+    """Stamp at the time of opening."""
     reach: Reach
 
     @property
@@ -87,34 +90,37 @@ class GivenFile:
         return self.stamp.num_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer of bytes from `offset` on. GivenFileError where the file ends before."""
+        """Fill a buffer from `offset`.
+
+        Raises: GivenFileError if the file is too short.
+        """
         done = 0
         while done < len(buffer):
             self.reach.check_wanted()
-            copied = os.preadv(self.descriptor, [buffer[done : done + MOST_BYTES_AT_ONCE]], offset + done)
+            copied = os.preadv(self.descriptor, [buffer[done : done + MAX_BYTES_AT_ONCE]], offset + done)
             if copied == 0:
                 raise GivenFileError(f"truncated: it ends at byte {offset + done} of {offset + len(buffer)}")
             done += copied
 
     def read(self, num_bytes: int, offset: int = 0) -> bytes:
-        """Copy `num_bytes` from `offset` on."""
+        """Return `num_bytes` bytes from `offset`."""
         content = bytearray(num_bytes)
         self.read_into(memoryview(content), offset)
         return bytes(content)
 
 
 class ReadableFile(Protocol):
-    """An open file of known size, local or remote."""
+    """Open file of known size, local or remote."""
 
     @property
     def num_bytes(self) -> int: ...
 
     def read(self, num_bytes: int, offset: int = 0) -> bytes:
-        """Copy `num_bytes` from `offset` on; GivenFileError where the file has fewer."""
+        """Return `num_bytes` bytes from `offset`; raise GivenFileError if the file is too short."""
         ...
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer of bytes from `offset` on; GivenFileError where the file ends before."""
+        """Fill a buffer from `offset`; raise GivenFileError if the file is too short."""
         ...
 
 
@@ -123,7 +129,10 @@ ANYWHERE = Reach()
 
 @contextmanager
 def opened(file: Path, reach: Reach = ANYWHERE) -> Generator[GivenFile]:
-    """Open a regular file. GivenFileError for a missing or unreadable one, and in the block for what fails there."""
+    """Open a regular file for the block.
+
+    Raises: GivenFileError if it is missing or unreadable, and for any OSError in the block.
+    """
     try:
         descriptor = os.open(file, _FLAGS)
     except FileNotFoundError as error:
@@ -144,20 +153,29 @@ def opened(file: Path, reach: Reach = ANYWHERE) -> Generator[GivenFile]:
 
 
 def read_json_object(file: Path, reach: Reach = ANYWHERE) -> dict[str, Any]:
-    """Parse a file that holds one JSON object; GivenFileError says what is wrong with it."""
+    """Parse a file that holds a JSON object.
+
+    Raises: GivenFileError if the file is unreadable or is not a strict JSON object.
+    """
     with opened(file, reach) as given:
         return json_object_of(given)
 
 
 def json_object_of(given: ReadableFile) -> dict[str, Any]:
-    """Parse an open file that holds one JSON object; GivenFileError says what is wrong with it."""
-    if given.num_bytes > MOST_JSON_BYTES:
-        raise GivenFileError(f"{given.num_bytes} bytes of JSON are more than {MOST_JSON_BYTES}")
+    """Parse an open file that holds a JSON object.
+
+    Raises: GivenFileError if it is too large or is not a strict JSON object.
+    """
+    if given.num_bytes > MAX_JSON_BYTES:
+        raise GivenFileError(f"{given.num_bytes} bytes of JSON are more than {MAX_JSON_BYTES}")
     return parse_json_object(given.read(given.num_bytes))
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """Parse one JSON object; GivenFileError says what is wrong with it."""
+    """Parse a JSON object.
+
+    Raises: GivenFileError if the bytes are not a strict JSON object.
+    """
     try:
         parsed = json.loads(
             raw, parse_constant=_refuse_constant, parse_float=_finite_number, object_pairs_hook=_object_of_pairs
@@ -172,9 +190,9 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def one_line(message: str) -> str:
-    """A message on one line of bounded length; unprintable characters become `?`."""
-    plain = "".join(character if character.isprintable() else "?" for character in message[: 4 * LONGEST_MESSAGE])
-    return plain if len(plain) <= LONGEST_MESSAGE else plain[:LONGEST_MESSAGE] + " ..."
+    """Return a message as a single line of bounded length; unprintable characters become `?`."""
+    plain = "".join(character if character.isprintable() else "?" for character in message[: 4 * MAX_MESSAGE_LENGTH])
+    return plain if len(plain) <= MAX_MESSAGE_LENGTH else plain[:MAX_MESSAGE_LENGTH] + " ..."
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""Turning what a user wrote (keyword arguments, YAML, environment) into Settings. The only reader of os.environ.
+"""Loader of Settings from keyword arguments, YAML and environment. No other module reads os.environ.
 
-Keys are flat and carry the names that users know from other engines, such as `enable_return_routed_experts`.
+Keys are flat and have the names of other engines, such as `enable_return_routed_experts`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_NPROC")
 
 LISTS: dict[Any, tuple[type, str]] = {tuple[int, ...]: (int, "integers"), tuple[str, ...]: (str, "texts")}
-"""Kinds of settings that are lists: of what, and what that is called."""
-MOST_ENTRIES = 64
-MOST_CACHED_TOKENS = (1 << 31) - 1
+"""List types of settings: entry type, and its plural for messages."""
+MAX_ENTRIES = 64
+MAX_CACHED_TOKENS = (1 << 31) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,12 @@ class _Key:
 
 
 def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Settings:
-    """Build Settings from flat keys; what is not named takes its default, after the environment.
+    """Build Settings from flat keys; a missing key takes its value from the environment, then its default.
 
-    `page_size` has the default of TPUs where a slice is named, or this process computes `on_tpu`.
+    `page_size` has the TPU default if a slice is named or if `on_tpu` is True.
 
-    SettingsError names the key: unknown (with the nearest known one), of the wrong type, out of range, given under two
-    names, or at odds with another.
+    Raises: SettingsError that names the key if it is unknown (with the nearest known key), has the wrong type, is out
+    of range, is given under two names, or contradicts another key.
     """
     keys = _keys()
     merged = {key: os.environ[variable] for variable, key in ENVIRONMENT_KEYS.items() if os.environ.get(variable)}
@@ -79,7 +79,7 @@ def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Setting
         if key is None:
             raise SettingsError(f"unknown setting {name!r}{_nearest(name, list(keys))}")
         if given.setdefault(key, name) != name:
-            raise SettingsError(f"{given[key]} and {name} are one setting: give it once")
+            raise SettingsError(f"{given[key]} and {name} name the same setting: give only one of them")
         sections.setdefault(key.section, {})[key.field] = _checked(name, _current_value(name, value, key), key)
     if on_tpu or sections.get("cluster", {}).get("tpu_topology"):
         sections.setdefault("cache", {}).setdefault("page_size", TPU_PAGE_SIZE)
@@ -92,7 +92,7 @@ def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Setting
 def settings_from_yaml(path: str | Path, *, on_tpu: bool = False) -> Settings:
     """Read the flat mapping of a YAML file, or the `args` of its first application if it is a Serve config.
 
-    `on_tpu`: as of `settings_from`.
+    `on_tpu` acts as in `settings_from`.
     """
     try:
         document = yaml.safe_load(Path(path).read_text())
@@ -108,63 +108,63 @@ def settings_from_yaml(path: str | Path, *, on_tpu: bool = False) -> Settings:
 
 
 def set_environment_defaults(variables: Mapping[str, str]) -> None:
-    """Set variables of this process that the user has not set, for libraries that read them when they are loaded."""
+    """Set variables of this process that the user has not set, for libraries that read them at import."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
 def set_compiler_flag(name: str, value: object) -> None:
-    """Set a flag of XLA that the user has not set; call before jax touches a device."""
+    """Set a flag of XLA unless the user has set it; must run before jax touches a device."""
     given = os.environ.get("XLA_FLAGS", "")
     if not any(flag.split("=")[0] == f"--{name}" for flag in given.split()):
         os.environ["XLA_FLAGS"] = f"{given} --{name}={value}".strip()
 
 
 def unset_compiler_options(options: Mapping[str, str | bool]) -> dict[str, str | bool]:
-    """Return those options of XLA that the user's XLA_FLAGS does not set."""
+    """Return the options that the user's XLA_FLAGS does not set."""
     given = {flag.split("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
     return {name: value for name, value in options.items() if f"--{name}" not in given}
 
 
 def environment_setting(name: str) -> str:
-    """What the environment says of a setting, for clients of a server; empty where it says nothing."""
+    """Return the environment's value of a setting, for clients of a server; empty if unset."""
     return next((os.environ.get(variable, "") for variable, key in ENVIRONMENT_KEYS.items() if key == name), "")
 
 
 def inherited_environment() -> dict[str, str]:
-    """All variables of this process, for those that it starts."""
+    """Return all variables of this process, for its children."""
     return dict(os.environ)
 
 
 def replace_environment(variables: Mapping[str, str]) -> None:
-    """Give this process these variables and no others, as if it had been started with them."""
+    """Replace all variables of this process."""
     os.environ.clear()
     os.environ.update(variables)
 
 
 def variable(name: str) -> str:
-    """Return a variable of this process, empty where it is not set."""
+    """Return a variable of this process; empty if unset."""
     return os.environ.get(name, "")
 
 
 def temporary_folder() -> Path:
-    """Where Ray keeps the files of running clusters."""
+    """Return the folder in which Ray keeps the files of running clusters."""
     return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
 
 
 def compiler_environment() -> dict[str, str]:
-    """Variables of the environment that compilers read."""
+    """Return the environment variables that compilers read."""
     return {name: os.environ[name] for name in COMPILER_VARIABLES if name in os.environ}
 
 
 def default_cache_directory() -> Path:
-    """Where synthetic checkpoints and compiled programs are kept between runs."""
+    """Return the directory that keeps synthetic checkpoints and compiled programs between runs."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "rayserve_moe"
 
 
 def checkpoint_cache(setting: str) -> Path | None:
-    """The directory that `checkpoint_cache` names; None for `off`."""
+    """Return the directory of the setting `checkpoint_cache`, or None for `off`."""
     if setting == "off":
         return None
     return default_cache_directory() / "remote" if setting == "auto" else Path(setting).expanduser()
@@ -228,25 +228,25 @@ def _checked_list(name: str, values: Any, key: _Key) -> tuple[Any, ...]:
     kind, what = LISTS[key.kind]
     if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
         raise SettingsError(f"{name} must be a list of {what}, found {_shown(values)}")
-    if len(values) > MOST_ENTRIES:
-        raise SettingsError(f"{name} must have at most {MOST_ENTRIES} entries, found {len(values)}")
+    if len(values) > MAX_ENTRIES:
+        raise SettingsError(f"{name} must have at most {MAX_ENTRIES} entries, found {len(values)}")
     for value in values if kind is int else ():
         _check_bounds(name, value, key)
     return tuple(values)
 
 
 def _check_bounds(name: str, value: Any, key: _Key) -> None:
-    """Hold a number against the bounds that its field states; NaN is outside of all."""
-    assert key.bounds is not None, f"{key.name} states no bounds"
-    least, most = key.bounds
-    if not value >= least:
-        raise SettingsError(f"{name} must be at least {least}, found {_shown(value)}")
-    if not value <= most:
-        raise SettingsError(f"{name} must be at most {most}, found {_shown(value)}")
+    """Check a number against the declared bounds of its field; NaN violates every bound."""
+    assert key.bounds is not None, f"{key.name} declares no bounds"
+    minimum, maximum = key.bounds
+    if not value >= minimum:
+        raise SettingsError(f"{name} must be at least {minimum}, found {_shown(value)}")
+    if not value <= maximum:
+        raise SettingsError(f"{name} must be at most {maximum}, found {_shown(value)}")
 
 
 def _shown(value: Any) -> str:
-    """A value on one line of a message, cut where it is long."""
+    """Return a value for a message, on a single line and abbreviated."""
     return "a number beyond all bounds" if type(value) is int and abs(value) > sys.maxsize else reprlib.repr(value)
 
 
@@ -261,19 +261,17 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(f"{min(kept, key=kept.__getitem__)} must be auto, off or a directory, found ''")
     if settings.cache.num_pages == 1:
         raise SettingsError("num_pages must be at least 2: one page holds padding")
-    if settings.cache.num_pages * settings.cache.page_size > MOST_CACHED_TOKENS:
-        raise SettingsError(
-            f"num_pages * page_size must be at most {MOST_CACHED_TOKENS}: places are counted in 32 bits"
-        )
+    if settings.cache.num_pages * settings.cache.page_size > MAX_CACHED_TOKENS:
+        raise SettingsError(f"num_pages * page_size must be at most {MAX_CACHED_TOKENS}: locations are 32-bit integers")
     if bool(settings.cluster.tpu_topology) != bool(settings.cluster.tpu_version):
         raise SettingsError("tpu_topology and tpu_version belong together: give both, or neither for CPU hosts")
     wrong = [root for root in settings.updates.weight_roots if not (Path(root).is_absolute() or is_url(root))]
     if wrong:
         raise SettingsError(f"weight_roots must be absolute directories or URLs, found {_shown(wrong[0])}")
     if settings.server.admin_api_key and settings.server.admin_api_key == settings.server.api_key:
-        raise SettingsError("admin_api_key is api_key: give it another value, or leave it empty")
+        raise SettingsError("admin_api_key equals api_key: give it another value, or leave it empty")
     if settings.structured.processors and not settings.structured.enabled:
-        raise SettingsError("logit_processors belong to samples that are held, which structured_output: true has")
+        raise SettingsError("logit_processors need deferred sampling: set structured_output: true")
     _check_parallel(settings.parallel)
     _check_selection(settings)
     check_speculation(settings.speculation, selection=settings.experts.selection)
@@ -321,7 +319,7 @@ EXPLAINED = {
     **dict.fromkeys(("ep_size", "expert_parallel_size", "enable_expert_parallel", "moe_tp_size"), _EXPERTS),
     **dict.fromkeys(("pp_size", "pipeline_parallel_size"), "layers are not split into stages here: leave it out"),
 }
-"""Settings of other engines without a counterpart, and the advice for each. The value 1 is ignored on one device."""
+"""Settings of other engines without a counterpart, with advice. The value 1 is ignored on a single device."""
 FIXED = {
     "elastic_programs": (
         "on_loss",
@@ -329,4 +327,4 @@ FIXED = {
     ),
     "speculative_eagle_topk": (1, "trees of drafts are not served, chains are"),
 }
-"""Settings with one value, which changes nothing, and why there is no other."""
+"""Settings with a single permitted value, and the reason."""

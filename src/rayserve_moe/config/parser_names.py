@@ -1,4 +1,4 @@
-"""Names of parsers of chat answers, vLLM's and SGLang's, by the format that each of them reads."""
+"""Names of chat output parsers in vLLM and SGLang, with the format that each reads."""
 
 from __future__ import annotations
 

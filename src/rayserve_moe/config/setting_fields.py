@@ -1,4 +1,4 @@
-"""How a setting states its key, its bounds and its choices."""
+"""Field declarations of settings: key, aliases, bounds and choices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _NO_KEY = ""
 
 
 def named(default: Any, key: str, *aliases: str) -> Any:
-    """A setting with a key, and other keys, of its own."""
+    """Return a field with its own key and aliases."""
     return field(default=default, metadata={"key": key, "aliases": aliases})
 
 
 def number(default: Any, bounds: tuple[float, float], *names: str) -> Any:
-    """A number, or several, each of which may be `bounds[0]` to `bounds[1]`; `names` are its key, and other keys."""
+    """Return a number field, or a list of numbers, with inclusive bounds; `names` are its key and aliases."""
     named = {"key": names[0], "aliases": names[1:]} if names else {}
     return field(default=default, metadata={"bounds": bounds, **named})
 
 
 def choice(default: str, *others: str, key: str = _NO_KEY) -> Any:
-    """One of a few words."""
+    """Return a field with a fixed set of words."""
     return field(default=default, metadata={"choices": (default, *others), **({"key": key} if key else {})})

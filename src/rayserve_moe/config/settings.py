@@ -1,7 +1,7 @@
-"""All settings, frozen, one section per owner. `load` fills them, `derive` computes what follows from them.
+"""All settings, frozen, in a section per owner. `load` builds them, `derive` computes values from them.
 
-Each field names its key on the wire (YAML, keyword arguments) where that differs from its own name, and other names
-that users know it by. Numbers state their bounds, words what they may say: the loader refuses all else.
+A field declares its key (YAML, keyword arguments) if it differs from its name, and its aliases. Numbers declare bounds,
+words their choices; the loader rejects all other values.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from rayserve_moe.requests.fields import LONGEST_CONSTRAINT
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The HTTP edge."""
+    """HTTP front end."""
 
     api_key: str = ""
-    """Bearer token that every route but `/health` and the empty page `/experts` asks for; empty for none."""
+    """Bearer token for every route except `/health` and the empty page `/experts`; empty disables authentication."""
     admin_api_key: str = ""
-    """Bearer token for routes that affect all clients: weight updates, pauses, flushes, aborting everything. It opens
-    all other routes too. If it is empty, `api_key` opens these routes."""
+    """Bearer token for routes that affect all clients: weight updates, pauses, flushes, aborts of all requests. It is
+    valid on all other routes too. If it is empty, `api_key` is valid on these routes."""
     max_body_bytes: int = _number(16 << 20, (1, 1 << 30))
     """Maximum size of a request body."""
     max_intake_bytes: int = _number(256 << 20, (1, 1 << 40))
-    """Bytes of bodies and prompts that are read, parsed and tokenized at once; a request beyond is answered 429."""
+    """Bytes of bodies and prompts that are read, parsed and tokenized at once; further requests receive status 429."""
     drain_timeout_s: float = _number(120.0, (0, DAY_S))
-    """Seconds running requests get to finish at shutdown."""
+    """Seconds that running requests have to finish at shutdown."""
     hand_over_after_s: float = _number(DAY_S, (0, DAY_S))
     """Seconds after which a replica that Serve stops ends requests that the journal keeps, so that clients resume them
     on another replica. It ends them at the latest 5 s before `drain_timeout_s` is over."""
@@ -90,121 +90,127 @@ class SpeculationSettings:
 
 
 class SettingsError(ValueError):
-    """A setting that is unknown, of the wrong type, out of range, or at odds with another."""
+    """Error for a setting that is unknown, has the wrong type, is out of range, or contradicts another."""
 
 
-MOST_TOKENS = 1 << 24
-"""Of one sequence: beyond any model, and positions times pages stay far below 32 bits."""
+MAX_SEQUENCE_TOKENS = 1 << 24
+"""Maximum tokens of a sequence: above any model, and positions times pages stay far below 32 bits."""
 TPU_PAGE_SIZE = 128
-"""Tokens per page on a TPU where none are given: a page of a layer is one copy of the attention kernel."""
+"""Default tokens per page on a TPU: the attention kernel copies a layer's page at once."""
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which checkpoint is served, and as what."""
+    """Served checkpoint."""
 
     path: str = _named("", "model_path")
     """A Hugging Face directory; a folder behind a URL, such as `gs://bucket/folder`; a model of the Hugging Face Hub,
-    `organisation/name` or `hf://organisation/name`, `@revision` or not; `trained:calculator` for the small model that
-    comes with this package; or `synthetic:<preset>` for a seeded random checkpoint made on first start."""
+    `organisation/name` or `hf://organisation/name`, optionally with `@revision`; `trained:calculator` for the small
+    model in this package; or `synthetic:<preset>` for a seeded random checkpoint, created on first start."""
     served_name: str = _named("", "served_model_name")
-    """Name on the API; the checkpoint directory's name when empty."""
+    """Model name on the API; empty takes the checkpoint directory's name."""
     dtype: str = _choice("auto", "float32", "bfloat16")
-    """`float32`, `bfloat16`, or `auto`: the checkpoint's on an accelerator or by native CPU kernels, else float32."""
-    max_model_len: int = _number(0, (0, MOST_TOKENS))
-    """Longest prompt plus output, tokens; 0 takes the checkpoint's own limit."""
+    """`float32`, `bfloat16`, or `auto`: the checkpoint's dtype on an accelerator or with native CPU kernels, else
+    float32."""
+    max_model_len: int = _number(0, (0, MAX_SEQUENCE_TOKENS))
+    """Maximum prompt plus output, tokens; 0 takes the checkpoint's limit."""
     logprobs_mode: str = _choice("processed_logprobs", "raw_logprobs")
-    """Log-probs of outputs where a request does not say: of what is sampled before truncation, or the model's own."""
+    """Default log-probs of outputs: of the sampled distribution before truncation (processed), or the model's (raw)."""
     checkpoint_cache: str = "auto"
-    """Directory on each host's own disk that keeps what was read of a remote checkpoint, for later starts; `auto` is
-    one in the user's cache directory, `off` none. A tenth of the disk stays free."""
+    """Directory on each host's own disk that keeps downloaded checkpoint data for later starts; `auto` is in the user's
+    cache directory, `off` disables it. A tenth of the disk stays free."""
 
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """How much one step may hold."""
+    """Limits of a step."""
 
     max_running_requests: int = _number(16, (1, 8192))
-    """Sequences (choices) that run at once; each owns a row of device state."""
+    """Sequences (choices) that run concurrently; each owns a row of device state."""
     max_waiting_requests: int = _number(1024, (0, 1_000_000))
-    """Requests queued for a row before new ones are refused."""
+    """Requests that may wait for a row; further requests are rejected."""
     max_step_tokens: int = _number(1024, (32, 1 << 20))
-    """Prompt tokens computed in one step."""
+    """Maximum prompt tokens per step."""
     chunked_prefill_size: int = _number(0, (0, 1 << 20))
-    """Prompt tokens of one sequence computed in one step; 0 allows a whole step."""
+    """Maximum prompt tokens of a sequence per step; 0 allows a whole step."""
     overlap_steps: bool = True
-    """Plan and submit a step before the tokens of the one before are on the host."""
+    """Plan and submit a step before the tokens of the previous step are on the host."""
     decode_batch_sizes: tuple[int, ...] = _number((), (1, 8192), "precompile_bs_paddings")
-    """Batch sizes that decode steps are compiled for and padded to; empty derives them from the number of rows."""
+    """Batch sizes to which decode steps are padded, each compiled once; empty derives them from the number of rows."""
 
 
 @dataclass(frozen=True)
 class StructuredSettings:
-    """Answers that keep to a schema, an expression or a grammar, and what constraints may cost."""
+    """Answers constrained by a schema, an expression or a grammar, and limits of their cost."""
 
     enabled: bool = _named(True, "structured_output")
-    """Take constraints; samples are then drawn by a program of its own for each size of decode steps."""
+    """Accept constraints. Sampling is then deferred to a program of its own, compiled per decode batch size."""
     processors: str = _named("", "logit_processors")
-    """A Python module, or the path of its file, on every host, with functions that change logits where a request gives
-    their arguments (docs/logit_processors.md)."""
+    """Python module, or the path of its file, on every host, with functions that change logits of requests with their
+    arguments (docs/logit_processors.md)."""
     num_threads: int = _number(2, (1, 64), "structured_output_threads")
-    """Threads that compile constraints; others wait for them."""
+    """Threads that compile constraints; further constraints wait."""
     timeout_s: float = _number(5.0, (0.1, 600), "structured_output_timeout_s")
-    """Seconds until a constraint that is not compiled is refused, waiting for a thread included."""
+    """Seconds until an uncompiled constraint is rejected, including the wait for a thread."""
     max_bytes: int = _number(LONGEST_CONSTRAINT, (64, 1 << 24), "structured_output_max_bytes")
-    """Longest schema, expression or grammar, as UTF-8 without spaces."""
+    """Maximum size of a schema, expression or grammar, as UTF-8 without spaces."""
     max_alternatives: int = _number(4096, (1, 1 << 20), "structured_output_max_alternatives")
-    """Values of all `enum` in a schema together, and choices."""
+    """Maximum number of choices, and of `enum` values in a schema in total."""
     max_mask_ms: float = _number(20.0, (0.1, 10_000), "structured_output_max_mask_ms")
-    """Milliseconds of one mask, beyond which its answer ends with an error: all others wait for it."""
+    """Milliseconds per mask beyond which an answer ends with an error, because masks block all other requests."""
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The KV page pool."""
+    """KV page pool."""
 
     kv_dtype: str = _choice("auto", "bfloat16", "fp8", key="kv_cache_dtype")
-    """What keys and values are kept in: `auto` is what the model is computed in, `fp8` is float8_e4m3fn without scales,
-    which takes half of bfloat16's memory, rounds to 4 significant bits and cuts off beyond 448. Not by native CPU
-    kernels, which keep bfloat16, and on TPUs not for latents."""
+    """Storage dtype of keys and values: `auto` is the compute dtype, `fp8` is float8_e4m3fn without scales. `fp8` takes
+    half of bfloat16's memory, rounds to 4 significant bits and clips beyond 448. Native CPU kernels do not support it,
+    and TPUs do not store latents in it."""
     page_size: int = _number(16, (1, 4096))
-    """Tokens per page; where it is not given, 128 where `tpu_topology` is, or where one process computes on a TPU: its
+    """Tokens per page. The default is 128 with `tpu_topology` or if a single process computes on a TPU, because its
     kernel copies page by page. A TPU takes multiples of 16. `num_pages` counts pages of this size."""
     num_pages: int = _number(0, (0, 1 << 26))
-    """Pages that sequences can hold, of which layers with a window keep fewer; 0 sizes the pool from the memory that
-    is free after loading."""
+    """Pages of the pool; windowed layers keep fewer. 0 sizes the pool from the memory that is free after loading."""
     enable_prefix_caching: bool = True
-    """Keep the pages of whole prompts and answers for later requests that begin alike."""
+    """Keep the pages of prompts and answers for later requests with the same prefix."""
     mem_fraction: float = _number(0.8, (0.01, 1.0))
-    """Part of the free memory given to pages when `num_pages` is 0."""
+    """Fraction of the free memory given to pages if `num_pages` is 0."""
+    state_fraction: float = _number(0.3, (0.0, 0.9))
+    """For models with recurrent layers: fraction of the cache's memory that holds states of cached prefixes; the rest
+    holds pages."""
+    state_interval: int = _number(0, (0, 1 << 24))
+    """For models with recurrent layers: prompt tokens between cached states, a multiple of 64. 0 caches the states at a
+    prompt's end, at its first difference from other prompts, and at the end of a request."""
 
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """Return of routed experts and hidden states."""
+    """Routed experts and hidden states in answers."""
 
     enabled: bool = _named(False, "enable_return_routed_experts")
     """Compile routing capture into the steps and accept `return_routed_experts` on requests."""
     by_default: str = _choice("off", "nested", key="routed_experts_by_default")
-    """What `/v1/completions` and `/v1/chat/completions` return of routing where a request says nothing: `nested` is the
-    lists of vLLM's server flag, `off` none."""
+    """Routing that `/v1/completions` and `/v1/chat/completions` return by default: `nested` is the lists of vLLM's
+    server flag, `off` none."""
     shows_hidden: bool = _named(False, "enable_return_hidden_states")
-    """Have hidden states leave decode steps too: for `return_hidden_states` and `/v1/embeddings`. A program that
-    gathers probed tokens is compiled for each size of steps."""
+    """Return hidden states from decode steps too: for `return_hidden_states` and `/v1/embeddings`. A token probe
+    program is compiled for each step size."""
 
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """Devices of the slice."""
+    """Devices of the slices."""
 
     num_hosts: int = _number(1, (1, 4096))
     """Worker processes, one per host."""
     devices_per_host: int = _number(0, (0, 128))
-    """Devices each host uses; 0 takes all of an accelerator host, and one of a CPU (where more are emulated)."""
+    """Devices used per host; 0 takes all of an accelerator host, and one of a CPU (even if more are emulated)."""
     data_parallel_size: int = _number(1, (1, 4096), "data_parallel_size", "dp_size")
-    """Groups of devices that run sequences of their own; attention heads are split within a group, experts over all."""
+    """Device groups with their own sequences; attention heads are split within a group, experts over all devices."""
     num_slices: int = _number(1, (1, 1024))
-    """Slices that the hosts lie on; whole data-parallel groups lie on each."""
+    """Slices of the hosts; each holds whole data-parallel groups."""
 
 
 @dataclass(frozen=True)
@@ -214,119 +220,121 @@ class ExpertSettings:
     backend: str = _choice(
         "auto", "local", "replicated", "all_to_all", "fused", "low_latency_dispatch", key="expert_backend"
     )
-    """`auto` chooses by the number of tokens, other values are fixed choices. `low_latency_dispatch` is one kernel of
-    TPUs for few tokens; `all_to_all` computes the steps that it does not take."""
+    """`auto` selects by the number of tokens, other values are fixed choices. `low_latency_dispatch` is a TPU kernel
+    for few tokens; steps that it does not support use `all_to_all`."""
     weight_dtype: str = _choice("auto", "bfloat16", "int8", "fp8", key="expert_dtype")
-    """What the matrices of experts are kept in: `auto` is what the model is computed in, whatever files hold; `int8`
-    and `fp8` (e4m3) a byte per weight and a float32 scale per output channel, quantised while weights are read, at the
+    """Storage dtype of expert weights. `auto` is the compute dtype, whatever the files hold. `int8` and `fp8` (e4m3)
+    take a byte per weight and a float32 scale per output channel; weights are quantised while they are read, at the
     start and at every update. A checkpoint of the same 8 bits in 128 x 128 blocks keeps its bytes and scales."""
     num_redundant: int = _number(0, (0, 128), "num_redundant_experts")
-    """Expert slots per layer beyond one per expert, which hold replicas of busy experts; lowered until slots divide."""
+    """Expert slots per layer for replicas of busy experts; lowered until the slots divide evenly over devices."""
     dispatch: str = _choice("shares", "static", "first", "capacity", key="eplb_dispatch")
-    """Which slot of an expert a token takes: `shares` splits its tokens as planned, `static` has one slot per device,
-    `first` uses no replica, for debugging, `capacity` fills the nearest slots up to the capacity, then all evenly."""
+    """Slot of an expert that a token takes. `shares` splits tokens as planned, `static` uses one slot per device,
+    `first` uses no replica (for debugging), `capacity` fills the nearest slots to their capacity, then all slots
+    evenly."""
     selection: str = _choice("auto", "topk", "replicas_only", "balanced", key="expert_selection")
-    """`topk` takes the router's best experts, each in one slot; `replicas_only` the same experts, in the slots that
-    `eplb_dispatch` says; `balanced` sends a full slot's tokens to other experts, which changes what the model computes.
-    `auto` is `replicas_only` where there are replicas, else `topk`."""
+    """`topk` takes the router's best experts, each in a single slot; `replicas_only` the same experts, in slots
+    selected by `eplb_dispatch`; `balanced` sends a full slot's tokens to other experts, which changes the model's
+    output. `auto` is `replicas_only` if experts have replicas, else `topk`."""
     capacity_factor: float = _number(2.0, (0.01, 1000.0))
-    """Tokens that a slot takes at most in `balanced` selection and `capacity` dispatch, in parts of the even load."""
+    """Maximum tokens of a slot in `balanced` selection and `capacity` dispatch, as a multiple of the even load."""
     capacity_scope: str = _choice("global", "data_rank")
-    """Who competes for slots: `global` all tokens of a step, exactly; `data_rank` those of a data rank, for its share,
-    which spares gathering scores."""
+    """Scope of the capacity: `global` counts all tokens of a step exactly; `data_rank` counts a data rank's tokens
+    against its share of the capacity, which avoids an all-gather of scores."""
 
 
 @dataclass(frozen=True)
 class BalancingSettings:
-    """Moving experts between devices while the server runs."""
+    """Expert load balancing (EPLB) while the server runs."""
 
     enabled: bool = _named(False, "enable_eplb")
-    """Compile what moves experts, allocate one layer's slots beside the weights, and have experts follow loads."""
+    """Compile expert migration, allocate slots of a layer beside the weights, and rebalance experts by their load."""
     interval: int = _number(500, (1, 1_000_000), "eplb_interval")
-    """Steps from one plan to the next at least; none is made while experts still move."""
+    """Minimum steps between plans; no plan is made while experts still move."""
     window: int = _number(1000, (1, 1_000_000), "eplb_window")
-    """Steps whose tokens a plan is made from; counts are read every 16 steps, and the last reading is always used."""
+    """Steps of load that a plan uses; counts are read every 16 steps, and the last reading is always used."""
     slots_per_step: int = _number(8, (1, 1024), "eplb_slots_per_step")
-    """Expert slots that a device receives, and that it sends, with one step at most."""
+    """Maximum expert slots that a device sends, and receives, per step."""
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """Other weights while the server runs."""
+    """Weight updates while the server runs."""
 
     weight_roots: tuple[str, ...] = ()
-    """Directories and URLs below which weights may be read, wherever links lead; empty: every local directory, and no
-    URL."""
+    """Directories and URLs below which weights may be read, after following links; empty permits every local directory
+    and no URL."""
     staging_timeout_s: float = _number(600.0, (0.1, DAY_S))
-    """Longest time that hosts may take to read and check other weights; after it the old ones serve on."""
+    """Maximum time of hosts to read and check new weights; on a timeout the old weights continue to serve."""
 
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """Compiling the steps at the start."""
+    """Compilation of steps at the start."""
 
     cache: str = _named("auto", "compile_cache")
-    """Directory that keeps compiled programs for later starts; `auto` is one in the user's cache directory, `off` none.
-    Every host keeps its own, there or on a disk of its own. What another user could write to is refused: it is code."""
+    """Directory that keeps compiled programs for later starts; `auto` is in the user's cache directory, `off` disables
+    it. Every host keeps its own. A directory that other users can write to is rejected, because it holds code."""
     cpu_kernels: str = _choice("auto", "off", "native")
-    """On a CPU: `native` computes in bfloat16, by kernels that a C++ compiler of the machine builds on first use; `off`
-    leaves everything to XLA. `auto` is native for a bfloat16 model on one device, where the machine can do it."""
+    """On a CPU: `native` computes in bfloat16 by kernels that the machine's C++ compiler builds on first use; `off`
+    leaves everything to XLA. `auto` is native for a bfloat16 model on one device if the machine supports it."""
     cpu_level: str = _choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon")
-    """Instructions that native kernels use: `auto` is the fastest level of the processor; a lower one computes as on a
-    processor that has no more. All engines of a process share it."""
+    """Instruction set of native kernels: `auto` is the fastest level of the processor; a lower level computes as on a
+    processor without the higher ones. All engines of a process share it."""
 
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """How many replicas serve, and how demand changes their number."""
+    """Number of replicas, and its autoscaling."""
 
     num_replicas: int = _number(1, (1, 4096))
-    """Replicas at the start, each on hosts of its own; `rayserve-moe scale` changes their number later."""
+    """Replicas at the start, each on its own hosts; `rayserve-moe scale` changes the number later."""
     min_replicas: int = _number(1, (1, 4096))
-    """The fewest replicas that are kept where `max_replicas` is set."""
+    """Minimum number of replicas if `max_replicas` is set."""
     max_replicas: int = _number(0, (0, 4096))
-    """The most replicas to which their demand may raise their number; 0 leaves the number alone."""
+    """Maximum number of replicas that autoscaling may start; 0 disables autoscaling."""
     target_demand: float = _number(0.7, (0.05, 1))
-    """What the mean demand is kept at: rows or KV pages in use, and what waits for them, over what a replica has."""
+    """Target of the mean demand: used and requested rows or KV pages, divided by a replica's total."""
     upscale_delay_s: float = _number(3.0, (0, DAY_S))
-    """Seconds for which more replicas have to be wanted before they are started."""
+    """Seconds of high demand before replicas are started."""
     downscale_delay_s: float = _number(300.0, (0, DAY_S))
-    """Seconds for which fewer have to be wanted before some drain and end."""
+    """Seconds of low demand before replicas drain and end."""
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """How the serving replica drives its hosts over Ray."""
+    """Hosts of a replica over Ray."""
 
     transport: str = _choice("auto", "compiled_graph", "sockets")
-    """`compiled_graph` or `sockets`; `auto` takes the graph on TPU hosts, sockets on others: processes
-    that wait in the graph poll, which costs emulated hosts the very cores that compute."""
+    """`compiled_graph` or `sockets`; `auto` takes the graph on TPU hosts and sockets on others, because processes that
+    wait in the graph busy-poll, which costs emulated hosts the cores that compute."""
     idle_release_s: float = _number(2.0, (0, DAY_S))
     """Seconds without work after which busy-polling transports are torn down."""
     start_timeout_s: float = _number(600.0, (1, DAY_S))
-    """Longest time loading and compiling may take."""
+    """Maximum time of loading and compiling."""
     step_timeout_s: float = _number(120.0, (1, DAY_S))
-    """Longest time one step may take, and a collective between emulated hosts may wait for a peer."""
+    """Maximum time of a step, and of a collective's wait for a peer between emulated hosts."""
     most_rebuilds_in_10_minutes: int = _number(3, (0, 1_000_000))
-    """Times that lost hosts are replaced within the replica; beyond it the replica ends. 0: at the first loss."""
+    """Maximum number of times that a replica replaces lost hosts in 10 minutes; beyond it the replica ends. 0 ends it
+    at the first loss."""
     most_rebuilds_in_hour: int = _number(10, (0, 1_000_000))
-    """The same within an hour."""
+    """The same maximum within an hour."""
     elastic_after_s: float = _number(0.0, (0, DAY_S))
-    """Seconds after which lost hosts (lost slices of TPUs) that have not come back are done without: all experts are
-    spread over the others, until the lost ones have been there again for as long. 0: the group waits for them."""
+    """Seconds after which the group continues without lost hosts (lost slices of TPUs). All experts are spread over the
+    other hosts until the lost hosts have been back for the same time. 0: the group waits for them."""
     elastic_most_lost: int = _number(1, (1, 1024))
-    """Slices, or emulated hosts, that are done without at the most."""
+    """Maximum number of slices, or emulated hosts, without which the group continues."""
     standby_workers: bool = False
-    """Keep a second process per host, libraries loaded, that waits to replace a lost worker: about 200 MB each."""
+    """Keep a second process per host, with libraries loaded, to replace a lost worker: about 200 MB each."""
     keep_sent_weights: str = _choice("auto", "before_swap", "after_swap", "off")
-    """Keep a copy of weights that were sent, which no disk has, in host memory, by a process per node: lost workers are
-    replaced then too, and replicas that start later take them from there. `before_swap` writes it before they serve,
-    beside that of the weights before them; `after_swap` once they serve, in its place: whoever is lost until it is
-    written ends the replica. `auto` is `before_swap` where memory holds both, else `after_swap`; the others are refused
-    at the start where memory does not hold them. Where there is no copy the replica ends with its workers."""
+    """Keep a copy of sent weights, which are on no disk, in host memory, in a process per node. Lost workers and
+    replicas that start later load from it. `before_swap` writes the copy before the weights serve, beside the previous
+    copy; `after_swap` replaces the previous copy once the weights serve, and a worker lost meanwhile ends the replica.
+    `auto` is `before_swap` if memory suffices for both copies, else `after_swap`; explicit values are rejected at the
+    start if memory does not suffice. Without a copy, the replica ends with its workers."""
     keep_next_weights: bool = False
-    """Copy each host's share of weights that were sent to the next host on another node too, which takes as much memory
-    again: then such weights outlive a lost node as well."""
+    """Also copy each host's share of sent weights to the next host on another node, for the same memory again, so that
+    they survive the loss of a node."""
     cpus_per_host: float = _number(0.5, (0, 1024))
     """Ray CPU resource that each emulated host reserves on a CPU cluster."""
     tpu_topology: str = ""
@@ -334,22 +342,25 @@ class ClusterSettings:
     tpu_version: str = ""
     """Generation of the slice, such as `v6e`."""
     tpu_chips_per_host: int = _number(0, (0, 8))
-    """Chips of one host, where topology and generation leave it open (v5e and v6e `2x4`); 0 lets Ray decide."""
+    """Chips per host if topology and generation leave it open (v5e and v6e `2x4`); 0 lets Ray decide."""
 
 
 @dataclass(frozen=True)
 class LoggingSettings:
-    """Lines that the replica, its workers and the rollout job write; an engine in your own process leaves it to you."""
+    """Log lines of the replica, its workers and the rollout job.
+
+    An in-process engine leaves logging to the application.
+    """
 
     level: str = _choice("info", "debug", "warning", "error", key="log_level")
-    """The least of what is written."""
+    """Minimum level of log lines."""
     format: str = _choice("text", "json", key="log_format")
-    """`text` for people; `json` has an object per line: `time`, `level`, `logger`, `message`, `request_id`, `trace`."""
+    """`text` for people; `json` for an object per line: `time`, `level`, `logger`, `message`, `request_id`, `trace`."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything, by owner. A component is given its own sections; only an engine reads the whole."""
+    """All settings by owner. A component receives its own sections; only an engine reads all of them."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)

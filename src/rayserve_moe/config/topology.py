@@ -1,6 +1,6 @@
-"""What a TPU slice of a topology and generation consists of: chips, hosts, devices.
+"""Chips, hosts and devices of a TPU slice, by topology and generation.
 
-Plain arithmetic on the published numbers of each generation; no cluster is asked.
+It computes with the published numbers of each generation and does not query a cluster.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from rayserve_moe.config.settings import ClusterSettings, ParallelSettings, Sett
 OTHER_SPELLINGS = {"v5litepod": "v5e", "v5lite": "v5e", "tpu7x": "v7x", "7x": "v7x"}
 
 FLAT = frozenset({"1x1", "2x2", "2x4", "2x8", "4x4", "4x8", "8x8", "8x16", "16x16"})
-"""Topologies of the generations whose chips lie in a plane."""
+"""Topologies of the generations with two-dimensional slices."""
 
 SMALL_CUBES = frozenset({"2x2x1", "2x2x2", "2x2x4", "2x4x4"})
-"""Topologies smaller than a cube of 4x4x4 chips; larger ones are made of such cubes."""
+"""Three-dimensional topologies smaller than a cube of 4x4x4 chips; larger ones consist of such cubes."""
 
 CHIPS_PER_HOST = 4
-MOST_CHIPS_PER_HOST = 8
+MAX_CHIPS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Dimensions of its topologies, and devices that jax sees per chip."""
+    """TPU generation."""
 
     num_dims: int
+    """Number of dimensions of its topologies."""
     devices_per_chip: int = 1
+    """Number of jax devices per chip."""
 
 
 GENERATIONS = {
@@ -42,9 +44,10 @@ GENERATIONS = {
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """One slice: generation (a key of GENERATIONS), topology, and the chips of each of its hosts."""
+    """TPU slice."""
 
     version: str
+    """Key of GENERATIONS."""
     topology: str
     chips_per_host: int
 
@@ -58,7 +61,7 @@ class TpuSlice:
 
     @property
     def devices_per_host(self) -> int:
-        """Devices that jax sees on a host."""
+        """Return the number of jax devices per host."""
         return self.chips_per_host * GENERATIONS[self.version].devices_per_chip
 
     def __str__(self) -> str:
@@ -68,7 +71,10 @@ class TpuSlice:
 
 
 def generation_name(version: str) -> str:
-    """The key of GENERATIONS for a name that people write, such as `v5litepod`, `tpu7x` or `TPU-V6E`."""
+    """Return the key of GENERATIONS for a common spelling such as `v5litepod`, `tpu7x` or `TPU-V6E`.
+
+    Raises: SettingsError for an unknown generation.
+    """
     name = version.strip().lower().removeprefix("tpu-")
     name = OTHER_SPELLINGS.get(name, name)
     if name not in GENERATIONS:
@@ -77,30 +83,36 @@ def generation_name(version: str) -> str:
 
 
 def num_chips(topology: str) -> int:
-    """Chips of a topology such as `2x4` or `2x4x4`."""
+    """Return the number of chips of a topology such as `2x4` or `2x4x4`.
+
+    Raises: SettingsError for another syntax.
+    """
     if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}", topology):
-        raise SettingsError(f"tpu_topology {topology!r} is none: write chips per dimension, such as 2x4 or 2x4x4")
+        raise SettingsError(f"tpu_topology {topology!r} is invalid: write chips per dimension, such as 2x4 or 2x4x4")
     return math.prod(map(int, topology.split("x")))
 
 
 def possible_slices(topology: str, version: str) -> tuple[TpuSlice, ...]:
-    """The slices that a topology may mean: two where hosts of 4 and of 8 chips can make it up (v5e and v6e `2x4`).
+    """Return the slices that a topology may denote.
 
-    SettingsError for a version, or a topology of that version, that does not exist.
+    They are two if hosts may have 4 or 8 chips (v5e and v6e `2x4`), else a single one.
+
+    Raises: SettingsError if the version, or the topology of that version, does not exist.
     """
     name, shape = generation_name(version), topology.strip().lower()
     chips = num_chips(shape)
     _check_shape(shape, name)
-    if chips == MOST_CHIPS_PER_HOST and shape in FLAT:
-        return TpuSlice(name, shape, CHIPS_PER_HOST), TpuSlice(name, shape, MOST_CHIPS_PER_HOST)
+    if chips == MAX_CHIPS_PER_HOST and shape in FLAT:
+        return TpuSlice(name, shape, CHIPS_PER_HOST), TpuSlice(name, shape, MAX_CHIPS_PER_HOST)
     return (TpuSlice(name, shape, min(CHIPS_PER_HOST, chips)),)
 
 
 def slice_for(cluster: ClusterSettings, *, num_hosts: int, num_slices: int) -> TpuSlice:
-    """The slice that the settings name, of which `num_slices` have `num_hosts` hosts.
+    """Return the slice in the settings; `num_slices` of them have `num_hosts` hosts in total.
 
-    Where the topology leaves the hosts open, `tpu_chips_per_host` decides, else `num_hosts`. SettingsError names all
-    numbers where they do not agree.
+    If the topology leaves the hosts open, `tpu_chips_per_host` decides, else `num_hosts`.
+
+    Raises: SettingsError with all numbers if they contradict each other.
     """
     slices = possible_slices(cluster.tpu_topology, cluster.tpu_version)
     name = f"a {slices[0].version} slice of topology {slices[0].topology} ({slices[0].num_chips} chips)"
@@ -123,7 +135,10 @@ def slice_for(cluster: ClusterSettings, *, num_hosts: int, num_slices: int) -> T
 
 
 def check_slices(cluster: ClusterSettings, parallel: ParallelSettings) -> None:
-    """Check hosts, devices and data ranks against the slices to reserve, if any. SettingsError names all numbers."""
+    """Check hosts, devices and data ranks against the slices to reserve, if any.
+
+    Raises: SettingsError with all numbers if they contradict each other.
+    """
     if not cluster.tpu_topology:
         return
     tpu = slice_for(cluster, num_hosts=parallel.num_hosts, num_slices=parallel.num_slices)

@@ -1,6 +1,6 @@
-"""Compilation of request constraints: their grammars, tried by a process beside each thread before it compiles.
+"""Compilation of request constraints. Each thread has a process that tries a grammar before the thread compiles it.
 
-A trial that takes too long ends its process, not the server.
+A trial that exceeds its timeout ends its process, not the server.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ MAX_KEPT, MAX_KEPT_BYTES = 256, 16 << 20
 START_S = 60.0
 """Timeout of a trial process's start: it imports the grammar engine and reads a tokenizer."""
 WHITESPACE = "( |\\n {0,32})"
-"""Between the parts of JSON, where a request does not say what: one space, or a line break and an indent. Unbounded, a
-model may write nothing else until its limit."""
+"""Default whitespace between JSON tokens: a space, or a line break and an indent. It is bounded because a model could
+otherwise emit whitespace up to its token limit."""
 MAX_DEPTH = 64
-"""Of a schema."""
+"""Maximum nesting depth of a schema."""
 NOTHING_FORCED = '%llguidance {"no_forcing": true}\n'
-"""Lets the model choose the tokens of forced text."""
+"""Grammar option by which the model samples every token, including those of fixed text."""
 ENGINE_OPTIONS = "x-guidance"
-"""A key of schemas that sets options of the engine."""
+"""Schema key that sets options of the grammar engine."""
 
 
 @dataclass(frozen=True)
 class CompiledConstraint:
-    """A constraint that an answer can begin with; `guide` makes one guide per choice."""
+    """Compiled constraint, verified to allow an answer to begin; `guide` builds a guide per choice."""
 
     matcher: LLMatcher
     vocabulary: Vocabulary
@@ -59,7 +59,7 @@ class CompiledConstraint:
     after: str = ""
 
     def guide(self, sampling: SamplingParams) -> TokenGuide:
-        """Return a guide for an answer, from its start."""
+        """Return a guide for the start of an answer."""
         rules = end_rules(sampling, eos_ids=self.vocabulary.eos_ids, num_ids=self.vocabulary.num_ids)
         after = AfterText(self.after.encode(), self.vocabulary.token_bytes) if self.after else None
         return TokenGuide(
@@ -68,7 +68,7 @@ class CompiledConstraint:
 
 
 class ConstraintCompiler:
-    """Compiler of constraints, each once while it is kept. All methods may be called from any thread."""
+    """Thread-safe compiler of constraints with a cache."""
 
     def __init__(self, vocabulary: Vocabulary, settings: StructuredSettings) -> None:
         self.vocabulary, self._settings = vocabulary, settings
@@ -82,7 +82,7 @@ class ConstraintCompiler:
             self._idle.put(trial)
 
     def submit(self, constraint: Constraint) -> Future[CompiledConstraint]:
-        """Compile a constraint on a thread; the future raises RequestError if that fails or takes too long."""
+        """Compile a constraint on a thread; the future raises RequestError on failure or timeout."""
         deadline = time.monotonic() + self._settings.timeout_s
         with self._lock:
             known = self._kept.get(constraint)
@@ -120,14 +120,14 @@ class ConstraintCompiler:
         if fault:
             raise RequestError(refusal(constraint, fault), constraint.param)
         if milliseconds > self._settings.max_mask_ms:
-            raise RequestError("its first token takes too long to find, which would hold others", constraint.param)
+            raise RequestError("its first token takes too long to compute and would block others", constraint.param)
         matcher = built_matcher(self._tokens, grammar)
         # Guides copy the first mask from this matcher, so that the engine thread does not compute it.
-        assert not fault_of(matcher, mask_words=self.vocabulary.mask_words)[0], "what was tried can begin an answer"
+        assert not fault_of(matcher, mask_words=self.vocabulary.mask_words)[0], "a tried constraint can begin an answer"
         return CompiledConstraint(matcher, self.vocabulary, self._settings.max_mask_ms, milliseconds, constraint.after)
 
     def _drop_failed(self, constraint: Constraint, done: Future[CompiledConstraint]) -> None:
-        """Forget a failed compilation: the cause may have been the timeout."""
+        """Remove a failed compilation from the cache: the cause may have been the timeout."""
         if done.cancelled() or done.exception() is not None:
             with self._lock:
                 if self._kept.get(constraint) is done:
@@ -139,11 +139,11 @@ class ConstraintCompiler:
 
 
 class TrialTimeoutError(Exception):
-    """A grammar was not tried in time."""
+    """Error for a grammar that was not tried before its deadline."""
 
 
 class TrialProcess:
-    """Process that tries grammars, one at a time, for one thread. It starts with the first grammar."""
+    """Process that tries grammars, one at a time, for a single thread. It starts with the first grammar."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -206,9 +206,9 @@ class TrialProcess:
 
 
 def grammar_of(constraint: Constraint, *, limits: StructuredSettings) -> str:
-    """Return the grammar of a constraint, as the engine takes it.
+    """Return the grammar of a constraint in the engine's format.
 
-    RequestError for a constraint beyond the limits, or that no grammar can be read from.
+    Raises: RequestError if the constraint exceeds the limits or cannot be parsed.
     """
     if len(constraint.text.encode()) > limits.max_bytes:
         raise RequestError(f"it is longer than {limits.max_bytes} bytes", constraint.param)
@@ -222,7 +222,7 @@ def grammar_of(constraint: Constraint, *, limits: StructuredSettings) -> str:
 
 
 def _parts(grammar: str) -> list[dict[str, Any]]:
-    """A grammar, and those that it refers to: the engine takes one in Lark as it stands, and several as JSON."""
+    """Return a grammar and the grammars to which it refers; the engine takes Lark text or a JSON list of grammars."""
     return json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
 
 
@@ -233,13 +233,19 @@ def _schema_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
 
 
 def json_options(constraint: Constraint) -> dict[str, Any]:
-    """Options of the engine for JSON: no whitespace, that of the request, or the usual."""
+    """Return the engine's JSON options.
+
+    An empty whitespace pattern of the request forbids whitespace; None selects the default.
+    """
     pattern = WHITESPACE if constraint.whitespace is None else constraint.whitespace
     return {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
 
 
 def checked_schema(schema: Any, limits: StructuredSettings, *, param: str) -> dict[str, Any]:
-    """A schema as an object without options of the engine. RequestError for one beyond the limits."""
+    """Return a schema as an object without engine options.
+
+    Raises: RequestError if it exceeds the limits or is not a schema.
+    """
     if schema is False:
         raise RequestError("the schema `false` allows nothing", param)
     num_values = 0
@@ -259,7 +265,7 @@ def checked_schema(schema: Any, limits: StructuredSettings, *, param: str) -> di
 
 
 def _levels(value: Any) -> Iterator[tuple[int, int]]:
-    """Of every object and list inside a value its depth, and how many values it enumerates."""
+    """Yield, for every object and list inside a value, its depth and the number of `enum` values."""
     open_values = [(value, 1)]
     while open_values:
         one, depth = open_values.pop()
@@ -279,7 +285,7 @@ def _regex_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
 
 
 def _choice_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
-    """Of expressions, which take any character; a grammar's strings have escapes of their own."""
+    """Return a regular expression over the choices; strings in a grammar would need other escapes."""
     choices = json.loads(constraint.text)
     if len(choices) > limits.max_alternatives:
         raise RequestError(f"there are more than {limits.max_alternatives} choices", constraint.param)
@@ -287,20 +293,20 @@ def _choice_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
 
 
 def escaped(text: str) -> str:
-    """An expression that is this text."""
+    """Return a regular expression that matches exactly this text."""
     return re.sub(r"[\\^$.|?*+()\[\]{}/&~#-]", lambda found: "\\" + found.group(), text)
 
 
 def _written_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
-    """GBNF as llama.cpp writes it, or Lark."""
+    """Parse GBNF as in llama.cpp, or Lark."""
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(constraint.text))
-    except Exception as error:  # it raises this very class, for rules that are missing or stand twice
+    except Exception as error:  # it raises plain Exception for missing or duplicate rules
         raise RequestError("it is neither a GBNF nor a Lark grammar", constraint.param) from error
 
 
 def _tag_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
-    """A format, or the earlier form: text in which every trigger begins one of the structures."""
+    """Return the grammar of a `format`, or of the legacy form with `structures` and `triggers`."""
     given, param = json.loads(constraint.text), constraint.param
 
     def schema_of(schema: Any) -> str:
@@ -318,7 +324,7 @@ def _tag_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
 
 
 def _calls_grammar(constraint: Constraint, limits: StructuredSettings) -> str:
-    """Tool calls, whose arguments keep to the schemas of their functions."""
+    """Return the grammar of tool calls, whose arguments follow their functions' schemas."""
     given = json.loads(constraint.text)
     lines = [given["lark"]]
     for i, schema in enumerate(given["schemas"]):

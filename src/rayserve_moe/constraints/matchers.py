@@ -12,19 +12,21 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from rayserve_moe.constraints.optional_properties import ITEMS_PER_OPTIONAL, MOST_OPTIONAL
+from rayserve_moe.constraints.optional_properties import ITEMS_PER_OPTIONAL, MAX_OPTIONAL
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=50_000,
     step_max_items=20_000,
     max_lexer_states=50_000,
-    max_items_in_row=(MOST_OPTIONAL + 50) * ITEMS_PER_OPTIONAL,
+    max_items_in_row=(MAX_OPTIONAL + 50) * ITEMS_PER_OPTIONAL,
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""A fifth of the engine's own: about 4 ms of building, 5 ms of a mask, 100 MB of a matcher. Rows are as wide as
-MOST_OPTIONAL makes them, with something to spare, which is twice the engine's own. Errors hold no grammar."""
+"""A fifth of the engine's default limits: about 4 ms of compilation, 5 ms per mask, 100 MB per matcher.
+
+Rows hold MAX_OPTIONAL optional properties with a margin, twice the default. Error messages omit the grammar.
+"""
 
 
 class Vocabulary(NamedTuple):
@@ -33,7 +35,7 @@ class Vocabulary(NamedTuple):
     token_bytes: tuple[bytes, ...]
     """Bytes by id; empty for an id without a token."""
     special_ids: tuple[int, ...]
-    """Ids that match only where a grammar names them; their bytes are names."""
+    """Ids that match only if a grammar refers to them; their bytes are names."""
     eos_ids: tuple[int, ...]
     """Ids that end an answer."""
 
@@ -68,17 +70,17 @@ class _GivenTokens:
 
     def __call__(self, text: str) -> list[int]:
         """Return a greedy tokenization; grammars with `no_forcing` do not use it."""
-        assert self.engine is not None, "a text is asked for before the tokens are there"
+        assert self.engine is not None, "a text is tokenized before the token table is built"
         return self.engine.greedy_tokenize(text)
 
 
 def built_matcher(tokens: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the start of a grammar; `is_error` where there can be none. Other threads run while it is built."""
+    """Return a matcher at the start of a grammar; `is_error` on failure. The engine releases the GIL meanwhile."""
     return LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
 
 
 def fault_of(matcher: LLMatcher, *, mask_words: int) -> tuple[str, float]:
-    """Why nothing can begin with a matcher, or an empty text; and the milliseconds of its first mask."""
+    """Return the reason why no answer can begin (empty if it can), and the milliseconds of the first mask."""
     if matcher.is_error():
         return matcher.get_error(), 0.0
     mask, begun = np.zeros(mask_words, np.int32), time.thread_time()

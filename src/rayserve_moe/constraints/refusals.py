@@ -1,4 +1,4 @@
-"""Why the grammar engine does not take a constraint: the keyword at fault, and where it stands."""
+"""Messages for constraints that the grammar engine rejects: the keyword at fault and its path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rayserve_moe.requests.records import Constraint
 
-LONGEST_PATH = 200
+MAX_PATH_LENGTH = 200
 _NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 """Keywords whose keys are names, not keywords."""
 _NO_SCHEMAS = {"const", "enum", "default", "examples", "required"}
@@ -32,7 +32,7 @@ _CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("required", ("required",)),
     ("NoExtension", ("$ref", "allOf", "enum", "const", "not")),
 )
-"""What the engine's messages have in them, and the keywords that they may be about."""
+"""Fragments of the engine's messages, and the keywords that may have caused them."""
 _FALLBACK = ("$dynamicRef", "$ref", "$id", "allOf", "oneOf", "anyOf", "type", "enum", "const", "pattern", "format")
 _SENTENCES = {
     "regex": "the expression cannot be used: it is no regular expression without look-around and back references, or "
@@ -45,7 +45,7 @@ _SENTENCES = {
 
 
 def refusal(constraint: Constraint, fault: str) -> str:
-    """A sentence for what the engine says (`matchers.fault_of`); of the constraint it has keywords and a path alone."""
+    """Return a sentence for a message of `matchers.fault_of`; of the constraint it shows only a keyword and a path."""
     if constraint.kind != "json_schema":
         return _SENTENCES.get(constraint.kind, "it cannot be used")
     found = [(keyword, path) for inner, path in objects_in(json.loads(constraint.text)) for keyword in inner]
@@ -57,7 +57,7 @@ def refusal(constraint: Constraint, fault: str) -> str:
 
 
 def _culprit(found: list[tuple[str, str]], fault: str) -> tuple[str | None, str]:
-    """The keyword that a message is about, and where it stands first."""
+    """Return the keyword that caused a message, and the path of its first occurrence."""
     if unknown := re.search(r"Unimplemented keys: \[(.*?)\]", fault):
         wanted: tuple[str, ...] = tuple(re.findall(r'"([^"]+)"', unknown.group(1)))
     else:
@@ -71,7 +71,7 @@ def _culprit(found: list[tuple[str, str]], fault: str) -> tuple[str | None, str]
 
 
 def objects_in(schema: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every object of a schema that has keywords, with its path, outer ones first."""
+    """Yield every object of a schema that has keywords, with its path, outer objects first."""
     open_schemas = [(schema, "#")]
     for inner, at in open_schemas:
         if isinstance(inner, list):
@@ -86,5 +86,5 @@ def objects_in(schema: Any) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def shown_path(path: str) -> str:
-    """A path in printable ASCII, of bounded length."""
-    return "".join(c if c.isascii() and c.isprintable() else "?" for c in path[:LONGEST_PATH])
+    """Return a path in printable ASCII, of bounded length."""
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in path[:MAX_PATH_LENGTH])

@@ -1,7 +1,7 @@
-"""Structural tags in the form of `format`, as xgrammar, vLLM and SGLang take them, to a grammar in Lark.
+"""Conversion of structural tags in the `format` form of xgrammar, vLLM and SGLang to a Lark grammar.
 
-What can be any text ends where the string that follows it begins: both are one terminal, since a lexer that has begun
-to read text would read the string as text too.
+Free text ends at the first occurrence of the string that follows. Both form a single terminal, because a lexer inside a
+text terminal would also consume that string.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rayserve_moe.requests.records import RequestError
 
 Format = Mapping[str, Any]
 SchemaOf = Callable[[Any], str]
-"""A checked schema as JSON of the engine."""
+"""Returns a checked schema as JSON for the engine."""
 GrammarsOf = Callable[[str], list[dict[str, Any]]]
-"""A written grammar as grammars of the engine, the first of which is the whole."""
+"""Returns grammars of the engine for a written grammar; the first is the main grammar."""
 ANY_TEXT = "/(?s:.*)/"
 _FIELDS: Mapping[str, frozenset[str]] = {
     "const_string": frozenset({"value"}),
@@ -33,16 +33,19 @@ _FIELDS: Mapping[str, frozenset[str]] = {
     "star": frozenset({"content"}),
     "repeat": frozenset({"content", "min", "max"}),
 }
-"""Fields of the kinds that are computed."""
+"""Fields of each supported format type."""
 
 
 def literal(text: str) -> str:
-    """An expression, without slashes around it, for exactly this text."""
+    """Return a regular expression, without slashes, for exactly this text."""
     return "".join(one if one.isascii() and one.isalnum() else f"\\x{{{ord(one):x}}}" for one in text)
 
 
 class TagGrammar:
-    """Writes one format as grammars of the engine. RequestError for a format that is not computed, or malformed."""
+    """Writer of a format as grammars of the engine.
+
+    Raises: RequestError from its methods if a format is unsupported or malformed.
+    """
 
     def __init__(self, *, param: str, schema_of: SchemaOf, grammars_of: GrammarsOf) -> None:
         self._param, self._schema_of, self._grammars_of = param, schema_of, grammars_of
@@ -51,13 +54,13 @@ class TagGrammar:
         self._inner: list[dict[str, Any]] = []
 
     def grammars(self, given: Any) -> list[dict[str, Any]]:
-        """The grammar of a whole answer, and those that it refers to."""
+        """Return the grammar of an answer, and the grammars to which it refers."""
         start = self._written(given, ())
         lark = "\n".join([f"start: {start}", *self._lines]) + "\n"
         return [{"lark_grammar": lark}, *self._inner]
 
     def _written(self, given: Any, ends: Sequence[str]) -> str:
-        """Terms for a format and one of the strings that end it; without `ends` it ends the answer."""
+        """Return terms for a format followed by a string in `ends`; without `ends` the format ends the answer."""
         kind = self._checked(given)
         if (of_kind := _OF_KIND.get(kind)) is not None:
             return of_kind(self, given, ends)
@@ -69,7 +72,7 @@ class TagGrammar:
             raise self._fault(f"a `format` should have a `type`, one of {', '.join(sorted(_FIELDS))}")
         for name, value in given.items():
             if name not in _FIELDS[kind] and name != "type" and value not in (None, False, []):
-                raise self._fault(f"a field of `{kind}` is not computed here; it may have {', '.join(_FIELDS[kind])}")
+                raise self._fault(f"a field of `{kind}` is not supported; it may have {', '.join(_FIELDS[kind])}")
         return kind
 
     def _const(self, given: Format) -> str:
@@ -93,10 +96,10 @@ class TagGrammar:
         return f"@{name}"
 
     def _any_text(self, given: Format, ends: Sequence[str]) -> str:
-        most = given.get("max_chars")
-        if most is not None and (not isinstance(most, int) or most < 0):
+        max_chars = given.get("max_chars")
+        if max_chars is not None and (not isinstance(max_chars, int) or max_chars < 0):
             raise self._fault("`max_chars` should be a number")
-        length = "" if most is None else f" & /(?s:.{{0,{most:d}}})/"
+        length = "" if max_chars is None else f" & /(?s:.{{0,{max_chars:d}}})/"
         return self._text_until(ends, without=self._texts(given, "excludes"), length=length)
 
     def _sequence(self, given: Format, ends: Sequence[str]) -> str:
@@ -120,7 +123,7 @@ class TagGrammar:
         return f"{self._begin(given, '')} {self._rest_of_tag(given, ends)}"
 
     def _begin(self, tag: Format, trigger: str) -> str:
-        """What follows the trigger of a tag's beginning."""
+        """Return the rest of a tag's beginning after its trigger."""
         return _any_of([self._text(tag, "begin")[len(trigger) :]])
 
     def _rest_of_tag(self, tag: Format, ends: Sequence[str]) -> str:
@@ -174,13 +177,14 @@ class TagGrammar:
         signs = {"optional": "?", "plus": "+", "star": "*"}
         if kind in signs:
             return f"({self._written(content, ())}){signs[kind]}"
-        least, most = given.get("min"), given.get("max")
-        if not isinstance(least, int) or not isinstance(most, int) or not (0 <= least <= most or most == -1):
+        minimum, maximum = given.get("min"), given.get("max")
+        are_integers = isinstance(minimum, int) and isinstance(maximum, int)
+        if not are_integers or not (0 <= minimum <= maximum or maximum == -1):
             raise self._fault("`repeat` should have `min` and `max`, -1 for no limit")
-        return f"({self._written(content, ())}){{{least:d},{'' if most < 0 else most}}}"
+        return f"({self._written(content, ())}){{{minimum:d},{'' if maximum < 0 else maximum}}}"
 
     def _is_open(self, given: Any) -> bool:
-        """Whether a format can be any text at its end."""
+        """Return True if a format can end with free text."""
         kind = self._checked(given)
         if kind in ("sequence", "or"):
             elements = self._formats(given, "elements")
@@ -190,16 +194,16 @@ class TagGrammar:
         return kind in ("any_text", "triggered_tags")
 
     def _head(self, given: Any) -> tuple[str, list[Format]]:
-        """The string that a format begins with, and formats for the rest of it."""
+        """Return the string with which a format begins, and formats for its rest."""
         kind = self._checked(given)
         if kind == "const_string" and given.get("value"):
             return self._text(given, "value"), []
         if kind == "tag" and given.get("begin"):
             return self._text(given, "begin"), [{**given, "begin": ""}]
-        raise self._fault("what can be any text should be the last of a `sequence`, or stand before a string or a tag")
+        raise self._fault("free text should be the last of a `sequence`, or stand before a string or a tag")
 
     def _text_until(self, ends: Sequence[str], *, without: Iterable[str], length: str = "") -> str:
-        """The name of a terminal for text, and one of the strings that end it."""
+        """Return the name of a terminal for text that ends with a string in `ends`."""
         forbidden = [literal(one) for one in dict.fromkeys([*without, *ends]) if one]
         excluded = f" & ~/(?s:.*)({'|'.join(forbidden)})(?s:.*)/" if forbidden else ""
         self._num_names += 1
@@ -246,13 +250,13 @@ _ONE_OF_KIND = {
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """A term for one of these strings; nothing for none, and for an empty one."""
+    """Return a term for a choice of strings, empty for no strings or only empty strings."""
     written = [f"/{literal(text)}/" for text in texts if text]
     return written[0] if len(written) == 1 else f"({' | '.join(written)})" if written else ""
 
 
 def _between_slashes(pattern: str) -> str:
-    """An expression as it stands between slashes."""
+    """Return a pattern escaped for use between slashes."""
     found, at = [], 0
     while at < len(pattern):
         step = pattern[at : at + (2 if pattern[at] == "\\" else 1)]
@@ -262,7 +266,7 @@ def _between_slashes(pattern: str) -> str:
 
 
 def triggered(structures: Sequence[Format], triggers: Sequence[str]) -> Format:
-    """The earlier form, of `structures` and `triggers`, as a format."""
+    """Return the legacy form with `structures` and `triggers` as a format."""
     tags = [
         {
             "type": "tag",

@@ -1,4 +1,4 @@
-"""Which tokens may follow the outputs of one choice: what its grammar, its allowed ids and its ends leave."""
+"""Masks of permitted next tokens of a choice, from its grammar, its allowed ids and its stop rules."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def _failed(sentence: str) -> FinishReason:
     return FinishReason("error", message=sentence, source="constraint")
 
 
-EMPTY = _failed("no token is left: what the constraint allows next, other fields of the request forbid")
+EMPTY = _failed("no token is left: other fields of the request forbid every token that the constraint allows")
 NOT_FOLLOWED = _failed("the grammar engine could not follow the answer: its limits are exceeded")
-TOO_SLOW = _failed("the constraint takes too long for a token, which holds other requests")
+TOO_SLOW = _failed("the constraint takes too long per token, which blocks other requests")
 USUAL_SHARE = 0.1
-"""Of the longest time for one mask: what one may take on average."""
+"""Allowance regained per mask, as a fraction of `max_mask_ms`: the permitted average time."""
 
 
 def id_bits(ids: Collection[int], *, num_words: int) -> np.ndarray:
-    """Bits of ids, int32 [num_words]: bit i % 32 of number i // 32 for id i."""
+    """Return the bits of ids, int32 [num_words]: id i is bit i % 32 of word i // 32."""
     bits, found = np.zeros(num_words, np.uint32), np.fromiter(ids, np.int64, len(ids))
     np.bitwise_or.at(bits, found // 32, np.uint32(1) << (found % 32).astype(np.uint32))
     return bits.view(np.int32)
@@ -35,22 +35,22 @@ def id_bits(ids: Collection[int], *, num_words: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EndRules:
-    """Bits int32 of what ends a choice, besides what the grammar says.
-
-    `stops` may end it where the grammar is satisfied, `eos` too, but only where nothing else may follow if
-    `ignores_eos`. Within the first `num_withheld` outputs neither may, again unless nothing else may follow. `allowed`
-    are the only ids there are, where it is not None.
-    """
+    """Bit masks, int32 [W], of tokens that may end a choice in addition to the grammar's rules."""
 
     stops: np.ndarray
+    """Stop ids; permitted if the grammar is satisfied."""
     eos: np.ndarray
+    """End-of-sequence ids; permitted if the grammar is satisfied."""
     ignores_eos: bool = False
+    """True permits `eos` only if no other token may follow."""
     num_withheld: int = 0
+    """Number of first outputs at which `stops` and `eos` are permitted only if no other token may follow."""
     allowed: np.ndarray | None = None
+    """The only permitted ids, or None for all."""
 
 
 def end_rules(sampling: SamplingParams, *, eos_ids: Collection[int], num_ids: int) -> EndRules:
-    """The rules of a request, for a model with `num_ids` ids."""
+    """Return the rules of a request, for a model with `num_ids` ids."""
     num_words = -(-num_ids // 32)
     stops = [token_id for token_id in sampling.stop_token_ids if token_id < num_ids]
     allowed = sampling.allowed_token_ids
@@ -88,11 +88,10 @@ class AfterText:
 
 
 class TokenGuide:
-    """Follows the outputs of one choice with a matcher of its own, as a `scheduling.sequence.Guide`.
+    """Guide of a choice with a matcher of its own; implements `scheduling.sequence.Guide`.
 
-    All other choices wait for its masks. So it has an allowance of `max_mask_ms` of this thread's time, to which every
-    mask adds a tenth, up to as much again; beyond that the choice ends with an error. `last_ms` begins as what the
-    first mask took when the constraint was compiled.
+    All other choices wait for its masks. The choice has an allowance of `max_mask_ms` thread time, of which every mask
+    regains a tenth; if it is used up, the choice ends with an error. `last_ms` starts at the compile-time measurement.
     """
 
     def __init__(
@@ -104,17 +103,19 @@ class TokenGuide:
         after: AfterText | None = None,
         first_ms: float = 0.0,
     ) -> None:
-        """Outputs up to the text `after`, where there is one, may be anything but an end."""
+        """Begin a choice. Outputs up to the text `after`, if given, are unconstrained but cannot end the choice."""
         self._matcher, self._rules, self._max_mask_ms = matcher, rules, max_mask_ms
         self._has_stops, self._no_eos, self._no_ends = bool(rules.stops.any()), ~rules.eos, ~(rules.eos | rules.stops)
         self._mask = np.zeros(len(rules.eos), np.int32)
-        self._address = self._mask.ctypes.data  # to look for it takes as long as a step of the grammar
+        self._address = self._mask.ctypes.data  # looking it up costs as much as a grammar step
         self._after = after
         self._num_consumed, self.last_ms, self._allowance_ms = 0, first_ms, max_mask_ms
 
     def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
-        """Return bits int32 [W] of what may follow, valid until the next call; or how the choice ends, since nothing
-        may."""
+        """Return the permitted next ids as bits int32 [W], valid until the next call.
+
+        If no token is permitted, return the finish reason instead.
+        """
         if self._after is not None:
             begin = self._after.find_end(output_ids)
             if begin is None:
@@ -129,7 +130,7 @@ class TokenGuide:
         return TOO_SLOW if self._allowance_ms < 0 else self._within_rules(len(output_ids))
 
     def _follow(self, output_ids: np.ndarray) -> bool:
-        """Fill the mask by the grammar; False where its engine fails."""
+        """Fill the mask by the grammar; return False if the engine fails."""
         matcher = self._matcher
         fresh, self._num_consumed = output_ids[self._num_consumed :], len(output_ids)
         if len(fresh) and not matcher.consume_tokens(fresh.tolist()):

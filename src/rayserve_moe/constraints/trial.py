@@ -1,7 +1,7 @@
-"""A process that tries grammars, so that one that takes too long can be ended: building cannot be cancelled.
+"""Process that tries grammars: compilation cannot be cancelled, but a process can be ended.
 
-It reads a vocabulary, its bytes as Latin-1, then grammars, and answers each with its fault, as lines of JSON. It ends
-with its input.
+It reads a vocabulary (bytes as Latin-1), then grammars, and answers each with its fault, all as JSON lines. It ends at
+the end of its input.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import sys
 from rayserve_moe.constraints.matchers import Vocabulary, built_matcher, fault_of
 
 NICE = 10
-"""How far it stands back behind the process that serves."""
+"""Niceness relative to the serving process."""
 
 
 def main() -> None:
-    """Try what comes in."""
+    """Try the grammars of standard input."""
     os.nice(NICE)
     written, special_ids, eos_ids = json.loads(sys.stdin.readline())
     vocabulary = Vocabulary(tuple(each.encode("latin-1") for each in written), tuple(special_ids), tuple(eos_ids))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfig, planning_config
-from rayserve_moe.config.derive import most_live_requests, prefill_chunk_tokens, verify_rows
+from rayserve_moe.config.derive import max_live_requests, prefill_chunk_tokens, verify_rows
 from rayserve_moe.config.settings import Settings, SpeculationSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.engine.admission import Capacity, check_request, ending_ids, processed_of
@@ -101,7 +101,7 @@ class EngineLoop:
             end=self._cycle.end,
         )
         self.request_metrics = self._outputs.metrics
-        most = most_live_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size)
+        most = max_live_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size)
         self.capacity = Capacity(self._outputs, most)
         self.control = EngineControl(
             self._cycle, executor, eplb=self.eplb, outputs=self._outputs, commands=self._commands, card=card
@@ -336,6 +336,7 @@ def scheduler_for(settings: Settings, card: ModelCard, *, started: StartReport) 
         page_size=cache.page_size,
         num_pages=started.num_pages,
         page_groups=started.page_groups,
+        entry_groups=started.entry_groups,
         max_tokens=card.max_model_len,
         num_data_ranks=settings.parallel.data_parallel_size,
         caches_prefixes=cache.enable_prefix_caching,
@@ -378,7 +379,11 @@ def cycle_with(  # noqa: PLR0913 (features, by keyword)
     overlaps: bool = True,
 ) -> StepCycle:
     """Return the step cycle with these features; None: without."""
-    drafted = None if speculation is None else DraftedSteps(speculation, scheduler, overlaps=overlaps)
+    drafted = (
+        None
+        if speculation is None
+        else DraftedSteps(speculation, scheduler, overlaps=overlaps and not scheduler.has_entries)
+    )
     tally = None if eplb is None else SelectionTally(eplb.migration)
     features = (drafted, eplb, DeferredSampling(scheduler.table), capture, tally, losses)
     if capture is not None:

@@ -28,7 +28,7 @@ from rayserve_moe.kernels.reference.layers import Rotation
 from rayserve_moe.kernels.table import KERNELS
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 from rayserve_moe.model.layers.attention import KIND as GROUPED
-from rayserve_moe.model.layers.attention import GroupedAttention, attention_config
+from rayserve_moe.model.layers.attention import GroupedAttention, attention_config, begin_choice
 from rayserve_moe.model.layers.choice import attention_choices
 from rayserve_moe.model.layers.moe import EXPERT_ARRAYS
 from rayserve_moe.model.model_config import ModelConfig
@@ -126,10 +126,8 @@ def _grouped_attention(
         return Rotation(angles, angles)
 
     def norm_and_project(shape: StepShape) -> Choice[Any]:
-        hidden_TD, stacked = hidden_of(shape), StackedWeights(weights, LAYER)
-        return kernels.norm_and_project.choose(
-            hidden_TD, hidden_TD, stacked, rotation=rotation_of(shape), config=attention
-        )
+        stream, rotation = (hidden_of(shape), hidden_of(shape)), rotation_of(shape)
+        return begin_choice(own, weights, stream, rotation=rotation, layer=LAYER, config=config)
 
     def project(shape: StepShape) -> Choice[Any] | None:
         if norm_and_project(shape).candidate is not None:

@@ -14,12 +14,36 @@ from typing import Any
 
 import jax
 
-from rayserve_moe.config.derive import most_useful_pages
+from rayserve_moe.config.derive import max_useful_pages
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings, SettingsError
 from rayserve_moe.model.states import KeptState
 from rayserve_moe.parallel.sharding import ParallelPlan
-from rayserve_moe.state.groups import PageGroup, page_groups
+from rayserve_moe.state.groups import EntryGroup, PageGroup, page_groups
 from rayserve_moe.state.kinds import StateKind
+
+
+@dataclass(frozen=True)
+class EntrySizes:
+    """An entry kind of a model, and the bytes that it takes on one device, in all layers."""
+
+    kind: StateKind
+    entry_bytes: int
+    ring_bytes: int
+    """What one row keeps besides its entries."""
+    page_bytes: int
+    """One page of all token kinds."""
+
+    def group(self, num_pages: int, *, scheduler: SchedulerSettings, cache: CacheSettings) -> EntryGroup:
+        """Return the entries beside `num_pages` pages of a data rank: two for each row, and those of cached prefixes.
+
+        The latter take `state_fraction` of the memory that they share with pages.
+        """
+        share = cache.state_fraction / (1 - cache.state_fraction)
+        num_kept = int(num_pages * self.page_bytes * share) // self.entry_bytes
+        num_ends = num_pages * cache.page_size // self.kind.entry_tokens
+        num_kept = min(num_kept, num_ends) if cache.enable_prefix_caching else 0
+        num_entries = 1 + 2 * scheduler.max_running_requests + num_kept
+        return EntryGroup(self.kind.name, self.kind.entry_tokens, num_entries, cache.state_interval)
 
 
 @dataclass(frozen=True)
@@ -27,9 +51,10 @@ class PoolSizes:
     """Division of the page pool between layers."""
 
     kinds: tuple[StateKind, ...]
-    """State kind of each layer."""
+    """State kind of each layer with pages."""
     scheduler: SchedulerSettings
     cache: CacheSettings
+    entries: tuple[EntrySizes, ...] = ()
 
     def groups(self, num_pages: int) -> tuple[PageGroup, ...]:
         """Return the groups of layers, for sequences that hold up to `num_pages` pages on a data rank."""
@@ -40,16 +65,30 @@ class PoolSizes:
         sizes = {(group.kind, group.window): group.num_pages for group in self.groups(num_pages)}
         return sum(sizes[kind.table_key] for kind in self.kinds)
 
+    def entry_groups(self, num_pages: int) -> tuple[EntryGroup, ...]:
+        """Return the groups of layers with entries, beside `num_pages` pages of a data rank."""
+        return tuple(each.group(num_pages, scheduler=self.scheduler, cache=self.cache) for each in self.entries)
+
+    def entry_bytes(self, num_pages: int) -> int:
+        """Return the bytes of the entries and rings of a data rank on one device."""
+        num_rows = self.scheduler.max_running_requests
+        return sum(
+            group.num_entries * each.entry_bytes + num_rows * each.ring_bytes
+            for each, group in zip(self.entries, self.entry_groups(num_pages), strict=True)
+        )
+
     def num_pages_within(self, free: int, *, layer_page_bytes: int, longest: int, extra_page_bytes: int = 0) -> int:
         """`num_pages_that_fit` for sequences of up to `longest` tokens; a page of a layer takes `layer_page_bytes`, and
         besides one of a sequence `extra_page_bytes`."""
         return num_pages_that_fit(
             self.cache,
             bytes_of=lambda num_pages: (
-                layer_page_bytes * self.num_layer_pages(num_pages) + extra_page_bytes * num_pages
+                layer_page_bytes * self.num_layer_pages(num_pages)
+                + extra_page_bytes * num_pages
+                + self.entry_bytes(num_pages)
             ),
             free=free,
-            most_useful=most_useful_pages(self.scheduler, self.cache, longest=longest),
+            most_useful=max_useful_pages(self.scheduler, self.cache, max_tokens=longest),
         )
 
 

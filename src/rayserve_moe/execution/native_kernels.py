@@ -85,4 +85,6 @@ def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: b
         return "the devices are no CPUs"
     if _is_float32(spec, dtype=dtype, is_asked_for=is_asked_for):
         return "they compute in bfloat16, and the model in float32"
+    if any(own.kind == "gated_delta" for own in spec.mixers):
+        return "they have no recurrent layers"
     return shape_problem(summed_widths(spec, plan.tensor_size))

@@ -133,6 +133,7 @@ class HostRunner:
             self._report,
             num_pages=num_pages,
             page_groups=self.served.pool.groups(num_pages),
+            entry_groups=self.served.pool.entry_groups(num_pages),
             compile_s=times.wall_s,
             compile_sum_s=times.sum_s,
             num_programs=times.num_programs,

@@ -17,6 +17,7 @@ from rayserve_moe.config.settings import (
     ReplaySettings,
     SchedulerSettings,
     Settings,
+    SettingsError,
     SpeculationSettings,
     StructuredSettings,
     UpdateSettings,
@@ -24,7 +25,7 @@ from rayserve_moe.config.settings import (
 from rayserve_moe.decoding.logit_processors import LogitProcessor
 from rayserve_moe.execution.drafts.model import draft_config, draft_shapes, draft_state_shapes
 from rayserve_moe.execution.drafts.parts import scratch_pages
-from rayserve_moe.execution.memory import PoolSizes, page_bytes
+from rayserve_moe.execution.memory import EntrySizes, PoolSizes, page_bytes
 from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
 from rayserve_moe.execution.processor_module import load_processors
 from rayserve_moe.execution.programs.buckets import step_cost, step_shapes
@@ -38,8 +39,9 @@ from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.states import layer_kinds, layer_pages_of, states_of
+from rayserve_moe.model.states import entry_states, layer_kinds, layer_pages_of, states_of, token_states
 from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.state.entries import ENTRY_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,27 @@ class ServedModel:
 
     @cached_property
     def pool(self) -> PoolSizes:
+        """Return how memory divides between layers and states."""
         kinds = layer_kinds(self.config, max_tokens=self.longest)
-        return PoolSizes(kinds, self.settings.scheduler, self.settings.cache)
+        return PoolSizes(kinds, self.settings.scheduler, self.settings.cache, self._entry_sizes())
+
+    def _entry_sizes(self) -> tuple[EntrySizes, ...]:
+        plan, dtype = self.config.plan, self.kv_dtype
+        of_page = page_bytes(token_states(self.config), page_size=self.settings.cache.page_size, dtype=dtype, plan=plan)
+        return tuple(
+            EntrySizes(
+                state.kind,
+                state.num_layers * state.row_bytes(plan, dtype=dtype),
+                state.num_layers * state.ring_bytes(plan, dtype=dtype),
+                of_page,
+            )
+            for state in entry_states(self.config)
+        )
+
+    @property
+    def num_columns(self) -> int:
+        """Return the number of values of states that a row has behind its page tables."""
+        return ENTRY_COLUMNS * len(entry_states(self.config))
 
     @property
     def num_tables(self) -> int:
@@ -150,7 +171,7 @@ class ServedModel:
         """
         size, plan = self.settings.cache.page_size, self.config.plan
         of = partial(page_bytes, page_size=size, dtype=self.kv_dtype, plan=plan)
-        first, *others = states_of(self.config)
+        first, *others = token_states(self.config)
         extra = of(others)
         if self.draft is not None:
             of_draft = of(states_of(self.draft.layer))
@@ -176,6 +197,7 @@ class ServedModel:
             self.settings.replay.enabled,
             layer_pages=layer_pages,
             max_drafts=self.settings.speculation.max_drafts,
+            num_columns=self.num_columns,
             holds_samples=self.settings.structured.enabled,
             draft=self.draft,
             shows_hidden=self.settings.replay.shows_hidden,
@@ -192,6 +214,8 @@ class ServedModel:
             num_rows=self.num_rows,
             pages_per_row=derive.pages_per_sequence(self.longest, step.page_size),
             layer_pages=step.layer_pages,
+            num_entries=sum(group.num_entries for group in self.pool.entry_groups(num_pages)),
+            num_columns=self.num_columns,
         )
         if self.draft is None:
             return state
@@ -237,8 +261,23 @@ def served_model(
     of_draft = None if draft is None else draft_config(draft, config, pool=settings.pool_format)
     processors = load_processors(settings.structured.processors, digest=settings.processors_digest)
     served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft, processors)
+    _check_entries(served)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served
+
+
+def _check_entries(served: ServedModel) -> None:
+    """Raise SettingsError if pages or intervals do not end where entries of recurrent layers do."""
+    cache = served.settings.cache
+    for state in entry_states(served.config):
+        tokens = state.kind.entry_tokens
+        if tokens % cache.page_size and cache.page_size % tokens:
+            raise SettingsError(
+                f"page_size {cache.page_size}: the states of recurrent layers are kept every {tokens} tokens, take a "
+                "divisor or a multiple of that"
+            )
+        if cache.state_interval % tokens:
+            raise SettingsError(f"state_interval {cache.state_interval} must be a multiple of {tokens}")
 
 
 def sampler_sizes(served: ServedModel) -> list[tuple[int, bool]]:

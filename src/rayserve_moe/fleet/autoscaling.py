@@ -1,6 +1,6 @@
-"""How many replicas the demand on a fleet takes: each reports its own, and Serve's controller asks this policy.
+"""Autoscaling by demand: each replica reports its demand, and Serve's controller asks this policy.
 
-Behind HAProxy nothing queues at Serve's handles, so a policy that counts requests there sees no queue.
+Behind HAProxy no requests queue at Serve's handles, so a policy that counts requests there sees no queue.
 """
 
 from __future__ import annotations
@@ -11,42 +11,46 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from rayserve_moe.config.derive import most_replicas
+from rayserve_moe.config.derive import max_num_replicas
 from rayserve_moe.config.settings import ReplicaSettings
 from rayserve_moe.engine.loop import EngineLoop
 
 DEMAND = "demand"
 _SAMPLED_S, _AVERAGED_S = 1.0, 5.0
-"""A replica is sampled and reports as often, and Serve averages over as long: at its defaults a minute would pass."""
+"""Interval of a replica's samples and reports, and the time that Serve averages over; Serve's defaults react in a
+minute.
+"""
 
 
-def demand_on(*, num_requests: int, most_requests: int, num_tokens: int, most_tokens: int) -> float:
-    """Return what a replica is asked for, waiting requests and prompt tokens included, as a share of what it holds at a
-    time: of its rows or of its pool of KV pages, whichever is the scarcer. Above 1 something waits."""
-    return max(num_requests / most_requests, num_tokens / most_tokens)
+def demand_on(*, num_requests: int, max_requests: int, num_tokens: int, max_tokens: int) -> float:
+    """Return a replica's demand, including waiting requests and prompt tokens, as a share of its capacity.
+
+    The scarcer of rows and KV pages counts. Above 1 something waits.
+    """
+    return max(num_requests / max_requests, num_tokens / max_tokens)
 
 
 def demand_of(loop: EngineLoop) -> float:
-    """Return the demand on a running engine, as of about now."""
+    """Return the current demand on a running engine."""
     pages, statistics = loop.control.pages, loop.statistics()
     num_requests, _ = pages.load()
     used = (statistics["pages_total"] - statistics["pages_free"]) * pages.page_size
     return demand_on(
         num_requests=num_requests,
-        most_requests=pages.num_rows,
+        max_requests=pages.num_rows,
         num_tokens=int(used) + pages.tokens_without_pages(),
-        most_tokens=int(statistics["pages_total"]) * pages.page_size,
+        max_tokens=int(statistics["pages_total"]) * pages.page_size,
     )
 
 
 class ByDemand:
-    """Serve's policy: as few replicas as bring their mean demand to `target`; the number stays while none reports."""
+    """Serve's policy: the minimum replicas that bring the mean demand to `target`; no change while none reports."""
 
     def __init__(self, target: float) -> None:
         self._target = target
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the number of replicas, which Serve holds within its bounds and delays, and no state."""
+        """Return the number of replicas, which Serve bounds and delays, and no state."""
         found = (context.aggregated_metrics or {}).get(DEMAND)
         if not found:
             return context.target_num_replicas, {}
@@ -54,9 +58,9 @@ class ByDemand:
 
 
 def autoscaling_of(replicas: ReplicaSettings) -> AutoscalingConfig | None:
-    """Return how Serve is to scale the deployment; None where the number of replicas is left alone.
+    """Return Serve's autoscaling settings, or None if the number of replicas is fixed.
 
-    Serve calls the interval of samples deprecated, and has no other way to set it for one deployment.
+    Serve calls the sampling interval deprecated, but has no other way to set it for a single deployment.
     """
     if not replicas.max_replicas:
         return None
@@ -65,7 +69,7 @@ def autoscaling_of(replicas: ReplicaSettings) -> AutoscalingConfig | None:
         return AutoscalingConfig(
             initial_replicas=replicas.num_replicas,
             min_replicas=replicas.min_replicas,
-            max_replicas=most_replicas(replicas),
+            max_replicas=max_num_replicas(replicas),
             metrics_interval_s=_SAMPLED_S,
             look_back_period_s=_AVERAGED_S,
             upscale_delay_s=replicas.upscale_delay_s,

@@ -1,7 +1,7 @@
-"""Calls to all replicas of an application: who answered what, and who of those that Serve lists did not.
+"""Calls to all replicas of an application, with their answers and the listed replicas that did not answer.
 
-The one module that knows how Serve 2.60 keeps the answers of a broadcast apart: its public method drops all of them
-where one replica is late.
+Only this module depends on how Serve 2.60 keeps the answers of a broadcast apart: its public method drops all answers
+if a single replica is late.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from ray.serve.handle import DeploymentHandle
 from rayserve_moe.fleet.member import GONE, StateUnavailableError
 
 KNOWN_WITHIN_S = 5.0
-"""For Serve to list a replica no longer that was lost, and for its handles to know one that has just joined."""
+"""Maximum time until Serve stops listing a lost replica and its handles know a replica that has just joined."""
 _RETRY_S = 0.25
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a replica has not done what it was asked: an HTTP status, a sentence, and its code."""
+    """The reason why a replica has rejected a call."""
 
     status: int
+    """HTTP status."""
     message: str
     code: str | None = None
+    """Error code of the API."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one replica answers: a value, or why there is none."""
+    """A replica's answer: a value, or the refusal."""
 
     replica: str
     value: Any = None
@@ -48,42 +50,44 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of a fleet by the names of replicas, in order, and those that did not answer."""
+    """The answers of a fleet."""
 
     by_replica: dict[str, Answer] = field(default_factory=dict)
+    """By replica name, sorted."""
     missing: tuple[str, ...] = ()
+    """Names of replicas that did not answer."""
 
     @property
     def values_by_replica(self) -> dict[str, Any]:
-        """The value of every replica that did not refuse."""
+        """Return the value of every replica that did not refuse."""
         return {name: answer.value for name, answer in self.by_replica.items() if answer.refusal is None}
 
     @property
     def values(self) -> list[Any]:
-        """The values, of all that have one."""
+        """Return the values of all replicas that did not refuse."""
         return list(self.values_by_replica.values())
 
     @property
     def refused(self) -> Answer | None:
-        """The first answer that is a refusal."""
+        """Return the first refusal, or None."""
         return next((answer for answer in self.by_replica.values() if answer.refusal is not None), None)
 
 
 def collect(answers: Iterable[Any], expected: Collection[str]) -> Answers:
-    """Return answers by replica, and who of the `expected` has not answered; what is no `Answer` counts for nothing."""
+    """Return the answers by replica and the `expected` replicas without an answer; ignore all that is no `Answer`."""
     found = {answer.replica: answer for answer in answers if isinstance(answer, Answer)}
     return Answers(dict(sorted(found.items())), tuple(sorted(set(expected) - set(found))))
 
 
 def expected_of(listed: dict[str, str], members: Collection[str]) -> set[str]:
-    """Return whom a call concerns: replicas that run, and those that start and have joined, not those that stop."""
+    """Return the replicas that a call concerns: running ones, and starting ones that have joined; none that stop."""
     return {name for name, state in listed.items() if state not in GONE and (state != "STARTING" or name in members)}
 
 
 def listed_replicas(application: str, deployment: str) -> dict[str, str]:
-    """Return the replicas of a deployment that Serve's controller lists, with their states; it blocks for it.
+    """Return the replicas of a deployment that Serve's controller lists, with their states. Blocks.
 
-    StateUnavailableError while there is no controller.
+    Raises StateUnavailableError while no controller runs.
     """
     try:
         client = _get_global_client()
@@ -98,27 +102,27 @@ def listed_replicas(application: str, deployment: str) -> dict[str, str]:
 
 
 class FleetCalls:
-    """Calls `method(call, arguments)` of every replica of a deployment, from one event loop."""
+    """Calls `method(call, arguments)` of every replica of a deployment, from a single event loop."""
 
     def __init__(self, application: str, deployment: str, *, method: str) -> None:
         self._application, self._deployment, self._method = application, deployment, method
         self._handle: DeploymentHandle | None = None
 
     def put(self, content: bytearray) -> list[Any]:
-        """Make bytes available to all replicas; returns an argument that stands for them."""
+        """Store bytes for all replicas; return an argument that refers to them."""
         return [ray.put(np.frombuffer(content, np.uint8))]
 
     def get(self, sent: list[Any]) -> bytearray:
-        """Return the bytes that an argument stands for."""
+        """Return the bytes that an argument refers to."""
         content: Any = ray.get(sent[0])
         return bytearray(content)
 
     async def ask(
         self, call: str, *arguments: Any, timeout_s: float, members: Callable[[], Collection[str]]
     ) -> Answers:
-        """Return the answers to a call that may be repeated without harm.
+        """Return the answers to an idempotent call.
 
-        It is repeated for `KNOWN_WITHIN_S` while someone whom Serve lists has not answered, though in time.
+        It is repeated for up to `KNOWN_WITHIN_S` while a listed replica is missing, unless the call has timed out.
         """
         deadline = time.monotonic() + KNOWN_WITHIN_S
         while True:
@@ -132,7 +136,7 @@ class FleetCalls:
             await asyncio.sleep(_RETRY_S)
 
     async def _sent(self, call: str, arguments: tuple[Any, ...], *, timeout_s: float) -> list[Any]:
-        """Send a call once; errors stand for answers, and nothing for those that are late."""
+        """Send a call once; return answers and errors, without the late replicas."""
         if self._handle is None:
             handle = serve.get_deployment_handle(self._deployment, self._application)
             self._handle = handle.options(_by_reference=True)  # weights are passed as references

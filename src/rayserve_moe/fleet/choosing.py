@@ -1,6 +1,6 @@
-"""Chooses a replica for a request: prompt tokens that it would compute there, times what runs there already.
+"""Replica selection by cost: prompt tokens that a replica would compute, times its load.
 
-As LMetric (arXiv 2603.15202) multiplies them: a prompt token that is computed delays everything that runs beside it.
+The product follows LMetric (arXiv 2603.15202): computing a prompt token delays everything that runs beside it.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from rayserve_moe.fleet.load_average import Load, Report, kept_share
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 
 ANSWER_TOKENS = 256
-"""What an answer costs a replica, in prompt tokens: where a prompt is cached everywhere, load alone decides."""
+"""Cost of an answer in prompt tokens; if a prompt is cached everywhere, load alone decides."""
 IDLE_LOAD = 8
-"""Running requests that cost the others about nothing: a step reads its weights for few rows and for many."""
+"""Load that does not slow a replica down: a step reads the weights once for few rows or many."""
 QUEUE_TOKENS = 4096
-"""So many prompt tokens that wait weigh as one more running request."""
-NEARLY = 1.01
-"""Costs within this factor of the least are equal: one of them is drawn."""
+"""Waiting prompt tokens that weigh as much as a running request."""
+TIE_FACTOR = 1.01
+"""Replicas within this factor of the minimum cost are tied; one is chosen at random."""
 
 
 class Prompt(NamedTuple):
-    """The prompt of a request, as far as a router understands it: tokens, and the digests of its whole pages.
-
-    `num_choices` are the answers that it is asked for, of `num_requests` prompts, of which the first one is described.
-    """
+    """The prompt of a request as parsed by the router."""
 
     num_tokens: int = 0
     digests: Sequence[bytes] = ()
+    """Digests of its full pages."""
     page_size: int = 1
+    """Tokens per page."""
     num_choices: int = 1
+    """Requested answers of all prompts."""
     num_requests: int = 1
+    """Prompts in the body; the other fields describe the first."""
 
 
-UNKNOWN = Prompt()
-"""Of a body that is not understood."""
+UNPARSED = Prompt()
+"""Stands for a body that the router cannot parse."""
 
 
 class Choosing:
-    """One router's choices, over an index that others fill. `clock` is in seconds."""
+    """The choices of a router, over an index that others fill. `clock` counts seconds."""
 
     def __init__(self, index: PrefixIndex, *, draw: random.Random, clock: Callable[[], float]) -> None:
         self._index, self._draw, self._clock = index, draw, clock
@@ -52,34 +53,34 @@ class Choosing:
         self.bookings, self.places = Bookings(), Places()
 
     def report(self, replica_id: str, report: Report) -> None:
-        """Note what a replica says as of now."""
+        """Record a replica's report."""
         self._loads[replica_id] = report.load
         self.places.report(replica_id, report.num_requests)
 
     def forget(self, replica_id: str) -> None:
-        """Forget load, places and bookings of a replica that is gone."""
+        """Forget load, capacity and bookings of a replica that is gone."""
         self._loads.pop(replica_id, None)
         self.places.forget(replica_id)
         self.bookings.forget(replica_id)
 
     def choose(self, prompt: Prompt, replica_ids: Sequence[str]) -> str:
-        """Return one of the replicas, of which there are some, and book the request there.
+        """Return a replica for the prompt and book the request there. `replica_ids` is not empty.
 
-        One that is full would refuse it: where all are, it goes where the most places are.
+        Full replicas are skipped; if none has capacity for all requests, the replicas with the maximum are used.
         """
         now = self._clock()
         free = {name: self.places.num_free(name, now=now) for name in replica_ids}
         needed = min(prompt.num_requests, max(free.values()))
         new = {name: prompt.num_tokens - self.num_cached(name, prompt) for name in replica_ids if free[name] >= needed}
         costs = {name: (tokens + ANSWER_TOKENS) * self._load(name, now) for name, tokens in new.items()}
-        least = min(costs.values())
-        chosen = self._draw.choice([name for name, cost in costs.items() if cost <= least * NEARLY])
-        self.bookings.add(chosen, prompt.digests, load=Load(prompt.num_choices, new[chosen]), now=now)
-        self.places.send(chosen, prompt.num_requests, now=now)
-        return chosen
+        min_cost = min(costs.values())
+        replica_id = self._draw.choice([name for name, cost in costs.items() if cost <= min_cost * TIE_FACTOR])
+        self.bookings.add(replica_id, prompt.digests, load=Load(prompt.num_choices, new[replica_id]), now=now)
+        self.places.send(replica_id, prompt.num_requests, now=now)
+        return replica_id
 
     def num_cached(self, replica_id: str, prompt: Prompt) -> int:
-        """Tokens of a prompt that a replica need not compute, by events and bookings."""
+        """Return the prompt tokens that a replica need not compute, according to its events and to bookings."""
         held = self._index.num_cached_pages(replica_id, prompt.digests)
         booked = self.bookings.num_pages(replica_id, prompt.digests, now=self._clock())
         return max(held, booked) * prompt.page_size
@@ -92,7 +93,7 @@ class Choosing:
 
 PAGES_BOOKED_S = 5.0
 """Seconds for which a sent prompt counts as cached at its replica, whether or not its pages are reported."""
-MOST_BOOKED_PAGES = 1 << 19
+MAX_BOOKED_PAGES = 1 << 19
 """Maximum number of booked pages of all replicas."""
 
 
@@ -106,7 +107,7 @@ class _Sent:
 class Bookings:
     """Requests in flight between a router and its replicas: expected cache entries, and unreported load.
 
-    Times are seconds of one clock. Memory is bounded; the oldest booking is dropped first.
+    Times are seconds of a single clock. Memory is bounded; the oldest booking is dropped first.
     """
 
     def __init__(self) -> None:
@@ -145,7 +146,7 @@ class Bookings:
         return self._num_pages
 
     def _expire(self, now: float) -> None:
-        while self._sent and (self._sent[0].at <= now - PAGES_BOOKED_S or self._num_pages > MOST_BOOKED_PAGES):
+        while self._sent and (self._sent[0].at <= now - PAGES_BOOKED_S or self._num_pages > MAX_BOOKED_PAGES):
             oldest = self._sent.popleft()
             self._num_pages -= len(oldest.digests)
             pages = self._pages.get(oldest.replica_id)
@@ -161,7 +162,7 @@ REPORTED_WITHIN_S = 0.2
 
 
 class Places:
-    """Request capacity of the replicas of one router. Times are seconds of one clock.
+    """Request capacity of the replicas of a router. Times are seconds of a single clock.
 
     A replica without a limit or a report has infinite capacity.
     """
@@ -202,5 +203,5 @@ class Places:
         return max_requests - taken - sum(number for _, number in self._recent(replica_id, now))
 
     def _recent(self, replica_id: str, now: float) -> list[tuple[float, int]]:
-        """Return sent requests that the last report may lack. Older ones have ended or used no capacity."""
+        """Return sent requests that the last report may not include. Older ones have ended or used no capacity."""
         return [(at, number) for at, number in self._sent.get(replica_id, ()) if at > now - REPORTED_WITHIN_S]

@@ -1,11 +1,11 @@
-"""The journal: a process that outlives replicas, and keeps what they have asked for and committed.
+"""The journal: a process that outlives replicas and keeps their requests and committed tokens.
 
     python -m rayserve_moe.fleet.journal --host H --port P --max-bytes N --ttl-s S
 
 Replicas prove that they know the key, RAYSERVE_MOE_JOURNAL_KEY in the environment of both.
 
-It knows no model, no Ray and no HTTP; records are bytes to it. It keeps all in memory: its end loses them, and replicas
-bring those back that still run.
+It depends on no model, no Ray and no HTTP; records are opaque bytes. It keeps everything in memory: if it ends, the
+entries are lost, and replicas send those of running requests to the next journal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rayserve_moe.fleet.journal_wire import (
     MAX_FRAME_BYTES,
     OPEN,
     TAKE_OVER,
-    UNASKED,
+    UNSOLICITED,
     Fence,
     message_in,
     packed,
@@ -37,15 +37,15 @@ from rayserve_moe.fleet.journal_wire import (
 
 log = logging.getLogger(__name__)
 EXPIRE_S = 1.0
-MOST_UNREAD_BYTES = 64 << 20
-"""Answers that wait for one replica; beyond that it is not listened to, and cut off after `READ_S`."""
+MAX_UNREAD_BYTES = 64 << 20
+"""Maximum bytes of unread answers for a replica. Above it the journal stops reading and disconnects after `READ_S`."""
 READ_S = 30.0
 ENTRY_BYTES = 512
-"""Counted for an entry besides its records."""
+"""Bytes counted for an entry in addition to its records."""
 
 
 class Journal:
-    """Serves a table over TCP to whoever proves that it knows `key`; `serve` in an event loop."""
+    """Serves a table over TCP to peers that prove `key`; `serve` runs in an event loop."""
 
     def __init__(self, table: JournalTable, *, key: bytes) -> None:
         self.table, self._key = table, key
@@ -53,7 +53,7 @@ class Journal:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def serve(self, host: str, port: int) -> asyncio.Server:
-        """Listen; returns the server. OSError where the port is taken."""
+        """Listen and return the server. Raises OSError if the port is taken."""
         server = await asyncio.start_server(self._answer, host, port)
         self._expiring = asyncio.create_task(self._expire())
         return server
@@ -63,23 +63,23 @@ class Journal:
         while True:
             await asyncio.sleep(EXPIRE_S)
             self.table.expire()
-            if sent != (sent := self._totals):  # for replicas that write nothing
+            if sent != (sent := self._totals):  # inform replicas that write nothing
                 for writer in self._writers:
-                    writer.write(framed(packed([UNASKED, [], [], sent])))
+                    writer.write(framed(packed([UNSOLICITED, [], [], sent])))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await prove_listening(reader, writer, key=self._key)
-            writer.write(framed(packed([UNASKED, self._name])))
+            writer.write(framed(packed([UNSOLICITED, self._name])))
             self._writers.add(writer)
             while True:
                 message = message_in(await read_frame(reader, max_frame_bytes=MAX_FRAME_BYTES))
                 reply = self._kept(message, writer) if len(message) == 2 else self._found(message, writer)
                 writer.write(framed(packed(reply)))
-                if writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+                if writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                     await asyncio.wait_for(writer.drain(), READ_S)
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            log.info("a replica has gone")
+            log.info("a replica has disconnected")
         finally:
             self._writers.discard(writer)
             self.table.lose(writer)
@@ -115,7 +115,7 @@ class Journal:
                 return [number, None, []]
             entry, before, fence = taken
             if isinstance(before, asyncio.StreamWriter) and before is not owner:
-                before.write(framed(packed([UNASKED, [[identity, *fence]], [], self._totals])))
+                before.write(framed(packed([UNSOLICITED, [[identity, *fence]], [], self._totals])))
         elif (found := self.table.read(identity)) is None:
             return [number, None, []]
         else:
@@ -140,27 +140,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     table = JournalTable(max_bytes=given.max_bytes, ttl_s=given.ttl_s)
     if not (key := environment_setting("journal_key")):
-        parser.error("RAYSERVE_MOE_JOURNAL_KEY is not set: anyone could read and write what is kept")
+        parser.error("RAYSERVE_MOE_JOURNAL_KEY is not set: without a key anyone could read and write the journal")
     with suppress(KeyboardInterrupt):
         asyncio.run(run(given.host, given.port, table=table, key=key.encode()))
 
 
 @dataclass
 class Entry:
-    """A request: what was asked, then what was committed, as bytes. `closed_at` is when its last byte was sent."""
+    """A request in the journal."""
 
     fence: Fence
     owner: object
+    """Connection of the owning replica."""
     records: list[bytes] = field(default_factory=list)
+    """The request, then the committed updates."""
     num_bytes: int = ENTRY_BYTES
     closed_at: float | None = None
+    """Clock time at which its last byte was sent; None: open."""
 
 
 class JournalTable:
-    """Entries by identity. `owner` is whatever stands for a connection of a replica.
+    """Entries by identity. `owner` is any object that stands for a replica's connection.
 
-    Beyond `max_bytes` entries that are closed make way, the oldest first; where that is not enough, what would grow is
-    dropped itself. `num_dropped` counts both.
+    Above `max_bytes` the oldest closed entries are dropped; if that is not enough, the growing entry itself is dropped.
+    `num_dropped` counts both.
     """
 
     def __init__(self, *, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -173,8 +176,11 @@ class JournalTable:
         return len(self._entries)
 
     def open(self, identity: bytes, fence: Fence, *, records: Sequence[bytes], owner: object) -> bool | None:
-        """Begin an entry, or bring back one that another journal had; None where it was taken over from this fence,
-        False where another replica runs one of this identity."""
+        """Begin an entry, or restore an entry of an earlier journal; return True if it is kept.
+
+        Return None if the entry was taken over from this fence, False if another replica owns the identity or memory is
+        full.
+        """
         before = self._entries.get(identity)
         is_owned = before is not None and before.fence != fence and before.closed_at is None
         if before is not None and is_owned and before.fence.term >= fence.term:
@@ -184,8 +190,10 @@ class JournalTable:
         return all(self._append(identity, record) for record in records)
 
     def commit(self, identity: bytes, fence: Fence, *, records: Sequence[bytes]) -> bool | None:
-        """Append records. None where the fence is no longer the owner's, False where there is no such entry that is
-        open."""
+        """Append records; return True if they are kept.
+
+        Return None if the fence is not the owner's, False if no such entry is open or memory is full.
+        """
         entry = self._entries.get(identity)
         if entry is None:
             return False
@@ -194,17 +202,17 @@ class JournalTable:
         return entry.closed_at is None and all(self._append(identity, record) for record in records)
 
     def close(self, identity: bytes, fence: Fence) -> None:
-        """Note that the owner writes no more: the entry stays for a while."""
+        """Close an entry: its owner writes no more. It is kept for the time to live."""
         entry = self._entries.get(identity)
         if entry is not None and entry.fence == fence:
             self._close(identity, entry)
 
     def read(self, identity: bytes) -> Entry | None:
-        """Return an entry."""
+        """Return an entry, or None."""
         return self._entries.get(identity)
 
     def take_over(self, identity: bytes, epoch: int, *, owner: object) -> tuple[Entry, object, Fence] | None:
-        """Make another replica the owner; returns the entry, who owned it by which fence, None where there is none."""
+        """Make another replica the owner; return the entry, its previous owner and fence. None if it does not exist."""
         entry = self._entries.get(identity)
         if entry is None:
             return None
@@ -221,7 +229,7 @@ class JournalTable:
                 self._close(identity, entry)
 
     def expire(self) -> None:
-        """Forget what was closed longer ago than its time."""
+        """Remove entries that have been closed for longer than the time to live."""
         now = self._clock()
         while self._closed:
             identity = next(iter(self._closed))
@@ -231,11 +239,11 @@ class JournalTable:
             self._remove(identity)
 
     def check_integrity(self) -> None:
-        """Assert that bytes and closed entries add up against an independent count."""
+        """Assert that bytes and closed entries agree with an independent count."""
         sizes = [ENTRY_BYTES + sum(map(len, entry.records)) for entry in self._entries.values()]
-        assert self.num_bytes == sum(sizes) <= self._max_bytes, "bytes are miscounted, or too many"
+        assert self.num_bytes == sum(sizes) <= self._max_bytes, "num_bytes is wrong or above the limit"
         closed = {identity for identity, entry in self._entries.items() if entry.closed_at is not None}
-        assert closed == set(self._closed), "closed entries are not those that may make way"
+        assert closed == set(self._closed), "the set of closed entries is wrong"
 
     def _append(self, identity: bytes, record: bytes) -> bool:
         if (entry := self._entries.get(identity)) is None:

@@ -45,20 +45,20 @@ from rayserve_moe.requests.results import ChoiceResult
 
 log = logging.getLogger(__name__)
 WAIT_S = 5.0
-MOST_CLOSED = 100_000
-"""Requests whose last byte was sent that are counted."""
+MAX_CLOSED = 100_000
+"""Maximum number of closed requests that are counted."""
 TAKEN_OVER = FinishReason("error", message="this request is answered on another connection now")
 
 
 class JournalDownError(RuntimeError):
-    """The journal does not answer now."""
+    """The journal does not answer."""
 
 
 class JournalClient:
-    """The way to the journal at `address`, which knows `key`. `epoch` is higher for replicas that start later.
+    """The client of the journal at `address`, which knows `key`. `epoch` is higher for replicas that start later.
 
-    While it `is_up` the journal keeps what is committed, and for `ttl_s` what was answered. `tickets` are those of the
-    requests that this replica answers now, by identity.
+    While it `is_up`, the journal keeps committed updates, and answered requests for `ttl_s`. `tickets` are the requests
+    that this replica answers now, by identity.
     """
 
     def __init__(
@@ -79,32 +79,34 @@ class JournalClient:
         self._unanswered = Unanswered()
         self._goes_without = False
         self._journal_name = ""
-        self._closed_at: deque[float] = deque(maxlen=MOST_CLOSED)
+        self._closed_at: deque[float] = deque(maxlen=MAX_CLOSED)
         self._totals = Totals()
         self.num_lost = self.num_resumed = 0
         self.link = JournalLink(self, address, key=key, wait_s=wait_s)
 
     def statistics(self) -> dict[str, float]:
-        """The journal's entries, bytes, and requests it had to drop, those resumed here, and answers lost with it."""
+        """Return the journal's entries, bytes and dropped requests, and this replica's resumed requests and lost
+        answers.
+        """
         totals = self._totals
         found = {"entries": totals.num_entries, "bytes": totals.num_bytes, "dropped": totals.num_dropped}
         found |= {"up": self.is_up, "resumed": self.num_resumed, "lost": self.num_lost}
         return {name: float(value) for name, value in found.items()}
 
-    def open(self, identity: bytes, asked: AskedRequest) -> Ticket:
-        """Begin to keep a request. One of its name that still runs here goes on, and is not kept any longer."""
+    def open(self, identity: bytes, request: AskedRequest) -> Ticket:
+        """Begin to keep a request. A running request with the same identity continues, but is no longer kept."""
         with self._changed:
             if (before := self.tickets.get(identity)) is not None:
                 with self._packing:
                     self._deliver_rest([before])
             term = 1 if before is None else before.fence.term + 1
-            self.tickets[identity] = ticket = Ticket(identity, Fence(term, next(self._epochs)), [asked.packed()])
-            if not self._goes_without:  # the next journal is greeted with it
+            self.tickets[identity] = ticket = Ticket(identity, Fence(term, next(self._epochs)), [request.packed()])
+            if not self._goes_without:  # the next journal receives it with the greeting
                 self._put(Item(OPEN, ticket))
         return ticket
 
     def own(self, identity: bytes, found: Found) -> Ticket:
-        """Go on keeping a request that was taken over."""
+        """Continue to keep a request that was taken over."""
         ticket = Ticket(identity, found.fence, list(found.records))
         with self._changed:
             self.num_resumed += 1
@@ -112,7 +114,7 @@ class JournalClient:
         return ticket
 
     def commit(self, ticket: Ticket, updates: list[tuple[int, ChoiceResult]], *, deliver: Callable[[], object]) -> None:
-        """Keep updates, each with the number of its choice, then have them delivered; not after the ticket's end."""
+        """Keep updates, each with its choice index, then call `deliver`. Does nothing after the ticket's end."""
         with self._changed:
             if ticket.is_over:
                 return
@@ -124,7 +126,7 @@ class JournalClient:
             self._put(Item(COMMIT, ticket, updates, deliver))
 
     def close(self, ticket: Ticket, deliver: Callable[[], object] | None = None) -> None:
-        """Write no more of a request; what was committed of it stays for a while."""
+        """End the writing of a request; its committed updates are kept for the time to live."""
         with self._changed:
             if ticket.is_over:
                 return
@@ -138,16 +140,16 @@ class JournalClient:
                 deliver()
 
     def ask(self, identity: bytes, *, takes_over: bool = False) -> Future[Found | None]:
-        """Ask for what there is of a request, and perhaps own it from then on. JournalDownError, also the future's."""
+        """Read a request from the journal, or take it over. JournalDownError is raised or set on the future."""
         answer: Future[Found | None] = Future()
         with self._changed:
             if not self.is_up:
-                raise JournalDownError("the journal does not answer now")
+                raise JournalDownError("the journal does not answer")
             self._put(Item(TAKE_OVER if takes_over else READ, identity=identity, answer=answer))
         return answer
 
     def greet(self, name: str) -> list[Any]:
-        """Return, for a journal with this name, all that runs here; what waits is delivered once it has that."""
+        """Return the greeting for a journal, all that runs here. Waiting updates are delivered once it is kept."""
         with self._changed:
             waiting = self._take_waiting()
             if self._journal_name not in ("", name):
@@ -164,7 +166,7 @@ class JournalClient:
             return [self._unanswered.send(waiting), operations]
 
     def next_messages(self) -> list[list[Any]] | None:
-        """Wait for something to send, and return all of it; None once the connection is lost."""
+        """Wait for something to send and return all of it, or None once the connection is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._unanswered.queue or not self.is_up)
             if not self.is_up:
@@ -177,22 +179,22 @@ class JournalClient:
                 for item in items
                 if item.answer is not None
             )
-        with self._packing:  # without the other lock: the engine thread does not wait for it
+        with self._packing:  # outside the other lock, so that the engine thread does not wait for it
             messages[0][1] = [packed_operation(item) for item in kept]
         return messages
 
-    def note_loss(self) -> None:
-        """Note that the connection is lost."""
+    def record_loss(self) -> None:
+        """Record that the connection is lost."""
         with self._changed:
             self.is_up = False
             self._changed.notify_all()
 
     def go_without(self) -> None:
-        """Deliver what waits, and keep in this process what is committed from now on."""
+        """Deliver waiting updates, and keep later ones only in this process."""
         with self._changed:
             if self._goes_without:
                 return
-            log.error("there is no journal: requests do not outlive this replica")
+            log.error("no journal is reachable: requests do not outlive this replica")
             self._goes_without = True
             self._deliver(self._take_waiting())
 
@@ -208,7 +210,7 @@ class JournalClient:
                 deliver()
 
     def _take_waiting(self) -> list[Item]:
-        """Return what was not acknowledged, packed; questions are answered by an error."""
+        """Return unacknowledged operations, packed, and fail unanswered questions."""
         waiting = self._unanswered.take_all()
         for item in waiting:
             item.pack()
@@ -217,7 +219,7 @@ class JournalClient:
         return [item for item in waiting if item.answer is None]
 
     def take(self, message: list[Any]) -> None:
-        """Take an answer: deliver what is kept, and end requests that have another owner."""
+        """Process an answer: deliver kept updates, and end requests that have another owner."""
         if len(message) == 3:
             number, fence, records = message
             with self._changed:
@@ -236,14 +238,16 @@ class JournalClient:
             for ticket in (each for each in lost + unkept if self.tickets.get(each.identity) is each):
                 del self.tickets[ticket.identity]
             self._deliver([item for item in items if item.ticket not in lost])
-            with self._packing:  # what is delivered may change
+            with self._packing:  # updates may change once delivered
                 self._deliver_rest(unkept)
         for ticket in lost:
             if ticket.on_loss is not None:
                 ticket.on_loss(TAKEN_OVER)
 
     def _deliver_rest(self, unkept: list[Ticket]) -> None:
-        """Deliver what waits of requests that are not kept: what follows is delivered at once, and may not overtake."""
+        """Deliver waiting updates of requests that are no longer kept. Later ones are delivered at once and must not
+        overtake.
+        """
         for ticket in unkept:
             ticket.is_dropped, ticket.records = True, []
             self._deliver([item for item in self._unanswered.all() if item.ticket is ticket])
@@ -259,7 +263,7 @@ class Outbox(Protocol):
     def greet(self, name: str) -> list[Any]: ...
     def next_messages(self) -> list[list[Any]] | None: ...
     def take(self, message: list[Any]) -> None: ...
-    def note_loss(self) -> None: ...
+    def record_loss(self) -> None: ...
     def go_without(self) -> None: ...
 
 
@@ -285,10 +289,10 @@ class JournalLink:
         while not self._stopped.is_set():
             was_connected = self._serve_once()
             if self._stopped.is_set():
-                break  # nothing is lost
+                break  # not a loss
             if was_connected:
                 lost_at = time.monotonic()
-                log.warning("the journal is lost: tokens wait for another")
+                log.warning("the journal is lost: tokens wait for the next connection")
             if time.monotonic() - lost_at >= self.wait_s:
                 self._outbox.go_without()
             self._stopped.wait(_RETRY_S)
@@ -302,7 +306,7 @@ class JournalLink:
             return False
         with channel:
             self._channel = channel
-            if self._stopped.is_set():  # `stop` has closed the previous connection only
+            if self._stopped.is_set():  # `stop` has closed only the previous connection
                 return False
             receiving = threading.Thread(target=self._receive, args=(channel,), name="journal-in", daemon=True)
             with suppress(OSError, EOFError):
@@ -323,9 +327,9 @@ class JournalLink:
                 while True:
                     self._outbox.take(message_in(channel.receive()))
         finally:
-            self._outbox.note_loss()
+            self._outbox.record_loss()
 
     def _disconnect(self) -> None:
-        self._outbox.note_loss()
+        self._outbox.record_loss()
         if (channel := self._channel) is not None:
             channel.shutdown()

@@ -1,6 +1,6 @@
-"""What a journal keeps of a request, as bytes: what was asked, and what was committed of its choices.
+"""A request in the journal as bytes: the HTTP request, and the committed updates of its choices.
 
-A record of what is committed is one update of one choice; those of a choice add up, in order.
+Each record of a commit is an update of a choice; the updates of a choice add up in order.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from rayserve_moe.requests.results import ChoiceResult, DraftCounts
 
 @dataclass(frozen=True)
 class AskedRequest:
-    """An HTTP request as it was checked, and what this server has decided of it.
-
-    `accept` is its header of this name; `stem` is what ids of its answer are made of; `prompts` int32 and `seeds` are
-    those of its engine requests, `choices` how many each has. `weight_version` served when it came.
-    """
+    """An HTTP request after validation, with this server's decisions about it."""
 
     path: str
     body: bytes
     accept: str
+    """The `accept` header."""
     stem: str
+    """Common part of the ids in its answer."""
     prompts: tuple[bytes, ...] = ()
+    """Token ids of each engine request, int32."""
     seeds: tuple[int, ...] = ()
+    """Seed of each engine request."""
     choices: tuple[int, ...] = ()
+    """Number of choices of each engine request."""
     weight_version: str = ""
+    """Version that served at its arrival."""
 
     def packed(self) -> bytes:
-        """Return its bytes."""
+        """Return the request as bytes."""
         return msgpack.packb(list(astuple(self)), use_bin_type=True)
 
     @classmethod
     def read(cls, record: bytes) -> AskedRequest:
-        """Return it from its bytes."""
+        """Return the request from its bytes."""
         *texts, prompts, seeds, choices, version = msgpack.unpackb(record, raw=False)
         return cls(*texts, tuple(prompts), tuple(seeds), tuple(choices), version)
 
 
 def packed_update(choice: int, update: ChoiceResult) -> bytes:
-    """Return an update of a choice, by its number among all of its HTTP request, without text and hidden states."""
+    """Pack an update of a choice without text and hidden states; `choice` counts over the whole HTTP request."""
     fields: dict[str, Any] = {
         "choice": choice,
         "ids": np.asarray(update.token_ids, np.int32).tobytes(),
@@ -72,7 +74,7 @@ def packed_update(choice: int, update: ChoiceResult) -> bytes:
 
 
 def committed_in(records: Iterable[bytes], num_choices: int) -> list[ChoiceResult]:
-    """Add up the records of the choices of an HTTP request; each choice is numbered within all of them."""
+    """Return the sum of the records for each choice; `num_choices` and indices count over the whole HTTP request."""
     updates: list[list[ChoiceResult]] = [[ChoiceResult(choice_index=choice)] for choice in range(num_choices)]
     for record in records:
         update = _update_in(record)
@@ -116,7 +118,7 @@ def _read(packed: tuple[str, list[int], bytes]) -> np.ndarray:
 
 
 def _packed_columns(columns: Columns) -> dict[str, list[Any]]:
-    """Return each column as one packed array, or as two if it is ragged."""
+    """Return each column as a packed array, or as two if it is ragged."""
     parts = {name: (v.lengths, v.values) if isinstance(v, Ragged) else (v,) for name, v in columns.items()}
     return {name: [_packed(array) for array in arrays] for name, arrays in parts.items()}
 

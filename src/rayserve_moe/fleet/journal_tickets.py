@@ -1,4 +1,4 @@
-"""What a replica's side of the journal keeps of its requests: their tickets, and what is to be sent of them."""
+"""A replica's bookkeeping of its requests in the journal: their tickets and the outgoing items."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rayserve_moe.requests.results import ChoiceResult
 
 @dataclass(eq=False)
 class Ticket:
-    """An HTTP request that this replica owns. `records` are all that the journal has or is to have of it.
-
-    `on_loss` is called, from any thread, with why its connection ends: another replica owns it, or is to; None until
-    there is one. What `is_over` is delivered no longer; what `is_dropped` is not kept.
-    """
+    """An HTTP request that this replica owns."""
 
     identity: bytes
     fence: Fence
     records: list[bytes]
+    """All that the journal has, or will receive, of it."""
     on_loss: Callable[[FinishReason], object] | None = None
+    """Called from any thread with the reason why its connection ends: another replica owns it, or will."""
     is_over: bool = False
+    """Nothing more is delivered."""
     is_dropped: bool = False
+    """Nothing more is kept."""
 
 
 class Found(NamedTuple):
-    """What the journal has of a request."""
+    """A request as the journal has it."""
 
     fence: Fence
     records: list[bytes]
@@ -39,7 +39,7 @@ class Found(NamedTuple):
 
 @dataclass
 class Item:
-    """Something to send: an operation on a ticket with what it delivers, or a question with its future."""
+    """An outgoing item: an operation on a ticket with its delivery, or a question with its future."""
 
     kind: int
     ticket: Ticket | None = None
@@ -49,7 +49,7 @@ class Item:
     answer: Future[Found | None] | None = None
 
     def pack(self) -> list[bytes]:
-        """Turn updates into records of the ticket, once."""
+        """Turn updates into records of the ticket; later calls return nothing."""
         packed = [packed_update(*update) for update in self.updates]
         self.updates = []
         if self.ticket is not None:
@@ -58,7 +58,7 @@ class Item:
 
 
 class Unanswered:
-    """Items that wait to be sent, and those that were sent and not answered yet, by the number of their message."""
+    """Items that wait to be sent, and sent items without an answer by message number."""
 
     def __init__(self) -> None:
         self.queue: deque[Item] = deque()
@@ -66,13 +66,13 @@ class Unanswered:
         self._number = 0
 
     def send(self, items: list[Item]) -> int:
-        """Note that items go with the next message; return its number."""
+        """Record that items are sent with the next message; return its number."""
         self._number += 1
         self._sent[self._number] = items
         return self._number
 
     def answer(self, number: int) -> list[Item]:
-        """Return the items of a message that was answered, once."""
+        """Return and remove the items of an answered message."""
         return self._sent.pop(number, [])
 
     def all(self) -> list[Item]:
@@ -80,13 +80,13 @@ class Unanswered:
         return [item for items in self._sent.values() for item in items] + list(self.queue)
 
     def take_queued(self) -> list[Item]:
-        """Return the items that were not sent, and keep none of them."""
+        """Return and remove the items that were not sent."""
         queued = list(self.queue)
         self.queue.clear()
         return queued
 
     def take_all(self) -> list[Item]:
-        """Return all items, and keep none of them."""
+        """Return and remove all items."""
         items = self.all()
         self._sent.clear()
         self.queue.clear()
@@ -94,15 +94,16 @@ class Unanswered:
 
 
 class Totals(NamedTuple):
-    """What a journal says that it keeps, and how many requests it had to drop."""
+    """A journal's report of its contents."""
 
     num_entries: int = 0
     num_bytes: int = 0
     num_dropped: int = 0
+    """Requests dropped for lack of memory."""
 
 
 def answered(item: Item, found: Found | None) -> Ticket | None:
-    """Answer a question; returns the ticket of what was taken over for a task that has gone, to be closed."""
+    """Answer a question. Return a ticket to close if a request was taken over for a task that no longer waits."""
     assert item.answer is not None, "a question has a future"
     if item.answer.set_running_or_notify_cancel():
         item.answer.set_result(found)
@@ -114,9 +115,9 @@ def answered(item: Item, found: Found | None) -> Ticket | None:
 def lost_and_unkept(
     fenced: list[Any], dropped: list[Any], *, tickets: dict[bytes, Ticket], items: list[Item]
 ) -> tuple[list[Ticket], list[Ticket]]:
-    """The tickets that have another owner, and those that are not kept.
+    """Return the tickets that have another owner, and the tickets that are no longer kept.
 
-    What a journal refuses to open is not kept: another replica has gone on with a request of this name.
+    A request that the journal refuses to open is not kept: another replica continues the request of this identity.
     """
     lost, unkept = (_named(names, tickets, items=items) for names in (fenced, dropped))
     opened = {item.ticket for item in items if item.kind == OPEN}
@@ -124,7 +125,7 @@ def lost_and_unkept(
 
 
 def _named(names: list[Any], tickets: dict[bytes, Ticket], *, items: list[Item]) -> list[Ticket]:
-    """The tickets that a journal names by identity and fence: another of that identity may have begun meanwhile."""
+    """Return the tickets with the named identities and fences; a later request may have the same identity."""
     wanted = [(identity, Fence(*fence)) for identity, *fence in names]
     known = [*(tickets.get(identity) for identity, _ in wanted), *(item.ticket for item in items if wanted)]
     running = dict.fromkeys(each for each in known if each is not None and not each.is_over)
@@ -132,11 +133,11 @@ def _named(names: list[Any], tickets: dict[bytes, Ticket], *, items: list[Item])
 
 
 def packed_operation(item: Item) -> list[Any]:
-    """An item that is no question as the journal gets it."""
+    """Return the journal's form of an operation item."""
     assert item.ticket is not None, "an operation is on a ticket"
     return operation(item.kind, item.ticket, records=item.ticket.records if item.kind == OPEN else item.pack())
 
 
 def operation(kind: int, ticket: Ticket, *, records: list[bytes]) -> list[Any]:
-    """An operation with records as they are now: others may follow in the same message."""
+    """Return an operation with a copy of the records: later operations of the same message may extend them."""
     return [kind, ticket.identity, *ticket.fence, list(records)]

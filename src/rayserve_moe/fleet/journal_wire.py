@@ -1,4 +1,4 @@
-"""Messages between replicas and the journal: lists in msgpack, a frame of `cluster.channel` each.
+"""Messages between replicas and the journal: msgpack lists, each in a frame of `cluster.channel`.
 
 replica -> journal    [number, operations]       operations are [kind, identity, term, epoch, records]
         <-            [number, fenced, dropped, totals]    once all of them are kept
@@ -6,7 +6,7 @@ replica -> journal    [number, kind, identity, epoch]      READ, TAKE_OVER
         <-            [number, fence or nothing, records]
         <-            [0, fenced, [], totals]              at any time
 
-Requests that are fenced or dropped are named by [identity, term, epoch].
+Fenced and dropped requests are named by [identity, term, epoch].
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import msgpack
 
 OPEN, COMMIT, CLOSE, READ, TAKE_OVER = range(5)
 MAX_FRAME_BYTES = 1 << 30
-UNASKED = 0
-"""The number of an answer that no question waits for."""
+UNSOLICITED = 0
+"""Message number of an unsolicited answer."""
 
 
 class Fence(NamedTuple):
-    """Who owns a request: how often it was taken over, and an epoch of its own from the replica that did, a later
-    start's being higher. Replicas bring their fences; what is written under any other than the owner's is refused."""
+    """Ownership of a request. The journal refuses writes with any other fence than the owner's."""
 
     term: int
+    """Number of times it was taken over, plus 1."""
     epoch: int
+    """Unique number from the owning replica; higher for replicas that started later."""
 
 
 def packed(message: list[Any]) -> bytes:
@@ -35,7 +36,7 @@ def packed(message: list[Any]) -> bytes:
 
 
 def message_in(body: bytes) -> list[Any]:
-    """Return the message of a frame. ConnectionError if it holds none: then the other end is of another version."""
+    """Return the message of a frame. Raises ConnectionError if it holds none: the other end has another version."""
     try:
         message = msgpack.unpackb(body, raw=False, strict_map_key=False)
     except (ValueError, msgpack.UnpackException) as error:

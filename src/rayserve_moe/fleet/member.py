@@ -1,4 +1,4 @@
-"""One replica's side of a fleet: follows what is wanted of all, knows its peers, and hands requests over at its end."""
+"""A replica in a fleet: it follows the wanted state, knows its peers, and hands requests over at its end."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from rayserve_moe.fleet.wanted_state import FleetView, ServedWeights, Wanted
 log = logging.getLogger(__name__)
 
 SYNC_S = 1.0
-"""From asking what is wanted to asking again; a replica that joins is known to all others after it."""
-MOST_FAILURES = 3
-"""Times in a row that a replica tries to have what is wanted."""
+"""Interval for reading the wanted state; all replicas know a new member after it."""
+MAX_FAILURES = 3
+"""Consecutive failures to reach the wanted state before the replica gives up."""
 STATE_WITHIN_S = 60.0
-"""For a replica that starts to reach the actor."""
+"""Maximum time for a starting replica to reach the state actor."""
 GONE = ("STOPPING",)
-"""States of replicas that Serve still lists, and that no order concerns."""
+"""States of replicas that Serve still lists but that no order concerns."""
 
 
 class StateUnavailableError(RuntimeError):
-    """The actor that knows what is wanted does not answer now."""
+    """The actor that holds the wanted state does not answer."""
 
 
 class CannotFollowError(RuntimeError):
-    """This replica cannot have the weights that the fleet has."""
+    """This replica cannot load the fleet's weights."""
 
 
 class FleetState(Protocol):
-    """The actor `wanted_state.WantedState`, called from threads; StateUnavailableError where it does not answer."""
+    """The actor `wanted_state.WantedState`, called from threads. Raises StateUnavailableError if it does not answer."""
 
     def view(self) -> FleetView: ...
     def join(self, member: str, number: int) -> bool: ...
@@ -50,45 +50,46 @@ class FleetState(Protocol):
 
 @dataclass
 class FleetMember:
-    """What this replica has of what is wanted. `listed` returns the replicas that Serve lists, with their states.
-
-    `staged_id` is the order that weights are staged for here, `sent_id` the update whose buckets they were. `give_up`
-    ends this replica, so that Serve starts another: it cannot have the weights that the others serve. `on_listed` is
-    called every second with the replicas that Serve lists, where it is given.
-    """
+    """This replica's progress towards the wanted state."""
 
     name: str
     state: FleetState
     listed: Callable[[], Mapping[str, str]]
+    """Returns the replicas that Serve lists, with their states."""
     give_up: Callable[[], object]
+    """Ends this replica, so that Serve starts another: it cannot load the weights that the others serve."""
     applied: Wanted = field(default_factory=Wanted)
+    """The wanted state that this replica has reached."""
     view: FleetView = field(default_factory=lambda: FleetView(Wanted(), None, frozenset()))
     staged_id: str = ""
+    """Order that weights are staged for here."""
     sent_id: str = ""
+    """Update whose buckets are staged for `staged_id`."""
     on_listed: Callable[[Mapping[str, str]], object] | None = None
+    """Called every second with the replicas that Serve lists."""
     _outcome: WeightOutcome | None = None
     _applying: threading.Lock = field(default_factory=threading.Lock)
     _staging: threading.Lock = field(default_factory=threading.Lock)
     _ended: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def is_alone(self) -> bool:
-        """Whether no other replica is known to have joined."""
+    def is_single_replica(self) -> bool:
+        """Return True if no other replica is known to have joined."""
         return self.view.members <= {self.name}
 
     @property
     def awaited(self) -> str:
-        """The version of weights that were lost, and have to be sent before anything is answered; empty otherwise."""
+        """Return the version of lost weights that must be sent before requests are answered; empty otherwise."""
         return self.applied.weights.awaited
 
     def first_weights(
         self, offered: Callable[[str], FirstWeights | None] = lambda _: None, *, poll_s: float = SYNC_S
     ) -> FirstWeights:
-        """Return the weights to start with. Those that were sent another replica has to offer, which `offered` asks for
-        by their order: this waits for it.
+        """Return the weights to start with.
 
-        Where all replicas are gone that had them, and they were sent, or their directory is gone, these are the
-        configured ones, by which nothing is answered: the others are `awaited`.
+        If the weights were sent, `offered` asks the other replicas for them by order id; this waits until a replica
+        offers them. If the weights are lost (all replicas that had sent weights are gone, or their directory is),
+        return the configured weights; requests are rejected while the lost weights are `awaited`.
         """
         is_said = False
         while True:
@@ -111,40 +112,40 @@ class FleetMember:
             time.sleep(poll_s)
 
     def join(self, control: EngineControl, *, poll_s: float = SYNC_S / 4) -> None:
-        """Follow what is wanted until this replica has it, and join; others know it before it is asked anything."""
+        """Follow the wanted state until this replica has reached it, then join, and wait until the others know it."""
         while True:
             self.follow(control, _reached(self.state.view).wanted)
             if self.state.join(self.name, self.applied.number):
                 break
             time.sleep(poll_s)
         self.view = self._view_of_living()
-        if not self.is_alone:
+        if not self.is_single_replica:
             time.sleep(SYNC_S)
 
     def keep_up(self, control: EngineControl) -> None:
-        """Follow until `stop`, in a thread of its own."""
+        """Follow until `stop`. Runs in a separate thread."""
         num_failed = 0
-        while num_failed < MOST_FAILURES and not self._ended.wait(SYNC_S):
+        while num_failed < MAX_FAILURES and not self._ended.wait(SYNC_S):
             try:
                 self.sync(control)
                 num_failed = 0
             except StateUnavailableError as error:
-                log.warning("what is wanted of the fleet is unknown now: %s", error)
+                log.warning("the wanted state of the fleet is unavailable: %s", error)
             except CannotFollowError as error:
                 num_failed += 1
-                log.warning("this replica does not serve what the fleet does: %s", error)
+                log.warning("this replica cannot follow the fleet: %s", error)
             except EngineStoppedError:
                 return
         if num_failed:
-            log.error("this replica ends, so that another takes its place")
+            log.error("this replica ends so that another replaces it")
             self.give_up()
 
     def stop(self) -> None:
-        """Follow no longer."""
+        """Stop following."""
         self._ended.set()
 
     def sync(self, control: EngineControl) -> None:
-        """Compare with what is wanted, once; join again where the actor is another one."""
+        """Compare with the wanted state once; join again if the actor was restarted."""
         staged_id = self.staged_id
         view = self._view_of_living()
         if view.wanted.number < self.applied.number:
@@ -156,7 +157,7 @@ class FleetMember:
             self.discard(control, staged_id)
 
     def stage(self, control: EngineControl, order_id: str, *, path: str) -> str:
-        """Stage a checkpoint for an order, unless that is done; returns why it is refused, empty where it is staged."""
+        """Stage a checkpoint for an order unless it is staged. Return why it is refused, or empty."""
         with self._staging:
             if self.staged_id == order_id:
                 return ""
@@ -166,7 +167,7 @@ class FleetMember:
             return refusal
 
     def discard(self, control: EngineControl, order_id: str) -> None:
-        """Forget what is staged for an order that is not to be."""
+        """Drop the weights staged for an order that was cancelled."""
         with self._staging:
             if self.staged_id == order_id:
                 self.staged_id, sent_id = "", self.sent_id
@@ -174,13 +175,13 @@ class FleetMember:
                 if sent_id:
                     control.tensors.drop(sent_id).result()
 
-    def note_sent(self, order_id: str, update_id: str) -> None:
-        """All that is sent of an update is staged for an order."""
+    def record_sent(self, order_id: str, update_id: str) -> None:
+        """Record that all weights sent by an update are staged for an order."""
         with self._staging:
             self.staged_id, self.sent_id = order_id, update_id
 
     def follow(self, control: EngineControl, wanted: Wanted) -> WeightOutcome:
-        """Have what is wanted, unless this replica has it or more. CannotFollowError where that cannot be."""
+        """Reach the wanted state unless this replica has it or a later one. Raises CannotFollowError if it cannot."""
         with self._applying:
             outcome = WeightOutcome(True, "", control.card.weight_version)
             if wanted.number <= self.applied.number:
@@ -192,8 +193,8 @@ class FleetMember:
             self.applied, self._outcome = wanted, outcome
             return outcome
 
-    def note(self, wanted: Wanted) -> None:
-        """This replica has by itself what is wanted."""
+    def record(self, wanted: Wanted) -> None:
+        """Record that this replica has reached a wanted state by itself."""
         with self._applying:
             self.applied = wanted if wanted.number > self.applied.number else self.applied
 
@@ -203,7 +204,7 @@ class FleetMember:
             version = weights.version or control.card.weight_version
             control.rename_weights(version, aborts_requests=weights.aborts_requests).result()
             return WeightOutcome(True, "the weights are renamed", version)
-        outcome = WeightOutcome(False, "these weights were sent, and are not staged here", control.card.weight_version)
+        outcome = WeightOutcome(False, "these weights were sent and are not staged here", control.card.weight_version)
         if self.staged_id == weights.order_id:
             self.staged_id = ""
             is_sent = weights.path is None
@@ -216,7 +217,7 @@ class FleetMember:
         return outcome
 
     def _view_of_living(self) -> FleetView:
-        """The view without replicas that Serve does not list, nor has for long."""
+        """Return the current view, without replicas that Serve no longer lists; make the actor forget them."""
         view = self.state.view()
         if view.members - {self.name} or self.on_listed is not None:
             listed = self.listed()
@@ -231,12 +232,12 @@ class FleetMember:
 
 
 def lost_sentence(version: str) -> str:
-    """Say what has to be done about weights that are lost."""
+    """Return the error text for lost weights, with the fix."""
     return f"weights {version} were lost with all replicas that had them: push them again, or others"
 
 
 def _reached(view: Callable[[], FleetView]) -> FleetView:
-    """The view; StateUnavailableError where there is none within `STATE_WITHIN_S`."""
+    """Return the view. Raises StateUnavailableError if the actor does not answer within `STATE_WITHIN_S`."""
     deadline = time.monotonic() + STATE_WITHIN_S
     while True:
         try:
@@ -248,26 +249,28 @@ def _reached(view: Callable[[], FleetView]) -> FleetView:
 
 
 def _is_there(path: str | None) -> bool:
-    """Whether weights can still be read: the configured ones (empty), a URL, or a directory that is there."""
+    """Return True if weights can still be read: the configured ones (empty), a URL, or an existing directory."""
     return path == "" or (path is not None and (is_url(path) or Path(path).is_dir()))
 
 
 BEFORE_END_S = 5.0
-"""From handing over what is left to the end of the time that Serve waits for a replica."""
+"""Time left for the last hand-over before Serve stops waiting for a replica."""
 
 
 @dataclass
 class Leaving:
-    """Has the replica `name` call `hand_over`, which returns how many requests it was for, again with every `look`."""
+    """Hands the requests of a stopping replica over, again with every `look`."""
 
     name: str
+    """Name of this replica."""
     hand_over: Callable[[], int]
+    """Hands running requests over and returns their number."""
     server: ServerSettings
     clock: Callable[[], float] = time.monotonic
     _since: float | None = None
 
     def look(self, listed: Mapping[str, str]) -> None:
-        """Look at the replicas that Serve lists, with their states, whether it is time."""
+        """Check the replicas that Serve lists, with their states, and hand over if it is time."""
         if listed.get(self.name) not in GONE:
             return
         now = self.clock()
@@ -276,4 +279,4 @@ class Leaving:
         if any(state == "RUNNING" for name, state in listed.items() if name != self.name):
             waits_s = min(waits_s, self.server.hand_over_after_s)
         if now - self._since >= waits_s and (number := self.hand_over()):
-            log.warning("this replica ends: %d requests were handed over to whoever resumes them", number)
+            log.warning("this replica ends: %d requests were handed over to other replicas", number)

@@ -1,6 +1,6 @@
-"""A replica's page feed: a thread that names pages and sends them and the load to its readers, and the messages.
+"""A replica's page feed: a thread that sends page events and load reports to its readers, and the messages.
 
-No step waits for it: the engine's thread only queues changes, and a reader that does not keep up is cut off.
+No step waits for it: the engine's thread only queues changes, and a reader that does not keep up is disconnected.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from rayserve_moe.scheduling.page_events import PageEvents
 
 log = logging.getLogger(__name__)
 METADATA = "page_events"
-"""What a replica's metadata call the address of its feed."""
+"""Key of the feed's address in a replica's metadata."""
 REPORT_S = 0.1
-"""Between two looks at the load; readers are sent reports that differ."""
-MOST_UNSENT = 1024
-"""Messages that wait for one reader."""
+"""Interval of load samples; readers receive only reports that differ."""
+MAX_UNSENT = 1024
+"""Maximum number of messages that wait for a reader."""
 MAX_FRAME_BYTES = 1 << 24
 _AT_ONCE = 64
-"""Changes between two moments in which other threads of the process may run."""
+"""Page changes that are processed before other threads of the process may run."""
 _START_S = 10.0
 _CLOSING_S = 0.01
 
 
 class PageFeed:
-    """Follows the prefix cache of an engine until `stop`. `address` is where others read, as a replica's metadata."""
+    """Publishes the prefix cache of an engine until `stop`. `address` is the entry for the replica's metadata."""
 
     def __init__(self, pages: PageWatch, capacity: Capacity, *, host: str, key: bytes) -> None:
         self._pages, self._capacity, self._key = pages, capacity, key
@@ -56,11 +56,11 @@ class PageFeed:
 
     @property
     def address(self) -> dict[str, Any]:
-        sizes = {"page_size": self._pages.page_size, "most_requests": self._capacity.most}
+        sizes = {"page_size": self._pages.page_size, "max_requests": self._capacity.most}
         return {METADATA: {"host": self._host, "port": self._port, **sizes}}
 
     def stop(self) -> None:
-        """Cut off all readers and end the thread. May be called twice."""
+        """Disconnect all readers and end the thread. May be called twice."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -82,10 +82,10 @@ class PageFeed:
             self._loop.call_soon_threadsafe(self._publish)
 
     def _publish(self) -> None:
-        """Name and send what waits, a slice at a time."""
+        """Encode and send waiting changes, a slice at a time."""
         changes = self._events.take(_AT_ONCE)
         if self._events.is_overrun:
-            log.error("page events have overrun: this replica is routed to by load alone")
+            log.error("the queue of page events has overflowed: requests are routed to this replica by load alone")
             self._loop.stop()
         elif changes:
             self._send(self._log.publish(changes))
@@ -104,12 +104,12 @@ class PageFeed:
         frame = _frame(message) if self._unsent else b""
         for unsent, writer in list(self._unsent.items()):
             unsent.put_nowait(frame)
-            if unsent.qsize() > MOST_UNSENT:
+            if unsent.qsize() > MAX_UNSENT:
                 del self._unsent[unsent]
-                writer.transport.abort()  # it does not read: what waits for it to do so ends with an error
+                writer.transport.abort()  # pending writes to this reader fail and end its task
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send one reader a snapshot, then everything from then on."""
+        """Send a reader a snapshot, then all later messages."""
         unsent: asyncio.Queue[bytes] = asyncio.Queue()
         try:
             await prove_listening(reader, writer, key=self._key)
@@ -123,14 +123,14 @@ class PageFeed:
                 writer.write(await unsent.get())
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            log.debug("a reader of page events has gone")
+            log.debug("a reader of page events has disconnected")
         finally:
             self._unsent.pop(unsent, None)
             writer.transport.abort()
 
 
 async def read_message(reader: asyncio.StreamReader) -> PageMessage | Report:
-    """Return the next message of a feed. EOFError if the connection has ended, OSError if it is lost."""
+    """Return the next message of a feed. Raises EOFError if the connection has ended, OSError if it is lost."""
     body = await read_frame(reader, max_frame_bytes=MAX_FRAME_BYTES)
     fields = msgpack.unpackb(body, raw=False, strict_map_key=False)
     if len(fields) == len(Report._fields):

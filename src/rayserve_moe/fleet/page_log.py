@@ -1,4 +1,4 @@
-"""The page events of one engine as others read them: digests instead of pages and tokens, numbered within an epoch."""
+"""The published page events of an engine: digests instead of pages and tokens, numbered within an epoch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rayserve_moe.scheduling.page_events import PageChange, PagesAdded, PagesCle
 from rayserve_moe.scheduling.pages import NULL_PAGE
 
 ADDED, REMOVED, CLEARED, WEIGHTS = range(4)
-"""Kinds of events. Their bodies: digests one after the other, the same, nothing, a version in UTF-8."""
+"""Kinds of events. Their bodies: concatenated digests, concatenated digests, empty, a version in UTF-8."""
 SNAPSHOT_DIGESTS = 8192
-"""Digests in one part of a snapshot: a few milliseconds of its reader."""
+"""Digests in a part of a snapshot; processing them takes the reader a few milliseconds."""
 EVENTS = -1
 
 Event = tuple[int, int, bytes]
@@ -23,23 +23,24 @@ Event = tuple[int, int, bytes]
 
 
 class PageMessage(NamedTuple):
-    """Events with the numbers `first`, `first + 1`, ... of an epoch, where `num_to_come` is EVENTS.
+    """A message of page events, or a part of a snapshot.
 
-    Otherwise a part of a snapshot, which `num_to_come` others follow: all parts are what the events before `first` come
-    to, and have no numbers of their own.
+    The parts of a snapshot sum up the events before `first` and have no numbers of their own.
     """
 
     epoch: str
     first: int
+    """Number of the first event; the following events count on."""
     num_to_come: int
+    """EVENTS, or the number of snapshot parts that follow this part."""
     events: tuple[Event, ...]
 
 
 class PageLog:
-    """Turns changes of pages into events, and knows what all of them come to.
+    """Turns changes of pages into events, and keeps their sum.
 
-    `num_pages` and `page_size` are those of every data rank. Namespaces that are no tuple of a salt are private, and
-    their pages never published. Another log is another epoch, even after the same engine.
+    `num_pages` and `page_size` hold for every data rank. A namespace that is not a tuple of a salt is private; its
+    pages are never published. Each log has its own epoch, even for the same engine.
     """
 
     def __init__(self, key: bytes, *, num_data_ranks: int, num_pages: int, page_size: int) -> None:
@@ -50,13 +51,13 @@ class PageLog:
         self._next = 0
 
     def publish(self, changes: Iterable[tuple[int, PageChange]]) -> PageMessage:
-        """Take changes, each with its data rank, in their order; return the events that follow from them."""
+        """Record changes, each with its data rank, in order; return the resulting events."""
         events = tuple(event for rank, change in changes if (event := self._event(rank, change)) is not None)
         first, self._next = self._next, self._next + len(events)
         return PageMessage(self.epoch, first, EVENTS, events)
 
     def snapshot(self) -> list[PageMessage]:
-        """Return all that can be found now, in parts of bounded size."""
+        """Return all published pages in parts of bounded size."""
         events: list[Event] = [(WEIGHTS, 0, self._version.encode())]
         for rank, digests in enumerate(self._digests):
             held = digests[digests != 0]
@@ -92,5 +93,5 @@ class PageLog:
 
 
 def digests_in(body: bytes) -> list[bytes]:
-    """The digests in the body of an event."""
+    """Return the digests in the body of an event."""
     return [body[start : start + DIGEST_BYTES] for start in range(0, len(body), DIGEST_BYTES)]

@@ -1,4 +1,4 @@
-"""The actor that knows what is wanted of a fleet, as replicas call it: from threads, and from their event loop."""
+"""Client of the actor that holds a fleet's wanted state, for threads and for the event loop of a replica."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ ANSWER_S = 5.0
 
 @dataclass
 class RemoteState:
-    """A `member.FleetState`. `find` finds the actor, also after it was lost; ValueError where there is none now."""
+    """A `member.FleetState` backed by the actor."""
 
     find: Callable[[], ActorHandle]
+    """Finds the actor, also after a loss. Raises ValueError if it does not exist now."""
     _actor: ActorHandle | None = None
 
     def view(self) -> FleetView:
@@ -41,7 +42,7 @@ class RemoteState:
         return self._ask("abandon", number)
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the actor without blocking; StateUnavailableError where it does not answer."""
+        """Call the actor without blocking the event loop. Raises StateUnavailableError if it does not answer."""
         return await asyncio.to_thread(self._ask, method, *arguments)
 
     def _ask(self, method: str, *arguments: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Ray Serve's ingress request router. It is private to Ray, and only this module knows its interface.
+"""Ray Serve's ingress request router. The interface is private to Ray, and only this module depends on it.
 
-HAProxy requests a replica with the body of every POST, and reads the answer by a pattern. A missing or malformed answer
-is a 503 for the client, so after any fault of a body the request is routed by load alone.
+HAProxy sends a router the body of every POST and parses the answer with a pattern. A missing or malformed answer is a
+503 for the client, so after any error in a body the request is routed by load alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from starlette.routing import Route
 
 from rayserve_moe.cluster.channel import prove_connecting
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
-from rayserve_moe.fleet.choosing import UNKNOWN, Choosing, Prompt
+from rayserve_moe.fleet.choosing import UNPARSED, Choosing, Prompt
 from rayserve_moe.fleet.load_average import Report
 from rayserve_moe.fleet.page_feed import METADATA, read_message
 from rayserve_moe.fleet.prefix_index import PrefixIndex
@@ -41,19 +41,19 @@ KNOWN_RAY = "2.60."
 ROUTE = "/internal/route"
 HEALTH_CHECK_PERIOD_S = 1.0
 INLINE_BYTES = 65536
-"""Bodies up to here are read on the event loop."""
+"""Maximum size of bodies that are read on the event loop."""
 _ANSWER_FORM = """'"replica_id"%s*:%s*"([^"]+)"'"""
 _FOLLOW_S = 0.5
 
 
 class BodyReader(Protocol):
-    """Finds the prompt in the body of a request; may raise anything."""
+    """Finds the prompt in the body of a request. May raise any exception."""
 
     def read(self, body: bytes, *, page_size: int) -> Prompt: ...
 
 
 class LoadRouter(RequestRouter):
-    """Chooses among the replicas of a handle: by whatever the caller gave, else the shorter queue of two."""
+    """Selects a replica of a handle by the caller's function, or else the shorter queue of two random ones."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -72,7 +72,7 @@ LOAD_ROUTER = f"{__name__}.{LoadRouter.__name__}"
 @serve.deployment(name="moe-router", max_ongoing_requests=10_000, health_check_period_s=HEALTH_CHECK_PERIOD_S)
 @serve.ingress()
 class PrefixRouter:
-    """Answers HAProxy: which replica a request goes to."""
+    """Answers HAProxy's requests with the replica to use."""
 
     def __init__(self, server: DeploymentHandle, make_reader: Callable[[bytes], BodyReader]) -> None:
         application = serve.get_replica_context().app_name
@@ -86,12 +86,12 @@ class PrefixRouter:
         return Starlette(routes=[Route(ROUTE, self._route, methods=["POST"])])
 
     async def check_health(self) -> None:
-        """Begin to follow the replicas, before the first request."""
+        """Start following the replicas before the first request."""
         if self._following is None or self._following.done():
             self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def _follow(self) -> None:
-        """Notice replicas that come and go without a request."""
+        """Update the set of replicas without a request."""
         while True:
             await self._chosen(self._followed)
             await asyncio.sleep(_FOLLOW_S)
@@ -106,9 +106,9 @@ class PrefixRouter:
             if len(body) <= INLINE_BYTES:
                 return self._reader.read(body, page_size=self._view.page_size)
             return await asyncio.to_thread(self._reader.read, body, page_size=self._view.page_size)
-        except Exception as error:  # whatever it is, the replica will say so
-            log.debug("a body is routed by load alone: %s", type(error).__name__)
-            return UNKNOWN
+        except Exception as error:  # the replica reports the error to the client
+            log.debug("a request is routed by load alone, its body is not parsed: %s", type(error).__name__)
+            return UNPARSED
 
     async def _chosen(self, choose: Callable[[Sequence[RunningReplica]], RunningReplica]) -> RunningReplica:
         async with self._server.choose_replica(choose=choose, _reserve=False) as selection:
@@ -119,7 +119,7 @@ class PrefixRouter:
         try:
             return by_name[self._view.choose(prompt, {name: one.replica_metadata for name, one in by_name.items()})]
         except Exception:
-            log.exception("a replica is drawn: the choice has failed")
+            log.exception("replica selection failed: a random replica is used")
             return random.choice(list(replicas))
 
     def _followed(self, replicas: Sequence[RunningReplica]) -> RunningReplica:
@@ -128,15 +128,15 @@ class PrefixRouter:
 
 
 def with_prefix_router(server: Application, make_reader: Callable[[bytes], BodyReader]) -> Application:
-    """Have requests to an application of one deployment go through routers that know its replicas' caches.
+    """Route requests to a single-deployment application through routers that know its replicas' caches.
 
-    For a Ray that is not `unknown_ray`.
+    Only for a Ray for which `unknown_ray` returns None.
     """
     return server._with_ingress_request_router(PrefixRouter.bind(server, make_reader))
 
 
 def unknown_ray() -> str | None:
-    """Return a difference between this Ray Serve and the version that this module knows, or None."""
+    """Return the difference between this Ray Serve and the version that this module supports, or None."""
     if not constants.RAY_SERVE_ENABLE_HA_PROXY:
         return "RAY_SERVE_ENABLE_HA_PROXY is off"
     if not ray.__version__.startswith(KNOWN_RAY):
@@ -154,7 +154,7 @@ RETRY_S = 0.5
 
 
 class FleetView:
-    """Cached prefixes and load of the replicas passed to `choose`. All methods run on one event loop."""
+    """Cached prefixes and load of the replicas passed to `choose`. All methods run on the same event loop."""
 
     def __init__(self, key: bytes, *, draw: random.Random) -> None:
         self._key = key
@@ -174,11 +174,11 @@ class FleetView:
         for name in replicas.keys() - self._readers.keys():
             address = replicas[name].get(METADATA) or {}
             self.page_size = address.get("page_size", self.page_size)
-            self.choosing.places.limit(name, address.get("most_requests"))
+            self.choosing.places.limit(name, address.get("max_requests"))
             self._readers[name] = asyncio.get_running_loop().create_task(self._read(name, address))
 
     def choose(self, prompt: Prompt, replicas: Mapping[str, Mapping[str, Any]]) -> str:
-        """Return the id of a replica for a prompt. `replicas` maps at least one id to its metadata."""
+        """Return the id of a replica for a prompt. `replicas` maps ids to metadata and is not empty."""
         self.follow(replicas)
         return self.choosing.choose(prompt, list(replicas))
 
@@ -205,6 +205,6 @@ class FleetView:
                     self.choosing.report(replica_id, message)
                 elif not self.index.apply(replica_id, message):
                     return  # the next connection begins with a snapshot
-                await asyncio.sleep(0)  # requests are routed between two parts of a snapshot
+                await asyncio.sleep(0)  # let requests be routed between two parts of a snapshot
         finally:
             writer.transport.abort()

@@ -1,4 +1,4 @@
-"""A key that all processes of one application draw together: the first one's, kept by Ray's control store."""
+"""A key that is shared by all processes of an application: drawn by the first, kept in Ray's control store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMESPACE = b"rayserve_moe"
 
 
 def shared_key(name: str) -> bytes:
-    """Return the key of this name, drawn now where there is none; the same in every process of the cluster."""
+    """Return the key of this name, the same in every process of the cluster; draw it if it does not exist."""
     place = f"page-key:{name}".encode()
     _internal_kv_put(place, secrets.token_bytes(KEY_BYTES), overwrite=False, namespace=_NAMESPACE)
     key = _internal_kv_get(place, namespace=_NAMESPACE)

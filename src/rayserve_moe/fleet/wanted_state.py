@@ -1,7 +1,8 @@
-"""What all replicas of an application are to serve, and the one order at a time that may change their weights.
+"""The wanted state of all replicas of an application, and the running order that may change their weights.
 
-Kept by an actor of the deployment, which Serve ends with it. A replica that starts joins only with what is wanted, so
-that an order reaches it, or it has the outcome. An actor that was lost begins empty: replicas restore what they have.
+An actor of the deployment keeps it; Serve ends both together. A starting replica joins only once it has reached the
+wanted state, so each order either reaches it or is already included. A restarted actor is empty: replicas restore its
+state from theirs.
 """
 
 from __future__ import annotations
@@ -14,38 +15,41 @@ import ray
 
 STATE_NAME = "fleet-state"
 LEASE_S = 20.0
-"""An order whose replica has not renewed it for so long has ended."""
+"""An order ends if its replica has not renewed it for this time."""
 RESTORE_S = 3.0
-"""From the actor's start to the first replica that joins: those that run restore what they have before."""
+"""Time from the actor's start to the first join, so that running replicas restore the state before."""
 
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """Weights by the order that changed to them (empty: the configured ones), and where they lie; None: they were sent.
-
-    `version` is None where the model's own counts. Where others were lost with all replicas that had them, `awaited` is
-    the version of those: nothing is answered by these, until weights are sent or read.
-    """
+    """Weights that the fleet serves."""
 
     order_id: str = ""
+    """Order that changed to them; empty: the configured weights."""
     path: str | None = ""
+    """Checkpoint; empty: the configured one; None: they were sent."""
     version: str | None = None
+    """Weight version; None: the model's own."""
     aborts_requests: bool = False
+    """True if the change aborts running requests."""
     awaited: str = ""
+    """Version of weights lost with all replicas that had them; requests are rejected until weights are updated."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The state of the fleet after `number` changes: its weights, and the mode of its pause."""
+    """The state that all replicas are to reach."""
 
     number: int = 0
+    """Number of changes that led to it."""
     weights: ServedWeights = field(default_factory=ServedWeights)
     pause: str | None = None
+    """Mode of the pause; None: running."""
 
 
 @dataclass(frozen=True)
 class FleetView:
-    """What is wanted, the order that runs, and the replicas that have joined."""
+    """The wanted state, the running order, and the replicas that have joined."""
 
     wanted: Wanted
     order_id: str | None
@@ -53,7 +57,7 @@ class FleetView:
 
 
 class WantedState:
-    """Every method takes effect at once and waits for nothing; `clock` counts seconds."""
+    """The wanted state and its changes. Every method returns at once; `clock` counts seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -63,44 +67,45 @@ class WantedState:
         self._order: tuple[str, float] | None = None
 
     def view(self) -> FleetView:
-        """Return the state as it is now."""
+        """Return the current state."""
         return FleetView(self._wanted, self._order_id(), frozenset(self._members))
 
     def begin(self, order_id: str) -> FleetView | None:
-        """Begin an order for weights; None while another one runs."""
+        """Begin an order for weights. Return None while another order runs."""
         if self._order_id() not in (None, order_id):
             return None
         self._order = (order_id, self._clock() + LEASE_S)
         return self.view()
 
     def renew(self, order_id: str) -> bool:
-        """Say that an order goes on; False where it has ended."""
+        """Renew an order's lease. Return False if the order has ended."""
         if self._order_id() != order_id:
             return False
         self._order = (order_id, self._clock() + LEASE_S)
         return True
 
     def commit(self, order_id: str, weights: ServedWeights) -> Wanted | None:
-        """Decide an order: its weights are wanted from now on. None, and nothing changes, where it has ended."""
+        """Commit an order: its weights are wanted from now on. Return None, without a change, if it has ended."""
         if not self.renew(order_id):
             return None
         self._wanted = replace(self._wanted, number=self._wanted.number + 1, weights=weights)
         return self._wanted
 
     def end(self, order_id: str) -> None:
-        """End an order, decided or not."""
+        """End an order, committed or not."""
         if self._order_id() == order_id:
             self._order = None
 
     def pause(self, mode: str | None) -> Wanted:
-        """Want a pause, or none."""
+        """Set the wanted pause mode; None: no pause."""
         self._wanted = replace(self._wanted, number=self._wanted.number + 1, pause=mode)
         return self._wanted
 
     def join(self, member: str, number: int) -> bool:
-        """Take in a replica that has what is wanted after `number` changes; False where that is not the state now.
+        """Add a replica that has reached the state after `number` changes. Return False if it may not join yet.
 
-        So too while an order runs, or as long as the actor may not know yet what others have.
+        It may not join if `number` is not the current state, while an order runs, or while the restarted actor may
+        still miss the state of others.
         """
         is_known = self._clock() - self._started_at >= RESTORE_S or number > 0
         if member not in self._members and (self._order_id() is not None or number != self._wanted.number):
@@ -110,7 +115,7 @@ class WantedState:
         return is_known
 
     def restore(self, wanted: Wanted) -> Wanted:
-        """Take over what a replica has, where this actor knows less; returns what is wanted."""
+        """Take over a replica's state if it is later than this actor's; return the wanted state."""
         if wanted.number > self._wanted.number:
             self._wanted = wanted
         return self._wanted
@@ -120,7 +125,7 @@ class WantedState:
         self._members.difference_update(members)
 
     def abandon(self, number: int) -> Wanted:
-        """Await the weights that are wanted after `number` changes, where they are lost with all replicas."""
+        """Mark the weights wanted after `number` changes as lost and awaited, if no replica is left."""
         if self._wanted.number == number and not self._members:
             lost = ServedWeights(awaited=self._wanted.weights.version or "")
             self._wanted = replace(self._wanted, number=number + 1, weights=lost)

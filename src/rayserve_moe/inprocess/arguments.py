@@ -1,4 +1,4 @@
-"""From the arguments of `Engine` (SGLang's names) and of `LLM` (vLLM's) to generation requests."""
+"""Conversion of the arguments of `Engine` (SGLang's names) and `LLM` (vLLM's names) to generation requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rayserve_moe.text.truncation import truncation_to
 
 FORCED = "forced_routed_experts"
 _OPTIONS_WITHOUT_FIELD = {"return_logprob": FLAG, "logprob_start_len": whole(-1, INT32_MAX)}
-"""Values of keywords that no field of a request has as they are."""
+"""Keywords that no field of a request holds unchanged."""
 OPTIONS = {*_OPTIONS_WITHOUT_FIELD, "rid", FORCED, *param_names(SGLANG, GenerationRequest).values()}
 """Keywords of a call of `Engine` besides sampling parameters."""
 _SCORES = ("logprobs", "prompt_logprobs")
@@ -120,11 +120,11 @@ def requests_from(
     card: ModelCard,
     streams: bool = False,
 ) -> list[GenerationRequest]:
-    """Pair prompts with their sampling, one mapping for all or one each; `keywords`, options among them, on top.
+    """Build a request per prompt from its sampling parameters (a mapping for all or one each) and from `keywords`.
 
-    `logprob_start_len` p gives log-probs of the prompt tokens at positions above p, -1 none. `forced_routed_experts`
-    replaces what the router would select at the prompt positions it has rows for: an array [rows, MoE layers, k] from
-    position 0, or any encoding that an answer can have; one per prompt of a batch.
+    `keywords` take precedence and include options. `logprob_start_len` p returns log-probs of prompt tokens at
+    positions above p, -1 none. `forced_routed_experts` replaces the router's selection at prompt positions from 0: an
+    array [rows, MoE layers, k] or any encoding of an answer; for a batch a list with an entry per prompt.
     """
     each = one_each(sampling_params, len(prompts.ids), single=Mapping, otherwise={})
     lengths = list(map(len, prompts.ids))
@@ -144,7 +144,7 @@ def requests_from(
 
 
 def _read(values: Values, given: Any, name: str) -> Any:
-    """Return a value of a keyword as the engine takes it.
+    """Return the validated value of a keyword.
 
     Raises: RequestError that names the keyword, for a wrong value.
     """

@@ -1,6 +1,6 @@
-"""The public engine of this process: a model, its engine thread, and text in and out, without Ray.
+"""Public in-process engine: a model with its engine thread, and text in and out, without Ray.
 
-Its executor runs steps in this very process.
+Its executor runs steps in this process.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ SamplingMappings = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
 class Engine:
-    """Serves one model from this process.
+    """Engine that serves a model from this process.
 
-    Keyword arguments are the settings of `config.settings` under their flat names, for example
-    `Engine(model_path=..., enable_return_routed_experts=True, devices_per_host=2)`. SettingsError and CheckpointError
-    say what is wrong with them. Use it as a context manager, or call `shutdown`.
+    Keyword arguments are the settings of `config.settings` under their flat names, for example `Engine(model_path=...,
+    enable_return_routed_experts=True, devices_per_host=2)`. Use it as a context manager, or call `shutdown`.
+
+    Raises: SettingsError for wrong settings, CheckpointError for an unusable checkpoint.
     """
 
     def __init__(self, model_path: str, **settings: Any) -> None:
         wanted = settings_from({"model_path": model_path, **settings})
         if wanted.parallel.num_hosts != 1:
             raise SettingsError("num_hosts must be 1 in one process; several hosts need Ray (serve run)")
-        describe_model(wanted)  # before a device is taken: a wrong model takes none
+        describe_model(wanted)  # before a device is taken, so that an invalid model takes none
         parallel, devices = wanted.parallel, local_devices(wanted.parallel.devices_per_host)
         wanted = settings_from({"model_path": model_path, **settings}, on_tpu=devices[0].platform == "tpu")
         described = describe_model(wanted)
@@ -72,13 +73,14 @@ class Engine:
         stream: bool = False,
         **keywords: Any,
     ) -> Answer | list[Answer] | Iterator[Answer]:
-        """Complete one prompt or a batch of them and wait for all; with `stream`, as `generate_stream` does.
+        """Complete a prompt or a batch and return all answers; with `stream`, act as `generate_stream`.
 
-        Give `prompt` (text) or `input_ids`; one of either gives one answer (a list of n where n > 1), a batch gives a
-        list in its order, under a progress bar where there is a terminal. `sampling_params` are SGLang's
-        (`max_new_tokens`, `temperature`, `n`, ...), one mapping for all or one each. Keywords apply to all: sampling
-        parameters, and the options of `inprocess.arguments.requests_from`. Answers are those of `POST /generate`.
-        RequestError names what cannot be served.
+        Give `prompt` (text) or `input_ids`. A single prompt returns an answer (a list of n if n > 1); a batch returns a
+        list in its order and shows a progress bar on a terminal. `sampling_params` are SGLang's (`max_new_tokens`,
+        `temperature`, `n`, ...), a mapping for all or one each. Keywords apply to all: sampling parameters, and the
+        options of `inprocess.arguments.requests_from`. Answers have the form of `POST /generate`.
+
+        Raises: RequestError if a request is invalid or unsupported.
         """
         if stream:
             return self._streamed(prompts_from(self.tokenizer, prompt, input_ids=input_ids), sampling_params, keywords)
@@ -96,7 +98,7 @@ class Engine:
         input_ids: Sequence[int] | None = None,
         **keywords: Any,
     ) -> Iterator[Answer]:
-        """Complete one prompt as `generate` does; yields the whole answer so far, with its `index`, as choices grow."""
+        """Complete a prompt like `generate`; yield the accumulated answer and its `index` whenever a choice grows."""
         return self._streamed(prompts_from(self.tokenizer, prompt, input_ids=input_ids), sampling_params, keywords)
 
     async def async_generate(
@@ -108,9 +110,9 @@ class Engine:
         stream: bool = False,
         **keywords: Any,
     ) -> Answer | list[Answer] | AsyncIterator[Answer]:
-        """Complete one prompt as `generate` does, without blocking the event loop; a list of n answers where n > 1.
+        """Complete a prompt like `generate`, without blocking the event loop; return a list of n answers if n > 1.
 
-        With `stream`, returns an async iterator over what `generate_stream` yields.
+        With `stream`, return an async iterator with the items of `generate_stream`.
         """
         prompts = single_prompt_from(self.tokenizer, prompt, input_ids=input_ids)
         (request,) = requests_from(prompts, sampling_params, keywords=keywords, card=self.card, streams=stream)
@@ -127,24 +129,25 @@ class Engine:
         return self.loop.card
 
     def pause_generation(self, mode: str = "abort") -> None:
-        """Run no steps until `continue_generation`; returns once none is in flight.
+        """Run no steps until `continue_generation`; return when no step is in flight.
 
-        `abort` ends all requests, `retract` preempts them, so that they are recomputed, `in_place` leaves them as they
-        are. RequestError for an unknown mode.
+        `abort` ends all requests, `retract` preempts them for recomputation, `in_place` keeps them unchanged.
+
+        Raises: RequestError for an unknown mode.
         """
         self.loop.control.pause(mode).result()
 
     def continue_generation(self) -> None:
-        """End a pause, if there is one."""
+        """End a pause, if any."""
         self.loop.control.resume().result()
 
     def update_weights_from_disk(
         self, model_path: str | Path, *, weight_version: str | None = None, abort_all_requests: bool = False
     ) -> WeightOutcome:
-        """Serve the weights of another checkpoint of the same model; the outcome says whether it succeeded, or why not.
+        """Load the weights of another checkpoint of the same model; return whether that succeeded, or the reason.
 
-        Requests that run go on under the new weights unless `abort_all_requests`. The prefix cache is flushed. Without
-        `weight_version` the number after the last one is taken.
+        Running requests continue under the new weights unless `abort_all_requests`. The prefix cache is flushed. The
+        default `weight_version` is the next number.
         """
         path = located(str(model_path), cache_directory=default_cache_directory())
         path = path if is_url(path) else str(Path(path).absolute())
@@ -152,18 +155,18 @@ class Engine:
         return self.loop.control.update_weights(order).result()
 
     def abort_request(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """Abort the requests that have this `rid`, or all: they end with what they have, and the reason `abort`."""
+        """Abort the requests with this `rid`, or all: they keep their tokens and end with the reason `abort`."""
         if abort_all:
             self.loop.abort_all()
         elif rid:
             self.loop.abort_stem(rid)
 
     def flush_cache(self) -> bool:
-        """Flush the prefix cache; False, and nothing is flushed, while requests run."""
+        """Flush the prefix cache and return True; while requests run, return False without a flush."""
         return self.loop.control.flush().result()
 
     def shutdown(self) -> None:
-        """Abort what runs and stop the engine thread. May be called twice."""
+        """Abort running requests and stop the engine thread. May be called twice."""
         self.loop.shutdown()
 
     def __enter__(self) -> Self:
@@ -215,7 +218,7 @@ class Engine:
 
 
 class LocalTensors:
-    """Stages tensors in this process, as an `engine.executor.TensorReceiver`."""
+    """Tensor staging within this process; implements `engine.executor.TensorReceiver`."""
 
     def __init__(self, staging: TensorStaging) -> None:
         self._staging = staging
@@ -234,7 +237,7 @@ class LocalTensors:
         return [self._staging.wanted(heads)]
 
     def stage_shares(self, shares: SentShares) -> None:
-        """Here a share is the pieces themselves."""
+        """Stage shares, which are the pieces themselves in a single process."""
         (pieces,) = shares.by_host
         self._staging.add([piece.as_typed() for piece in pieces])
 
@@ -242,14 +245,14 @@ class LocalTensors:
         self._staging.finish(threading.Event())
 
     def keep(self) -> None:
-        """Nothing outlives this process."""
+        """Do nothing: no weights outlive this process."""
 
     def drop(self) -> None:
         self._staging.drop()
 
 
 class LocalExecutor:
-    """Wraps one HostRunner as an `engine.cycle.Executor`."""
+    """Executor with a single HostRunner; implements `engine.cycle.Executor`."""
 
     def __init__(self, runner: HostRunner, updates: UpdateSettings | None = None) -> None:
         self.runner = runner
@@ -272,7 +275,7 @@ class LocalExecutor:
             raise WeightsRefusedError(refusal)
 
     def release(self) -> None:
-        """Nothing runs here between steps."""
+        """Do nothing: this executor is idle between steps."""
 
     def shutdown(self) -> None:
         self._reading.give_up()

@@ -1,6 +1,6 @@
-"""Generation for a list of prompts under vLLM's names: `LLM`, over the engine of this process, and its outputs.
+"""Batch generation under vLLM's names: `LLM` over the in-process engine, and its outputs.
 
-It answers one `RequestOutput` per prompt, with routing as arrays.
+It returns a `RequestOutput` per prompt, with routing as arrays.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ OUR_NAMES = {
     "max_num_batched_tokens": "max_step_tokens",
     "max_num_seqs": "max_running_requests",
 }
-"""Settings by the names that users of vLLM know them by."""
+"""Settings by their names in vLLM."""
 PROMPT_FORMS, PROMPT_OPTIONS = {"prompt", "prompt_token_ids"}, {"cache_salt"}
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """One prompt: its ids, its text where it came as text, and its options."""
+    """Prompt of a call."""
 
     token_ids: np.ndarray
     text: str | None = None
+    """Text of the prompt, or None if it was given as ids."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LLM:
-    """A model in this process. With `enable_return_routed_experts=True` every output carries its routing.
+    """Model in this process. With `enable_return_routed_experts=True` every output carries its routing.
 
-    Other keywords are the settings of `config.settings` under their flat names, or vLLM's where those are well known
-    (`max_num_seqs`, ...). SettingsError and CheckpointError say what is wrong with them. Use it as a context manager,
-    or call `shutdown`.
+    Other keywords are the settings of `config.settings` under their flat names, or well-known names of vLLM
+    (`max_num_seqs`, ...). Use it as a context manager, or call `shutdown`.
+
+    Raises: SettingsError for wrong settings, CheckpointError for an unusable checkpoint.
     """
 
     def __init__(
@@ -60,13 +62,16 @@ class LLM:
         enable_expert_parallel: bool = True,
         **settings: Any,
     ) -> None:
-        """Take `tensor_parallel_size` devices (1) for each of `data_parallel_size` groups; experts lie over all."""
+        """Take `tensor_parallel_size` devices (default 1) for each of `data_parallel_size` groups.
+
+        Experts use all devices.
+        """
         if tensor_parallel_size is not None and "devices_per_host" in settings:
             raise SettingsError("tensor_parallel_size and devices_per_host both set the devices: give one of them")
         if "devices_per_host" not in settings:
             settings["devices_per_host"] = (tensor_parallel_size or 1) * data_parallel_size
         if not enable_expert_parallel and settings["devices_per_host"] != 1:
-            raise SettingsError("experts lie over all devices: leave enable_expert_parallel at True, or use one device")
+            raise SettingsError("experts use all devices: leave enable_expert_parallel at True, or use one device")
         self.engine = Engine(model, data_parallel_size=data_parallel_size, **_our_names(settings))
         self._writer = OutputWriter(self.engine.tokenizer, self.engine.card.routing)
 
@@ -77,10 +82,12 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete every prompt; outputs come in the order of the prompts.
+        """Complete every prompt and return the outputs in the order of the prompts.
 
-        A prompt is a text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, these two with a `cache_salt` if
-        wanted. `sampling_params` are for all prompts, or one each. RequestError names what cannot be served.
+        A prompt is a text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`; the mappings may have a `cache_salt`.
+        `sampling_params` apply to all prompts, or are a list with an entry per prompt.
+
+        Raises: RequestError if a request is invalid or unsupported.
         """
         return self._complete(_prompts_of(self.get_tokenizer(), prompts), sampling_params, use_tqdm=use_tqdm)
 
@@ -93,7 +100,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, through the checkpoint's chat template."""
+        """Answer a conversation, or each of several, through the checkpoint's chat template."""
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer, prompts = self.get_tokenizer(), []
         for conversation in conversations:
@@ -111,7 +118,7 @@ class LLM:
         return self.engine.tokenizer
 
     def shutdown(self) -> None:
-        """Abort what runs and stop the engine. May be called twice."""
+        """Abort running requests and stop the engine. May be called twice."""
         self.engine.shutdown()
 
     def __enter__(self) -> Self:
@@ -141,12 +148,15 @@ class LLM:
 
 
 def _our_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename settings that came under vLLM's names; SettingsError where one came under both."""
+    """Rename settings given under vLLM's names.
+
+    Raises: SettingsError if a setting has both names.
+    """
     renamed: dict[str, Any] = {}
     for name, value in settings.items():
         ours = OUR_NAMES.get(name, name)
         if ours in renamed:
-            raise SettingsError(f"{ours} is given twice: it has the name {name} too")
+            raise SettingsError(f"{ours} is given twice, also under the name {name}")
         renamed[ours] = value
     return renamed
 
@@ -169,25 +179,21 @@ def _prompt_of(tokenizer: Tokenizer, prompt: str | Mapping[str, Any]) -> _Prompt
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-prob of one token at one position, and its place among all tokens there: the likeliest has `rank` 1."""
+    """Log-prob of a token at a position."""
 
     logprob: float
     rank: int | None
+    """Rank among all tokens; 1 is the likeliest."""
     decoded_token: str
 
 
 TokenLogprobs = dict[int, Logprob]
-"""By token id: the token that stands at the position first, then the likeliest ones."""
+"""Log-probs by token id: first the token at the position, then the likeliest tokens."""
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion of a prompt.
-
-    `routed_experts` is int16 [rows, MoE layers, k] of the positions from the first generated token on: one row fewer
-    than tokens, for the last one never enters the model. It is None where the engine does not capture routing, and
-    where any row is missing; `routed_experts_info` then says which.
-    """
+    """Completion of a prompt."""
 
     index: int
     text: str
@@ -197,30 +203,31 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     routed_experts: np.ndarray | None
+    """int16 [rows, MoE layers, k] of the positions from the first generated token on; a row fewer than tokens, because
+    the last token never enters the model. None without routing capture or with missing rows."""
     routed_experts_info: dict | None
+    """Description of the routing, including its missing rows; None without routing capture."""
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its completions.
-
-    `prompt_routed_experts` is int16 [prompt tokens, MoE layers, k], the same for all completions, or None as
-    `CompletionOutput.routed_experts` is. The first entry of `prompt_logprobs` is None: nothing precedes it.
-    """
+    """Prompt with its completions."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None
+    """Log-probs per prompt token; the first is None."""
     outputs: list[CompletionOutput]
     finished: bool
     prompt_routed_experts: np.ndarray | None
+    """int16 [prompt tokens, MoE layers, k], the same for all completions; None without capture or with missing rows."""
     num_cached_tokens: int
 
 
 @dataclass(frozen=True)
 class OutputWriter:
-    """Writes the outputs of one model."""
+    """Converter of results to outputs."""
 
     tokenizer: Tokenizer
     layout: RoutingLayout
@@ -228,7 +235,7 @@ class OutputWriter:
     def request_output(
         self, request: GenerationRequest, results: Sequence[ChoiceResult], *, params: SamplingParams, prompt: str | None
     ) -> RequestOutput:
-        """Return the output of one request, which was made of `params`."""
+        """Return the output of a request, which was built from `params`."""
         num_prompt_tokens = len(request.prompt_ids)
         start = params.routed_experts_prompt_start
         found = (_rows(result.routing, start, num_prompt_tokens) for result in results)
@@ -287,7 +294,7 @@ class OutputWriter:
 
 
 def _rows(routing: RoutedExperts | None, first: int, last: int) -> np.ndarray | None:
-    """Return the rows of positions `[first, last)`, or None unless every one of them is known."""
+    """Return the rows of positions `[first, last)`, or None if any row is missing."""
     if routing is None or first < routing.start or routing.start + len(routing.rows) < last:
         return None
     if any(begin < last and end > first for begin, end in routing.missing):

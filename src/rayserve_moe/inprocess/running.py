@@ -1,4 +1,4 @@
-"""Running requests of this process: streamed, or waited for."""
+"""Running requests of this process, streamed or awaited."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunningRequest:
         self.record_time()
 
     async def wait_async(self) -> None:
-        """Wait for the end of every choice in an event loop. Closes the stream, also where it is cancelled."""
+        """Wait for the end of every choice in an event loop. The stream is closed, also on cancellation."""
         try:
             async for delta in self.stream:
                 self.results[delta.choice_index].add(delta)
@@ -43,16 +43,16 @@ class RunningRequest:
         self.record_time()
 
     def record_time(self) -> None:
-        """Set `elapsed_s`, the seconds since the request came in."""
+        """Set `elapsed_s`, the seconds since the request was submitted."""
         self.elapsed_s = time.perf_counter() - self._started_s
 
 
 def run_to_end(
     loop: EngineLoop, tokenizer: Tokenizer, *, requests: Sequence[GenerationRequest], shows_progress: bool
 ) -> list[RunningRequest]:
-    """Run all requests to their ends, however many the engine takes at once, under a bar where there is a terminal.
+    """Run all requests to completion, queueing those beyond the engine's limits; show a progress bar on a terminal.
 
-    Raises what `EngineLoop.submit` raises; running requests are then aborted.
+    Errors of `EngineLoop.submit` propagate; running requests are then aborted.
     """
     running: list[RunningRequest] = []
     with ExitStack() as cleanup:
@@ -76,7 +76,7 @@ def run_to_end(
 def _submitted(
     loop: EngineLoop, tokenizer: Tokenizer, request: GenerationRequest, *, others: deque[RunningRequest]
 ) -> RunningRequest | None:
-    """Submit a request; None while the engine is full and some of the `others` have yet to end."""
+    """Submit a request; return None while the engine is full and any of the `others` is unfinished."""
     try:
         return RunningRequest(loop, tokenizer, request=request)
     except EngineBusyError:

@@ -19,6 +19,7 @@ from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
 from rayserve_moe.kernels.kv_pool import LayerPages, write_rows
 from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.reference.layers import Rotation
+from rayserve_moe.kernels.reference.layers import project as multiply
 from rayserve_moe.kernels.tpu.byte_pairs import is_paired, paired_rows
 
 PagedAttention = Callable[..., jax.Array]
@@ -48,6 +49,8 @@ class TokenBatch:
     sequences_U: jax.Array | None = None
     most_together: int = field(default=1, metadata={"static": True})
     rows_B: jax.Array | None = None
+    entries_B3: jax.Array | None = None
+    """The entries of those rows, int32, if layers keep entries (`reference.gated_delta.RowEntries`)."""
 
     @property
     def together(self) -> Together | None:
@@ -164,6 +167,9 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
         attended_THh, kv_pages = _attend_by_window(attend, layer, config)
     with jax.named_scope("output_product"):
         attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
+        if "gate_LDH" in of_layer:
+            gate_TH = multiply(normed_TD, of_layer["gate_LDH"]).astype(jnp.float32)
+            attended_TH = (attended_TH * jax.nn.sigmoid(gate_TH)).astype(attended_TH.dtype)
         out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 

@@ -24,7 +24,7 @@ from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 from rayserve_moe.kernels.reference import attention as attention_reference
-from rayserve_moe.kernels.reference import expert_products, layers
+from rayserve_moe.kernels.reference import expert_products, gated_delta, layers
 from rayserve_moe.kernels.tpu import (
     add_norm,
     dispatch_sizes,
@@ -106,6 +106,16 @@ class SamplingKernels:
 
 
 @dataclass(frozen=True)
+class RecurrenceKernels:
+    """Layers with a recurrent state."""
+
+    short_conv: Kernel = gated_delta.short_conv
+    """`gated_delta.short_conv`."""
+    advance: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] = gated_delta.advance
+    """`gated_delta.advance`."""
+
+
+@dataclass(frozen=True)
 class PoolKernels:
     """The pool of keys and values."""
 
@@ -145,6 +155,8 @@ class Kernels:
     """From the last hidden states to logits."""
     sampling: SamplingKernels
     """From logits to tokens."""
+    recurrence: RecurrenceKernels = RecurrenceKernels()
+    """Layers with a recurrent state."""
     pool: PoolKernels = PoolKernels()
     """Copies within the pool, and its dtypes."""
     parameters: ParameterLayout = ParameterLayout()

@@ -1,4 +1,4 @@
-"""Parts of a ModelSpec that several families spell alike in their `config.json`."""
+"""Readers of `config.json` parts that several families share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK
-from rayserve_moe.model.config_rope import rope_of, score_scale_of
+from rayserve_moe.model.config_rope import rope_of, rotary_dim_of, score_scale_of
 from rayserve_moe.model.config_values import count_of, flag_of, integer_of, number_of
+from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.layers.gated_delta import GatedDelta
 from rayserve_moe.model.layers.latent import LatentAttention
 from rayserve_moe.model.spec import (
     ExpertSpec,
@@ -40,9 +42,9 @@ def outline_of(config: Mapping[str, Any], *, norm_eps: float, max_positions: int
 
 
 def _block_dtype_of(config: Mapping[str, Any]) -> str:
-    """The 8-bit dtype that `quantization_config` says weights are stored in by 128 x 128 blocks; empty: none.
+    """Return the 8-bit dtype of weights with scales per 128 x 128 block, by `quantization_config`; empty if none.
 
-    Of block fp8 and compressed-tensors; whether the files hold that is found when they are opened.
+    It reads block fp8 and compressed-tensors. The files are checked against it when they are opened.
     """
     settings = config.get("quantization_config")
     settings = settings if isinstance(settings, Mapping) else {}
@@ -58,18 +60,21 @@ def _block_dtype_of(config: Mapping[str, Any]) -> str:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:
-    """The dtype that weights were saved from; float32 where the config names none."""
+    """Return the dtype of the saved weights; float32 if the config has none.
+
+    Raises: UnsupportedModelError for an unknown dtype.
+    """
     key = "torch_dtype" if config.get("dtype") is None else "dtype"
     found = config.get(key)
     if found is not None and found not in DTYPES:
         raise UnsupportedModelError(
-            f"config.json: {key} = {reprlib.repr(found)} is no type of weights (only {', '.join(DTYPES)})"
+            f"config.json: {key} = {reprlib.repr(found)} is not a supported dtype of weights (only {', '.join(DTYPES)})"
         )
     return found or "float32"
 
 
 def heads_of(config: Mapping[str, Any], *, head_dim: int | None = None) -> dict[str, Any]:
-    """Read the heads of grouped-query attention; `head_dim` is the default, None for an equal share of the width."""
+    """Read the heads of grouped-query attention; `head_dim` None defaults to hidden size divided by heads."""
     heads = integer_of(config, "num_attention_heads")
     share = integer_of(config, "hidden_size") // heads
     return {
@@ -82,7 +87,7 @@ def heads_of(config: Mapping[str, Any], *, head_dim: int | None = None) -> dict[
 def latent_attention_of(config: Mapping[str, Any], *, rope: RopeSpec) -> LatentAttention:
     """Read multi-head latent attention; `q_lora_rank` null projects queries from the hidden state.
 
-    The latents' norms have the epsilon of their class, 1e-6, whatever `rms_norm_eps` is.
+    The latents' norms have their class's epsilon 1e-6, independent of `rms_norm_eps`.
     """
     nope_dim, rope_dim = integer_of(config, "qk_nope_head_dim"), integer_of(config, "qk_rope_head_dim")
     direct = config.get("q_lora_rank", 0) is None
@@ -104,9 +109,9 @@ def latent_attention_of(config: Mapping[str, Any], *, rope: RopeSpec) -> LatentA
 def biased_sigmoid_router_of(
     config: Mapping[str, Any], *, scale: float, groups: tuple[int, int] = (1, 1), experts: str = "n_routed_experts"
 ) -> RouterSpec:
-    """Read a router of sigmoid scores, chosen with a bias and within groups (DeepSeek-V3, arXiv:2412.19437).
+    """Read a router of sigmoid scores with a selection bias and expert groups (DeepSeek-V3, arXiv:2412.19437).
 
-    `scale` and `groups`, their number and how many are kept, are the defaults; `experts` is the key of their number.
+    `scale` and `groups` (number of groups, groups kept) are defaults; `experts` is the key of the number of experts.
     """
     num_groups, kept = integer_of(config, "n_group", groups[0]), integer_of(config, "topk_group", groups[1])
     if config.get(experts) is None and config.get("num_local_experts") is not None:
@@ -127,14 +132,17 @@ def biased_sigmoid_router_of(
 
 
 def grouped(router: RouterSpec) -> RouterSpec:
-    """Return `router`; UnsupportedModelError where its groups are unequal, or those kept hold fewer than top_k."""
+    """Return `router` after a check of its groups.
+
+    Raises: UnsupportedModelError if groups differ in size, or the kept groups hold fewer than top_k experts.
+    """
     size, rest = divmod(router.num_experts, router.num_groups)
     if router.top_k <= router.num_experts and (
         rest or not 1 <= router.groups_kept <= router.num_groups or router.groups_kept * size < router.top_k
     ):
         raise UnsupportedModelError(
             f"config.json: n_group = {router.num_groups} with topk_group = {router.groups_kept} does not fit "
-            f"{router.num_experts} experts of which num_experts_per_tok = {router.top_k} are chosen"
+            f"{router.num_experts} experts with num_experts_per_tok = {router.top_k}"
         )
     return router
 
@@ -142,7 +150,7 @@ def grouped(router: RouterSpec) -> RouterSpec:
 def layers_of(
     config: Mapping[str, Any], mixer: str, *, dense: Collection[int] = (), windows: tuple[int, ...] = ()
 ) -> tuple[LayerSpec, ...]:
-    """Return layers of one mixer, all with experts but those that are `dense`; without `windows` they see all."""
+    """Return layers of the same mixer; those not in `dense` have experts, and empty `windows` means full attention."""
     return tuple(
         LayerSpec(mixer, "dense" if i in dense else "moe", windows[i] if windows else 0)
         for i in range(integer_of(config, "num_hidden_layers"))
@@ -150,7 +158,7 @@ def layers_of(
 
 
 def first_layers_dense(config: Mapping[str, Any], *, default: int) -> tuple[int, ...]:
-    """Layers without experts: by `mlp_layer_types` where given, else the first `first_k_dense_replace`."""
+    """Return the layers without experts: by `mlp_layer_types`, else the first `first_k_dense_replace`."""
     num_layers = integer_of(config, "num_hidden_layers")
     types = config.get("mlp_layer_types")
     if types is None:
@@ -159,7 +167,7 @@ def first_layers_dense(config: Mapping[str, Any], *, default: int) -> tuple[int,
 
 
 def layers_between_dense(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers without experts: those of `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
+    """Return the layers without experts: those in `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
     listed = [] if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
     if not isinstance(listed, list | tuple) or any(type(layer) is not int for layer in listed):
         raise UnsupportedModelError(f"config.json: mlp_only_layers must be a list of layers: {reprlib.repr(listed)}")
@@ -168,10 +176,10 @@ def layers_between_dense(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def windows_of(config: Mapping[str, Any], *, default: int, sliding: Sequence[int]) -> tuple[int, ...]:
-    """How many positions each layer sees, 0 for all of them, empty where all do.
+    """Return the window of each layer in positions, 0 for full attention; empty if no layer has a window.
 
-    The layers of type `sliding_attention` in `layer_types` see `sliding_window` (or `default`) positions; where no
-    types are given, those that `sliding` lists.
+    Layers of type `sliding_attention` in `layer_types` have the window `sliding_window` (or `default`). Without
+    `layer_types`, the layers in `sliding` have it.
     """
     window, num_layers = integer_of(config, "sliding_window", default), integer_of(config, "num_hidden_layers")
     if config.get("layer_types") is not None:
@@ -196,7 +204,7 @@ def _layer_types(config: Mapping[str, Any], key: str, known: str) -> list[str]:
 
 
 def experts_of(config: Mapping[str, Any], key: str, *, default: int) -> ExpertSpec:
-    """Experts of `moe_intermediate_size`, and a shared one as wide as `key` of them: none where that is null or 0."""
+    """Read experts of `moe_intermediate_size`, and a shared expert as wide as `key` of them; null or 0 means none."""
     width = integer_of(config, "moe_intermediate_size")
     num_shared = 0 if config.get(key, default) is None else count_of(config, key, default)
     return ExpertSpec(width, shared="plain" if num_shared else "none", shared_size=width * num_shared)
@@ -205,7 +213,7 @@ def experts_of(config: Mapping[str, Any], key: str, *, default: int) -> ExpertSp
 def latent_model_of(
     config: Mapping[str, Any], family: str, *, router: RouterSpec, num_dense: int, outline: Mapping[str, Any]
 ) -> ModelSpec:
-    """A model of latent attention whose layers have shared experts, but for the first `num_dense` by default."""
+    """Return a model of latent attention with shared experts; the first `num_dense` layers are dense by default."""
     return ModelSpec(
         family=family,
         **outline,
@@ -218,4 +226,77 @@ def latent_model_of(
         ),
         router=router,
         experts=experts_of(config, "n_shared_experts", default=1),
+    )
+
+
+def gated_delta_of(config: Mapping[str, Any], *, fused: str) -> GatedDelta:
+    """Read gated delta layers; `fused` is the form of their projections in files."""
+    return GatedDelta(
+        num_key_heads=integer_of(config, "linear_num_key_heads", 16),
+        num_value_heads=integer_of(config, "linear_num_value_heads", 32),
+        key_dim=integer_of(config, "linear_key_head_dim", 128),
+        value_dim=integer_of(config, "linear_value_head_dim", 128),
+        num_taps=integer_of(config, "linear_conv_kernel_dim", 4),
+        fused=fused,
+    )
+
+
+def hybrid_layers_of(
+    config: Mapping[str, Any], *, linear: str, full: str, dense: Collection[int] = ()
+) -> tuple[LayerSpec, ...]:
+    """Return layers by `layer_types`, else with full attention in the last of each `full_attention_interval` layers.
+
+    `linear` and `full` are the mixers of linear and full attention; layers not in `dense` have experts.
+    """
+    num_layers = integer_of(config, "num_hidden_layers")
+    if config.get("layer_types") is not None:
+        types = _layer_types(config, "layer_types", "linear_attention full_attention")
+        is_full = [kind == "full_attention" for kind in types]
+    else:
+        interval = integer_of(config, "full_attention_interval", 4)
+        is_full = [(layer + 1) % interval == 0 for layer in range(num_layers)]
+    if not any(is_full):
+        raise UnsupportedModelError("config.json: layer_types has no full_attention: sequences would have no pages")
+    return tuple(
+        LayerSpec(full if is_full[layer] else linear, "dense" if layer in dense else "moe")
+        for layer in range(num_layers)
+    )
+
+
+def hybrid_model_of(
+    config: Mapping[str, Any],
+    family: str,
+    *,
+    fused: str,
+    renormalize: bool,
+    dense: Collection[int] = (),
+    dense_size: int = 0,
+) -> ModelSpec:
+    """Read a model of gated delta layers and gated attention, with a shared expert behind a gate.
+
+    `fused` is the form of the projections in files, `dense` are the layers without experts.
+    """
+    heads = heads_of(config, head_dim=256)
+    rotary_dim = rotary_dim_of(config, heads["head_dim"], default=heads["head_dim"] // 4) or heads["head_dim"]
+    rope = rope_of(config, family, rotary_dim=rotary_dim)
+    attention = GroupedAttention(**heads, qk_norm="head", output_gate=True, rope=rope)
+    layers = hybrid_layers_of(config, linear="gated_delta", full="gqa", dense=dense)
+    kinds = {layer.mixer for layer in layers}
+    return ModelSpec(
+        family=family,
+        **outline_of(config, norm_eps=1e-6, max_positions=32768),
+        layers=layers,
+        dense_intermediate_size=dense_size,
+        mixers=tuple(own for own in (attention, gated_delta_of(config, fused=fused)) if own.kind in kinds),
+        router=RouterSpec(
+            num_experts=integer_of(config, "num_experts"),
+            top_k=integer_of(config, "num_experts_per_tok"),
+            renormalize=renormalize,
+        ),
+        experts=ExpertSpec(
+            integer_of(config, "moe_intermediate_size"),
+            shared="sigmoid_gated",
+            shared_size=integer_of(config, "shared_expert_intermediate_size"),
+        ),
+        norm_offset=1.0,
     )

@@ -1,4 +1,4 @@
-"""The rotary embedding out of a `config.json`, in the old spelling of its keys and in the new one."""
+"""Reader of rotary embeddings in a `config.json`, in the old and the new spelling of its keys."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def rope_of(
 ) -> RopeSpec:
     """Read `rope_parameters`, or `rope_scaling` beside `rope_theta`; `theta` is the default of the family.
 
-    With `alpha_dim`, the rotary width, a scaling of type `dynamic` that has a fixed `alpha` is the larger theta that it
-    stands for. UnsupportedModelError names another type, and a partial rotation where no `rotary_dim` was read.
+    With `alpha_dim`, the rotary width, a `dynamic` scaling with a fixed `alpha` is converted to its equivalent theta.
+
+    Raises: UnsupportedModelError for another type, or for a partial rotation if `rotary_dim` is None.
     """
     rope = _parameters(config)
     found = number_of(rope, "rope_theta", number_of(config, "rope_theta", theta))
@@ -38,12 +39,12 @@ def rope_of(
         raise UnsupportedModelError(f"config.json: rope_theta = {found:g} (with its scaling) is less than 1")
     yarn = _yarn(config, rope) if kind == "yarn" else None
     if yarn and found <= 1:
-        raise UnsupportedModelError(f"config.json: rope_theta = {found:g} gives a yarn scaling no frequencies to part")
+        raise UnsupportedModelError(f"config.json: rope_theta = {found:g} must exceed 1 for a yarn scaling")
     return RopeSpec(found, rotary_dim=rotary_dim, interleaved=interleaved, yarn=yarn)
 
 
 def rotary_dim_of(config: Mapping[str, Any], head_dim: int, *, default: int) -> int | None:
-    """How many elements of a head are rotated, by `partial_rotary_factor` or `default` of them; None for all."""
+    """Return the number of rotated elements per head, by `partial_rotary_factor` or `default`; None for all."""
     key, width = "rotary_dim", default
     if (factor := _partial(config)) is not None:
         key = f"partial_rotary_factor = {reprlib.repr(factor)}"
@@ -56,7 +57,7 @@ def rotary_dim_of(config: Mapping[str, Any], head_dim: int, *, default: int) -> 
 
 
 def score_scale_of(config: Mapping[str, Any], head_dim: int) -> float | None:
-    """The scale of attention scores that `mscale_all_dim` of a yarn scaling asks for; None for head_dim ** -0.5."""
+    """Return the scale of attention scores by `mscale_all_dim` of a yarn scaling; None for head_dim ** -0.5."""
     rope = _parameters(config)
     if _kind(rope) == "default" or not (weight := amount_of(rope, "mscale_all_dim")):
         return None

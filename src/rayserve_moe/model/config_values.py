@@ -1,4 +1,4 @@
-"""Values out of a `config.json`: of the right type, and no larger than any model has them."""
+"""Typed values from a `config.json`, with upper bounds far above any published model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rayserve_moe.model.spec import UnsupportedModelError
 
-MOST = {
+MAX_INTEGERS = {
     "num_hidden_layers": 512,
     "num_attention_heads": 1024,
     "num_key_value_heads": 1024,
@@ -47,50 +47,71 @@ MOST = {
     "original_max_position_embeddings": 1 << 24,
     "draft_vocab_size": 1 << 22,
     "target_hidden_size": 1 << 17,
+    "linear_num_key_heads": 1024,
+    "linear_num_value_heads": 1024,
+    "linear_key_head_dim": 4096,
+    "linear_value_head_dim": 4096,
+    "linear_conv_kernel_dim": 64,
+    "full_attention_interval": 512,
 }
-"""Largest value of each integer: several times what published models have."""
-LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e12
-"""Of numbers that are not whole: products with them are to stay within float32."""
+"""Maximum value of each integer: several times that of published models."""
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e12
+"""Bounds of numbers that are not integers: products with them stay within float32."""
 
 
 def integer_of(config: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """The positive integer under `key`, or `default` where there is none; UnsupportedModelError for anything else."""
+    """Return the positive integer at `key`, or `default` if it is missing or null.
+
+    Raises: UnsupportedModelError for any other value.
+    """
     value = default if config.get(key) is None else config[key]
-    if type(value) is not int or not 1 <= value <= MOST[key]:
+    if type(value) is not int or not 1 <= value <= MAX_INTEGERS[key]:
         raise UnsupportedModelError(
-            f"config.json: {key} must be a positive integer up to {MOST[key]}, found {reprlib.repr(config.get(key))}"
+            f"config.json: {key} must be a positive integer up to {MAX_INTEGERS[key]}, "
+            f"found {reprlib.repr(config.get(key))}"
         )
     return value
 
 
 def number_of(config: Mapping[str, Any], key: str, default: float) -> float:
-    """The positive number under `key`, or `default` where there is none; UnsupportedModelError for anything else."""
+    """Return the positive number at `key`, or `default` if it is missing or null.
+
+    Raises: UnsupportedModelError for any other value.
+    """
     value = default if config.get(key) is None else config[key]
-    if type(value) not in (int, float) or not LEAST_NUMBER <= value <= MOST_NUMBER:
+    if type(value) not in (int, float) or not MIN_NUMBER <= value <= MAX_NUMBER:
         raise UnsupportedModelError(
-            f"config.json: {key} must be a positive number from {LEAST_NUMBER:g} to {MOST_NUMBER:g}, "
+            f"config.json: {key} must be a positive number from {MIN_NUMBER:g} to {MAX_NUMBER:g}, "
             f"found {reprlib.repr(value)}"
         )
     return float(value)
 
 
 def amount_of(config: Mapping[str, Any], key: str) -> float:
-    """The number under `key`, zero or more, 0 where there is none; UnsupportedModelError for anything else."""
+    """Return the nonnegative number at `key`, or 0 if it is missing or null.
+
+    Raises: UnsupportedModelError for any other value.
+    """
     value = config.get(key)
     is_nothing = value is None or (type(value) in (int, float) and value == 0)
     return 0.0 if is_nothing else number_of(config, key, 0.0)
 
 
 def count_of(config: Mapping[str, Any], key: str, default: int) -> int:
-    """The integer under `key`, zero or more, or `default` where there is none; UnsupportedModelError otherwise."""
+    """Return the nonnegative integer at `key`, or `default` if it is missing or null.
+
+    Raises: UnsupportedModelError for any other value.
+    """
     value = default if config.get(key) is None else config[key]
     return 0 if type(value) is int and value == 0 else integer_of(config, key, default)
 
 
 def flag_of(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """The truth value under `key`, or `default` where there is none; UnsupportedModelError for anything else.
+    """Return the bool at `key`, or `default` if it is missing.
 
-    Readers differ in what null means where the default is true.
+    Null means False, but is rejected if the default is True, because implementations differ.
+
+    Raises: UnsupportedModelError for any other value.
     """
     value = config.get(key)
     if value not in (None, True, False) or (value is None and default and key in config):
@@ -99,7 +120,7 @@ def flag_of(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
 
 
 def refuse_other_values(config: Mapping[str, Any], family: str, **supported: tuple[Any, ...]) -> None:
-    """Raise UnsupportedModelError for a key whose value is none of those `supported`; one that is absent passes."""
+    """Raise UnsupportedModelError if a key has an unsupported value; a missing key passes."""
     for key, values in supported.items():
         value = config.get(key)
         if value is not None and value not in values:
@@ -110,7 +131,10 @@ def refuse_other_values(config: Mapping[str, Any], family: str, **supported: tup
 
 
 def object_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object under `key`, empty where there is none; UnsupportedModelError for anything else."""
+    """Return the object at `key`, or an empty object if it is missing or null.
+
+    Raises: UnsupportedModelError for any other value.
+    """
     value = {} if config.get(key) is None else config[key]
     if not isinstance(value, Mapping):
         raise UnsupportedModelError(f"config.json: {key} must be an object, found {reprlib.repr(value)}")

@@ -26,12 +26,11 @@ class LayerCarry(NamedTuple):
     """The output to add to it, together with the next norm: on a TPU both are one operation."""
     pools: Pools
     num_done: jax.Array
-    """Number of periods of the run that are done. It is carried and not scanned over, which would be an operation in
-    every layer."""
+    """Completed periods of the run. It is carried because scanning over an index would add an operation per layer."""
 
 
 class LayerPlace(NamedTuple):
-    """The number of a layer in the model, and among the layers with its mixer and with its network."""
+    """Indices of a layer: in the model, among layers with its mixer, and among layers with its feed-forward network."""
 
     layer: jax.Array
     of_mixer: jax.Array
@@ -39,12 +38,12 @@ class LayerPlace(NamedTuple):
 
 
 def first_carry(hidden_TD: jax.Array, pools: Pools) -> LayerCarry:
-    """Return what enters a first layer."""
+    """Return the carry of the first layer."""
     return LayerCarry(hidden_TD, jnp.zeros_like(hidden_TD), pools, jnp.int32(0))
 
 
 def step_inputs(batch: TokenBatch, pools: Pools, config: ModelConfig) -> StepInputs:
-    """Return what follows from the tokens of a step and the shapes of pools, with experts in their own slots."""
+    """Return the inputs that all layers share, with expert i in slot i."""
     prepared = {
         mixer.kind: MIXERS[mixer.kind].prepare(mixer, batch, pools, config=config) for mixer in config.spec.mixers
     }
@@ -54,7 +53,7 @@ def step_inputs(batch: TokenBatch, pools: Pools, config: ModelConfig) -> StepInp
 def visit_period(
     params: Parameters, carry: LayerCarry, *, run: LayerRun, inputs: StepInputs, config: ModelConfig
 ) -> tuple[LayerCarry, tuple[LayerRouting, ...]]:
-    """Compute the next period of a run; return the routing of each of its layers with experts."""
+    """Compute the next period of a run; return the carry and the routing of each layer with experts."""
     routings = []
     for index, kind in enumerate(run.period):
         place = _place(run, index, carry.num_done)
@@ -88,7 +87,7 @@ def apply_layer(
     inputs: StepInputs,
     config: ModelConfig,
 ) -> tuple[LayerCarry, LayerRouting | None]:
-    """Compute one layer; return its routing if it has experts."""
+    """Compute a layer; return the carry and, for a layer with experts, its routing."""
     hidden_TD, normed_TD, pools = mixer_block(params, carry, kind, place=place, inputs=inputs, config=config)
     out_TD, routing = FFNS[kind.ffn].apply(params, normed_TD, inputs, layer=place.of_ffn, config=config)
     added_TD = scaled(out_TD, config.spec.factors.residual_multiplier)
@@ -104,7 +103,10 @@ def mixer_block(
     inputs: StepInputs,
     config: ModelConfig,
 ) -> tuple[jax.Array, jax.Array, Pools]:
-    """Compute a mixer with its norm and residual; return the stream, the stream normed for what follows, and pools."""
+    """Compute a mixer with its norm and residual.
+
+    Returns: the residual stream [T, D], its norm for the feed-forward network [T, D], and the pools.
+    """
     mixer, own, weights = MIXERS[kind.mixer], config.spec.mixer(kind.mixer), params[kind.mixer]
     (hidden_TD, added_TD, pools, _), layer = carry, place.of_mixer
     begun = None
@@ -121,7 +123,7 @@ def mixer_block(
 
 
 def scaled(hidden_TD: jax.Array, factor: float) -> jax.Array:
-    """Multiply in float32, and nothing by one."""
+    """Multiply in float32; a factor of 1 is a no-op."""
     return hidden_TD if factor == 1.0 else (hidden_TD.astype(jnp.float32) * factor).astype(hidden_TD.dtype)
 
 

@@ -17,31 +17,33 @@ from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.layers.table import FFNS, MIXERS
 from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools, StepInputs
 from rayserve_moe.model.transformer import ForwardOutput, embedded, normed_logits, words_of
-from rayserve_moe.model.vocabulary import score_my_words
+from rayserve_moe.model.vocabulary import local_logits
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 FIRST = np.int32(0)
-"""The only layer there is."""
+"""Index of the only layer."""
 Rows = tuple[jax.Array, Pools]
 """Rows of tokens [T, D], and the pools."""
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A draft model on the mesh of its target: its layer and the target, each as it is computed."""
+    """Draft model on the mesh of its target."""
 
     draft: DraftSpec
     layer: ModelConfig
+    """Configuration of the draft's layer."""
     target: ModelConfig
+    """Configuration of the target."""
 
     @property
     def words(self) -> VocabularyPart:
-        """The words that a device scores: those of the draft's own head, or of the target's."""
+        """Return the vocab shard of a device, for the draft's own head or the target's."""
         return words_of(self.layer if self.draft.has_head else self.target)
 
 
 def target_features(target: Parameters, draft: Parameters, out: ForwardOutput, *, config: DraftConfig) -> jax.Array:
-    """What the target says of its tokens, [T, D]: `out` has the inputs of `aux_layers`."""
+    """Return the target's features of its tokens, [T, D]; `out.entering` holds the inputs of `aux_layers`."""
     if config.draft.aux_layers:
         return _product(jnp.concatenate(out.entering, axis=1), draft["draft"])
     return norm_rows(out.hidden_TD, target["embedding"]["final_norm_D"], config.target)
@@ -56,9 +58,9 @@ def draft_features(
     *,
     config: DraftConfig,
 ) -> Rows:
-    """Return the draft's own features [T, D], and its pools; `weights` are the target's and its own.
+    """Return the draft's features [T, D] and its pools; `weights` are those of the target and the draft.
 
-    The tokens of `batch` are those that follow the positions they stand at; `features_TD` are of these positions.
+    Each token of `batch` follows the position at which it is placed; `features_TD` belong to these positions.
     """
     target, params = weights
     model, own = config.layer, params["draft"]
@@ -86,7 +88,7 @@ def draft_features(
 
 @jax.named_scope("draft_head")
 def draft_logits(weights: tuple[Parameters, Parameters], features_SD: jax.Array, *, config: DraftConfig) -> jax.Array:
-    """Float32 logits [W, V] of the tokens after the next, of the features of all data ranks, for `config.words`."""
+    """Return logits of the tokens after the next: float32 [W, V] over all data ranks, for the shard `config.words`."""
     target, params = weights
     own = params["draft"]
     if "norm_D" in own and not config.draft.recycles_normed:
@@ -94,7 +96,7 @@ def draft_logits(weights: tuple[Parameters, Parameters], features_SD: jax.Array,
     if not config.draft.has_head:
         return normed_logits(target, features_SD, config=config.target)
     head = partial(config.layer.kernels.head.logits, head_VD=own["head_VD"])
-    return score_my_words(features_SD, head, part=config.words, plan=config.layer.plan)
+    return local_logits(features_SD, head, part=config.words, plan=config.layer.plan)
 
 
 def _product(joined_TA: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
@@ -114,13 +116,13 @@ def _eagle3(params: Parameters, rows: Rows, embedded_TD: jax.Array, *, inputs: S
 
 
 def _unnormed_layer(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelConfig) -> Rows:
-    """Compute a layer without a norm ahead of its mixer (EAGLE)."""
+    """Compute a layer without a norm before its mixer (EAGLE)."""
     out_TD, pools = _mixed(params, rows, inputs=inputs, config=config)
     return _after_mixer(params, (rows[0] + out_TD, pools), inputs=inputs, config=config)
 
 
 def _mixed(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelConfig) -> Rows:
-    """Return what the mixer of the only layer adds, and the pools."""
+    """Return the output of the only layer's mixer, and the pools."""
     (own,) = config.spec.mixers
     layer = jnp.asarray(FIRST)
     return MIXERS[own.kind].apply(own, params[own.kind], rows, inputs, layer=layer, config=config)

@@ -1,8 +1,7 @@
-"""Draft models of one layer that read the hidden states of their target: EAGLE, EAGLE3, and multi-token prediction.
+"""Specs of one-layer draft models that read hidden states of their target: EAGLE, EAGLE3, multi-token prediction.
 
-All of them take, at the position of a token, a feature of the target there and the embedding of the token after it,
-and give a feature of their own, of which the head makes the token after that. Applied to their own features they draft
-further ahead.
+At each position a draft takes a feature of the target and the embedding of the next token, and returns a feature from
+which the head predicts the token after that. Applied to its own features, it drafts further ahead.
 """
 
 # D model width   A width of the target's features in files   V words of the draft's head
@@ -34,9 +33,9 @@ EAGLE_TENSORS = {
     "draft_norm": "norm.weight",
     "head": HEAD,
 }
-"""The ends of names: exporters put `midlayer.`, `layers.0.` or `model.` in front of them."""
+"""Suffixes of tensor names; exporters prepend `midlayer.`, `layers.0.` or `model.`."""
 MAP = "d2t"
-"""What to add to a word of the draft for the target's word."""
+"""Tensor with the offset from a draft token id to the target's token id."""
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 EAGLE_IGNORED = ("*d2t", "*t2d", "*embed_tokens.weight")
 PREDICTION_TENSORS = {
@@ -45,38 +44,41 @@ PREDICTION_TENSORS = {
     "fc": "eh_proj.weight",
     "draft_norm": "shared_head.norm.weight",
 }
-"""What a prediction layer has besides what every layer has."""
+"""Tensors of a prediction layer beyond those of an ordinary layer."""
 
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """One draft model. `layer` is its decoder layer; the words of its vocabulary are those of the draft's head.
-
-    `aux_layers` are layers of the target whose inputs are joined to its feature; none: its normed last hidden state.
-    `norms_residual`: the residual stream begins with the normed feature. `recycles_normed`: further drafts are made of
-    what the head is given, not of the stream before its norm. `has_head`: it has one of its own, else the target's;
-    `maps_words`: of words that files number in another way than the target.
-    """
+    """Draft model."""
 
     algorithm: str
     layer: ModelSpec
+    """Its decoder layer; `vocab_size` is that of the draft's head."""
     aux_layers: tuple[int, ...] = ()
+    """Target layers whose inputs are concatenated into the feature; empty: the target's normed last hidden state."""
     norms_residual: bool = False
+    """True if the residual stream begins with the normed feature."""
     recycles_normed: bool = False
+    """True if further drafts read the head's input, False if they read the stream before its norm."""
     has_head: bool = False
+    """True if the draft has its own head, else it uses the target's."""
     maps_words: bool = False
+    """True if the files number the draft's vocabulary differently from the target's."""
     fc_bias: bool = False
 
 
 def eagle_spec(config: Mapping[str, Any], target: ModelSpec, *, algorithm: str, names: Collection[str]) -> DraftSpec:
-    """Read the `config.json` of an EAGLE or EAGLE3 head with tensors `names`. UnsupportedModelError names the key."""
+    """Read the `config.json` of an EAGLE or EAGLE3 head with tensors `names`.
+
+    Raises: UnsupportedModelError that names the key.
+    """
     family = algorithm.lower()
     never = dict.fromkeys(("fc_norm", "norm_before_fc", "mlp_bias"), (False,))
     refuse_other_values(config, family, hidden_act=("silu",), num_hidden_layers=(1,), **never)
     given = object_of(config, "eagle_config")
     refuse_other_values(given, family, norm_before_fc=(False,), use_aux_hidden_state=(algorithm == "EAGLE3",))
     if integer_of(config, "target_hidden_size", target.hidden_size) != target.hidden_size:
-        raise UnsupportedModelError("config.json: target_hidden_size is that of another target")
+        raise UnsupportedModelError("config.json: target_hidden_size belongs to another target")
     if integer_of(config, "hidden_size") != target.hidden_size:
         raise UnsupportedModelError(f"config.json: hidden_size must be the target's, {target.hidden_size}")
     has_bias = any(name.endswith(EAGLE_TENSORS["q_bias"]) for name in names)
@@ -112,9 +114,9 @@ def eagle_spec(config: Mapping[str, Any], target: ModelSpec, *, algorithm: str, 
 
 
 def _aux_layers(config: Mapping[str, Any], given: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers whose inputs are joined: low, in the middle and high.
+    """Return the layers whose inputs are concatenated; by default a low, a middle and a high layer.
 
-    Within `eagle_config` they are named by what leaves them (SpecForge, SGLang), beside it by what enters (vLLM).
+    `eagle_config` lists layers by their outputs (SpecForge, SGLang), the top level by their inputs (vLLM).
     """
     left, entered = given.get(AUX_KEY), config.get(AUX_KEY)
     found, shift = (left, 1) if left else (entered or [2, num_layers // 2, num_layers - 3], 0)
@@ -130,14 +132,14 @@ def _aux_layers(config: Mapping[str, Any], given: Mapping[str, Any], num_layers:
 
 
 def prediction_spec(target: ModelSpec) -> DraftSpec:
-    """The layer for multi-token prediction behind a target's last one (DeepSeek-V3, arXiv:2412.19437, 2.2)."""
+    """Return the multi-token prediction layer behind a target's last layer (DeepSeek-V3, arXiv:2412.19437, 2.2)."""
     mixer = target.mixer(target.layers[-1].mixer)
     layer = replace(target, layers=(LayerSpec(mixer.kind, "moe"),), mixers=(mixer,))
     return DraftSpec("NEXTN", layer, recycles_normed=True)
 
 
 def eagle_rules(names: Collection[str]) -> dict[str, str]:
-    """Names of tensors by role, as these files spell them."""
+    """Return tensor names by role, with the prefixes of these files."""
 
     def spelled(end: str) -> str:
         return next((name for name in names if name == end or name.endswith(f".{end}")), end)
@@ -146,15 +148,17 @@ def eagle_rules(names: Collection[str]) -> dict[str, str]:
 
 
 def prediction_rules(rules: Mapping[str, str], layer: int) -> dict[str, str]:
-    """The same of a prediction layer, by the rules of its family."""
+    """Return tensor names by role of a prediction layer, by the rules of its family."""
     prefix = rules["attention_norm"].removesuffix("input_layernorm.weight")
     own = {role: prefix + end for role, end in PREDICTION_TENSORS.items()}
     return {role: name.replace("{layer}", str(layer)) for role, name in {**rules, **own}.items()}
 
 
 def draft_parameters(draft: DraftSpec, *, dtype: str, **held: Any) -> dict[str, dict[str, ParamSpec]]:
-    """State all parameters of a draft model, `held` as `parameter_specs` takes it; its projections are whole on every
-    device. Embedding, final norm and head of the target are not among them, nor is a head that has its words."""
+    """Return the parameters of a draft model; keywords are those of `parameter_specs`.
+
+    Its projections are replicated on every device. The target's embedding, final norm and shared head are not included.
+    """
     spec, (mixer,) = draft.layer, draft.layer.mixers
     tree = parameter_specs(spec, dtype=dtype, **held)
     embedding = tree.pop("embedding")
@@ -182,9 +186,10 @@ def draft_parameters(draft: DraftSpec, *, dtype: str, **held: Any) -> dict[str, 
 
 
 def _widened(name: str, param: ParamSpec) -> ParamSpec:
-    """A parameter of an attention whose input is twice as wide: embedding and feature.
+    """Return an attention parameter for an input of double width: embedding and feature.
 
-    What it adds to the stream is not: the other half of its output is zeros, since kernels give as much as they take.
+    The output keeps the double width with zeros in its second half, because kernels return as many elements as they
+    take.
     """
     layers, *shape = param.shape
     if name in ("q_LDH", "k_LDG", "v_LDG"):

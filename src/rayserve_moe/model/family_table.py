@@ -1,4 +1,4 @@
-"""From the architecture that a `config.json` names to the family that describes it."""
+"""Table from the architecture in a `config.json` to its family."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ FAMILIES: dict[str, ModuleType] = {
 
 
 def family_of(config: Mapping[str, Any]) -> ModuleType:
-    """Find the family of a parsed `config.json`; UnsupportedModelError lists what there is."""
+    """Return the family of a parsed `config.json`.
+
+    Raises: UnsupportedModelError with the supported architectures.
+    """
     architectures = config.get("architectures") or []
     for name in architectures if isinstance(architectures, list) else ():
         if isinstance(name, str) and name in FAMILIES:
@@ -27,5 +30,5 @@ def family_of(config: Mapping[str, Any]) -> ModuleType:
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Turn a parsed `config.json` into a ModelSpec."""
+    """Return the ModelSpec of a parsed `config.json`."""
     return family_of(config).spec_from_hf(config)

@@ -25,7 +25,7 @@ class LayerRun(NamedTuple):
 
 
 def layer_runs(spec: ModelSpec, cuts: Sequence[int] = ()) -> Iterator[LayerRun]:
-    """Yield the runs of a model's layers, in order; no run continues behind one of the `cuts`."""
+    """Yield the runs of a model's layers in order; a run never crosses a layer index in `cuts`."""
     kinds = [layer.kind for layer in spec.layers]
     borders = sorted({0, len(kinds), *(cut for cut in cuts if 0 < cut < len(kinds))})
     first = 0
@@ -42,15 +42,15 @@ def layer_runs(spec: ModelSpec, cuts: Sequence[int] = ()) -> Iterator[LayerRun]:
 
 
 def _counts(names: Sequence[str], end: int) -> dict[str, int]:
-    """Return the number of each of the names among the first `end`."""
+    """Return the number of occurrences of each name among the first `end`."""
     return {name: names[:end].count(name) for name in names}
 
 
 def periods(kinds: Sequence[object]) -> list[tuple[int, int]]:
-    """Return (period, repetitions) of successive runs that make up a sequence.
+    """Return (period, repetitions) of the successive runs that make up a sequence.
 
-    They have as few different layers to compile as possible, then as few runs. A period of several kinds occurs at
-    least twice.
+    The split minimizes the number of distinct layers to compile, then the number of runs. A period of several kinds
+    occurs at least twice.
     """
     best: list[tuple[int, int, list[tuple[int, int]]]] = [(0, 0, [])]
     for end in range(1, len(kinds) + 1):
@@ -67,6 +67,6 @@ def periods(kinds: Sequence[object]) -> list[tuple[int, int]]:
 
 
 def _repeats(kinds: Sequence[object], start: int, end: int, size: int) -> bool:
-    """Return True if `kinds[start:end]` repeats its first `size` kinds; all but the first period is known to."""
+    """Return True if `kinds[start:end]` repeats its first `size` kinds, given that all but the first period do."""
     second = start + size
     return second == end or kinds[start:second] == kinds[second : second + size]

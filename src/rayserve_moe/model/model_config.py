@@ -1,4 +1,4 @@
-"""The model as a step is compiled for it, and the arrays that its layers share."""
+"""Compile-time configuration of a model, and the arrays that its layers share."""
 
 # T tokens   X tokens in prefill blocks   M MoE layers   K experts per token
 
@@ -18,14 +18,14 @@ from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 Parameters = dict[str, dict[str, jax.Array]]
-"""By group and name, as `model.parameters` lists them."""
+"""Arrays by group and name, as in `model.parameters`."""
 Pools = dict[str, tuple[jax.Array, ...]]
-"""The arrays of each state kind, by its name: [pages of all layers that keep it, page, *row]."""
+"""Arrays of each state kind by name: [pages of all layers with the kind, page, *row]."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All that is fixed when a step is compiled: the model, and its experts with their kernels and their mesh."""
+    """Compile-time constants of a step: the model, its experts, kernels and mesh."""
 
     spec: ModelSpec
     experts: ExpertConfig
@@ -44,12 +44,12 @@ class StepInputs(NamedTuple):
 
     batch: TokenBatch
     valid_T: jax.Array
-    """True for tokens that are not padding, bool [T]."""
+    """Bool [T]; False for padding."""
     prepared: dict[str, Any]
     """Result of `Mixer.prepare` by kind of mixer, computed once for all of its layers."""
     maps: PlacementArrays | None = None
     """Slots of the experts; None stands for expert i in slot i."""
     forced: tuple[jax.Array, jax.Array] | None = None
-    """Forced routing [M, X, K], and whether there is any."""
+    """Forced routing [M, X, K], and a bool scalar that is True if any entry is forced."""
     capacity: StepCapacity | None = None
-    """Capacity of slots where it is limited."""
+    """Capacity of slots, or None without a limit."""

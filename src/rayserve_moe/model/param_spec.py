@@ -1,4 +1,4 @@
-"""One parameter array: its shape, dtype and logical axes, and where its values lie in the tensors of a checkpoint."""
+"""Specification of a parameter array: shape, dtype, logical axes, and location in the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 LARGEST_OF = {"int8": 127, "float8_e4m3fn": 448}
-"""Dtypes that parameters are quantised to while they are read, with the largest number that is used of each."""
+"""Quantised dtypes of parameters, with the largest magnitude used of each."""
 
 
 @dataclass(frozen=True)
 class FileForm:
-    """How the tensors of a checkpoint hold a parameter.
+    """Form of a parameter in the tensors of a checkpoint.
 
-    Several parameters may be cut out of one tensor by columns: held column c is column `c // repeat_width // repeats *
-    period + start + c % repeat_width` of the file. The columns that a period has beyond `repeat_width` are those of
-    other parameters.
+    Several parameters may be column ranges of a tensor: held column c is column `c // repeat_width // repeats * period
+    + start + c % repeat_width` of the file. Columns of a period beyond `repeat_width` belong to other parameters.
     """
 
     transposed: bool = False
-    """Files hold [out, in], and we hold [in, out]."""
+    """True if files hold [out, in] and we hold [in, out]."""
     has_all_experts: bool = False
-    """One tensor holds all experts, on its first dimension."""
+    """True if a single tensor holds all experts, on its first dimension."""
     is_row: bool = False
-    """A vector is held as [1, size]."""
+    """True if files hold a vector as [1, size]."""
     repeats: int = 1
-    """Number of times that every `repeat_width` columns are held in a row: KV heads, if devices outnumber them."""
+    """Copies of every `repeat_width` columns per row: KV heads, if devices outnumber them."""
     repeat_width: int = 1
-    """Number of columns of the file that are held together."""
+    """Number of adjacent columns in the file that stay together."""
     period: int = 0
-    """Distance in the file between columns that are held together; 0 stands for `repeat_width`."""
+    """Distance in the file between such groups of columns; 0 stands for `repeat_width`."""
     start: int = 0
-    """Number of columns of other parameters ahead of the first one."""
+    """Number of columns of other parameters before the first group."""
     num_columns: int = 0
-    """Number of columns that the file has; 0: whole periods."""
+    """Number of columns in the file; 0 derives it from whole periods."""
+    offset: float = 0.0
+    """Added to the values of the file: 1 for norms stored as scales minus one."""
 
 
 TRANSPOSED = FileForm(transposed=True)
@@ -42,35 +43,35 @@ TRANSPOSED = FileForm(transposed=True)
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter array. A file holds each piece with shape `file_shape`."""
+    """Specification of a parameter array. A file holds each piece with shape `file_shape`."""
 
     shape: tuple[int, ...]
     """[layers, expert slots, *piece] as we hold it, padding included."""
     dtype: str
-    """A parameter of a dtype of 8 bits is quantised while it is read."""
+    """Stored dtype; a parameter with an 8-bit dtype is quantised while it is read."""
     axes: tuple[str | None, ...]
-    """One logical axis per dimension (see `parallel.sharding`)."""
+    """Logical axis of each dimension (see `parallel.sharding`)."""
     role: str
-    """Key of the family's CHECKPOINT_RULES under which the tensors are found."""
+    """Key of the family's CHECKPOINT_RULES for the tensor names."""
     layers: tuple[int, ...] = ()
     """Layer ids stacked on dimension 0; empty: not stacked."""
     num_experts: int = 0
-    """If positive, dimension 1 stacks expert slots, each with one of that many experts; loading decides which one."""
+    """If positive, dimension 1 stacks expert slots, and loading assigns an expert to each."""
     file: FileForm = FileForm()
     initial: str = "normal"
-    """`normal` or `ones`, for synthetic checkpoints."""
+    """`normal`, `ones`, `zeros` or `log_decay`, for synthetic checkpoints."""
     layout: str = ""
-    """How a device's share lies in memory (`kernels.cpu_native.layout.LAYOUTS`)."""
+    """Memory layout of a device's share (`kernels.cpu_native.layout.LAYOUTS`)."""
     padding: tuple[tuple[str, int], ...] = ()
-    """Axes, and the number of their last entries that are zeros and in no file: an axis then divides over the devices,
-    and into what kernels take at once."""
+    """Axes with the number of their last entries that are zero and absent from files. Padding makes an axis divisible
+    over devices and into kernel blocks."""
     column_dim: int = -1
-    """Dimension of a piece's columns as we hold it, the last or the first one."""
+    """Dimension of a piece's columns as we hold it, the last or the first."""
     is_scale: bool = False
-    """Marks the float32 scales of the columns of a quantised parameter, held as [1, columns] and found with it: they
-    have the same role and no tensor of their own."""
+    """True for float32 scales of a quantised parameter, held as [1, columns]. They have the parameter's role, no tensor
+    of their own, and are computed with it."""
     scale_block: int = 0
-    """If positive, each square of so many rows and columns has a scale: [blocks of rows, columns]."""
+    """If positive, a scale per square block of this many rows and columns: [blocks of rows, columns]."""
 
     @property
     def is_quantized(self) -> bool:
@@ -82,17 +83,17 @@ class ParamSpec:
 
     @property
     def file_stack(self) -> tuple[int, ...]:
-        """Return the numbers of layers, then of experts, with a tensor of their own in files."""
+        """Return the numbers of layers and experts with separate tensors in files."""
         return tuple(size for size in (len(self.layers), 0 if self.file.has_all_experts else self.num_experts) if size)
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
-        """Shape of one layer, and one expert, as we hold it."""
+        """Return the held shape per layer and expert."""
         return self.shape[self.num_stacked_dims :]
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """Shape of one tensor of the checkpoint as files hold it."""
+        """Return the shape of a tensor in the checkpoint."""
         shape = [*self.filled_shape]
         shape[self.column_dim] = self.num_file_columns
         leading = self.num_experts if self.file.has_all_experts else 1
@@ -100,12 +101,12 @@ class ParamSpec:
 
     @property
     def num_leading_dims(self) -> int:
-        """Dimensions of a tensor of the file before those of a piece: that of the experts, or of the row."""
+        """Return the number of file dimensions before those of a piece, for experts or the row."""
         return int(self.file.has_all_experts or self.file.is_row)
 
     @property
     def num_file_columns(self) -> int:
-        """Columns of a tensor of the file, those of other parameters included."""
+        """Return the number of columns of a tensor in the file, including those of other parameters."""
         num_groups = self.filled_shape[self.column_dim] // (self.file.repeat_width * self.file.repeats)
         return self.file.num_columns or num_groups * (self.file.period or self.file.repeat_width)
 
@@ -116,18 +117,18 @@ class ParamSpec:
         return tuple(size - padding.get(axis, 0) for size, axis in zip(self.piece_shape, axes, strict=True))
 
     def as_in_files(self) -> ParamSpec:
-        """Return the same transposed parameter, as files hold it: [out, in], its columns on the first."""
-        assert self.file.transposed, f"{self.role} is held as files hold it"
+        """Return the parameter in the orientation of files: [out, in], with columns on the first dimension."""
+        assert self.file.transposed, f"{self.role} already has the orientation of files"
         shape, axes = ((*each[:-2], each[-1], each[-2]) for each in (self.shape, self.axes))
         return replace(self, shape=shape, axes=axes, file=replace(self.file, transposed=False), column_dim=0)
 
     def columns_in_file(self, first: int, end: int) -> np.ndarray:
-        """Return the columns of the file that fill the held columns `[first, end)`."""
+        """Return the file columns of the held columns `[first, end)`."""
         group, offset = np.divmod(np.arange(first, end), self.file.repeat_width)
         return group // self.file.repeats * (self.file.period or self.file.repeat_width) + self.file.start + offset
 
     def padded(self, axis: str, multiple: int) -> ParamSpec:
-        """Return the same with `axis` padded to a multiple of `multiple`."""
+        """Return the parameter with `axis` padded to a multiple of `multiple`."""
         if axis not in self.axes:
             return self
         place = self.axes.index(axis)
@@ -136,3 +137,18 @@ class ParamSpec:
         padding = dict(self.padding)
         padding[axis] = padding.get(axis, 0) + more
         return replace(self, shape=shape, padding=tuple(padding.items())) if more else self
+
+
+def norm_spec(
+    offset: float,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    role: str,
+    *,
+    dtype: str,
+    layers: tuple[int, ...] = (),
+) -> ParamSpec:
+    """Return the scales of a norm; with an `offset` they are float32, because files hold numbers near zero."""
+    if not offset:
+        return ParamSpec(shape, dtype, axes, role, layers, initial="ones")
+    return ParamSpec(shape, "float32", axes, role, layers, file=FileForm(offset=offset), initial="zeros")

@@ -1,8 +1,8 @@
-"""The one tree that states every parameter's shape, dtype, logical axes, and place in a checkpoint.
+"""Tree of all parameters with shape, dtype, logical axes and location in a checkpoint.
 
-Parameters are stacked over the layers of one kind, on leading dimensions: those of a mixer in a group of its kind, with
-the norm ahead of it; those of experts over [MoE layers, expert slots]; norms behind mixers over all layers. Loading,
-initialising, sharding and memory sizing all read this tree.
+Parameters are stacked over the layers of a kind, on leading dimensions: a mixer's in a group of its kind with the
+preceding norm; experts over [MoE layers, expert slots]; norms after mixers over all layers. Loading, initialisation,
+sharding and memory sizing read this tree.
 """
 
 # L layers   D model width   V vocabulary
@@ -10,7 +10,7 @@ initialising, sharding and memory sizing all read this tree.
 from __future__ import annotations
 
 from rayserve_moe.model.layers.table import FFNS, MIXERS
-from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.param_spec import ParamSpec, norm_spec
 from rayserve_moe.model.spec import ModelSpec
 
 
@@ -23,12 +23,11 @@ def parameter_specs(
     num_devices: int = 1,
     num_redundant: int = 0,
 ) -> dict[str, dict[str, ParamSpec]]:
-    """State all parameters of `spec` in compute dtype `dtype` (the router and its biases stay float32).
+    """Return all parameters of `spec` in compute dtype `dtype`; the router and its biases stay float32.
 
-    `expert_dtype` is that of the matrices of experts where it is another: of 8 bits, with float32 scales.
-    `tensor_size` is the number of devices that share the heads: it decides how often KV heads are repeated.
-    `num_devices` are all of them: they share the vocabulary, which is padded until it divides. A layer has
-    `num_redundant` expert slots more than experts.
+    `expert_dtype` is the dtype of expert weights if it differs: 8 bits with float32 scales. `tensor_size` devices share
+    the heads and determine the copies of KV heads. `num_devices` devices share the vocabulary, which is padded to be
+    divisible. A layer has `num_redundant` more expert slots than experts.
     """
     tree = {"embedding": _embedding_specs(spec, dtype, num_devices)}
     for mixer in spec.mixers:
@@ -43,7 +42,8 @@ def parameter_specs(
 
 
 def _norm(spec: ModelSpec, role: str, dtype: str, layers: tuple[int, ...]) -> ParamSpec:
-    return ParamSpec((len(layers), spec.hidden_size), dtype, ("layers", "model"), role, layers, initial="ones")
+    shape, axes = (len(layers), spec.hidden_size), ("layers", "model")
+    return norm_spec(spec.norm_offset, shape, axes, role, dtype=dtype, layers=layers)
 
 
 def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str, ParamSpec]:
@@ -51,7 +51,7 @@ def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str,
     rows = words if spec.tie_embeddings else ("vocabulary", "table_row")
     specs = {
         "table_VD": ParamSpec(table, dtype, rows, "embedding").padded("vocabulary", num_devices),
-        "final_norm_D": ParamSpec((spec.hidden_size,), dtype, ("model",), "final_norm", initial="ones"),
+        "final_norm_D": norm_spec(spec.norm_offset, (spec.hidden_size,), ("model",), "final_norm", dtype=dtype),
     }
     if not spec.tie_embeddings:
         specs["head_VD"] = ParamSpec(table, dtype, words, "head").padded("vocabulary", num_devices)

@@ -1,9 +1,9 @@
-"""The states that a model's layers keep of sequences: kinds, sizes, and the shapes of their pools."""
+"""States that layers keep of sequences: kinds, sizes, and shapes of their pools."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -19,52 +19,65 @@ from rayserve_moe.state.kinds import ArraySpec, StateKind
 
 
 class KeptState(NamedTuple):
-    """A kind of state, and the layers that keep it."""
+    """State kind with the layers that keep it."""
 
     kind: StateKind
     windows: tuple[int, ...]
-    """Number of positions that a token sees in each layer that keeps the state. 0: all."""
+    """Window of each layer that keeps the state; 0 for all positions."""
 
     @property
     def num_layers(self) -> int:
-        """Return the number of layers that keep it."""
+        """Return the number of layers that keep the state."""
         return len(self.windows)
 
     def row_bytes(self, plan: ParallelPlan, *, dtype: str) -> int:
-        """Return the bytes of a token's row in one layer on one device; `dtype` is that of the KV cache."""
-        return sum(
-            math.prod(plan.sharding(array.axes).shard_shape(array.shape)) * jnp.dtype(array.dtype or dtype).itemsize
-            for array in self.kind.entry
-        )
+        """Return the bytes of a token's row, or of an entry, per layer and device; `dtype` is that of the KV cache."""
+        return _num_bytes(self.kind.entry, plan, dtype=dtype)
+
+    def ring_bytes(self, plan: ParallelPlan, *, dtype: str) -> int:
+        """Return the bytes of a running row per layer and device, besides its entries."""
+        return _num_bytes(self.kind.ring, plan, dtype=dtype)
 
 
 def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
-    """Return what the layers of a model keep; the kinds that are kept per token share page tables."""
+    """Return the states of a model's layers; token kinds share page tables."""
     spec, kernels, tensor_size = config.spec, config.kernels, config.plan.tensor_size
     found = tuple(
         KeptState(kind, tuple(spec.layers[layer].window for layer in spec.layers_with_mixer(mixer.kind)))
         for mixer in spec.mixers
         for kind in MIXERS[mixer.kind].states(mixer, kernels=kernels, tensor_size=tensor_size)
     )
-    assert len(found) == 1 or not spec.has_windows, "windows of layers that share page tables"
+    num_token_kinds = sum(state.kind.per == "token" for state in found)
+    assert num_token_kinds, "sequences have pages"
+    assert num_token_kinds == 1 or not spec.has_windows, "windows of layers that share page tables"
     return found
 
 
+def token_states(config: ModelConfig) -> tuple[KeptState, ...]:
+    """Return the states that layers keep per token, on pages."""
+    return tuple(state for state in states_of(config) if state.kind.per == "token")
+
+
+def entry_states(config: ModelConfig) -> tuple[KeptState, ...]:
+    """Return the states that layers keep as entries at intervals of tokens, with a ring per row."""
+    return tuple(state for state in states_of(config) if state.kind.per == "entry")
+
+
 def windows_within(windows: Sequence[int], *, max_tokens: int) -> tuple[int, ...]:
-    """Return the windows, 0 (all) for those that hold every sequence of up to `max_tokens` tokens."""
+    """Return the windows, with 0 (all) for windows that cover every sequence of up to `max_tokens` tokens."""
     return tuple(window if window < max_tokens else 0 for window in windows)
 
 
 def layer_kinds(config: ModelConfig, *, max_tokens: int) -> tuple[StateKind, ...]:
-    """Return the kind with pages of its own of each layer that keeps it, for sequences of up to `max_tokens` tokens."""
-    kept = states_of(config)[0]
+    """Return the paged kind of each layer that keeps it, for sequences of up to `max_tokens` tokens."""
+    kept = token_states(config)[0]
     return tuple(replace(kept.kind, window=window) for window in windows_within(kept.windows, max_tokens=max_tokens))
 
 
 def layer_pages_of(kinds: Sequence[StateKind], groups: Sequence[tuple[str, int, int]]) -> tuple[LayerPages, ...]:
-    """Return where layers with `kinds` have their pages, layer by layer; empty if all layers have one table.
+    """Return the page table and page range of each layer with `kinds`; empty if all layers share a table.
 
-    `groups` are the name and window of each kind, and its pages per layer (`state.groups.PageGroup`).
+    `groups` hold the name and window of each kind, and its pages per layer (`state.groups.PageGroup`).
     """
     if len(groups) == 1:
         return ()
@@ -73,49 +86,63 @@ def layer_pages_of(kinds: Sequence[StateKind], groups: Sequence[tuple[str, int, 
     return tuple(map(LayerPages, tables, accumulate(sizes, initial=0), sizes))
 
 
+class PoolCounts(NamedTuple):
+    """Sizes of a data rank's pools, per layer."""
+
+    num_pages: int
+    num_entries: int = 0
+    """Entries of entry kinds."""
+    num_rows: int = 0
+    """Rows with a ring, of entry kinds."""
+
+
 def pool_shapes(
-    config: ModelConfig, *, num_pages: int, page_size: int, dtype: str, layer_pages: tuple[LayerPages, ...] = ()
+    config: ModelConfig, counts: PoolCounts, *, page_size: int, dtype: str, layer_pages: tuple[LayerPages, ...] = ()
 ) -> Pools:
     """Return shapes, dtypes and shardings of the pools of all data ranks.
 
-    There are `num_pages` pages of every layer and rank, or as many as `layer_pages` says.
+    Every layer and rank has the number of pages in `counts` or, by layer, in `layer_pages`.
     """
     plan, held = config.plan, config.kernels.pool.dtypes.get(dtype, dtype)
 
-    def row_of(array: ArraySpec) -> tuple[int, ...]:
-        return array.shape if array.dtype else held_shape(array.shape, dtype, held=held)
+    def stacked(array: ArraySpec, count: int, *inner: int) -> Any:
+        row = array.shape if array.dtype else held_shape(array.shape, dtype, held=held)
+        shape, axes = (plan.data_size * count, *inner, *row), ("data_ranks", *[None] * len(inner), *array.axes)
+        return jax.ShapeDtypeStruct(shape, array.dtype or held, sharding=plan.sharding(axes))
 
     def shapes(state: KeptState) -> tuple[Any, ...]:
-        assert state.kind.per == "token", f"{state.kind.name} has no pages"
-        total = sum(layer.num_pages for layer in layer_pages) or state.num_layers * num_pages
-        return tuple(
-            jax.ShapeDtypeStruct(
-                (plan.data_size * total, page_size, *row_of(array)),
-                array.dtype or held,
-                sharding=plan.sharding(pool_axes(array.axes)),
-            )
-            for array in state.kind.entry
-        )
+        num_layers = state.num_layers
+        if state.kind.per == "entry":
+            entries = (stacked(array, num_layers * counts.num_entries) for array in state.kind.entry)
+            return (*entries, *(stacked(array, num_layers * counts.num_rows) for array in state.kind.ring))
+        total = sum(layer.num_pages for layer in layer_pages) or num_layers * counts.num_pages
+        return tuple(stacked(array, total, page_size) for array in state.kind.entry)
 
     return {state.kind.name: shapes(state) for state in states_of(config)}
 
 
-def pool_axes(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    """Return the logical axes of a pool whose rows have `axes`, over all data ranks."""
-    return ("data_ranks", None, *axes)
-
-
 def pool_partitions(config: ModelConfig) -> Pools:
-    """Return the tree of the pools with partitions for arrays."""
+    """Return the tree of the pools with partitions instead of arrays."""
     return cast(
         Pools,
         {
-            state.kind.name: tuple(config.plan.partition(pool_axes(array.axes)) for array in state.kind.entry)
+            state.kind.name: tuple(
+                config.plan.partition(("data_ranks", *[None] * (state.kind.per == "token"), *array.axes))
+                for array in (*state.kind.entry, *state.kind.ring)
+            )
             for state in states_of(config)
         },
     )
 
 
+def _num_bytes(arrays: Iterable[ArraySpec], plan: ParallelPlan, *, dtype: str) -> int:
+    """Return the bytes of a row of arrays on a device; `dtype` is that of the KV cache."""
+    return sum(
+        math.prod(plan.sharding(array.axes).shard_shape(array.shape)) * jnp.dtype(array.dtype or dtype).itemsize
+        for array in arrays
+    )
+
+
 def page_size_of(pools: Pools) -> int:
-    """Return the number of tokens of a page."""
+    """Return the number of tokens per page; all pools must be of token kinds."""
     return jax.tree.leaves(pools)[0].shape[1]

@@ -1,4 +1,4 @@
-"""Names of tensors that several families share, by role: parts of their CHECKPOINT_RULES."""
+"""Tensor names that several families share, by role: parts of their CHECKPOINT_RULES."""
 
 from __future__ import annotations
 
@@ -38,27 +38,42 @@ LATENT_ATTENTION = {
 """Multi-head latent attention."""
 
 DENSE_MLP = _weights(_MLP, dense_gate="gate_proj", dense_up="up_proj", dense_down="down_proj")
-"""The MLP of a layer without experts."""
+"""MLP of a layer without experts."""
 
 EXPERTS = {
     "router": _MLP + "gate.weight",
     **_weights(_MLP + "experts.{expert}.", expert_gate="gate_proj", expert_up="up_proj", expert_down="down_proj"),
 }
-"""A router, and experts of one tensor each for gate, up and down."""
+"""Router, and a tensor per expert for each of gate, up and down."""
 
 SHARED_EXPERTS = _weights(
     _MLP + "shared_experts.", shared_gate="gate_proj", shared_up="up_proj", shared_down="down_proj"
 )
-"""One expert that every token takes."""
+"""Shared expert, which every token takes."""
+
+GATED_SHARED_EXPERT = {
+    **_weights(_MLP + "shared_expert.", shared_gate="gate_proj", shared_up="up_proj", shared_down="down_proj"),
+    "shared_expert_gate": _MLP + "shared_expert_gate.weight",
+}
+"""Shared expert times the sigmoid of a product."""
+
+GATED_DELTA = {
+    "delta_conv": _LAYER + "linear_attn.conv1d.weight",
+    "delta_decay": _LAYER + "linear_attn.A_log",
+    "delta_decay_bias": _LAYER + "linear_attn.dt_bias",
+    "delta_norm": _LAYER + "linear_attn.norm.weight",
+    "delta_out": _LAYER + "linear_attn.out_proj.weight",
+}
+"""Gated delta layers, without their projections."""
 
 SELECTION_BIAS = {"selection_bias": _MLP + "gate.e_score_correction_bias"}
-"""What is added to an expert's score to choose, not to weigh."""
+"""Bias of an expert's score that affects selection but not the weight."""
 
 BLOCK_SPARSE_EXPERTS = {
     "router": _LAYER + "block_sparse_moe.gate.weight",
     **_weights(_LAYER + "block_sparse_moe.experts.{expert}.", expert_gate="w1", expert_up="w3", expert_down="w2"),
 }
-"""The same in other words."""
+"""Router and experts under Mixtral's names."""
 
 LATENT_MODEL = DECODER | LATENT_ATTENTION | DENSE_MLP | EXPERTS | SELECTION_BIAS | SHARED_EXPERTS
-"""Latent attention, first layers without experts, then a router that chooses by biased scores, and shared experts."""
+"""Latent attention, dense first layers, a router with a selection bias, and shared experts."""

@@ -1,4 +1,4 @@
-"""The decoder: from token ids to hidden states, with routing ids and expert counts as outputs."""
+"""Decoder: from token ids to hidden states, with routing ids and expert counts as outputs."""
 
 # T tokens   X tokens in prefill blocks   D model width   L layers   M MoE layers   E experts   K experts per token
 # V vocabulary (local share)   S samples of a data rank   W samples of all data ranks
@@ -19,27 +19,28 @@ from rayserve_moe.kernels.reference.layers import take_rows
 from rayserve_moe.model.decoder_layers import first_carry, norm_rows, scaled, step_inputs, visit_period
 from rayserve_moe.model.layer_runs import layer_runs
 from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools
-from rayserve_moe.model.vocabulary import look_up, score_my_words
+from rayserve_moe.model.vocabulary import local_logits, look_up
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
 
 
 class ForwardOutput(NamedTuple):
-    """Hidden states before the final norm [T, D], the updated pools, routing [M, T, K] and counts [M, E].
-
-    Where slots have limited capacity, also the sum of the layers' tallies (`LimitedAssignments`). `entering` are the
-    hidden states [T, D] that enter the layers which were asked for.
-    All of this data rank's tokens alone, and the same on every device of its tensor group (but for the pools).
-    """
+    """Outputs for this data rank's tokens; all except the pools are equal on every device of its tensor group."""
 
     hidden_TD: jax.Array
+    """Hidden states before the final norm."""
     pools: Pools
+    """Updated pools."""
     topk_ids_MTK: jax.Array
+    """Routing in logical expert ids."""
     expert_counts_ME: jax.Array
+    """Tokens per expert."""
     tally_4: jax.Array | None
+    """Sum of the layers' tallies (`LimitedAssignments`) if slots have limited capacity, else None."""
     entering: tuple[jax.Array, ...] = ()
+    """Inputs [T, D] of the layers in `asked`."""
 
 
-def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
+def forward(  # noqa: PLR0913 (the options of a call)
     params: Parameters,
     pools: Pools,
     batch: TokenBatch,
@@ -50,14 +51,14 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     capacity_factor: jax.Array | None = None,
     asked: tuple[int, ...] = (),
 ) -> ForwardOutput:
-    """Run all layers on one device's share; call it inside the sharded step.
+    """Run all layers on a device's share; must be called inside the sharded step.
 
-    `params` and `pools` are local shares, `batch` is this data rank's: every rank has one of the same shape,
-    padding where it has nothing to do. `maps` say in which slots experts lie, for all MoE layers and the same on every
-    device; None stands for expert i in slot i. Routing is captured before any mapping to slots, in router order.
-    `forced_MXK` replaces what routers select for the tokens in prefill blocks, where it is not negative; a balanced
-    selection ignores it. `capacity_factor` is a float32 where the capacity of slots is limited. `asked` are layers
-    whose input is wanted; that of the layer behind the last one is what leaves it.
+    `params` and `pools` are local shares. `batch` is this data rank's; batches of all ranks have the same shape, and
+    idle ranks have padding. `maps` are the expert slots of all MoE layers, equal on every device; None is expert i in
+    slot i. Routing is captured in router order, before the mapping to slots. Nonnegative `forced_MXK` replaces the
+    router's selection in prefill blocks; balanced selection ignores it. `capacity_factor` is a float32 scalar if slots
+    have limited capacity. `asked` are layers whose inputs are returned; `num_layers` stands for the output of the last
+    layer.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
     forced = capacity = None
@@ -79,7 +80,7 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
     hidden_TD = carry.hidden_TD + carry.added_TD
     routing = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *captured_runs)
     with jax.named_scope("routing_capture"):
-        # One operation for all layers: in each it would be one of many small ones.
+        # A single operation for all layers replaces many small ones.
         count = partial(count_tokens, num_experts=config.experts.router.num_experts)
         counts_ME = jax.vmap(count, in_axes=(0, None))(routing.ids_TK, batch.valid_T)
     tally_4 = None if routing.tally_4 is None else jnp.sum(routing.tally_4, axis=0, dtype=jnp.int32)
@@ -89,12 +90,12 @@ def forward(  # noqa: PLR0913 (what differs from call to call is by keyword)
 
 
 def _in_turns(*arrays: jax.Array) -> jax.Array:
-    """Join arrays of the layers of a period, [periods, ...] each, in the order of the layers."""
+    """Interleave arrays [periods, ...] of a period's layers in layer order."""
     return jnp.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
 def embedded(params: Parameters, token_ids_T: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """The embeddings [T, D] of this data rank's tokens."""
+    """Return the embeddings [T, D] of this data rank's tokens."""
     take = config.kernels.head.tied_rows if config.spec.tie_embeddings else take_rows
     with jax.named_scope("embedding"):
         rows_TD = look_up(params["embedding"]["table_VD"], token_ids_T, plan=config.plan, take=take)
@@ -103,24 +104,26 @@ def embedded(params: Parameters, token_ids_T: jax.Array, *, config: ModelConfig)
 
 
 def words_of(config: ModelConfig) -> VocabularyPart:
-    """The words that a device scores."""
+    """Return the vocab shard of a device."""
     multiple = config.kernels.parameters.multiples.get("vocabulary", 1)
     return vocabulary_part(config.plan, num_words=config.spec.vocab_size, multiple=multiple)
 
 
 def logits_of(params: Parameters, hidden_SD: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Final norm and head: float32 logits [W, V] of the `hidden_SD` of all data ranks, rank after rank, for the words
-    of this device (`words_of`)."""
+    """Apply the final norm and the head to `hidden_SD` of all data ranks.
+
+    Returns: float32 logits [W, V] in the order of ranks, for the vocab shard of this device (`words_of`).
+    """
     return normed_logits(params, norm_rows(hidden_SD, params["embedding"]["final_norm_D"], config), config=config)
 
 
 def normed_logits(
     params: Parameters, normed_SD: jax.Array, *, config: ModelConfig, are_everywhere: bool = False
 ) -> jax.Array:
-    """`logits_of` hidden states that are normed already, and `are_everywhere` if all devices have the same."""
+    """Return `logits_of` for normed hidden states; `are_everywhere` if all devices have the same."""
     embedding = params["embedding"]
     head = partial(config.kernels.head.logits, head_VD=embedding.get("head_VD", embedding["table_VD"]))
     with jax.named_scope("head"):
-        logits_WV = score_my_words(normed_SD, head, part=words_of(config), plan=None if are_everywhere else config.plan)
+        logits_WV = local_logits(normed_SD, head, part=words_of(config), plan=None if are_everywhere else config.plan)
         divisor = config.spec.factors.logits_divisor
         return logits_WV if divisor == 1.0 else logits_WV / divisor

@@ -1,8 +1,8 @@
-"""Both ends of the model, where tables are split by vocabulary over all devices: looking up rows, scoring all words.
+"""Embedding lookup and output head, with tables sharded by vocabulary over all devices.
 
-Every data rank has tokens of its own, and needs all parts of the tables. So tokens go to the tables, not tables to the
-tokens: ids (or hidden states) of all data ranks are gathered, and every device answers for its part of the vocabulary.
-Of rows each data rank gets its own; scores stay where they are, and what is drawn from them is drawn from parts.
+Every data rank needs all shards of the tables, so tokens are sent to the tables: ids (or hidden states) of all data
+ranks are gathered, and every device computes its vocab shard. Each data rank receives its rows; logits stay sharded,
+and sampling works on the shards.
 """
 
 # T tokens of a data rank   S sampled tokens of a data rank   D model width   V vocabulary (local share)
@@ -20,7 +20,7 @@ from rayserve_moe.parallel.sharding import ParallelPlan, sum_to_data_ranks, voca
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 GATHERED_BYTES = 64 << 20
-"""Most bytes of the rows of all data ranks that a device holds at once; more tokens are looked up in chunks."""
+"""Maximum bytes of gathered rows per device; more tokens are looked up in chunks."""
 
 
 TakeRows = Callable[[jax.Array, jax.Array], jax.Array]
@@ -29,9 +29,9 @@ TakeRows = Callable[[jax.Array, jax.Array], jax.Array]
 def look_up(
     table_VD: jax.Array, token_ids_T: jax.Array, *, plan: ParallelPlan, take: TakeRows = take_rows
 ) -> jax.Array:
-    """Rows [T, D] of this data rank's tokens, the same on every device of its tensor group.
+    """Return the rows [T, D] of this data rank's tokens, equal on every device of its tensor group.
 
-    `take` reads rows of this device's share, however it lies.
+    `take` reads rows of this device's share in its memory layout.
     """
     num_tokens, (_, width) = token_ids_T.shape[0], table_VD.shape
 
@@ -39,25 +39,25 @@ def look_up(
         rows_WD = _rows_of_my_part(table_VD, plan.gather_data_ranks(ids_T, dim=0), plan, take)
         return sum_to_data_ranks(rows_WD, plan, dim=0)
 
-    most = max(1, GATHERED_BYTES // (plan.data_size * width * table_VD.dtype.itemsize))
-    if plan.data_size == 1 or num_tokens <= most:
+    chunk_size = max(1, GATHERED_BYTES // (plan.data_size * width * table_VD.dtype.itemsize))
+    if plan.data_size == 1 or num_tokens <= chunk_size:
         return plan.sum_over_tensor(look_up_chunk(token_ids_T))
-    ids_CT = jnp.pad(token_ids_T, (0, -num_tokens % most)).reshape(-1, most)
+    ids_CT = jnp.pad(token_ids_T, (0, -num_tokens % chunk_size)).reshape(-1, chunk_size)
     rows_TD = jax.lax.map(look_up_chunk, ids_CT).reshape(-1, width)[:num_tokens]
     return plan.sum_over_tensor(rows_TD)
 
 
-def score_my_words(
+def local_logits(
     hidden_SD: jax.Array,
     score: Callable[[jax.Array], jax.Array],
     *,
     part: VocabularyPart,
     plan: ParallelPlan | None,
 ) -> jax.Array:
-    """Logits [W, V] of the samples of all data ranks, for the words of this device; of padding minus infinity.
+    """Return logits [W, V] of the samples of all data ranks for this device's vocab shard; padding is minus infinity.
 
-    `score` gives the logits of any hidden states [W, D] for this device's share of the head. Without a plan every
-    device has those of all ranks already.
+    `score` returns the logits of hidden states [W, D] for this device's share of the head. With `plan` None, every
+    device already has the hidden states of all ranks.
     """
     logits_WV = score(hidden_SD if plan is None else plan.gather_data_ranks(hidden_SD, dim=0))
     assert logits_WV.shape[1] == part.width or not part.axes, f"{logits_WV.shape[1]} words, not {part.width}"
@@ -65,7 +65,7 @@ def score_my_words(
 
 
 def _rows_of_my_part(table_VD: jax.Array, token_ids_W: jax.Array, plan: ParallelPlan, take: TakeRows) -> jax.Array:
-    """Rows of the tokens whose row lies on this device, zeros for the others."""
+    """Return the rows of tokens whose row is on this device, and zeros for other tokens."""
     local_W = token_ids_W - vocabulary_rank(plan) * table_VD.shape[0]
     here_W = (local_W >= 0) & (local_W < table_VD.shape[0])
     local_W = jnp.where(here_W, local_W, 0)

@@ -1,6 +1,6 @@
-"""Places in the code, by name, where a test has something happen that random faults rarely hit. Nothing else uses them.
+"""Named points in the code at which a test can inject a rare fault. Nothing else uses them.
 
-A point that is not armed costs a look into an empty dictionary.
+A point that is not armed costs a check of an empty dictionary.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ _ARMED: dict[str, Callable[[Any], object]] = {}
 
 
 def arm(name: str, action: Callable[[Any], object]) -> None:
-    """Have `action` called, once, with what is at hand when the point is reached next in this process."""
+    """Call `action` once with the point's subject when this process reaches the point next."""
     _ARMED[name] = action
 
 
 def disarm() -> None:
-    """Forget all actions."""
+    """Remove all actions."""
     _ARMED.clear()
 
 
 def reach(name: str, subject: Any) -> None:
-    """Mark the point: between two statements that a fault may come between."""
+    """Mark a point between two statements at which a fault may occur."""
     if _ARMED and (action := _ARMED.pop(name, None)) is not None:
         action(subject)

@@ -1,4 +1,4 @@
-"""One format of log lines: time, level, request, logger, message."""
+"""The common format of log lines: time, level, request, logger, message."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rayserve_moe.config.settings import LoggingSettings
 from rayserve_moe.observability.progress import ConsoleWarnings
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""The id of the HTTP request that runs, empty outside of one."""
-LONGEST_REQUEST_ID = 128
+"""The id of the current HTTP request, empty outside of a request."""
+MAX_REQUEST_ID_LENGTH = 128
 _ROOT = "rayserve_moe"
 
 
 class TextLines(logging.Formatter):
-    """`2026-01-31T12:00:00.000Z INFO rayserve_moe.engine [request id] message`, a trace below."""
+    """`2026-01-31T12:00:00.000Z INFO rayserve_moe.engine [request id] message`, with a trace below."""
 
     def __init__(self) -> None:
         super().__init__("%(at)s %(levelname)s %(name)s %(about)s%(message)s")
@@ -31,7 +31,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object per line: `time`, `level`, `logger`, `message`, and where there is one `request_id` and `trace`."""
+    """A JSON object per line: `time`, `level`, `logger`, `message`, and `request_id` and `trace` if present."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -51,29 +51,29 @@ LINES = {"text": TextLines, "json": JsonLines}
 
 
 def use_logging(settings: LoggingSettings, *, handlers: Sequence[logging.Handler] = ()) -> None:
-    """Have this process write the package's lines to `handlers`, or to standard error where there are none.
+    """Write the package's log lines of this process to `handlers`, by default to standard error.
 
-    Its warnings and errors go to the console of the start command too. Other loggers' lines through these handlers
-    take the same format. The package's lines are few, and skip buffers.
+    Warnings and errors also go to the console of the start command. Lines of other loggers through these handlers get
+    the same format. Buffering handlers are bypassed, because the package writes few lines.
     """
     writers = [handler.target if isinstance(handler, MemoryHandler) else handler for handler in handlers]
     chosen = [writer for writer in writers if writer is not None] or [logging.StreamHandler()]
     for writer in chosen:
         writer.setFormatter(LINES[settings.format]())
-        writer.addFilter(_note_request)
+        writer.addFilter(_add_request_id)
     log = logging.getLogger(_ROOT)
     log.handlers[:] = [*chosen, ConsoleWarnings()]
     log.setLevel(settings.level.upper())
 
 
 def request_id_from(header: bytes) -> str:
-    """The request id that a client or proxy sent: printable ASCII, cut to a length."""
-    text = header[:LONGEST_REQUEST_ID].decode("ascii", "replace")
+    """Return the request id that a client or proxy sent: printable ASCII, cut to a maximum length."""
+    text = header[:MAX_REQUEST_ID_LENGTH].decode("ascii", "replace")
     return "".join(character if " " < character <= "~" else "?" for character in text)
 
 
-def _note_request(record: logging.LogRecord) -> bool:
-    """Add the request's id to a line of the package; Serve's own lines have one already, or none."""
+def _add_request_id(record: logging.LogRecord) -> bool:
+    """Add the request's id to a line of the package; Serve's own lines have an id already, or none."""
     if record.name.startswith(_ROOT):
         record.request_id = REQUEST_ID.get()
     return True

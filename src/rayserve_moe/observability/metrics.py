@@ -1,4 +1,4 @@
-"""Histograms and counters of requests, plain Python; rendering is elsewhere."""
+"""Histograms and counters of requests, in plain Python; rendering is elsewhere."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ LENGTH_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 class HistogramState(NamedTuple):
-    """Number of values at or below each bound, the last of which is infinity, and the sum of all values."""
+    """The contents of a histogram."""
 
     bounds: tuple[float, ...]
+    """Ascending; the last is infinity."""
     at_or_below: tuple[int, ...]
+    """Number of values at or below each bound."""
     total: float
+    """Sum of all values."""
 
 
 class Histogram:
-    """Counts values by bounds, ascending. One thread adds to it; any may read it."""
+    """Counts values by ascending bounds. A single thread adds to it; any thread may read it."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(map(float, bounds))
@@ -32,7 +35,7 @@ class Histogram:
         self._total = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
-        """Count one value, once or several times."""
+        """Count a value, `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._total += value * count
 
@@ -42,7 +45,7 @@ class Histogram:
         self._total += float(values.sum())
 
     def state(self) -> HistogramState:
-        """The counts so far."""
+        """Return the current counts."""
         return HistogramState((*self._bounds, float("inf")), tuple(np.cumsum(self._counts).tolist()), self._total)
 
 
@@ -56,7 +59,7 @@ def _tokens() -> Histogram:
 
 @dataclass
 class RequestMetrics:
-    """Of all choices since the start: seconds and lengths, how they ended, and prompt tokens, each prompt once."""
+    """Metrics of all choices since the start, in seconds and tokens."""
 
     time_to_first_token: Histogram = field(default_factory=_seconds)
     inter_token: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))
@@ -65,5 +68,8 @@ class RequestMetrics:
     prompt_tokens: Histogram = field(default_factory=_tokens)
     output_tokens: Histogram = field(default_factory=_tokens)
     finished: Counter[str] = field(default_factory=Counter)
+    """By finish reason."""
     num_prompt_tokens: int = 0
+    """Each prompt counts once."""
     num_cached_tokens: int = 0
+    """Each prompt counts once."""

@@ -1,6 +1,6 @@
-"""Progress of a start and warnings of this package, from any process of a machine to the console of its start command.
+"""Progress of a start and warnings of this package, from any process of a machine to the start command's console.
 
-Processes append lines of JSON to one file, which the start command reads; without such a file nothing is written.
+Processes append lines of JSON to a file that the start command reads; without such a file nothing is written.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from pathlib import Path
 from rayserve_moe.config.load import variable
 
 PROGRESS_VARIABLE = "RAYSERVE_MOE_PROGRESS"
-"""Names the file, in the environment of all processes of a start."""
-LONGEST_LINE = 2000
-"""Characters of a text: a line is appended in one write."""
-MOST_BYTES = 4 << 20
+"""Environment variable of all processes of a start with the file's path."""
+MAX_LINE_LENGTH = 2000
+"""Maximum characters of a text, so that a line is appended in a single write."""
+MAX_BYTES = 4 << 20
 """Size in bytes above which the reader truncates a file that it has read completely."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of one stage of a start; `total` is 0 if it is unknown."""
+    """Progress of a stage of a start."""
 
     stage: str
     done: int = 0
     total: int = 0
+    """0 if unknown."""
     detail: str = ""
 
 
@@ -42,11 +43,11 @@ class Warned:
 
 
 def report(stage: str, done: int = 0, *, total: int = 0, detail: str = "") -> None:
-    """Say how far a stage of the start is; a detail such as `0 found on disk` follows the numbers.
+    """Report the progress of a stage of the start; a detail such as `0 found on disk` follows the numbers.
 
-    A call costs one short write. Where the write fails, the console says less.
+    A call costs a short write. If the write fails, the console shows less.
     """
-    _append({"stage": stage, "done": done, "total": total, "detail": detail[:LONGEST_LINE]})
+    _append({"stage": stage, "done": done, "total": total, "detail": detail[:MAX_LINE_LENGTH]})
 
 
 class ConsoleWarnings(logging.Handler):
@@ -56,24 +57,24 @@ class ConsoleWarnings(logging.Handler):
         super().__init__(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
-        _append({"level": record.levelname, "message": record.getMessage()[:LONGEST_LINE]})
+        _append({"level": record.levelname, "message": record.getMessage()[:MAX_LINE_LENGTH]})
 
 
 class ProgressReader:
-    """Reads what was appended since the last call."""
+    """Reads the lines that were appended since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
 
     def read(self) -> Iterator[Progress | Warned]:
-        """Yield what whole lines say; others are skipped."""
+        """Yield the contents of complete lines; skip malformed lines."""
         try:
             with self._path.open("r+b") as file:
                 file.seek(self._offset)
                 written = file.read()
                 lines = written[: written.rfind(b"\n") + 1]
                 self._offset += len(lines)
-                if MOST_BYTES < self._offset == os.fstat(file.fileno()).st_size:
+                if MAX_BYTES < self._offset == os.fstat(file.fileno()).st_size:
                     file.truncate(0)
                     self._offset = 0
         except OSError:
@@ -87,7 +88,7 @@ class ProgressReader:
 
 
 class Counter:
-    """Reports every `step` that a sum grows by, from any thread, and its end."""
+    """Reports a sum from any thread at every increase by `step`, and at its end."""
 
     def __init__(self, stage: str, total: int, *, step: int, detail: str = "") -> None:
         self._stage, self._total, self._step, self._detail = stage, total, step, detail
@@ -95,13 +96,13 @@ class Counter:
         self._done = self._reported = 0
 
     def add(self, amount: int) -> None:
-        """Add what was done."""
+        """Add an amount of work."""
         with self._lock:
             self._done += amount
             if self._done - self._reported < self._step and self._done < self._total:
                 return
             self._reported = self._done
-            report(self._stage, self._done, total=self._total, detail=self._detail)  # in the order of the sums
+            report(self._stage, self._done, total=self._total, detail=self._detail)  # under the lock: in order
 
 
 def _append(fields: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""The group of processes that hosts form, and the service by which they find each other."""
+"""The group of JAX processes of several hosts, and the service by which they find each other."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from jax._src import distributed
 from jax._src.lib import _jax
 
 HEARTBEAT_TIMEOUT_S = 100
-"""Hosts that do not answer are found elsewhere, and much sooner."""
+"""Hosts that do not answer are detected elsewhere, and much sooner."""
 JOIN_TIMEOUT_S = 120
 SHUTDOWN_TIMEOUT_S = 1
 
 
 class Coordinator:
-    """The service of one group, in a process that belongs to none: where a member has it, all end with that member.
+    """The coordination service of a group, in a process outside the group.
 
-    Members outlive each other, and end when this process does.
+    If a member ran the service, all members would end with that member. Here they outlive each other, and end with this
+    process.
     """
 
     def __init__(self, port: int, *, num_hosts: int) -> None:
@@ -28,14 +29,14 @@ class Coordinator:
         )
 
     def shutdown(self) -> None:
-        """Stop; the members have ended before."""
+        """Stop the service; the members have ended before."""
         self._service.shutdown()
 
 
 def join_hosts(coordinator: str, *, num_hosts: int, host_id: int) -> None:
-    """Enter the group whose `Coordinator` is at `coordinator` (host:port); call before using a device.
+    """Join the group whose `Coordinator` is at `coordinator` (host:port). Call before using a device.
 
-    As `jax.distributed.initialize`, which would have the first member start the service.
+    Replaces `jax.distributed.initialize`, in which the first member would start the service.
     """
     client = _jax.get_distributed_runtime_client(
         coordinator,

@@ -1,6 +1,6 @@
-"""The one table from logical axes to mesh axes, and what follows from it.
+"""The table from logical axes to mesh axes, and the sharding derived from it.
 
-The mesh has two axes: `data` (attention batch) and `tensor` (heads). Expert slots and the vocabulary lie over both.
+The mesh has two axes: `data` (attention batch) and `tensor` (heads). Expert slots and the vocabulary use both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 DATA, TENSOR = "data", "tensor"
 Rows = TypeVar("Rows")
 
-# Tensor first: the parts that the data ranks of one tensor rank hold are neighbours, and join without a transposition.
+# Tensor first: the parts of a tensor rank's data ranks are neighbours, and join without a transposition.
 VOCABULARY_AXES = (TENSOR, DATA)
 
 MESH_AXES_OF: dict[str | None, str | tuple[str, ...] | None] = {
@@ -37,14 +37,14 @@ MESH_AXES_OF: dict[str | None, str | tuple[str, ...] | None] = {
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How one model lies on one mesh. It travels as an argument; there is no current mesh.
+    """The layout of a model on a mesh. It is passed as an argument; a current mesh does not exist.
 
-    With one rank on an axis, collectives over it return their argument and leave no trace in the program. The data
-    ranks lie over `num_slices` in order, equally many on each: tensor groups are within one.
+    With a single rank on an axis, collectives over it return their argument and add nothing to the program.
     """
 
     mesh: Mesh
     num_slices: int = 1
+    """The data ranks are divided over the slices in order, equally many on each; tensor groups stay within a slice."""
 
     @property
     def tensor_size(self) -> int:
@@ -52,16 +52,16 @@ class ParallelPlan:
 
     @property
     def data_size(self) -> int:
-        """Data-parallel ranks: groups of devices that run sequences of their own."""
+        """Return the number of data-parallel ranks: groups of devices with their own sequences."""
         return self.mesh.shape[DATA]
 
     @property
     def num_expert_ranks(self) -> int:
-        """Devices that hold different expert slots: all there are, so it is also the number of vocabulary parts."""
+        """Return the number of devices, each with its own expert slots; also the number of vocabulary parts."""
         return self.mesh.shape[DATA] * self.mesh.shape[TENSOR]
 
     def partition(self, axes: tuple[str | None, ...]) -> PartitionSpec:
-        """Partition of an array whose dimensions carry the logical `axes`."""
+        """Return the partition of an array whose dimensions have the logical `axes`."""
         return PartitionSpec(*(MESH_AXES_OF[axis] for axis in axes))
 
     def sharding(self, axes: tuple[str | None, ...]) -> NamedSharding:
@@ -71,42 +71,42 @@ class ParallelPlan:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def data_rank(self) -> jax.Array:
-        """This device's place on the data axis; only inside a sharded function."""
+        """Return this device's index on the data axis; only inside a sharded function."""
         return jax.lax.axis_index(DATA)
 
     def tensor_rank(self) -> jax.Array:
-        """This device's place on the tensor axis; only inside a sharded function."""
+        """Return this device's index on the tensor axis; only inside a sharded function."""
         return jax.lax.axis_index(TENSOR)
 
     def expert_rank(self) -> jax.Array:
-        """This device's place among those that hold expert slots; only inside a sharded function."""
+        """Return this device's index among the expert ranks; only inside a sharded function."""
         return jax.lax.axis_index((DATA, TENSOR))
 
     def sum_over_tensor(self, partial_sum: jax.Array) -> jax.Array:
-        """Add up what each device of the tensor axis computed of the same array."""
+        """Add up the partial sums of the tensor axis's devices."""
         return jax.lax.psum(partial_sum, TENSOR) if self.tensor_size > 1 else partial_sum
 
     def gather_data_ranks(self, local: jax.Array, *, dim: int) -> jax.Array:
-        """Join what each data rank has of an array along `dim`, in the order of the ranks."""
+        """Concatenate the data ranks' parts of an array along `dim`, in rank order."""
         return jax.lax.all_gather(local, DATA, axis=dim, tiled=True) if self.data_size > 1 else local
 
 
 def vocabulary_rank(plan: ParallelPlan) -> jax.Array:
-    """Which part of the vocabulary lies on this device, of `plan.num_expert_ranks` parts."""
+    """Return the index of this device's part of the vocabulary, below `plan.num_expert_ranks`."""
     return jax.lax.axis_index(VOCABULARY_AXES if plan.data_size > 1 else TENSOR)
 
 
 def sum_to_data_ranks(partial_sum: jax.Array, plan: ParallelPlan, *, dim: int) -> jax.Array:
-    """Add up what the data ranks computed of the same array, and leave each the part along `dim` that is its own."""
+    """Add up the data ranks' partial sums; return each rank its own part along `dim`."""
     if plan.data_size == 1:
         return partial_sum
     return jax.lax.psum_scatter(partial_sum, DATA, scatter_dimension=dim, tiled=True)
 
 
 def gather_rows(rows: Rows, plan: ParallelPlan) -> Rows:
-    """Join what each data rank has of rows, in the order of the ranks, by one exchange.
+    """Concatenate the data ranks' rows in rank order by a single exchange.
 
-    `rows` is a tree of arrays of 32 bits or of bool, all of one shape.
+    `rows` is a tree of arrays of 32 bits or of bool, all of the same shape.
     """
     if plan.data_size == 1:
         return rows
@@ -121,6 +121,6 @@ def gather_rows(rows: Rows, plan: ParallelPlan) -> Rows:
 
 
 def num_parts(plan: ParallelPlan, axis: str) -> int:
-    """Into how many parts the mesh cuts a logical axis."""
+    """Return the number of parts into which the mesh cuts a logical axis."""
     names = MESH_AXES_OF[axis] or ()
     return math.prod(plan.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))

@@ -1,6 +1,6 @@
-"""The words that one device has of a vocabulary that all devices share, and small exchanges between the parts."""
+"""A device's shard of the vocabulary, and small exchanges between the shards."""
 
-# S rows   V words of a part   P parts
+# S rows   V ids of a shard   P shards
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from rayserve_moe.parallel.sharding import DATA, TENSOR, VOCABULARY_AXES, Parall
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """A vocabulary of `num_words`, of which every device has `width`; words beyond the last are padding.
+    """A device's shard of the vocabulary.
 
-    `axes` are the mesh axes that it lies over. Without any this is the whole vocabulary, and exchanges return what
-    they are given and leave no trace in the program. All but sizes is only for inside a sharded function.
+    Without `axes` it is the whole vocabulary, and exchanges return their arguments and add nothing to the program. All
+    members except sizes are only for use inside a sharded function.
     """
 
     num_words: int
+    """Ids of the whole vocabulary."""
     width: int
+    """Ids of each shard; ids beyond `num_words` are padding."""
     axes: tuple[str, ...] = ()
+    """Mesh axes that divide the vocabulary."""
     num_parts: int = 1
+    """Number of shards."""
 
     @property
     def is_padded(self) -> bool:
@@ -31,28 +35,28 @@ class VocabularyPart:
 
     @property
     def first(self) -> jax.Array:
-        """Id of this device's first word, int32."""
+        """Return the first id of this shard, int32."""
         return (jax.lax.axis_index(self.axes) if self.axes else jnp.int32(0)) * self.width
 
     def ids(self) -> jax.Array:
-        """Ids of this device's words, int32 [V]."""
+        """Return the ids of this shard, int32 [V]."""
         return self.first + jnp.arange(self.width, dtype=jnp.int32)
 
     def places(self, ids: jax.Array) -> jax.Array:
-        """Where words lie on this device; `width` for those that lie on another, or nowhere."""
+        """Return the indices of ids in this shard; `width` for ids outside of it."""
         local = ids - self.first
         return jnp.where((local >= 0) & (local < self.width) & (ids < self.num_words), local, self.width)
 
     def without_padding(self, values_SV: jax.Array) -> jax.Array:
-        """Minus infinity for words that are none."""
+        """Return the values with minus infinity at padding."""
         return jnp.where(self.ids() < self.num_words, values_SV, -jnp.inf) if self.is_padded else values_SV
 
     def sum(self, partial_sum: jax.Array) -> jax.Array:
-        """Add up what each device computed for its words."""
+        """Add up the partial sums of the shards."""
         return jax.lax.psum(partial_sum, self.axes) if self.axes else partial_sum
 
     def gather(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """What every device has of each array, [P, ...], by one exchange: arrays of 32 bits and of one shape."""
+        """Gather the shards' arrays, [P, ...] each, by a single exchange: arrays of 32 bits and of the same shape."""
         if not self.axes:
             return tuple(array[None] for array in arrays)
         bits = jnp.stack([jax.lax.bitcast_convert_type(array, jnp.int32) for array in arrays])
@@ -61,7 +65,7 @@ class VocabularyPart:
 
 
 def vocabulary_part(plan: ParallelPlan, *, num_words: int, multiple: int = 1) -> VocabularyPart:
-    """How a vocabulary lies on a mesh: in parts of one width, a multiple of `multiple` where there are several."""
+    """Return the sharding of a vocabulary on a mesh: shards of equal width, a multiple of `multiple` if several."""
     num_parts = plan.mesh.size
     if num_parts == 1:
         return VocabularyPart(num_words, num_words)

@@ -1,4 +1,4 @@
-"""The host cache of routing rows, indexed by slot: a row lives and dies with the page that its sequence holds.
+"""The host cache of routing rows, indexed by slot: a row lives as long as the page that its sequence holds.
 
 Layers with a window may have freed their keys and values of that page long before.
 """
@@ -11,9 +11,9 @@ from rayserve_moe.requests.records import RoutingLayout
 
 
 class RoutingStore:
-    """One row per slot, each with the stamp of the page allocation it was written for.
+    """A row per slot, each with the stamp of the page allocation it was written for.
 
-    A reader gives the stamp it expects; a row written under another stamp is missing to it, never wrong. The stored
+    A reader passes the expected stamp; a row written under another stamp is reported missing, never wrong. The stored
     stamp includes the slot, so a row moved to another slot is missing there. Each row has the version of the weights
     that it was computed under, a number that only its writer interprets.
     """
@@ -24,20 +24,20 @@ class RoutingStore:
         self._versions = np.zeros(num_slots, np.int32)
 
     def write(self, slots: np.ndarray, stamps: np.ndarray, *, rows: np.ndarray, versions: np.ndarray | int = 0) -> None:
-        """Put rows [N, M, K] at `slots` int [N], under `stamps` int64 [N] (above 0)."""
+        """Store rows [N, M, K] at `slots` int [N], under `stamps` int64 [N] (above 0)."""
         self._rows[slots] = rows
         self._stamps[slots] = self._kept(slots, stamps)
         self._versions[slots] = versions
 
     def read(self, slots: np.ndarray, stamps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Fetch rows [N, M, K] and which of them are present, bool [N]; absent rows are zeros."""
+        """Return rows [N, M, K] and the mask of present rows, bool [N]; absent rows are zeros."""
         present = self._stamps[slots] == self._kept(slots, stamps)
         rows = self._rows[slots]
         rows[~present] = 0
         return rows, present
 
     def versions(self, slots: np.ndarray) -> np.ndarray:
-        """Versions int32 [N] of the rows at `slots`; they mean something where the row is present."""
+        """Return the versions int32 [N] of the rows at `slots`; only valid for present rows."""
         return self._versions[slots]
 
     def _kept(self, slots: np.ndarray, stamps: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""From checked values under the names of a dialect to a `GenerationRequest`: the one place that builds them.
+"""Conversion of validated values under a dialect's names to a `GenerationRequest`; no other module builds requests.
 
-HTTP bodies come checked by their schemas; `Engine`, `LLM` and rollout jobs check theirs with `read_given`.
+Schemas validate HTTP bodies; `Engine`, `LLM` and rollout jobs validate theirs with `read_given`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULT_NEW_TOKENS = {SGLANG: 128, OPENAI: 16, VLLM: 16}
 
 
 def _by_name(record: Any) -> dict[str, list[RequestField]]:
-    """Fields of a record by every name that they have in any dialect; two fields may share one."""
+    """Return fields of a record by every name in any dialect; two fields may share a name."""
     known: dict[str, list[RequestField]] = {}
     for field in declared(record):
         for name in {field.name, *field.names.values()}:
@@ -41,9 +41,10 @@ _SAMPLING, _CONSTRAINTS = _by_name(SamplingParams), _by_name(ConstraintFields)
 
 
 def read_given(given: Given, *, options: Collection[str] = ()) -> dict[str, Any]:
-    """Return given values as the engine takes them, under their own names, without those that are None.
+    """Return values in the engine's form, under their given names, without None.
 
-    RequestError for a wrong value, and for a name that is no sampling parameter's in any dialect and not in `options`.
+    Raises: RequestError for a wrong value, and for a name that is neither a sampling parameter of any dialect nor in
+    `options`.
     """
     read: dict[str, Any] = {}
     for name, value in given.items():
@@ -64,7 +65,7 @@ def _read(field: RequestField, value: Any, name: str) -> Any:
 
 
 def _named(known: Mapping[str, list[RequestField]], given: Given) -> dict[str, Any]:
-    """Values of a record's fields under its own names."""
+    """Return values under the record's own field names."""
     return {field.name: value for name, value in given.items() if value is not None for field in known.get(name, ())}
 
 
@@ -77,10 +78,12 @@ def build_request(
     request_id: str | None = None,
     forced: RoutedExperts | None = None,
 ) -> GenerationRequest:
-    """Build the request for one prompt from checked values; other names than those of fields are left out.
+    """Build the request for a prompt from validated values; unknown names are ignored.
 
-    The limit of new tokens defaults to the dialect's, or to what the context still holds. Routing is returned where it
-    is streamed, and by default where the server captures it. RequestError for a first row after the end of the prompt.
+    The limit of new tokens defaults to the dialect's, capped at the remaining context. Routing is returned if it is
+    streamed, and by default if the server captures it.
+
+    Raises: RequestError for a first routing row after the end of the prompt.
     """
     num_left = max(1, card.max_model_len - len(prompt_ids))
     params = _named(_SAMPLING, given)
@@ -95,11 +98,11 @@ def build_request(
     options["return_routed_experts"] = (
         options.get("return_routed_experts", card.returns_routing) or options["stream_routed_experts"]
     )
-    if dialect == SGLANG:  # where higher values come first
+    if dialect == SGLANG:  # SGLang admits higher values first
         options["priority"] = -options.get("priority", 0)
     options["num_top_logprobs"], scored_from = _SCORES[dialect](given, len(prompt_ids))
     waits = dialect == OPENAI and scored_from is not None
-    if dialect != SGLANG and options.get("return_hidden_states"):  # those of OpenAI have one state
+    if dialect != SGLANG and options.get("return_hidden_states"):  # other dialects return only the last state
         options["return_hidden_states"] = "last"
     restrictions = _named(_CONSTRAINTS, given)
     constraint = constraint_of(restrictions, longest=card.longest_constraint) if restrictions else None
@@ -118,9 +121,9 @@ def build_request(
 
 
 def _evidence(given: Given, options: Given, *, dialect: str, card: ModelCard, differs: object) -> dict[str, Any]:
-    """What of a request's evidence is wanted, which goes with log-probs; the model's own only where it `differs`.
+    """Return the requested evidence, which accompanies log-probs; raw log-probs only if their distribution `differs`.
 
-    RequestError for listed ids without log-probs, unless in the dialect that passes over all that goes with them.
+    Raises: RequestError for listed ids without log-probs, except in SGLang's dialect, which ignores them.
     """
     flag = given.get("return_logprob" if dialect == SGLANG else "logprobs")
     has_logprobs = flag is not None and flag is not False
@@ -134,30 +137,30 @@ def _evidence(given: Given, options: Given, *, dialect: str, card: ModelCard, di
 def _listed_in_prompt(
     given: Given, options: Given, *, prompt_len: int, scored_from: int | None
 ) -> ListedInPrompt | None:
-    """vLLM's rows of ids, one for each position from the first on; SGLang has one list for all that are scored."""
+    """Return vLLM's rows of ids, one per position from the first, or SGLang's list for all scored positions."""
     if (rows := given.get("prompt_logprob_token_ids")) is not None:
         return ListedInPrompt(given.get("prompt_logprob_start") or 0, rows)
     ids = given.get("token_ids_logprob")
     if not ids or scored_from is None or not options["logprob_token_ids"]:
         return None
-    count = max(0, prompt_len - 1 - scored_from)  # a start beyond the prompt is refused with the request
+    count = max(0, prompt_len - 1 - scored_from)  # a start beyond the prompt is rejected with the request
     return ListedInPrompt(scored_from, np.broadcast_to(np.asarray(ids, np.int32), (count, len(ids))))
 
 
 def _is_processed(sampling: SamplingParams) -> bool:
-    """Whether a request's logits are changed before its tokens are drawn, other than by truncation."""
+    """Return True if logits are changed before sampling other than by truncation."""
     penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
     listed = sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words or sampling.processor_arguments
     return bool(listed or sampling.min_new_tokens) or penalties != (1, 0, 0) or sampling.temperature not in (0, 1)
 
 
 def param_names(dialect: str, record: Any, *, prefix: str = "") -> dict[str, str]:
-    """Names of a record's fields in a dialect, by what errors of the engine call them."""
+    """Return a dialect's names of a record's fields, by the names in the engine's errors."""
     return {f.param: prefix + f.names[dialect] for f in declared(record) if dialect in f.names}
 
 
 def _sglang_scores(given: Given, prompt_len: int) -> tuple[int, int | None]:
-    """How many likeliest tokens go with a log-prob, and where scoring of the prompt begins: neither without a flag."""
+    """Return the number of likeliest tokens and the start of prompt scoring; 0 and None without `return_logprob`."""
     if not given.get("return_logprob"):
         return 0, None
     first = given.get("logprob_start_len", -1)
@@ -165,9 +168,10 @@ def _sglang_scores(given: Given, prompt_len: int) -> tuple[int, int | None]:
 
 
 def _openai_scores(given: Given, prompt_len: int) -> tuple[int, int | None]:
-    """`logprobs` counts in completions and switches `top_logprobs` on in chats.
+    """Return the number of likeliest tokens and the start of prompt scoring.
 
-    `prompt_logprobs` scores the prompt, and so does `echo` beside `logprobs`.
+    `logprobs` is a count in completions and enables `top_logprobs` in chats. `prompt_logprobs`, or `echo` with
+    `logprobs`, scores the prompt.
     """
     logprobs, prompt = given.get("logprobs"), given.get("prompt_logprobs")
     scores_prompt = prompt is not None or (given.get("echo") and logprobs is not None)
@@ -175,7 +179,7 @@ def _openai_scores(given: Given, prompt_len: int) -> tuple[int, int | None]:
 
 
 def _vllm_scores(given: Given, prompt_len: int) -> tuple[int, int | None]:
-    """As many of the likeliest are computed for the prompt as for the output."""
+    """Return the number of likeliest tokens, common to prompt and output, and the start of prompt scoring."""
     prompt = given.get("prompt_logprobs")
     return max(given.get("logprobs") or 0, prompt or 0), None if prompt is None else 0
 

@@ -1,6 +1,6 @@
-"""Outputs per token as columns: each is declared here once, and one dict carries all of them to the writers.
+"""Per-token outputs as columns, each declared here once and carried to the writers in a single dict.
 
-A dict of columns maps names to values with one entry per token. The same dict is in the result of a step, in a running
+A dict of columns maps names to values with an entry per token. The same dict is in the result of a step, in a running
 choice, in its results and in the journal.
 """
 
@@ -17,12 +17,12 @@ from rayserve_moe.requests.records import GenerationRequest
 
 MODEL_WIDTH = -1
 WANTS_MASK = 2
-"""Added to the first number of an `evidence_row` that asks for a sampling mask."""
+"""Added to the first number of an `evidence_row` that requests a sampling mask."""
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Entries of different lengths: entry i has `lengths[i]` of the `values`, which follow each other."""
+    """Column with entries of different lengths: entry i has `lengths[i]` consecutive `values`."""
 
     lengths: np.ndarray
     """int32 [N]."""
@@ -37,7 +37,7 @@ class Ragged:
 
     @property
     def size(self) -> int:
-        """Number of values."""
+        """Return the number of values."""
         return len(self.values)
 
     def tolist(self) -> list[list]:
@@ -55,28 +55,27 @@ Columns = dict[str, Values]
 
 @dataclass(frozen=True)
 class OutputColumn:
-    """A column over the outputs of a choice."""
+    """Column over the outputs of a choice."""
 
     source: Literal["step", "evidence"]
-    """What computes it: every step, or the program that draws deferred samples with evidence."""
+    """Producer: every step, or the program that draws deferred samples with evidence."""
     dtype: type
     width: Callable[[GenerationRequest], int | None]
-    """Numbers per output; 0 for one number without a dimension of its own, None if it is not requested."""
+    """Numbers per output; 0 for a scalar, None if it is not requested."""
     param: str = ""
-    """Field that requests a column of evidence, as errors call it."""
+    """Name in errors of the field that requests a column of evidence."""
     is_ragged: bool = False
 
 
 @dataclass(frozen=True)
 class ProbedColumn:
-    """A column over positions that the model reads, found by a probe of tokens after their step."""
+    """Column over positions that the model reads, computed by a token probe after their step."""
 
     dtype: type
     span: Callable[[GenerationRequest], tuple[int, int] | None]
-    """First position and end of the positions in the prompt, or None if it is not requested."""
+    """First and end position in the prompt, or None if it is not requested."""
     width: Callable[[GenerationRequest], int | None]
-    """Numbers per position; 0 for one number without a dimension of its own, MODEL_WIDTH if the model decides, None if
-    it is not requested."""
+    """Numbers per position; 0 for a scalar, MODEL_WIDTH if the model decides, None if it is not requested."""
 
 
 def _num_top(request: GenerationRequest) -> int | None:
@@ -123,8 +122,8 @@ OUTPUT_COLUMNS: Mapping[str, OutputColumn] = {
         "evidence", np.float32, lambda request: 0 if request.return_sampling_mask else None, "return_sampling_mask"
     ),
 }
-"""By name: the likeliest tokens in falling order and their log-probs, the log-probs of listed ids, the entropy in nats,
-the tokens that truncation left, and the output's log-prob among these."""
+"""Columns by name: likeliest tokens in descending order with log-probs, log-probs of listed ids, entropy in nats,
+sampling mask, and the output's log-prob within the mask."""
 
 PROBED_COLUMNS: Mapping[str, ProbedColumn] = {
     "logprobs": ProbedColumn(np.float32, _scored, lambda _: 0),
@@ -134,25 +133,27 @@ PROBED_COLUMNS: Mapping[str, ProbedColumn] = {
     "listed_logprobs": ProbedColumn(np.float32, _listed, _num_listed),
     "hidden": ProbedColumn(np.float32, _shown, lambda _: MODEL_WIDTH),
 }
-"""By name: log-prob and rank of the next token of the prompt, the likeliest tokens in its place and their log-probs,
-the log-probs of ids listed for the position, and the state after the last layer and its norm. The model's own
-distribution; ranks count from 1, ties to the smaller id."""
+"""Columns by name: log-prob and rank of the prompt's next token, likeliest tokens at its position with log-probs,
+log-probs of listed ids, and the state after the last layer and its norm.
+
+The distribution is the model's own; ranks count from 1, ties to the smaller id.
+"""
 
 
 @dataclass(frozen=True)
 class PromptColumns:
-    """Columns over positions of a prompt, as far as they were found; that of hidden states goes on over the outputs."""
+    """Computed columns over positions of a prompt; the column of hidden states continues over the outputs."""
 
     columns: Columns = field(default_factory=dict)
-    """By name of `PROBED_COLUMNS`."""
+    """Columns by name of `PROBED_COLUMNS`."""
     starts: Mapping[str, int] = field(default_factory=dict)
     """First position of each column."""
     weight_version: str = ""
-    """Weights that computed all of them."""
+    """Version of the weights that computed all columns."""
 
 
 def output_widths(request: GenerationRequest) -> dict[str, int]:
-    """Return the columns that a request wants of its outputs, each with its numbers per output."""
+    """Return the requested output columns with their numbers per output."""
     widths = {}
     for name, column in OUTPUT_COLUMNS.items():
         if (width := column.width(request)) is not None:
@@ -161,9 +162,9 @@ def output_widths(request: GenerationRequest) -> dict[str, int]:
 
 
 def evidence_row(request: GenerationRequest, columns: Iterable[str]) -> np.ndarray | None:
-    """Return what the evidence program is asked for each sample of a request, int32 [1 + MAX_LISTED_IDS], or None.
+    """Return the input of the evidence program for each sample of a request, int32 [1 + MAX_LISTED_IDS], or None.
 
-    The first number is 1 for the model's own distribution and 0 for the one that is sampled before truncation, plus
+    The first number is 1 for the model's own distribution and 0 for the sampled distribution before truncation, plus
     WANTS_MASK; ids follow, padded with -1.
     """
     if not request.raw_logprobs and {OUTPUT_COLUMNS[name].source for name in columns} <= {"step"}:
@@ -174,7 +175,7 @@ def evidence_row(request: GenerationRequest, columns: Iterable[str]) -> np.ndarr
 
 
 def ragged(entries: Iterable[np.ndarray], dtype: type = np.int32) -> Ragged:
-    """Return entries of different lengths as one column."""
+    """Return entries of different lengths as a column."""
     entries = list(entries)
     return Ragged(np.asarray([len(each) for each in entries], np.int32), np.concatenate([np.zeros(0, dtype), *entries]))
 
@@ -186,7 +187,7 @@ def as_array(values: Values) -> np.ndarray:
 
 
 def take(columns: Columns, index: slice | np.ndarray) -> Columns:
-    """Return the entries of a slice, or those that a bool mask keeps, of every column."""
+    """Return the entries of every column by a slice or a bool mask."""
     return {name: values[index] for name, values in columns.items()}
 
 
@@ -197,13 +198,13 @@ def concat(parts: Sequence[Columns]) -> Columns:
 
 
 def names_in(bits: int, *, source: str) -> tuple[str, ...]:
-    """Return the names of the columns from one source whose bit of `ColumnLog.bits` is set."""
+    """Return the names of the columns from a source whose bit in `ColumnLog.bits` is set."""
     columns = enumerate(OUTPUT_COLUMNS.items())
     return tuple(name for index, (name, column) in columns if bits >> index & 1 and column.source == source)
 
 
 class ColumnLog:
-    """The output columns of a running choice, which grow by one entry per output."""
+    """Output columns of a running choice, which grow by an entry per output."""
 
     def __init__(self, widths: Mapping[str, int]) -> None:
         self._widths, self.bits = widths, 0
@@ -218,14 +219,14 @@ class ColumnLog:
         return len(next(iter(self._entries.values()), ()))
 
     def append(self, entries: Mapping[str, Sequence[np.ndarray] | np.ndarray], index: int) -> None:
-        """Add entry `index` of the columns of a step that the choice wants."""
+        """Append entry `index` of a step's columns, for the requested columns."""
         for name, width in self._widths.items():
             if name in entries:
                 entry = entries[name][index]
                 self._entries[name].append(entry[:width] if width else entry)
 
     def extend(self, columns: Columns) -> None:
-        """Add all entries of `columns`."""
+        """Append all entries of `columns`."""
         for name, values in columns.items():
             self._entries[name] += values.entries() if isinstance(values, Ragged) else list(values)
 

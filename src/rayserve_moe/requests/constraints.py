@@ -1,4 +1,4 @@
-"""What a request's answer has to keep to: fields of three dialects, read into one `Constraint`."""
+"""Constraints of a request's answer: fields of three dialects, read into a `Constraint`."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ _OPTIONS = {"disable_any_whitespace", "disable_additional_properties", "whitespa
 _KINDS = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
 _LONGEST_PATTERN = 256
 _MOST_SPACES = 4
-"""How much longer a schema may be with spaces than without."""
+"""Maximum length of a schema with spaces, as a multiple of the limit without spaces."""
 _EMPTY = "it is empty: leave it out for an answer that keeps to nothing"
 _SGLANG_ANY = "$$ANY$$"
 """SGLang's schema for any object."""
 _EMPTY_IS_NONE = {"json_schema", "regex", "ebnf", "structural_tag"}
-"""SGLang's fields: its clients send an empty string for no constraint."""
+"""SGLang's fields whose clients send an empty string for no constraint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConstraintFields:
-    """What an answer has to keep to, under the names of every dialect: one of them, read by `constraint_of`."""
+    """Constraint fields under the names of every dialect; a request sets at most one, which `constraint_of` reads."""
 
     response_format: Any = stated(None, ANY_OBJECT, sglang=None, vllm=None)
     """OpenAI's: `text`, `json_object`, `json_schema` or `structural_tag`."""
     structured_outputs: Any = stated(None, ANY_OBJECT, sglang=None)
     """vLLM's: `json`, `regex`, `choice`, `grammar`, `json_object` or `structural_tag`, and options."""
     guided_decoding: Any = stated(None, ANY_OBJECT, sglang=None)
-    """An earlier name of `structured_outputs`."""
+    """Former name of `structured_outputs`."""
     guided_json: Any = stated(None, OBJECT_OR_TEXT, sglang=None, vllm=None)
     """A JSON schema."""
     guided_regex: Any = stated(None, LONG_TEXT, sglang=None, vllm=None)
     """A regular expression that the whole answer matches."""
     guided_choice: Any = stated(None, TEXTS, sglang="choice", vllm=None)
-    """Texts, of which the answer is one."""
+    """Permitted answers."""
     guided_grammar: Any = stated(None, LONG_TEXT, sglang=None, vllm=None)
     """A grammar in GBNF or Lark."""
     guided_whitespace_pattern: Any = stated(None, PATTERN, sglang=None, vllm=None)
-    """Expression for what may stand between the parts of JSON."""
+    """Expression for whitespace between JSON tokens."""
     json_schema: Any = stated(None, OBJECT_OR_TEXT, vllm=None)
     """A JSON schema."""
     regex: Any = stated(None, LONG_TEXT, vllm=None)
@@ -60,14 +60,15 @@ class ConstraintFields:
     ebnf: Any = stated(None, LONG_TEXT, vllm=None)
     """A grammar in GBNF or Lark."""
     structural_tag: Any = stated(None, OBJECT_OR_TEXT, openai=None, vllm=None)
-    """A `format`, or `structures` with `begin`, `schema` and `end`, which `triggers` in free text begin."""
+    """A `format`, or `structures` with `begin`, `schema` and `end`, begun by `triggers` in free text."""
 
 
 def constraint_of(given: Given, *, longest: int = LONGEST_CONSTRAINT) -> Constraint | None:
-    """Read the constraint of checked values, under the names of `ConstraintFields`; None without one.
+    """Return the constraint in validated values, by the names of `ConstraintFields`; None without a constraint.
 
-    RequestError names a field whose value is empty or not understood, and a second one where there are two. A text that
-    is several times as long as the `longest` may be without spaces is refused unread: nothing else runs meanwhile.
+    A text several times longer than `longest` is rejected unread, because parsing blocks all other requests.
+
+    Raises: RequestError that names a field with an empty or invalid value, or a second constraint.
     """
     for name, value in given.items():
         texts = value.values() if isinstance(value, Mapping) else (value,)
@@ -81,16 +82,16 @@ def constraint_of(given: Given, *, longest: int = LONGEST_CONSTRAINT) -> Constra
 
 
 def with_whitespace(constraint: Constraint, pattern: str | None) -> Constraint:
-    """A constraint whose JSON has this between its parts, where it does not say so itself."""
+    """Return a constraint with this whitespace pattern for JSON, unless it already has a pattern."""
     if pattern is None or constraint.whitespace is not None:
         return constraint
     return constraint._replace(whitespace=pattern)
 
 
 def schema_text(schema: Any, *, param: str) -> str:
-    """A schema in one line of JSON, its keys in the order given: answers have properties in that order.
+    """Return a schema as compact JSON in the given key order, which is the order of properties in answers.
 
-    RequestError unless it is an object, true or false, or JSON of one.
+    Raises: RequestError unless it is an object, true or false, or JSON text for one of these.
     """
     if isinstance(schema, str):
         try:
@@ -168,7 +169,7 @@ def _is_structure(value: Any) -> bool:
 
 
 def _response_format(value: Any, param: str) -> Constraint | None:
-    """OpenAI's; `strict` changes nothing, as in vLLM and SGLang."""
+    """Return the constraint of OpenAI's field; `strict` has no effect, as in vLLM and SGLang."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "text":
         return None
@@ -186,7 +187,7 @@ def _response_format(value: Any, param: str) -> Constraint | None:
 
 
 def _structured_outputs(value: Any, param: str) -> Constraint:
-    """vLLM's: one kind, and options of JSON."""
+    """Return the constraint of vLLM's field: a single kind, with options for JSON."""
     if not isinstance(value, Mapping):
         raise RequestError("should be an object", param)
     given = {name: one for name, one in value.items() if one is not None and one is not False}
@@ -209,7 +210,7 @@ def _structured_outputs(value: Any, param: str) -> Constraint:
 
 
 def _closed(schema: Any) -> Any:
-    """A schema whose objects have no properties but those named, unless they say otherwise."""
+    """Return a schema whose objects permit only declared properties, unless they declare `additionalProperties`."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):
@@ -241,4 +242,4 @@ _READERS = {
     "structural_tag": _tags,
 }
 CONSTRAINT_NAMES = frozenset(ConstraintFields.__dataclass_fields__)
-"""Names of all fields that are read here."""
+"""Names of all fields of `ConstraintFields`."""

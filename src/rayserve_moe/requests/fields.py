@@ -1,7 +1,7 @@
-"""How fields of a request are declared: the values they may hold, and their names in every dialect.
+"""Declarations of request fields: their permitted values, and their names in every dialect.
 
-`requests` declares them. The HTTP schemas, `LLM`, `Engine`, rollout jobs and admission derive names, types, bounds and
-sentences from there.
+Modules of `requests` declare fields. The HTTP schemas, `LLM`, `Engine`, rollout jobs and admission derive names, types,
+bounds and error sentences from them.
 """
 
 from __future__ import annotations
@@ -17,36 +17,39 @@ SGLANG, OPENAI, VLLM = "sglang", "openai", "vllm"
 
 INT32_MAX = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
-"""Likeliest tokens that the devices return for one position."""
+"""Maximum number of likeliest tokens that the devices return per position."""
 LONGEST_CONSTRAINT = 131_072
-"""Bytes of a schema, an expression or a grammar, where no setting says otherwise."""
+"""Default maximum bytes of a schema, an expression or a grammar."""
 MAX_LISTED_IDS = 128
-"""Tokens whose log-probs one request can list."""
+"""Maximum number of tokens whose log-probs a request can list."""
 MAX_LOGIT_BIASES = 256
-"""Tokens that one request can bias or be limited to."""
+"""Maximum number of tokens that a request can bias or be limited to."""
 
 
 class Values(NamedTuple):
-    """What a field may hold: a JSON schema, and `read`, which returns a given value in the engine's form.
-
-    `read` raises ValueError with a sentence that follows the field's name and never repeats the value.
-    """
+    """Permitted values of a field."""
 
     schema: Mapping[str, Any]
+    """JSON schema of the values."""
     read: Callable[[Any], Any]
+    """Return a value in the engine's form.
+
+    Raises: ValueError with a sentence that follows the field's name and never quotes the value.
+    """
 
 
 class RequestField(NamedTuple):
-    """A declared field of a record: its own name, its name by dialect, and what errors call it.
-
-    `default` is None where a dialect that leaves the field out has a default of its own.
-    """
+    """Declared field of a record."""
 
     name: str
+    """Name in the record."""
     names: Mapping[str, str]
+    """Name by dialect."""
     param: str
+    """Name in errors."""
     values: Values
     default: Any
+    """Default value; None if each dialect has its own default."""
 
 
 def stated(
@@ -58,14 +61,14 @@ def stated(
     vllm: str | None = "",
     has_default: bool = True,
 ) -> Any:
-    """Declare a field of a record. It has its own name in a dialect unless another is given; None: it has none."""
+    """Declare a field of a record. Its name in a dialect is its own, a given name, or None if the dialect lacks it."""
     names = {SGLANG: sglang, OPENAI: openai, VLLM: vllm}
     return dataclasses.field(default=default, metadata={"values": values, "names": names, "has_default": has_default})
 
 
 @cache
 def declared(record: Any) -> tuple[RequestField, ...]:
-    """Return the fields that a record declares with `stated`, in its order."""
+    """Return the fields that a record declares with `stated`, in order."""
     found = []
     for field in dataclasses.fields(record):
         if values := field.metadata.get("values"):
@@ -78,7 +81,7 @@ def declared(record: Any) -> tuple[RequestField, ...]:
 
 
 def number(least: float, most: float, *, above: bool = False) -> Values:
-    """Finite numbers from `least`, or only `above` it, to `most`."""
+    """Return the values of finite numbers from `least` (exclusive if `above`) to `most`."""
     schema = {"type": "number", "exclusiveMinimum" if above else "minimum": least, "maximum": most}
     wanted = f"should be a finite number in {'(' if above else '['}{least:g}, {most:g}]"
 
@@ -89,7 +92,7 @@ def number(least: float, most: float, *, above: bool = False) -> Values:
 
 
 def whole(least: int, most: int, *, convert: Callable[[Any], int] = int) -> Values:
-    """Whole numbers, and what becomes of them."""
+    """Return the values of integers in [`least`, `most`], read by `convert`."""
     schema = {"type": "integer", "minimum": least, "maximum": most}
 
     def is_right(value: Any) -> bool:
@@ -99,7 +102,7 @@ def whole(least: int, most: int, *, convert: Callable[[Any], int] = int) -> Valu
 
 
 def text(longest: int, *, shortest: int = 0) -> Values:
-    """Strings of so many characters."""
+    """Return the values of strings with `shortest` to `longest` characters."""
     schema = {"type": "string", **({"minLength": shortest} if shortest else {}), "maxLength": longest}
 
     def is_right(value: Any) -> bool:
@@ -109,7 +112,7 @@ def text(longest: int, *, shortest: int = 0) -> Values:
 
 
 def one_or_several(values: Values, most: int, *, least: int = 0) -> Values:
-    """One value, or a list of `least` to `most`, as a tuple."""
+    """Return the values of a single value or a list of `least` to `most`, read as a tuple."""
     several = {"type": "array", "items": values.schema, **({"minItems": least} if least else {}), "maxItems": most}
     schema = {"anyOf": [values.schema, several]}
 
@@ -123,9 +126,9 @@ def one_or_several(values: Values, most: int, *, least: int = 0) -> Values:
 
 
 def biases(most: int, *, bias: Values) -> Values:
-    """An object with up to `most` token ids, in decimal digits, and the bias of each; read as sorted pairs.
+    """Return the values of an object with up to `most` decimal token ids and their biases, read as sorted pairs.
 
-    Such pairs are read as well, as they are in a request that was read before.
+    Such pairs are also accepted, because a validated request contains them.
     """
     keys = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
     schema = {"type": "object", "propertyNames": keys, "additionalProperties": bias.schema, "maxProperties": most}
@@ -151,7 +154,7 @@ def _is(kind: type, value: Any) -> bool:
 
 
 def is_token_id(value: Any) -> bool:
-    """Whether a value can be the id of a token in some vocabulary."""
+    """Return True if a value can be a token id."""
     return (type(value) is int or _is(Integral, value)) and 0 <= value <= INT32_MAX
 
 
@@ -178,13 +181,13 @@ HIDDEN_STATES = Values(
 COUNT = whole(0, INT32_MAX)
 FLAG = Values({"type": "boolean"}, partial(_read, lambda it: isinstance(it, bool), bool, "should be true or false"))
 BUDGET = whole(-1, INT32_MAX)
-"""-1 is none."""
+"""-1 for no budget."""
 LISTED_IDS = one_or_several(COUNT, MAX_LISTED_IDS)
 ANY_OBJECT = Values({"type": "object"}, partial(_read, lambda it: isinstance(it, Mapping), dict, "should be an object"))
 
 
 def _read_arguments(value: object) -> tuple[tuple[str, Any], ...]:
-    """Pairs of name and value, sorted; lists as tuples. Such pairs are read as well."""
+    """Return sorted pairs of name and value, with lists as tuples. Such pairs are also accepted."""
     if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
         value = dict(value)
     if not isinstance(value, Mapping) or len(value) > _MOST_ARGUMENTS or not all(isinstance(k, str) for k in value):
@@ -224,19 +227,22 @@ TEXTS = Values(
     partial(_read, _are_texts, list, "should be a list of strings"),
 )
 SEED = whole(-(2**63), 2**63 - 1, convert=lambda seed: (int(seed) ^ (int(seed) >> 32)) & 0xFFFFFFFF)
-"""All 64 bits count, folded to the 32 that the sampler takes; seeds of 0 to 2**32 - 1 stay themselves."""
+"""64-bit seeds are folded to the sampler's 32 bits; seeds from 0 to 2**32 - 1 stay unchanged."""
 
 
 class Repetition(NamedTuple):
-    """A pattern of `least_size` to `most_size` tokens that the output ends with `count` times in a row."""
+    """Token pattern repeated at the end of the output."""
 
     most_size: int
+    """Maximum tokens of the pattern."""
     least_size: int
+    """Minimum tokens of the pattern."""
     count: int
+    """Number of consecutive occurrences."""
 
 
 def _read_repetition(value: object) -> Repetition | None:
-    """vLLM's object; one whose `max_pattern_size` is 0 detects nothing."""
+    """Return the pattern of vLLM's object, or None if `max_pattern_size` is 0."""
     if isinstance(value, Repetition):
         return value
     names = ("max_pattern_size", "min_pattern_size", "min_count")

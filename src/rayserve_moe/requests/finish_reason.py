@@ -1,4 +1,4 @@
-"""Why choices end."""
+"""Finish reasons of choices."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Why a choice ended: `stop` (matched id, string or pattern), `length`, `repetition`, `abort`, or `error` (with its
-    message).
+    """Reason for the end of a choice.
 
-    An error that a field of its request is the `source` of is part of the answer, and no failure.
+    An error with a `source` is part of the answer, not a failure of the server.
     """
 
     kind: str
+    """`stop`, `length`, `repetition`, `abort` or `error`."""
     matched: int | str | None = None
+    """Stop id, string or pattern."""
     message: str | None = None
+    """Message of an error."""
     source: str | None = None
+    """Request field that caused an error."""
 
 
 LENGTH = FinishReason("length")

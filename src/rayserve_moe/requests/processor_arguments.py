@@ -1,4 +1,4 @@
-"""Arguments of logit processors: what a request may give, and how it reaches the devices."""
+"""Arguments of logit processors: permitted values, and their encoding for the devices."""
 
 from __future__ import annotations
 
@@ -9,27 +9,33 @@ from typing import Any, NamedTuple
 import numpy as np
 
 NUM_RECENT = 64
-"""Tokens at the end of a sequence that a processor sees."""
+"""Number of last tokens of a sequence that a processor sees."""
 NOT_PROCESSED = -1
-"""Outputs of a row that no processor is asked for."""
+"""Marks rows without processors."""
 MOST_NUMBERS = 256
-"""Of one argument."""
+"""Maximum numbers of an argument."""
 
 
 class ProcessorArgument(NamedTuple):
-    """An argument by its name: its default as int32 bits, whether those are of float32, and whether it is a list."""
+    """Argument of a logit processor."""
 
     name: str
     default: tuple[int, ...]
+    """Default value as int32 bits."""
     is_float: bool
+    """True if the bits are float32."""
     is_list: bool
+    """True if the value is a list."""
 
     @property
     def size(self) -> int:
         return len(self.default)
 
     def bits(self, value: Any) -> np.ndarray:
-        """A value as int32 [size]; lists are filled up with the default. ValueError says what it should be."""
+        """Return a value as int32 [size]; lists are padded with the default.
+
+        Raises: ValueError for a wrong value.
+        """
         values = value if self.is_list and isinstance(value, list | tuple) else [value]
         if len(values) > self.size or not all(map(self._is_one, values)):
             kind = "finite numbers" if self.is_float else "whole numbers of 32 bits"
@@ -47,7 +53,10 @@ class ProcessorArgument(NamedTuple):
 
 
 def argument_of(name: str, default: object) -> ProcessorArgument:
-    """The argument of a default value. ValueError for one that is no number, nor a list of such."""
+    """Return the argument for a default value.
+
+    Raises: ValueError unless it is a number or a list of numbers.
+    """
     is_list = isinstance(default, list | tuple)
     values = list(default) if isinstance(default, list | tuple) else [default]
     if not 0 < len(values) <= MOST_NUMBERS or not all(isinstance(value, Real) for value in values):
@@ -58,10 +67,11 @@ def argument_of(name: str, default: object) -> ProcessorArgument:
 
 
 def processed_row(given: Mapping[str, Any], processors: Sequence[Sequence[ProcessorArgument]]) -> np.ndarray | None:
-    """What a row is given, int32 [X]: of every processor whether it is asked for, then its arguments; None where no
-    processor is asked for.
+    """Return a row's processor input, int32 [X], or None if no processor is requested.
 
-    ValueError for arguments that no processor has, and for wrong values.
+    It has a flag and the arguments of each processor.
+
+    Raises: ValueError for unknown arguments and wrong values.
     """
     if not given:
         return None
@@ -78,5 +88,5 @@ def processed_row(given: Mapping[str, Any], processors: Sequence[Sequence[Proces
 
 
 def row_size(processors: Sequence[Sequence[ProcessorArgument]]) -> int:
-    """X of `processed_row`."""
+    """Return X of `processed_row`."""
     return sum(1 + sum(argument.size for argument in arguments) for arguments in processors)

@@ -27,9 +27,9 @@ class ThinkingLimit(NamedTuple):
 
 
 class ReasoningSpan:
-    """Span of reasoning in the outputs of an answer, found by their bytes because any tokens may spell a marker.
+    """Span of reasoning in the outputs of an answer, found by bytes because any tokens may spell a marker.
 
-    A marker ends at the end of a token, apart from white space. Its tokens are no reasoning.
+    A marker ends at the end of a token, apart from white space. Its tokens do not count as reasoning.
     """
 
     def __init__(self, markers: ReasoningMarkers, token_bytes: TokenBytes) -> None:

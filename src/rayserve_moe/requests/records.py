@@ -1,6 +1,6 @@
-"""What a client asks of the engine, in token ids, and what it can know of the model.
+"""Records of requests and of the served model, in token ids.
 
-These are types that all packages share. Text, HTTP bodies and device arrays live elsewhere.
+All packages share these types. Text, HTTP bodies and device arrays are defined elsewhere.
 """
 
 from __future__ import annotations
@@ -40,44 +40,43 @@ ROW_START = "routed_experts_start_len"
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSampling:
-    """Sampling parameters that have one name, one type and one default everywhere."""
+    """Sampling parameters with the same name, type and default in every dialect."""
 
     n: int = stated(1, whole(1, 128))
-    """Choices."""
+    """Number of choices."""
     temperature: float = stated(1.0, number(0, 100))
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = stated(1.0, number(0, 1, above=True))
-    """Probability that the likeliest tokens kept have together; 1 keeps all."""
+    """Minimum total probability of the likeliest tokens kept; 1 keeps all."""
     top_k: int = stated(0, whole(-1, INT32_MAX, convert=lambda k: max(int(k), 0)))
     """Likeliest tokens kept; 0 (or, as given, -1) keeps all."""
     min_p: float = stated(0.0, number(0, 1))
-    """Tokens kept are at least this likely, relative to the likeliest one."""
+    """Minimum probability of kept tokens, relative to the likeliest token."""
     presence_penalty: float = stated(0.0, number(-2, 2))
-    """Subtracted from the logits of tokens that the output has."""
+    """Subtracted from the logits of tokens that occur in the output."""
     frequency_penalty: float = stated(0.0, number(-2, 2))
     """Subtracted from the logit of a token once per occurrence in the output."""
     repetition_penalty: float = stated(1.0, number(0.001, 100))
     """Divides positive and multiplies negative logits of tokens in prompt or output, ahead of the other penalties."""
     seed: int | None = stated(None, SEED, sglang="sampling_seed")
-    """All 64 bits count; None lets the engine draw one."""
+    """64-bit seed; None lets the engine draw a seed."""
     ignore_eos: bool = stated(False, FLAG)
     """Continue after the model's end of sequence."""
     include_stop_str_in_output: bool = stated(False, FLAG, sglang=None)
-    """Text ends after the stop string and with the stop id, not before them."""
+    """Include the stop string and the stop id in the text."""
     skip_special_tokens: bool = stated(True, FLAG)
     """Leave special tokens out of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(SharedSampling):
-    """How the tokens of one request are chosen. Stop strings are matched above the engine, on text.
+    """Sampling and stopping of a request. Stop strings are matched above the engine, on text.
 
-    Ids that end a choice, the end of sequence among them even where it is ignored, have no probability before
-    `min_new_tokens` were generated.
+    Before `min_new_tokens`, stop ids and the end of sequence (even if ignored) have no probability.
     """
 
     max_new_tokens: int = stated(128, COUNT, openai="max_tokens", vllm="max_tokens", has_default=False)
-    """0 runs the prompt only."""
+    """Maximum number of new tokens; 0 runs the prompt only."""
     stop: tuple[str, ...] = stated((), one_or_several(text(1024, shortest=1), 32))
     """Strings that end a choice."""
     stop_token_ids: tuple[int, ...] = stated((), one_or_several(COUNT, 1024))
@@ -85,29 +84,29 @@ class SamplingParams(SharedSampling):
     logit_bias: tuple[tuple[int, float], ...] = stated((), biases(MAX_LOGIT_BIASES, bias=number(-100, 100)))
     """Added to logits ahead of the penalties, per token id."""
     allowed_token_ids: tuple[int, ...] = stated((), one_or_several(COUNT, MAX_LOGIT_BIASES, least=1), sglang=None)
-    """The only ids that may be sampled; all may where there are none."""
+    """Only these ids may be sampled; empty permits all."""
     first_choice: int = stated(0, COUNT, openai=None, vllm=None)
-    """Number of the first choice among all that the seed stands for."""
+    """Index of the first choice in the seed's sequence of choices."""
     min_new_tokens: int = stated(0, COUNT, openai="min_tokens", vllm="min_tokens")
-    """Tokens before any id may end a choice."""
+    """Minimum tokens before a stop id or the end of sequence."""
     stop_strings_after: int = stated(0, COUNT, sglang=None, openai="min_tokens", vllm="min_tokens")
-    """Tokens before any stop string may end a choice."""
+    """Minimum tokens before a stop string."""
     no_stop_trim: bool = stated(False, FLAG, vllm=None)
-    """Text is that of all tokens, the rest of the one with the stop string included."""
+    """Return the text of all tokens, including the rest of the token with the stop string."""
     stop_regex: tuple[str, ...] = stated((), one_or_several(text(256, shortest=1), 32), vllm=None)
-    """Patterns (RE2) whose first match ends a choice, as stop strings do."""
+    """Patterns (RE2) whose first match ends a choice, like stop strings."""
     bad_words: tuple[str, ...] = stated((), one_or_several(text(256, shortest=1), 128), sglang=None)
-    """Words that the output must not have."""
+    """Words that the output must not contain."""
     processor_arguments: tuple[tuple[str, Any], ...] = stated(
         (), ARGUMENTS, sglang="custom_params", openai="vllm_xargs", vllm="extra_args"
     )
-    """Arguments of logit processors that the server has, by name."""
+    """Arguments of the server's logit processors, by name."""
     repetition_detection: tuple[int, ...] | None = stated(None, REPETITION, sglang=None)
-    """A `Repetition`: a pattern of tokens that ends a choice once it stands there so often."""
+    """A `Repetition` that ends a choice."""
 
     @property
     def is_watched(self) -> bool:
-        """Whether something above the engine may end a choice."""
+        """Return True if the layers above the engine may end a choice."""
         return bool(self.stop or self.stop_regex or self.repetition_detection)
 
 
@@ -121,25 +120,26 @@ class ListedInPrompt(NamedTuple):
 
 
 class Constraint(NamedTuple):
-    """What a whole answer has to keep to: JSON of a `json_schema`, a `regex`, JSON of a list of texts as `choice`, a
-    `grammar`, JSON of a `structural_tag`, or `calls`: JSON of a grammar and schemas for its rules `args_0` and so on.
-
-    `param` is the field that it came in. `whitespace` is an expression for what may stand between the parts of JSON,
-    empty for nothing, None for the usual. It holds from the text `after` on, such as the end of reasoning, and within
-    the grammar `within`, in Lark, where that has `@content`.
-    """
+    """Constraint of a whole answer."""
 
     kind: str
+    """`json_schema`, `regex`, `choice`, `grammar`, `structural_tag` or `calls`."""
     text: str
+    """JSON schema; expression; JSON list of texts; grammar; JSON of tags; or JSON of a grammar with schemas for its
+    rules `args_0` and so on."""
     param: str = "response_format"
+    """Field that set the constraint."""
     whitespace: str | None = None
+    """Expression for whitespace between JSON tokens; empty for none, None for the default."""
     after: str = ""
+    """Text after which the constraint applies, such as the end of reasoning."""
     within: str = ""
+    """Lark grammar that contains the constraint as `@content`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedEvidence:
-    """What a request wants to know of tokens besides the tokens themselves."""
+    """Requested evidence about tokens besides the tokens themselves."""
 
     num_top_logprobs: int = stated(
         0, whole(0, MAX_TOP_LOGPROBS), sglang="top_logprobs_num", openai="top_logprobs", vllm=None
@@ -150,17 +150,17 @@ class RequestedEvidence:
     return_entropy: bool = stated(False, FLAG, openai=None, vllm=None)
     """Return the entropy at every output."""
     return_sampling_mask: bool = stated(False, FLAG, vllm=None)
-    """Return the tokens that truncation has left at every output, and log-probs among them."""
+    """Return the sampling mask of every output, and log-probs within it."""
     logprobs_mode: str | None = stated(None, LOGPROBS_MODE)
-    """What log-probs of outputs are of: the distribution that is sampled before truncation, or the model's own."""
+    """Distribution of output log-probs: the sampled one before truncation (processed), or the model's own (raw)."""
     raw_logprobs: bool = False
-    """They are the model's own, and that may be another."""
+    """True if log-probs are the model's own and may differ from the sampled distribution's."""
     score_prompt_from: int | None = None
     """Return log-probs of the prompt tokens at positions above this one."""
     listed_in_prompt: ListedInPrompt | None = None
     """Ids whose log-probs are returned at positions of the prompt."""
     return_hidden_states: str = stated("", HIDDEN_STATES, vllm=None)
-    """Return the states of the last layer: true those of all tokens, `last` of the last one."""
+    """Return the states of the last layer: of all tokens (true), or of the last token (`last`)."""
 
     @property
     def wants_evidence(self) -> bool:
@@ -170,7 +170,7 @@ class RequestedEvidence:
 
 @dataclass(frozen=True)
 class GenerationRequest(RequestedEvidence):
-    """One prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len]."""
+    """Prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len]."""
 
     request_id: str
     prompt_ids: np.ndarray
@@ -180,51 +180,54 @@ class GenerationRequest(RequestedEvidence):
     cache_salt: str = stated("", text(256))
     """Only requests with the same salt share cached prefixes."""
     incremental: bool = True
-    """Send updates as tokens are sampled; otherwise a choice has one, at its end."""
+    """Send updates as tokens are sampled; otherwise each choice has a single update, at its end."""
     thinking_token_budget: int | None = stated(None, BUDGET, sglang="max_thinking_tokens", vllm=None)
-    """Tokens of reasoning, after which it is ended."""
+    """Maximum tokens of reasoning."""
     thinking: ThinkingLimit | None = None
-    """The same with markers, which the text layer knows."""
+    """The budget with the markers of reasoning, set by the text layer."""
     forced_routing: RoutedExperts | None = None
-    """Replaces what the router selects at the prompt positions that it has rows for."""
+    """Routing that replaces the router's selection at prompt positions with rows."""
     stream_routed_experts: bool = stated(False, FLAG)
-    """Send with every update the rows of its tokens."""
+    """Send the rows of its tokens with every update."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """Token ids of each of the `bad_words`, which the text layer knows."""
+    """Token ids of each of the `bad_words`, set by the text layer."""
     kept_special_ids: frozenset[int] = frozenset()
-    """Special tokens that stay in the text even where it leaves such out."""
+    """Special tokens that stay in the text even if special tokens are skipped."""
     routed_experts_start: int = stated(0, COUNT, sglang=ROW_START, openai=ROW_START, vllm="routed_experts_prompt_start")
-    """First position whose routing is returned, of the prompt or right after it."""
+    """First position whose routing is returned, at most the prompt length."""
     priority: int = stated(0, whole(-INT32_MAX, INT32_MAX))
-    """Requests that wait are admitted in rising order of it."""
+    """Waiting requests are admitted in ascending order of priority."""
     speculative: bool = stated(True, FLAG)
-    """Verify drafts where the server does; what is returned does not depend on it."""
+    """Verify drafts if the server does; the output does not depend on it."""
     constraint: Constraint | None = None
-    """What the answer has to keep to."""
+    """Constraint of the answer."""
 
     @property
     def is_guided(self) -> bool:
-        """Return True if something limits the answer, token by token."""
+        """Return True if the answer is limited token by token."""
         return self.constraint is not None or self.thinking is not None or bool(self.bad_word_ids)
 
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Routing of one choice: rows for positions `start .. num_tokens - 2`, or what is known of them.
+    """Routing of a choice for positions `start .. num_tokens - 2`, or a known part.
 
-    `rows` is [num_rows, MoE layers, k] in the layout's dtype, logical ids, router order. Ranges are absolute
-    positions `[from, to)`; a row inside `missing` holds no data and must never be read as one.
+    Ranges are absolute positions `[from, to)`.
     """
 
     rows: np.ndarray
+    """[num_rows, MoE layers, k] in the layout's dtype, logical ids in router order."""
     start: int = 0
     missing: tuple[tuple[int, int], ...] = ()
+    """Ranges without data; their rows must never be read."""
     source: tuple[tuple[int, int, str], ...] = ()
+    """Ranges labelled with the source of their rows."""
     weight_version: tuple[tuple[int, int, str], ...] = ()
+    """Ranges labelled with the version of the weights."""
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as requested; `param` names the field at fault, or is None."""
+    """Error for a request that cannot be served as requested; `param` is the field at fault, or None."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -232,12 +235,12 @@ class RequestError(ValueError):
 
 
 class WeightsRefusedError(ValueError):
-    """A checkpoint whose weights cannot replace the served weights. The message does not contain its path."""
+    """Error for a checkpoint whose weights cannot replace the serving weights. Its message omits the path."""
 
 
 @dataclass(frozen=True)
 class RoutingLayout:
-    """Layout of a routing row of this model: layers that route, experts, assignments per token."""
+    """Layout of a routing row: layers that route, experts, assignments per token."""
 
     num_hidden_layers: int
     layer_ids: tuple[int, ...]
@@ -246,7 +249,7 @@ class RoutingLayout:
 
     @property
     def row_shape(self) -> tuple[int, int]:
-        """Return the shape of one stored row, [MoE layers, top_k]."""
+        """Return the shape of a stored row, [MoE layers, top_k]."""
         return len(self.layer_ids), self.top_k
 
     @property

@@ -1,4 +1,4 @@
-"""What the engine answers: results of choices, their drafts and their routing, in token ids."""
+"""Results of choices, their drafts and their routing, in token ids."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from rayserve_moe.requests.records import RoutedExperts
 
 
 class DraftCounts(NamedTuple):
-    """Draft tokens of one choice."""
+    """Draft tokens of a choice."""
 
     chains: int = 0
-    """Verifications."""
+    """Number of verifications."""
     drafted: int = 0
     """Draft tokens that were verified."""
     accepted: int = 0
-    """Draft tokens that were right."""
+    """Draft tokens that were accepted."""
 
 
 @dataclass
 class ChoiceResult:
-    """What one choice has generated: since its last update, or, once updates are added up, from its start.
+    """Output of a choice: since its last update or, for accumulated updates, from its start.
 
-    The text layer adds `text`, and cuts everything at the first stop string.
+    The text layer adds `text` and cuts everything at the first stop string.
     """
 
     request_id: str = ""
     choice_index: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of each output."""
+    """Log-prob of each output."""
     ranks: list[int] = field(default_factory=list)
-    """Rank of each output among all tokens; the likeliest has 1."""
+    """Rank of each output among all tokens; 1 is the likeliest."""
     columns: Columns = field(default_factory=dict)
-    """What else was requested of the outputs, by name of `OUTPUT_COLUMNS`."""
+    """Other requested columns of the outputs, by name of `OUTPUT_COLUMNS`."""
     finish: FinishReason | None = None
-    """Comes with the last update."""
+    """Finish reason; set in the last update."""
     text: str = ""
     routing: RoutedExperts | None = None
-    """Comes with the last update, or, streamed, with every update: then it starts where the one before ended."""
+    """Routing; set in the last update. If streamed, it is set in every update and starts at the end of the previous
+    update."""
     prompt: PromptColumns | None = None
-    """What was requested of the prompt; comes with the last update."""
+    """Requested columns of the prompt; set in the last update."""
     num_cached_tokens: int = 0
     weight_versions: tuple[tuple[int, str], ...] = ()
-    """Pairs of a position and the weights that sampled the outputs from there on, for the whole choice so far."""
+    """Pairs of a position and the weights that sampled the outputs from that position, for the whole choice so far."""
     drafts: DraftCounts = field(default_factory=DraftCounts)
-    """Of the whole choice so far."""
+    """Drafts of the whole choice so far."""
 
     def add(self, update: ChoiceResult) -> None:
         """Append the next update of this choice."""
@@ -69,9 +70,9 @@ class ChoiceResult:
 
 
 def joined_routing(before: RoutedExperts | None, after: RoutedExperts | None) -> RoutedExperts | None:
-    """Join routing where `after` starts at the position that `before` ends at; None where there is neither.
+    """Join routing whose `after` starts at the end of `before`; None if both are None.
 
-    A piece without rows may start anywhere: it is what is left of tokens beyond a stop string.
+    A piece without rows may start anywhere: it remains of tokens beyond a stop string.
     """
     if before is None or after is None or len(after.rows) == 0:
         return after if before is None else before
@@ -86,7 +87,7 @@ def joined_routing(before: RoutedExperts | None, after: RoutedExperts | None) ->
 
 
 def joined_ranges(ranges: tuple) -> tuple:
-    """Merge neighbouring ranges `(from, to, *label)`, in rising order, that have the same label."""
+    """Merge adjacent ranges `(from, to, *label)`, in ascending order, with the same label."""
     joined: list[tuple] = []
     for first, last, *label in ranges:
         if joined and joined[-1][1:] == (first, *label):

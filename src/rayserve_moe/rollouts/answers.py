@@ -1,4 +1,4 @@
-"""Conversion of a server's or an engine's answers to rollouts; inconsistent ones are refused."""
+"""Conversion of answers of a server or an engine to rollouts; inconsistent answers are rejected."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rayserve_moe.rollouts.schema import Rollout
 
 
 class Unavailable(Exception):
-    """No answer, or the server is busy; a retry may succeed after `retry_after_s`.
+    """The server gave no answer or is busy; a retry may succeed after `retry_after_s`.
 
-    `status` is that of HTTP, if there is one; what `is_cut` may have been begun.
+    `status` is the HTTP status, or 0. With `is_cut` the server may have begun to answer.
     """
 
     def __init__(self, message: str, retry_after_s: float = 0.0, *, status: int = 0, is_cut: bool = False) -> None:
@@ -29,11 +29,11 @@ class Unavailable(Exception):
 
 
 class Faulty(Exception):
-    """A wrong answer, or a failure on this request; a retry may succeed, but not after many."""
+    """A wrong answer, or a failure on this request; a few retries may succeed."""
 
 
 class Refused(ValueError):
-    """A request that no retry can answer; `status` is that of HTTP."""
+    """A request that no retry can answer; `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -41,46 +41,47 @@ class Refused(ValueError):
 
 
 class Unusable(Exception):
-    """No request will be answered: the server refuses the key, or engines do not start."""
+    """No request will be answered: the server rejects the key, or engines do not start."""
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Samples `first` to `first + count - 1` of a prompt, drawn under one seed of 32 bits: all of it, or some.
-
-    `sampling` has SGLang's names, without `n` and seed. Routing comes from position `rows_from` on: in later turns of a
-    conversation that is the number of tokens before it, less one.
-    """
+    """Samples of a prompt, all of them or a range, drawn under the same seed."""
 
     prompt_id: str
     prompt_ids: Sequence[int]
     sampling: Mapping[str, Any]
+    """Sampling parameters in SGLang's names, without `n` and seed."""
     seed: int
+    """32 bits."""
     first: int = 0
+    """Index of the first sample."""
     count: int = 1
+    """Number of samples."""
     returns_routing: bool = True
     rows_from: int = 0
+    """First position of the routing; in later turns of a conversation the number of earlier tokens, minus 1."""
 
     @property
     def all_sampling(self) -> dict[str, Any]:
-        """`sampling` with what makes it these samples: `n`, the seed, and the first of them."""
+        """Return `sampling` with the fields that select these samples: `n`, the seed, and the first index."""
         numbers = {"n": self.count, "sampling_seed": self.seed, "first_choice": self.first}
         return {**self.sampling, **numbers}
 
 
 def rollouts_in(body: bytes, requests: Sequence[SampleRequest], *, started_at: float) -> list[list[Rollout]]:
-    """Read the container that requests were answered with, all of them or none with routing.
+    """Read the container of an answer; return the samples of each request. All requests return routing, or none does.
 
-    Returns the samples of each. Faulty where it is not what was asked for.
+    Raises Faulty if it does not match the requests.
     """
     try:
         header, rows = decode_rollout(body)
         answers = header.get("answers", [header])
         ends = [*itertools.accumulate(request.count for request in requests)]
         if not isinstance(answers, list) or len(answers) != ends[-1]:
-            raise ValueError("the answer has another number of samples than were asked for")
+            raise ValueError("the answer has another number of samples than requested")
         if requests[0].returns_routing and len(rows) != len(answers):
-            raise ValueError("the answer has not the rows of every sample")
+            raise ValueError("the answer does not have the rows of every sample")
         parts = [slice(last - request.count, last) for request, last in zip(requests, ends, strict=True)]
         return [
             _rollouts_of(answers[part], rows[part], request, started_at=started_at)
@@ -99,17 +100,20 @@ def rollout_of(
     layout: RoutingLayout | None,
     started_at: float,
 ) -> Rollout:
-    """One sample from its native answer and its routing from `rows_from` on; ValueError where they do not add up."""
+    """Build a sample from its native answer and its routing from `rows_from` on.
+
+    Raises ValueError if they are inconsistent.
+    """
     meta, version = answer["meta_info"], str(answer["meta_info"]["weight_version"])
     output_ids = np.asarray(answer["output_ids"], np.int32)
     logprobs = np.asarray([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
     first, last = len(request.prompt_ids), len(request.prompt_ids) + len(output_ids)
     if len(logprobs) != len(output_ids) or not np.isfinite(logprobs).all():
-        raise ValueError("there is not a finite log-prob per token")
+        raise ValueError("not every token has a finite log-prob")
     if meta["prompt_tokens"] != first:
-        raise ValueError("it is the answer to another prompt")
+        raise ValueError("the answer belongs to another prompt")
     if routing is not None and len(output_ids) and routing.start + len(routing.rows) != last - 1:
-        raise ValueError("there is not a row of routing per token but the last")
+        raise ValueError("not every token before the last has a row of routing")
     return Rollout(
         request.prompt_id,
         request.first + index,
@@ -132,7 +136,7 @@ def rollout_of(
 def _rollouts_of(
     answers: Sequence[Mapping[str, Any]], rows: Sequence[np.ndarray], request: SampleRequest, *, started_at: float
 ) -> list[Rollout]:
-    """The samples of one request, from their native answers and the rows that came with each."""
+    """Return the samples of a request, from their native answers and the rows of each."""
     routings, layout = _routings(answers, rows, request) if request.returns_routing else ([None] * len(answers), None)
     return [
         rollout_of(answer, request, index=index, routing=routing, layout=layout, started_at=started_at)
@@ -143,7 +147,7 @@ def _rollouts_of(
 def _routings(
     answers: Sequence[Mapping[str, Any]], rows: Sequence[np.ndarray], request: SampleRequest
 ) -> tuple[list[RoutedExperts | None], RoutingLayout | None]:
-    """Rows of every sample from `rows_from` on; those of the prompt may be in one of them only."""
+    """Return rows of every sample from `rows_from` on; the prompt's rows may be in a single sample only."""
     descriptions = [answer["meta_info"]["routed_experts_info"] for answer in answers]
     layouts = [described_layout(description) for description in descriptions if description is not None]
     layout = layouts[0] if layouts else None
@@ -157,9 +161,9 @@ def _routings(
 def _whole(
     routing: RoutedExperts | None, others: Sequence[RoutedExperts | None], request: SampleRequest
 ) -> RoutedExperts | None:
-    """Put the prompt's rows before those of a sample that came without.
+    """Prepend the prompt's rows to a sample that came without them.
 
-    They are those of the first sample that has them all: where they differ between samples, as after a weight update,
+    They are taken from the first sample that has them all. If they differ between samples, as after a weight update,
     the server sends each sample its own.
     """
     start, prompt_len = request.rows_from, len(request.prompt_ids)
@@ -168,5 +172,5 @@ def _whole(
     known = (other for other in others if other is not None and other.start == start and not other.missing)
     first = next((other for other in known if start + len(other.rows) >= prompt_len), None)
     if first is None or routing.start != prompt_len:
-        raise ValueError("the answer lacks rows of the prompt")
+        raise ValueError("the answer does not have all rows of the prompt")
     return joined_routing(routing_until(first, prompt_len), routing)

@@ -1,10 +1,10 @@
-"""The rollout job: samples every prompt of a file into Parquet shards, and goes on where an earlier run has stopped.
+"""The rollout job: samples every prompt of a file into Parquet shards, and resumes an earlier run.
 
     python -m rayserve_moe.rollouts.batch_job --prompts FILE --out DIR --n 8 --url http://127.0.0.1:8000
     python -m rayserve_moe.rollouts.batch_job --prompts FILE --out DIR --n 8 --config configs/x.yaml
 
-With `--url` a running server samples; with `--config` engines that the job starts in its Ray cluster. Ends with 0 when
-nothing is missing, with 1 when the server stopped answering, with 2 for wrong use, and with 3 on SIGTERM or SIGINT.
+With `--url` a running server samples; with `--config` engines that the job starts in its Ray cluster. Exit status: 0 if
+complete, 1 if the server stopped answering, 2 for wrong use, 3 after SIGTERM or SIGINT.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RAY_SCRATCH = "runtime_resources"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job; returns the exit status."""
+    """Run the job and return the exit status."""
     parser = argparse.ArgumentParser(prog="rollout", description=__doc__.splitlines()[0])
     add_arguments(parser)
     options = parser.parse_args(arguments)
@@ -65,30 +65,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompts", type=Path, required=True, help="JSONL or Parquet: `text`, `messages` or `input_ids` per row")
     add(
-        "--out", type=Path, required=True, help="directory of the shards, an absolute path; an earlier run's is resumed"
+        "--out",
+        type=Path,
+        required=True,
+        help="directory of the shards, an absolute path; resumes an earlier run there",
     )
     add("--n", type=int, default=1, help="samples per prompt")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="a running server; its key in RAYSERVE_MOE_API_KEY")
     where.add_argument("--config", type=Path, help="settings of engines to start in the job's Ray cluster")
-    add("--replicas", type=int, default=0, help="engines to start (default: as many as there are slices)")
-    add("--seed", type=int, default=default.seed, help="of the job; samples follow from it and their prompts' ids")
+    add("--replicas", type=int, default=0, help="engines to start (default: the number of free slices)")
+    add(
+        "--seed", type=int, default=default.seed, help="of the job; samples are determined by it and their prompts' ids"
+    )
     add("--max-new-tokens", type=int, default=DEFAULT_NEW_TOKENS)
     add("--temperature", type=float, default=1.0)
-    add("--sampling", default="{}", help="further sampling parameters, as a JSON object; rows outrank them")
+    add("--sampling", default="{}", help="further sampling parameters, as a JSON object; rows override them")
     add("--no-routing", action="store_true", help="leave routed experts out")
     add("--weight-version", default=ANY_VERSION, help="count and keep only samples of these weights")
-    add("--retry-errors", action="store_true", help="try prompts again that an earlier run gave up")
-    add("--resample-damaged", action="store_true", help="set damaged shards aside, and sample theirs again")
-    add("--tokenizer", type=Path, help="the checkpoint's directory (default: where the server has it)")
+    add("--retry-errors", action="store_true", help="retry prompts that an earlier run gave up")
+    add("--resample-damaged", action="store_true", help="set damaged shards aside and sample their prompts again")
+    add("--tokenizer", type=Path, help="the checkpoint's directory (default: the server's path)")
     add("--in-flight", type=int, default=0, help="samples in flight")
     add("--shard-mib", type=int, default=default.shard_bytes >> 20, help="samples in memory before a shard is written")
-    add("--flush-s", type=float, default=default.flush_s, help="longest time until a sample is on disk")
-    add("--give-up-s", type=float, default=default.give_up_s, help="longest time without any answer")
+    add("--flush-s", type=float, default=default.flush_s, help="maximum time until a sample is on disk")
+    add("--give-up-s", type=float, default=default.give_up_s, help="maximum time without any answer")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the job under a lock on its directory. ValueError for wrong use, before anything is sampled."""
+    """Run the job under a lock on its directory. Raises ValueError for wrong use, before anything is sampled."""
     settings = _job_settings(options)
     _check_lasts(options.out)
     num_rows = count_rows(options.prompts)
@@ -103,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_lasts(out: Path) -> None:
-    """ValueError for a directory that a Ray job would lose: one in the copy of its working directory."""
+    """Raise ValueError for an output directory that a Ray job would lose: inside the copy of its working directory."""
     if not out.is_absolute():
         raise ValueError(
             f"--out {out} is relative: `ray job submit` runs the job in a copy of the working directory, which Ray "
@@ -138,32 +143,32 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def _source(options: argparse.Namespace) -> AsyncGenerator[Source]:
-    """Connect to a server, or start engines; for them this process joins a Ray cluster unless it is in one.
+    """Connect to a server, or start engines, for which this process joins a Ray cluster unless it is in one.
 
-    A call to another process asks for up to a quarter of the samples in flight, so that others are left when it ends.
+    A call to another process requests at most a quarter of the samples in flight, so that others are left when it ends.
     """
     _stop_on_signals()
     together = max(1, (options.in_flight or DEFAULT_IN_FLIGHT) // 4)
     if options.url:
         use_logging(LoggingSettings())
         async with RolloutClient(options.url, api_key=environment_setting("api_key")) as client:
-            yield RequestBatcher(client, most_samples=together)
+            yield RequestBatcher(client, max_samples=together)
         return
     wanted, joins = settings_from_yaml(options.config), not ray.is_initialized()
     use_logging(wanted.logging)
     if joins:
         ray.init()
-        _stop_on_signals()  # Ray has its own handlers, which lose what is not written
+        _stop_on_signals()  # replace Ray's own handlers, which lose unwritten samples
     try:
         async with ReplicaPool(wanted, options.replicas or num_replicas_for(wanted)) as pool:
-            yield pool if pool.is_local else RequestBatcher(pool, most_samples=together)
+            yield pool if pool.is_local else RequestBatcher(pool, max_samples=together)
     finally:
         if joins:
             ray.shutdown()
 
 
 def _stop_on_signals() -> None:
-    """Have SIGTERM and SIGINT cancel this task."""
+    """Make SIGTERM and SIGINT cancel this task."""
     this_task = asyncio.current_task()
     assert this_task is not None, "a coroutine runs in a task"
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -196,24 +201,24 @@ def _job_settings(options: argparse.Namespace) -> JobSettings:
 
 
 def _suited(settings: JobSettings, options: argparse.Namespace, *, facts: dict[str, Any]) -> JobSettings:
-    """Fit the settings to the server: at least twice as many samples in flight as it runs at once, if known."""
+    """Adapt the settings to the server: at least twice as many samples in flight as it runs at once, if known."""
     if settings.returns_routing and not facts.get("enable_return_routed_experts"):
-        raise ValueError("routing is not captured: set enable_return_routed_experts: true, or give --no-routing")
+        raise ValueError("routing is not captured: set enable_return_routed_experts: true, or pass --no-routing")
     wanted, served = settings.weight_version, str(facts.get("weight_version"))
     if wanted not in (None, served):
-        raise Unusable(f"weights of version {served} answer, {wanted} is wanted")
+        raise Unusable(f"the server has weight version {served}, but {wanted} is required")
     in_flight = options.in_flight or max(DEFAULT_IN_FLIGHT, 2 * int(facts.get("max_running", 0)))
     return dataclasses.replace(settings, in_flight=in_flight)
 
 
 def _binding(settings: JobSettings, facts: dict[str, Any]) -> dict[str, Any]:
-    """What all samples of a directory depend on."""
+    """Return the facts that all samples of a directory depend on."""
     named = {"model": str(facts.get("served_model_name")), "seed": settings.seed, "sampling": settings.sampling}
     return {**named, "routing": settings.returns_routing}
 
 
 def _tokenizer(directory: Path | None, facts: dict[str, Any]) -> Tokenizer | None:
-    """Load the tokenizer of `directory`, or the server's where this machine has it: ids need none."""
+    """Load the tokenizer of `directory`, or the server's if this machine has it; None otherwise (ids need none)."""
     if directory is not None:
         return Tokenizer(directory)
     try:
@@ -223,7 +228,7 @@ def _tokenizer(directory: Path | None, facts: dict[str, Any]) -> Tokenizer | Non
 
 
 def _bar(total: int) -> tqdm:
-    """A bar on a terminal, a line now and then in a log."""
+    """Build a progress bar for a terminal, or occasional lines for a log."""
     interval_s = TERMINAL_INTERVAL_S if sys.stderr.isatty() else LOG_INTERVAL_S
     return tqdm(total=total, unit="sample", mininterval=interval_s, maxinterval=interval_s, dynamic_ncols=True)
 

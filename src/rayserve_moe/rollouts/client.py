@@ -1,7 +1,7 @@
-"""A trainer's client of a server: sample, pause, update weights, resume. Async, and blocking on top of it.
+"""A trainer's client of a server: sample, pause, update weights, resume. Async, and a blocking wrapper.
 
-All calls raise `Unavailable` where a retry may help, `Faulty` where it rather will not, `Refused` where the request
-cannot be answered, and `Unusable` where none can.
+All calls raise `Unavailable` if a retry may help, `Faulty` if a retry is unlikely to help, `Refused` if the request
+cannot be answered, and `Unusable` if no request can.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from rayserve_moe.rollouts.weights import (
 REQUEST_TIMEOUT_S = 1800.0
 CONNECT_TIMEOUT_S = 30.0
 CALL_PROMPTS = 32
-"""Prompts that share a call where all are waited for anyway: a call costs as much as a short sample."""
+"""Maximum prompts per call if all are awaited anyway: a call costs as much as a short sample."""
 _TRANSIENT = frozenset({404, 408, 425, 429, 502, 503, 504})
-"""404 too: a proxy answers so while its application is being deployed."""
+"""Includes 404: a proxy answers it while its application is being deployed."""
 _FAULTS = frozenset({422, 500})
 _CUT = frozenset({500, 502, 503, 504})
-"""What a proxy says of a replica that is lost, and a replica that ends."""
+"""Status of a proxy whose replica is lost, and of a replica that ends."""
 _NOT_FOUND = 404
 RESUME_S, RETRY_S = 60.0, 0.25
-"""How long an answer that was cut off is asked for at other replicas, and between two tries."""
+"""Maximum time for resuming an interrupted answer at other replicas, and the interval of attempts."""
 _UNUSABLE = frozenset({401, 403, 405, 501})
 """The key is wrong, or this is another kind of server."""
 _Result = TypeVar("_Result")
 
 
 class RolloutClient:
-    """One server, many calls at once. An async context manager."""
+    """A client of a server with concurrent calls. An async context manager."""
 
     def __init__(self, url: str, *, api_key: str = "", timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         self._url = url.rstrip("/")
@@ -64,17 +64,17 @@ class RolloutClient:
             await self._session.close()
 
     async def generate(self, request: SampleRequest) -> list[Rollout]:
-        """Sample a prompt and wait for all samples, in their order."""
+        """Sample a prompt and return all samples, in order."""
         return (await self.generate_many([request]))[0]
 
     async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
-        """Sample prompts with one call of the server; the samples of each, once all are there.
+        """Sample prompts with a single call; return the samples of each, once all are complete.
 
-        ValueError where they want other parts of the routing.
+        Raises ValueError if the requests need different parts of the routing.
         """
         started_at, wanted = time.time(), {_routing_wanted(request) for request in requests}
         if len(wanted) != 1:
-            raise ValueError("prompts of one call should all return routing from the same position on, or none of them")
+            raise ValueError("all prompts of a call must return routing from the same position, or none of them")
         returns_routing, rows_from = wanted.pop()
         prompts = [[int(token_id) for token_id in request.prompt_ids] for request in requests]
         samplings = [request.all_sampling for request in requests]
@@ -90,9 +90,9 @@ class RolloutClient:
         return rollouts_in(raw, requests, started_at=started_at)
 
     async def _ask_to_the_end(self, body: dict[str, Any]) -> bytes:
-        """Ask for an answer, and for the rest of it from another replica where its own is lost.
+        """Send a request, and resume the answer at another replica if its own is lost.
 
-        Raises as the first call where the server does not keep requests, or not this one.
+        Raises the first call's error if the server does not keep requests, or not this request.
         """
         try:
             return await self._ask("POST", "/generate", body=body, accept=ROLLOUT_MEDIA_TYPE)
@@ -110,25 +110,27 @@ class RolloutClient:
         raise first
 
     async def model_info(self) -> dict[str, Any]:
-        """What is served: `model_path`, `served_model_name`, `weight_version`, `vocab_size`, ..."""
+        """Return the served model: `model_path`, `served_model_name`, `weight_version`, `vocab_size`, ..."""
         return await self._json("GET", "/model_info")
 
     async def weight_version(self) -> str:
-        """The version that is served now."""
+        """Return the weight version that is served now."""
         return str((await self._json("GET", "/get_weight_version"))["weight_version"])
 
     async def pause(self, mode: str = "abort") -> None:
-        """Stop generating: what runs is ended (`abort`), put back (`retract`), or waits as it is (`in_place`)."""
+        """Pause generation: running requests are ended (`abort`), requeued (`retract`), or kept as they are
+        (`in_place`).
+        """
         await self._json("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Resume generating."""
+        """Resume generation."""
         await self._json("POST", "/continue_generation", {})
 
     async def update_weights(self, model_path: str, *, weight_version: str, **options: bool) -> dict[str, Any]:
-        """Serve the weights of another checkpoint of the same model, which every host reads from `model_path`.
+        """Switch to another checkpoint of the same model, which every host reads from `model_path`.
 
-        `options` are `flush_cache` and `abort_all_requests`. Refused where the server keeps its old weights.
+        `options` are `flush_cache` and `abort_all_requests`. Raises Refused if the server keeps its old weights.
         """
         body = {"model_path": model_path, "weight_version": weight_version, **options}
         answer = await self._json("POST", "/update_weights_from_disk", body)
@@ -139,12 +141,12 @@ class RolloutClient:
     async def update_weights_from(
         self, params: Mapping[str, Any], *, weight_version: str, base: Mapping[str, Any] | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Serve `params`: arrays of numpy or JAX under the checkpoint's names, all of the weights or some.
+        """Send `params` and switch to them: numpy or JAX arrays under the checkpoint's names, all weights or some.
 
-        They are rounded to nearest even to what the server holds, as `weights.rounded` does, and sent in buckets.
-        `base` are the arrays of the version that serves now: of a tensor that differs in few places these alone are
-        sent. `options` are those of `weights.WeightSending`. Refused where the server keeps its old weights, with
-        status 409 where it serves another version than `base_version`.
+        They are rounded to nearest even to the server's dtypes, as `weights.rounded` does, and sent in buckets. `base`
+        are the arrays of the version that serves now; if a tensor differs in few elements, only those are sent.
+        `options` are the fields of `weights.WeightSending`. Raises Refused if the server keeps its old weights, with
+        status 409 if it serves another version than `base_version`.
         """
         info = await self.model_info()
         held = HeldDtypes(info["dtype"], tuple(info["float32_tensors"]))
@@ -158,7 +160,7 @@ class RolloutClient:
         return answer
 
     async def flush(self) -> None:
-        """Forget all cached prefixes. Refused while requests run."""
+        """Drop all cached prefixes. Raises Refused while requests run."""
         await self._json("POST", "/flush_cache", {})
 
     async def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -168,7 +170,7 @@ class RolloutClient:
         except ValueError as error:
             raise Faulty(f"the answer of {path} is not JSON") from error
         if not isinstance(answer, dict):
-            raise Faulty(f"the answer of {path} is no object")
+            raise Faulty(f"the answer of {path} is not an object")
         return answer
 
     async def _ask(
@@ -201,7 +203,7 @@ class RolloutClient:
 
 
 class BlockingRolloutClient:
-    """The same for a program without an event loop. A context manager."""
+    """A blocking client for programs without an event loop. A context manager."""
 
     def __init__(self, url: str, *, api_key: str = "", timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         self._client = RolloutClient(url, api_key=api_key, timeout_s=timeout_s)
@@ -216,35 +218,35 @@ class BlockingRolloutClient:
         self._runner.close()
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
-        """Sample prompts all at once; the samples of each, in order."""
+        """Sample all prompts concurrently; return the samples of each, in order."""
         return self._run(self._gathered(requests))
 
     def model_info(self) -> dict[str, Any]:
-        """As `RolloutClient.model_info`."""
+        """Call `RolloutClient.model_info`."""
         return self._run(self._client.model_info())
 
     def weight_version(self) -> str:
-        """As `RolloutClient.weight_version`."""
+        """Call `RolloutClient.weight_version`."""
         return self._run(self._client.weight_version())
 
     def pause(self, mode: str = "abort") -> None:
-        """As `RolloutClient.pause`."""
+        """Call `RolloutClient.pause`."""
         self._run(self._client.pause(mode))
 
     def resume(self) -> None:
-        """As `RolloutClient.resume`."""
+        """Call `RolloutClient.resume`."""
         self._run(self._client.resume())
 
     def update_weights(self, model_path: str, *, weight_version: str, **options: bool) -> dict[str, Any]:
-        """As `RolloutClient.update_weights`."""
+        """Call `RolloutClient.update_weights`."""
         return self._run(self._client.update_weights(model_path, weight_version=weight_version, **options))
 
     def update_weights_from(self, params: Mapping[str, Any], *, weight_version: str, **options: Any) -> dict[str, Any]:
-        """As `RolloutClient.update_weights_from`."""
+        """Call `RolloutClient.update_weights_from`."""
         return self._run(self._client.update_weights_from(params, weight_version=weight_version, **options))
 
     def flush(self) -> None:
-        """As `RolloutClient.flush`."""
+        """Call `RolloutClient.flush`."""
         self._run(self._client.flush())
 
     async def _gathered(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
@@ -266,7 +268,7 @@ def _routing_wanted(request: SampleRequest) -> tuple[bool, int]:
 
 
 def _failure_of(status: int, raw: bytes, retry_after: str) -> Exception:
-    """The failure that a status other than 200 means; a 500 without our error object is a proxy's."""
+    """Return the exception for a status other than 200; a 500 without our error object comes from a proxy."""
     message = _message_in(raw)
     if status in _TRANSIENT or (status == 500 and message is None):
         wait_s = float(retry_after) if retry_after.isdigit() else 0.0

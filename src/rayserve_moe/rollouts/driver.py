@@ -1,4 +1,4 @@
-"""Driving a job: rows in, samples out, a bounded number of them in flight, each retried until it is there."""
+"""The driver of a job: reads rows, samples a bounded number concurrently, and retries each until it succeeds."""
 
 from __future__ import annotations
 
@@ -21,45 +21,50 @@ from rayserve_moe.rollouts.shards import RolloutDirectory
 from rayserve_moe.rollouts.summary import Tally
 from rayserve_moe.text.tokenizer import Tokenizer
 
-MOST_FAULTS = 8
-LARGEST_REQUEST = 128
-"""Samples that one request may ask for."""
+MAX_FAULTS = 8
+MAX_REQUEST_SAMPLES = 128
+"""Maximum samples per request."""
 
 
 class Source(Protocol):
-    """What samples prompts: a server, or the job's own engines."""
+    """A sampler of prompts: a server, or the job's own engines."""
 
     async def generate(self, request: SampleRequest) -> list[Rollout]:
         """Sample a prompt. Raises Unavailable, Faulty, Refused, Unusable."""
         ...
 
     async def model_info(self) -> dict[str, Any]:
-        """What is served, in the fields of the route `/model_info`; `max_running` samples run at once, where known."""
+        """Return the served model in the fields of `/model_info`; `max_running` is the number of concurrent samples, if
+        known.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What a job samples, and how.
-
-    `weight_version` None takes samples of any weights for done. A shard is written once it has
-    `shard_bytes`, or after `flush_s`. Without any answer for `give_up_s` the job ends.
-    """
+    """Settings of a job."""
 
     num_samples: int
+    """Samples per prompt."""
     seed: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
     returns_routing: bool = True
     weight_version: str | None = None
+    """Weight version that samples must have; None: any."""
     retries_failed: bool = False
+    """True if prompts that an earlier run gave up are retried."""
     in_flight: int = 256
+    """Maximum number of concurrent samples."""
     shard_bytes: int = 64 * 2**20
+    """A shard is written at this size."""
     flush_s: float = 20.0
+    """A shard is written after this time."""
     give_up_s: float = 900.0
+    """The job ends after this time without any answer."""
 
 
 class Driver:
-    """One run of a job. `run` may be cancelled at any time: samples received by then are written."""
+    """A run of a job. `run` may be cancelled at any time: samples received by then are written."""
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class Driver:
         self._started_s = self._last_answer_s = time.monotonic()
 
     async def run(self, rows: Iterable[Row]) -> None:
-        """Sample every row that is not done. Raises Unusable where the source no longer answers."""
+        """Sample every row that is not done. Raises Unusable if the source no longer answers."""
         slots = asyncio.Semaphore(max(1, self._settings.in_flight // self._settings.num_samples))
         try:
             async with asyncio.TaskGroup() as writing:
@@ -103,7 +108,7 @@ class Driver:
             await asyncio.shield(self._flush())
 
     async def _complete(self, row: Row) -> None:
-        """Sample what is missing of a prompt, or note why it cannot be sampled."""
+        """Sample the missing samples of a prompt, or record why it cannot be sampled."""
         self.tally.prompts += 1
         if row.prompt_id in self._directory.failed and not self._settings.retries_failed:
             self.tally.prompts_failed_before += 1
@@ -126,7 +131,7 @@ class Driver:
             self._advance(len(missing))
 
     async def _sample(self, row: Row, prompt_ids: list[int], missing: set[int]) -> None:
-        """Ask for the samples in `missing` until it is empty: aborted ones, too, are asked for again."""
+        """Request the samples in `missing` until it is empty; aborted samples are requested again."""
         sampling = {**self._settings.sampling, **row.sampling}
         seed = seed_of(self._settings.seed, row.prompt_id, sampling=sampling)
         sampling.pop("sampling_seed", None)
@@ -146,7 +151,7 @@ class Driver:
                 await backoff.wait()
 
     async def _answer(self, request: SampleRequest) -> list[Rollout]:
-        """Ask until there is an answer; Faulty where answers stay wrong, Unusable where none arrives."""
+        """Request until an answer arrives. Raises Faulty if answers stay wrong, Unusable if none arrives."""
         backoff, num_faults, unavailable_since_s = Backoff(), 0, math.inf
         while True:
             try:
@@ -155,22 +160,22 @@ class Driver:
                 unavailable_since_s = min(unavailable_since_s, time.monotonic())
                 since_s = max(unavailable_since_s, self._last_answer_s)
                 check_deadline(since_s, error, give_up_s=self._settings.give_up_s)
-                least_s = error.retry_after_s
+                min_s = error.retry_after_s
             except Faulty:
-                num_faults, least_s = num_faults + 1, 0.0
-                if num_faults == MOST_FAULTS:
+                num_faults, min_s = num_faults + 1, 0.0
+                if num_faults == MAX_FAULTS:
                     raise
             else:
                 self._last_answer_s = time.monotonic()
                 return rollouts
             self.tally.retries += 1
-            await backoff.wait(least_s)
+            await backoff.wait(min_s)
 
     def _check_versions(self, rollouts: list[Rollout]) -> None:
         wanted = self._settings.weight_version
         others = {each.weight_version for each in rollouts} - {wanted}
         if wanted is not None and others:
-            raise Unusable(f"weights of version {min(others)} answer, {wanted} is wanted")
+            raise Unusable(f"samples have weight version {min(others)}, but {wanted} is required")
 
     async def _keep(self, rollouts: list[Rollout]) -> None:
         for rollout in rollouts:
@@ -185,7 +190,7 @@ class Driver:
             await asyncio.shield(self._flush())
 
     async def _flush(self) -> None:
-        """Write what was received. Callers with more wait meanwhile: memory stays bounded."""
+        """Write the received samples. Other callers wait meanwhile, so that memory stays bounded."""
         async with self._writing:
             rollouts, failures = self._rollouts, self._failures
             self._rollouts, self._failures, self._num_bytes = [], [], 0
@@ -208,12 +213,12 @@ class Driver:
 
 
 def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """First and count of the runs of neighbours among rising numbers, none longer than one request may be."""
+    """Return the first index and length of each run of consecutive numbers, split at the maximum request size."""
     blocks = [list(run) for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
     return [
-        (run[start][1], len(run[start : start + LARGEST_REQUEST]))
+        (run[start][1], len(run[start : start + MAX_REQUEST_SAMPLES]))
         for run in blocks
-        for start in range(0, len(run), LARGEST_REQUEST)
+        for start in range(0, len(run), MAX_REQUEST_SAMPLES)
     ]
 
 
@@ -222,12 +227,12 @@ def _first_of(errors: BaseExceptionGroup) -> BaseException:
     return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
 _Result = TypeVar("_Result")
 
 
 async def with_retries(call: Callable[[], Awaitable[_Result]], *, give_up_s: float) -> _Result:
-    """Call until it returns. Unusable once every call has failed for `give_up_s`."""
+    """Call until it succeeds. Raises Unusable once every call has failed for `give_up_s`."""
     started_s, backoff = time.monotonic(), Backoff()
     while True:
         try:
@@ -238,7 +243,7 @@ async def with_retries(call: Callable[[], Awaitable[_Result]], *, give_up_s: flo
 
 
 def check_deadline(since_s: float, error: Exception, *, give_up_s: float) -> None:
-    """Raise Unusable where calls have failed since `since_s` of the monotonic clock, for longer than `give_up_s`."""
+    """Raise Unusable if calls have failed since `since_s` (monotonic clock) for longer than `give_up_s`."""
     if time.monotonic() - since_s > give_up_s:
         raise Unusable(f"no answer for {give_up_s:.0f} s; the last try: {error}") from error
 
@@ -249,7 +254,7 @@ class Backoff:
     def __init__(self) -> None:
         self._next_s = FIRST_PAUSE_S
 
-    async def wait(self, least_s: float = 0.0) -> None:
-        """Wait for the next pause, at least `least_s`."""
-        pause_s, self._next_s = self._next_s, min(2 * self._next_s, LONGEST_PAUSE_S)
-        await asyncio.sleep(max(least_s, pause_s * random.uniform(0.75, 1.25)))
+    async def wait(self, min_s: float = 0.0) -> None:
+        """Wait for the next pause, at least `min_s`."""
+        pause_s, self._next_s = self._next_s, min(2 * self._next_s, MAX_PAUSE_S)
+        await asyncio.sleep(max(min_s, pause_s * random.uniform(0.75, 1.25)))

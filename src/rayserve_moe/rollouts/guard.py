@@ -1,4 +1,4 @@
-"""Refuses a batch whose replay does not reproduce what the server sampled, and names the likely cause."""
+"""A check that rejects a batch whose replay does not reproduce the server's log-probs, and names the likely cause."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ import numpy as np
 from rayserve_moe.rollouts.schema import Rollout
 
 MAX_KL = 0.01
-"""Nats per token. Published mismatch under replay is 1e-5 to 1e-3; wholly shifted rows are at 1 and more."""
+"""Nats per token. Published mismatch under replay is 1e-5 to 1e-3; wholly shifted rows give 1 or more."""
 FAR = float(np.log(2))
-"""A log-ratio beyond this is far: arXiv:2510.11370 counts such tokens."""
+"""Absolute log-ratio above which a token is far; arXiv:2510.11370 counts such tokens."""
 _TOP_SHARE = 0.02
-"""Share of the tokens that hold nearly all of the distance where only some rows are wrong."""
+"""Share of tokens that hold nearly all of the distance if only some rows are wrong."""
 _NEARLY_ALL = 0.9
 _WHOLLY = 0.2
-"""Share of tokens off by more than 2 from which on rows are those of other tokens."""
+"""Share of tokens off by more than 2 above which all rows belong to other tokens."""
 
 Logprobs = Sequence[np.ndarray]
-"""Log-probs of every sample's output tokens, in the samples' order."""
+"""Log-probs of every sample's output tokens, in sample order."""
 Causes = Mapping[str, Callable[[], Logprobs]]
-"""By the name of a cause: the trainer's log-probs as they would be without it."""
+"""By cause: returns the trainer's log-probs with that cause removed."""
 
 
 @dataclass(frozen=True)
 class ReplayDistance:
     """Distance of the trainer's log-probs from the served ones.
 
-    `kl` is the mean of exp(d) - 1 - d over the tokens, d being the trainer's log-prob less the server's: nats per token
-    (k3, http://joschu.net/blog/kl-approx.html). `share_far` is that of the tokens whose ratio is beyond 2,
-    `worst_sample` the greatest mean of one sample. `likely_cause` is the one that the distances speak for.
+    d is the trainer's log-prob of a token minus the server's.
     """
 
     kl: float
+    """Mean of exp(d) - 1 - d over the tokens, in nats per token (k3, http://joschu.net/blog/kl-approx.html)."""
     share_far: float
+    """Share of tokens whose probability ratio is beyond 2."""
     worst_sample: float
+    """Maximum of the samples' means."""
     num_tokens: int
     likely_cause: str
+    """The cause that the distances suggest."""
 
 
 class RefusedBatch(ValueError):
-    """A batch that should not be trained on; `cause` says why, `distance` how far it is (None: refused by a label)."""
+    """A batch that should not be trained on, with its `cause` and `distance` (None: rejected because of a label)."""
 
     def __init__(self, cause: str, message: str, *, distance: ReplayDistance | None = None) -> None:
         super().__init__(message)
@@ -57,19 +59,19 @@ def check_replay(
     max_kl: float = MAX_KL,
     causes: Causes | None = None,
 ) -> ReplayDistance:
-    """Check that replaying the rows of a batch reproduces its log-probs; returns how nearly it does.
+    """Check that replaying the rows of a batch reproduces its log-probs; return the distance.
 
     `replayed` are the trainer's log-probs of the output tokens, taken before any step on this batch, with the weights
     that sampled them, as they were sent, at the temperature of the samples. `versions` are the names of those weights,
-    or one of them. Raises RefusedBatch where a row or a log-prob is labelled with another version, and where the
-    distance is above `max_kl` or no number. Then each of `causes` is tried, and the one without which the batch is
-    nearest is named, if it is within the bound; else it is the one that the distances speak for. ValueError where the
-    log-probs are not of the same tokens.
+    or a single name. Raises RefusedBatch if a row or a log-prob is labelled with another version, or if the distance is
+    above `max_kl` or not a number. Then each of `causes` is tried: if removing a cause brings the batch within the
+    bound, the cause with the minimum distance is named, otherwise the cause that the distances suggest. Raises
+    ValueError if the log-probs do not belong to the same tokens.
     """
     known = {versions} if isinstance(versions, str) else set(versions)
     for number, rollout in enumerate(rollouts):
         if others := labels(rollout) - known:
-            message = f"sample {number} of {rollout.prompt_id} is of version {sorted(others)}, not {sorted(known)}"
+            message = f"sample {number} of {rollout.prompt_id} has version {sorted(others)}, not {sorted(known)}"
             raise RefusedBatch("wrong version", message)
     served = [rollout.logprobs for rollout in rollouts]
     distance = distance_of(served, replayed)
@@ -77,24 +79,27 @@ def check_replay(
         return distance
     cause = _found_cause(served, causes or {}, max_kl=max_kl) or distance.likely_cause
     message = (
-        f"replay is {distance.kl:.3g} nats per token from what was sampled, the bound is {max_kl:g}; "
+        f"replay is {distance.kl:.3g} nats per token from the sampled log-probs, the bound is {max_kl:g}; "
         f"{distance.share_far:.1%} of {distance.num_tokens} tokens are off by more than 2. Likely: {cause}"
     )
     raise RefusedBatch(cause, message, distance=distance)
 
 
 def labels(rollout: Rollout) -> set[str]:
-    """The versions of all rows and log-probs of a sample."""
+    """Return the weight versions of all rows and log-probs of a sample."""
     rows = () if rollout.routing is None else rollout.routing.weight_version
     return {version for _, _, version in (*rows, *rollout.logprob_versions)}
 
 
 def distance_of(served: Logprobs, replayed: Logprobs) -> ReplayDistance:
-    """Distance of the trainer's log-probs from the served ones. ValueError where they are not of the same tokens."""
+    """Return the distance of the trainer's log-probs from the served ones.
+
+    Raises ValueError if they do not belong to the same tokens.
+    """
     if [len(one) for one in served] != [len(one) for one in replayed]:
-        raise ValueError("there is not one log-prob of the trainer per sampled token")
+        raise ValueError("the trainer must give one log-prob per sampled token")
     if any(np.ndim(one) != 1 for one in replayed):
-        raise ValueError("the trainer's log-probs of a sample should be one-dimensional: one number per sampled token")
+        raise ValueError("the trainer's log-probs of a sample must be one-dimensional: one number per sampled token")
     pairs = zip(served, replayed, strict=True)
     each = [np.asarray(ours, np.float64) - theirs for theirs, ours in pairs if len(theirs)]
     if not each:
@@ -112,7 +117,7 @@ def distance_of(served: Logprobs, replayed: Logprobs) -> ReplayDistance:
 
 
 def _finite(value: float) -> float:
-    """A distance that is no number is as great as can be."""
+    """Return a distance, with infinity in place of NaN."""
     return float(value) if np.isfinite(value) else float("inf")
 
 
@@ -121,8 +126,8 @@ def _likely_cause(differences: np.ndarray, parts: np.ndarray) -> str:
         return "log-probs that are no numbers"
     if (np.abs(differences) > FAR).mean() > _WHOLLY:
         return "shifted rows, or those of other samples"
-    most = np.sort(parts)[-max(1, int(_TOP_SHARE * len(parts))) :]
-    if most.sum() > _NEARLY_ALL * parts.sum():
+    top_parts = np.sort(parts)[-max(1, int(_TOP_SHARE * len(parts))) :]
+    if top_parts.sum() > _NEARLY_ALL * parts.sum():
         return "some wrong rows: of another version, or shifted within a part of the sequence"
     return "wrong version or unrounded weights in the trainer"
 

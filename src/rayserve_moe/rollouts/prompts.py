@@ -1,7 +1,7 @@
-"""The prompts of a job: rows of a JSONL or Parquet file, each read by itself, so that a bad one harms no other.
+"""The prompts of a job: rows of a JSONL or Parquet file, parsed independently, so that a bad row affects no other.
 
-A row has `text`, `messages` (OpenAI's, for the checkpoint's chat template) or `input_ids`, one of them; it may have an
-`id` and `sampling_params` in SGLang's names, which outrank the job's. Its other fields are kept with its samples.
+A row has exactly one of `text`, `messages` (OpenAI's, for the checkpoint's chat template) and `input_ids`. It may have
+an `id`, and `sampling_params` in SGLang's names, which override the job's. Its other fields are kept with its samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rayserve_moe.text.chat import encode_chat
 from rayserve_moe.text.tokenizer import Tokenizer
 
 FORMS = ("text", "messages", "input_ids")
-LONGEST_ID = 256
+MAX_ID_LENGTH = 256
 _READ = (*FORMS, "id", "sampling_params")
 _BATCH_ROWS = 256
 SAMPLING: dict[str, Values] = {
@@ -31,11 +31,11 @@ SAMPLING: dict[str, Values] = {
     for field in (*declared(SamplingParams), *declared(ConstraintFields))
     if SGLANG in field.names and field.name not in ("n", "first_choice")
 }
-"""What a value may be, by name; a job sets the number of choices itself."""
+"""Accepted values by name; the job itself sets the number of choices."""
 
 
 class BadRow(ValueError):
-    """A prompt that cannot be asked for; says why, without repeating it."""
+    """A prompt that cannot be sampled; the message gives the reason without repeating the prompt."""
 
 
 class PromptsError(ValueError):
@@ -44,19 +44,22 @@ class PromptsError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the file: its place from 0, its id, and what it holds, or the reason why it cannot be used."""
+    """A row of the prompts file, or the reason why it cannot be used."""
 
     position: int
+    """Row number from 0."""
     prompt_id: str
     content: Mapping[str, Any] = field(default_factory=dict)
+    """The prompt's field."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     fault: str | None = None
+    """Why it cannot be used, or None."""
     others: str | None = None
-    """Its other fields, as a JSON object; None where there are none."""
+    """Its other fields as a JSON object, or None."""
 
 
 def count_rows(path: Path) -> int:
-    """Rows of the file, blank lines not counted. PromptsError where it cannot be read."""
+    """Return the number of rows without blank lines. Raises PromptsError if the file cannot be read."""
     try:
         if path.suffix == ".parquet":
             return pq.read_metadata(path).num_rows
@@ -67,34 +70,34 @@ def count_rows(path: Path) -> int:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield every row, a batch in memory at a time. An id that an earlier row has is a fault of the later one."""
+    """Yield every row, with a batch in memory at a time. A row with the id of an earlier row has a fault."""
     seen: set[str] = set()
     for position, raw in enumerate(_parquet_rows(path) if path.suffix == ".parquet" else _lines(path)):
         row = _read_row(raw, position)
         if row.prompt_id in seen:
-            row = Row(position, _own_id(raw, position), fault="`id` is that of an earlier row")
+            row = Row(position, _own_id(raw, position), fault="`id` is already used by an earlier row")
         seen.add(row.prompt_id)
         yield row
 
 
 def prompt_ids_of(row: Row, tokenizer: Tokenizer | None) -> list[int]:
-    """Turn a row without fault into token ids; BadRow where it has none, or where text lacks a tokenizer."""
+    """Return the token ids of a row without fault. Raises BadRow if it has none, or text has no tokenizer."""
     if (ids := row.content.get("input_ids")) is not None:
         return ids
     if tokenizer is None:
-        raise BadRow("text and messages need the checkpoint's tokenizer: give its directory with --tokenizer")
+        raise BadRow("text and messages need the checkpoint's tokenizer: pass its directory with --tokenizer")
     try:
         messages = row.content.get("messages")
         ids = tokenizer.encode(row.content["text"]) if messages is None else encode_chat(tokenizer, messages)
     except (AttributeError, TypeError, ValueError) as error:
-        raise BadRow("neither the tokenizer nor the chat template takes this prompt") from error
+        raise BadRow("the tokenizer or the chat template rejects this prompt") from error
     if not ids:
         raise BadRow("the prompt has no tokens")
     return ids
 
 
 def check_sampling(params: object) -> dict[str, Any]:
-    """Return sampling parameters as they are; BadRow names what is unknown, or not as it should be."""
+    """Return sampling parameters unchanged. Raises BadRow with the name of an unknown or invalid parameter."""
     if not isinstance(params, Mapping):
         raise BadRow("`sampling_params` should be an object")
     if not SAMPLING.keys() >= params.keys():
@@ -108,9 +111,9 @@ def check_sampling(params: object) -> dict[str, Any]:
 
 
 def seed_of(job_seed: int, prompt_id: str, *, sampling: Mapping[str, Any]) -> int:
-    """The seed of a prompt, 32 bits; all its samples share it, and differ by their numbers.
+    """Return the seed of a prompt, 32 bits, which all its samples share; they differ by index.
 
-    It depends on nothing but the job's seed, or the prompt's own `sampling_seed` in its place, and the prompt's id.
+    It depends only on the prompt's id and the job's seed, or the prompt's own `sampling_seed` in its place.
     """
     text = f"{sampling.get('sampling_seed', job_seed)}/{prompt_id}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
@@ -131,7 +134,7 @@ def _read_row(raw: Any, position: int) -> Row:
 
 
 def _others(content: Mapping[str, Any]) -> str | None:
-    """JSON of the fields that are not read; values of Parquet that JSON cannot say are written as text."""
+    """Return the JSON of the other fields, or None; Parquet values without a JSON form are written as text."""
     others = {name: value for name, value in content.items() if name not in _READ}
     try:
         return json.dumps(others, default=_as_text) if others else None
@@ -144,7 +147,7 @@ def _as_text(value: Any) -> str:
 
 
 def _parsed(raw: Any) -> dict[str, Any]:
-    """A line's JSON, or a row of Parquet, without nulls."""
+    """Return a line's JSON, or a Parquet row, without nulls."""
     try:
         content = json.loads(raw) if isinstance(raw, bytes) else raw
     except (ValueError, RecursionError) as error:
@@ -158,7 +161,7 @@ def _parsed(raw: Any) -> dict[str, Any]:
 
 
 def _from_columns(content: dict[str, Any]) -> dict[str, Any]:
-    """Parquet gives a struct every field that any row has: absent ones are null. JSON may stand in a string."""
+    """Decode the values of a Parquet row: drop the nulls that pad its structs, and parse JSON strings."""
     for name in ("sampling_params", "messages"):
         if isinstance(content.get(name), str):
             try:
@@ -181,13 +184,13 @@ def _given_id(content: Mapping[str, Any]) -> str | None:
     if type(given) not in (str, int):
         raise BadRow("`id` should be a whole number or a string")
     text = str(given)
-    if not 0 < len(text) <= LONGEST_ID or not text.isprintable():
-        raise BadRow(f"`id` should have 1 to {LONGEST_ID} printable characters")
+    if not 0 < len(text) <= MAX_ID_LENGTH or not text.isprintable():
+        raise BadRow(f"`id` should have 1 to {MAX_ID_LENGTH} printable characters")
     return text
 
 
 def _own_id(raw: Any, position: int) -> str:
-    """An id for a row that has none: its place, and a hash of what it holds."""
+    """Return a generated id for a row without an id: its position and a hash of its content."""
     text = raw if isinstance(raw, bytes) else json.dumps(raw, sort_keys=True, default=str).encode()
     return f"{position:08d}-{hashlib.sha256(text.strip()).hexdigest()[:16]}"
 
@@ -199,9 +202,9 @@ def _check_prompt(content: Mapping[str, Any]) -> None:
     value = content[given[0]]
     if given[0] == "text":
         if not isinstance(value, str) or not value:
-            raise BadRow("`text` should be a string, and not empty")
+            raise BadRow("`text` should be a non-empty string")
     elif not isinstance(value, list) or not value:
-        raise BadRow(f"`{given[0]}` should be a list, and not empty")
+        raise BadRow(f"`{given[0]}` should be a non-empty list")
     elif given[0] == "messages":
         if not all(isinstance(message, Mapping) for message in value):
             raise BadRow("`messages` should be a list of objects")

@@ -1,4 +1,4 @@
-"""A trainer's weights to servers in its own Ray cluster: one object per bucket and share, no copy besides."""
+"""Transfer of a trainer's weights to servers in its own Ray cluster: one object per bucket and share, no other copy."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def update_weights_over_ray(
     bucket_bytes: int = BUCKET_BYTES,
     abort_all_requests: bool = False,
 ) -> dict[str, Any]:
-    """Serve `params`, as `RolloutClient.update_weights_from` does, from a process of the cluster that serves them.
+    """Send `params` and switch to them, like `RolloutClient.update_weights_from`, from a process of the same cluster.
 
-    `app` is the name of the Serve application. Each host fetches only its share: hosts of several replicas that want
-    the same share one object. Returns `success`, `message`, `weight_version` and `sent_bytes`, by replica a list over
-    its hosts. Refused where the server keeps its old weights; Unavailable where it does not answer.
+    `app` is the name of the Serve application. Each host fetches only its share; hosts of several replicas that need
+    the same share use the same object. Returns `success`, `message`, `weight_version`, and `sent_bytes`: by replica, a
+    list over its hosts. Raises Refused if the server keeps its old weights, Unavailable if it does not answer.
     """
     server = Server(app)
     info = server.call("held")
@@ -55,7 +55,7 @@ def update_weights_over_ray(
         for name, share in shares.items():
             before = sent_bytes.get(name, [0] * len(share.num_bytes))
             sent_bytes[name] = [sum(pair) for pair in zip(before, share.num_bytes, strict=True)]
-    assert outcome is not None, "there is a bucket at least"
+    assert outcome is not None, "at least one bucket was sent"
     return {
         "success": True,
         "message": outcome.message,
@@ -70,7 +70,7 @@ def shares_for(
     *,
     base_version: str | None = None,
 ) -> dict[str, SentShares]:
-    """By replica what its hosts want of a bucket, as objects; those that want the same have one."""
+    """Return, by replica, its hosts' parts of a bucket as objects; hosts that need the same part share an object."""
     objects: dict[tuple[WantedTensor, ...], tuple[ray.ObjectRef, int]] = {}
     shares = {}
     for name, hosts in wanted.items():
@@ -89,7 +89,7 @@ class Server:
     def __init__(self, app: str) -> None:
         handle = serve.get_deployment_handle(DEPLOYMENT, app)
         # The caller has no event loop, whatever Serve's environment has by default; references are passed as such.
-        if not handle.is_initialized:  # Serve keeps the handles of a process
+        if not handle.is_initialized:  # Serve caches the handles of a process
             handle._init(_run_router_in_separate_loop=True)
         self._handle = handle.options(_by_reference=True)
 

@@ -1,4 +1,4 @@
-"""Reading rollouts for a trainer: columns of numpy views into what was read, one view per sample."""
+"""Rollouts as a trainer reads them: columns of numpy views into the files, one view per sample."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _ROUTING = ("routing", "routing_shape", "routing_dtype")
 
 
 def load(path: str | Path, *, columns: Sequence[str] | None = None, verify: bool = True) -> Rollouts:
-    """Read the rollouts of a job's directory, or of one shard; `columns` of the schema, all of them by default.
+    """Read the rollouts of a job's directory, or of a single shard; `columns` of the schema, by default all.
 
-    `columns=["routing"]` reads the columns of its shape, too. Shards are read on several cores, and keep their order.
-    `verify` compares each shard with the checksum in its name first, which reads all of its bytes once.
-    ValueError where there is no shard, or no such column; ShardError names shards that are damaged.
+    `columns=["routing"]` also reads the columns of its shape. Shards are read on several cores and keep their order.
+    `verify` first compares each shard with the checksum in its name, which reads all of its bytes once. Raises
+    ValueError if no shard or no such column exists, ShardError with the names of damaged shards.
     """
     path = Path(path)
     files = [path] if path.is_file() else shard_files(path / ROLLOUTS) or shard_files(path)
     if not files:
-        raise ValueError(f"{path}: there are no shards of rollouts")
+        raise ValueError(f"{path}: no shards of rollouts")
     wanted = None if columns is None else list(columns)
     if wanted is not None and "routing" in wanted:
         wanted += [name for name in _ROUTING if name not in wanted]
@@ -45,9 +45,9 @@ def load(path: str | Path, *, columns: Sequence[str] | None = None, verify: bool
 
 
 class Rollouts:
-    """Samples in the order they were written, by column; a column is made when it is first asked for.
+    """Samples in the order they were written, by column; a column is built at its first use.
 
-    Lists have one entry per sample, and their arrays are views: none may be written to. `table` is what was read.
+    Lists have an entry per sample. Their arrays are read-only views. `table` is the Arrow table.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -67,12 +67,12 @@ class Rollouts:
 
     @cached_property
     def weight_version(self) -> list[str]:
-        """Versions that samples were answered under; rows of routing know their own, in `routed_experts`."""
+        """Weight versions that samples were answered under; `routed_experts` has the versions of routing rows."""
         return self.table["weight_version"].to_pylist()
 
     @cached_property
     def prompt_fields(self) -> list[dict[str, Any]]:
-        """What else the prompt's row had (`answer`, ...), per sample."""
+        """Other fields of the prompt's row (`answer`, ...), per sample."""
         return [json.loads(text or "{}") for text in self.table["prompt_fields"].to_pylist()]
 
     @cached_property
@@ -94,7 +94,7 @@ class Rollouts:
     def routing(self) -> list[np.ndarray | None]:
         """Expert ids, uint8 or uint16 [prompt + output tokens - 1, MoE layers, k] each; None without routing.
 
-        A row that `routing_missing` names holds nothing.
+        Rows named by `routing_missing` hold no data.
         """
         names = self.table["routing_dtype"].to_pylist()
         dtypes = {name: np.dtype(name).newbyteorder("<") for name in set(names) - {None}}
@@ -106,11 +106,11 @@ class Rollouts:
 
     @cached_property
     def routing_missing(self) -> list[tuple[tuple[int, int], ...]]:
-        """Ranges [first, last) of rows that are missing, per sample."""
+        """Ranges [first, last) of missing rows, per sample."""
         return [_ranges(entries) for entries in self.table["routing_missing"].to_pylist()]
 
     def routed_experts(self, sample: int) -> RoutedExperts | None:
-        """All that is known of one sample's routing, under the checksum; ValueError where the rows were altered."""
+        """Return a sample's routing after verifying its checksum. Raises ValueError if the rows were altered."""
         rows = self.routing[sample]
         if rows is None:
             return None

@@ -1,4 +1,4 @@
-"""Engines of the job's own in its Ray cluster, one per slice, in its process or in actors; a lost one is replaced."""
+"""The job's own engines in its Ray cluster: a replica per slice, in this process or in actors, replaced when lost."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from rayserve_moe.rollouts.schema import Rollout
 
 log = logging.getLogger(__name__)
 
-MOST_STARTS_IN_VAIN = 3
+MAX_FAILED_STARTS = 3
 PAUSE_BETWEEN_STARTS_S = 5.0
 REPLICA_CPUS = 0.5
-MOST_CALLS = 4096
-LONGEST_STOP_S = 10.0
+MAX_CALLS = 4096
+MAX_STOP_S = 10.0
 START_ERRORS = (RayError, OSError, ValueError)
-"""Raised where an engine cannot be started: with these settings, on this cluster, or at present."""
+"""Raised if an engine cannot be started: with these settings, on this cluster, or at present."""
 
 
 def num_replicas_for(settings: Settings) -> int:
-    """As many as the cluster has free slices for; one on a CPU cluster. Unusable where they do not do for one."""
+    """Return the number of replicas for the cluster's free slices; 1 on a CPU cluster. Raises Unusable if none fits."""
     cluster, parallel = settings.cluster, settings.parallel
     if not cluster.tpu_topology:
         return 1
@@ -58,10 +58,10 @@ def num_replicas_for(settings: Settings) -> int:
 
 
 class ReplicaPool:
-    """Several replicas as one that answers. An async context manager; Ray must be running.
+    """Several replicas behind a single interface. An async context manager; Ray must be running.
 
-    A single one over CPU hosts runs in this process, which has little else to do (`is_local`). Otherwise each has a
-    process of its own, on a host of its slice.
+    A single replica over CPU hosts runs in this process, which has little else to do (`is_local`). Otherwise each
+    replica has its own process, on a host of its slice.
     """
 
     def __init__(self, settings: Settings, num_replicas: int) -> None:
@@ -71,10 +71,10 @@ class ReplicaPool:
         self._facts: dict[str, Any] = {}
         self._changed = asyncio.Condition()
         self._changing: set[asyncio.Task[None]] = set()
-        self._num_starts_in_vain, self._most_starts_in_vain = 0, MOST_STARTS_IN_VAIN * num_replicas
+        self._num_failed_starts, self._max_failed_starts = 0, MAX_FAILED_STARTS * num_replicas
 
     async def __aenter__(self) -> Self:
-        """Start all replicas. Unusable says why one did not start."""
+        """Start all replicas. Raises Unusable with the reason if a replica does not start."""
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_exit(self)
             self._changing = {asyncio.create_task(self._start()) for _ in range(self._num_replicas)}
@@ -91,16 +91,16 @@ class ReplicaPool:
         )
 
     async def model_info(self) -> dict[str, Any]:
-        """As `/model_info` of a server; `max_running` counts samples over all replicas."""
+        """Return the fields of `/model_info`; `max_running` counts samples over all replicas."""
         return {**self._facts, "max_running": self._facts["max_running"] * self._num_replicas}
 
     async def generate(self, request: SampleRequest) -> list[Rollout]:
-        """Sample a prompt, as `generate_many` does."""
+        """Sample a prompt like `generate_many`."""
         return (await self.generate_many([request]))[0]
 
     async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
-        """Sample on the replica with the fewest running samples. Unusable where replicas die as fast as they start."""
-        replica, num_samples = await self._least_busy(), sum(request.count for request in requests)
+        """Sample on the replica with the fewest running samples. Raises Unusable if replicas keep dying."""
+        replica, num_samples = await self._select_replica(), sum(request.count for request in requests)
         self._num_running[replica] += num_samples
         try:
             answers = await replica.generate_many(requests)
@@ -110,10 +110,10 @@ class ReplicaPool:
         finally:
             if replica in self._num_running:
                 self._num_running[replica] -= num_samples
-        self._num_starts_in_vain = 0
+        self._num_failed_starts = 0
         return answers
 
-    async def _least_busy(self) -> Replica:
+    async def _select_replica(self) -> Replica:
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_running or not self._changing)
             if not self._num_running:
@@ -134,17 +134,17 @@ class ReplicaPool:
             self._changed.notify_all()
 
     def _replace(self, replica: Replica) -> None:
-        """Start another in the place of a lost one, unless that was done already."""
+        """Start a replacement of a lost replica, unless that was done already."""
         if self._num_running.pop(replica, None) is None:
             return
-        self._num_starts_in_vain += 1
+        self._num_failed_starts += 1
         log.warning("a replica was lost")
         self._changing.add(asyncio.get_running_loop().create_task(self._start_again(replica)))
 
     async def _start_again(self, lost: Replica) -> None:
         try:
             await lost.stop()
-            while self._num_starts_in_vain <= self._most_starts_in_vain:
+            while self._num_failed_starts <= self._max_failed_starts:
                 if await self._has_started():
                     break
                 await asyncio.sleep(PAUSE_BETWEEN_STARTS_S)
@@ -157,7 +157,7 @@ class ReplicaPool:
         try:
             await self._start()
         except Unusable as error:
-            self._num_starts_in_vain += 1
+            self._num_failed_starts += 1
             log.warning("a replica did not start: %s", error)
             return False
         return True
@@ -172,7 +172,7 @@ class LocalReplica:
         self._engine: ReplicaEngine | None = None
 
     async def start(self) -> dict[str, Any]:
-        """Reserve the slice and load the model; returns the fields of `/model_info`, and `max_running`."""
+        """Reserve the slice and load the model; return the fields of `/model_info`, and `max_running`."""
         start = partial(start_replica_engine, self._settings, given_up=self._given_up)
         self._starting = asyncio.ensure_future(asyncio.to_thread(start))
         engine = await asyncio.shield(self._starting)
@@ -187,7 +187,7 @@ class LocalReplica:
         }
 
     async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
-        """Sample prompts. Raises Refused, Unavailable, Faulty, and EngineStoppedError once the engine is lost."""
+        """Sample prompts. Raises Refused, Unavailable, Faulty, or EngineStoppedError once the engine is lost."""
         outcomes = await asyncio.gather(*map(self._generate, requests), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -195,7 +195,7 @@ class LocalReplica:
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     async def stop(self) -> None:
-        """Abort what runs and give the slice back; may be called twice. Raises nothing."""
+        """Abort running requests and release the slice. May be called twice. Raises nothing."""
         self._given_up.set()
         if self._starting is not None:
             with contextlib.suppress(GivenUpError, *START_ERRORS):
@@ -215,10 +215,10 @@ class LocalReplica:
             if result.finish is not None and result.finish.kind == "error":
                 loop.check_health()
                 raise Faulty(result.finish.message or "the model failed on this request")
-        asked, elapsed_s = running.request, running.elapsed_s
+        generation, elapsed_s = running.request, running.elapsed_s
         return [
             rollout_of(
-                native_answer(asked, result, card=loop.card, e2e_latency_s=elapsed_s, return_logprob=True),
+                native_answer(generation, result, card=loop.card, e2e_latency_s=elapsed_s, return_logprob=True),
                 request,
                 index=index,
                 routing=result.routing,
@@ -229,7 +229,7 @@ class LocalReplica:
         ]
 
     def _request_of(self, request: SampleRequest) -> GenerationRequest:
-        """The engine's request for the same samples."""
+        """Return the engine's request for the same samples."""
         assert self._engine is not None, "start comes first"
         prompt_ids, card = np.asarray(request.prompt_ids, np.int32), self._engine.loop.card
         given = {**read_given(request.all_sampling), "return_routed_experts": request.returns_routing}
@@ -237,7 +237,7 @@ class LocalReplica:
 
 
 class ReplicaProcess(LocalReplica):
-    """A replica with a process of its own."""
+    """A replica with its own process."""
 
     async def start(self) -> dict[str, Any]:
         use_logging(self._settings.logging)
@@ -250,10 +250,10 @@ RemoteReplicaProcess = ray.remote(ReplicaProcess)
 
 
 class ActorReplica:
-    """A replica in an actor: the methods of `LocalReplica`."""
+    """A replica in an actor, with the methods of `LocalReplica`."""
 
     def __init__(self, settings: Settings) -> None:
-        actor_class = RemoteReplicaProcess.options(num_cpus=REPLICA_CPUS, max_concurrency=MOST_CALLS)
+        actor_class = RemoteReplicaProcess.options(num_cpus=REPLICA_CPUS, max_concurrency=MAX_CALLS)
         self._actor = cast(ActorHandle, actor_class.remote(settings))
 
     async def start(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class ActorReplica:
 
     async def stop(self) -> None:
         with contextlib.suppress(RayError, TimeoutError):
-            await asyncio.wait_for(self._actor.stop.remote(), LONGEST_STOP_S)
+            await asyncio.wait_for(self._actor.stop.remote(), MAX_STOP_S)
         ray.kill(self._actor)
 
 

@@ -12,11 +12,11 @@ from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavai
 from rayserve_moe.rollouts.schema import Rollout
 
 BATCH_WAIT_S = 0.02
-"""How long the first prompt of a batch waits for others."""
+"""Maximum wait of the first prompt of a batch for others."""
 SHORT_TOKENS = 256
-"""Prompts whose samples are expected to be longer go alone: a call returns with its longest sample."""
-MOST_PROMPT_TOKENS = 16384
-"""Tokens of all prompts of one call."""
+"""Prompts whose expected samples are longer are sent alone, because a call returns with its longest sample."""
+MAX_PROMPT_TOKENS = 16384
+"""Maximum prompt tokens of a call."""
 _DECAY_PER_CALL = 0.1
 
 Outcome = list[Rollout] | Refused | Faulty | Unavailable | Unusable
@@ -24,42 +24,42 @@ Answer = asyncio.Future[list[Rollout]]
 
 
 class BatchSource(Protocol):
-    """A source that samples several prompts with one call."""
+    """A source that samples several prompts with a single call."""
 
     async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
-        """Sample prompts, and return the samples of each. Raises as `Source.generate`, for all of them."""
+        """Sample prompts; return the samples of each. Raises like `Source.generate`, for all of them."""
         ...
 
     async def model_info(self) -> dict[str, Any]:
-        """As `Source.model_info`."""
+        """Return the fields of `Source.model_info`."""
         ...
 
 
 class RequestBatcher:
-    """A `Source` that batches concurrent requests into calls of up to `most_samples` samples.
+    """A `Source` that batches concurrent requests into calls of up to `max_samples` samples.
 
-    Prompts of one call are answered together, so that the requests that follow them arrive together, too. Where a call
-    is refused or fails, each of its prompts is requested alone: none fails for another. A server takes all of a call or
-    nothing; where it is busy, later calls are smaller.
+    Prompts of a call are answered together, so the requests that follow them also arrive together. If a call is
+    rejected or fails, each of its prompts is requested alone, so that none fails because of another. A server accepts a
+    call as a whole; if it is busy, later calls are smaller.
     """
 
-    def __init__(self, source: BatchSource, *, most_samples: int) -> None:
-        self._source, self._most_samples = source, most_samples
-        self._capacity = most_samples
-        """Samples of one call for now: halved where the server is busy, grown with every answer."""
+    def __init__(self, source: BatchSource, *, max_samples: int) -> None:
+        self._source, self._max_samples = source, max_samples
+        self._capacity = max_samples
+        """Current maximum samples of a call: halved if the server is busy, grown with every answer."""
         self._waiting: list[tuple[SampleRequest, Answer]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._calls: set[asyncio.Task[list[Outcome]]] = set()
-        self._longest = math.inf
+        self._max_tokens = math.inf
         """Tokens of the longest recent sample."""
 
     async def model_info(self) -> dict[str, Any]:
-        """The source's."""
+        """Return the source's model info."""
         return await self._source.model_info()
 
     async def generate(self, request: SampleRequest) -> list[Rollout]:
-        """Sample a prompt, alone or in a batch. Raises as the source does."""
-        expected = min(request.sampling.get("max_new_tokens", math.inf), 2 * self._longest)
+        """Sample a prompt, alone or in a batch. Raises like the source."""
+        expected = min(request.sampling.get("max_new_tokens", math.inf), 2 * self._max_tokens)
         if expected > SHORT_TOKENS:
             return (await self._ask([request]))[0]
         loop = asyncio.get_running_loop()
@@ -79,10 +79,10 @@ class RequestBatcher:
 
     def _fits(self, request: SampleRequest) -> bool:
         num_tokens = sum(len(other.prompt_ids) for other, _ in self._waiting) + len(request.prompt_ids)
-        return self._num_samples + request.count <= self._capacity and num_tokens <= MOST_PROMPT_TOKENS
+        return self._num_samples + request.count <= self._capacity and num_tokens <= MAX_PROMPT_TOKENS
 
     def _dispatch(self) -> None:
-        """Call for all waiting prompts that were not cancelled."""
+        """Send a call for all waiting prompts that were not cancelled."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -113,10 +113,10 @@ class RequestBatcher:
 
     async def _ask(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
         answers = await self._source.generate_many(requests)
-        longest = max((len(rollout.output_ids) for answer in answers for rollout in answer), default=0)
-        self._capacity = min(self._most_samples, self._capacity + 1 + self._capacity // 8)
-        before = self._longest if math.isfinite(self._longest) else 0.0
-        self._longest = max(longest, (1 - _DECAY_PER_CALL) * before)
+        max_tokens = max((len(rollout.output_ids) for answer in answers for rollout in answer), default=0)
+        self._capacity = min(self._max_samples, self._capacity + 1 + self._capacity // 8)
+        before = self._max_tokens if math.isfinite(self._max_tokens) else 0.0
+        self._max_tokens = max(max_tokens, (1 - _DECAY_PER_CALL) * before)
         return answers
 
 

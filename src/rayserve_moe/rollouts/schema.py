@@ -1,4 +1,4 @@
-"""One sample as a row of a Parquet shard: what it holds, and its Arrow schema."""
+"""A sample as a row of a Parquet shard: its record and its Arrow schema."""
 
 from __future__ import annotations
 
@@ -18,102 +18,108 @@ _RANGES = pa.list_(pa.struct([("first", pa.int32()), ("last", pa.int32())]))
 
 SCHEMA = pa.schema(
     [
-        # The key: no two rows of a directory have the same three.
+        # The key: no two rows of a directory have the same three values.
         pa.field("prompt_id", pa.string(), nullable=False),
         pa.field("sample_index", pa.int32(), nullable=False),
         pa.field("weight_version", pa.string(), nullable=False),
-        # What was sampled. `seed` and `sample_index` together repeat it: `sampling_seed`, `first_choice`.
+        # The sample. `seed` and `sample_index` reproduce it as `sampling_seed` and `first_choice`.
         pa.field("seed", pa.uint32(), nullable=False),
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("output_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
-        pa.field("logprob_weight_version", _LABELLED, nullable=False),  # by position, the prompt's first token is 0
+        pa.field("logprob_weight_version", _LABELLED, nullable=False),  # by position; the prompt's first token is 0
         pa.field("text", pa.string(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
-        # Rows of routing, one per token but the last, C order, little-endian; all of these null without routing.
+        # Rows of routing, one per token but the last, C order, little-endian; all null without routing.
         pa.field("routing", pa.large_binary()),
         pa.field("routing_shape", pa.list_(pa.int32())),  # [rows, MoE layers, k]
         pa.field("routing_dtype", pa.string()),  # uint8, or uint16 above 256 experts
-        pa.field("routing_crc32", pa.uint32()),  # null where a row is missing
-        pa.field("routing_missing", _RANGES),  # [first, last) of rows without data; their bytes mean nothing
+        pa.field("routing_crc32", pa.uint32()),  # null if a row is missing
+        pa.field("routing_missing", _RANGES),  # [first, last) of rows without data; their bytes are undefined
         pa.field("routing_source", _LABELLED),  # computed, cached, recomputed
         pa.field("routing_weight_version", _LABELLED),
         pa.field("layer_ids", pa.list_(pa.int32())),
         pa.field("num_experts", pa.int32()),
-        # How it came about.
+        # Statistics.
         pa.field("num_cached_tokens", pa.int32(), nullable=False),
         pa.field("started_at", pa.timestamp("us", tz="UTC"), nullable=False),
         pa.field("elapsed_s", pa.float32(), nullable=False),
-        pa.field("prompt_fields", pa.string()),  # JSON object: what else the prompt's row had; null for nothing
+        pa.field("prompt_fields", pa.string()),  # JSON object of the prompt row's other fields; null for none
     ]
 )
-"""One row per sample."""
+"""A row per sample."""
 
 ERRORS_SCHEMA = pa.schema(
     [
         pa.field("prompt_id", pa.string(), nullable=False),
-        pa.field("position", pa.int64(), nullable=False),  # of the row in the prompts, from 0
+        pa.field("position", pa.int64(), nullable=False),  # row number in the prompts file, from 0
         pa.field("reason", pa.string(), nullable=False),
         pa.field("failed_at", pa.timestamp("us", tz="UTC"), nullable=False),
     ]
 )
-"""One row per prompt that was given up."""
+"""A row per prompt that was given up."""
 
 UNCOMPRESSED = ("routing", "logprobs")
-"""Columns that compression hardly shrinks."""
+"""Columns that hardly compress."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sample of a prompt: token ids int32, log-probs float32 of the output, routing from the position asked for on.
-
-    `logprob_versions` has ranges (first, last, weight version) of positions. `started_at` is in seconds since 1970.
-    Without routing `layout` is None too. `prompt_fields` is a JSON object of what else the prompt's row had.
-    """
+    """A sample of a prompt."""
 
     prompt_id: str
     sample_index: int
     weight_version: str
     seed: int
     prompt_ids: np.ndarray
+    """int32."""
     output_ids: np.ndarray
+    """int32."""
     logprobs: np.ndarray
+    """float32, of the output tokens."""
     logprob_versions: tuple[tuple[int, int, str], ...]
+    """Ranges of positions: (first, last, weight version)."""
     text: str
     finish_reason: str
     routing: RoutedExperts | None = None
+    """Rows from the requested position on; None if not requested."""
     layout: RoutingLayout | None = None
+    """None without routing."""
     num_cached_tokens: int = 0
     started_at: float = 0.0
+    """Seconds since 1970."""
     elapsed_s: float = 0.0
     prompt_fields: str | None = None
+    """JSON object of the other fields of the prompt's row."""
 
     @property
     def num_bytes(self) -> int:
-        """About as many as it takes in memory."""
+        """Return the approximate memory use in bytes."""
         rows = 0 if self.routing is None else self.routing.rows.nbytes
         return rows + 8 * (len(self.prompt_ids) + 2 * len(self.output_ids)) + 1024
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A prompt that was given up, and why; `position` counts the rows of the prompts."""
+    """A prompt that was given up."""
 
     prompt_id: str
     position: int
+    """Row number in the prompts file."""
     reason: str
     failed_at: float
+    """Seconds since 1970."""
 
 
 def rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
-    """Rollouts as rows of `SCHEMA`, in their order."""
+    """Return rollouts as rows of `SCHEMA`, in order."""
     rows = [_row(rollout) for rollout in rollouts]
     columns = [pa.array([row[field.name] for row in rows], field.type) for field in SCHEMA]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
 def failure_table(failures: Sequence[Failure]) -> pa.Table:
-    """Failures as rows of `ERRORS_SCHEMA`."""
+    """Return failures as rows of `ERRORS_SCHEMA`."""
     rows = [{**vars(failure), "failed_at": _moment(failure.failed_at)} for failure in failures]
     return pa.Table.from_pylist(rows, schema=ERRORS_SCHEMA)
 
@@ -130,7 +136,7 @@ def _routing_columns(rollout: Rollout) -> dict[str, Any]:
     routing, layout = rollout.routing, rollout.layout
     if routing is None or layout is None:
         return {field.name: None for field in SCHEMA if field.name.startswith(("routing", "layer_ids", "num_experts"))}
-    assert routing.start == 0, "a rollout has its routing from the first position on"
+    assert routing.start == 0, "a rollout's routing must begin at position 0"
     rows = np.ascontiguousarray(routing.rows, layout.dtype.newbyteorder("<"))
     return {
         "routing": rows.reshape(-1).view(np.uint8).data,

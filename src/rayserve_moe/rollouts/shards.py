@@ -1,13 +1,13 @@
-"""The directory that a job writes: Parquet shards that appear whole or not at all, and the samples they hold.
+"""The output directory of a job: Parquet shards that appear whole or not at all, and an index of their samples.
 
-    DIR/job.json              what all samples depend on
+    DIR/job.json              settings that all samples depend on
     DIR/rollouts/*.parquet    samples, rows of `SCHEMA`
     DIR/errors/*.parquet      prompts that were given up, rows of `ERRORS_SCHEMA`
-    DIR/damaged/*.parquet     shards that were set aside, since their bytes do not match the checksum in their names
+    DIR/damaged/*.parquet     shards that were set aside because their bytes do not match the checksum in their names
     DIR/summary.json          of the last run
 
-A shard is written beside its place under a name with a dot, synced, and renamed. Its name has the CRC-32 of its bytes,
-so that damage is found. Nothing is ever changed or removed but unfinished files of a killed job.
+A shard is written under a dotted name, synced, and renamed. Its name has the CRC-32 of its bytes, so that damage is
+detected. Only unfinished files of a killed job are ever changed or removed.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class ShardError(ValueError):
 
 
 def shard_files(directory: Path) -> list[Path]:
-    """Finished shards, in the order they were written."""
+    """Return finished shards in the order they were written."""
     return sorted(file for file in directory.glob(f"*{_SUFFIX}") if not file.name.startswith("."))
 
 
 class RolloutDirectory:
-    """The one writer of a directory. Enter it to lock it; a lock dies with its process.
+    """The only writer of a directory. Enter it to lock it; a lock ends with its process.
 
-    `done` has the samples that are there, by prompt, then by weight version; `failed` the prompts that were given up.
-    A damaged shard is a ShardError, or with `sets_aside` moved to `damaged`: what it held is not done.
+    `done` has the indices of existing samples by prompt and weight version; `failed` the prompts that were given up.
+    A damaged shard raises ShardError, or with `sets_aside` is moved to `damaged`, and its samples are not done.
     """
 
     def __init__(self, directory: Path, *, sets_aside: bool = False) -> None:
@@ -86,16 +86,16 @@ class RolloutDirectory:
         self._lock.release()
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Note what all samples depend on. ShardError names what differs from what an earlier run has noted."""
+        """Record the settings that all samples depend on. Raises ShardError if they differ from an earlier run's."""
         file = self.directory / "job.json"
         if not file.exists():
             self.write_json(file.name, facts)
             return
         try:
-            noted = json.loads(file.read_bytes())
+            recorded = json.loads(file.read_bytes())
         except ValueError as error:
             raise ShardError(f"{file}: not JSON") from error
-        differing = [name for name in facts if not isinstance(noted, dict) or noted.get(name) != facts[name]]
+        differing = [name for name in facts if not isinstance(recorded, dict) or recorded.get(name) != facts[name]]
         if differing:
             raise ShardError(
                 f"{self.directory}: an earlier run has written samples with another {', '.join(differing)} "
@@ -103,15 +103,15 @@ class RolloutDirectory:
             )
 
     def samples_of(self, prompt_id: str, version: str | None) -> set[int]:
-        """Which samples of a prompt are there, under one weight version or, for None, under any."""
+        """Return the existing sample indices of a prompt under a weight version, or under any if None."""
         by_version = self.done.get(prompt_id, {})
         return set().union(*by_version.values()) if version is None else set(by_version.get(version, ()))
 
     def write_rollouts(self, rollouts: list[Rollout]) -> None:
-        """Add a shard; when this returns, it is on disk and its samples are done."""
+        """Add a shard; on return it is on disk and its samples are done."""
         self._write(ROLLOUTS, rollout_table(rollouts))
         for rollout in rollouts:
-            is_new = self._note(rollout.prompt_id, rollout.weight_version, rollout.sample_index)
+            is_new = self._record(rollout.prompt_id, rollout.weight_version, rollout.sample_index)
             assert is_new, "a sample was written twice"
 
     def write_failures(self, failures: list[Failure]) -> None:
@@ -124,8 +124,8 @@ class RolloutDirectory:
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
         _put(self.directory, lambda file: file.write_text(text, encoding="utf-8"), name_of=lambda _: name)
 
-    def _note(self, prompt_id: str, version: str, sample: int) -> bool:
-        """Count a sample as done; False where it was already."""
+    def _record(self, prompt_id: str, version: str, sample: int) -> bool:
+        """Record a sample as done. Return False if it was done already."""
         samples = self.done.setdefault(prompt_id, {}).setdefault(version, set())
         is_new = sample not in samples
         samples.add(sample)
@@ -143,21 +143,21 @@ class RolloutDirectory:
         for file in shards[ROLLOUTS]:
             keys = _read(file, ["prompt_id", "weight_version", "sample_index"])
             for key in zip(*(column.to_pylist() for column in keys.columns), strict=True):
-                if not self._note(*key):
-                    raise ShardError(f"{file}: holds a sample that another shard has, too: remove one of them")
+                if not self._record(*key):
+                    raise ShardError(f"{file}: holds a sample that another shard also has: remove one of them")
         for file in shards[ERRORS]:
             self.failed.update(_read(file, ["prompt_id"])["prompt_id"].to_pylist())
 
     def _set_aside(self, damaged: Sequence[Path]) -> None:
         if not self.sets_aside:
             names = ", ".join(map(str, damaged))
-            raise ShardError(f"damaged shards: {names}; --resample-damaged sets them aside and samples theirs again")
+            raise ShardError(f"damaged shards: {names}; --resample-damaged sets them aside and resamples them")
         (self.directory / DAMAGED).mkdir(exist_ok=True)
         for file in damaged:
             file.rename(self.directory / DAMAGED / file.name)
 
     def _write(self, part: str, table: pa.Table) -> None:
-        """Name it by number, so that names sort, and by its checksum."""
+        """Write a shard. Its name has a number, so that names sort, and the checksum."""
         stem = f"{part}-{self.num_shards[part]:06d}"
         _put(
             self.directory / part,
@@ -173,19 +173,19 @@ class RolloutDirectory:
 
 
 def altered_shards(files: Sequence[Path]) -> list[Path]:
-    """Those whose bytes do not match the checksum in their names, or cannot be read; read on several threads."""
+    """Return the files that do not match the checksum in their names or cannot be read; read on several threads."""
     with ThreadPoolExecutor() as threads:
         return [file for file, intact in zip(files, threads.map(_is_intact, files), strict=True) if not intact]
 
 
 def damaged_shards(files: Sequence[Path]) -> list[Path]:
-    """Those that `altered_shards` finds, or that are no Parquet files, in order."""
+    """Return the files that `altered_shards` finds or that are not Parquet files, in order."""
     wrong = set(altered_shards(files))
     return [file for file in files if file in wrong or not _is_parquet(file)]
 
 
 def _is_intact(file: Path) -> bool:
-    """Whether the bytes match the checksum in the name; a readable file without one is intact."""
+    """Return True if the bytes match the checksum in the name, or a readable file has no checksum."""
     named = _CHECKSUM.search(file.name)
     try:
         return named is None or _crc32_of(file) == int(named[1], 16)
@@ -202,7 +202,7 @@ def _crc32_of(file: Path) -> int:
 
 
 def _put(directory: Path, write: Callable[[Path], Any], *, name_of: Callable[[Path], str]) -> None:
-    """Have `write` make a file in `directory`, and give it the name that follows from it once the disk has it."""
+    """Create a file in `directory` with `write`, sync it, and rename it to the name that `name_of` returns."""
     unfinished = directory / f"{_UNFINISHED}{uuid.uuid4().hex}"
     try:
         write(unfinished)
@@ -231,7 +231,7 @@ def _read(file: Path, columns: list[str]) -> pa.Table:
         with pq.ParquetFile(file) as opened:
             table = opened.read(columns)
     except (pa.ArrowException, OSError) as error:
-        raise ShardError(f"{file}: not a shard that can be read: {error}") from error
+        raise ShardError(f"{file}: not a readable shard: {error}") from error
     if missing := set(columns) - set(table.column_names):
         raise ShardError(f"{file}: not a shard: it has no {', '.join(sorted(missing))}")
     return table

@@ -9,7 +9,7 @@ from typing import Any
 
 from rayserve_moe.rollouts.shards import ERRORS, ROLLOUTS, RolloutDirectory
 
-MOST_REASONS = 10
+MAX_REASONS = 10
 _NUMBER = re.compile(r"\d+")
 
 
@@ -27,7 +27,7 @@ class Tally:
     retries: int = 0
     sampling_s: float = 0.0
     reasons: Counter[str] = field(default_factory=Counter)
-    """Of prompts that were given up, with `N` for every number."""
+    """Reasons of prompts that were given up, with `N` in place of every number."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     weight_versions: Counter[str] = field(default_factory=Counter)
 
@@ -40,17 +40,17 @@ class Tally:
 def summary_of(
     tally: Tally, directory: RolloutDirectory, *, seconds: float, status: int, reason: str | None
 ) -> dict[str, Any]:
-    """All counts of a run, with its rate; `status` 0 says that nothing is missing, else `reason` says why not.
+    """Return all counts of a run with its rate. `status` 0 means complete; otherwise `reason` explains why not.
 
-    Of its `seconds`, `sampling_s` passed since the source was ready. `reasons` are the most frequent ones of failed
-    prompts; the shards in `errors` have them all.
+    Of `seconds`, `sampling_s` passed since the source was ready. `reasons` has the most frequent reasons of failed
+    prompts; the shards in `errors` have all of them.
     """
     return {
         "status": status,
         "reason": reason,
         "directory": str(directory.directory),
         **{name: dict(value) if isinstance(value, dict) else value for name, value in vars(tally).items()},
-        "reasons": dict(tally.reasons.most_common(MOST_REASONS)),
+        "reasons": dict(tally.reasons.most_common(MAX_REASONS)),
         "seconds": round(seconds, 3),
         "sampling_s": round(tally.sampling_s, 3),
         "output_tokens_per_s": round(tally.output_tokens / tally.sampling_s, 1) if tally.sampling_s else 0.0,
@@ -60,7 +60,7 @@ def summary_of(
 
 
 def as_text(summary: dict[str, Any]) -> str:
-    """A few lines for a log."""
+    """Return a few lines for a log."""
     reasons = [f"  {count} given up: {reason}" for reason, count in summary["reasons"].items()]
     ends = ", ".join(f"{count} {name}" for name, count in sorted(summary["finish_reasons"].items())) or "none"
     lines = [

@@ -1,4 +1,4 @@
-"""A trainer's weights as a server is sent them: rounded to what it holds, whole or where they differ, in buckets."""
+"""A trainer's weights as a server receives them: rounded to its dtypes, whole or as differences, in buckets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rayserve_moe.checkpoints.casting import BFLOAT16, cast, is_finite
 SAFETENSORS = "application/vnd.safetensors"
 BUCKET_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20
-"""Of a body that is written at once."""
+"""Bytes of a body that are written at once."""
 POSITION_BYTES = 4
 _DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 _FLOATING = (*_DTYPES.values(), np.dtype(np.float64), np.dtype(ml_dtypes.float8_e4m3fn))
@@ -25,13 +25,11 @@ _FLOATING = (*_DTYPES.values(), np.dtype(np.float64), np.dtype(ml_dtypes.float8_
 
 @dataclass(frozen=True)
 class HeldDtypes:
-    """What a server holds weights in: `dtype`, and float32 where a name matches one of `float32_tensors`.
-
-    Both are fields of `/model_info`.
-    """
+    """A server's weight dtypes, from the fields of `/model_info`."""
 
     dtype: str
     float32_tensors: tuple[str, ...] = ()
+    """Patterns of names that are held in float32."""
 
     def of(self, name: str) -> np.dtype:
         is_float32 = any(fnmatchcase(name, pattern) for pattern in self.float32_tensors)
@@ -39,10 +37,10 @@ class HeldDtypes:
 
 
 def rounded(params: Mapping[str, Any], held: HeldDtypes) -> dict[str, np.ndarray]:
-    """Arrays of numpy or JAX as the server will hold them, rounded to nearest, ties to even.
+    """Return numpy or JAX arrays as the server will hold them, rounded to nearest, ties to even.
 
-    A trainer's log-probs are those of the server where its forward takes these. ValueError for what is not finite once
-    it is rounded, and for arrays that are no floats.
+    A trainer's log-probs match the server's if its forward pass uses these. Raises ValueError for values that are not
+    finite after rounding, and for arrays that are not floating.
     """
     return {name: _rounded(name, np.asarray(array), held.of(name)) for name, array in params.items()}
 
@@ -60,14 +58,14 @@ def _rounded(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def sent_tensors(params: Mapping[str, np.ndarray], base: Mapping[str, np.ndarray] | None) -> list[SentTensor]:
-    """What is sent of rounded arrays: all of them, or what differs from `base`, place by place where that is less.
+    """Return the tensors to send: all, or only those that differ from `base`, element by element if that is smaller.
 
-    Bits are compared: a zero of another sign differs. ValueError for a name that `base` lacks.
+    Bits are compared, so a zero of another sign differs. Raises ValueError if `base` does not have a name or shape.
     """
     if base is None:
         return [SentTensor(name, values) for name, values in params.items()]
-    if lacking := [name for name in params if name not in base or base[name].shape != params[name].shape]:
-        raise ValueError(f"base lacks {lacking[0]}, or has it in another shape")
+    if missing := [name for name in params if name not in base or base[name].shape != params[name].shape]:
+        raise ValueError(f"base does not have {missing[0]}, or has it in another shape")
     found = (_difference(name, values, base[name]) for name, values in params.items())
     return [tensor for tensor in found if tensor is not None]
 
@@ -85,21 +83,20 @@ def _difference(name: str, values: np.ndarray, base: np.ndarray) -> SentTensor |
 
 @dataclass(frozen=True)
 class WeightSending:
-    """How one update is sent: in buckets of about `bucket_bytes`, of whole tensors.
-
-    `base_version` is the version of `base`, that which serves where nothing is said.
-    """
+    """Options of an update that is sent in buckets of whole tensors."""
 
     weight_version: str
     served_version: str
     base_version: str | None = None
+    """Version of `base`; None: the served version."""
     bucket_bytes: int = BUCKET_BYTES
+    """Approximate bytes of a bucket."""
     abort_all_requests: bool = False
 
     def buckets(
         self, tensors: Sequence[SentTensor], *, is_delta: bool
     ) -> Iterator[tuple[dict[str, str], list[bytes | memoryview]]]:
-        """The query and the body of every request, in their order; at least one."""
+        """Yield the query and the body of every request, in order; at least one."""
         groups = bucketed(tensors, self.bucket_bytes)
         update_id, base_version = uuid.uuid4().hex, self.base_version or self.served_version
         for number, group in enumerate(groups):
@@ -110,7 +107,7 @@ class WeightSending:
 
 
 def bucketed(tensors: Sequence[SentTensor], bucket_bytes: int) -> list[list[SentTensor]]:
-    """Tensors in buckets of about `bucket_bytes`, whole ones; one bucket at least."""
+    """Group whole tensors into buckets of about `bucket_bytes`; return at least one bucket."""
     groups: list[list[SentTensor]] = [[]]
     num_bytes = 0
     for tensor in tensors:
@@ -124,7 +121,7 @@ def bucketed(tensors: Sequence[SentTensor], bucket_bytes: int) -> list[list[Sent
 
 
 async def in_chunks(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:
-    """The parts of a body, none longer than CHUNK_BYTES."""
+    """Yield the parts of a body, each of at most CHUNK_BYTES."""
     for part in parts:
         for begin in range(0, len(part), CHUNK_BYTES):
             yield part[begin : begin + CHUNK_BYTES]

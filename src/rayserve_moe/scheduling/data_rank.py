@@ -7,8 +7,8 @@ import numpy as np
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.state.groups import PageGroup
+from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
+from rayserve_moe.state.groups import EntryGroup, PageGroup
 from rayserve_moe.state.paged import states_of
 
 EVICTION_BATCH = 16
@@ -23,16 +23,28 @@ class DataRank:
     """
 
     def __init__(
-        self, index: int, rows: range, *, num_pages: int, table: RowTable, page_groups: tuple[PageGroup, ...] = ()
+        self,
+        index: int,
+        rows: range,
+        *,
+        num_pages: int,
+        table: RowTable,
+        page_groups: tuple[PageGroup, ...] = (),
+        entry_groups: tuple[EntryGroup, ...] = (),
     ) -> None:
         self.index = index
         self.rows = rows
         self.table = table
         """Shared by all ranks."""
         self.states, self.page_maps = states_of(
-            page_groups, num_rank_pages=num_pages, page_size=table.page_size, num_rows=len(rows)
+            page_groups, entry_groups, num_rank_pages=num_pages, page_size=table.page_size, num_rows=len(rows)
         )
         """States beside the pages of the rank, and maps from these to the pages of each page table."""
+        self.entry_tokens = max((group.entry_tokens for group in entry_groups), default=0)
+        """Tokens from one entry of a state to the next; 0 without entries."""
+        self._kept_tokens = max(self.entry_tokens, table.page_size)
+        """Tokens from one entry to the next that ends with a page."""
+        self._entry_groups = entry_groups
         self.allocator = PageAllocator(num_pages, states=self.states)
         self.tree = PrefixTree(self.allocator, page_size=table.page_size)
         self.free_rows = list(reversed(rows))
@@ -70,6 +82,8 @@ class DataRank:
         token_ids = self._reusable_tokens(sequence)
         if self.states:
             token_ids = token_ids[: self.num_cached(sequence)]
+        if self._entry_groups:
+            sequence.cache.kept_positions = self._kept_positions(sequence, len(token_ids))
         prefix = self.tree.match(sequence.cache.namespace, token_ids)
         self.tree.lock(prefix)
         return prefix
@@ -83,7 +97,8 @@ class DataRank:
         page_ids = prefix.page_ids
         self.allocator.share(page_ids)
         for state in self.states:
-            state.enter(row - self.rows.start, page_ids, position=len(page_ids) * self.table.page_size)
+            position = len(page_ids) * self.table.page_size
+            state.enter(row - self.rows.start, page_ids, position=position, kept=cache.kept_positions)
         self.table.extend(row, page_ids, generations=self.allocator.generations[page_ids])
         self.table.num_computed[row] = len(page_ids) * self.table.page_size
         self.running.append(sequence)
@@ -97,7 +112,8 @@ class DataRank:
     def dismiss(self, sequence: Sequence) -> None:
         """Take a running sequence out of its row; it keeps its pages, and nothing in the states."""
         for state in self.states:
-            state.leave(sequence.row - self.rows.start, sequence.pages)
+            positions = min(sequence.num_computed, sequence.num_tokens), sequence.num_computed
+            state.leave(sequence.row - self.rows.start, sequence.pages, positions=positions)
         self.free_rows.append(sequence.row)
         self.table.leave(sequence)
         self.running.remove(sequence)
@@ -124,6 +140,8 @@ class DataRank:
         if num_pages <= cache.prefix.num_pages or cache.num_flushes != self._num_flushes:
             return
         token_ids = sequence.token_ids[: num_pages * self.table.page_size]
+        if self._entry_groups and self._has_twins(sequence, token_ids) and _are_pages_used(sequence):
+            return
         longer = self.tree.insert(cache.namespace, token_ids, page_ids=sequence.pages[:num_pages])
         self.tree.lock(longer)
         self.tree.unlock(cache.prefix)
@@ -159,9 +177,41 @@ class DataRank:
         assert sorted(taken + self.free_rows) == list(self.rows), "rows are lost or shared"
         assert all(sequence in self.running for sequence in self.prefilling), "a prompt is computed without a row"
 
+    def _kept_positions(self, sequence: Sequence, num_cached: int) -> tuple[int, ...]:
+        """Return the positions after `num_cached` tokens at which entries of a sequence stay to be found, ascending.
+
+        They are the last entry of its known tokens, for siblings and retries; the last one of the cached pages that it
+        shares with others, for those who begin alike; and those of an interval, if there is one.
+        """
+        grid, shared = self._kept_tokens, self.tree.match_length(sequence.cache.namespace, sequence.token_ids)
+        last = (sequence.num_tokens - 1) // grid * grid
+        intervals = {max(grid, group.interval) for group in self._entry_groups if group.interval}
+        at_intervals = {place for interval in intervals for place in range(interval, last, interval)}
+        positions = {last, min(shared // grid * grid, last), *at_intervals}
+        return tuple(sorted(position for position in positions if position > num_cached))
+
+    def _has_twins(self, sequence: Sequence, token_ids: np.ndarray) -> bool:
+        """Return True if other pages are cached with tokens of a sequence; they then get the entries of its own pages.
+
+        A sequence computes cached tokens anew where they lack an entry. If it locked the twins as well, it would hold
+        twice the pages that it needs: its own are cached once no choice of its request runs.
+        """
+        cached_ids = self.tree.matching_pages(sequence.cache.namespace, token_ids)
+        page_ids = sequence.pages[: len(cached_ids)]
+        if np.array_equal(page_ids, cached_ids):
+            return False
+        for state in self.states:
+            state.hand_over(page_ids, cached_ids)
+        return True
+
     def _reusable_tokens(self, sequence: Sequence) -> np.ndarray:
         """Return the known tokens but the last, which has to be computed to sample after it, and those to be probed."""
         count, probe = sequence.num_tokens - 1, sequence.evidence.probe
         if probe is not None and not probe.is_complete:
             count = min(count, probe.frontier)
         return sequence.token_ids[:count]
+
+
+def _are_pages_used(sequence: Sequence) -> bool:
+    """Return True if a choice of a request has a row, and reads pages that it may share with the sequence."""
+    return any(choice.row != NO_ROW for choice in (sequence, *sequence.group.choices))

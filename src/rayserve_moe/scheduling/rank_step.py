@@ -15,7 +15,7 @@ from rayserve_moe.scheduling.chunk_demands import ChunkDemand
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, chunk_demand
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, PageTableChanges
-from rayserve_moe.state.groups import PageGroup
+from rayserve_moe.state.groups import EntryGroup, PageGroup
 
 CANDIDATES = 8
 """Waiting sequences, from the front, that are compared."""
@@ -45,6 +45,8 @@ class StepLimits:
     """False: only the choices of one request share pages."""
     page_groups: tuple[PageGroup, ...] = ()
     """Groups of layers that share a page table; empty if there is one table, of the pages of the rank."""
+    entry_groups: tuple[EntryGroup, ...] = ()
+    """Groups of layers with entries."""
     verify_rows: int = 0
     """Single tokens of a step without prompts, for sequences with drafts."""
 
@@ -166,11 +168,21 @@ class RankStep:
         self._add_chunk(sequence, length)
         return True
 
+    def add_state_values(self) -> None:
+        """Add the values of rows that states have changed to the columns behind the page tables."""
+        rank, column = self.rank, self.rank.table.state.page_ids.shape[1] * max(1, len(self.rank.page_maps))
+        for state in rank.states:
+            changes = state.take_row_values()
+            if len(changes.rows):
+                rows = changes.rows + rank.rows.start
+                self.pages.append(PageTableChanges(rows, changes.columns + column, changes.values))
+
     def _advance_states(self) -> None:
-        """Move the states to the position of the next query of each row."""
+        """Move the states to the position of the next query of each row, the first one where drafts are awaited."""
         for state in self.rank.states:
             of_rank, table = slice(self.rank.rows.start, self.rank.rows.stop), self.rank.table
-            state.advance(table.num_computed[of_rank], table.state.page_ids[of_rank])
+            positions = np.minimum(table.num_computed[of_rank], table.num_tokens[of_rank])
+            state.advance(positions, table.state.page_ids[of_rank])
 
     def _grow_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """Give every decoding sequence the page its next token needs; returns what `decoding` does."""
@@ -221,7 +233,22 @@ class RankStep:
         wanted = min(sequence.num_tokens - start, self._limits.chunk_tokens)
         if wanted == 1 and chunk_demand(sequence, start, stop=start + 1) is None:
             return 1
-        return min(wanted, self._budget // PREFILL_BLOCK_TOKENS * PREFILL_BLOCK_TOKENS)
+        length = min(wanted, self._budget // PREFILL_BLOCK_TOKENS * PREFILL_BLOCK_TOKENS)
+        return self._whole_entries(sequence, start, length) if self.rank.entry_tokens else length
+
+    def _whole_entries(self, sequence: Sequence, start: int, length: int) -> int:
+        """Shorten a chunk so that a kept entry is the last one that it writes, and that it ends where an entry does.
+
+        The devices write a row's entry with the first token behind it. The last entry of the known tokens needs no cut.
+        """
+        grid, stop = self.rank.entry_tokens, start + length
+        last = (sequence.num_tokens - 1) // grid * grid
+        for kept in sequence.cache.kept_positions:
+            if kept < last and start <= kept < stop:
+                stop = min(stop, kept if kept > start else start + grid)
+        if stop < sequence.num_tokens and stop // grid * grid > start:
+            stop = stop // grid * grid
+        return stop - start
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         """Give `sequence` pages for `length` more tokens; False where it was itself preempted."""

@@ -66,6 +66,7 @@ class Scheduler:
                 num_pages=limits.num_pages,
                 table=self.table,
                 page_groups=limits.page_groups,
+                entry_groups=limits.entry_groups,
             )
             for i in range(limits.num_data_ranks)
         ]
@@ -86,6 +87,11 @@ class Scheduler:
     @property
     def caches_prefixes(self) -> bool:
         return self._limits.caches_prefixes
+
+    @property
+    def has_entries(self) -> bool:
+        """Return True if layers keep entries: drafts at unknown positions could then write one."""
+        return bool(self._limits.entry_groups)
 
     @property
     def has_work(self) -> bool:
@@ -121,6 +127,8 @@ class Scheduler:
             while self._admit_next(steps):
                 pass
         most = 0 if draft is None else add_decoding(steps, draft, limits=limits)
+        for step in steps:
+            step.add_state_values()
         schedule = build_schedule(
             self._next_step_id, steps, table=self.table, captures_all=self.captures_all, max_drafts=most
         )

@@ -123,6 +123,8 @@ class CacheState:
     """Flushes of the rank before it got its row."""
     num_cached: int = 0
     """Tokens that it found cached at its first start."""
+    kept_positions: tuple[int, ...] = ()
+    """Positions, ascending, after which its states with entries shall be found by others."""
     origins: tuple[tuple[int, int, str], ...] = ()
     """Ranges `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once more; a later
     range outranks earlier ones."""

@@ -33,7 +33,7 @@ from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.requests.columns import Columns
 from rayserve_moe.requests.fields import MAX_LISTED_IDS
 from rayserve_moe.scheduling.token_probe import TokenProbe
-from rayserve_moe.state.groups import PageGroup
+from rayserve_moe.state.groups import EntryGroup, PageGroup
 
 LAST_SAMPLED = -1
 DRAFTED = AWAITED = -2
@@ -286,6 +286,8 @@ class StartReport:
     num_redundant_experts: int = 0
     page_groups: tuple[PageGroup, ...] = ()
     """Groups of layers that share a page table."""
+    entry_groups: tuple[EntryGroup, ...] = ()
+    """Groups of layers with entries."""
     dtype: str = ""
     """Dtype of all weights except `float32_tensors`."""
     float32_tensors: tuple[str, ...] = ()

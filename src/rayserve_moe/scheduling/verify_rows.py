@@ -36,6 +36,9 @@ def add_decoding(steps: list[RankStep], draft: Draft, *, limits: StepLimits) -> 
             row = int(rows[i])
             if (drafted := drafts.get(row)) is not None:
                 room = int(step.rank.table.targets[row] - starts[i]) - 1
+                if step.rank.entry_tokens:
+                    # A token at a multiple writes an entry, and is certain therefore.
+                    room = min(room, step.rank.entry_tokens - 1 - int(starts[i]) % step.rank.entry_tokens)
                 count = _grow(step, row, max(0, min(len(drafted), free, room)), page_size=limits.page_size)
                 found[row] = drafted[: max(0, count)]
                 free -= len(found[row])

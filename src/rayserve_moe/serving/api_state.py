@@ -1,4 +1,4 @@
-"""What the routes work with: one explicit object, made once per application."""
+"""Shared state of the routes: an explicit object per application."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ _ENCODING_THREADS = partial(ThreadPoolExecutor, max_workers=2, thread_name_prefi
 
 @dataclass(frozen=True)
 class ApiState:
-    """The engine and what the HTTP edge adds. `encoding` are threads that serialize long answers and decode routing.
-
-    `fleet` are all replicas of the application; None where this engine has no others beside it. `journal` keeps
-    requests that are to outlive this process; None where none are.
-    """
+    """Engine with the state of the HTTP front end."""
 
     loop: EngineLoop
     tokenizer: Tokenizer
     server: ServerSettings = field(default_factory=ServerSettings)
     encoding: ThreadPoolExecutor = field(default_factory=_ENCODING_THREADS)
+    """Threads that serialize long answers and decode routing."""
     started_at: float = field(default_factory=time.time)
     responses: ResponseStore = field(default_factory=ResponseStore)
     traffic: Traffic = field(default_factory=Traffic)
     fleet: Fleet | None = None
+    """All replicas of the application; None for a standalone engine."""
     journal: JournalClient | None = None
+    """Journal of requests that outlive this process; None without a journal."""
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +49,10 @@ class ApiState:
 
     @cached_property
     def chat_output(self) -> ChatOutput:
-        """How answers of chats are split. ValueError where the tokenizer has no usable template for it."""
+        """Return the splitter factory of chat answers.
+
+        Raises: ValueError if the tokenizer has no usable template for it.
+        """
         return ChatOutput(
             self.tokenizer,
             tool_call_parser=self.server.tool_call_parser,
@@ -59,13 +61,16 @@ class ApiState:
 
     @property
     def awaited_weights(self) -> str:
-        """The version that has to be pushed before anything is answered; empty where nothing is awaited."""
+        """Return the version that must be sent before any answer; empty if none is awaited."""
         return "" if self.fleet is None else self.fleet.member.awaited
 
     async def refuse_requests(self, request: Request) -> None:
-        """Raise a 503 where nothing is to be generated, and EngineBusyError before a body is read in vain.
+        """Reject a generation request before its body is read.
 
-        What goes on with another request may need no place. A single dependency, since each costs every request.
+        A request that resumes may need no capacity, so it skips that check. It is a single dependency because each one
+        adds cost to every request.
+
+        Raises: ApiError 503 while draining or without weights; EngineBusyError if the engine has no capacity.
         """
         await self.traffic.refuse_when_draining()
         await self.refuse_without_weights()
@@ -73,11 +78,11 @@ class ApiState:
             self.loop.capacity.check()
 
     async def refuse_without_weights(self) -> None:
-        """Raise a 503 while weights are awaited. A coroutine, since FastAPI calls plain functions on a thread."""
+        """Raise a 503 while weights are awaited. It is a coroutine because FastAPI runs plain functions on a thread."""
         if version := self.awaited_weights:
             raise ApiError(503, lost_sentence(version), code="weights_lost")
 
     @property
     def card(self) -> ModelCard:
-        """The model being served; weight updates replace it."""
+        """Return the served model; weight updates replace it."""
         return self.loop.card

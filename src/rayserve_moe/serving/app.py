@@ -1,4 +1,4 @@
-"""The Ray Serve application: one replica per slice holds the engine and answers HTTP."""
+"""Ray Serve application: a replica per slice holds the engine and answers HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
 from rayserve_moe.cluster.raylet_watch import end_with_raylet
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
-from rayserve_moe.config.derive import keeps_journal, most_open_requests, most_replicas
+from rayserve_moe.config.derive import keeps_journal, max_num_replicas, max_open_requests
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings, SettingsError
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
@@ -54,19 +54,19 @@ from rayserve_moe.serving.start.scaling import REPLICA_CPUS
 log = logging.getLogger(__name__)
 
 SERVE_LOGGER = "ray.serve"
-"""Its handlers, the replica's log file and perhaps standard error, get the package's lines too."""
+"""Its handlers, the replica's log file and possibly standard error, also receive the package's lines."""
 SHUT_DOWN = FinishReason("error", message="the server is shutting down")
 HEALTH_CHECK_PERIOD_S = 1.0
-"""Serve replaces a lost replica after one check, a failing one after three in a row and a drain."""
+"""Serve replaces a lost replica after a single failed check, and a failing replica after three checks and a drain."""
 ANSWERS_TIMEOUT_S = 5.0
-"""For clients to receive the error that ends their request."""
+"""Time for clients to receive the error that ends their request."""
 _POLL_S = 0.02
 
 
 @serve.deployment(name="moe-server")
 @serve.ingress()
 class MoeServer:
-    """Engine and HTTP edge of one slice in one process: a token crosses one process border on its way out."""
+    """Engine and HTTP front end of a slice in one process, so that a token crosses a single process boundary."""
 
     def __init__(self, settings: Settings) -> None:
         use_logging(settings.logging, handlers=logging.getLogger(SERVE_LOGGER).handlers)
@@ -103,37 +103,37 @@ class MoeServer:
         return api
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return where routers read what this replica has cached; Serve passes it on to them."""
+        """Return the address of this replica's page feed, which Serve passes to routers."""
         return {} if self._feed is None else self._feed.address
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what Serve's controller scales the fleet by; it asks only where `max_replicas` is set."""
+        """Return the demand for Serve's autoscaler, which asks only if `max_replicas` is set."""
         return {DEMAND: demand_of(self._engine.loop)}
 
     async def fleet_call(self, call: str, arguments: tuple[Any, ...]) -> Answer:
-        """Answer a call of the fleet, by this replica alone."""
+        """Answer a fleet call for this replica only."""
         return await answer(self._state, call, arguments=arguments)
 
     async def sent_weights(self, call: str, arguments: tuple[Any, ...]) -> Answer:
-        """Answer a trainer in the same cluster (`rollouts.ray_weights`), for all replicas."""
+        """Answer a trainer in the same cluster (`rollouts.ray_weights`) for all replicas."""
         return await answer_trainer(self._state, call, arguments=arguments)
 
     async def drain(self) -> int:
-        """Refuse new requests from now on; returns how many are in progress."""
+        """Reject new requests from now on; return the number of requests in progress."""
         self._traffic.drain()
         return self._traffic.num_open
 
     async def give_up(self) -> None:
-        """End running requests with an error, and the engine."""
+        """End running requests with an error, and stop the engine."""
         await asyncio.to_thread(self._engine.loop.shutdown, SHUT_DOWN)
 
     def _leave(self) -> None:
-        """End this replica, which cannot have the weights that the others serve: Serve starts another."""
+        """End this replica because it cannot load the weights of the fleet; Serve starts another."""
         self._engine.loop.shutdown(SHUT_DOWN)
         ray.kill(self._this)
 
     def check_health(self) -> None:
-        """Raise when the engine is dead or stuck; Serve then replaces the replica."""
+        """Raise if the engine is dead or stuck; Serve then replaces the replica."""
         self._engine.loop.check_health()
 
     def __del__(self) -> None:
@@ -146,16 +146,14 @@ class MoeServer:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Build the application from the flat settings under `args` of a Serve config.
+    """Build the application from the flat settings in `args` of a Serve config.
 
-    A wrong key or value is a SettingsError at deployment, naming the key (and the nearest known one).
+    Raises: SettingsError for a wrong key or value, with the nearest known key.
     """
     settings = settings_from(args)
     deployment = MoeServer.options(
         ray_actor_options={"num_cpus": REPLICA_CPUS},
-        max_ongoing_requests=most_open_requests(
-            settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size
-        ),
+        max_ongoing_requests=max_open_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s,
         deployment_actors=_actors(settings),
@@ -171,8 +169,8 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def routes_by_prefix(settings: Settings) -> bool:
-    """Whether requests go through routers that know what every replica has cached; warns where they cannot."""
-    wanted = {"on": True, "off": False}.get(settings.server.prefix_routing, most_replicas(settings.replicas) > 1)
+    """Return True if routers select replicas by cached prefixes; log a warning if this Ray does not support it."""
+    wanted = {"on": True, "off": False}.get(settings.server.prefix_routing, max_num_replicas(settings.replicas) > 1)
     if not wanted:
         return False
     if (fault := unknown_ray()) is not None:
@@ -181,9 +179,9 @@ def routes_by_prefix(settings: Settings) -> bool:
 
 
 def journal_of(settings: Settings) -> JournalClient | None:
-    """Connect to the journal where requests are to outlive this replica; warns where there is none.
+    """Connect to the journal if requests outlive this replica; log a warning if no journal is configured.
 
-    SettingsError where one is asked for and not named.
+    Raises: SettingsError if the journal is required but not configured.
     """
     server = settings.server
     if not keeps_journal(settings):
@@ -199,13 +197,13 @@ def journal_of(settings: Settings) -> JournalClient | None:
 
 
 def page_feed(engine: ReplicaEngine) -> PageFeed:
-    """Tell routers what the engine of this replica has cached."""
+    """Return the feed that reports this engine's cached pages to routers."""
     key = shared_key(serve.get_replica_context().app_name)
     return PageFeed(engine.loop.control.pages, engine.loop.capacity, host=ray.util.get_node_ip_address(), key=key)
 
 
 def fleet_of(settings: Settings, *, give_up: Callable[[], object]) -> Fleet:
-    """What this replica holds of the fleet of its deployment."""
+    """Return this replica's membership in the fleet of its deployment."""
     context = serve.get_replica_context()
     state = RemoteState(partial(serve.get_deployment_actor, STATE_NAME))
     member = FleetMember(
@@ -215,14 +213,16 @@ def fleet_of(settings: Settings, *, give_up: Callable[[], object]) -> Fleet:
 
 
 def fleet_calls() -> FleetCalls:
-    """Calls to all replicas of this deployment, from one event loop."""
+    """Return calls to all replicas of this deployment; they must run on a single event loop."""
     context = serve.get_replica_context()
     return FleetCalls(context.app_name, context.deployment, method="fleet_call")
 
 
 def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
-    """What Serve's controller starts, and restarts when it dies: who knows what the fleet serves, and the balancer,
-    where experts move. The former is on the head node: no other that is lost takes it along with its replicas."""
+    """Return the actors that Serve's controller starts and restarts: the fleet state and, with EPLB, the planner.
+
+    The fleet state runs on the head node, so that losing another node never loses it together with its replicas.
+    """
     on_head = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE_NAME: 0.001}}
     state = DeploymentActorConfig(name=STATE_NAME, actor_class=WantedStateActor, actor_options=on_head)
     if not settings.balancing.enabled:
@@ -233,14 +233,14 @@ def _actors(settings: Settings) -> list[dict[str, Any] | DeploymentActorConfig]:
         DeploymentActorConfig(
             name=BALANCER_NAME,
             actor_class=EplbPlannerActor,
-            init_kwargs=asdict(planning),  # Serve keeps plain values only, where a file configures it
+            init_kwargs=asdict(planning),  # Serve accepts only plain values if a file configures it
             actor_options={"num_cpus": 0},
         ),
     ]
 
 
 def end_after_failure(engine: ReplicaEngine, traffic: Traffic, *, end_process: Callable[[], None]) -> None:
-    """Wait for the engine to end; if it has failed, release its hosts, wait for open answers, and end the process.
+    """Wait for the engine to end; after a failure release its hosts, wait for open answers, and end the process.
 
     Serve replaces a lost replica at once. The engine publishes every request's error before its thread ends.
     """
@@ -250,21 +250,21 @@ def end_after_failure(engine: ReplicaEngine, traffic: Traffic, *, end_process: C
     deadline = time.monotonic() + ANSWERS_TIMEOUT_S
     while traffic.num_open and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    log.error("the engine has failed: this replica ends, with %d requests unanswered", traffic.num_open)
+    log.error("the engine has failed: this replica ends with %d unanswered requests", traffic.num_open)
     end_process()
 
 
 async def answer_trainer(state: ApiState, call: str, *, arguments: tuple[Any, ...]) -> Answer:
     """Return the answer to a call of a trainer in the same Ray cluster, which concerns all replicas.
 
-    Every host fetches the object that was cut for it: the replica that is asked passes references on and holds no
-    values. Who can call actors of the cluster may run code in them anyway, so nothing is lost by what a call unpickles.
+    Every host fetches its own object: this replica forwards references and holds no values. Callers of actors can run
+    code in the cluster anyway, so unpickling a call adds no risk.
     """
     return await answer_by(_TRAINER_CALLS, state, call=call, arguments=arguments)
 
 
 async def _held_weights(state: ApiState) -> dict[str, Any]:
-    """What weights are rounded to, and the version that serves."""
+    """Return the dtypes of held weights and the serving version."""
     report = state.loop.start_report
     return {
         "dtype": report.dtype,
@@ -276,7 +276,10 @@ async def _held_weights(state: ApiState) -> dict[str, Any]:
 async def _wanted_tensors(
     state: ApiState, update_id: str, number: int, heads: Heads, base_version: str | None
 ) -> dict[str, list[list[WantedTensor]]]:
-    """By replica what each of its hosts wants of the tensors of a bucket; a lone one may have no name."""
+    """Return, by replica, the tensors of a bucket that each of its hosts needs.
+
+    A single replica may have an empty name.
+    """
     assert state.fleet is not None, "a replica of Serve has a fleet"
     limit_s = state.fleet.staging_timeout_s
     answers = await ask_all(state, "wanted", update_id, number, heads, base_version, timeout_s=limit_s)
@@ -286,7 +289,10 @@ async def _wanted_tensors(
 async def _stage_bucket(
     state: ApiState, update_id: str, number: int, sent: dict[str, SentShares], order: WeightOrder | None
 ) -> WeightOutcome:
-    """Have all replicas stage their shares of a bucket; with an `order`, which comes with the last one, they serve."""
+    """Stage a bucket's shares on all replicas, and switch to the weights with an `order`.
+
+    The order accompanies the last bucket.
+    """
     bucket_order = BucketOrder(update_id, order or WeightOrder(""), number, is_last=order is not None)
     return await stage_everywhere(state, shares_of(state, sent), sent=sent, order=bucket_order)
 

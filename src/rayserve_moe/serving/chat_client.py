@@ -1,4 +1,4 @@
-"""`rayserve-moe chat`: a conversation with a server, in a terminal."""
+"""Command `rayserve-moe chat`: a conversation with a server in a terminal."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ FAILED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
-    parser.add_argument("--api-key", default="", help="where the server asks for one")
-    parser.add_argument("--system", default="", help="what the system says first")
-    parser.add_argument("--max-tokens", type=int, help="of one answer (default: what the context holds)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)")
+    parser.add_argument("--api-key", default="", help="key of a server with authentication")
+    parser.add_argument("--system", default="", help="system message")
+    parser.add_argument("--max-tokens", type=int, help="maximum tokens per answer (default: the rest of the context)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Talk until the input ends; returns 1 where the server cannot be asked."""
+    """Chat until the input ends; return 1 if the server cannot be reached."""
     return converse(options, sys.stdin, output=sys.stdout)
 
 
 def converse(options: argparse.Namespace, lines: TextIO, *, output: TextIO) -> int:
-    """Answer every line of the input, each with all before it."""
+    """Answer every line of the input, with all previous lines as context."""
     messages = [{"role": "system", "content": options.system}] if options.system else []
     for line in lines:
         if not line.strip():
@@ -41,7 +41,7 @@ def converse(options: argparse.Namespace, lines: TextIO, *, output: TextIO) -> i
                 output.write(piece)
                 output.flush()
         except (urllib.error.URLError, TimeoutError) as error:
-            sys.stderr.write(f"rayserve-moe chat: {_told(error)}\n")
+            sys.stderr.write(f"rayserve-moe chat: {_message_of(error)}\n")
             return FAILED
         output.write("\n")
         messages.append({"role": "assistant", "content": "".join(spoken)})
@@ -49,7 +49,7 @@ def converse(options: argparse.Namespace, lines: TextIO, *, output: TextIO) -> i
 
 
 def answer_pieces(options: argparse.Namespace, messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the text of an answer as it comes."""
+    """Yield the text of an answer as it arrives."""
     body: dict[str, Any] = {"messages": messages, "stream": True, "temperature": options.temperature}
     if options.max_tokens is not None:
         body["max_tokens"] = options.max_tokens
@@ -72,7 +72,7 @@ def _texts(event: dict[str, Any]) -> Iterator[str]:
         yield choice["delta"].get("content") or ""
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return f"{error.code}: {error.read().decode(errors='replace')}"
     return str(error)

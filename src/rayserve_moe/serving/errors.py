@@ -1,8 +1,7 @@
-"""Every error in one shape: `{"error": {"message", "type", "param", "code"}}`. Input is never echoed.
+"""Error answers in a single shape: `{"error": {"message", "type", "param", "code"}}`. They never echo input.
 
-On Anthropic's routes `"type": "error"` stands before it, as its clients expect.
-
-An unknown exception is a bug of ours: a bare 500, logged by the server with its trace.
+On Anthropic's routes they also have `"type": "error"`, as its clients expect. An unknown exception is a bug: a bare 500
+whose traceback the server logs.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _TYPE_OF_STATUS = {
     503: "service_unavailable_error",
 }
 ANTHROPIC_PATH = "/v1/messages"
-"""What paths of Anthropic's dialect begin with."""
+"""Prefix of Anthropic's paths."""
 _RETRY_AFTER_S = {429: 1, 503: 5}
 
 
 class ApiError(Exception):
-    """An error answer with its HTTP status; `param` names the field at fault, `code` is for programs."""
+    """Error answer with its HTTP status; `param` names the field at fault, `code` is for programs."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -50,7 +49,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str) -> JSONResponse:
-        """Return the HTTP answer to a request for a path, with `Retry-After` where a retry may succeed."""
+        """Return the HTTP answer to a request for a path, with `Retry-After` if a retry may succeed."""
         headers = {"Retry-After": str(_RETRY_AFTER_S[self.status])} if self.status in _RETRY_AFTER_S else None
         if self.status == 401:
             headers = {"WWW-Authenticate": "Bearer"}
@@ -79,12 +78,12 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def path_of(scope: Scope) -> str:
-    """Return the path that a request asks for, below the application's own."""
+    """Return the path of a request below the application's prefix."""
     return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every exception that leaves a route with an error object."""
+    """Answer every exception of a route with an error object."""
     known = (
         ApiError,
         RequestError,

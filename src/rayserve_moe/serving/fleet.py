@@ -1,4 +1,4 @@
-"""What a replica holds of its fleet: its own part, the way to the others, and the actor that knows what is wanted."""
+"""Membership of a replica in its fleet: its own state, calls to the others, and the fleet state actor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from rayserve_moe.fleet.member import FleetMember
 from rayserve_moe.fleet.remote_state import RemoteState
 
 OFFER_S = 10.0
-"""For a replica to say what it offers."""
+"""Timeout for a replica to answer with its offer."""
 
 
 @dataclass
 class Fleet:
-    """`last_bucket` is the one that was staged last for the fleet here: update, number, and what came of it.
-    `offered_weights` returns what serves here of what was sent, for replicas that start."""
+    """Membership of a replica in its fleet."""
 
     member: FleetMember
     calls: FleetCalls
@@ -28,21 +27,23 @@ class Fleet:
     staging_timeout_s: float
     staging: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_bucket: tuple[str, int, WeightOutcome] | None = None
+    """Last bucket staged here for the fleet: update id, number and outcome."""
     offered_weights: Callable[[], FirstWeights | None] = lambda: None
+    """Return the serving sent weights for replicas that start, or None."""
 
 
 class OffersOfOthers:
-    """Asks other replicas for the weights of an order, from a thread whose own loop, if it has one, is held up."""
+    """Request for the weights of an order to other replicas, from a thread whose own event loop may be blocked."""
 
     def __init__(self, calls: FleetCalls) -> None:
         self._calls = calls
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, order_id: str) -> FirstWeights | None:
-        """Return the first offer; None where no replica offers them now."""
+        """Return the first offer, or None if no replica offers the weights now."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            # Serve keeps the handle that is made there, for all later calls: the loop runs on.
+            # Serve binds the handle to this loop for all later calls, so the loop keeps running.
             threading.Thread(target=self._loop.run_forever, name="offers", daemon=True).start()
         asked = self._calls.ask("offered_weights", order_id, timeout_s=OFFER_S, members=tuple)
         answers = asyncio.run_coroutine_threadsafe(asked, self._loop).result()

@@ -1,4 +1,4 @@
-"""Weights that are sent, to all replicas: whoever receives a bucket passes it on, and the last one has all serve."""
+"""Sent weights for all replicas: the receiver of a bucket forwards it, and the last bucket switches all replicas."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rayserve_moe.serving.fleet_control import (
 )
 
 Sent = bytearray | dict[str, SentShares]
-"""A bucket as it is passed on: its body, or by replica what its sender has cut."""
+"""Bucket to forward: its body, or the shares cut by its sender, by replica."""
 
 
 async def stage_everywhere(
     state: ApiState, bucket: SentBucket | SentShares, *, sent: Sent, order: BucketOrder
 ) -> WeightOutcome:
-    """Have all replicas stage a bucket; with the last one all serve what was sent, or none.
+    """Stage a bucket on all replicas; after the last bucket all replicas switch to the sent weights, or none does.
 
-    UpdateConflictError for a bucket that does not follow what one of them has: all have forgotten the update then.
+    Raises: UpdateConflictError if a bucket does not follow the buckets of a replica; all replicas drop the update then.
     """
     fleet = state.fleet
-    if fleet is None or (fleet.member.is_alone and not order.is_last):
+    if fleet is None or (fleet.member.is_single_replica and not order.is_last):
         return await _own(state, bucket, order)
     if not order.is_last:
         return await _all_stage(state, sent, order)
@@ -54,7 +54,7 @@ async def _own(state: ApiState, bucket: SentBucket | SentShares, order: BucketOr
 
 
 async def _all_stage(state: ApiState, sent: Sent, order: BucketOrder, *, order_id: str = "") -> WeightOutcome:
-    """Pass a bucket to all; where one does not stage it all forget the update."""
+    """Forward a bucket to all replicas; if any does not stage it, all drop the update."""
     assert state.fleet is not None, "a fleet stages"
     update_id = order.update_id
     number = state.loop.control.tensors.num_staged(update_id) if order.number is None else order.number
@@ -72,7 +72,7 @@ async def _all_stage(state: ApiState, sent: Sent, order: BucketOrder, *, order_i
 
 
 def _fault_of(answers: Answers) -> str:
-    """Why not all have staged a bucket; empty where all have."""
+    """Return the reason why a replica did not stage a bucket; empty if all did."""
     if (refused := answers.refused) is not None:
         return sentence_of(refused)
     if answers.missing:

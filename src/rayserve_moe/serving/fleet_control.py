@@ -1,7 +1,7 @@
-"""Control of all replicas, whichever is asked: nothing counts as done that a replica has not answered for.
+"""Control of all replicas from any of them. A command succeeds only when every replica has confirmed it.
 
-Weights change in two phases. All stage; then the actor's state changes, which decides it, and all follow. A replica
-that is lost between the two comes back with what was decided, and one that lost its caller follows by itself.
+Weights change in two phases: all replicas stage, then the state actor commits and all follow. A replica lost in between
+restarts with the committed state, and a replica whose caller is lost follows by itself.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from rayserve_moe.serving.replica_calls import CALLS
 
 READ_S = 5.0
 CHANGE_S = 60.0
-"""For replicas to do what is done between two steps."""
+"""Timeout of a change that replicas apply between two steps."""
 STAGING_SLACK_S = 30.0
 DISCARD_S = 5.0
 _POLL_S = 0.1
 
 
 async def ask_all(state: ApiState, call: str, *arguments: Any, timeout_s: float = READ_S) -> Answers:
-    """Return the answers of all replicas to a call of `replica_calls`; of this one alone under no name, as it is.
+    """Return the answers of all replicas to a call of `replica_calls`.
 
-    What a lone replica raises passes through. ApiError 503 while Serve cannot say who there is.
+    A single replica answers directly, with an empty name, and its exceptions propagate.
+
+    Raises: ApiError 503 if Serve cannot list the replicas.
     """
     fleet = state.fleet
-    if fleet is None or fleet.member.is_alone:
+    if fleet is None or fleet.member.is_single_replica:
         return Answers({"": Answer("", await CALLS[call](state, *arguments))})
     try:
         return await fleet.calls.ask(call, *arguments, timeout_s=timeout_s, members=lambda: fleet.member.view.members)
@@ -46,12 +48,18 @@ async def ask_all(state: ApiState, call: str, *arguments: Any, timeout_s: float 
 
 
 async def ask_every(state: ApiState, call: str, *arguments: Any, timeout_s: float = CHANGE_S) -> list[Any]:
-    """The same as values; ApiError for what a replica refuses, and 503 where one does not answer."""
+    """Return the values of all replicas' answers.
+
+    Raises: ApiError if a replica rejects the call, 503 if a replica does not answer.
+    """
     return list(values_of(await ask_all(state, call, *arguments, timeout_s=timeout_s)).values())
 
 
 def values_of(answers: Answers) -> dict[str, Any]:
-    """The values by replica; ApiError for what one refuses, and 503 where one does not answer."""
+    """Return the values by replica.
+
+    Raises: ApiError if a replica rejects the call, 503 if a replica does not answer.
+    """
     if answers.missing:
         raise ApiError(503, missing_sentence(answers.missing), code="replica_missing")
     if (refused := answers.refused) is not None and refused.refusal is not None:
@@ -60,17 +68,20 @@ def values_of(answers: Answers) -> dict[str, Any]:
 
 
 def missing_sentence(missing: tuple[str, ...]) -> str:
-    """Say who has not answered."""
+    """Return a sentence with the replicas that did not answer."""
     return f"{'replicas' if len(missing) > 1 else 'replica'} {', '.join(missing)} did not answer"
 
 
 def sentence_of(answer: Answer) -> str:
-    """Say which replica refuses, and why."""
+    """Return a sentence with the replica that rejects and its reason."""
     return f"replica {answer.replica}: {answer.refusal.message if answer.refusal else answer.value}"
 
 
 async def pause_all(state: ApiState, mode: str | None) -> None:
-    """Pause every replica, those that start later too, or end a pause. ApiError 503 names who has not answered."""
+    """Pause every replica, including replicas that start later, or end a pause (None).
+
+    Raises: ApiError 503 with the replicas that did not answer.
+    """
     control, fleet = state.loop.control, state.fleet
     if fleet is None:
         await asyncio.wrap_future(control.resume() if mode is None else control.pause(mode))
@@ -80,7 +91,10 @@ async def pause_all(state: ApiState, mode: str | None) -> None:
 
 
 async def update_all(state: ApiState, order: WeightOrder) -> WeightOutcome:
-    """Have all replicas serve a checkpoint, or none: where one cannot read it the old weights serve on everywhere."""
+    """Load a checkpoint on all replicas, or on none.
+
+    If any replica cannot read it, the old weights serve on everywhere.
+    """
     if state.fleet is None:
         return await asyncio.wrap_future(state.loop.control.update_weights(order))
     async with ordered(state, state.fleet) as (order_id, view):
@@ -98,7 +112,7 @@ async def update_all(state: ApiState, order: WeightOrder) -> WeightOutcome:
 
 
 async def rename_all(state: ApiState, version: str, *, aborts_requests: bool) -> None:
-    """Call the weights by another version everywhere."""
+    """Set the version of the weights on all replicas."""
     if state.fleet is None:
         await asyncio.wrap_future(state.loop.control.rename_weights(version, aborts_requests=aborts_requests))
         return
@@ -113,7 +127,7 @@ async def rename_all(state: ApiState, version: str, *, aborts_requests: bool) ->
 
 
 def fault_of(answers: Answers) -> str:
-    """Why not all have staged: who is missing, or refuses; empty where all have."""
+    """Return the reason why a replica did not stage, missing replicas first; empty if all did."""
     if answers.missing:
         return missing_sentence(answers.missing)
     if (refused := answers.refused) is not None:
@@ -122,7 +136,10 @@ def fault_of(answers: Answers) -> str:
 
 
 async def decide(state: ApiState, order_id: str, *, weights: ServedWeights) -> WeightOutcome:
-    """Have all follow to what they have staged. ApiError 503 where one has not: it, or its successor, will."""
+    """Commit the staged weights on all replicas.
+
+    Raises: ApiError 503 if a replica has not followed; it, or its successor, will.
+    """
     assert state.fleet is not None, "a fleet decides"
     wanted = await _changed(state.fleet, "commit", order_id, weights)
     if wanted is None:
@@ -139,32 +156,34 @@ async def decide(state: ApiState, order_id: str, *, weights: ServedWeights) -> W
 
 
 async def discard(state: ApiState, order_id: str) -> None:
-    """Have all forget what they have staged; who does not answer does so by itself."""
+    """Drop the staged weights on all replicas; a replica that does not answer drops them by itself."""
     await ask_all(state, "discard", order_id, timeout_s=DISCARD_S)
 
 
 def is_lone(fleet: Fleet, view: FleetView | None) -> bool:
-    """Whether no other replica has joined; without a view, as far as this one knows."""
-    return fleet.member.is_alone if view is None else view.members <= {fleet.member.name}
+    """Return True if no other replica has joined; without a view, by this replica's own knowledge."""
+    return fleet.member.is_single_replica if view is None else view.members <= {fleet.member.name}
 
 
 async def note_own(state: ApiState, order_id: str, *, path: str | None, outcome: WeightOutcome) -> WeightOutcome:
-    """Make known what a lone replica has done; returns the outcome."""
+    """Publish the outcome of an update by a single replica, and return it."""
     if outcome.success and state.fleet is not None:
         weights = ServedWeights(order_id, path, outcome.weight_version)
         wanted = await _changed(state.fleet, "commit", order_id, weights)
         if wanted is None:
             _note_alone(state.fleet, weights)
         else:
-            state.fleet.member.note(wanted)
+            state.fleet.member.record(wanted)
     return outcome
 
 
 @asynccontextmanager
 async def ordered(state: ApiState, fleet: Fleet) -> AsyncGenerator[tuple[str, FleetView | None]]:
-    """Hold the order for weights of the fleet; yields its id and what is wanted, None where a lone replica cannot ask.
+    """Hold the fleet's lease on weight orders; yield its id and the fleet view.
 
-    ApiError 503 where another order does not end in time.
+    The view is None for a lone replica without the state actor.
+
+    Raises: ApiError 503 if another order does not end in time.
     """
     order_id, deadline = uuid.uuid4().hex, time.monotonic() + CHANGE_S
     view = None
@@ -172,7 +191,7 @@ async def ordered(state: ApiState, fleet: Fleet) -> AsyncGenerator[tuple[str, Fl
         try:
             view = await fleet.state.ask("begin", order_id)
         except StateUnavailableError as error:
-            if fleet.member.is_alone:
+            if fleet.member.is_single_replica:
                 break
             raise _unknown() from error
         if view is None and time.monotonic() > deadline:
@@ -195,18 +214,18 @@ async def _renew(fleet: Fleet, order_id: str) -> None:
 
 
 async def _changed(fleet: Fleet, method: str, *arguments: Any) -> Wanted | None:
-    """Change what is wanted. A lone replica changes it by itself where the actor is lost, and restores it later."""
+    """Change the fleet state. Without the actor, a lone replica returns None and restores the state later."""
     try:
         wanted = await fleet.state.ask(method, *arguments)
     except StateUnavailableError as error:
-        if fleet.member.is_alone:
+        if fleet.member.is_single_replica:
             return None
         raise _unknown() from error
     return wanted
 
 
 def _note_alone(fleet: Fleet, weights: ServedWeights) -> None:
-    fleet.member.note(_next(fleet, weights=weights))
+    fleet.member.record(_next(fleet, weights=weights))
 
 
 def _next(fleet: Fleet, **changes: Any) -> Wanted:
@@ -214,4 +233,4 @@ def _next(fleet: Fleet, **changes: Any) -> Wanted:
 
 
 def _unknown() -> ApiError:
-    return ApiError(503, "what the fleet is to serve is unknown now: try again", code="no_state")
+    return ApiError(503, "the state of the fleet is unavailable: try again later", code="no_state")

@@ -1,4 +1,4 @@
-"""The HTTP application over an engine, which it does not own."""
+"""HTTP application over an engine that it does not own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BODIES = (*GENERATION, *TEXT, *CONTROL, *WEIGHTS)
 
 
 def create_api(state: ApiState) -> FastAPI:
-    """Return the application. It describes itself at `/openapi.json`; no page loads anything from elsewhere."""
+    """Return the application. It describes itself at `/openapi.json`; no page loads external resources."""
     app = FastAPI(
         title="rayserve_moe",
         version=package_version(),
@@ -67,7 +67,7 @@ def create_api(state: ApiState) -> FastAPI:
     app.add_middleware(journal_requests, journal=state.journal)
     app.add_middleware(guard_edge, server=state.server)
     app.add_middleware(count_traffic, traffic=state.traffic)
-    # Routes are tried in order: the most used come first.
+    # Routes are tried in order: the most frequent ones come first.
     generating = (native_router, openai_router, token_router, messages_router, responses_router)
     for router in (*generating, score_router, embeddings_router, resume_router):
         app.include_router(router(state), dependencies=[Depends(state.refuse_requests)])

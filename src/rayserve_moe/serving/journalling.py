@@ -1,4 +1,4 @@
-"""Requests of clients that name them are kept in the journal, and gone on with from there by any replica."""
+"""Journalled requests: a request with a client-supplied id is kept in the journal, and any replica can resume it."""
 
 from __future__ import annotations
 
@@ -28,33 +28,35 @@ from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.kept_paths import KEPT_PATHS
 from rayserve_moe.serving.start.haproxy_config import UNNAMED
 
-HANDED_OVER = FinishReason("error", message="this replica ends: resume this request, and another goes on with it")
+HANDED_OVER = FinishReason("error", message="this replica is shutting down: resume this request on another replica")
 _IDENTITY_BYTES = 16
 
 
 @dataclass
 class Resumed:
-    """A request that this replica has taken over, with what was committed of it and what its client has."""
+    """Request that this replica has taken over."""
 
     ticket: Ticket
     asked: AskedRequest
     committed: list[ChoiceResult]
+    """Committed output of each choice."""
     told: list[int]
+    """Tokens of each choice that the client has received."""
 
 
 @dataclass
 class Asking:
-    """The HTTP request that is being answered, as far as the journal is concerned.
-
-    `caller` is the key that it came with, `name` what the client calls it, `cursor` its `Last-Event-ID`.
-    """
+    """HTTP request in progress, with its journal identity."""
 
     journal: JournalClient
     path: str
     caller: str
+    """API key of the request."""
     name: str
+    """Client-supplied id."""
     accept: str
     cursor: str
+    """`Last-Event-ID` of the request."""
     body: bytes = b""
     stem: str = field(default_factory=lambda: uuid.uuid4().hex)
     resumed: Resumed | None = None
@@ -68,12 +70,12 @@ _ASKING: ContextVar[Asking | None] = ContextVar("asking", default=None)
 
 
 def identity_of(caller: str, name: str) -> bytes:
-    """Return what a journal knows a request by: it takes the caller's key to name it."""
+    """Return a request's key in the journal, which depends on the caller's API key."""
     return hashlib.blake2b(f"{caller}\0{name}".encode(), digest_size=_IDENTITY_BYTES).digest()
 
 
 def journal_requests(app: ASGIApp, journal: JournalClient | None) -> ASGIApp:
-    """Return ASGI middleware under which requests that generate are kept, where clients name them."""
+    """Return ASGI middleware that records generation requests with a client-supplied id."""
 
     async def journalled(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
@@ -85,20 +87,20 @@ def journal_requests(app: ASGIApp, journal: JournalClient | None) -> ASGIApp:
 
 
 def resume(asking: Asking, resumed: Resumed) -> None:
-    """Have the request that this task answers go on from what was taken over."""
+    """Continue this task's request from the state that was taken over."""
     asking.resumed, asking.stem = resumed, resumed.asked.stem
     _ASKING.set(asking)
 
 
 def caller_of(scope: Scope) -> str:
-    """Return the key that a request came with."""
+    """Return the API key of a request."""
     headers = dict(scope["headers"])
     key = headers.get(b"authorization", b"") or b"Bearer " + headers.get(b"x-api-key", b"")
     return key.partition(b" ")[2].strip().decode("latin-1")
 
 
 def note_body(body: bytes, checked: BaseModel) -> None:
-    """Note the checked body of the request that this task answers, and how the client calls it."""
+    """Record the validated body of this task's request and its client-supplied id."""
     if (asking := _ASKING.get()) is not None:
         asking.body = body
         given = [getattr(checked, name) for name in ("rid", "request_id") if name in checked.model_fields_set]
@@ -106,14 +108,14 @@ def note_body(body: bytes, checked: BaseModel) -> None:
 
 
 def answer_stem() -> str:
-    """Return what the ids of an answer are made of: the same wherever the request is gone on with."""
+    """Return the stem of an answer's ids: the same on every replica that resumes the request."""
     asking = _ASKING.get()
     return uuid.uuid4().hex if asking is None else asking.stem
 
 
 @dataclass
 class OneKeeper:
-    """Keeps one engine request of an HTTP request, whose choices are numbered from `first` on."""
+    """Journal writer of an engine request whose choices are numbered from `first` within the HTTP request."""
 
     journal: JournalClient
     ticket: Ticket
@@ -122,7 +124,7 @@ class OneKeeper:
     told: Sequence[int]
 
     def keep(self, updates: list[ChoiceResult], deliver: Callable[[], object]) -> None:
-        """Keep updates; what ends by a failure of this replica is not, so that another may go on."""
+        """Commit updates, except failures of this replica: then another replica may resume the request."""
         if any(each.finish and each.finish.kind == "error" and each.finish.source is None for each in updates):
             self.journal.close(self.ticket, deliver)
         else:
@@ -132,7 +134,7 @@ class OneKeeper:
 
 @dataclass
 class KeptRequest:
-    """An HTTP request that is kept: its engine requests with their keepers, and what its client has of each choice."""
+    """Journalled HTTP request: its engine requests with their writers, and the tokens its client has of each choice."""
 
     journal: JournalClient
     ticket: Ticket
@@ -141,20 +143,20 @@ class KeptRequest:
     told: list[int]
 
     def on_loss(self, retire: Callable[[FinishReason], Future[None] | None]) -> None:
-        """Have its streams end, with why, once another connection answers it or is to."""
+        """Register the callback that ends the streams with a reason when another connection takes over."""
         self.ticket.on_loss = retire
-        if self.ticket.is_over:  # it was taken over before
+        if self.ticket.is_over:  # already taken over
             retire(TAKEN_OVER)
 
     def close(self) -> None:
-        """Write no more of it."""
+        """Stop writing to the journal."""
         self.journal.close(self.ticket)
 
 
 async def kept_request(
     requests: Sequence[GenerationRequest], card: ModelCard, *, capacity: Capacity
 ) -> KeptRequest | None:
-    """Keep the HTTP request that this task answers, or go on with it; None without a name, and for hidden states."""
+    """Record this task's HTTP request in the journal, or resume it; None without an id, and for hidden states."""
     asking = _ASKING.get()
     if asking is None or not asking.name or any(request.return_hidden_states for request in requests):
         return None
@@ -167,7 +169,7 @@ async def kept_request(
         resume(asking, found)
     resumed = asking.resumed
     if resumed is None:
-        capacity.check(len(requests))  # before the journal is written to
+        capacity.check(len(requests))  # before any write to the journal
         requests = [_seeded(request) for request in requests]
         resumed = _begun(asking, requests, card)
     else:
@@ -183,9 +185,9 @@ async def kept_request(
 
 
 def hand_over(journal: JournalClient) -> int:
-    """End the connections of all requests that are kept, so that clients resume them elsewhere; returns how many.
+    """End the connections of all journalled requests so that clients resume them elsewhere; return their number.
 
-    0 where the journal does not answer: it may not have what was sent. From any thread.
+    It returns 0 if the journal is down, because it may lack sent tokens. Callable from any thread.
     """
     open_now = [ticket for ticket in list(journal.tickets.values()) if ticket.on_loss is not None and journal.is_up]
     for ticket in open_now:
@@ -196,9 +198,12 @@ def hand_over(journal: JournalClient) -> int:
 
 
 async def take_over(journal: JournalClient, identity: bytes, *, told: int | list[int], capacity: Capacity) -> Resumed:
-    """Become the owner of a request, of which the client has `told`. ApiError 404, 400 past its end, 503.
+    """Take ownership of a request of which the client has received `told`.
 
-    EngineBusyError where what has not ended of it finds no place; one that runs here gives its own.
+    A connection that still runs here is ended first.
+
+    Raises: ApiError 404 for an unknown request, 400 for a cursor past its end, 503 if the journal is down;
+    EngineBusyError if the engine has no capacity for its unfinished choices.
     """
     try:
         asked, committed, _ = _resumed(await asyncio.wrap_future(journal.ask(identity)), told)
@@ -220,7 +225,7 @@ async def take_over(journal: JournalClient, identity: bytes, *, told: int | list
 
 def _resumed(found: Found | None, told: int | list[int]) -> tuple[AskedRequest, list[ChoiceResult], list[int]]:
     if found is None or not found.records:
-        raise ApiError(404, "no such request is kept: it is too old, or has another caller", code="request_not_found")
+        raise ApiError(404, "no such request is kept: expired, or of another caller", code="request_not_found")
     asked = AskedRequest.read(found.records[0])
     committed = committed_in(found.records[1:], sum(asked.choices))
     cursors = [told] * len(committed) if isinstance(told, int) else told
@@ -244,7 +249,7 @@ def _begun(asking: Asking, requests: Sequence[GenerationRequest], card: ModelCar
 
 
 def _seeded(request: GenerationRequest) -> GenerationRequest:
-    """The same request, with the seed that the engine would draw."""
+    """Return the request with a fixed seed, drawn here if it has none."""
     seed = secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed
     return replace(request, sampling=replace(request.sampling, seed=seed))
 

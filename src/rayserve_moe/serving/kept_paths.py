@@ -1,4 +1,4 @@
-"""Paths of requests for generation that a journal can keep, and that a full server refuses before it reads them."""
+"""Paths of generation requests, which a journal can keep and a full server rejects before it reads the body."""
 
 from __future__ import annotations
 

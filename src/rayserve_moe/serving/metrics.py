@@ -1,4 +1,4 @@
-"""Prometheus metrics of the engine, the HTTP edge and expert balancing; all have the model as a label."""
+"""Prometheus metrics of the engine, the HTTP front end and expert balancing, labelled with the model."""
 
 from __future__ import annotations
 
@@ -16,117 +16,117 @@ from rayserve_moe.observability.metrics import HistogramState
 
 PREFIX = "rayserve_moe"
 MODEL = "model_name"
-"""The label that every metric has, by the name that vLLM gives it."""
+"""Label of every metric, named as in vLLM."""
 REPLICA = "replica"
-"""The label that tells replicas apart, where there are several."""
+"""Label of the replica if several serve."""
 
 GAUGES = {
-    "pages_total": ("kv_pages", "KV pages of all data ranks, of which layers with a window keep fewer"),
+    "pages_total": ("kv_pages", "KV pages of all data ranks; windowed layers keep fewer"),
     "pages_free": ("kv_pages_free", "KV pages that no running choice holds"),
     "pages_cached": ("kv_pages_cached", "KV pages that hold cached prefixes"),
     "tokens_in_use": ("kv_tokens_in_use", "tokens of running choices with keys and values in pages"),
     "requests_live": ("requests_live", "requests in the engine"),
     "requests_running": ("requests_running", "choices that own a row"),
     "requests_waiting": ("requests_waiting", "choices that wait for a row"),
-    "hosts_missing": ("hosts_missing", "hosts that are done without until they come back"),
+    "hosts_missing": ("hosts_missing", "lost hosts without which the group continues"),
     "paused": ("paused", "1 while generation is paused"),
-    "picks_kept_share": ("picks_kept_ratio", "expert selections that slot limits left unchanged, of all"),
+    "picks_kept_share": ("picks_kept_ratio", "fraction of expert selections unchanged by slot limits"),
     "rank_imbalance": (
         "rank_imbalance_ratio",
-        "expert selections of the hottest rank over the mean, over all steps",
+        "expert selections of the hottest rank divided by the mean, over all steps",
     ),
-    "start_load_s": ("start_load_seconds", "time that loading weights took"),
-    "start_compile_s": ("start_compile_seconds", "time that compiling took, by the wall"),
-    "start_compile_sum_s": ("start_compile_work_seconds", "time that compiling took, programs one by one"),
+    "start_load_s": ("start_load_seconds", "time of loading weights"),
+    "start_compile_s": ("start_compile_seconds", "wall time of compiling"),
+    "start_compile_sum_s": ("start_compile_work_seconds", "sum of the compile times of all programs"),
     "start_first_run_s": ("start_first_run_seconds", "time of running every program once"),
     "start_num_programs": ("start_programs", "programs of the start"),
-    "start_num_programs_found": ("start_programs_found", "programs of the start that were on disk"),
+    "start_num_programs_found": ("start_programs_found", "programs of the start found on disk"),
 }
 COUNTERS = {
-    "preemptions": ("preemptions", "times that a running choice gave its pages back"),
+    "preemptions": ("preemptions", "preemptions of running choices"),
     "steps": ("steps", "steps computed"),
-    "tokens_computed": ("tokens_computed", "tokens computed, those of prompts too, cached ones not"),
+    "tokens_computed": ("tokens_computed", "tokens computed, including prompts, without cached tokens"),
     "tokens_sampled": ("tokens_sampled", "tokens sampled"),
     "schedule_s": ("schedule_seconds", "time spent planning steps"),
     "pack_s": ("pack_seconds", "time spent packing steps"),
-    "transport_s": ("transport_seconds", "time that steps and results were on their way"),
+    "transport_s": ("transport_seconds", "time of steps and results in transport"),
     "device_s": ("device_seconds", "time spent waiting for devices"),
-    "commit_s": ("commit_seconds", "time spent taking results over"),
+    "commit_s": ("commit_seconds", "time spent committing results"),
     "mask_s": ("mask_seconds", "time spent filling masks of constrained answers"),
     "picks_rerouted": ("picks_rerouted", "expert selections that full slots moved to another expert"),
-    "rebuilds": ("rebuilds", "times that lost hosts were replaced"),
-    "requests_carried_over": ("requests_carried_over", "choices that went on after hosts were replaced"),
-    "rebuild_s": ("rebuild_seconds", "time that replacing hosts took"),
+    "rebuilds": ("rebuilds", "number of replacements of lost hosts"),
+    "requests_carried_over": ("requests_carried_over", "choices continued after a replacement of hosts"),
+    "rebuild_s": ("rebuild_seconds", "time of replacing hosts"),
     "picks_unfilled": ("picks_unfilled", "expert selections without a slot"),
 }
-"""Statistics of the engine: the name of the metric, which begins with the package's, and what it says."""
+"""Engine statistics: metric name without the package's prefix, and description."""
 
 JOURNAL_GAUGES = {
     "up": "1 while requests are kept in the journal",
     "entries": "requests that the journal keeps",
-    "bytes": "bytes that it keeps",
+    "bytes": "bytes in the journal",
 }
 JOURNAL_COUNTERS = {
-    "resumed": "requests that were gone on with at this replica",
-    "dropped": "requests that had no place in the journal",
-    "lost": "answers that were lost with a journal",
+    "resumed": "requests resumed on this replica",
+    "dropped": "requests that did not fit into the journal",
+    "lost": "answers lost with a journal",
 }
 SHARED = frozenset(f"{PREFIX}_journal_{name}" for name in ("entries", "bytes", "requests_dropped"))
-"""What all replicas say of their one journal."""
+"""Metrics of the common journal, equal on all replicas."""
 
 
 class EngineMetrics(Collector):
-    """Statistics of the engine, measures of its requests, and answers by route and status."""
+    """Collector of engine statistics, request latencies, and answers by route and status."""
 
     def __init__(self, loop: EngineLoop, answered: Mapping[tuple[str, int], int]) -> None:
         self._loop, self._answered = loop, answered
 
     def describe(self) -> list[Metric]:
-        """Registering asks for no numbers."""
+        """Return no metrics, so that registration collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every number as it is now."""
+        """Yield the current metrics."""
         model = self._loop.card.name
         statistics = self._loop.statistics()
         for key, value in statistics.items():
             name, meaning = GAUGES.get(key) or COUNTERS[key]
             yield (_gauge if key in GAUGES else _counter)(name, meaning, {(): value}, model)
         used = 1 - statistics["pages_free"] / max(1.0, statistics["pages_total"])
-        yield _gauge("kv_usage_ratio", "KV pages that running choices hold, of all", {(): used}, model)
+        yield _gauge("kv_usage_ratio", "fraction of KV pages held by running choices", {(): used}, model)
         yield from self._of_requests(model)
         yield from self._of_drafts(model)
         if (recovery := self._loop.recovery) is not None:
             by_phase = {(phase,): seconds for phase, seconds in recovery.phase_seconds.items()}
-            yield _counter("rebuild_phase_seconds", "the same by phase", by_phase, model, "phase")
+            yield _counter("rebuild_phase_seconds", "time of replacing hosts by phase", by_phase, model, "phase")
         yield _counter("http_requests", "answers by route and status", dict(self._answered), model, "route", "status")
 
     def _of_requests(self, model: str) -> Iterator[Metric]:
         measured = self._loop.request_metrics
         histograms = {
             "time_to_first_token_seconds": ("time from a request to its first token", measured.time_to_first_token),
-            "inter_token_latency_seconds": ("time from a token of a choice to its next one", measured.inter_token),
-            "queue_time_seconds": ("time that a choice waited for its row", measured.queue_time),
+            "inter_token_latency_seconds": ("time between consecutive tokens of a choice", measured.inter_token),
+            "queue_time_seconds": ("time of a choice waiting for a row", measured.queue_time),
             "request_duration_seconds": ("time from a request to the end of a choice", measured.end_to_end),
             "prompt_length_tokens": ("tokens of a prompt", measured.prompt_tokens),
-            "output_length_tokens": ("tokens that a choice has got", measured.output_tokens),
+            "output_length_tokens": ("output tokens of a choice", measured.output_tokens),
         }
         for name, (meaning, histogram) in histograms.items():
             yield _histogram(name, meaning, histogram.state(), model)
         ends = {(kind,): count for kind, count in Counter(measured.finished).items()}
-        yield _counter("choices_finished", "choices that have ended, by how", ends, model, "reason")
+        yield _counter("choices_finished", "ended choices by finish reason", ends, model, "reason")
         prompts, cached = measured.num_prompt_tokens, measured.num_cached_tokens
         yield _counter("prompt_tokens", "tokens of the prompts of ended requests", {(): prompts}, model)
-        yield _counter("prompt_tokens_cached", "those that were found cached", {(): cached}, model)
+        yield _counter("prompt_tokens_cached", "prompt tokens found in the cache", {(): cached}, model)
 
     def _of_drafts(self, model: str) -> Iterator[Metric]:
         if self._loop.drafts is None:
             return
         proposer, totals = self._loop.drafts
         counters = {
-            "draft_chains": ("times that drafts of a choice were verified", totals.chains),
+            "draft_chains": ("verifications of a choice's drafts", totals.chains),
             "draft_tokens": ("tokens drafted and verified", totals.drafted),
-            "draft_tokens_accepted": ("those that were right", totals.accepted),
+            "draft_tokens_accepted": ("draft tokens accepted", totals.accepted),
             "draft_seconds": ("time spent drafting", totals.draft_s),
         }
         for name, (meaning, value) in counters.items():
@@ -136,20 +136,20 @@ class EngineMetrics(Collector):
 
 
 class BalancingMetrics(Collector):
-    """Imbalance by layer, and over layers, under the current placement and the one before; plans followed and refused.
+    """Collector of expert imbalance by layer under the current and the previous placement, and of plans.
 
-    An imbalance is the load of the hottest device over the mean one, with the tokens of the window.
+    An imbalance is the load of the hottest device divided by the mean, over the tokens of the window.
     """
 
     def __init__(self, balancing: EplbControl, *, model: str) -> None:
         self._balancing, self._model = balancing, model
 
     def describe(self) -> list[Metric]:
-        """Registering asks for no numbers."""
+        """Return no metrics, so that registration collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every number as it is now."""
+        """Yield the current metrics."""
         view, totals, model = self._balancing.view(), self._balancing.history.totals, self._model
         by_placement = {"before": view.imbalance_before, "now": view.imbalance_now}
         by_layer = {
@@ -159,21 +159,21 @@ class BalancingMetrics(Collector):
         }
         largest = {(placement,): max(values, default=1.0) for placement, values in by_placement.items()}
         mean = {(placement,): sum(values) / max(1, len(values)) for placement, values in by_placement.items()}
-        meaning = "load of the hottest device over the mean one"
+        meaning = "load of the hottest device divided by the mean"
         yield _gauge("expert_imbalance", meaning, by_layer, model, "placement", "layer")
-        yield _gauge("expert_imbalance_max", "the same, of the hottest layer", largest, model, "placement")
-        yield _gauge("expert_imbalance_mean", "the same, mean over layers", mean, model, "placement")
+        yield _gauge("expert_imbalance_max", "maximum over layers of the load imbalance", largest, model, "placement")
+        yield _gauge("expert_imbalance_mean", "mean over layers of the load imbalance", mean, model, "placement")
         yield _gauge("expert_balancer_up", "1 while the planner answers", {(): view.actor.alive}, model)
         refused = {(reason,): count for reason, count in view.actor.refused.items()}
         yield _counter("expert_plans_refused", "plans not followed", refused, model, "reason")
         counters = {
             "rebalances_begun": ("plans followed", totals["begun"]),
             "rebalances_finished": ("plans followed to their end", totals["finished"]),
-            "rebalances_replaced": ("plans followed until there was another", totals["replaced"]),
-            "rebalances_failed": ("plans given up", totals["failed"]),
-            "slots_moved": ("slots that got another expert", totals["moved"]),
-            "planning_seconds": ("time from asking for plans to their answers", self._balancing.planning_s),
-            "balancer_restarts": ("times that a lost planner was found again", view.actor.restarts),
+            "rebalances_replaced": ("plans replaced by another plan", totals["replaced"]),
+            "rebalances_failed": ("plans that failed", totals["failed"]),
+            "slots_moved": ("slots that received another expert", totals["moved"]),
+            "planning_seconds": ("time of plan requests", self._balancing.planning_s),
+            "balancer_restarts": ("reconnections to a restarted planner", view.actor.restarts),
         }
         for name, (meaning, value) in counters.items():
             yield _counter(f"expert_{name}", meaning, {(): value}, model)
@@ -209,17 +209,17 @@ def _histogram(name: str, meaning: str, state: HistogramState, model: str) -> Me
 
 
 class JournalMetrics(Collector):
-    """The journal as this replica knows it."""
+    """Collector of this replica's view of the journal."""
 
     def __init__(self, journal: JournalClient, *, model: str) -> None:
         self._journal, self._model = journal, model
 
     def describe(self) -> list[Metric]:
-        """Registering asks for no numbers."""
+        """Return no metrics, so that registration collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every number as it is now."""
+        """Yield the current metrics."""
         found = self._journal.statistics()
         for name, meaning in JOURNAL_GAUGES.items():
             yield _gauge(f"journal_{name}", meaning, {(): found[name]}, self._model)
@@ -230,7 +230,7 @@ class JournalMetrics(Collector):
 def metrics_of(
     loop: EngineLoop, answered: Mapping[tuple[str, int], int], *, journal: JournalClient | None = None
 ) -> list[Metric]:
-    """Return all metrics of an engine, its HTTP edge and its journal, as they are now."""
+    """Return all current metrics of an engine, its HTTP front end and its journal."""
     registry = CollectorRegistry()
     if journal is not None:
         registry.register(JournalMetrics(journal, model=loop.card.name))
@@ -241,25 +241,24 @@ def metrics_of(
 
 
 class Collected(Collector):
-    """Metrics that have been collected."""
+    """Collector of metrics that are already collected."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = metrics
 
     def describe(self) -> list[Metric]:
-        """Registering asks for no numbers."""
+        """Return no metrics, so that registration collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield them."""
+        """Yield the metrics."""
         return iter(self._metrics)
 
 
 def merged(by_replica: Mapping[str, Sequence[Metric]], missing: Sequence[str] = ()) -> list[Metric]:
-    """Return the metrics of several replicas as one list: each sample has its replica as a label, each name one family.
+    """Return the metrics of several replicas as a single list, with the replica as a label and a family per name.
 
-    What they share is there once, as the one with the largest number says. `replica_up` is 0 for those that are
-    missing.
+    Shared metrics appear once, with the maximum value. `replica_up` is 0 for missing replicas.
     """
     families: dict[str, Metric] = {}
     for replica, metrics in by_replica.items():

@@ -1,4 +1,4 @@
-"""The OpenAPI description: bodies from the models that validate them, and the statuses of each route."""
+"""OpenAPI description: bodies from the models that validate them, and the statuses of each route."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _JSON, _EVENTS = "application/json", "text/event-stream"
 MEANINGS = {
     400: "The request is wrong: the error names the field.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model, or no such request is kept.",
+    404: "The model is unknown, or no such request is kept.",
     408: "The body did not arrive in time.",
-    409: "This does not follow from what the server holds: begin anew. Or: the request is answered elsewhere now.",
+    409: "The update conflicts with the server's state, or another connection has taken over the request.",
     413: "The body is longer than the server takes.",
     422: "The model produced logits that are not numbers.",
-    429: "Too many requests wait: try again later.",
-    501: "This server has no such feature, and the error says what to use instead.",
+    429: "Too many requests are waiting: try again later.",
+    501: "The feature is unsupported; the error names the alternative.",
     503: "The engine is not running, or the server is shutting down.",
 }
 ALWAYS = (401,)
@@ -52,7 +52,7 @@ _ERROR = {
 
 
 def answers(*refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
-    """Return the arguments of a route decorator for its answers: 200 in these media types, and refusals."""
+    """Return decorator arguments for a route's answers: 200 in these media types, and error statuses."""
     refused: dict[int | str, dict[str, Any]] = {
         status: {"description": MEANINGS[status], "content": {_JSON: {"schema": {"$ref": _REF.format(model="Error")}}}}
         for status in sorted({*ALWAYS, *refusals})
@@ -62,7 +62,7 @@ def answers(*refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
 
 
 def takes(body: type[BaseModel], *refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
-    """Return the arguments of the decorator of a route that reads a JSON body."""
+    """Return decorator arguments for a route with a JSON body."""
     content = {_JSON: {"schema": {"$ref": _REF.format(model=body.__name__)}}}
     return {
         **answers(408, *refusals, kinds=kinds),
@@ -71,13 +71,13 @@ def takes(body: type[BaseModel], *refusals: int, kinds: Iterable[str] = (_JSON,)
 
 
 def generates(body: type[BaseModel], *, in_containers: bool = False) -> dict[str, Any]:
-    """Return the arguments of the decorator of a route that generates, whole or as events."""
+    """Return decorator arguments for a generating route, whose answer may be whole or events."""
     containers = (ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE) if in_containers else ()
     return takes(body, *GENERATION, kinds=(_JSON, _EVENTS, *containers))
 
 
 def publish(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Publish the description at the application's `openapi_url`, with these models as schemas of bodies."""
+    """Serve the description at the application's `openapi_url`, with these models as body schemas."""
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
 
     def description() -> dict[str, Any]:
@@ -94,12 +94,12 @@ def publish(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
 
 
 def _describe_known(schema: dict[str, Any], known: KnownFields, *, is_nested: bool) -> None:
-    """Add the known fields that are not in a schema; a nested object allows no others."""
+    """Add the known fields that a schema lacks; a nested object permits no others."""
     properties = schema.setdefault("properties", {})
     for other, own in known.other_names.items():
         properties[other] = {**properties[own], "title": other, "description": f"The same as `{own}`."}
     for name in known.accepted:
-        properties[name] = {"description": "Taken, and without effect on the answer."}
+        properties[name] = {"description": "Accepted, without effect on the answer."}
     for name, switched_off in known.refused.items():
         properties[name] = {"description": "Not supported.", "enum": [*NOTHING, *switched_off]}
     if is_nested:

@@ -1,7 +1,6 @@
-"""What a router understands of a request's body: the prompt as the replica will make it, and its salt.
+"""Reader of request bodies for routers: the prompt as the replica will build it, and its salt.
 
-A router is given the body alone, neither path nor headers: its fields say which route it is for. Nothing is checked
-here; the replica does that.
+A router receives only the body, without path and headers, so its fields determine the route. The replica validates.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pydantic_core import from_json
 from rayserve_moe.checkpoints.model_path import located, with_small_files
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import Settings
-from rayserve_moe.fleet.choosing import UNKNOWN, Prompt
+from rayserve_moe.fleet.choosing import UNPARSED, Prompt
 from rayserve_moe.scheduling.page_digests import prompt_digests
 from rayserve_moe.serving.middleware.json_body import chat_from
 from rayserve_moe.serving.routes.chat_prompt import template_options
@@ -27,15 +26,15 @@ from rayserve_moe.text.chat import render_chat
 from rayserve_moe.text.tokenizer import SegmentEncoder, Tokenizer
 
 _IDS = ("input_ids", "token_ids", "prompt", "text")
-"""Fields that hold one prompt or several, as ids or as text."""
+"""Fields with prompts, as ids or text."""
 _PRIVATE = ("forced_routed_experts", "truncate_prompt_tokens")
-"""Fields with which a prompt shares no prefix with others, or is another than it says."""
+"""Fields by which a prompt shares no prefix with others, or differs from its text."""
 _ANTHROPIC = ("system", "thinking")
 
 
 @dataclass(frozen=True)
 class PromptReaders:
-    """Makes the reader of a router, in its process: with the tokenizer of the model that `settings` name."""
+    """Factory of a router's reader, in the router's process, with the tokenizer of the model in `settings`."""
 
     settings: Settings
 
@@ -46,21 +45,21 @@ class PromptReaders:
 
 
 class PromptReader:
-    """Reads bodies for a router whose replicas name pages with `key`."""
+    """Reader of bodies for a router whose replicas name pages with `key`."""
 
     def __init__(self, tokenizer: Tokenizer, *, key: bytes) -> None:
         self._tokenizer, self._key = tokenizer, key
         self._encoder = SegmentEncoder(tokenizer)
 
     def read(self, body: bytes, *, page_size: int) -> Prompt:
-        """Return the prompt of a body, of its first one where it has several; UNKNOWN where it has none.
+        """Return the first prompt of a body, or UNPARSED without a prompt.
 
-        Raises whatever a body can make go wrong.
+        Any exception may propagate for an invalid body.
         """
         fields = from_json(body)
         ids = self._ids_of(fields) if isinstance(fields, dict) else None
         if ids is None or not page_size:
-            return UNKNOWN
+            return UNPARSED
         num_choices, num_requests = _counts_of(fields)
         if any(fields.get(name) is not None for name in _PRIVATE):
             return Prompt(len(ids), num_choices=num_choices, num_requests=num_requests)

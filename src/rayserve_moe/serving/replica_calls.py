@@ -1,7 +1,4 @@
-"""What one replica does and says when the fleet is asked, by name: the routes call these of all replicas.
-
-Each may be repeated without harm: a call is, where someone has not answered.
-"""
+"""Fleet calls that a replica answers, by name. All are idempotent, because a caller repeats unanswered calls."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ Calls = Mapping[str, Callable[..., Awaitable[Any]]]
 
 
 async def answer(state: ApiState, call: str, *, arguments: tuple[Any, ...]) -> Answer:
-    """Return the answer of this replica to a call of the fleet."""
+    """Return this replica's answer to a fleet call."""
     return await answer_by(CALLS, state, call=call, arguments=arguments)
 
 
 async def answer_by(calls: Calls, state: ApiState, *, call: str, arguments: tuple[Any, ...]) -> Answer:
-    """Return the answer to one of `calls` by its name, or the refusal that its error stands for."""
+    """Return the answer to a call in `calls` by name, or the refusal for its error."""
     assert state.fleet is not None, "a fleet calls its members"
     name = state.fleet.member.name
     try:
@@ -103,7 +100,7 @@ async def _follow(state: ApiState, wanted: Wanted) -> WeightOutcome:
 
 
 async def _offered_weights(state: ApiState, order_id: str) -> FirstWeights | None:
-    """What serves here, where that is of this order."""
+    """Return the serving weights if they belong to this order."""
     assert state.fleet is not None, "a fleet calls its members"
     is_wanted = state.fleet.member.applied.weights.order_id == order_id
     return await asyncio.to_thread(state.fleet.offered_weights) if is_wanted else None
@@ -122,8 +119,7 @@ async def _wanted(
 async def _bucket(
     state: ApiState, update_id: str, number: int, sent: list[Any] | dict[str, SentShares], order_id: str
 ) -> WeightOutcome:
-    """Stage a bucket of an update, or this replica's shares of it; the last one, which names its order, waits for
-    that."""
+    """Stage a bucket of an update, or this replica's shares of it; the last bucket names its order and waits for it."""
     assert state.fleet is not None, "a fleet calls its members"
     fleet = state.fleet
     async with fleet.staging:
@@ -136,13 +132,16 @@ async def _bucket(
         order = BucketOrder(update_id, WeightOrder(""), number, is_last=bool(order_id), waits=bool(order_id))
         outcome = await asyncio.wrap_future(state.loop.control.tensors.stage(bucket, order))
         if outcome.success and order_id:
-            fleet.member.note_sent(order_id, update_id)
+            fleet.member.record_sent(order_id, update_id)
         fleet.last_bucket = (update_id, number, outcome)
         return outcome
 
 
 def shares_of(state: ApiState, sent: dict[str, SentShares]) -> SentShares:
-    """What of a bucket is this replica's. UpdateConflictError where it has joined since the bucket was cut."""
+    """Return this replica's shares of a bucket.
+
+    Raises: UpdateConflictError if the replica joined after the bucket was cut.
+    """
     assert state.fleet is not None, "a fleet is sent shares"
     if (shares := sent.get(state.fleet.member.name, sent.get(""))) is None:
         raise UpdateConflictError("the bucket was cut before this replica joined")

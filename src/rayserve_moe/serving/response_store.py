@@ -1,4 +1,4 @@
-"""Responses that later ones continue: the latest, in bounded memory of this replica."""
+"""Store of recent responses that later ones may continue, in bounded memory of this replica."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 class StoredResponse(NamedTuple):
-    """A response as it was answered, and the messages that lead to it, its own included."""
+    """Response as answered, with the messages that lead to it, including its own."""
 
     answer: dict[str, Any]
     messages: Sequence[dict[str, Any]]
@@ -19,32 +19,32 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """Keeps responses up to `most_bytes` of JSON; those that were used longest ago go first."""
+    """LRU store of responses, bounded by `max_bytes` of JSON."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._num_bytes = 0
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def put(self, answer: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
-        """Keep a response under its id, unless it is larger than all that may be kept."""
+        """Keep a response under its id, unless it exceeds the bound."""
         size = len(json.dumps(answer)) + len(json.dumps(list(messages)))
         self.drop(answer["id"])
-        if size > self._most_bytes:
+        if size > self._max_bytes:
             return
         self._responses[answer["id"]] = StoredResponse(answer, messages, size)
         self._num_bytes += size
-        while self._num_bytes > self._most_bytes:
+        while self._num_bytes > self._max_bytes:
             self.drop(next(iter(self._responses)))
 
     def get(self, response_id: str) -> StoredResponse | None:
-        """Return what is kept under an id."""
+        """Return the response with this id, or None."""
         if response_id in self._responses:
             self._responses.move_to_end(response_id)
         return self._responses.get(response_id)
 
     def drop(self, response_id: str) -> bool:
-        """Forget a response; False where it is not kept."""
+        """Remove a response; return False if it is not stored."""
         found = self._responses.pop(response_id, None)
         self._num_bytes -= found.num_bytes if found else 0
         return found is not None

@@ -11,6 +11,19 @@ from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.state.kinds import StateKind
 
 
+class EntryGroup(NamedTuple):
+    """Layers of one entry kind, whose entries have the same numbers."""
+
+    kind: str
+    """Name of their state kind."""
+    entry_tokens: int
+    """Tokens from one entry to the next."""
+    num_entries: int
+    """Entries of each layer on a data rank, the null entry included."""
+    interval: int = 0
+    """Tokens of a prompt between entries that stay for prefixes to be found, a multiple of `entry_tokens`; 0: none."""
+
+
 class PageGroup(NamedTuple):
     """Layers with the same page table."""
 

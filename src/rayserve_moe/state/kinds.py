@@ -38,6 +38,8 @@ class StateKind:
     """Token kinds: number of positions that a query sees, its own included. 0: all."""
     entry_tokens: int = 0
     """Entry kinds: tokens from one entry to the next. 0 for token kinds."""
+    ring: tuple[ArraySpec, ...] = ()
+    """Entry kinds: arrays that a running row keeps of the tokens since its entry."""
 
     def __post_init__(self) -> None:
         assert self.window >= 0, f"{self.name}: a window of {self.window} positions"

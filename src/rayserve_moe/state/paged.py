@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rayserve_moe.state.groups import PageGroup
-from rayserve_moe.state.protocol import SequenceState
+from rayserve_moe.state.entries import EntryState
+from rayserve_moe.state.groups import EntryGroup, PageGroup
+from rayserve_moe.state.protocol import NO_ROW_VALUES, RowValues, SequenceState
 
 NOT_IN_USE = np.iinfo(np.int64).max
 
@@ -44,7 +45,7 @@ class PagedState:
         last_missing = np.maximum.accumulate(np.concatenate([[-1], missing]))
         return last_missing < self._first_seen_from(counts * self._page_size)
 
-    def enter(self, row: int, page_ids: np.ndarray, *, position: int) -> None:
+    def enter(self, row: int, page_ids: np.ndarray, *, position: int, kept: tuple[int, ...] = ()) -> None:
         """Let a row use the computed pages that its next query, at `position`, sees."""
         first = self._first_seen[row] = int(self._first_seen_from(position))
         seen = page_ids[first:]
@@ -74,7 +75,7 @@ class PagedState:
             self._release(page_ids[row, self._first_seen[row] : firsts[row]])
             self._first_seen[row] = firsts[row]
 
-    def leave(self, row: int, page_ids: np.ndarray) -> None:
+    def leave(self, row: int, page_ids: np.ndarray, *, positions: tuple[int, int]) -> None:
         """Release the pages that a row uses."""
         self._release(page_ids[self._first_seen[row] :])
         self._first_seen[row] = NOT_IN_USE
@@ -91,6 +92,10 @@ class PagedState:
         """Free the pages behind pages [n] that the rank has freed."""
         for page in page_ids[self.page_of[page_ids] > 0].tolist():
             self._drop(page)
+
+    def take_row_values(self) -> RowValues:
+        """Return nothing: the devices find pages in page tables."""
+        return NO_ROW_VALUES
 
     def check_integrity(self, pages_of_rows: Iterable[tuple[int, np.ndarray]], *, is_allocated: np.ndarray) -> None:
         """Assert that users, owners and free pages agree with an independent count over rows and their pages."""
@@ -119,9 +124,14 @@ class PagedState:
 
 
 def states_of(
-    groups: tuple[PageGroup, ...], *, num_rank_pages: int, page_size: int, num_rows: int
+    groups: tuple[PageGroup, ...],
+    entry_groups: tuple[EntryGroup, ...] = (),
+    *,
+    num_rank_pages: int,
+    page_size: int,
+    num_rows: int,
 ) -> tuple[tuple[SequenceState, ...], tuple[np.ndarray, ...]]:
-    """Build the states of page groups on one rank, and map pages of the rank to pages of each group.
+    """Build the states of page groups and entry groups on one rank, and map pages of the rank to pages of each group.
 
     A group without a window has no `PagedState`, since it uses the pages of the rank itself.
 
@@ -140,4 +150,8 @@ def states_of(
     }
     own_ids = np.arange(num_rank_pages, dtype=np.int32)
     maps = (paged[place].page_of if place in paged else own_ids for place in range(len(groups)))
-    return tuple(paged.values()), tuple(maps) if len(groups) > 1 or paged else ()
+    entries = (
+        EntryState(group, num_rank_pages=num_rank_pages, page_size=page_size, num_rows=num_rows)
+        for group in entry_groups
+    )
+    return (*paged.values(), *entries), tuple(maps) if len(groups) > 1 or paged else ()

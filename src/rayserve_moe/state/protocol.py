@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+
+
+class RowValues(NamedTuple):
+    """Values of rows that the devices have to know, [n] each."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    """Which value of a row, from 0 to the number of columns of its state."""
+    values: np.ndarray
+    """int32."""
+
+
+NO_ROW_VALUES = RowValues(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 class SequenceState(Protocol):
@@ -23,8 +36,11 @@ class SequenceState(Protocol):
         """
         ...
 
-    def enter(self, row: int, page_ids: np.ndarray, *, position: int) -> None:
-        """Start a row at `position`, the end of cached pages `page_ids`, after which the state is usable."""
+    def enter(self, row: int, page_ids: np.ndarray, *, position: int, kept: tuple[int, ...] = ()) -> None:
+        """Start a row at `position`, the end of cached pages `page_ids`, after which the state is usable.
+
+        After the positions `kept` the state shall be usable for others once the row has passed them.
+        """
         ...
 
     def fork(self, row: int, page_ids: np.ndarray, *, position: int, leader: int) -> None:
@@ -41,14 +57,17 @@ class SequenceState(Protocol):
     def advance(self, num_computed: np.ndarray, page_ids: np.ndarray) -> None:
         """Move every row to the position of its next query, before a step is planned.
 
-        `num_computed` [rows] are these positions, upper bounds while drafts of a draft model are awaited; `page_ids`
+        `num_computed` [rows] are these positions, lower bounds while drafts of a draft model are awaited; `page_ids`
         [rows, n] are the pages of the rows. Rows that are not in use have any numbers. Steps run in order: submitted
         steps have read what a step planned from now on overwrites.
         """
         ...
 
-    def leave(self, row: int, page_ids: np.ndarray) -> None:
-        """Release what a row uses; `page_ids` are all pages of its sequence."""
+    def leave(self, row: int, page_ids: np.ndarray, *, positions: tuple[int, int]) -> None:
+        """Release what a row uses; `page_ids` are all pages of its sequence.
+
+        Its next query would be at one of `positions`, from the first to the last; they differ while drafts are awaited.
+        """
         ...
 
     def hand_over(self, page_ids: np.ndarray, cached_ids: np.ndarray) -> None:
@@ -60,6 +79,10 @@ class SequenceState(Protocol):
 
     def forget(self, page_ids: np.ndarray) -> None:
         """Release what is attached to pages [n] that the rank has freed."""
+        ...
+
+    def take_row_values(self) -> RowValues:
+        """Return the values of rows that have changed since the last call, for the next step."""
         ...
 
     def check_integrity(self, pages_of_rows: Iterable[tuple[int, np.ndarray]], *, is_allocated: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Chat messages to a prompt, by the checkpoint's template, in the sandbox of transformers."""
+"""Rendering of chat messages to a prompt by the checkpoint's template, in the sandbox of transformers."""
 
 from __future__ import annotations
 

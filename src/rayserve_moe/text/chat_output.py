@@ -1,4 +1,4 @@
-"""How the answers of one checkpoint are split into reasoning, content and calls."""
+"""Splitting of a checkpoint's answers into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rayserve_moe.text.tool_calls.tape import Kind, Steps, Tape, Tools
 
 _TOOLS = re.compile(r"\btools\b")
 _TAIL = 16
-"""Last tokens of a prompt, among which those are that begin reasoning."""
+"""Number of last prompt tokens that are searched for a reasoning marker."""
 _CALLS = "tool_calls"
 _REGION_KINDS: Mapping[str, Kind] = {
     "content": "content",
@@ -36,10 +36,13 @@ _PARSER_FAULTS = (ValueError, LookupError, TypeError, AttributeError, RecursionE
 
 
 class ChatOutput:
-    """The formats of a checkpoint's answers, and a splitter for every answer that holds more than content."""
+    """Answer formats of a checkpoint, with a splitter per answer that holds reasoning or calls."""
 
     def __init__(self, tokenizer: Tokenizer, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> None:
-        """ValueError for a `response_template` that transformers refuses, or that is asked for and missing."""
+        """Select the formats.
+
+        Raises: ValueError if transformers rejects the `response_template`, or if it is requested and missing.
+        """
         self._tokenizer = tokenizer
         own = getattr(tokenizer.backing, "response_template", None)
         self.format = output_format(
@@ -55,11 +58,11 @@ class ChatOutput:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the checkpoint's chat template has a place for tools."""
+        """Return True if the chat template accepts tools."""
         return _TOOLS.search(template_text(self._tokenizer)) is not None
 
     def kept_ids(self, *, has_calls: bool, has_reasoning: bool) -> frozenset[int]:
-        """Special ids that have to stay in the text of an answer, so that it can be split."""
+        """Return the special ids that must stay in the text so that the splitter can find its markers."""
         calls, reasoning = self._formats(has_calls, has_reasoning)
         if self._own is not None and RESPONSE_TEMPLATE in (calls, reasoning):
             return self._tokenizer.special_ids - set(self._tokenizer.eos_token_ids)
@@ -77,7 +80,7 @@ class ChatOutput:
         has_reasoning: bool,
         max_calls: int | None = None,
     ) -> OutputSplitter | None:
-        """Return the splitter of one answer to a prompt; None where all of it is content."""
+        """Return the splitter of an answer to a prompt, or None if the answer is content only."""
         calls, reasoning = self._formats(has_calls, has_reasoning)
         if calls is None and reasoning is None:
             return None
@@ -85,19 +88,19 @@ class ChatOutput:
         return OutputSplitter(split, tools=parameters_of(tools), max_calls=max_calls)
 
     def reasoning_end(self, prompt_ids: np.ndarray) -> str:
-        """What ends the reasoning that a prompt has begun; empty where none has begun."""
+        """Return the marker that ends the reasoning begun by a prompt; empty if the prompt begins none."""
         thinking = self._thinking(self.format.reasoning, prompt_ids)
         return thinking.end if thinking is not None and thinking.is_begun else ""
 
     def reasoning_markers(self, prompt_ids: np.ndarray) -> ReasoningMarkers | None:
-        """The ids around reasoning in the answer to a prompt; None where they are not known."""
+        """Return the ids around reasoning in the answer to a prompt, or None if they are unknown."""
         if self._markers is None:
             return None
         thinking = self._thinking(self.format.reasoning, prompt_ids)
         return self._markers._replace(is_begun=thinking is not None and thinking.is_begun)
 
     def num_reasoning_tokens(self, prompt_ids: np.ndarray, output_ids: Sequence[int]) -> int:
-        """How many tokens of an answer are reasoning; 0 where that is not known."""
+        """Return the number of reasoning tokens in an answer; 0 if the markers are unknown."""
         if (markers := self.reasoning_markers(prompt_ids)) is None:
             return 0
         span = ReasoningSpan(markers, self._tokenizer.token_bytes)
@@ -114,17 +117,17 @@ class ChatOutput:
         return ReasoningMarkers(begin, end)
 
     def call_form(self) -> CallForm | None:
-        """How calls are written; None where that is not known."""
+        """Return the written form of calls, or None if it is unknown."""
         ends = {self._tokenizer.token_text(token_id) for token_id in self._tokenizer.eos_token_ids}
         return form_of(self.format.calls, template_text(self._tokenizer), ends=ends)
 
     @property
     def special_ids(self) -> Mapping[str, int]:
-        """Special tokens by their text."""
+        """Return the ids of special tokens by their text."""
         return self._special_ids
 
     def _thinking(self, reasoning: str | None, prompt_ids: np.ndarray) -> Thinking | None:
-        """The markers of reasoning, and whether a prompt has begun it."""
+        """Return the markers of reasoning, with `is_begun` set from the prompt."""
         if reasoning is None:
             return None
         thinking = THINKING[reasoning]
@@ -154,7 +157,7 @@ class ChatOutput:
 
 
 def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Tools:
-    """Return the schemas of parameters, by the names of functions and parameters."""
+    """Return the parameter schemas by function name and parameter name."""
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function", {})
@@ -170,8 +173,8 @@ def split_by_template(
 ) -> Split:
     """Return a parser that reads the answer to a prompt by the tokenizer's own `response_template`.
 
-    Text goes into it character by character, so that nothing depends on the pieces that it came in. Regions that cannot
-    be read are content, without their markers.
+    The parser takes text by character, so the result does not depend on how the text arrives. A region that cannot be
+    read becomes content, without its markers.
     """
 
     def split(tape: Tape) -> Steps[None]:
@@ -199,7 +202,7 @@ def split_by_template(
 
 
 class _Regions:
-    """Turns the events of a parser into parts: whitespace around the text of a region is left out."""
+    """Conversion of parser events to parts; whitespace around the text of a region is dropped."""
 
     def __init__(self, tape: Tape, template: ResponseTemplate, *, has_calls: bool, has_reasoning: bool) -> None:
         self._tape, self._template = tape, template
@@ -210,7 +213,7 @@ class _Regions:
         self._opened, self._body, self._held, self._has_text = field, "", "", False
 
     def take(self, events: Sequence[Mapping[str, Any]], *, in_prompt: bool = False) -> None:
-        """Take events, of the prompt's own text or of the answer's."""
+        """Process events of the prompt's text or of the answer."""
         for event in events:
             if event["type"] == "region_open":
                 self._enter(event["field"])
@@ -222,7 +225,7 @@ class _Regions:
                 self._end(event["value"])
 
     def give_up(self) -> None:
-        """The region has no value: its text is content, unless it was passed on as it came."""
+        """Close a region without a value: its text becomes content unless it was already emitted."""
         if self._kind is None:
             self._tape.emit("content", self._body)
         self._enter("")

@@ -1,4 +1,4 @@
-"""One choice as the client sees it: its text, cut at stop strings, with the ids, log-probs and routing that belong."""
+"""Text of a single choice, cut at stop strings, with its ids, log-probs and routing."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _FIRST_NONCHARACTER, _NUM_NONCHARACTERS = 0xFDD0, 32
 
 
 class StopStringScanner:
-    """Passes text on up to the first stop string, and holds back what could be the start of one.
+    """Scanner that passes text up to the first stop string and holds back a possible beginning of a stop string.
 
-    The first stop string is the one that ends first; of several that end together, the one that starts first. So the
-    cut depends on the text alone, not on the pieces it came in. Where it `keeps` the stop string, that is passed on
-    too, and where it keeps the `rest`, what follows it in its piece.
+    The first stop string is the string that ends first; a tie goes to the earlier start. The cut therefore depends on
+    the text alone, not on the pieces in which it arrives. With keeps="stop" the stop string is passed too; with
+    keeps="rest" also the remainder of its piece.
     """
 
     def __init__(self, stops: Sequence[str], *, keeps: Literal["stop", "rest"] | None = None) -> None:
@@ -38,9 +38,9 @@ class StopStringScanner:
         self.matched: str | None = None
 
     def push(self, piece: str, *, may_end: bool = True) -> str:
-        """Take the next piece; return what is certain to precede any stop string. After a match, nothing.
+        """Take the next piece and return the text that certainly precedes any stop string; empty after a match.
 
-        Unless it `may_end`, no stop string ends in this piece.
+        If `may_end` is False, no stop string ends in this piece.
         """
         if self.matched is not None:
             return ""
@@ -57,20 +57,20 @@ class StopStringScanner:
         return text[:num_passed]
 
     def flush(self) -> str:
-        """End the text; return what was held back."""
+        """End the text and return the held-back rest."""
         held, self._held = self._held, ""
         return held
 
     def _num_undecided(self, piece: str) -> int:
-        """Length of the longest end of all text, of which `piece` is the last, that begins a stop string."""
+        """Return the length of the longest suffix of the text, including `piece`, that begins a stop string."""
         self._begun = [_advanced(stop, begun, piece) for stop, begun in zip(self._stops, self._begun, strict=True)]
         return max(self._begun, default=0)
 
 
 def _advanced(stop: str, begun: int, piece: str) -> int:
-    """How much of `stop` a text ends with after `piece`, where it ended with `begun` characters of it before.
+    """Return the matched prefix length of `stop` after `piece`, given the length `begun` before it.
 
-    The automaton of Knuth, Morris and Pratt: amortized constant time per character.
+    Knuth-Morris-Pratt: amortized constant time per character.
     """
     borders = _borders(stop)
     for character in piece:
@@ -82,23 +82,23 @@ def _advanced(stop: str, begun: int, piece: str) -> int:
 
 @lru_cache(maxsize=256)
 def _borders(stop: str) -> tuple[int, ...]:
-    """For every beginning of `stop`, the longest shorter one that it ends with (Knuth, Morris and Pratt)."""
-    borders, longest = [0], 0
+    """Return the Knuth-Morris-Pratt failure table: the longest proper border of every prefix of `stop`."""
+    borders, length = [0], 0
     for character in stop[1:]:
-        while longest and stop[longest] != character:
-            longest = borders[longest - 1]
-        longest += stop[longest] == character
-        borders.append(longest)
+        while length and stop[length] != character:
+            length = borders[length - 1]
+        length += stop[length] == character
+        borders.append(length)
     return tuple(borders)
 
 
 def _find(text: str, stop: str, first_end: int) -> int:
-    """Where `stop` starts first among those that end at `first_end` or later; below 0 where there is none."""
+    """Return the first start of a `stop` that ends at `first_end` or later, or -1 if none is found."""
     return text.find(stop, max(0, first_end - len(stop)))
 
 
 class ChoiceText:
-    """Follows one choice from update to delta. Feed it every update of that choice, in order."""
+    """Conversion of a choice's updates to text deltas. Every update of the choice must be fed in order."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ChoiceText:
         num_prompt_tokens: int,
         kept_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`kept_ids` are special tokens that are text even where such are left out."""
+        """Begin a choice. `kept_ids` are special tokens that stay in the text even if special tokens are skipped."""
         hidden = tokenizer.special_ids - kept_ids if sampling.skip_special_tokens else frozenset()
         self._stops = SpecialStops(tokenizer, sampling.stop, hidden_ids=hidden)
         self._detokenizer = IncrementalDetokenizer(
@@ -129,7 +129,7 @@ class ChoiceText:
 
     @property
     def ending(self) -> FinishReason | None:
-        """How the text has ended it, if it has; the engine may still be generating."""
+        """Return the finish reason found in the text, or None; the engine may still be generating."""
         if self._scanner is not None and self._scanner.matched is not None:
             return FinishReason("stop", matched=self._stops.given(self._scanner.matched))
         return REPEATED if self._has_repeated else None
@@ -137,9 +137,8 @@ class ChoiceText:
     def feed(self, update: ChoiceResult) -> ChoiceResult:
         """Add the text to an update of the engine, cut it at the first stop string, and return it.
 
-        Text ends before the stop string; ids and log-probs end with the token that completed it, and so do routing
-        rows, streamed or not. An id that the engine stopped at stays among the ids and adds no text. Stops that are to
-        be kept are text like any other.
+        The text ends before the stop string. Ids, log-probs and routing rows end with the token that completed it. A
+        stop id stays among the ids and adds no text. With kept stops, stop strings and stop ids are ordinary text.
         """
         update.text, num_kept = self._take(update)
         self._num_kept += num_kept
@@ -150,7 +149,7 @@ class ChoiceText:
         return update
 
     def _take(self, update: ChoiceResult) -> tuple[str, int]:
-        """Add the update's tokens up to what ends the text; return their text and how many were kept."""
+        """Add the update's tokens up to the end of the text; return their text and the number of kept tokens."""
         if self.ending is not None:
             return "", 0
         drops_last = _ends_at_token(update.finish) and not self._keeps_stops
@@ -174,7 +173,7 @@ class ChoiceText:
         return piece
 
     def _end_text(self) -> str:
-        """Release the unfinished character and the held text, unless it has ended before."""
+        """Return the unfinished character and the held-back text; empty if the text has already ended."""
         return "" if self.ending is not None else self._rest()
 
     def _rest(self) -> str:
@@ -188,7 +187,7 @@ class ChoiceText:
         return self._stops.shown(piece, matched=matched)
 
     def _cut(self, update: ChoiceResult, num_kept: int) -> None:
-        """Drop what was generated after the stop string, and name it as the reason; an error stays an error."""
+        """Drop everything generated after the stop string and set the finish reason; an error stays an error."""
         for values in (update.token_ids, update.logprobs, update.ranks):
             del values[num_kept:]
         update.columns = take(update.columns, slice(0, num_kept))
@@ -199,7 +198,7 @@ class ChoiceText:
 
 
 def _until(routing: RoutedExperts, end: int) -> RoutedExperts:
-    """The routing of positions before `end`."""
+    """Return the routing of positions before `end`."""
     end = max(routing.start, end)
     return replace(
         routing,
@@ -215,17 +214,17 @@ def _ends_at_token(finish: FinishReason | None) -> bool:
 
 
 class RepetitionDetector:
-    """Follows the tokens of one output; `push` says whether they now end with a pattern repeated often enough."""
+    """Detector of repeated token patterns at the end of an output."""
 
     def __init__(self, wanted: Repetition) -> None:
         self._wanted = wanted
         self._sizes = np.arange(wanted.least_size, wanted.most_size + 1)
         self._latest = np.full(wanted.most_size, -1, np.int64)
-        # By size of a pattern, how many of the last tokens equal the one that stands so far before them.
+        # Index: pattern size. Number of last tokens that equal the token `size` positions earlier.
         self._num_equal = np.zeros(len(self._sizes), np.int64)
 
     def push(self, token_id: int) -> bool:
-        """Take the next token."""
+        """Take the next token; return True if the output now ends with a pattern repeated `count` times."""
         is_equal = self._latest[-self._sizes] == token_id
         self._num_equal = np.where(is_equal, self._num_equal + 1, 0)
         self._latest = np.append(self._latest[1:], token_id)

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rayserve_moe.config.given_files import MOST_JSON_BYTES, GivenFileError, opened, read_json_object
+from rayserve_moe.config.given_files import MAX_JSON_BYTES, GivenFileError, opened, read_json_object
 from rayserve_moe.text.token_forms import spelling_of
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -34,7 +34,7 @@ TEKKEN_NAMES = (
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
     *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-"""Special tokens of a `tekken.json` without names, which files up to version 7 may be."""
+"""Special tokens of `tekken.json` files that do not list them, which versions up to 7 may omit."""
 _VERSIONS_WITHOUT_NAMES = ("v1", "v2", "v3", "v7")
 
 
@@ -154,8 +154,8 @@ def _tiktoken_tokens(file: Path, config: Mapping[str, Any]) -> RankedTokens:
             f"a tokenizer.json would do. Known by auto_map in {CONFIG_FILE}: {', '.join(KNOWN_CODE)}"
         )
     with opened(file) as given:
-        if given.num_bytes > MOST_JSON_BYTES:
-            raise GivenFileError(f"{given.num_bytes} bytes are more than {MOST_JSON_BYTES}")
+        if given.num_bytes > MAX_JSON_BYTES:
+            raise GivenFileError(f"{given.num_bytes} bytes are more than {MAX_JSON_BYTES}")
         tokens = _by_rank(_lines(given.read(given.num_bytes)))
     ids = range(len(tokens), len(tokens) + code.num_special)
     names = [*code.names, *(f"<|reserved_token_{token_id}|>" for token_id in ids[len(code.names) :])]

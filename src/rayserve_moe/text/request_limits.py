@@ -1,6 +1,6 @@
-"""Limits of a request that only a tokenizer can turn into ids: banned words, and reasoning with its markers.
+"""Request limits that need a tokenizer: banned words, and reasoning budgets with their markers.
 
-Unlike vLLM, the form of a banned word after a space is banned even if it has another number of tokens.
+Unlike vLLM, a banned word is also banned after a space if that form has another number of tokens.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from rayserve_moe.requests.records import GenerationRequest, RequestError
 from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tokenizer import Tokenizer
 
-MOST_WORDS = 256
+MAX_WORDS = 256
 NO_LIMIT = -1
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ids of each word; those after a space too, where they are other ids.
+    """Return the ids of each word, and of its form after a space if that differs.
 
-    RequestError for a word without a token, and for too many.
+    Raises: RequestError if a word has no token, or if more than `MAX_WORDS` entries result.
     """
     found: list[tuple[int, ...]] = []
     for word in words:
@@ -32,19 +32,22 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
         found.append(ids)
         if spaced[-len(ids) :] != ids:
             found.append(spaced)
-    if len(found) > MOST_WORDS:
-        raise RequestError(f"should be at most {MOST_WORDS} words, those after a space included", "bad_words")
+    if len(found) > MAX_WORDS:
+        raise RequestError(f"should be at most {MAX_WORDS} words, including their forms after a space", "bad_words")
     return tuple(dict.fromkeys(found))
 
 
 def with_thinking_limit(request: GenerationRequest, output: ChatOutput) -> GenerationRequest:
-    """The request with the markers of the reasoning that it limits, if it does. RequestError where none are known."""
+    """Return the request with the model's reasoning markers if it limits reasoning.
+
+    Raises: RequestError if the markers are unknown, or if an end marker is also a stop id.
+    """
     budget, param = request.thinking_token_budget, "thinking_token_budget"
     if budget is None or budget == NO_LIMIT:
         return request
     markers = output.reasoning_markers(request.prompt_ids)
     if markers is None:
-        raise RequestError("how this model marks its reasoning is not known: set `reasoning_parser`", param)
+        raise RequestError("the model's reasoning markers are unknown: set `reasoning_parser`", param)
     if set(markers.end_ids) & set(request.sampling.stop_token_ids):
         raise RequestError("reasoning would end with one of the ids that end the answer", "stop_token_ids")
     return replace(request, thinking=ThinkingLimit(budget, markers))

@@ -1,4 +1,4 @@
-"""Stop patterns: regular expressions whose first match ends a text. RE2 matches them, in time linear in the text."""
+"""Stop patterns: regular expressions whose first match ends a text, matched by RE2 in linear time."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import pyarrow.compute as pc
 from rayserve_moe.requests.records import RequestError
 
 _GROUP = re.compile(r"\\Q.*?(?:\\E|$)|\\.|\[\^?\]?(?:\[:.*?:\]|\\.|[^\]\\])*\]|\((?!\?)", re.DOTALL)
-"""Quoted text, an escaped character, a class, or the beginning of a group without a name."""
+"""Matches quoted text, an escaped character, a class, or the beginning of an unnamed group."""
 _PARSER = import_module("re._parser")
-"""That of Python's expressions, which no public name has."""
+"""Python's regular expression parser; it has no public name."""
 _READ_OTHERWISE = re.compile(r"\{,|[*+?}]\+|\[\[?:")
-"""Counts without a beginning, which are text to RE2; repeated repetitions, which are possessive to Python; classes with
-names."""
-_MOST_HELD = 1024
+"""Syntax that RE2 and Python read differently: counts without a minimum, repeated repetitions, and named classes."""
+_MAX_HELD = 1024
 _LITERAL = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_ ")
 
 
 class PatternScanner:
-    """Passes text on up to the first match of a pattern or the first stop string, as `StopStringScanner` does.
+    """Scanner that passes text up to the first match of a pattern or the first stop string.
 
-    Held back is as much text as any of them can match, all of it where that is not bounded, and nothing where text is
-    kept whole. Of several matches the one that ends first counts, then the one that starts first. RequestError for a
-    pattern that RE2 does not take, or that matches the empty text.
+    It interprets `keeps` as `StopStringScanner` does. It holds back the maximum match length, all text if that is
+    unbounded, and nothing with keeps="rest". The match that ends first wins; a tie goes to the earlier start.
+
+    Raises: RequestError if RE2 rejects a pattern, or if a pattern matches the empty text.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class PatternScanner:
         self._keeps = keeps
         self._text = b""
         self._first = [0] * len(self._named)
-        longest = [*map(longest_match, patterns), *map(len, stops)]
-        # Characters that are held back, and bytes that were passed on.
-        self._num_held = None if None in longest else max((n for n in longest if n is not None), default=0)
+        lengths = [*map(max_match_length, patterns), *map(len, stops)]
+        # Number of characters held back (None: all); number of bytes already passed.
+        self._num_held = None if None in lengths else max((n for n in lengths if n is not None), default=0)
         self._passed = 0
         self.matched: str | None = None
 
     def push(self, piece: str, *, may_end: bool = True) -> str:
-        """Take the next piece; return what is certain to be text. After a match, nothing.
+        """Take the next piece and return the text that certainly precedes any match; empty after a match.
 
-        Unless it `may_end`, no match ends in this piece.
+        If `may_end` is False, no match ends in this piece.
         """
         if self.matched is not None or not piece:
             return ""
@@ -65,14 +65,14 @@ class PatternScanner:
         return passed[first_new if self._keeps == "rest" else self._passed :].decode(errors="ignore")
 
     def flush(self) -> str:
-        """End the text; return what was held back."""
+        """End the text and return the held-back rest."""
         if self.matched is not None or self._keeps == "rest":
             return ""
         held, self._passed = self._text[self._passed :], len(self._text)
         return held.decode()
 
     def _certain(self) -> str:
-        """Pass on what no match can reach any more: one that is yet to be found ends where the text ends, or later."""
+        """Return the text that no later match can reach; a later match ends at or after the end of the current text."""
         if self._num_held is None:
             return ""
         held = self._text[self._passed :].decode()
@@ -81,7 +81,7 @@ class PatternScanner:
         return certain
 
     def _find(self, place: int, may_end: bool) -> tuple[int, int, str] | None:
-        """End, start and name of one pattern's first match; a match that may not end here is never found again."""
+        """Return end, start and name of a pattern's first match; a match that may not end here is skipped for good."""
         pattern, name = self._named[place]
         while span := span_of(pattern, self._text[self._first[place] :]):
             start, length = span[0] + self._first[place], span[1]
@@ -92,7 +92,7 @@ class PatternScanner:
 
 
 def span_of(pattern: str, text: bytes) -> tuple[int, int] | None:
-    """Start and length in bytes of the first match of the group `stop`; None where there is none."""
+    """Return start and length in bytes of the first match of the group `stop`, or None without a match."""
     options = pc.ExtractRegexSpanOptions(pattern)
     found = pc.call_function("extract_regex_span", [pa.scalar(text, pa.string())], options).as_py()
     return None if found is None else (int(found["stop"][0]), int(found["stop"][1]))
@@ -100,7 +100,10 @@ def span_of(pattern: str, text: bytes) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1024)
 def check_pattern(pattern: str) -> None:
-    """RequestError for a pattern that RE2 does not take, or that matches the empty text."""
+    """Check a stop pattern.
+
+    Raises: RequestError if RE2 rejects it, or if it matches the empty text.
+    """
     try:
         matches_nothing = span_of(_named(pattern), b"") is not None
     except (pa.ArrowInvalid, UnicodeEncodeError):
@@ -110,25 +113,25 @@ def check_pattern(pattern: str) -> None:
 
 
 @lru_cache(maxsize=1024)
-def longest_match(pattern: str) -> int | None:
-    """The most characters that a pattern can match; None where that is not bounded, or not known.
+def max_match_length(pattern: str) -> int | None:
+    """Return the maximum number of characters that a pattern can match, or None if that is unbounded or unknown.
 
-    Python reads it: what that refuses, or takes for something else than RE2 does, is not known.
+    It is unknown if Python's parser rejects the pattern or reads it differently from RE2.
     """
     if _READ_OTHERWISE.search(pattern):
         return None
     try:
-        _, longest = _PARSER.parse(pattern).getwidth()
+        _, max_length = _PARSER.parse(pattern).getwidth()
     except (re.error, OverflowError, RecursionError):
         return None
-    return longest if longest <= _MOST_HELD else None
+    return max_length if max_length <= _MAX_HELD else None
 
 
 def _named(pattern: str) -> str:
-    """The pattern as a group called `stop`, the only one: pyarrow takes no group without a name."""
+    """Return the pattern as the only group, named `stop`: pyarrow requires every group to have a name."""
     return f"(?P<stop>{_GROUP.sub(lambda found: '(?:' if found[0] == '(' else found[0], pattern)})"
 
 
 def escaped(text: str) -> str:
-    """A pattern that matches this text alone; characters beyond ASCII stand for themselves."""
+    """Return a pattern that matches exactly this text; characters beyond ASCII stay unescaped."""
     return "".join(c if c in _LITERAL or not c.isascii() else f"\\x{{{ord(c):x}}}" for c in text)

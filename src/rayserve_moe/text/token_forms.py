@@ -49,7 +49,7 @@ class TokenForm(Protocol):
 
 
 class UnknownFormError(ValueError):
-    """Raised for an unsupported decoder."""
+    """Error for an unsupported decoder."""
 
 
 def form_of(decoder: decoders.Decoder | None) -> TokenForm:
@@ -185,11 +185,11 @@ _BYTE_OF = _byte_of_character()
 _CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}
 
 
-def longest_token_bytes(backing: PreTrainedTokenizerFast, token_bytes: Iterable[bytes]) -> int | None:
-    """Bytes of the longest token; None where bytes of a text can lie in no token, or in one of unbounded length.
+def max_token_bytes(backing: PreTrainedTokenizerFast, token_bytes: Iterable[bytes]) -> int | None:
+    """Return the maximum bytes per token, or None if text bytes can lie outside tokens or a token has no bound.
 
-    That is so where words may be unknown, where the pre-tokenizer removes what it splits at, and where an added token
-    takes the blanks around it along.
+    The latter holds if words may be unknown, if the pre-tokenizer removes its separators, or if an added token absorbs
+    the whitespace around it.
     """
     fast, added = backing.backend_tokenizer, backing.added_tokens_decoder.values()
     if any(token.lstrip or token.rstrip for token in added):
@@ -217,7 +217,7 @@ def _falls_back(fast: Tokenizer) -> bool:
 
 
 def _never_left(fast: Tokenizer, added: Collection[AddedToken]) -> set[str]:
-    """Characters of the byte alphabet whose bytes added tokens take out of every text before the model meets it."""
+    """Return byte-level characters whose bytes added tokens remove from every text before the model sees it."""
     if fast.normalizer is not None or fast.encode_special_tokens or any(token.single_word for token in added):
         return set()
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
@@ -225,7 +225,7 @@ def _never_left(fast: Tokenizer, added: Collection[AddedToken]) -> set[str]:
 
 
 def _pre_tokenizer_steps(described: dict) -> Iterator[dict]:
-    """The steps of a pre-tokenizer, in order."""
+    """Yield the steps of a pre-tokenizer in order."""
     if described["type"] != "Sequence":
         yield described
     for step in described.get("pretokenizers", ()):

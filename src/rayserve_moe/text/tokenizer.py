@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer: text to ids and back, whole or incrementally, and the bytes of each id."""
+"""Tokenizer of a checkpoint: text to ids and back, whole or incrementally, and the bytes of each id."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from rayserve_moe.text.token_forms import (
     UnknownFormError,
     byte_of,
     form_of,
-    longest_token_bytes,
+    max_token_bytes,
 )
 
 TOKENIZER_FILE = "tokenizer.json"
-MOST_TOKEN_ID = (1 << 31) - 1
-MOST_CHARACTERS = 1 << 24
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_CHARACTERS = 1 << 24
 """Maximum length of all pieces that a `SegmentEncoder` remembers."""
 _PIECE_COST = 64
 
 
 class TokenizerError(ValueError):
-    """A checkpoint whose tokenizer cannot be loaded or is of a kind this build does not decode."""
+    """Error for a tokenizer that cannot be loaded or has an unsupported form."""
 
 
 class TextTooLongError(ValueError):
-    """A text that has more tokens than it may, however it is tokenized."""
+    """Error for a text that exceeds a token limit under any tokenization."""
 
 
 class Tokenizer:
@@ -64,17 +64,17 @@ class Tokenizer:
         self._byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if byte_of(token) is not None)
         self._fast.no_truncation()
         self._fast.no_padding()
-        self._longest_bytes = longest_token_bytes(self.backing, self._bytes_by_id.values())
+        self._max_token_bytes = max_token_bytes(self.backing, self._bytes_by_id.values())
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that stand for something, added tokens included."""
+        """Return the number of known ids, including added tokens."""
         return len(self.backing)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Turn text into ids, with the tokenizer's own leading or trailing special tokens where it has such.
+        """Return the ids of a text, with the tokenizer's own leading and trailing special tokens by default.
 
-        TextTooLongError, before any work, where no `max_tokens` tokens can hold so many bytes.
+        Raises: TextTooLongError, before tokenization, if the text has too many bytes for `max_tokens` tokens.
         """
         if max_tokens is not None and self.exceeds(max_tokens, text):
             raise TextTooLongError(f"the text has more than {max_tokens} tokens")
@@ -82,33 +82,33 @@ class Tokenizer:
         return encoding.ids
 
     def encode_with_offsets(self, text: str, *, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
-        """Return the ids of a text, and the character of `text` that each begins at; 0 for added special tokens."""
+        """Return the ids of a text and the first character of each; 0 for added special tokens."""
         encoding = self._fast.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def exceeds(self, num_tokens: int, text: str) -> bool:
-        """Whether `text` certainly has more than `num_tokens` tokens, judged by its length: False says nothing.
+        """Return True if the length of `text` proves that it has more than `num_tokens` tokens; False proves nothing.
 
-        Every byte of what the normalizer leaves of a text lies in a token, and no token holds more bytes than the
-        longest of the vocabulary; what is added (a leading space, special tokens) only makes for more tokens.
+        Every byte of the normalized text lies in a token, and no token has more bytes than the vocabulary's longest.
+        Added tokens (a leading space, special tokens) only increase the count.
         """
-        if self._longest_bytes is None:
+        if self._max_token_bytes is None:
             return False
-        most = num_tokens * self._longest_bytes
-        if 4 * len(text) <= most or len(text.encode("utf-8", "replace")) <= most:
+        max_bytes = num_tokens * self._max_token_bytes
+        if 4 * len(text) <= max_bytes or len(text.encode("utf-8", "replace")) <= max_bytes:
             return False
         normalizer = self._fast.normalizer
-        return normalizer is None or len(normalizer.normalize_str(text).encode("utf-8", "replace")) > most
+        return normalizer is None or len(normalizer.normalize_str(text).encode("utf-8", "replace")) > max_bytes
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Turn ids into text. Bytes that are not UTF-8 become U+FFFD; ids of no token are passed over."""
+        """Return the text of ids. Invalid UTF-8 becomes U+FFFD; unknown ids are skipped."""
         decoded = self.backing.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(decoded)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that one id adds to the output, special tokens spelled out; empty for an id of no token."""
+        """Return the bytes that an id adds to the output, with special tokens spelled out; empty for an unknown id."""
         return self._bytes_by_id.get(token_id, b"")
 
     def is_byte(self, token_id: int) -> bool:
@@ -120,14 +120,14 @@ class Tokenizer:
         return self._form.decoder(token_bytes, byte_ids=self._byte_ids, continues=continues)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one id on its own; bytes that are not whole characters become U+FFFD."""
+        """Return the text of a single id; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 class IncrementalDetokenizer:
-    """Turns the ids of one output into pieces of text whose concatenation is `Tokenizer.decode` of all ids.
+    """Incremental decoder of an output. Its pieces concatenate to `Tokenizer.decode` of all ids.
 
-    Text that later ids may change is held back. The cost of a token does not depend on the number of earlier tokens.
+    It holds back text that later ids may change. The cost per token does not depend on the number of earlier tokens.
     """
 
     def __init__(
@@ -152,20 +152,20 @@ class IncrementalDetokenizer:
         self._decoder = tokenizer.decoder(token_bytes, continues=continues)
 
     def push(self, token_id: int) -> str:
-        """Take the next id; return the characters that it completes, perhaps none."""
+        """Take the next id and return the characters that it completes; may be empty."""
         return self._decoder.extend((token_id,))
 
     def extend(self, token_ids: Iterable[int]) -> str:
-        """Take the next ids at once; returns the text that pushing each of them would."""
+        """Take the next ids and return the same text as pushing each of them."""
         return self._decoder.extend(token_ids)
 
     def flush(self) -> str:
-        """End the output; bytes of an unfinished character come out as U+FFFD."""
+        """End the output and return the held-back rest; an unfinished character becomes U+FFFD."""
         return self._decoder.flush()
 
 
 def _load(directory: Path) -> PreTrainedTokenizerFast:
-    # Without such a file transformers would make up an empty tokenizer from config.json alone.
+    # Without these files transformers would build an empty tokenizer from config.json alone.
     file = next((directory / name for name in (TOKENIZER_FILE, *RANK_FILES) if (directory / name).exists()), None)
     if file is None:
         raise TokenizerError(
@@ -176,7 +176,7 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
         _check_opens(file_read)
     try:
         backing = _backing_of(file)
-    except Exception as error:  # the tokenizers library raises nothing more special
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise TokenizerError(one_line(f"{directory}: no usable tokenizer: {error}")) from error
     if not isinstance(backing, PreTrainedTokenizerFast):
         raise TokenizerError(f"{directory}: {type(backing).__name__} is not a tokenizer of the tokenizers library")
@@ -191,11 +191,11 @@ def _backing_of(file: Path) -> Any:
     except GivenFileError as error:
         if file.name in RANK_FILES:
             raise GivenFileError(f"{CONFIG_FILE}: {error}") from error
-        config = {}  # transformers reads it less strictly
+        config = {}  # transformers accepts it
     if file.name in RANK_FILES:
         return ranked_backing(read_rank_file(file, config), directory, config=config)
     if code_named(config) is not None:
-        # The class that transformers would take is in that code.
+        # transformers would take a class from the checkpoint's code, which is never run.
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
     return AutoTokenizer.from_pretrained(
         directory, config=_config_of(directory), local_files_only=True, trust_remote_code=False
@@ -203,9 +203,9 @@ def _backing_of(file: Path) -> Any:
 
 
 def _config_of(directory: Path) -> PreTrainedConfig | None:
-    """What transformers chooses a tokenizer by: the type of the model, none of its values; None leaves it to find one.
+    """Return a config with only the model type, by which transformers selects a tokenizer class; None if it is unknown.
 
-    Its reader of a whole config refuses values that do not concern a tokenizer, and that other readers take.
+    A full config is not parsed: transformers would reject values that do not concern the tokenizer.
     """
     try:
         config = read_json_object(directory / "config.json")
@@ -220,7 +220,10 @@ def _config_of(directory: Path) -> PreTrainedConfig | None:
 
 
 def _check_opens(file: Path) -> None:
-    """TokenizerError for a file that cannot be opened at once."""
+    """Check that a file can be opened without blocking.
+
+    Raises: TokenizerError if it cannot.
+    """
     try:
         with opened(file):
             pass
@@ -233,7 +236,7 @@ def _special_added_ids(backing: PreTrainedTokenizerFast) -> frozenset[int]:
 
 
 def _eos_token_ids(backing: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
-    """The tokenizer's end of sequence, then those that `generation_config.json` adds, ascending."""
+    """Return the tokenizer's end-of-sequence id, then the additional ids of `generation_config.json`, ascending."""
     own = () if backing.eos_token_id is None else (int(backing.eos_token_id),)
     file = directory / "generation_config.json"
     listed = _listed_eos(file) if file.exists() else []
@@ -246,16 +249,15 @@ def _listed_eos(file: Path) -> list[int]:
     except GivenFileError as error:
         raise TokenizerError(f"{file}: {error}") from error
     listed = [] if listed is None else listed if isinstance(listed, list) else [listed]
-    if not all(type(token_id) is int and 0 <= token_id <= MOST_TOKEN_ID for token_id in listed):
+    if not all(type(token_id) is int and 0 <= token_id <= MAX_TOKEN_ID for token_id in listed):
         raise TokenizerError(f"{file}: eos_token_id must be an id or a list of ids, not {reprlib.repr(listed)}")
     return listed
 
 
 class SegmentEncoder:
-    """Encoder with a memory of what lies between special tokens: a long chat costs its last turn.
+    """Encoder that caches the text between special tokens, so that a long chat costs only its last turn.
 
-    It encodes as `Tokenizer.encode` does, which separates a text at its added tokens before anything else. Threads may
-    share it.
+    It returns the same ids as `Tokenizer.encode`, which splits a text at added tokens first. It is thread-safe.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -273,7 +275,7 @@ class SegmentEncoder:
         self._lock = threading.Lock()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
-        """Turn text into ids, int32, with the tokenizer's own leading or trailing special tokens where it has such."""
+        """Return the ids of a text, int32, with the tokenizer's own special tokens by default."""
         if self._borders is None:
             return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), np.int32)
         pieces = [self._piece(piece) for piece in self._borders.split(text) if piece]
@@ -295,7 +297,7 @@ class SegmentEncoder:
             if piece not in self._known:
                 self._known[piece] = ids
                 self._size += len(piece) + _PIECE_COST
-            while self._size > MOST_CHARACTERS:
+            while self._size > MAX_CHARACTERS:
                 oldest, _ = self._known.popitem(last=False)
                 self._size -= len(oldest) + _PIECE_COST
         return ids

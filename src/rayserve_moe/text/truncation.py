@@ -1,4 +1,4 @@
-"""Truncation of long prompts to a number of tokens, as vLLM's `truncate_prompt_tokens` has it."""
+"""Truncation of long prompts to a number of tokens, like vLLM's `truncate_prompt_tokens`."""
 
 from __future__ import annotations
 

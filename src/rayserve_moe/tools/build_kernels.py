@@ -1,7 +1,7 @@
-"""`python -m rayserve_moe.tools.build_kernels`: builds the native CPU kernels ahead of the first start, or for a wheel.
+"""`python -m rayserve_moe.tools.build_kernels`: builds the native CPU kernels before the first start, or for a wheel.
 
-Without options it builds the level that this processor runs at, where `serve` looks for it. `--all --into DIR` builds
-every level of this kind of machine, linked so that a wheel can bring it to others.
+Without options it builds the level of this processor, in the place that `serve` searches. `--all --into DIR` builds
+every level of this kind of machine, linked so that a wheel can ship it to other machines.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rayserve_moe.execution.native_library import SHIPPED, build, find_or_build,
 
 FAILED = 1
 PORTABLE = ("-static-libstdc++", "-static-libgcc")
-"""A shipped library asks nothing of the machine but its C library."""
+"""Linker options of a shipped library: it requires nothing of the machine except its C library."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, and say what was built; returns 1 if nothing could be, with the reason on stderr."""
+    """Build the kernels and print the results; return 1 on failure, with the reason on stderr."""
     parser = argparse.ArgumentParser(prog="build_kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", action="store_true", help="every level of this kind of machine, portably")
-    parser.add_argument("--into", type=Path, help=f"directory; of --all: {SHIPPED.name} beside the sources")
+    parser.add_argument("--into", type=Path, help=f"directory (default with --all: {SHIPPED.name} beside the sources)")
     options = parser.parse_args(arguments)
     try:
         if options.all:
@@ -39,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             into = options.into or default_cache_directory() / "native"
             _say(level.name, lambda: find_or_build(level, into))
     except NativeKernelsUnavailable as error:
-        sys.stderr.write(f"native CPU kernels: {error}; XLA computes without them, in more time\n")
+        sys.stderr.write(f"native CPU kernels: {error}; XLA computes without them, more slowly\n")
         return FAILED
     return 0
 
 
 def _say(name: str, build_library: Callable[[], Path]) -> None:
-    sys.stdout.write(f"native CPU kernels ({name}) are built, unless they are there: half a minute\n")
+    sys.stdout.write(f"native CPU kernels ({name}) are built unless they exist: about half a minute\n")
     sys.stdout.flush()
     started = time.perf_counter()
     library = build_library()

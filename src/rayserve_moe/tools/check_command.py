@@ -1,4 +1,4 @@
-"""`rayserve-moe compile-check`: compiles a server's programs for a TPU topology, and prints a report."""
+"""`rayserve-moe compile-check`: compiles a server's programs for a TPU topology and prints a report."""
 
 from __future__ import annotations
 
@@ -43,45 +43,43 @@ SETTING_OF_OPTION = {
     "speculative_algorithm": "speculative_algorithm",
     "speculative_draft_model_path": "speculative_draft_model_path",
 }
-"""Options that stand for settings, with their keys."""
+"""Options that set settings, with the settings' keys."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     names = ", ".join(preset_names())
-    parser.add_argument("--config", help="a Serve config: its programs, on its topology (or that of --topology)")
+    parser.add_argument("--config", help="a Serve config: its programs, on its topology or --topology")
     parser.add_argument("--model", default="", help=f"a directory with config.json, or one of {names}")
-    parser.add_argument("--topology", default="", help="such as v6e:2x4, as the TPU compiler spells it")
+    parser.add_argument("--topology", default="", help="such as v6e:2x4, in the TPU compiler's spelling")
     parser.add_argument("--dp", type=int, default=0, help="data ranks (default: all devices / tp)")
     parser.add_argument("--tp", type=int, default=0, help="devices that share the heads (default: 1, or devices / dp)")
-    parser.add_argument("--slices", type=int, help="slices of that topology that it is served on (default: 1)")
-    parser.add_argument("--redundant-experts", type=int, help="expert slots beyond one per expert, and what moves them")
-    parser.add_argument("--expert-backend", help="as the setting expert_backend")
-    parser.add_argument("--expert-selection", help="as the setting expert_selection")
+    parser.add_argument("--slices", type=int, help="number of slices of that topology (default: 1)")
+    parser.add_argument("--redundant-experts", type=int, help="expert slots beyond one per expert, with rebalancing")
+    parser.add_argument("--expert-backend", help="see the setting expert_backend")
+    parser.add_argument("--expert-selection", help="see the setting expert_selection")
     parser.add_argument("--context", type=int, help="tokens per sequence (default: 4096)")
     parser.add_argument("--batch", type=int, help="sequences per data rank (default: 16)")
     parser.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024)")
     parser.add_argument("--page-size", type=int, help="tokens per KV page (default: 128)")
-    parser.add_argument(
-        "--dtype", help="of weights, and of KV unless --kv-cache-dtype says another (default: the model's)"
-    )
-    parser.add_argument("--kv-cache-dtype", help="as the setting kv_cache_dtype")
-    parser.add_argument("--expert-dtype", help="as the setting expert_dtype")
+    parser.add_argument("--dtype", help="of weights, and of KV without --kv-cache-dtype (default: the model's)")
+    parser.add_argument("--kv-cache-dtype", help="see the setting kv_cache_dtype")
+    parser.add_argument("--expert-dtype", help="see the setting expert_dtype")
     parser.add_argument("--return-routed-experts", action="store_true", default=None, help="capture routing in steps")
-    parser.add_argument("--speculative-algorithm", help="as the setting speculative_algorithm: verify steps and drafts")
+    parser.add_argument("--speculative-algorithm", help="see the setting: verify steps and drafts")
     parser.add_argument("--speculative-draft-model-path", help="a directory with the config.json of a head")
-    parser.add_argument("--layers", type=int, default=0, help="only so many layers (default: all)")
+    parser.add_argument("--layers", type=int, default=0, help="number of layers to compile (default: all)")
     parser.add_argument("--programs", default="", help="names of programs, separated by commas (default: all)")
-    parser.add_argument("--limits", help="a JSON file with the most that fields of the report may be, by case, program")
+    parser.add_argument("--limits", help="a JSON file with maximum values of report fields, by case and program")
     parser.add_argument("--estimate", action="store_true", help="estimate the time of each step from its schedules")
-    parser.add_argument("--jobs", type=int, default=1, help="programs that are compiled at a time (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="programs compiled concurrently (default: 1)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile and print the report; returns 0, or 1 where something does not fit or is copied."""
+    """Compile and print the report; return 0, or 1 if a program does not fit, copies data or exceeds a limit."""
     if options.estimate and options.jobs > 1:
-        raise ValueError("--estimate reads the schedules of one program after the other: leave out --jobs")
+        raise ValueError("--estimate reads the schedules of one program at a time: remove --jobs")
     with tempfile.TemporaryDirectory(prefix="rayserve-moe-schedules-") as folder:
         return _check_dumping_to(Path(folder), options)
 
@@ -116,10 +114,10 @@ def _case(options: argparse.Namespace) -> ServedCase:
     if options.config:
         of_model = [*given, *(name for name in ("dp", "tp") if getattr(options, name))]
         if of_model:
-            raise ValueError(f"--{of_model[0].replace('_', '-')} goes with --model: a config has settings of its own")
+            raise ValueError(f"--{of_model[0].replace('_', '-')} requires --model: a config has its own settings")
         return case_of_config(options.config, topology=options.topology, model=options.model, num_layers=options.layers)
     if not (options.model and options.topology):
-        raise ValueError("give --config, or --model and --topology")
+        raise ValueError("pass --config, or --model and --topology")
     values = {"max_model_len": DEFAULT_CONTEXT, **{SETTING_OF_OPTION[name]: value for name, value in given.items()}}
     values["enable_eplb"] = bool(options.redundant_experts)
     return case_of_model(
@@ -131,7 +129,7 @@ GB = 1e9
 
 
 def render(report: CheckReport) -> str:
-    """Return the report as text: the setting, a paragraph per program, then faults; GB are 1e9 bytes, per device."""
+    """Return the report as text: the settings, a paragraph per program, then faults. GB are 1e9 bytes, per device."""
     weights, pool = report.weights_bytes / GB, report.kv_pool_bytes / GB
     experts, cache = report.settings["experts"], report.settings["cache"]
     routing = "captured" if report.settings["replay"]["enabled"] else "not captured"

@@ -1,4 +1,4 @@
-"""Compile a server's programs for a TPU topology on a host without one, and report on the results."""
+"""Compilation of a server's programs for a TPU topology on a host without TPUs, with a report on the results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMPILER_ENVIRONMENT = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_LOG_DIR": "disabled",
 }
-"""Environment of the TPU compiler where there is no TPU: no lock file, no metadata server, no log."""
+"""Environment of the TPU compiler on a host without TPUs: no lock file, no metadata server, no log."""
 
 REPORTED_SECTIONS = ("model", "scheduler", "cache", "replay", "parallel", "experts", "balancing")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -44,12 +44,12 @@ _AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 
 
 Limits = Mapping[str, Mapping[str, int]]
-"""Most that a field of a ProgramReport may be: by the program's name, then the field's."""
+"""Maximum values of the fields of a ProgramReport, by program name and field name."""
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What was checked, and a report per program. Bytes are those of one device."""
+    """The result of a check. Bytes are per device."""
 
     name: str
     topology: str
@@ -62,8 +62,10 @@ class CheckReport:
     num_pages: int
     kv_pool_bytes: int
     compilers: dict[str, str]
+    """Package versions."""
     programs: list[ProgramReport]
     faults: list[str] = field(default_factory=list)
+    """Reasons why programs cannot be served."""
 
     @property
     def fits(self) -> bool:
@@ -74,7 +76,7 @@ class CheckReport:
 
 
 def use_host_alone() -> None:
-    """Keep jax from looking for an accelerator on this host; call before anything else uses jax."""
+    """Prevent jax from using an accelerator of this host. Call before anything else uses jax."""
     jax.config.update("jax_platforms", "cpu")
 
 
@@ -86,15 +88,15 @@ def check(
     num_threads: int = 1,
     estimator: Estimator | None = None,
 ) -> CheckReport:
-    """Compile what a server compiles at its start (all, or the programs of `names`), `num_threads` at a time.
+    """Compile the programs that a server compiles at its start (all, or `names`), `num_threads` concurrently.
 
-    With an `estimator` its steps are estimated, which takes one thread. ValueError where model, settings and topology
-    do not go together or a name is unknown; refusals of the compiler are in the report.
+    With an `estimator` the steps are also estimated, which requires a single thread. Raises ValueError if model,
+    settings and topology are incompatible or a name is unknown; errors of the compiler are in the report.
     """
-    assert estimator is None or num_threads == 1, "schedules are those of the program that was compiled last"
-    unknown = {name for most in (limits or {}).values() for name in most} - figures_of(ProgramReport("")).keys()
+    assert estimator is None or num_threads == 1, "schedules belong to the program that was compiled last"
+    unknown = {name for fields in (limits or {}).values() for name in fields} - figures_of(ProgramReport("")).keys()
     if unknown:
-        raise ValueError(f"a limit for {', '.join(sorted(unknown))}, which no report has")
+        raise ValueError(f"unknown report fields in the limits: {', '.join(sorted(unknown))}")
     served = lay_out(case)
     limit = hbm_limit(served.config.plan.mesh.devices.flat[0])
     num_pages = _num_pages(served, limit=limit)
@@ -120,7 +122,7 @@ def check(
 
 
 def estimator_of(case: ServedCase, *, dump: Path) -> Estimator:
-    """What estimates the steps of a case for the whole model; libtpu must have been asked for dumps."""
+    """Return an estimator of a case's steps for the whole model. libtpu must be loaded with `dump_environment`."""
     served = lay_out(replace(case, num_layers=0))
     page_size = served.settings.cache.page_size
     sizes = StepSizes(case.topology, served.num_rows, served.longest, page_size, served.dtype, served.kv_dtype)
@@ -128,7 +130,7 @@ def estimator_of(case: ServedCase, *, dump: Path) -> Estimator:
 
 
 def faults_of(program: ProgramReport, limits: Mapping[str, int]) -> Iterator[str]:
-    """What keeps a program from being served: it does not fit, copies what it should not, or exceeds a limit."""
+    """Yield why a program cannot be served: it does not compile, makes forbidden copies, or exceeds a limit."""
     if program.error:
         yield f"{program.name} does not compile: {program.error}"
         return
@@ -137,13 +139,13 @@ def faults_of(program: ProgramReport, limits: Mapping[str, int]) -> Iterator[str
     if not program.is_in_place:
         yield f"{program.name} does not update its state in place"
     figures = figures_of(program)
-    for name, most in limits.items():
-        if figures[name] > most:
-            yield f"{program.name}: {name} is {figures[name]:,}, more than {most:,}"
+    for name, limit in limits.items():
+        if figures[name] > limit:
+            yield f"{program.name}: {name} is {figures[name]:,}, more than {limit:,}"
 
 
 def hbm_limit(device: jax.Device) -> int:
-    """Bytes of HBM that the compiler lets a program use, learned from its refusal of an absurd one; 0: unknown."""
+    """Return the bytes of HBM that the compiler grants, parsed from its error for a huge program; 0: unknown."""
     plan = plan_for([device])
     absurd = jax.ShapeDtypeStruct((1 << 30, 1 << 10), jnp.float32, sharding=plan.replicated())
     with contextlib.suppress(StopIteration):
@@ -156,7 +158,7 @@ def hbm_limit(device: jax.Device) -> int:
 
 
 def _num_pages(served: ServedModel, *, limit: int) -> int:
-    """As many pages as a server would have; where weights leave no memory the fewest, and the compiler refuses."""
+    """Return a server's number of pages; the minimum if weights leave no memory, which the compiler reports."""
     used = bytes_on_device(served.weights) + bytes_on_device(served.staging)
     try:
         return served.num_pages_within((limit or sys.maxsize) - used)
@@ -168,7 +170,7 @@ def _chosen(programs: list[Program], names: tuple[str, ...]) -> list[Program]:
     known = [program.name for program in programs]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"no program {', '.join(unknown)}; there are {', '.join(known)}")
+        raise ValueError(f"no program {', '.join(unknown)}; known programs: {', '.join(known)}")
     return [program for program in programs if not names or program.name in names]
 
 

@@ -1,4 +1,4 @@
-"""What an optimised program does with memory and links: copies of weights and KV, collectives, kernels, cycles."""
+"""Use of memory and links by an optimised program: copies of weights and KV, collectives, kernels, cycles."""
 
 from __future__ import annotations
 
@@ -37,77 +37,83 @@ MOVES = {
     "tuple",
     "get-tuple-element",
 }
-"""Opcodes that only move data or change its form. A gather is none of a weight: it looks up tokens."""
+"""Opcodes that only move data or change its form. A gather does not count for weights: it looks up tokens."""
 MOVES_OF_ACTIVATIONS = MOVES - {"convert", "select", "iota"}
-"""Of an activation, another type or a mask is something computed."""
+"""For activations, a change of type or a mask is a computation."""
 NO_RESULT_OF_THEIR_OWN = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"}
 HBM = 0
-LEAST_COPY_BYTES = 4 << 10
+MIN_COPY_BYTES = 4 << 10
 LAYER_SCOPE = "attention"
-"""Every layer has a block of that name."""
+"""Every layer has a block of this name."""
 _GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _GROUPS_BY_SHAPE = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """An array that should be read in place: a weight of one layer, or the pages of one layer.
+    """An array that should be read in place: a weight of a layer, or the pages of a layer.
 
-    A result is a copy of it when its last dimensions are these in any order, in the same type, with at least
-    `least_elements` elements, and it is taken from an argument of the program. What a program writes to
-    (`is_written`) is not followed to the arguments, so its size alone must identify it.
+    A result is a copy of it if its last dimensions are these in any order, in the same type, with at least
+    `min_elements` elements, and it comes from an argument of the program.
     """
 
     kind: str
     dtype: str
     dims: tuple[int, ...]
-    least_elements: int
+    min_elements: int
     is_written: bool = False
+    """True if the program writes to it: it is not traced to the arguments, so its size alone must identify it."""
 
 
 @dataclass(frozen=True)
 class CopyOfPiece:
-    """A result in HBM that holds nothing but a piece or several; bytes of one, and how often it is made in a run."""
+    """A result in HBM that holds only pieces."""
 
     kind: str
     instruction: str
     shape: str
     num_bytes: int
+    """Bytes of a copy."""
     times: int
+    """Number of copies in a run."""
 
 
 @dataclass(frozen=True)
 class ActivationCopy:
-    """A result that is an activation once more, in another layout or place: its bytes, how often, in which block.
-
-    `cycles` are what XLA estimates for one.
-    """
+    """A result that repeats an activation in another layout or place."""
 
     instruction: str
     shape: str
     num_bytes: int
     times: int
+    """Number of copies in a run."""
     block: str
+    """Named scope."""
     is_in_hbm: bool
     cycles: int
+    """XLA's estimate for a copy."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of exchange: devices per group, bytes of the result on a device, how often in a run (at least)."""
+    """A kind of exchange between devices."""
 
     operation: str
     group_size: int
+    """Devices per group."""
     shape: str
     num_bytes: int
+    """Bytes of the result on a device."""
     times: int
+    """Number of exchanges in a run."""
     is_least: bool
+    """True if `times` is a minimum."""
 
 
 def copies_of(program: ProgramText, pieces: list[Piece]) -> list[CopyOfPiece]:
-    """Every copy of a piece that the program makes in HBM out of its arguments. What it updates in place is none.
+    """Return every copy of a piece that the program makes in HBM from its arguments. Updates in place do not count.
 
-    An argument that has no such piece in it is none that the copy could be of: tokens may have a weight's shape.
+    The argument must contain such a piece, because token arrays may have the shape of a weight.
     """
     found, origins = [], Origins(program)
     for execution in program.executions():
@@ -125,9 +131,9 @@ def copies_of(program: ProgramText, pieces: list[Piece]) -> list[CopyOfPiece]:
 
 
 def activation_copies(program: ProgramText, pieces: list[Piece]) -> list[ActivationCopy]:
-    """Every result into which activations are only moved, of `LEAST_COPY_BYTES` or more, in HBM or in VMEM.
+    """Return results that only move activations, of at least `MIN_COPY_BYTES`, in HBM or VMEM.
 
-    What XLA fetches ahead from one to the other is none, nor is a fill.
+    XLA's prefetches between the two memories and fills do not count.
     """
     found = []
     for execution in program.executions():
@@ -135,7 +141,7 @@ def activation_copies(program: ProgramText, pieces: list[Piece]) -> list[Activat
         if instruction.opcode in NO_RESULT_OF_THEIR_OWN or instruction.opcode.endswith(("-start", "-done")):
             continue
         for shape in instruction.shapes:
-            is_large, is_in_hbm = shape.num_bytes >= LEAST_COPY_BYTES, shape.space == HBM
+            is_large, is_in_hbm = shape.num_bytes >= MIN_COPY_BYTES, shape.space == HBM
             if is_large and _piece_of(shape, pieces) is None and _moves_all(program, instruction, result=shape):
                 copy = instruction.name, _text(shape), shape.num_bytes, execution.times
                 found.append(ActivationCopy(*copy, instruction.scope, is_in_hbm, instruction.cycles))
@@ -143,9 +149,9 @@ def activation_copies(program: ProgramText, pieces: list[Piece]) -> list[Activat
 
 
 def ops_per_layer(program: ProgramText) -> int:
-    """Operations that XLA puts a cost on in the body of the loop over layers, the longest if there are several.
+    """Return the number of costed operations in the body of the loop over layers, the maximum over several loops.
 
-    Loops and branches inside count once; 0 where there is no such loop.
+    Loops and branches inside count once; 0 without such a loop.
     """
     counts = [0]
     for execution in program.executions():
@@ -158,7 +164,7 @@ def ops_per_layer(program: ProgramText) -> int:
 
 
 def collectives_of(program: ProgramText) -> list[Collective]:
-    """All exchanges between devices; like ones are added up."""
+    """Return all exchanges between devices; equal exchanges are added up."""
     counts: Counter[Collective] = Counter()
     for execution in program.executions():
         instruction, operation = execution.instruction, execution.instruction.opcode.removesuffix("-start")
@@ -173,7 +179,7 @@ def collectives_of(program: ProgramText) -> list[Collective]:
 
 
 def kernels_of(program: ProgramText) -> dict[str, int]:
-    """Mosaic kernels by name, and how often each is called in a run, at least."""
+    """Return Mosaic kernels by name with their minimum number of calls in a run."""
     counts: Counter[str] = Counter()
     for execution in program.executions():
         instruction = execution.instruction
@@ -183,9 +189,9 @@ def kernels_of(program: ProgramText) -> dict[str, int]:
 
 
 def cycles_of(program: ProgramText) -> tuple[int, int]:
-    """XLA's estimated cycles, loop bodies counted once, and counted as often as they run.
+    """Return XLA's estimated cycles: with loop bodies counted once, and counted with their trips.
 
-    They exist for XLA's own fusions only, so the sums say whether a program grew, never how long it takes.
+    They exist only for XLA's own fusions, so the sums show whether a program grew, never how long it takes.
     """
     executions = list(program.executions())
     once = sum(execution.instruction.cycles for execution in executions)
@@ -196,20 +202,20 @@ def _piece_of(shape: ArrayShape, pieces: list[Piece]) -> Piece | None:
     dims = [size for size in shape.dims if size != 1]
     for piece in pieces:
         own = sorted(size for size in piece.dims if size != 1)
-        same_type = shape.dtype == piece.dtype and shape.num_elements >= piece.least_elements
+        same_type = shape.dtype == piece.dtype and shape.num_elements >= piece.min_elements
         if same_type and sorted(dims[-len(own) :]) == own:
             return piece
     return None
 
 
 def _only_moves(program: ProgramText, instruction: Instruction, *, result: ArrayShape, piece: Piece) -> bool:
-    """Whether nothing of the result's size is computed on the way, nor written into an array that is there already."""
+    """Return True if nothing of the result's size is computed, or written into an existing array, on the way."""
     moves = MOVES | {"gather"} if piece.is_written else MOVES
     return all(part.opcode in moves for part in program.fused(instruction) if _is_as_large(part, result))
 
 
 def _moves_all(program: ProgramText, instruction: Instruction, *, result: ArrayShape) -> bool:
-    """Whether a result consists of what is moved there from arrays at least as large together."""
+    """Return True if a result consists only of data moved from arrays that together are at least as large."""
     parts = program.fused(instruction)
     if any(part.opcode not in MOVES_OF_ACTIVATIONS for part in parts if _is_as_large(part, result)):
         return False
@@ -224,7 +230,7 @@ def _is_as_large(part: Instruction, result: ArrayShape) -> bool:
 
 
 def _result_shapes(program: ProgramText, execution: Execution) -> tuple[ArrayShape, ...]:
-    """Shapes of the result; an operation that starts has its result where it is done."""
+    """Return the shapes of the result; an asynchronous operation has its result at its `-done`."""
     instruction = execution.instruction
     if not instruction.opcode.endswith("-start"):
         return instruction.shapes
@@ -235,7 +241,7 @@ def _result_shapes(program: ProgramText, execution: Execution) -> tuple[ArraySha
 
 
 def _group_size(instruction: Instruction) -> int:
-    """Devices of a group; 0 where the program does not say."""
+    """Return the number of devices of a group; 0 if the program does not declare groups."""
     listed, shaped = _GROUP.search(instruction.attributes), _GROUPS_BY_SHAPE.search(instruction.attributes)
     if listed:
         return listed.group(1).count(",") + 1

@@ -1,7 +1,7 @@
-"""Reading the text of an optimised XLA program: what runs, how often, where results lie, and what they are taken from.
+"""Parser of the text of an optimised XLA program: executions, trips, memory spaces, and origins of values.
 
-Only what a report needs is read. Instructions inside fusions and reducers run as part of another one; they are kept
-apart from those that the device executes one by one.
+Only the parts that a report needs are parsed. Instructions inside fusions and reducers run as part of another
+instruction; they are kept apart from the instructions that the device executes one by one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 ITEM_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
-"""Bytes of an element where the digits in the type's name do not say it."""
+"""Bytes of an element for types whose name has no bit width."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
@@ -51,16 +51,17 @@ HANDED_ON = {
 """Opcodes whose result is their first operand, whole or in part, in this or another form."""
 _INDEX = re.compile(r"index=(\d+)")
 _WRAPPED = re.compile(r"(kernel_metadata=\{)\n(.*)\n(\}\})")
-"""What a kernel that knows its mesh says of it takes lines of its own."""
+"""The metadata of a kernel that knows its mesh spans several lines."""
 
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """Element type, dimensions, and the memory space of an array: 0 is HBM, 1 is VMEM."""
+    """Type, dimensions and memory space of an array."""
 
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
+    """0: HBM, 1: VMEM."""
 
     @property
     def num_elements(self) -> int:
@@ -75,83 +76,81 @@ class ArrayShape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a program; `attributes` is the rest of the line, from the first operand on."""
+    """A line of a program."""
 
     name: str
     opcode: str
     shapes: tuple[ArrayShape, ...]
     attributes: str
+    """The rest of the line, from the first operand on."""
     is_root: bool
 
     @property
     def operands(self) -> list[str]:
-        """Names of operands, in their order."""
+        """Return the names of operands, in order."""
         return _OPERAND.findall(self.attributes.split(")")[0])
 
     @property
     def called(self) -> list[str]:
-        """Computations that it runs or is made of."""
+        """Return the computations that it runs or consists of."""
         branches = [name for group in _BRANCHES.findall(self.attributes) for name in _OPERAND.findall(group)]
         return [*_CALLED.findall(self.attributes), *branches]
 
     @property
     def op_name(self) -> str:
-        """What jax calls the operation: its named scopes, then the primitive."""
+        """Return jax's name of the operation: its named scopes, then the primitive."""
         found = _OP_NAME.search(self.attributes)
         return found.group(1) if found else ""
 
     @property
     def scope(self) -> str:
-        """The named scopes that it was traced in, joined by `/`, without what jax puts around them."""
+        """Return the named scopes that it was traced in, joined by `/`, without jax's own wrappers."""
         *outer, _ = self.op_name.split(";")[0].split("/")
         return "/".join(part for part in outer if not _NOT_SCOPES.fullmatch(part))
 
     @property
     def cycles(self) -> int:
-        """XLA's estimate; 0 where it has none."""
+        """Return XLA's estimate, or 0."""
         found = _CYCLES.search(self.attributes)
         return int(found.group(1)) if found and int(found.group(1)) < _NO_ESTIMATE else 0
 
 
 @dataclass(frozen=True)
 class Execution:
-    """An instruction that the device executes, and how often in one run of the program.
-
-    `times` multiplies the trip counts of the loops around it, as far as they are constants. A loop whose count is known
-    only at run time counts as one trip and sets `is_least`. The branches of a conditional all count.
-    """
+    """An instruction that the device executes. All branches of a conditional count."""
 
     instruction: Instruction
     times: int
+    """Executions in a run: the product of the constant trips of the loops around it."""
     is_least: bool
+    """True if a loop around it with trips known only at run time was counted once."""
     computation: str
 
 
 @dataclass(frozen=True)
 class ProgramText:
-    """A program's computations by name, each a list of instructions in the order of execution.
-
-    `sources` are lines of source by the id of a stack frame (`source_lines`).
-    """
+    """A parsed program."""
 
     entry: str
     computations: dict[str, list[Instruction]] = field(repr=False)
+    """Instructions in execution order, by computation."""
     sources: dict[int, str] = field(default_factory=dict, repr=False)
+    """Source lines by stack frame id (`source_lines`)."""
 
     def executions(self, computations: Iterable[str] = ()) -> Iterator[Execution]:
-        """All executed instructions, loops and branches unfolded; of one run of `computations`, or of the program."""
+        """Yield executed instructions with loops and branches unfolded, of `computations` or of the whole program."""
         for name in computations or [self.entry]:
             yield from self._executions(name, times=1, is_least=False)
 
     def fused(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions that a fusion is made of, nested ones included; the instruction itself if it is none."""
+        """Return the instructions of a fusion, including nested ones; any other instruction itself."""
         if instruction.opcode != "fusion":
             return [instruction]
         inside = [part for name in instruction.called for part in self.computations.get(name, [])]
         return [part for nested in inside for part in self.fused(nested)]
 
     def source_of(self, instruction: Instruction) -> str:
-        """The line of source that an instruction, or what it is made of, was traced from; empty where none is known."""
+        """Return the source line that an instruction or its fused parts were traced from; empty if unknown."""
         for part in [instruction, *self.fused(instruction)]:
             for frame in _FRAME.findall(part.attributes):
                 if int(frame) in self.sources:
@@ -169,7 +168,7 @@ class ProgramText:
                     yield from self._executions(name, times=times * (trips or 1), is_least=is_least or trips is None)
 
     def trips(self, loop: Instruction) -> int | None:
-        """The constant that a counting loop's condition compares with; None where it is computed."""
+        """Return the constant that a counting loop's condition compares with; None if it is computed."""
         condition = self.computations[condition_of(loop)]
         root = next(instruction for instruction in condition if instruction.is_root)
         for instruction in condition:
@@ -180,7 +179,7 @@ class ProgramText:
 
 
 def read_program(text: str) -> ProgramText:
-    """Parse the text of an optimised module. ValueError where there is no entry computation."""
+    """Parse the text of an optimised module. Raises ValueError if it has no entry computation."""
     computations: dict[str, list[Instruction]] = {}
     entry = current = ""
     for line in _WRAPPED.sub(r"\1\2\3", text).splitlines():
@@ -213,28 +212,28 @@ def _space(layout: str) -> int:
 
 
 def condition_of(loop: Instruction) -> str:
-    """The computation that decides whether a `while` goes on; empty where the instruction names none."""
+    """Return the condition computation of a `while`; empty if the instruction names none."""
     found = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
     return found.group(1) if found else ""
 
 
 @dataclass(frozen=True)
 class Origins:
-    """Looks up origins in one program.
+    """Traces values of a program to its entry parameters.
 
-    A loop's state is followed to what it started as; what a loop replaces is no argument any more, but nothing that is
-    only read is replaced.
+    A loop's state is traced to its initial value. A value that a loop replaces is no longer an argument, but values
+    that are only read are never replaced.
     """
 
     program: ProgramText
 
     def arguments(self, computation: str, instruction: Instruction) -> list[Instruction]:
-        """The entry parameters among what the operands of an instruction are taken from."""
+        """Return the entry parameters that the operands of an instruction come from."""
         found = (self._argument(computation, name, path=()) for name in instruction.operands)
         return [parameter for parameter in found if parameter is not None]
 
     def _argument(self, computation: str, name: str, *, path: tuple[int, ...]) -> Instruction | None:
-        """The entry parameter behind a value, where `path` leads into a tuple, outermost index first."""
+        """Return the entry parameter of a value, or None; `path` indexes into a tuple, outermost index first."""
         instruction = self._by_name[computation].get(name)
         if instruction is None:
             return None
@@ -243,7 +242,7 @@ class Origins:
                 return self._outside(computation, instruction, path=path)
             case "get-tuple-element":
                 index = _INDEX.search(instruction.attributes)
-                assert index is not None, f"{name} names no index"
+                assert index is not None, f"{name} has no index"
                 return self._argument(computation, instruction.operands[0], path=(int(index.group(1)), *path))
             case "tuple" if path:
                 return self._argument(computation, instruction.operands[path[0]], path=path[1:])
@@ -254,7 +253,7 @@ class Origins:
         return None
 
     def _outside(self, computation: str, parameter: Instruction, *, path: tuple[int, ...]) -> Instruction | None:
-        """Follow a computation's parameter to its caller; in the entry computation it is an argument."""
+        """Trace a computation's parameter to its caller; in the entry computation it is an argument."""
         if computation == self.program.entry:
             return parameter
         if computation not in self._callers:
@@ -274,7 +273,7 @@ class Origins:
 
     @cached_property
     def _callers(self) -> dict[str, tuple[str, Instruction]]:
-        """Callers of loop bodies and branches: the computation, and the instruction in it."""
+        """Return the callers of loop bodies and branches: the computation and its calling instruction."""
         return {
             called: (computation, instruction)
             for computation, instructions in self.program.computations.items()

@@ -1,4 +1,4 @@
-"""Configs of models without weights: of a directory or URL, or one of the presets."""
+"""Model configs without weights: from a directory, a URL, the Hub, or the presets."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ PRESETS = Path(__file__).parents[1] / "model" / "presets"
 
 
 class PresetError(ValueError):
-    """A model whose config cannot be read; the message names it and what there is."""
+    """A model whose config cannot be read; the message names the alternatives."""
 
 
 def preset_names() -> list[str]:
-    """Names of the models whose configs come with the package."""
+    """Return the names of the models whose configs come with the package."""
     return sorted(path.stem for path in PRESETS.glob("*.json"))
 
 
 def read_config(model: str, *, num_layers: int = 0) -> dict[str, Any]:
-    """The parsed `config.json` of a preset, a directory, a URL or a model of the Hub; `num_layers` > 0 keeps only that
-    many of its layers.
+    """Return the parsed `config.json` of a preset, a directory, a URL or a model of the Hub.
 
-    PresetError where `model` is neither, the file is no JSON object, or it has fewer layers.
+    `num_layers` > 0 keeps only the first layers. Raises PresetError if `model` is none of these, the file is not a JSON
+    object, or it has fewer layers.
     """
     config = _remote_config(model) or _local_config(model)
     return cut_to(config, num_layers) if num_layers else config
 
 
 def _remote_config(model: str) -> dict[str, Any]:
-    """Empty where `model` is a preset or a local path."""
+    """Return the config of a URL or a model of the Hub; empty for a preset or a local path."""
     if model in preset_names():
         return {}
     try:
@@ -56,7 +56,7 @@ def _local_config(model: str) -> dict[str, Any]:
 
 
 def cut_to(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """A model's config with its first layers alone. PresetError where it has fewer."""
+    """Return a model's config with only its first layers. Raises PresetError if it has fewer."""
     if num_layers > spec_from_config(config).num_layers:
-        raise PresetError(f"the model has {config['num_hidden_layers']} layers, {num_layers} are asked for")
+        raise PresetError(f"the model has {config['num_hidden_layers']} layers, {num_layers} are requested")
     return {**config, "num_hidden_layers": num_layers}

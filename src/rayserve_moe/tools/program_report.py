@@ -70,11 +70,11 @@ class StepCycles:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """One compiled program, or the compiler's reason why there is none."""
+    """A compiled program, or the compiler's error."""
 
     name: str
     error: str = ""
-    """The compiler's reason; empty if there is a program."""
+    """The compiler's reason; empty on success."""
     seconds: CompileSeconds = CompileSeconds()
     memory: DeviceMemory | None = None
     is_in_place: bool = False
@@ -102,14 +102,14 @@ class ProgramReport:
 
 
 def figures_of(report: ProgramReport) -> dict[str, Any]:
-    """Return the fields of a report by name, with those of its seconds and cycles beside the others."""
+    """Return the fields of a report by name, with the fields of its seconds and cycles beside the others."""
     found = asdict(report)
     seconds, cycles = found.pop("seconds"), found.pop("cycles")
     return found | seconds | cycles
 
 
 class ProgramReader:
-    """Compiles one of a server's programs after the other, and reads what came out; `limit` is the HBM of a device."""
+    """Compiles a server's programs one after the other and reads the results; `limit` is the HBM of a device."""
 
     def __init__(
         self, served: ServedModel, *, num_pages: int, limit: int, topology: str, estimator: Estimator | None

@@ -1,4 +1,4 @@
-"""What a compile check looks at: a server's settings, its model's config, and the topology it is compiled for."""
+"""The cases of a compile check: a server's settings, its model's config, and the topology it is compiled for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayserve_moe.checkpoints.model_path import SYNTHETIC_PREFIX, TRAINED_PREFIX
 from rayserve_moe.config.derive import pages_per_sequence
 from rayserve_moe.config.load import default_cache_directory, settings_from, settings_from_yaml
 from rayserve_moe.config.settings import DRAFT_MODELS, Settings, SpeculationSettings
-from rayserve_moe.config.topology import MOST_CHIPS_PER_HOST, slice_for
+from rayserve_moe.config.topology import MAX_CHIPS_PER_HOST, slice_for
 from rayserve_moe.execution.served_model import ServedModel, runner_settings, served_model
 from rayserve_moe.model.draft_spec import HEAD, MAP, DraftSpec, eagle_spec, prediction_spec
 from rayserve_moe.model.family_table import spec_from_config
@@ -24,9 +24,9 @@ from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.presets import cut_to, preset_names, read_config
 
 COMPILER_SPELLINGS = {"v7x": "tpu7x"}
-"""Generations that the TPU compiler has another name for."""
+"""The TPU compiler's names of generations that differ from ours."""
 ONE_HOST_BOUNDS = (2, 4, 1)
-"""Chips of a host that has eight of them."""
+"""Bounds of a host with eight chips."""
 
 
 class TopologyError(ValueError):
@@ -34,33 +34,34 @@ class TopologyError(ValueError):
 
 
 class NoTopologyError(ValueError):
-    """A config that serves on CPU hosts, and no topology to compile it for all the same."""
+    """A config that serves on CPU hosts, without a topology to compile it for."""
 
 
 @dataclass(frozen=True)
 class ServedCase:
-    """What is served on what: `model` is a parsed `config.json`, of which `num_layers` layers are kept (0: all).
-
-    `topology` is spelled as the compiler spells it, such as `v6e:2x4`.
-    """
+    """A served model on a topology."""
 
     name: str
     settings: Settings
     model: Mapping[str, Any]
+    """Parsed `config.json`."""
     topology: str
+    """In the compiler's spelling, such as `v6e:2x4`."""
     num_layers: int = 0
+    """Number of layers to compile; 0: all."""
 
 
 def case_of_config(path: str | Path, *, topology: str = "", model: str = "", num_layers: int = 0) -> ServedCase:
-    """The case of a Serve config, on its own topology or another one.
+    """Return the case of a Serve config, on its own topology or another.
 
-    Its checkpoint's config is read, or the preset of that name where it is not on this machine; or `model`.
-    NoTopologyError where neither it nor the caller names a topology, ValueError for anything that is wrong with it.
+    The model config is read from `model`, from the config's checkpoint, or from the preset of that name if the
+    checkpoint is not on this machine. Raises NoTopologyError if neither the config nor the caller names a topology,
+    ValueError for an invalid config.
     """
     settings = settings_from_yaml(path, on_tpu=True)
     topology = topology or _topology_of(settings)
     if not topology:
-        raise NoTopologyError(f"{path} serves on CPU hosts: it is compiled for a TPU where --topology names one")
+        raise NoTopologyError(f"{path} serves on CPU hosts: pass --topology to compile it for a TPU")
     config = read_config(model or known_model(settings.model.path))
     return ServedCase(Path(path).stem, settings, config, topology, num_layers)
 
@@ -68,10 +69,10 @@ def case_of_config(path: str | Path, *, topology: str = "", model: str = "", num
 def case_of_model(
     model: str, topology: str, *, values: Mapping[str, Any], dp: int = 0, tp: int = 0, num_layers: int = 0
 ) -> ServedCase:
-    """Return the case of a model on all devices of a topology; 0 for dp or tp: what the other leaves.
+    """Return the case of a model on all devices of a topology. If dp or tp is 0, it follows from the other.
 
-    `values` are settings under their keys. With the setting `num_slices`, on as many slices of that topology.
-    The pool holds all rows at their full length, and nothing besides.
+    `values` are settings by key; `num_slices` among them is the number of slices of that topology. The pool holds
+    exactly all rows at their full length.
     """
     num_devices = len(devices_of(topology, num_slices=values.get("num_slices", 1)))
     dp = dp or num_devices // (tp or 1)
@@ -80,22 +81,22 @@ def case_of_model(
         raise TopologyError(f"dp {dp} times tp {tp} is not the {num_devices} devices of {topology}")
     own = {"model_path": model, "num_hosts": num_devices, "devices_per_host": 1, "data_parallel_size": dp}
     settings, config = settings_from({**own, **values}, on_tpu=True), read_config(model)
-    longest = settings.model.max_model_len or spec_from_config(config).max_position_embeddings
-    num_pages = settings.scheduler.max_running_requests * pages_per_sequence(longest, settings.cache.page_size) + 1
+    max_len = settings.model.max_model_len or spec_from_config(config).max_position_embeddings
+    num_pages = settings.scheduler.max_running_requests * pages_per_sequence(max_len, settings.cache.page_size) + 1
     pool = replace(settings.cache, num_pages=settings.cache.num_pages or num_pages)
     return ServedCase(Path(model).name, replace(settings, cache=pool), config, topology, num_layers)
 
 
 def lay_out(case: ServedCase) -> ServedModel:
-    """Lay a case out as a server would: with fewer layers too, in the step shapes of the whole model.
+    """Lay a case out as a server would; with fewer layers too, in the step shapes of the whole model.
 
-    ValueError says what does not fit together.
+    Raises ValueError with the reason if the parts are incompatible.
     """
     settings, parallel = case.settings, case.settings.parallel
     bounds = None
     if settings.cluster.tpu_topology and case.topology == _topology_of(settings):
         tpu = slice_for(settings.cluster, num_hosts=parallel.num_hosts, num_slices=parallel.num_slices)
-        bounds = ONE_HOST_BOUNDS if tpu.chips_per_host == MOST_CHIPS_PER_HOST else None
+        bounds = ONE_HOST_BOUNDS if tpu.chips_per_host == MAX_CHIPS_PER_HOST else None
     devices = devices_of(case.topology, num_slices=parallel.num_slices, bounds=bounds)
     if not settings.cluster.tpu_topology:
         wanted = parallel.num_hosts * (parallel.devices_per_host or 1)
@@ -118,7 +119,7 @@ def lay_out(case: ServedCase) -> ServedModel:
 
 
 def _draft_for(target: ModelSpec, settings: SpeculationSettings) -> DraftSpec | None:
-    """What drafts for a target, by a head's config alone: its files have a head, and a map if it has a vocabulary."""
+    """Return a target's draft spec from the config alone: its files have a head, and a map if it has a vocabulary."""
     if settings.algorithm not in DRAFT_MODELS:
         return None
     if settings.algorithm == "NEXTN":
@@ -137,7 +138,7 @@ def _topology_of(settings: Settings) -> str:
 
 
 def known_model(model_path: str) -> str:
-    """A directory with the model's config, or the preset of that name."""
+    """Return a directory with the model's config, or the preset of that name."""
     if model_path.startswith((SYNTHETIC_PREFIX, TRAINED_PREFIX)):
         return str(resolve_model_path(model_path, cache_directory=default_cache_directory()))
     preset = Path(model_path).name.lower()
@@ -147,7 +148,7 @@ def known_model(model_path: str) -> str:
 
 @cache
 def devices_of(topology: str, *, num_slices: int = 1, bounds: tuple[int, ...] | None = None) -> list[jax.Device]:
-    """The devices of a topology, which need not be there. TopologyError where the compiler does not know it."""
+    """Return the devices of a topology, which need not exist. Raises TopologyError if the compiler does not know it."""
     describe = partial(topologies.get_topology_desc, platform="tpu", topology_name=topology)
     if num_slices > 1:
         describe = partial(describe, num_slices=num_slices)

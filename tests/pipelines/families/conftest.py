@@ -22,10 +22,10 @@ from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
 from tests.pipelines import conftest as core
 from tests.pipelines.conftest import EngineStore, ReferenceFactory
-from tests.support.compiling import QUICK
-from tests.support.engines import CORE, ONE_BUCKET
-from tests.support.family_cases import FAMILY_CASES, FamilyCase, config_of, write_family
-from tests.support.native import IdleReference, need_native_kernels
+from tests.support.engine.shared_settings import CORE, ONE_BUCKET
+from tests.support.kernels.native_kernels import IdleReference, need_native_kernels
+from tests.support.models.families import FAMILY_CASES, FamilyCase, config_of, write_family
+from tests.support.session.xla_flags import QUICK
 
 # Their own, or they would still be those of the core model when a family's turn comes.
 engine_with, alone = core.engine_with, core.alone

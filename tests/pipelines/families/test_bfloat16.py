@@ -9,11 +9,11 @@ import numpy as np
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.kernels.table import CPU_NATIVE
 from tests.pipelines.families.conftest import families
-from tests.support.family_cases import FamilyCase, write_family
-from tests.support.logits import prompt_logits_of
-from tests.support.native import need_native_kernels
-from tests.support.runners import new_runner
-from tests.support.workload import FIRST_ORDINARY_ID
+from tests.support.engine.host_runners import new_runner
+from tests.support.engine.workload import FIRST_ORDINARY_ID
+from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.models.families import FamilyCase, write_family
+from tests.support.models.full_logits import prompt_logits_of
 
 pytestmark = families("qwen2_moe-0", "deepseek_v3-0", "gpt_oss-0", variants=3)
 

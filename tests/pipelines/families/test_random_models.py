@@ -12,14 +12,14 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticModel, write_checkpoint
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
-from tests.support.drive import cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.family_cases import FAMILY_CONFIGS, FamilyCase
-from tests.support.logits import prompt_logits_of
-from tests.support.native import need_native_kernels
-from tests.support.outcomes import Outcomes, assert_all_same
-from tests.support.random_models import random_config
-from tests.support.runners import TWO_SHAPES, WAY, card_of, new_runner, prepared_runner
-from tests.support.workload import FIRST_ORDINARY_ID, request_for
+from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, new_runner, prepared_runner
+from tests.support.engine.outputs import Outcomes, assert_all_same
+from tests.support.engine.run_requests import cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engine.workload import FIRST_ORDINARY_ID, request_for
+from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.models.families import FAMILY_CONFIGS, FamilyCase
+from tests.support.models.full_logits import prompt_logits_of
+from tests.support.models.random_configs import random_config
 
 CASES = [FamilyCase(family, seed, random_config(family, seed)) for family in FAMILY_CONFIGS for seed in range(2)]
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)]

@@ -9,7 +9,7 @@ from tests.pipelines import test_forced_routing as forced_routing
 from tests.pipelines import test_routing as routing
 from tests.pipelines import test_routing_equality as equality
 from tests.pipelines.families.conftest import families
-from tests.support.outcomes import Outcomes
+from tests.support.engine.outputs import Outcomes
 
 pytestmark = [pytest.mark.slow, families()]
 

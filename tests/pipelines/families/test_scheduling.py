@@ -17,13 +17,13 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from tests.pipelines.families.conftest import families
 from tests.pipelines.test_migration import assert_slots_hold, expert_weights, heading_elsewhere
-from tests.support.asking import forcing, other_rows
-from tests.support.checkpoints import PAGE_SIZE
-from tests.support.drive import cycle_for, preempt_every, run_alone, run_on, run_together
-from tests.support.family_cases import FamilyCase
-from tests.support.outcomes import LOGPROB_TOLERANCE, Outcomes, assert_all_same
-from tests.support.runners import TWO_SHAPES, WAY, card_of, prepared_runner
-from tests.support.workload import mixed_workload
+from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
+from tests.support.engine.outputs import LOGPROB_TOLERANCE, Outcomes, assert_all_same
+from tests.support.engine.run_requests import cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engine.sampling_reference import forcing, other_rows
+from tests.support.engine.workload import mixed_workload
+from tests.support.models.core import PAGE_SIZE
+from tests.support.models.families import FamilyCase
 
 pytestmark = families("deepseek_v3-0", "gpt_oss-0", variants=3)
 

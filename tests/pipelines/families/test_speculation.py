@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
-from tests.support.draft_models import with_prediction_layer
-from tests.support.drive import run_together
-from tests.support.engine_store import EngineStore
-from tests.support.family_cases import FAMILY_CASES
-from tests.support.outcomes import assert_same
-from tests.support.speculating import DRAFTS, PLAIN, SPECULATES, random_requests
+from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.outputs import assert_same
+from tests.support.engine.run_requests import run_together
+from tests.support.models.families import FAMILY_CASES
+from tests.support.speculation.draft_checkpoints import with_prediction_layer
+from tests.support.speculation.random_requests import DRAFTS, PLAIN, SPECULATES, random_requests
 
 PREDICT = ("deepseek_v3-0", "glm4_moe-0")
 

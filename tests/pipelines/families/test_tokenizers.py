@@ -11,9 +11,9 @@ import pytest
 
 from rayserve_moe import Engine
 from tests.pipelines.families.conftest import families
-from tests.support.engines import CORE
-from tests.support.family_cases import FamilyCase, write_family
-from tests.support.published_forms import FORM_OF_FAMILY, write_form
+from tests.support.engine.shared_settings import CORE
+from tests.support.models.families import FamilyCase, write_family
+from tests.support.text.tokenizer_forms import FORM_OF_FAMILY, write_form
 
 pytestmark = families("mixtral-0", "qwen3_moe-0")
 PROMPTS = ["the cat sat", " Der Tag\r\n", "日本語", "x = [1, 2]", "<think>été"]

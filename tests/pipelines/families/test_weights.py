@@ -8,8 +8,8 @@ from typing import Any
 
 from rayserve_moe import Engine
 from tests.pipelines.families.conftest import families
-from tests.support.engines import CORE
-from tests.support.sending import send_weights
+from tests.support.checkpoints.send_weights import send_weights
+from tests.support.engine.shared_settings import CORE
 
 pytestmark = families("gpt_oss-0")
 

@@ -24,7 +24,7 @@ def bound_of(load: list[float], *, ep_size: int, num_redundant: int) -> float:
     ],
 )
 def test_a_further_replica_goes_where_the_load_per_replica_is_greatest(load, num_slots, most, counts):
-    assert replica_counts(np.array([load], float), num_slots=num_slots, most=most).tolist() == [counts]
+    assert replica_counts(np.array([load], float), num_slots=num_slots, max_replicas=most).tolist() == [counts]
 
 
 def test_water_filling_is_what_one_replica_after_the_other_comes_to():
@@ -33,7 +33,7 @@ def test_water_filling_is_what_one_replica_after_the_other_comes_to():
     for _ in range(24):
         hottest = np.where(counts < 6, load / counts, -1).argmax(axis=1)
         counts[np.arange(8), hottest] += 1
-    np.testing.assert_array_equal(replica_counts(load, num_slots=64, most=6), counts)
+    np.testing.assert_array_equal(replica_counts(load, num_slots=64, max_replicas=6), counts)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from benchmarks.planner import DRIFTS, README_LOAD, Shape, followed, judged, pea
 from benchmarks.planner_loads import SKEWS, skewed
 from rayserve_moe.balancing.placement import PlacementError, identity_placement
 from rayserve_moe.balancing.planner import first_placement, lower_bound, plan
-from tests.support.planner_cases import incoming, rank_loads
+from tests.support.experts.eplb_planner import incoming, rank_loads
 
 SHAPES = [Shape(3, 128, 8, 32), Shape(3, 128, 32, 32), Shape(3, 256, 64, 128), Shape(3, 256, 32, 0)]
 
@@ -88,7 +88,7 @@ def test_nothing_is_known_of_a_layer_without_load():
         (np.ones((1, 4)), {"num_redundant": 129}, r"0\.\.128"),
         (np.ones((1, 4)), {"tolerance": -0.1}, "tolerance or a slot budget is negative"),
         (np.ones((1, 4)), {"slot_budget": -1}, "tolerance or a slot budget is negative"),
-        (np.ones((2, 4)), {"previous": identity_placement(1, 4, ep_size=2)}, "1 layers of 4 experts, the load of 2"),
+        (np.ones((2, 4)), {"previous": identity_placement(1, 4, ep_size=2)}, "1 layers of 4 experts, the load 2 of 4"),
     ],
 )
 def test_what_cannot_be_planned_for_is_named(load, sizes, message):

@@ -8,7 +8,7 @@ import pytest
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import (
-    LEAST_TOKENS_PER_EXPERT,
+    MIN_TOKENS_PER_EXPERT,
     LocalPlanner,
     PlacementState,
     PlanningConfig,
@@ -19,7 +19,7 @@ from rayserve_moe.balancing.planning import (
     is_worth,
     rank_loads,
 )
-from tests.support.placements import random_placement
+from tests.support.experts.placements import random_placement
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
 START = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
@@ -53,7 +53,7 @@ def test_imbalance_is_the_hottest_rank_over_the_mean_and_1_where_nothing_was_cou
 
 
 def test_a_plan_needs_tokens_enough_in_every_layer():
-    enough = np.full((2, 8), LEAST_TOKENS_PER_EXPERT)
+    enough = np.full((2, 8), MIN_TOKENS_PER_EXPERT)
     assert has_enough(enough)
     assert not has_enough(enough - [[0], [1]])
     assert not has_enough(np.zeros((0, 0)))
@@ -62,7 +62,7 @@ def test_a_plan_needs_tokens_enough_in_every_layer():
 @pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize("steps", [RULES.interval - 1, RULES.interval])
 def test_a_plan_is_due_after_the_interval_and_with_tokens_enough(short, steps):
-    advisor, enough = LocalPlanner(RULES), np.full((LAYERS, EXPERTS), LEAST_TOKENS_PER_EXPERT, np.int32)
+    advisor, enough = LocalPlanner(RULES), np.full((LAYERS, EXPERTS), MIN_TOKENS_PER_EXPERT, np.int32)
     assert not advisor.observe(LoadReading(0, 0, np.zeros_like(enough)))
     is_due = advisor.observe(LoadReading(0, steps, enough - np.eye(LAYERS, EXPERTS, dtype=np.int32) * short))
     assert is_due == (not short and steps == RULES.interval)

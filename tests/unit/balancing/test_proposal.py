@@ -7,7 +7,7 @@ import pytest
 
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import PlacementState, RefusedPlanError, checked_placement
-from tests.support.balancing import GARBAGE, proposal_for
+from tests.support.experts.eplb_proposals import GARBAGE, proposal_for
 
 STATE = PlacementState(1, 7, identity_placement(2, 8, ep_size=4, num_redundant=4))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rayserve_moe.inprocess.engine import Engine
-from tests.support.engines import CORE
+from tests.support.engine.shared_settings import CORE
 
 
 @pytest.fixture(scope="package")

@@ -19,7 +19,7 @@ from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import RoutingLayout
 from rayserve_moe.requests.results import ChoiceResult
-from tests.support.counting import CARD, CountingExecutor
+from tests.support.devices.counting_executor import CARD, CountingExecutor
 
 
 @pytest.fixture

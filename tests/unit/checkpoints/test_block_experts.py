@@ -23,7 +23,7 @@ from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.layers.moe import SCALE_OF
 from rayserve_moe.model.param_spec import LARGEST_OF, ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.narrow import EXPERT, blocks_by_hand, stored_in_blocks
+from tests.support.experts.quantized_experts import EXPERT, blocks_by_hand, stored_in_blocks
 
 FOUR = jax.make_mesh((4,), ("ranks",), devices=jax.devices()[:4])
 DTYPE = pytest.mark.parametrize("dtype", LARGEST_OF)

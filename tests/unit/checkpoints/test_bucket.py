@@ -54,7 +54,7 @@ WRONG = {
     "half of it": (GOOD[: len(GOOD) // 2], "truncated"),
     "nothing": (b"", "truncated"),
     "a pickle": (pickle.dumps({"a": 1}), "the bucket: "),
-    "one bit": (GOOD[:-1] + bytes([GOOD[-1] ^ 1]), "tensor b does not have the crc32"),
+    "one bit": (GOOD[:-1] + bytes([GOOD[-1] ^ 1]), "tensor b does not match the crc32"),
     "more": (GOOD + b"\0", "1 bytes follow"),
     "no sums": (edited(GOOD, crc32=None), "tensor a has no crc32"),
     "a sum of words": (edited(GOOD, crc32="words"), "crc32 in __metadata__ must be JSON"),
@@ -69,7 +69,7 @@ WRONG = {
     ),
     "a place with two values": (
         written(SentTensor("a", MATRIX[0, :3], np.array([5, 3, 5], np.uint32)), base_version="0"),
-        "a.positions name a place twice",
+        "a.positions has a repeated position",
     ),
     "a tensor with two values": (
         written(SentTensor("a", MATRIX), SentTensor("a", MATRIX[0, :1], np.array([3], np.uint32)), base_version="0"),
@@ -104,7 +104,7 @@ def test_a_cut_delta_changes_what_the_whole_one_changes_there(positions, rows, f
 
 def test_positions_outside_are_refused():
     delta = SentTensor("a", MATRIX[0, :1], np.array([24], np.uint32))
-    with pytest.raises(CheckpointError, match=r"a\.positions name places outside"):
+    with pytest.raises(CheckpointError, match=r"a\.positions has positions outside"):
         cut(delta, WantedTensor((4, 6), (((0, 4), (0, 6)),)))
 
 

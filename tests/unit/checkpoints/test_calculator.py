@@ -35,7 +35,7 @@ def tokenizer(directory):
 
 
 def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no trained checkpoint 'abacus'; there are calculator"):
+    with pytest.raises(CheckpointError, match=r"no trained checkpoint 'abacus'; known: calculator"):
         resolve_model_path("trained:abacus", cache_directory=tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -18,7 +18,7 @@ from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
 from rayserve_moe.checkpoints.header import DTYPES
 from rayserve_moe.config import given_files
 from rayserve_moe.config.given_files import Reach
-from tests.support.broken_weights import write_header
+from tests.support.checkpoints.broken_checkpoints import write_header
 
 SINGLE, NORM = "model.safetensors", "model.norm.weight"
 NUM_BYTES = 128 << 20
@@ -145,7 +145,7 @@ def test_files_lie_below_the_roots_wherever_links_lead(tmp_path: Path, single: P
 def test_json_beyond_any_checkpoint_is_not_parsed(tmp_path: Path, single: Path, monkeypatch: pytest.MonkeyPatch):
     path = shutil.copytree(single, tmp_path / "model")
     (path / "config.json").write_bytes(b" " * 5000)
-    monkeypatch.setattr(given_files, "MOST_JSON_BYTES", 4999)
+    monkeypatch.setattr(given_files, "MAX_JSON_BYTES", 4999)
     with pytest.raises(CheckpointError, match="5000 bytes of JSON are more than 4999"):
         open_checkpoint(path)
 

@@ -21,7 +21,7 @@ from rayserve_moe.model.families import qwen3_moe
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.param_spec import FileForm, ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.fused import FUSED_RULES, LAYOUTS, fused
+from tests.support.checkpoints.fused_experts import FUSED_RULES, LAYOUTS, fused
 
 MESH = jax.make_mesh((2, 2), ("rows", "columns"), devices=jax.devices()[:4])
 SLOTS = np.array([[2, 0, 3, 1, 2, 2, 0, 1], [0, 1, 2, 3, 1, 1, 1, 1]])

@@ -16,7 +16,7 @@ from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES, spec_from_hf
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.specs import with_attention
+from tests.support.models.attention_specs import with_attention
 
 FUSED = "model.layers.{layer}.attention.query_key_value.weight"
 FUSED_RULES = CHECKPOINT_RULES | {"q": FUSED, "k": FUSED, "v": FUSED}

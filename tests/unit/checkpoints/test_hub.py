@@ -92,7 +92,7 @@ def test_without_the_hub_the_cache_serves(hub_server, indexed, tmp_path, caplog)
     hub_server.faults.deny = 503
     assert one_revision("org/model") == f"hf://org/model@{COMMIT}"
     assert open_checkpoint("org/model").directory == snapshot
-    assert "is taken from the Hub's cache: the server answers 503" in caplog.text
+    assert "is read from the Hub's cache: the server answers 503" in caplog.text
 
 
 def test_offline_and_not_in_the_cache_is_said(hub_server, monkeypatch):

@@ -23,8 +23,8 @@ from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.layers.moe import SCALE_OF
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.fused import FUSED_RULES, LAYOUTS, fused, fused_family
-from tests.support.narrow import by_hand
+from tests.support.checkpoints.fused_experts import FUSED_RULES, LAYOUTS, fused, fused_family
+from tests.support.experts.quantized_experts import by_hand
 
 FOUR = jax.make_mesh((4,), ("ranks",), devices=jax.devices()[:4])
 MATRICES = arrays(

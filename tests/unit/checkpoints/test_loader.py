@@ -208,9 +208,9 @@ def reads(monkeypatch) -> Counter[str]:
 @pytest.mark.parametrize(
     ("expert_of_slot", "message"),
     [
-        (None, "8 slots for 4 experts: say which expert each slot holds"),
-        (SLOTS[:1], r"expert_of_slot is of shape \(1, 8\), not \(2, 8\)"),
-        (SLOTS[:, :4], r"expert_of_slot is of shape \(2, 4\), not \(2, 8\)"),
+        (None, "8 slots for 4 experts: pass expert_of_slot"),
+        (SLOTS[:1], r"expert_of_slot has shape \(1, 8\), not \(2, 8\)"),
+        (SLOTS[:, :4], r"expert_of_slot has shape \(2, 4\), not \(2, 8\)"),
         (SLOTS - 1, r"expert_of_slot names an expert outside of 0\.\.3"),
         (SLOTS + 1, r"expert_of_slot names an expert outside of 0\.\.3"),
     ],

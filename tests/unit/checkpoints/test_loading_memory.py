@@ -21,8 +21,8 @@ from rayserve_moe.checkpoints.names import tensor_places
 from rayserve_moe.model.family_table import family_of, spec_from_config
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.family_cases import FAMILY_CASES, config_of
-from tests.support.quantizing import store_as
+from tests.support.checkpoints.quantized_tensors import store_as
+from tests.support.models.families import FAMILY_CASES, config_of
 
 MESH = jax.make_mesh((4,), ("devices",), devices=jax.devices()[:4])
 NUM_EXPERTS = 32

@@ -17,7 +17,7 @@ from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.quantizing import FORMATS, Format
+from tests.support.checkpoints.quantized_tensors import FORMATS, Format
 
 NAME = "w.weight"
 
@@ -113,22 +113,22 @@ def of_strategy(strategy: str, **more: object) -> dict[str, object]:
 ODD = np.ones((2, 2), np.float32)
 INT8_GROUPS = {"group_0": {"weights": {"num_bits": 8}}}
 REFUSED = {
-    "method": ({}, {"quant_method": "gptq"}, "quant_method = 'gptq' is not read .*fp8, mxfp4, compressed-tensors"),
-    "no method": ({}, {"bits": 4}, "quant_method = 'None' is not read"),
+    "method": ({}, {"quant_method": "gptq"}, "quant_method = 'gptq' is not supported .*fp8, mxfp4, compressed-tensors"),
+    "no method": ({}, {"bits": 4}, "quant_method = 'None' is not supported"),
     "settings of another type": ({}, "mxfp4", r"config\.json: quantization_config must be an object, found 'mxfp4'"),
     "block fp8 that is none": ({}, {"quant_method": "fp8"}, "quant_method = 'fp8', but no tensor is stored that way"),
-    "mxfp4 that is none": ({}, {"quant_method": "mxfp4"}, "'mxfp4', but no tensor .* take quantization_config out"),
+    "mxfp4 that is none": ({}, {"quant_method": "mxfp4"}, "'mxfp4', but no tensor .* remove quantization_config"),
     "compressed that is none": ({}, {"quant_method": "compressed-tensors"}, "but no tensor is stored that way"),
     "block sizes": ({}, {"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two"),
     "scales of another shape": (
         with_change("block fp8", scale_inv=ODD),
         FORMATS["block fp8"].settings,
-        r"w.weight_scale_inv, F32 of shape \[2, 2\], is no scale .* \[37, 50\] in blocks of \[16, 16\]",
+        r"w.weight_scale_inv, F32 of shape \[2, 2\], does not match .* \[37, 50\] in blocks of \[16, 16\]",
     ),
     "values without a scale": (
         with_change("block fp8", scale_inv=None),
         FORMATS["block fp8"].settings,
-        "w.weight is F8_E4M3, and its scale w.weight_scale_inv is missing",
+        "w.weight is F8_E4M3, but its scale w.weight_scale_inv is missing",
     ),
     "scale without values": (
         {"w.weight_scale_inv": ODD},
@@ -138,22 +138,22 @@ REFUSED = {
     "zero points": (
         with_change("int4 by groups", zero_point=ODD),
         FORMATS["int4 by groups"].settings,
-        "zero_point: zero points and reordered groups are not read",
+        "zero_point: zero points and reordered groups are not supported",
     ),
     "asymmetric": (
         {},
         {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"symmetric": False}}}},
-        "zero points are not read",
+        "zero points are not supported",
     ),
     "eight bits packed into words": (
         with_change("int4 by groups"),
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": INT8_GROUPS},
-        "packed weights of 8 bits are not read",
+        "packed weights of 8 bits are not supported",
     ),
     "scales of integers": (
         with_change("int8 by rows", scale=np.ones((9, 1), np.int32)),
         FORMATS["int8 by rows"].settings,
-        "I32 .* is no scale",
+        "I32 .* does not match",
     ),
     "nothing quantised": (
         with_change("int8 by rows", **{"": np.zeros((0, 21), np.int8)}),
@@ -163,12 +163,12 @@ REFUSED = {
     "scales of other groups": (
         with_change("int4 by groups", scale=np.ones((7, 1), np.float32)),
         of_strategy("group", group_size=32),
-        r"w.weight_scale, F32 of shape \[7, 1\], is no scale .* in blocks of \[1, 32\]",
+        r"w.weight_scale, F32 of shape \[7, 1\], does not match .* in blocks of \[1, 32\]",
     ),
     "one scale for all rows": (
         with_change("int8 by rows", scale=np.ones((1, 1), np.float32)),
         of_strategy("channel"),
-        r"w.weight_scale, .* is no scale .* in blocks of \[1, 21\]",
+        r"w.weight_scale, .* does not match .* in blocks of \[1, 21\]",
     ),
     "blocks without scales": (
         with_change("mxfp4", scales=None),

@@ -27,7 +27,7 @@ from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.text.rank_files import RANK_FILES
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.tools import presets
-from tests.support.rank_files import HUNYUAN, KIMI, tekken_content, write_tekken, write_tiktoken
+from tests.support.text.rank_files import HUNYUAN, KIMI, tekken_content, write_tekken, write_tiktoken
 
 MESH = jax.make_mesh((4,), ("devices",), devices=jax.devices()[:4])
 
@@ -222,7 +222,7 @@ def test_what_is_kept_and_was_spoiled_is_read_anew(indexed, tmp_path, spoil):
 def test_a_disk_that_is_full_ends_the_keeping_only(server, indexed, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("rayserve_moe.checkpoints.range_cache.FREE_SHARE", 1.0)
     assert_alike(loaded(open_checkpoint(f"{server.url}/model", cache=tmp_path)), loaded(open_checkpoint(indexed)))
-    assert [record.getMessage() for record in caplog.records if "no more is kept" in record.getMessage()]
+    assert [record.getMessage() for record in caplog.records if "has ended" in record.getMessage()]
     assert not list(tmp_path.rglob("*.content"))
 
 
@@ -292,7 +292,7 @@ def test_a_url_that_names_nothing_is_refused(url, message):
 
 def test_reading_is_given_up_between_two_attempts(server, monkeypatch):
     monkeypatch.setattr(transfer, "FIRST_WAIT_S", 60.0)
-    monkeypatch.setattr(transfer, "LONGEST_WAIT_S", 60.0)
+    monkeypatch.setattr(transfer, "MAX_WAIT_S", 60.0)
     server.faults.deny = 503
     given_up = threading.Event()
     threading.Timer(0.2, given_up.set).start()

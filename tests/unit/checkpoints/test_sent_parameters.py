@@ -155,7 +155,7 @@ def test_experts_in_8_bits_are_quantised_as_from_files(single, changed, split, d
     after = load_file(changed / SINGLE_FILE)
     assert_same(model.filled(serving, whole(after, seed=1)), wanted)
     assert_same(model.filled(serving, [SentTensor(name, after[name]) for name in differing(single, changed)]), wanted)
-    with pytest.raises(CheckpointError, match="serves in 8 bits"):
+    with pytest.raises(CheckpointError, match="is served in 8 bits"):
         model.sending(serving).wanted(EXPERT, None)
 
 

@@ -26,7 +26,7 @@ from rayserve_moe.checkpoints.synthetic import (
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.fused import FUSED_RULES, LAYOUTS, fused_family
+from tests.support.checkpoints.fused_experts import FUSED_RULES, LAYOUTS, fused_family
 
 NUM_PARAMETERS = {
     "tiny": 1.9e6, "small": 114e6, "mid": 972e6,
@@ -162,7 +162,7 @@ def test_a_failing_call_leaves_no_checkpoint(tmp_path, config):
 def test_a_directory_of_someone_else_is_never_overwritten(tmp_path, config):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.txt").write_text("only copy")
-    with pytest.raises(CheckpointError, match="will not be overwritten"):
+    with pytest.raises(CheckpointError, match="is not overwritten"):
         write_checkpoint(tmp_path / "model", config)
     assert (tmp_path / "model" / "thesis.txt").read_text() == "only copy"
 

@@ -19,7 +19,7 @@ import pytest
 from rayserve_moe.cluster import heartbeat, host_group
 from rayserve_moe.cluster.channel import accept_proven
 from rayserve_moe.cluster.fencing import _start_of, end_process
-from rayserve_moe.cluster.heartbeat import COMPILING, JOINING, LEAST_STEPS, SERVING, Beat, Heartbeat, read_beat
+from rayserve_moe.cluster.heartbeat import COMPILING, JOINING, MIN_STEPS, SERVING, Beat, Heartbeat, read_beat
 from rayserve_moe.cluster.host_group import HostWatch
 
 KEY = secrets.token_bytes(32)
@@ -99,12 +99,12 @@ def test_a_host_that_stops_within_a_beat_is_lost(monkeypatch: pytest.MonkeyPatch
 
 def test_a_step_is_late_by_the_steps_before_it_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary steps set the limit; a long compilation has none, nor has a step before there are enough to judge by."""
-    monkeypatch.setattr(heartbeat, "LEAST_STEP_LIMIT_S", 0.5)
+    monkeypatch.setattr(heartbeat, "MIN_STEP_LIMIT_S", 0.5)
     pulse = Heartbeat()
     with pulse.step(0):
         pulse.beat(0.5)
         assert pulse.beat(0.5).limit_s == 0.0
-    for step_id in range(LEAST_STEPS):
+    for step_id in range(MIN_STEPS):
         with pulse.step(step_id):
             pass
     with pulse.step(99):

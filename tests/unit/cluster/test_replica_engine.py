@@ -11,7 +11,7 @@ from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.model_path import TRAINED
 from rayserve_moe.cluster import replica_engine
 from rayserve_moe.config.load import settings_from
-from tests.support.broken_weights import WAYS, broken_copy
+from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
 
 
 @pytest.mark.parametrize("way", ["tensor missing", "wrong shape"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.cluster import channel
-from rayserve_moe.cluster.channel import HANDSHAKE_S, MOST_UNPROVEN, Address, accept_proven
+from rayserve_moe.cluster.channel import HANDSHAKE_S, MAX_UNPROVEN, Address, accept_proven
 from rayserve_moe.cluster.step_transport import HostLostError, Sockets, listen_for_steps
 from rayserve_moe.scheduling.step_plan import Chunks, StepPlan, StepResult
 
@@ -166,7 +166,7 @@ def test_strangers_cannot_take_all_places() -> None:
                     stack.enter_context(socket.create_connection(address))
 
     with ExitStack() as stack:
-        for _ in range(MOST_UNPROVEN + 10):
+        for _ in range(MAX_UNPROVEN + 10):
             stack.enter_context(socket.create_connection(address))
         coming = threading.Thread(target=keep_coming)
         coming.start()

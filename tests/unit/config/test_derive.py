@@ -29,9 +29,9 @@ def test_pages_hold_their_tokens(tokens, pages):
 
 def test_more_pages_than_all_rows_can_fill_are_of_no_use():
     scheduler, cache = SchedulerSettings(max_running_requests=3), CacheSettings(page_size=16)
-    assert derive.most_useful_pages(scheduler, cache, longest=100) == 2 * 3 * 7 + 1, "as many again for prefixes"
+    assert derive.max_useful_pages(scheduler, cache, max_tokens=100) == 2 * 3 * 7 + 1, "as many again for prefixes"
     uncached = CacheSettings(page_size=16, enable_prefix_caching=False)
-    assert derive.most_useful_pages(scheduler, uncached, longest=100) == 3 * 7 + 1
+    assert derive.max_useful_pages(scheduler, uncached, max_tokens=100) == 3 * 7 + 1
 
 
 @pytest.mark.parametrize(("chunk", "step", "tokens"), [(0, 512, 512), (64, 512, 64), (1024, 512, 512)])

@@ -86,13 +86,13 @@ WRONG = {
         {"num_pages": 1 << 24, "page_size": 128},
         r"num_pages \* page_size must be at most 2147483647",
     ),
-    "chips beyond counting": ({"tpu_topology": f"4x4x{4 * 10**30}", "tpu_version": "v4"}, "tpu_topology .* is none"),
+    "chips beyond counting": ({"tpu_topology": f"4x4x{4 * 10**30}", "tpu_version": "v4"}, "tpu_topology .* is invalid"),
     "a root that depends on where one stands": (
         {"weight_roots": ["/good", "bad"]},
         "weight_roots must be absolute directories or URLs, found 'bad'",
     ),
     "one root without a list": ({"weight_roots": "/good"}, "weight_roots must be a list of texts, found '/good'"),
-    "one key for everything": ({"api_key": "k", "admin_api_key": "k"}, "admin_api_key is api_key"),
+    "one key for everything": ({"api_key": "k", "admin_api_key": "k"}, "admin_api_key equals api_key"),
     "one page": ({"num_pages": 1}, "num_pages must be at least 2"),
     "a topology without its version": ({"tpu_topology": "2x4"}, "tpu_topology and tpu_version belong together"),
     "a version without its topology": ({"tpu_version": "v6e"}, "tpu_topology and tpu_version belong together"),
@@ -105,7 +105,7 @@ WRONG = {
     "out of range under another name": ({"dp_size": 0}, "dp_size must be at least 1, found 0"),
     "one setting under two names": (
         {"data_parallel_size": 2, "dp_size": 2},
-        "data_parallel_size and dp_size are one setting: give it once",
+        "data_parallel_size and dp_size name the same setting: give only one of them",
     ),
     "groups that do not divide the devices": (
         {"num_hosts": 2, "devices_per_host": 4, "data_parallel_size": 3},
@@ -121,7 +121,7 @@ WRONG = {
     ),
     "a single host that may be lost": (
         {"elastic_after_s": 5},
-        "elastic_after_s: of 1 slices or emulated hosts none is left without elastic_most_lost 1",
+        "elastic_after_s: elastic_most_lost 1 leaves none of 1 slices or emulated hosts",
     ),
     "data ranks over two hosts that may be lost": (
         {"elastic_after_s": 5, "num_hosts": 4, "data_parallel_size": 2},

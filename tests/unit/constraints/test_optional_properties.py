@@ -10,12 +10,12 @@ import pytest
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.compiler import grammar_of
 from rayserve_moe.constraints.matchers import built_matcher
-from rayserve_moe.constraints.optional_properties import MOST_OPTIONAL
+from rayserve_moe.constraints.optional_properties import MAX_OPTIONAL
 from rayserve_moe.requests.records import RequestError
-from tests.support.constraints import schema_constraint, vocabulary
+from tests.support.text.constraints import schema_constraint, vocabulary
 
 TOKENS = vocabulary().tokens()
-HALF, QUARTER = MOST_OPTIONAL // 2, MOST_OPTIONAL // 4
+HALF, QUARTER = MAX_OPTIONAL // 2, MAX_OPTIONAL // 4
 
 
 def with_optional(count: int, *, named: str = "p", required: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -48,19 +48,19 @@ def follow(schema: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
-        (with_optional(MOST_OPTIONAL), f'{{"p{HALF}":1,"p{MOST_OPTIONAL - 1}":2}}'),
-        (with_optional(MOST_OPTIONAL) | {"additionalProperties": False}, '{"p0":1,"p1":2}'),
-        (with_optional(MOST_OPTIONAL) | {"patternProperties": {"^x": {"type": "integer"}}}, '{"p0":1,"x":2}'),
-        (within(with_optional(MOST_OPTIONAL)), '{"a":{"p0":1,"p2":2}}'),
-        (with_optional(2 * MOST_OPTIONAL, required=(f"p{MOST_OPTIONAL}",)), f'{{"p5":1,"p{MOST_OPTIONAL}":2,"p1999":3'),
+        (with_optional(MAX_OPTIONAL), f'{{"p{HALF}":1,"p{MAX_OPTIONAL - 1}":2}}'),
+        (with_optional(MAX_OPTIONAL) | {"additionalProperties": False}, '{"p0":1,"p1":2}'),
+        (with_optional(MAX_OPTIONAL) | {"patternProperties": {"^x": {"type": "integer"}}}, '{"p0":1,"x":2}'),
+        (within(with_optional(MAX_OPTIONAL)), '{"a":{"p0":1,"p2":2}}'),
+        (with_optional(2 * MAX_OPTIONAL, required=(f"p{MAX_OPTIONAL}",)), f'{{"p5":1,"p{MAX_OPTIONAL}":2,"p1999":3'),
         ({"allOf": [with_optional(HALF - 2), with_optional(HALF - 2, named="q")]}, '{"p1":1,"q2":2}'),
         (within({"anyOf": [with_optional(QUARTER - 2, named=name) for name in "pqrs"]}), '{"a":{"r7":1,"r9":1}}'),
         (union(of=QUARTER // 2, each=6), '{"p7_1":1,"p7_2":2}'),
         (
-            {"type": "array", "items": {"$ref": "#/$defs/x"}, "$defs": {"x": with_optional(MOST_OPTIONAL)}},
+            {"type": "array", "items": {"$ref": "#/$defs/x"}, "$defs": {"x": with_optional(MAX_OPTIONAL)}},
             '[{"p8":1},{"',
         ),
-        (with_optional(2 * MOST_OPTIONAL, required=tuple(f"p{i}" for i in range(2 * MOST_OPTIONAL))), '{"p0":1,"p1":2'),
+        (with_optional(2 * MAX_OPTIONAL, required=tuple(f"p{i}" for i in range(2 * MAX_OPTIONAL))), '{"p0":1,"p1":2'),
     ],
     ids=["open", "closed", "patterns", "inner", "runs", "allOf", "anyOf", "union", "items", "required"],
 )
@@ -71,16 +71,16 @@ def test_whatever_is_taken_can_be_followed_to_each_of_its_properties(schema, tex
 @pytest.mark.parametrize(
     ("schema", "sentence"),
     [
-        (with_optional(2 * MOST_OPTIONAL), "`properties` at # amounts to 2000 optional"),
-        (within(with_optional(MOST_OPTIONAL + 1)), "`properties` at #/properties/a amounts to 1001 optional"),
-        (with_optional(MOST_OPTIONAL + 2, required=("p0",)), "`properties` at # amounts to 1001 optional"),
+        (with_optional(2 * MAX_OPTIONAL), "`properties` at # amounts to 2000 optional"),
+        (within(with_optional(MAX_OPTIONAL + 1)), "`properties` at #/properties/a amounts to 1001 optional"),
+        (with_optional(MAX_OPTIONAL + 2, required=("p0",)), "`properties` at # amounts to 1001 optional"),
         (
             within({"allOf": [with_optional(HALF), with_optional(HALF, named="q")]}),
             "`allOf` at #/properties/a amounts to 1004",
         ),
         (union(of=QUARTER, each=3), "`anyOf` at # amounts to 1250 optional"),
         (
-            {"items": with_optional(1 + MOST_OPTIONAL) | {"$ref": "#/items"}},
+            {"items": with_optional(1 + MAX_OPTIONAL) | {"$ref": "#/items"}},
             "`properties` at #/items amounts to 1001 optional",
         ),
     ],

@@ -11,7 +11,7 @@ from rayserve_moe.constraints.compiler import MAX_DEPTH, grammar_of
 from rayserve_moe.constraints.matchers import built_matcher, fault_of
 from rayserve_moe.constraints.refusals import refusal
 from rayserve_moe.requests.records import Constraint, RequestError
-from tests.support.constraints import schema_constraint, vocabulary
+from tests.support.text.constraints import schema_constraint, vocabulary
 
 TOKENS = vocabulary().tokens()
 

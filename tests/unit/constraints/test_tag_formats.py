@@ -12,7 +12,7 @@ from rayserve_moe.constraints.compiler import grammar_of
 from rayserve_moe.constraints.matchers import built_matcher
 from rayserve_moe.requests.constraints import constraint_of
 from rayserve_moe.requests.records import RequestError
-from tests.support.constraints import vocabulary
+from tests.support.text.constraints import vocabulary
 
 LIMITS = StructuredSettings(max_bytes=8192)
 NUMBER = {"type": "json_schema", "json_schema": {"enum": [1, 2]}}

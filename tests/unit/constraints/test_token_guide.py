@@ -12,7 +12,7 @@ from rayserve_moe.constraints.token_guide import AfterText
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import Constraint, SamplingParams
 from rayserve_moe.scheduling.sequence import Guide
-from tests.support.constraints import compiler, synthetic_tokenizer, vocabulary
+from tests.support.text.constraints import compiler, synthetic_tokenizer, vocabulary
 
 
 def guide_for(regex: str, **sampling: object) -> Guide:

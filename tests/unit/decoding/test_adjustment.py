@@ -12,7 +12,7 @@ import pytest
 from rayserve_moe.decoding.adjustment import AdjustmentState, Penalties, adjust, note_known, note_samples
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.requests.records import SamplingParams
-from tests.support.asking import adjusted_by_definition
+from tests.support.engine.sampling_reference import adjusted_by_definition
 
 VOCABULARY, NUM_ROWS, NUM_BIASES = 24, 5, 6
 WHOLE = VocabularyPart(VOCABULARY, VOCABULARY)

@@ -13,6 +13,7 @@ from rayserve_moe.decoding.log_probs import LOWEST_LOGPROB
 from rayserve_moe.decoding.sampling import Sampled, SamplingBatch, sample
 from rayserve_moe.decoding.truncation import Limits
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
+from tests.support.engine.sampling_reference import log_softmax
 
 VOCABULARY = 24
 
@@ -40,12 +41,6 @@ def rows(count: int, **fields: object) -> SamplingBatch:
 
 def logits_of(count: int, seed: int = 0, size: int = VOCABULARY) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((count, size)) * 2).astype(np.float32)
-
-
-def log_softmax(values: np.ndarray) -> np.ndarray:
-    wide = values.astype(np.float64)
-    wide = wide - wide.max(-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
 
 
 def kept_by_definition(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 
 from rayserve_moe.engine.admission import MOST_HIDDEN_NUMBERS, check_request
 from rayserve_moe.requests.records import GenerationRequest, RequestError, RoutedExperts, RoutingLayout, SamplingParams
-from tests.support.counting import CARD
+from tests.support.devices.counting_executor import CARD
 
 LONGEST = 80
 

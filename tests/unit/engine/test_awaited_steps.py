@@ -12,6 +12,7 @@ import pytest
 
 from rayserve_moe.engine import cycle as step_cycle
 from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.engine.loop import cycle_with
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.engine.speculation.policy import Speculation
@@ -21,10 +22,10 @@ from rayserve_moe.scheduling.rank_step import CANDIDATES
 from rayserve_moe.scheduling.recovery import give_up_step
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, StepPlan, StepResult
 from rayserve_moe.scheduling.verify_rows import resolve_awaited
-from tests.support.fake_device import FakeDevice
-from tests.support.scheduling import all_pages_are_free, choices, scheduler, some_reach
+from tests.support.devices.simulated_device import ModelDrafts, SimulatedDevice, of_all_keys
+from tests.support.engine.schedulers import all_pages_are_free, choices, limits_of, scheduler, some_reach
 
 DRAFTS, ROWS, PAGE_SIZE = 3, 4, 4
 Tokens = dict[tuple[str, int], list[int]]
@@ -60,24 +61,41 @@ class Run:
     """Tokens of all choices that have ended by themselves, those that were aborted, and what they ran on."""
 
     cycle: StepCycle
-    device: FakeDevice
+    device: SimulatedDevice
     speculation: Speculation | None = None
     tokens: Tokens = field(default_factory=dict)
     aborted: set[tuple[str, int]] = field(default_factory=set)
 
 
+class Unreliable:
+    """An executor of which every `lost_every`th call fails, and all that is there is lost."""
+
+    def __init__(self, device: SimulatedDevice, *, lost_every: int) -> None:
+        self._device, self._lost_every, self._num_calls = device, lost_every, 0
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        self._num_calls += 1
+        if self._lost_every and self._num_calls % self._lost_every == 0:
+            self._device.reset()
+            raise ExecutorFailure("lost")
+        return self._device.execute(plan)
+
+
 def run(seed: int, settings: Settings, *, check: Callable[[Run], None] | None = None) -> Run:
     """Run requests to their ends; pages and rows add up after every step, and all are free in the end."""
     pages = {"num_pages": settings.num_pages, "page_size": PAGE_SIZE}
-    target = scheduler(num_rows=ROWS, chunk_tokens=settings.chunk_tokens, verify_rows=4 * ROWS, **pages)
-    device = FakeDevice(num_rows=ROWS, page_size=PAGE_SIZE, num_drafts=DRAFTS, share=settings.share or 0.0, seed=seed)
+    limits = limits_of(num_rows=ROWS, chunk_tokens=settings.chunk_tokens, verify_rows=4 * ROWS, **pages)
+    target = Scheduler(limits)
+    drafts = ModelDrafts(DRAFTS, settings.share or 0.0, np.random.default_rng(seed))
+    device = SimulatedDevice(of_all_keys, limits=limits, drafts=drafts)
+    executor = Unreliable(device, lost_every=settings.lost_every)
     speculation = None
     if settings.share is not None:
         how = {"max_drafts": settings.num_drafts, "reach": some_reach(), "is_fixed": True}
         speculation = OnAndOff(target.table, ModelProposer("fake"), **how)
-    cycle = cycle_with(target, device, speculation=speculation)
+    cycle = cycle_with(target, executor, speculation=speculation)
     found = Run(cycle, device, speculation)
-    cycle.losses, device.lost_every = Losses(target), settings.lost_every
+    cycle.losses = Losses(target)
     for group in requests_of(seed):
         target.add(group)
     step, generator = 0, np.random.default_rng(seed + 1)
@@ -161,7 +179,7 @@ def settles_as_run(found: Run) -> None:
     ran, firsts = found.device.steps[plan.step_id], np.cumsum(plan.chunks.lengths) - plan.chunks.lengths
     generations = dict(zip(schedule.sampling_rows.tolist(), schedule.sampling_generations.tolist(), strict=True))
     for chunk in np.flatnonzero((plan.chunks.lengths == 1) & plan.chunks.samples).tolist():
-        row, position, token = ran[firsts[chunk]]
+        row, position, token, _ = ran[firsts[chunk]]
         if table.generations[row] == generations[row]:
             assert plan.chunks.starts[chunk] == position < table.num_computed[row]
             assert plan.chunks.token_ids[firsts[chunk]] in (LAST_SAMPLED, token)
@@ -182,8 +200,9 @@ def test_steps_that_follow_on_unknown_drafts_change_nothing(way: str, seed: int)
 
 def test_a_stream_takes_one_step_for_four_tokens_of_right_drafts():
     """All steps but the first follow on what is not known here."""
-    target = scheduler(num_rows=1, verify_rows=4)
-    device = FakeDevice(num_rows=1, page_size=PAGE_SIZE, num_drafts=DRAFTS, share=1.0)
+    limits = limits_of(num_rows=1, verify_rows=4)
+    target = Scheduler(limits)
+    device = SimulatedDevice(of_all_keys, limits=limits, drafts=ModelDrafts(DRAFTS, share=1.0))
     how = {"max_drafts": DRAFTS, "reach": some_reach(), "is_fixed": True}
     speculation = Speculation(target.table, ModelProposer("fake"), **how)
     cycle = cycle_with(target, device, speculation=speculation)
@@ -226,19 +245,17 @@ def test_steps_that_turn_out_otherwise_would_be_seen(fault: Callable[..., Any]):
         assert run(0, Settings(), check=settles_as_run).tokens == plain
 
 
-class Stale(FakeDevice):
-    """Devices that add the accepted drafts of the step before the last."""
-
-    def _note(self, row: Any, found: list[tuple[int, int, int]]) -> None:
-        was = row.at
-        super()._note(row, found)
-        if row.at - was > 1 and len(found) > 1:
-            row.at -= 1
-
-
 def test_stale_accepted_counts_would_be_seen():
-    plain = run(0, PLAIN).tokens
-    with patch(f"{__name__}.FakeDevice", Stale), pytest.raises(AssertionError):
+    """Devices that add the accepted drafts of the step before the last."""
+    plain, accept = run(0, PLAIN).tokens, SimulatedDevice.accept
+
+    def stale(device: SimulatedDevice, row: int, found: list[tuple[int, int]]) -> None:
+        was = device.rows[row].at if row in device.rows else -1
+        accept(device, row, found)
+        if device.rows[row].at - was > 1 and len(found) > 1:
+            device.rows[row].at -= 1
+
+    with patch.object(SimulatedDevice, "accept", stale), pytest.raises(AssertionError):
         assert run(0, Settings()).tokens == plain
 
 

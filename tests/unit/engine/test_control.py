@@ -14,9 +14,9 @@ from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.engine.control import PAUSE_MODES, WeightOrder
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.requests.records import RequestError
-from tests.http.asking import wait_until
-from tests.support.counting import LOST_PATH, REFUSED_PATH, CountingExecutor
-from tests.support.examples import examples
+from tests.support.devices.counting_executor import LOST_PATH, REFUSED_PATH, CountingExecutor
+from tests.support.serving.http_client import wait_until
+from tests.support.session.hypothesis_examples import examples
 from tests.unit.engine.test_engine_loop import TIMEOUT_S, Listener, loop_over, request, run, wait_until_unhealthy
 
 LONG = {"max_new_tokens": 90, "ignore_eos": True}

@@ -12,7 +12,7 @@ from rayserve_moe.config.settings import CacheSettings, SchedulerSettings, Setti
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
-from tests.support.counting import CARD, CountingExecutor
+from tests.support.devices.counting_executor import CARD, CountingExecutor
 
 NUM_CONVERSATIONS = 16
 NUM_TURNS = 8

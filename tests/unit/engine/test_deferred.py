@@ -10,7 +10,7 @@ from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan
-from tests.support.workload import request_for
+from tests.support.engine.workload import request_for
 
 END = FinishReason("stop")
 

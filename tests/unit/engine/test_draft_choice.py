@@ -7,7 +7,7 @@ import pytest
 
 from rayserve_moe.engine.speculation.policy import Acceptance, choose_drafts
 from rayserve_moe.engine.speculation.step_times import StepTimes, seconds_of
-from tests.support.scheduling import some_reach
+from tests.support.engine.schedulers import some_reach
 
 FLAT = {1: 1.0, 64: 1.01}
 STEEP = {1: 1.0, 64: 64.0}

@@ -19,7 +19,7 @@ from rayserve_moe.engine.loop import EngineLoop, EngineStoppedError
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, RequestError, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
-from tests.support.counting import CARD, CountingExecutor
+from tests.support.devices.counting_executor import CARD, CountingExecutor
 
 TIMEOUT_S = 600
 

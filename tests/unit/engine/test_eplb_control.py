@@ -16,8 +16,8 @@ from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import LocalPlanner, PlacementState, PlanFailure, PlanningConfig, Proposal
 from rayserve_moe.engine.eplb.control import EplbControl
 from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps
-from tests.support.balancing import GARBAGE, CountedSteps
-from tests.support.placements import random_placement
+from tests.support.experts.eplb_proposals import GARBAGE, CountedSteps
+from tests.support.experts.placements import random_placement
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
 START = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)

@@ -9,8 +9,8 @@ from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import PlacementError, identity_placement
 from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps
 from rayserve_moe.engine.executor import GroupLayout
-from tests.support.balancing import CountedSteps
-from tests.support.placements import random_placement
+from tests.support.experts.eplb_proposals import CountedSteps
+from tests.support.experts.placements import random_placement
 
 START = identity_placement(3, 12, ep_size=4, num_redundant=4)
 ODDS = np.ones((3, 12))

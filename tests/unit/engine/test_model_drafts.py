@@ -8,7 +8,7 @@ from rayserve_moe.engine.speculation.model_drafts import ModelProposer, with_dra
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
-from tests.support.workload import request_for
+from tests.support.engine.workload import request_for
 
 LIMITS = StepLimits(4, 32, 20, 16, 20, 512)
 

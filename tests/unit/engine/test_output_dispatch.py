@@ -12,7 +12,7 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
-from tests.support.scheduling import choices
+from tests.support.engine.schedulers import choices
 
 NUM_ROWS = 64
 ABORT = FinishReason("abort")

@@ -19,9 +19,9 @@ from rayserve_moe.engine.recovery.hosts import StepLosses
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
-from tests.support.balancing import CountedSteps
-from tests.support.losing import LosingExecutor
-from tests.support.placements import random_placement
+from tests.support.devices.lost_hosts import LosingExecutor
+from tests.support.experts.eplb_proposals import CountedSteps
+from tests.support.experts.placements import random_placement
 from tests.unit.engine.test_recovery import answers, recovering, said, varied
 
 LOSSES = frozenset([6, 15])
@@ -76,7 +76,7 @@ class LateExecutor(LosingExecutor):
     late: StepResult | None = None
 
     def rebuild(self) -> None:
-        self.late = self._in_flight
+        self.late = self.device.in_flight
         super().rebuild()
 
     def execute(self, plan: StepPlan) -> StepResult | None:

@@ -21,9 +21,9 @@ from rayserve_moe.engine.recovery import hosts as recovery
 from rayserve_moe.engine.recovery.hosts import RebuildBounds, progress_of
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.requests.results import ChoiceResult
-from tests.support.counting import CARD, LOST_PATH, ROUTING
-from tests.support.examples import examples
-from tests.support.losing import LosingExecutor
+from tests.support.devices.counting_executor import CARD, LOST_PATH, ROUTING
+from tests.support.devices.lost_hosts import LosingExecutor
+from tests.support.session.hypothesis_examples import examples
 from tests.unit.engine.test_engine_loop import TIMEOUT_S, Listener, request, run
 
 CARD_WITH_ROWS = replace(CARD, returns_routing=True, routing=ROUTING)

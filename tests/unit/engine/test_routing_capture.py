@@ -12,8 +12,8 @@ from rayserve_moe.replay.routing_store import RoutingStore
 from rayserve_moe.requests.records import RoutedExperts
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
-from tests.support.counting import ROUTING, CountingExecutor
-from tests.support.scheduling import ABORT, choices, one, scheduler
+from tests.support.devices.counting_executor import ROUTING, CountingExecutor
+from tests.support.engine.schedulers import ABORT, choices, one, scheduler
 
 NUM_PAGES = 64
 PAGE_SIZE = 4

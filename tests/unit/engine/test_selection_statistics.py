@@ -14,7 +14,7 @@ from rayserve_moe.engine.step_clock import selection_statistics
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.metrics import EngineMetrics
-from tests.support.counting import CARD, CountingExecutor
+from tests.support.devices.counting_executor import CARD, CountingExecutor
 
 
 def statistics_after_three_tokens(executor: CountingExecutor) -> tuple[dict[str, float], dict[str, object]]:

@@ -24,27 +24,18 @@ from rayserve_moe.requests.results import DraftCounts
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import NUM_TOKENS, Sequence
-from rayserve_moe.scheduling.step_plan import Chunks, StepPlan, StepResult
-from tests.support.drive import speculation_of
-from tests.support.scheduling import choices, one, scheduler, some_reach
+from rayserve_moe.scheduling.step_plan import Chunks
+from tests.support.devices.simulated_device import SimulatedDevice, Spot
+from tests.support.engine.run_requests import speculation_of
+from tests.support.engine.schedulers import choices, one, scheduler, some_reach
 
 LENGTH, FIRST = 400, 100
 SETTINGS = SpeculationSettings("NGRAM", shortest_match=1)
 
 
-class Counting:
-    """An executor whose sequences count on, one token after the other, and a clock that follows its steps."""
-
-    def __init__(self) -> None:
-        self._result: StepResult | None = None
-
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        before, self._result = self._result, None
-        if plan.num_chunks:
-            stops = (plan.chunks.starts + plan.chunks.lengths)[plan.chunks.samples].astype(np.int32)
-            ones = np.ones(len(stops), np.int32)
-            self._result = StepResult(plan.step_id, FIRST + stops, ones.astype(np.float32), ones)
-        return before
+def by_position(device: SimulatedDevice, spot: Spot) -> tuple[int, bool]:
+    """Sample tokens that count on from position to position."""
+    return FIRST + spot.position + 1 + len(spot.drafted), True
 
 
 @dataclass
@@ -67,13 +58,13 @@ def target_of(num_rows: int = 4) -> Scheduler:
 
 
 def plain_cycle() -> StepCycle:
-    return cycle_with(target_of(), Counting())
+    return cycle_with(target_of(), SimulatedDevice(by_position))
 
 
 def speculating(proposer: object, *, is_fixed: bool = False, num_rows: int = 4) -> StepCycle:
     target = target_of(num_rows)
     speculation = Speculation(target.table, proposer, max_drafts=7, reach=some_reach(), is_fixed=is_fixed)
-    return cycle_with(target, Counting(), speculation=speculation)
+    return cycle_with(target, SimulatedDevice(by_position), speculation=speculation)
 
 
 def run_all(cycle: StepCycle, *, num_new: int = LENGTH) -> tuple[Sequence, int]:
@@ -136,22 +127,15 @@ def test_losses_end_trying_until_other_steps_have_paid_for_them():
     assert rest * CREDIT_OF_STEP >= TRYING_CREDIT - CREDIT_OF_STEP
 
 
-def test_a_gain_keeps_them_on():
+@pytest.mark.parametrize("seconds", [[1.5] * 1000, [1.5, 80.0, *[1.5] * 20, 80.0]], ids=["as ever", "held up at times"])
+def test_a_gain_keeps_them_on(seconds: list[float]):
     cycle = speculating(Knowing(True))
     schedule, speculation = plain_schedule(cycle), speculation_of(cycle)
     assert speculation is not None
     note_steps(speculation, schedule, REST, tokens=1, seconds=1.0)
     assert speculation.is_on
-    assert note_steps(speculation, with_draft(schedule), 1000, tokens=2, seconds=1.5) == 0
-
-
-def test_a_step_that_is_held_up_ends_nothing():
-    cycle = speculating(Knowing(True))
-    schedule, speculation = plain_schedule(cycle), speculation_of(cycle)
-    assert speculation is not None
-    note_steps(speculation, schedule, REST, tokens=1, seconds=1.0)
-    for seconds in (1.5, 80.0, *[1.5] * 20, 80.0):
-        assert note_steps(speculation, with_draft(schedule), 1, tokens=2, seconds=seconds) == 0
+    for took in seconds:
+        assert note_steps(speculation, with_draft(schedule), 1, tokens=2, seconds=took) == 0
 
 
 def test_without_drafts_steps_overlap():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,9 +14,9 @@ from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
-from tests.support.fake_device import NUM_WORDS, FakeDevice
-from tests.support.scheduling import one, scheduler, some_reach
-from tests.unit.engine.test_speculation import FIRST, Counting
+from tests.support.devices.simulated_device import ModelDrafts, SimulatedDevice
+from tests.support.engine.schedulers import one, scheduler, some_reach
+from tests.unit.engine.test_speculation import FIRST, by_position
 
 NUM_NEW, MOST = 400, 7
 NOT_OVERLAPPED = 0.04
@@ -26,17 +25,17 @@ LEAST_OF_PLAIN, LEAST_OF_BEST, LEAST_OF_WORSE = 0.97, 0.9, 0.75
 Curve = Callable[[int], float]
 
 
-class Timed(Counting):
-    """A clock that every step sets forward by what it costs, more or less."""
+class Timed:
+    """An executor with a clock that every step sets forward by what it costs, more or less."""
 
     def __init__(self, seconds_of: Curve) -> None:
-        super().__init__()
+        self._device = SimulatedDevice(by_position)
         self.now, self._seconds_of, self._generator = 0.0, seconds_of, np.random.default_rng(3)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         took = self._seconds_of(plan.num_tokens) if plan.num_chunks else NOT_OVERLAPPED * self._seconds_of(1)
         self.now += took * (1 + 0.03 * self._generator.random())
-        return super().execute(plan)
+        return self._device.execute(plan)
 
 
 class OftenRight:
@@ -82,28 +81,25 @@ def seconds(seconds_of: Curve, *, num_streams: int, share: float | None, clock: 
     return timed.now
 
 
-class TimedDevice(FakeDevice):
+class TimedHead:
     """The same of devices with a draft model, whose drafts take time after each step that wants them."""
 
     draft_s = 0.5
 
-    def __init__(self, seconds_of: Curve, **how: Any) -> None:
-        super().__init__(**how)
+    def __init__(self, seconds_of: Curve, *, share: float) -> None:
+        self._device = SimulatedDevice(by_position, drafts=ModelDrafts(MOST, share))
         self.now, self._seconds_of = 0.0, seconds_of
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         self.now += self._seconds_of(plan.num_tokens) if plan.num_chunks else 0.0
         self.now += self.draft_s * plan.wants_drafts
-        return super().execute(plan)
-
-    def _sample(self, row: int, position: int, more: tuple[int, ...] = ()) -> int:
-        return (position + len(more)) % NUM_WORDS
+        return self._device.execute(plan)
 
 
 def seconds_with_head(seconds_of: Curve, *, num_new: int, share: float | None) -> float:
     """What it takes to run four sequences, without drafts or with those of a draft model."""
     target = scheduler(num_rows=4, verify_rows=32, max_tokens=num_new + 8, num_pages=num_new, page_size=16)
-    device = TimedDevice(seconds_of, num_rows=4, page_size=16, num_drafts=MOST, share=share or 0.0)
+    device = TimedHead(seconds_of, share=share or 0.0)
     speculation = None
     if share is not None:
         speculation = Speculation(target.table, ModelProposer("head"), max_drafts=MOST, reach=some_reach())
@@ -128,7 +124,7 @@ def test_a_head_that_is_right_is_used(share: float):
     cost = CURVES["not at all"]
     plain, own = (seconds_with_head(cost, num_new=800, share=each) for each in (None, share))
     best = max(
-        (1 + sum(share**i for i in range(1, most + 1))) * cost(4) / (cost(4 * (1 + most)) + TimedDevice.draft_s)
+        (1 + sum(share**i for i in range(1, most + 1))) * cost(4) / (cost(4 * (1 + most)) + TimedHead.draft_s)
         for most in (1, 3, 5, MOST)
     )
     assert plain / own >= LEAST_OF_BEST * best

@@ -8,8 +8,8 @@ import pytest
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.engine.loop import cycle_with
 from rayserve_moe.scheduling.step_plan import Chunks, StepPlan
-from tests.support.counting import CountingExecutor
-from tests.support.scheduling import ABORT, choices, one, scheduler
+from tests.support.devices.counting_executor import CountingExecutor
+from tests.support.engine.schedulers import ABORT, choices, one, scheduler
 
 
 def cycle_over(executor: CountingExecutor | None = None, *, overlaps: bool = True, **limits: object) -> StepCycle:
@@ -28,26 +28,19 @@ def finish(cycle: StepCycle) -> int:
     return num_turns
 
 
-def test_a_turn_brings_the_result_of_the_step_before():
-    cycle = cycle_over()
+@pytest.mark.parametrize(
+    ("overlaps", "expected"),
+    [(True, [(0, 0, 0), (1, 1, 0), (1, 2, 0), (1, 3, 1)]), (False, [(1, 1, 0), (1, 2, 0), (1, 3, 1)])],
+)
+def test_a_turn_brings_the_result_of_the_step_before_or_its_own(overlaps: bool, expected: list[tuple]):
+    cycle = cycle_over(overlaps=overlaps)
     sequence = one("a", [7], num_new=3)
     cycle.scheduler.add([sequence])
     seen = []
     while cycle.has_work:
         rows, ended = cycle.run()
         seen.append((len(rows), sequence.num_outputs, len(ended)))
-    assert seen == [(0, 0, 0), (1, 1, 0), (1, 2, 0), (1, 3, 1)]
-
-
-def test_without_overlap_a_turn_brings_its_own_result():
-    cycle = cycle_over(overlaps=False)
-    sequence = one("a", [7], num_new=3)
-    cycle.scheduler.add([sequence])
-    seen = []
-    while cycle.has_work:
-        rows, ended = cycle.run()
-        seen.append((len(rows), sequence.num_outputs, len(ended)))
-    assert seen == [(1, 1, 0), (1, 2, 0), (1, 3, 1)]
+    assert seen == expected
 
 
 @pytest.mark.parametrize("num_pages", [64, 9])

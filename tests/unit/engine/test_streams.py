@@ -19,7 +19,7 @@ from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.counting import CARD, ROUTING, CountingExecutor
+from tests.support.devices.counting_executor import CARD, ROUTING, CountingExecutor
 
 NUM_REQUESTS = 31
 NUM_NEW = 60

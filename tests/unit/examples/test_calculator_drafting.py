@@ -18,8 +18,8 @@ from rayserve_moe.checkpoints.model_path import TRAINED
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.scheduling.sequence import Sequence
-from tests.support.drive import Way, run_together
-from tests.support.workload import request_for
+from tests.support.engine.run_requests import Way, run_together
+from tests.support.engine.workload import request_for
 
 AHEAD = 3
 PROBLEMS = (b"37+45=", b"120-7=", b"6*7=", b"#111+222=")

@@ -15,7 +15,7 @@ from examples.calculator.optimizer import Rates, initial_state, orthogonalized, 
 from examples.calculator.training import Recipe, mean_answer_loss, rate_scale, train
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.model_path import TRAINED
-from tests.support.logits import prompt_logits_of
+from tests.support.models.full_logits import prompt_logits_of
 
 RECIPE = Recipe(steps=24, rows=8, width=32)
 PLACES = 512

@@ -22,7 +22,7 @@ from rayserve_moe.execution.step.row_updates import (
 )
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.scheduling.step_plan import RowAdjustment
-from tests.support.rows import state_of_rows
+from tests.support.devices.rank_state import state_of_rows
 
 NUM_ROWS, NUM_RANKS, VOCABULARY = 3, 2, 50
 compiled = jax.jit(partial(apply_adjustment, part=VocabularyPart(VOCABULARY, VOCABULARY)))

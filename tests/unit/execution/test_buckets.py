@@ -30,7 +30,7 @@ from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS as BLOCK
-from tests.support.checkpoints import CORE_CONFIG
+from tests.support.models.core import CORE_CONFIG
 
 SPARING = replace(SMALL_MODEL, device=replace(CPU, compile_s=1e9))
 LAVISH = replace(SMALL_MODEL, device=replace(CPU, compile_s=0.0))

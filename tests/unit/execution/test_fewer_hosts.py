@@ -13,7 +13,7 @@ from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, served_model
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.parallel.mesh import plan_for
-from tests.support.checkpoints import CORE_CONFIG
+from tests.support.models.core import CORE_CONFIG
 
 SPEC = spec_from_hf(CORE_CONFIG.hf_config("float32"))
 SETTINGS = RunnerSettings(

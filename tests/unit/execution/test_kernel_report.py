@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.native import need_native_kernels
-from tests.support.runners import TWO_SHAPES, prepared_runner
+from tests.support.engine.host_runners import TWO_SHAPES, prepared_runner
+from tests.support.kernels.native_kernels import need_native_kernels
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "cpu_native"])

@@ -15,7 +15,7 @@ from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.states import KeptState, states_of
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.state.kinds import ArraySpec, StateKind
-from tests.support.checkpoints import CORE_CONFIG
+from tests.support.models.core import CORE_CONFIG
 
 
 def spec_with(**changes: object) -> ModelSpec:

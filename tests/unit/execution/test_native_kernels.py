@@ -23,9 +23,9 @@ from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
-from tests.support.family_cases import FAMILY_CASES, config_of
-from tests.support.native import need_native_kernels
-from tests.support.specs import with_attention
+from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.models.attention_specs import with_attention
+from tests.support.models.families import FAMILY_CASES, config_of
 
 
 def spec_with(**changes: object) -> ModelSpec:

@@ -18,7 +18,7 @@ from rayserve_moe.execution.native_library import (
     loaded_level,
     register_native_kernels,
 )
-from tests.support.native import need_native_kernels
+from tests.support.kernels.native_kernels import need_native_kernels
 
 LEVEL = LEVELS["x86_64"][-1]
 

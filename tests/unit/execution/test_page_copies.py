@@ -14,8 +14,8 @@ from rayserve_moe.execution.step.page_copies import COPIES_SIZE, COPY_FIELDS, ap
 from rayserve_moe.execution.step.pytrees import DeviceState, DraftState
 from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE, Kernels
-from tests.support.native import need_native_kernels
-from tests.support.rows import state_of_rows
+from tests.support.devices.rank_state import state_of_rows
+from tests.support.kernels.native_kernels import need_native_kernels
 
 PAGE, WIDTH, NUM_ROWS = 4, 3, 3
 LAYERS = (LayerPages(0, 0, 20), LayerPages(1, 20, 12), LayerPages(0, 32, 20))

@@ -73,8 +73,8 @@ def test_weights_are_staged_from_a_url_below_a_root(server, core_checkpoint, oth
 @pytest.mark.parametrize(
     ("roots", "message"),
     [
-        ((), "a URL is read below one of weight_roots only, and none of them is a URL"),
-        (("/weights",), "a URL is read below one of weight_roots only, and none of them is a URL"),
+        ((), "a URL must be below an entry of weight_roots, and no entry is a URL"),
+        (("/weights",), "a URL must be below an entry of weight_roots, and no entry is a URL"),
         (("gs://bucket/runs",), "http://127.0.0.1:9/other: lies outside of weight_roots"),
     ],
 )

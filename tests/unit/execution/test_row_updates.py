@@ -17,7 +17,7 @@ from rayserve_moe.execution.step.row_updates import (
     update_vectors,
 )
 from rayserve_moe.scheduling.step_plan import PageTableChanges, RowSampling, StepPlan
-from tests.support.rows import state_of_rows
+from tests.support.devices.rank_state import state_of_rows
 
 LARGEST = 2**32 - 1
 apply_compiled = jax.jit(apply_update)

@@ -30,7 +30,7 @@ from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.kernels.table import KERNELS
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.parallel.mesh import plan_for
-from tests.support.checkpoints import CORE_CONFIG
+from tests.support.models.core import CORE_CONFIG
 
 BLOCKS = {
     *("unpack", "row_update", "embedding", "rotation", "norm", "attention", "dense_mlp"),

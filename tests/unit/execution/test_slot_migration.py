@@ -18,8 +18,8 @@ from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.layers.moe import slot_specs
 from rayserve_moe.parallel.mesh import plan_for
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.placements import random_placement
+from tests.support.experts.placements import random_placement
+from tests.support.models.core import CORE_CONFIG
 
 
 @pytest.mark.parametrize("slices", [1, 2])

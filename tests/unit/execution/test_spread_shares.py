@@ -14,7 +14,7 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights import share as weight_share
 from rayserve_moe.execution.weights.placing import load_weights
 from rayserve_moe.execution.weights.share import ShareError, write_share
-from tests.support.placements import random_placement
+from tests.support.experts.placements import random_placement
 from tests.unit.execution.test_staged_weights import loaded
 
 

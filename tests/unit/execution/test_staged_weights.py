@@ -26,11 +26,11 @@ from rayserve_moe.model import families
 from rayserve_moe.model.family_table import FAMILIES
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests.records import WeightsRefusedError
-from tests.support.broken_weights import WAYS, broken_copy
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.family_cases import FAMILY_CASES
-from tests.support.fused import LAYOUTS, fused, fused_family
-from tests.support.placements import random_placement
+from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
+from tests.support.checkpoints.fused_experts import LAYOUTS, fused, fused_family
+from tests.support.experts.placements import random_placement
+from tests.support.models.core import CORE_CONFIG
+from tests.support.models.families import FAMILY_CASES
 
 PLENTY, NOTHING = 1 << 60, 0
 

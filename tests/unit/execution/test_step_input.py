@@ -8,7 +8,7 @@ import pytest
 
 from rayserve_moe.execution.step.inputs import InputLayout, change_pages, unpack
 from rayserve_moe.execution.step.pytrees import DeviceState, StepShape
-from tests.support.rows import state_of_rows
+from tests.support.devices.rank_state import state_of_rows
 
 NUM_ROWS = 3
 PAGE_SIZE = 4

@@ -13,7 +13,7 @@ from rayserve_moe.config.settings import UpdateSettings
 from rayserve_moe.execution.weights.staged import GIVEN_UP, MOST_STUCK, WeightReading
 from rayserve_moe.inprocess.engine import LocalExecutor
 from rayserve_moe.requests.records import WeightsRefusedError
-from tests.support.broken_weights import WAYS, broken_copy
+from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
 from tests.unit.execution.test_staged_weights import assert_weights, loaded
 
 WITHIN_S = 60.0

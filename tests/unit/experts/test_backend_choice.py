@@ -22,7 +22,7 @@ from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.table import CPU, Kernels
 from rayserve_moe.kernels.tpu import dispatch_sizes
 from rayserve_moe.parallel.sharding import DATA, TENSOR
-from tests.support.expert_cases import plan_of
+from tests.support.experts.moe_layer import plan_of
 
 INTERPRETED = replace(
     CPU.experts.low_latency, unsupported_reason=partial(dispatch_sizes.unsupported_reason, interpret=True)

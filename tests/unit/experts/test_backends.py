@@ -10,8 +10,8 @@ import pytest
 
 from rayserve_moe.balancing.placement import placement_from
 from rayserve_moe.experts.backends import EXPERT_BACKENDS
-from tests.support.expert_cases import MoeCase, MoeRun, all_to, dense, placements_for, plan_of
-from tests.support.placements import SIZES
+from tests.support.experts.moe_layer import MoeCase, MoeRun, all_to, dense, placements_for, plan_of
+from tests.support.experts.placements import SIZES
 
 SAMPLED = [
     ("local", (1, 1), 8),

@@ -17,9 +17,9 @@ from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import rank_experts
 from rayserve_moe.kernels.reference.layers import router_scores
 from rayserve_moe.kernels.table import CPU
-from tests.support.balanced_oracle import Selected, balanced_oracle, oracle_capacity, ranked
-from tests.support.expert_cases import GROUPED, MoeCase, MoeRun, dense, placements_for, plan_of, sums_of
-from tests.support.placements import SIZES
+from tests.support.experts.balanced_reference import Selected, balanced_oracle, oracle_capacity, ranked
+from tests.support.experts.moe_layer import GROUPED, MoeCase, MoeRun, dense, placements_for, plan_of, sums_of
+from tests.support.experts.placements import SIZES
 
 CASE = MoeCase(num_tokens=22, width=128, inner=16)
 LAYER = 1

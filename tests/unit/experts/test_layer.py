@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.expert_cases import GROUPED, MoeCase, MoeRun, dense, placements_for, plan_of
+from tests.support.experts.moe_layer import GROUPED, MoeCase, MoeRun, dense, placements_for, plan_of
 
 CASE = MoeCase(num_tokens=10, num_experts=8, top_k=3, width=6, inner=4)
 

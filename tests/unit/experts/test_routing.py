@@ -9,7 +9,7 @@ import pytest
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import ExpertScores, ForcedExperts, count_tokens, rank_experts, select_top_k
 from rayserve_moe.kernels.reference.layers import router_scores
-from tests.support.expert_math import choice_by_hand, gates_by_hand, scores_by_hand
+from tests.support.experts.expert_reference import choice_by_hand, gates_by_hand, scores_by_hand
 
 SIGMOID = {"score": "sigmoid", "renormalize": True}
 KINDS = {

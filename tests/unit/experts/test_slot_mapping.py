@@ -15,8 +15,8 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
 from rayserve_moe.kernels.table import CPU
-from tests.support.examples import examples
-from tests.support.expert_cases import plan_of, shuffled
+from tests.support.experts.moe_layer import plan_of, shuffled
+from tests.support.session.hypothesis_examples import examples
 
 NUM_EXPERTS, TOP_K, RANKS = 8, 3, 4
 

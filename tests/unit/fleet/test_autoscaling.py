@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingContext
 
-from rayserve_moe.config.derive import most_replicas
+from rayserve_moe.config.derive import max_num_replicas
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.command_queue import CommandQueue
@@ -17,7 +17,7 @@ from rayserve_moe.engine.page_watch import PageWatch
 from rayserve_moe.engine.step_clock import scheduler_statistics
 from rayserve_moe.fleet.autoscaling import DEMAND, ByDemand, autoscaling_of, demand_of, demand_on
 from rayserve_moe.serving.app import build
-from tests.support.scheduling import one, scheduler
+from tests.support.engine.schedulers import one, scheduler
 
 ARGS = {"model_path": "preset:tiny"}
 BOUNDS = {"num_replicas": 2, "min_replicas": 1, "max_replicas": 4}
@@ -42,8 +42,8 @@ def context(demands: dict[str, float] | None, *, now: int) -> AutoscalingContext
 
 
 def test_the_scarcer_of_rows_and_pages_is_the_demand():
-    assert demand_on(num_requests=8, most_requests=16, num_tokens=10, most_tokens=100) == 0.5
-    assert demand_on(num_requests=8, most_requests=16, num_tokens=250, most_tokens=100) == 2.5
+    assert demand_on(num_requests=8, max_requests=16, num_tokens=10, max_tokens=100) == 0.5
+    assert demand_on(num_requests=8, max_requests=16, num_tokens=250, max_tokens=100) == 2.5
 
 
 def test_a_prompt_counts_once_however_much_of_it_is_computed():
@@ -103,4 +103,4 @@ def test_bounds_that_contradict_each_other_are_refused(bounds: dict[str, int]):
 
 def test_replicas_that_may_come_count_for_journal_and_routers():
     replicas = settings_from({**ARGS, **BOUNDS, "num_replicas": 1}).replicas
-    assert most_replicas(replicas) == 4 and autoscaling_of(settings_from(ARGS).replicas) is None
+    assert max_num_replicas(replicas) == 4 and autoscaling_of(settings_from(ARGS).replicas) is None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.fleet import choosing
-from rayserve_moe.fleet.choosing import UNKNOWN, Choosing, Prompt
+from rayserve_moe.fleet.choosing import UNPARSED, Choosing, Prompt
 from rayserve_moe.fleet.load_average import AVERAGED_S, Load, LoadAverage, Report
 from rayserve_moe.fleet.page_log import ADDED, WEIGHTS, PageMessage
 from rayserve_moe.fleet.prefix_index import PrefixIndex
@@ -166,7 +166,7 @@ def test_equal_replicas_are_drawn():
     assert min(chosen[name] for name in REPLICAS) > 25
 
 
-@pytest.mark.parametrize("prompt", [UNKNOWN, prompt_of(3), Prompt(5000)])
+@pytest.mark.parametrize("prompt", [UNPARSED, prompt_of(3), Prompt(5000)])
 def test_what_is_not_understood_goes_by_load_alone(prompt):
     fleet = Fleet()
     fleet.hold("a", prompt_of(1000), 62)
@@ -225,7 +225,7 @@ def test_short_requests_that_end_together_do_not_move_each_other():
 
 
 def test_bookings_are_bounded(monkeypatch):
-    monkeypatch.setattr(choosing, "MOST_BOOKED_PAGES", 300)
+    monkeypatch.setattr(choosing, "MAX_BOOKED_PAGES", 300)
     fleet = Fleet()
     for turn in range(50):
         fleet.choose(prompt_of(1000, start=turn * 1000))

@@ -9,8 +9,8 @@ import pytest
 
 from rayserve_moe.fleet import journal_client
 from rayserve_moe.fleet.journal_records import AskedRequest
-from tests.http.asking import wait_until
-from tests.support.journals import OwnJournal
+from tests.support.serving.http_client import wait_until
+from tests.support.serving.journal_server import OwnJournal
 
 WITHIN_S = 60.0
 

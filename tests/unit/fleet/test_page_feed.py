@@ -147,7 +147,7 @@ def test_a_replica_without_a_feed_is_chosen_by_load():
 
 
 def test_a_reader_that_stops_reading_is_cut_off_and_holds_up_nobody(replica, monkeypatch):
-    monkeypatch.setattr(page_feed, "MOST_UNSENT", 4)
+    monkeypatch.setattr(page_feed, "MAX_UNSENT", 4)
     address = replica.feed.address[METADATA]
 
     async def check(view: FleetView) -> None:

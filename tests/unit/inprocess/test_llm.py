@@ -17,8 +17,8 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, RequestError, RoutedExperts
 from rayserve_moe.requests.records import SamplingParams as EngineSampling
 from rayserve_moe.requests.results import ChoiceResult
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.engines import CORE
+from tests.support.engine.shared_settings import CORE
+from tests.support.models.core import CORE_CONFIG
 
 IDS = [5, 6, 7, 8, 9]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

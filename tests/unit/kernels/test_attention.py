@@ -44,25 +44,17 @@ def test_it_is_dense_attention(kernel, page_size, num_heads, num_kv_heads):
 
 
 @KERNEL
-def test_single_queries_are_dense_attention(kernel):
-    blocks = [(position, 1) for position in (0, 1, 15, 16, 127, 128, 129, 300)]
-    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=blocks)
-    np.testing.assert_allclose(case.run(kernel), case.dense(), atol=3e-6)
-
-
-@KERNEL
 @CONFIG
-def test_configs_narrow_what_is_seen_and_shape_scores(kernel, config):
-    blocks = [(0, 9), (40, 9), (47, 9), (KEYS_PER_SPAN - 2, 5), (2 * KEYS_PER_SPAN - 1, 9), (300, 1)]
-    case = Case(page_size=16, num_heads=6, num_kv_heads=2, blocks=blocks)
-    np.testing.assert_allclose(case.run(kernel, config), case.dense(config), atol=3e-6)
-
-
-@KERNEL
-@CONFIG
-def test_configs_hold_for_single_queries(kernel, config):
-    blocks = [(position, 1) for position in (0, 15, 16, 47, 48, 49, 127, 128, 191, 192, 300)]
-    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=blocks)
+@pytest.mark.parametrize(
+    ("num_heads", "blocks"),
+    [
+        (6, [(0, 9), (40, 9), (47, 9), (KEYS_PER_SPAN - 2, 5), (2 * KEYS_PER_SPAN - 1, 9), (300, 1)]),
+        (4, [(position, 1) for position in (0, 1, 15, 16, 47, 48, 49, 127, 128, 129, 191, 192, 300)]),
+    ],
+    ids=["blocks", "single queries"],
+)
+def test_configs_narrow_what_is_seen_and_shape_scores(kernel, config, num_heads, blocks):
+    case = Case(page_size=16, num_heads=num_heads, num_kv_heads=2, blocks=blocks)
     np.testing.assert_allclose(case.run(kernel, config), case.dense(config), atol=3e-6)
 
 
@@ -121,25 +113,16 @@ def test_a_config_refuses_negative_numbers():
 
 
 @KERNEL
-def test_padding_gives_zeros_and_costs_others_nothing(kernel):
-    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(40, 5), (7, 5), (3, 1)])
+@pytest.mark.parametrize("length", [5, 1])
+def test_padding_gives_zeros_and_costs_others_nothing(kernel, length):
+    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(40, length), (7, length), (3, 1), (9, length)])
     before = case.run(kernel)
-    case.positions[1] = -1
+    case.positions[[0, 1]] = -1
     after = case.run(kernel)
-    assert (after[1] == 0).all() and (after[2, 1:] == 0).all()
-    np.testing.assert_array_equal(after[[0, 2]], before[[0, 2]])
+    assert (after[:2] == 0).all() and (after[2, 1:] == 0).all()
+    np.testing.assert_array_equal(after[2:], before[2:])
     case.positions[:] = -1
     assert (case.run(kernel) == 0).all()
-
-
-@KERNEL
-def test_padding_among_single_queries_gives_zeros(kernel):
-    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(40, 1), (7, 1), (3, 1), (9, 1)])
-    before = case.run(kernel)
-    case.positions[[0, 2]] = -1
-    after = case.run(kernel)
-    assert (after[[0, 2]] == 0).all()
-    np.testing.assert_array_equal(after[[1, 3]], before[[1, 3]])
 
 
 @KERNEL

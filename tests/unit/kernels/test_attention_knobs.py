@@ -21,8 +21,8 @@ from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec, YarnSpec
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import TENSOR, ParallelPlan
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.specs import attention_of, with_attention
+from tests.support.models.attention_specs import attention_of, with_attention
+from tests.support.models.core import CORE_CONFIG
 
 NUM_TOKENS, PAGE, BLOCK = 30, 4, 8
 PAGES = np.random.default_rng(7).permutation(np.arange(1, 9))

@@ -26,8 +26,8 @@ from rayserve_moe.kernels.reference.layers import NO_ID, gumbel_noise, masses_of
 from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
-from tests.support.examples import examples
-from tests.support.native import need_native_kernels
+from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.session.hypothesis_examples import examples
 
 TOKENS = st.integers(1, 40)
 FREQUENCIES = rope_frequencies(RopeSpec(theta=1e6), 64)

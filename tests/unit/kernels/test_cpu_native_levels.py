@@ -11,7 +11,7 @@ import pytest
 
 from rayserve_moe.execution.native_levels import LEVELS, Level, NativeKernelsUnavailable, choose_level
 from rayserve_moe.execution.native_library import build, find_compilers
-from tests.support.native import build_program
+from tests.support.kernels.native_kernels import build_program
 
 DRIVER = Path(__file__).with_name("native") / "driver.cc"
 TIMEOUT_S = 1800.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.native import build_program
+from tests.support.kernels.native_kernels import build_program
 
 DRIVER = Path(__file__).with_name("native") / "driver.cc"
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-D_GLIBCXX_SANITIZE_VECTOR=1")

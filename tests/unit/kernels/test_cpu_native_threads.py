@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.support.native import build_program
+from tests.support.kernels.native_kernels import build_program
 
 PROGRAM = """
 #include <cstdio>

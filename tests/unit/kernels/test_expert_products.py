@@ -17,8 +17,8 @@ from rayserve_moe.kernels.reference.expert_products import (
     multiply_by_ragged_dot,
     multiply_in_blocks,
 )
-from tests.support.examples import examples
-from tests.support.expert_math import activation_by_hand
+from tests.support.experts.expert_reference import activation_by_hand
+from tests.support.session.hypothesis_examples import examples
 
 COMPILED = {kernel.__name__: jax.jit(kernel) for kernel in (multiply_in_blocks, multiply_by_ragged_dot)}
 """The native one takes packed bfloat16 only; `test_cpu_native.py` holds it to these."""

@@ -15,8 +15,8 @@ from rayserve_moe.kernels.reference.expert_products import (
 )
 from rayserve_moe.kernels.table import TPU
 from rayserve_moe.kernels.tpu import grouped_ffn
-from tests.support.interpreting import interpreted
-from tests.support.narrow import random_experts
+from tests.support.experts.quantized_experts import random_experts
+from tests.support.kernels.interpreter import interpreted
 
 SLOTS, WIDTH = 4, 128
 SLOTS_OF_TOKENS = {

@@ -19,8 +19,8 @@ from rayserve_moe.model.layers.attention import attention_config
 from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.specs import attention_of, with_attention
+from tests.support.models.attention_specs import attention_of, with_attention
+from tests.support.models.core import CORE_CONFIG
 
 PAGE = 16
 SPEC = spec_from_hf(CORE_CONFIG.hf_config("float32"))

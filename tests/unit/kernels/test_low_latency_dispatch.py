@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.kernels.tpu.dispatch_rows import count_slots, places_of, slots_of_core, table_rows
 from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes, unsupported_reason
-from tests.support.low_latency_cases import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_cases
+from tests.support.kernels.low_latency_dispatch import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_dispatch
 
 ROUNDING = 2**-7
 """Of a result in bfloat16, against the largest one: the kernel rounds as often as the reference."""
@@ -89,7 +89,7 @@ def test_tokens_whose_gates_and_places_exceed_scalar_memory_are_refused():
 def test_sums_are_those_of_one_device_however_uneven_the_load(dtype):
     """On eight ranks, without a race; twice what a device sends may come to another one."""
     names = ["any", "mostly one slot", "all to one slot", "ranks without tokens or without rows", "nothing at all"]
-    for name, found in run_cases(*(name + dtype for name in names)).items():
+    for name, found in run_dispatch(*(name + dtype for name in names)).items():
         assert not (found.error or found.has_races or found.has_rest), (name, found)
         assert found.difference <= ROUNDING * found.largest, name
 
@@ -107,7 +107,7 @@ def test_sums_are_those_of_one_device_however_uneven_the_load(dtype):
 )
 def test_sums_are_the_same_in_blocks_and_over_cores(name):
     """Of experts that are read in blocks, with more rows than a group has; and of slots that two cores share."""
-    (found,) = run_cases(name).values()
+    (found,) = run_dispatch(name).values()
     assert not (found.error or found.has_races or found.has_rest), found
     # Each core rounds its sum, and the sum of both is rounded again.
     assert found.difference <= 2 * ROUNDING * found.largest
@@ -115,7 +115,7 @@ def test_sums_are_the_same_in_blocks_and_over_cores(name):
 
 @pytest.mark.slow
 def test_a_layer_is_the_dense_one_for_any_placement():
-    (found,) = run_cases("a layer with placements").values()
+    (found,) = run_dispatch("a layer with placements").values()
     assert found.difference <= 2 * ROUNDING * found.largest and not (found.has_races or found.has_rest)
 
 
@@ -123,7 +123,7 @@ def test_a_layer_is_the_dense_one_for_any_placement():
 @pytest.mark.parametrize("name", ["an engine", "an engine, int8"])
 def test_an_engine_gives_the_answers_that_it_gives_by_an_exchange(name):
     """With the same routing, of prompts and single tokens, over data ranks and redundant slots."""
-    (found,) = run_cases(name).values()
+    (found,) = run_dispatch(name).values()
     assert found.difference <= ROUNDING and not (found.has_races or found.has_rest)
 
 
@@ -132,7 +132,7 @@ def test_an_engine_gives_the_answers_that_it_gives_by_an_exchange(name):
 def test_laws_hold_by_all_kernels_of_our_own(devices):
     """Answers depend neither on the batch, nor on chunks and preemption; they are no further from float32 than twice
     those by the kernels of CPUs."""
-    (found,) = run_cases(f"laws on {devices} devices").values()
+    (found,) = run_dispatch(f"laws on {devices} devices").values()
     assert found.difference <= 2 * found.largest and not (found.error or found.has_races or found.has_rest), found
 
 
@@ -140,5 +140,5 @@ def test_laws_hold_by_all_kernels_of_our_own(devices):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
     """A race, a number that is none or wrong, a semaphore that is left over, or ranks that do not meet."""
-    (found,) = run_cases(fault).values()
+    (found,) = run_dispatch(fault).values()
     assert found.error or found.has_races or found.has_rest or not found.difference <= ROUNDING * found.largest

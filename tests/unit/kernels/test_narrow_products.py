@@ -18,7 +18,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     multiply_in_blocks,
     take_scales,
 )
-from tests.support.narrow import random_experts
+from tests.support.experts.quantized_experts import random_experts
 
 COMPILED = {kernel.__name__: jax.jit(kernel) for kernel in (multiply_in_blocks, multiply_by_ragged_dot)}
 KERNEL = pytest.mark.parametrize("kernel", COMPILED.values(), ids=COMPILED.keys())
@@ -60,9 +60,14 @@ def test_scales_that_are_powers_of_two_leave_every_bit(kernel, form, dtype, num_
 @pytest.mark.sampled(2)
 @KERNEL
 @FORM
-def test_any_scales_are_within_the_rounding_of_float32(kernel, form):
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_any_scales_are_within_the_rounding_of_float32(kernel, form, has_biases):
+    """And biases are not scaled."""
     quantized, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=2, **form)
-    found, wanted = (product(kernel, each, "float32") for each in (quantized, plain))
+    generator = np.random.default_rng(3)
+    biases = [jnp.asarray(generator.standard_normal((2 * SLOTS, size)), jnp.float32) for size in (INNER, INNER, WIDTH)]
+    added = dict(zip(("gate_bias_XF", "up_bias_XF", "down_bias_XD"), biases, strict=True)) if has_biases else {}
+    found, wanted = (product(kernel, each._replace(**added), "float32") for each in (quantized, plain))
     np.testing.assert_allclose(found, wanted, atol=4e-6 * np.abs(wanted).max())
 
 
@@ -97,17 +102,6 @@ def test_scales_of_rows_have_every_bit():
     slots = generator.integers(0, 6, 40).astype(np.int32)
     found = np.asarray(jax.jit(take_scales)(jnp.asarray(scales), jnp.asarray(slots)))
     np.testing.assert_array_equal(found, np.concatenate([scales[:, 0], np.zeros((1, 200), np.float32)])[slots])
-
-
-@KERNEL
-def test_biases_are_not_scaled(kernel):
-    quantized, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=3)
-    generator = np.random.default_rng(3)
-    biases = [jnp.asarray(generator.standard_normal((2 * SLOTS, size)), jnp.float32) for size in (INNER, INNER, WIDTH)]
-    names = ("gate_bias_XF", "up_bias_XF", "down_bias_XD")
-    biased = (each._replace(**dict(zip(names, biases, strict=True))) for each in (quantized, plain))
-    found, wanted = (product(kernel, each, "float32") for each in biased)
-    np.testing.assert_allclose(found, wanted, atol=4e-6 * np.abs(wanted).max())
 
 
 @KERNEL

@@ -24,8 +24,8 @@ from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import TENSOR
-from tests.support.native import need_native_kernels
-from tests.support.specs import attention_of, with_attention
+from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.models.attention_specs import attention_of, with_attention
 
 PAGE, BLOCK, NUM_LAYERS, LAYER = 16, 8, 2, 1
 PAGES_OF = np.array([[3, 1, 7, 5], [2, 4, 6, 8], [9, 10, 11, 12]], np.int32)

@@ -18,8 +18,8 @@ from rayserve_moe.kernels.reference.expert_products import (
     ProductConfig,
     multiply_in_blocks,
 )
-from tests.support.narrow import random_experts
-from tests.support.native import need_native_kernels
+from tests.support.experts.quantized_experts import random_experts
+from tests.support.kernels.native_kernels import need_native_kernels
 
 TOKENS, INNER, SLOTS, TOP_K = 9, 96, 5, 2
 WIDTH = 74

@@ -14,7 +14,7 @@ from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.calls import attend_latent_layer
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference.layers import Rotation
-from tests.support.native import need_native_kernels
+from tests.support.kernels.native_kernels import need_native_kernels
 from tests.unit.kernels.latent_cases import LatentModel, Weights
 from tests.unit.kernels.latent_runs import CUTS, LAYER, NUM_PAGES, PAGE, PAGES, THETA, drawn, run
 

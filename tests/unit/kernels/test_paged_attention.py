@@ -10,8 +10,10 @@ from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, S
 from rayserve_moe.kernels.tpu.packed_rows import gather_heads, layout_of, packed_kv, packed_width, spread_queries
 from rayserve_moe.kernels.tpu.paged_attention import attend, visits_of
 from rayserve_moe.kernels.tpu.paged_sizes import MAX_ROWS, tile_queries_for
-from tests.support.paged_cases import AHEAD_OF_THE_LAST, CASES, FAULTS, MODELS, WRITE_FAULTS, run_cases
+from tests.support.kernels.interpreter import run_cases
+from tests.support.kernels.paged_attention import AHEAD_OF_THE_LAST, CASES, FAULTS, MODELS, WRITE_FAULTS
 
+MODULE = "tests.support.kernels.paged_attention"
 SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7
 """Largest differences of products in float32, and in bfloat16: weights and results are rounded."""
 
@@ -73,28 +75,28 @@ def test_tiles_are_whole_registers_and_all_of_a_block():
 @pytest.mark.slow
 def test_it_is_the_reference_with_every_knob():
     """Whatever stands out of sight is NaN; no copy races with what reads it."""
-    for name, found in run_cases(*CASES).items():
+    for name, found in run_cases(MODULE, *CASES).items():
         bound = ROUNDING * found.largest if CASES[name].dtype == "bfloat16" else SUMS_IN_FLOAT32
-        assert found.difference <= bound < found.largest and not (found.has_races or found.has_rest), name
+        assert found.difference <= bound < found.largest and not (found.has_races or found.has_rest), (name, found)
 
 
 @pytest.mark.slow
 def test_an_engine_gives_the_log_probs_of_the_reference():
     """Of a model with sinks and windows and of one with latents, for prompts in chunks and single tokens."""
-    for name, found in run_cases(*MODELS).items():
-        assert found.difference <= SUMS_IN_FLOAT32 and not (found.has_races or found.has_rest), name
+    for name, found in run_cases(MODULE, *MODELS).items():
+        assert found.difference <= SUMS_IN_FLOAT32 and not (found.has_races or found.has_rest), (name, found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [*FAULTS, *WRITE_FAULTS])
 def test_a_planted_fault_is_found(fault):
     """A race, or a number that is none or wrong."""
-    (found,) = run_cases(fault).values()
+    (found,) = run_cases(MODULE, fault).values()
     assert found.error or found.has_races or not found.difference <= SUMS_IN_FLOAT32
 
 
 @pytest.mark.slow
 def test_a_race_is_found_in_whichever_call_it_is():
     """The interpreter keeps races of the last call alone, and an engine makes many."""
-    (found,) = run_cases(AHEAD_OF_THE_LAST).values()
+    (found,) = run_cases(MODULE, AHEAD_OF_THE_LAST).values()
     assert found.has_races and found.difference <= SUMS_IN_FLOAT32

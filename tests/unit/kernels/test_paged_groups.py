@@ -10,12 +10,12 @@ import pytest
 
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, ScoreConfig
 from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, groups_of
-from tests.support.group_cases import CASES, CHAINS, ENGINES, FAULTS, LONG, GroupArrays, GroupCase
-from tests.support.paged_cases import run_cases
+from tests.support.kernels.interpreter import run_cases
+from tests.support.kernels.paged_groups import CASES, CHAINS, ENGINES, FAULTS, LONG, GroupArrays, GroupCase
 
 SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7
 """Largest differences of products in float32, and in bfloat16: weights and results are rounded."""
-MODULE = "tests.support.group_cases"
+MODULE = "tests.support.kernels.paged_groups"
 
 
 def described(arrays: GroupArrays, case: GroupCase, part: slice) -> GroupVisits:
@@ -57,9 +57,9 @@ def test_a_group_sees_what_any_of_its_tokens_sees(case, config, size):
 @pytest.mark.slow
 def test_groups_are_the_reference_and_leave_the_pool_as_it_does():
     """Whatever stands out of sight is NaN; no copy races with what reads it, and no row is written but the new ones."""
-    for name, found in run_cases(*CASES, module=MODULE).items():
+    for name, found in run_cases(MODULE, *CASES).items():
         bound = ROUNDING * found.largest if CASES[name].dtype == "bfloat16" else SUMS_IN_FLOAT32
-        assert found.difference <= bound and not (found.has_races or found.has_rest), name
+        assert found.difference <= bound and not (found.has_races or found.has_rest), (name, found)
         assert bound < found.largest or not any(count for _, count in CASES[name].groups)
 
 
@@ -67,7 +67,7 @@ def test_groups_are_the_reference_and_leave_the_pool_as_it_does():
 @pytest.mark.parametrize("name", ENGINES)
 def test_drafts_change_nothing_where_groups_are_attended(name):
     """Ids, and log-probs of the reference without drafts: of an oracle's chains, and of a draft model's."""
-    (found,) = run_cases(name, module=MODULE).values()
+    (found,) = run_cases(MODULE, name).values()
     assert found.difference <= SUMS_IN_FLOAT32 and not (found.has_races or found.has_rest)
 
 
@@ -75,5 +75,5 @@ def test_drafts_change_nothing_where_groups_are_attended(name):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
     """A race, or a number that is none or wrong, here or in the pool."""
-    (found,) = run_cases(fault, module=MODULE).values()
+    (found,) = run_cases(MODULE, fault).values()
     assert found.error or found.has_races or not found.difference <= SUMS_IN_FLOAT32

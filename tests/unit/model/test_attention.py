@@ -18,7 +18,7 @@ from rayserve_moe.model.layers.choice import kernels_for
 from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec, UnsupportedModelError, YarnSpec
 from rayserve_moe.state.kinds import ArraySpec
-from tests.support.specs import attention_of, with_attention
+from tests.support.models.attention_specs import attention_of, with_attention
 
 YARN = YarnSpec(factor=32.0, original_length=4096)
 
@@ -70,7 +70,7 @@ def test_the_rotated_part_is_an_even_part_of_a_head():
     assert attention_of(spec).rotary_width == head_dim
     assert attention_of(with_attention(spec, rotary_dim=4)).rotary_width == 4
     for wrong in (5, head_dim + 2):
-        with pytest.raises(UnsupportedModelError, match=f"rotary_dim {wrong} is no even part of heads"):
+        with pytest.raises(UnsupportedModelError, match=f"rotary_dim {wrong} must be even and at most"):
             with_attention(spec, rotary_dim=wrong)
 
 

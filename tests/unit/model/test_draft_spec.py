@@ -10,7 +10,7 @@ import pytest
 from rayserve_moe.model.draft_spec import AUX_KEY, DraftSpec, eagle_spec
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import UnsupportedModelError
-from tests.support.checkpoints import CORE_CONFIG
+from tests.support.models.core import CORE_CONFIG
 
 TARGET = spec_from_config({"architectures": ["Qwen3MoeForCausalLM"], **CORE_CONFIG.hf_config("float32")})
 DEEP = replace(TARGET, layers=TARGET.layers[-1:] * 48)

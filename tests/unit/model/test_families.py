@@ -13,8 +13,8 @@ from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS
 from rayserve_moe.kernels.reference.layers import SCORES
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec, UnsupportedModelError
-from tests.support.family_cases import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
-from tests.support.specs import attention_of, latent_of, with_attention
+from tests.support.models.attention_specs import attention_of, latent_of, with_attention
+from tests.support.models.families import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
 
 
 def spec_of(name: str, **changes: Any) -> ModelSpec:
@@ -123,8 +123,12 @@ REFUSED = {
     "rope per layer type": ("mixtral-0", {"rope_scaling": {"full_attention": {}}}, "per layer type .*full_attention"),
     "shrinking yarn": ("mixtral-0", {"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor = 0.5"),
     "yarn without a factor": ("mixtral-0", {"rope_scaling": {"type": "yarn"}}, "a yarn scaling has no factor"),
-    "dtype": ("olmoe-0", {"dtype": "int7"}, "dtype = 'int7' is no type of weights"),
-    "dtype in the old spelling": ("olmoe-0", {"dtype": None, "torch_dtype": 16}, "torch_dtype = 16 is no type"),
+    "dtype": ("olmoe-0", {"dtype": "int7"}, "dtype = 'int7' is not a supported dtype"),
+    "dtype in the old spelling": (
+        "olmoe-0",
+        {"dtype": None, "torch_dtype": 16},
+        "torch_dtype = 16 is not a supported dtype",
+    ),
     "odd rotation": ("glm4_moe-0", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor = 0.2"),
     "dynamic rope": ("hunyuan_v1_moe-0", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
     "score": ("deepseek_v3-0", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
@@ -141,8 +145,8 @@ REFUSED = {
     "window of nothing": ("gpt_oss-0", {"sliding_window": 0}, "sliding_window must be a positive integer .* found 0"),
     "yarn by nothing": ("mixtral-0", {"rope_scaling": {"type": "yarn", "factor": 0}}, "factor must be a positive"),
     "scaled to nothing": ("deepseek_v3-0", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive"),
-    "odd heads": ("gpt_oss-0", {"head_dim": 33}, "rotary_dim 33 is no even part"),
-    "odd latent heads": ("deepseek_v3-0", {"qk_rope_head_dim": 15}, "rotary_dim 15 is no even part"),
+    "odd heads": ("gpt_oss-0", {"head_dim": 33}, "rotary_dim 33 must be even"),
+    "odd latent heads": ("deepseek_v3-0", {"qk_rope_head_dim": 15}, "rotary_dim 15 must be even"),
     "yarn of one frequency": (
         "gpt_oss-0",
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "factor": 2.0}},

@@ -23,8 +23,8 @@ from rayserve_moe.model.spec import LayerSpec, ModelSpec, RopeSpec, UnsupportedM
 from rayserve_moe.model.states import states_of
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import MESH_AXES_OF
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.native import need_native_kernels
+from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.models.core import CORE_CONFIG
 
 ATTENTION = LatentAttention(
     num_heads=4, q_lora_rank=20, kv_lora_rank=16, nope_dim=8, rope_dim=4, value_dim=10, rope=RopeSpec(1e4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.layer_runs import LayerRun, layer_runs, periods
 from rayserve_moe.model.spec import LayerSpec, ModelSpec
-from tests.support.family_cases import FAMILY_CASES, config_of
+from tests.support.models.families import FAMILY_CASES, config_of
 
 SPEC = next(spec_from_config(config_of(case)) for case in FAMILY_CASES if case.family == "qwen3_moe")
 A, B = LayerSpec("gqa", "moe"), LayerSpec("gqa", "dense")

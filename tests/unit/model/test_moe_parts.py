@@ -25,9 +25,9 @@ from rayserve_moe.model.spec import ExpertSpec, ModelSpec, UnsupportedModelError
 from rayserve_moe.model.transformer import forward, logits_of
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import VOCABULARY_AXES
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.expert_cases import shuffled
-from tests.support.specs import with_attention
+from tests.support.experts.moe_layer import shuffled
+from tests.support.models.attention_specs import with_attention
+from tests.support.models.core import CORE_CONFIG
 
 NUM_TOKENS, PAGE = 8, 4
 ROUTER = RouterSpec(

@@ -10,9 +10,9 @@ import pytest
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.model.spec import FactorSpec
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.logits import prompt_logits_of
-from tests.support.runners import TWO_SHAPES, new_runner
+from tests.support.engine.host_runners import TWO_SHAPES, new_runner
+from tests.support.models.core import CORE_CONFIG
+from tests.support.models.full_logits import prompt_logits_of
 
 FACTORS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_divisor": 7.0}
 SCALED = {

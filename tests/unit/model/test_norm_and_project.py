@@ -20,8 +20,8 @@ from rayserve_moe.kernels.tpu import paged_attention
 from rayserve_moe.model.decoder_layers import LayerCarry, LayerPlace, mixer_block, step_inputs
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.parallel.mesh import plan_for
-from tests.support.interpreting import interpreted
-from tests.support.specs import with_attention
+from tests.support.kernels.interpreter import interpreted
+from tests.support.models.attention_specs import with_attention
 
 LAYERS, LAYER, PAGE, WIDTH = 2, 1, 16, 64
 POSITIONS = (40, -1, 7)

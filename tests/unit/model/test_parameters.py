@@ -9,8 +9,8 @@ from rayserve_moe.model.layers.attention import kv_repeats
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.parallel.sharding import MESH_AXES_OF
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.specs import attention_of, with_attention
+from tests.support.models.attention_specs import attention_of, with_attention
+from tests.support.models.core import CORE_CONFIG
 
 
 def tree_with(tensor_size: int = 1, **changes: object) -> dict[str, dict[str, ParamSpec]]:

@@ -18,10 +18,10 @@ from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.layer_runs import layer_runs
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import LayerSpec
-from rayserve_moe.model.states import pool_shapes
+from rayserve_moe.model.states import PoolCounts, pool_shapes
 from rayserve_moe.model.transformer import ForwardOutput, forward
 from rayserve_moe.parallel.mesh import plan_for
-from tests.support.checkpoints import CORE_CONFIG
+from tests.support.models.core import CORE_CONFIG
 
 NUM_TOKENS, PAGE = 8, 4
 M, D, W = LayerSpec("gqa", "moe"), LayerSpec("gqa", "dense"), LayerSpec("gqa", "moe", window=3)
@@ -49,7 +49,7 @@ def computed(config: ModelConfig, asked: tuple[int, ...]) -> ForwardOutput:
     }
     positions, table = np.arange(NUM_TOKENS, dtype=np.int32), np.array([[1, 2]], np.int32)
     batch = TokenBatch(positions + 3, positions, positions + PAGE, table, num_singles=0)
-    shapes = pool_shapes(config, num_pages=3, page_size=PAGE, dtype="float32")
+    shapes = pool_shapes(config, PoolCounts(3), page_size=PAGE, dtype="float32")
 
     def on_device(params, batch):
         pools = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), shapes)

@@ -6,8 +6,8 @@ import pytest
 
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import UnsupportedModelError
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.specs import attention_of
+from tests.support.models.attention_specs import attention_of
+from tests.support.models.core import CORE_CONFIG
 
 CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], **CORE_CONFIG.hf_config("float32")}
 

@@ -25,12 +25,12 @@ from rayserve_moe.kernels.table import CPU
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.model.states import pool_partitions, pool_shapes
+from rayserve_moe.model.states import PoolCounts, pool_partitions, pool_shapes
 from rayserve_moe.model.transformer import ModelConfig, forward, logits_of
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import VOCABULARY_AXES, ParallelPlan
-from tests.support.checkpoints import CORE_CONFIG
-from tests.support.placements import SIZES, Spread
+from tests.support.experts.placements import SIZES, Spread
+from tests.support.models.core import CORE_CONFIG
 
 # A vocabulary that no number of devices divides, and heads for eight of them.
 CONFIG = replace(CORE_CONFIG, vocab_size=509, num_attention_heads=8)
@@ -89,7 +89,7 @@ class Model:
         )
         plain = spread.num_redundant == 0 and not spread.shuffled
         self._maps = None if plain else placement_arrays(placement_of(spread))
-        pools = pool_shapes(self.config, num_pages=NUM_PAGES, page_size=PAGE, dtype="float32")
+        pools = pool_shapes(self.config, PoolCounts(NUM_PAGES), page_size=PAGE, dtype="float32")
         self.empty_pools = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype, device=of.sharding), pools)
         self._step = compiled(self.config, {
             group: {name: plan.partition(param.axes) for name, param in params.items()}

@@ -16,11 +16,11 @@ from rayserve_moe.model import vocabulary
 from rayserve_moe.model.decoder_layers import ModelConfig
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.transformer import embedded
-from rayserve_moe.model.vocabulary import look_up, score_my_words
+from rayserve_moe.model.vocabulary import local_logits, look_up
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.parallel.vocabulary_part import vocabulary_part
-from tests.support.checkpoints import CORE_CONFIG
+from tests.support.models.core import CORE_CONFIG
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 1), (1, 8)]
 NUM_WORDS, NUM_ROWS, WIDTH, NUM_TOKENS = 29, 32, 6, 5
@@ -80,7 +80,7 @@ def test_scores_are_those_of_the_whole_head_and_padding_has_none(layout):
 
     def on_device(table, hidden):
         score = partial(jnp.einsum, "VD,SD->SV", table)
-        return score_my_words(hidden[0], score, part=part, plan=plan)[None]
+        return local_logits(hidden[0], score, part=part, plan=plan)[None]
 
     parts = (plan.partition(("vocabulary", "model")), BY_RANK)
     run = jax.shard_map(on_device, mesh=plan.mesh, in_specs=parts, out_specs=everywhere, check_vma=False)
@@ -97,7 +97,7 @@ def test_one_data_rank_needs_no_other():
 
     def on_device(table, ids):
         hidden = look_up(table, ids, plan=plan)
-        return score_my_words(hidden, lambda rows: rows @ table.T, part=part, plan=plan)
+        return local_logits(hidden, lambda rows: rows @ table.T, part=part, plan=plan)
 
     parts = (plan.partition(("vocabulary", "model")), WHOLE)
     by_words = plan.partition((None, "vocabulary"))

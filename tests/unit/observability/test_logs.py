@@ -11,7 +11,7 @@ from logging.handlers import MemoryHandler
 import pytest
 
 from rayserve_moe.config.settings import LoggingSettings
-from rayserve_moe.observability.logs import LONGEST_REQUEST_ID, REQUEST_ID, request_id_from, use_logging
+from rayserve_moe.observability.logs import MAX_REQUEST_ID_LENGTH, REQUEST_ID, request_id_from, use_logging
 
 log = logging.getLogger("rayserve_moe.tests")
 
@@ -67,4 +67,4 @@ def test_a_level_above_info_leaves_info_out(written):
 
 def test_an_id_from_outside_cannot_forge_a_line():
     assert request_id_from(b"a\n2026 ERROR\x1b[31m \xff") == "a?2026?ERROR?[31m??"
-    assert len(request_id_from(b"x" * 9999)) == LONGEST_REQUEST_ID
+    assert len(request_id_from(b"x" * 9999)) == MAX_REQUEST_ID_LENGTH

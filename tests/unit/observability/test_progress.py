@@ -68,7 +68,7 @@ def test_warnings_are_sent_and_other_lines_are_not(file: Path) -> None:
 
 
 def test_a_long_file_is_emptied_and_nothing_after_is_lost(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "MOST_BYTES", 100)
+    monkeypatch.setattr(progress, "MAX_BYTES", 100)
     reader = ProgressReader(file)
     for number in range(10):
         report("stage", number, total=10)

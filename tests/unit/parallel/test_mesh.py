@@ -77,14 +77,14 @@ WRONG = {
     "a rank on two slices": (
         {"data_size": 2, "num_slices": 4},
         chips(4, 2),
-        "num_slices 4 does not divide data_parallel_size 2: a data rank cannot lie on two slices",
+        "num_slices 4 does not divide data_parallel_size 2: a data rank cannot span two slices",
     ),
     "slices that are not there": (
         {"data_size": 4, "num_slices": 4},
         chips(4, 2, 2),
-        "the devices lie on 2 slices, num_slices is 4",
+        "the devices are on 2 slices, but num_slices is 4",
     ),
-    "slices unsaid": ({"data_size": 4}, chips(4, 2, 2), "the devices lie on 2 slices, num_slices is 1"),
+    "slices unsaid": ({"data_size": 4}, chips(4, 2, 2), "the devices are on 2 slices, but num_slices is 1"),
     "slices that differ in size": (
         {"data_size": 2, "num_slices": 2},
         chips(4, 2, 2)[:-2],
@@ -104,5 +104,5 @@ def test_what_does_not_divide_is_named(sizes, devices, message):
 def test_local_devices_are_as_many_as_asked_for():
     assert local_devices(3) == jax.local_devices()[:3]
     assert len(local_devices(0)) == 1, "emulated devices are used only when asked for"
-    with pytest.raises(ValueError, match="99 devices are wanted, jax has 8"):
+    with pytest.raises(ValueError, match="99 devices are required, jax has 8"):
         local_devices(99)

@@ -18,8 +18,8 @@ from rayserve_moe.replay.encoding import (
     routing_from,
 )
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
-from tests.support.examples import examples
-from tests.support.routing_cases import routed
+from tests.support.routing.routing_arrays import routed
+from tests.support.session.hypothesis_examples import examples
 
 
 @examples(200, deadline=None)
@@ -110,5 +110,5 @@ def test_the_extractor_says_what_is_wrong(answer, message):
 def test_a_length_that_is_no_whole_row_is_refused():
     layout = RoutingLayout(2, (0, 1), 8, 2)
     encoded = pybase64.b64encode(np.zeros(6, "<i4").tobytes()).decode()
-    with pytest.raises(ValueError, match="no multiple of 4"):
+    with pytest.raises(ValueError, match="not a multiple of 4"):
         decode_routed_experts(encoded, layout)

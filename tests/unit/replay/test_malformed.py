@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rayserve_moe.replay.encoding import DIALECTS, decode_forced, decode_rollout, encode_rollout
 from rayserve_moe.replay.encoding.rollout import MAX_ROWS_BYTES
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
-from tests.support.examples import examples
-from tests.support.routing_cases import refusal
+from tests.support.routing.routing_arrays import refusal
+from tests.support.session.hypothesis_examples import examples
 
 LAYOUT = RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
 ROUTING = RoutedExperts(np.array([[[1, 2], [3, 4]], [[5, 6], [7, 0]]], np.uint8), 4)
@@ -46,7 +46,7 @@ MALFORMED = [
     ("sglang", "äöü=", "not valid base64"),
     ("sglang", "AAA", "not valid base64"),
     ("sglang", "AAAA", "not whole int32"),
-    ("sglang", b64(np.zeros(5, "<i4").tobytes()), "no multiple of 6"),
+    ("sglang", b64(np.zeros(5, "<i4").tobytes()), "not a multiple of 6"),
     ("sglang", b64(np.full(6, -1, "<i4").tobytes()), "layer that does not route"),
     ("sglang", b64(np.array([0, 0, 0, 1, -1, 2], "<i4").tobytes()), r"outside \[0, 8\)"),
     ("sglang", b64(np.array([0, 0, 0, 1, 8, 2], "<i4").tobytes()), r"outside \[0, 8\)"),
@@ -57,7 +57,7 @@ MALFORMED = [
     ("nested", [[[1, 2], [3, True]]], "integers only"),
     ("nested", [[[1, 2], [3, 1.0]]], "integers only"),
     ("nested", [[[1, 2], [3, "4"]]], "integers only"),
-    ("nested", [[[1, 2], [3, 10**30]]], "no expert's"),
+    ("nested", [[[1, 2], [3, 10**30]]], "not an expert's"),
     ("nested", [[[1, 2], [3, 8]]], r"outside \[0, 8\)"),
     ("nested", [[[1, 2], [3, -1]]], r"outside \[0, 8\)"),
     ("npy", b64(b"\x93NUMPY"), "not a .npy file"),
@@ -69,15 +69,15 @@ MALFORMED = [
     ("npy", npy(np.zeros((6, 2), np.uint8)), "header"),
     ("npy", npy(np.zeros((2, 3, 1), np.uint8)), "rows of 3 x 1 ids"),
     ("npy", npy(np.full((2, 3, 2), -1, np.int16)), "layer that does not route"),
-    ("npy", npy_with_header(HEADER % b"2, 3, 2", rows=b"\0" * 11), "another length"),
-    ("npy", npy_with_header(HEADER % b"999999999999, 999999999999, 999999999999"), "another length"),
-    ("npy", npy_with_header(HEADER % b"0, 999999999999, 999999999999", rows=b""), "another length"),
+    ("npy", npy_with_header(HEADER % b"2, 3, 2", rows=b"\0" * 11), "does not match its"),
+    ("npy", npy_with_header(HEADER % b"999999999999, 999999999999, 999999999999"), "does not match its"),
+    ("npy", npy_with_header(HEADER % b"0, 999999999999, 999999999999", rows=b""), "does not match its"),
     ("npy", npy_with_header(b"{'descr': '|O', 'fortran_order': False, 'shape': (2, 3, 2), }\n"), "header"),
     ("npy", npy_with_header(b"__import__('os').getcwd()\n"), "header"),
     ("packed", "AAAA", "must be an object"),
     ("packed", {**PACKED, "dtype": "float32"}, "dtype must be one of"),
     ("packed", {**PACKED, "dtype": ["uint8"]}, "dtype must be one of"),
-    ("packed", {**PACKED, "dtype": "uint16"}, "another length"),
+    ("packed", {**PACKED, "dtype": "uint16"}, "does not match its"),
     ("packed", {**PACKED, "shape": [2, 3]}, "three sizes"),
     ("packed", {**PACKED, "shape": [2, 3, True]}, "three sizes"),
     ("packed", {**PACKED, "shape": [2, 3, -2]}, "three sizes"),
@@ -86,7 +86,7 @@ MALFORMED = [
     ("packed", {**PACKED, "shape": [3, 2, 2]}, "rows of 2 x 2 ids"),
     ("packed", {**PACKED, "start": -1}, "start must be a position"),
     ("packed", {**PACKED, "start": 1.0}, "start must be a position"),
-    ("packed", {**PACKED, "data": PACKED["data"][4:]}, "another length"),
+    ("packed", {**PACKED, "data": PACKED["data"][4:]}, "does not match its"),
     ("packed", {"shape": [0, 3, 2]}, "base64 string"),
     ("packed", {"data": b64(np.full(12, -1, "<i2").tobytes()), "shape": [2, 3, 2], "dtype": "int16"}, "not route"),
 ]
@@ -119,23 +119,23 @@ BOMB = zstandard.compress(b"\0" * 10**7)
 CONTAINERS = [
     (b"", "shorter than the length"),
     (b"\0\0\0", "shorter than the length"),
-    (struct.pack("<I", 2**32 - 1) + b"{}", "shorter than its header"),
+    (struct.pack("<I", 2**32 - 1) + b"{}", "shorter than its declared header"),
     (container(b"{", b""), "not JSON"),
     (container(b"\xff\xfe", b""), "not JSON"),
     (container(b"[" * 100_000, b""), "not JSON"),
     (container([], b""), "not a JSON object"),
-    (container({}, b""), "does not say which rows"),
-    (container({"rollout": {"rows": 3}}, b""), "does not say which rows"),
+    (container({}, b""), "does not declare its rows"),
+    (container({"rollout": {"rows": 3}}, b""), "does not declare its rows"),
     (container(contents(3), b""), "no shape"),
     (container(contents({"shape": [1, 2], "dtype": "uint8"}), b"\0\0"), "no shape"),
     (container(contents({"shape": [1, -1, -2], "dtype": "uint8"}), b"\0\0"), "no shape"),
-    (container(contents({"shape": [1, 1, 2], "dtype": "float64"}), b"\0\0"), "no dtype"),
+    (container(contents({"shape": [1, 1, 2], "dtype": "float64"}), b"\0\0"), "no valid dtype"),
     (container(contents(TWO_BYTES), b"\0"), "another number of bytes"),
     (container(contents(TWO_BYTES), b"\0\0\0"), "another number of bytes"),
     (container(contents(TWO_BYTES, compression="gzip"), b"\0\0"), "unknown way"),
     (container(contents(TWO_BYTES, compression=["zstd"]), b"\0\0"), "unknown way"),
-    (container(contents(HUGE), b"\0"), "promises more"),
-    (container(contents(HUGE, compression="zstd"), BOMB), "promises more"),
+    (container(contents(HUGE), b"\0"), "declares more"),
+    (container(contents(HUGE, compression="zstd"), BOMB), "declares more"),
     (container(contents(TWO_BYTES, compression="zstd"), BOMB), "another number of bytes"),
     (container(contents(TWO_BYTES, compression="zstd"), b"\0\0"), "frame of zstd"),
     (container(contents(TWO_BYTES, compression="zstd"), b""), "frame of zstd"),
@@ -159,7 +159,7 @@ def test_a_frame_that_does_not_say_its_size_is_refused():
 def test_the_reader_sets_the_limit():
     body = encode_rollout({}, [ROUTING.rows])
     assert decode_rollout(body, max_rows_bytes=ROUTING.rows.nbytes)[0] == {}
-    with pytest.raises(ValueError, match="promises more than 7 bytes"):
+    with pytest.raises(ValueError, match="declares more than 7 bytes"):
         decode_rollout(body, max_rows_bytes=ROUTING.rows.nbytes - 1)
     assert MAX_ROWS_BYTES >= 2**28
 

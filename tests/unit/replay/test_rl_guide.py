@@ -13,8 +13,8 @@ from rayserve_moe.replay.encoding import (
     routing_until,
 )
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
-from tests.support.guide import GUIDE, guide_snippets
-from tests.support.routing_cases import random_rows, same
+from tests.support.routing.routing_arrays import random_rows, same
+from tests.support.serving.trainer_guide import GUIDE, guide_snippets
 
 LAYOUT = RoutingLayout(num_hidden_layers=5, layer_ids=(1, 2, 3, 4), num_experts=64, top_k=4)
 TOKENS, OTHER_TOKENS = list(range(30)), [*range(20), *range(50, 56)]

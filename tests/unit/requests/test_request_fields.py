@@ -18,7 +18,7 @@ from rayserve_moe.serving.schemas.field_types import RequestBody, record_fields
 from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
 from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
 from rayserve_moe.serving.schemas.tokens import TokenBody, TokenSampling
-from tests.support.counting import CARD
+from tests.support.devices.counting_executor import CARD
 
 SCHEMAS = {
     SGLANG: {SamplingParams: [NativeSampling], GenerationRequest: [GenerateBody]},

@@ -10,7 +10,7 @@ import pytest
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts import Rollout
 from rayserve_moe.rollouts.adapters import miles, nemo_rl, prime_rl, skyrl, slime, trained_under, trajectory_of, verl
-from tests.support.routing_cases import random_rows
+from tests.support.routing.routing_arrays import random_rows
 
 LAYOUT = RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
 PAD = 99
@@ -210,7 +210,7 @@ def test_skyrl_aligns_everything_right(trajectories):
     ],
 )
 def test_a_missing_row_is_refused_where_it_would_be_replayed(write):
-    with pytest.raises(ValueError, match="lacks the rows"):
+    with pytest.raises(ValueError, match="has no rows"):
         write(trajectory_of([turn(1, [4, 5], 3, versions=((2, 5, "8"),), missing=((1, 2),))]))
 
 
@@ -228,7 +228,7 @@ def test_a_missing_row_is_refused_where_it_would_be_replayed(write):
     ],
 )
 def test_a_batch_has_one_number_for_each_of_its_samples(trajectories, write, scores):
-    with pytest.raises(ValueError, match="there are 3 samples"):
+    with pytest.raises(ValueError, match="3 samples need"):
         write(trajectories, scores)
     with pytest.raises(ValueError, match="at least one sample"):
         write([], [])

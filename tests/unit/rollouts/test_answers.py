@@ -14,7 +14,7 @@ from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, Rout
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.rollouts.answers import Faulty, SampleRequest, rollouts_in
 from rayserve_moe.serving.responses.routing import RoutingWriter
-from tests.support.routing_cases import random_rows, same
+from tests.support.routing.routing_arrays import random_rows, same
 
 LAYOUT = RoutingLayout(num_hidden_layers=2, layer_ids=(0, 1), num_experts=8, top_k=2)
 PROMPT, NUM_OUTPUTS = (5, 6, 7, 8), 3
@@ -75,7 +75,7 @@ def test_a_row_that_a_sample_lacks_is_that_of_another_under_the_same_weights() -
 
 def test_samples_without_a_prompt_are_faulty() -> None:
     bodiless = [replace(sample("a"), start=4, rows=sample("a").rows[4:], weight_version=((4, 6, "a"),), source=())] * 2
-    with pytest.raises(Faulty, match="lacks rows"):
+    with pytest.raises(Faulty, match="does not have all rows"):
         rollouts_in(container(bodiless), [SampleRequest("p", PROMPT, {}, seed=0, count=2)], started_at=0.0)
 
 

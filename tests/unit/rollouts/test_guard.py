@@ -101,7 +101,7 @@ def test_another_label_is_refused_though_the_rows_are_right(batch, what):
         rollouts[5] = replace(one, routing=routing)
     else:
         rollouts[5] = replace(one, logprob_versions=((PROMPT, PROMPT + 1, "6"), (PROMPT + 1, 99, "7")))
-    with pytest.raises(RefusedBatch, match="sample 5 of p is of version") as refusal:
+    with pytest.raises(RefusedBatch, match="sample 5 of p has version") as refusal:
         check_replay(rollouts, replayed(rollouts, weights), versions=["7"])
     assert refusal.value.cause == "wrong version" and refusal.value.distance is None
     check_replay(rollouts, replayed(rollouts, weights), versions={"6", "7"})
@@ -119,7 +119,7 @@ def test_one_version_may_stand_alone(batch):
         for one in rollouts
     ]
     check_replay(named, replayed(rollouts, weights), versions="step-7")
-    with pytest.raises(RefusedBatch, match=r"is of version \['step-7'\], not \['step-6'\]"):
+    with pytest.raises(RefusedBatch, match=r"has version \['step-7'\], not \['step-6'\]"):
         check_replay(named, replayed(rollouts, weights), versions="step-6")
 
 

@@ -21,7 +21,7 @@ from rayserve_moe.rollouts.alignment import (
     join_turns,
     to_trainer_layout,
 )
-from tests.support.routing_cases import random_rows
+from tests.support.routing.routing_arrays import random_rows
 
 LAYOUT = RoutingLayout(num_hidden_layers=9, layer_ids=tuple(range(1, 9)), num_experts=64, top_k=4)
 PROMPT_LEN, NUM_TOKENS = 20, 33

@@ -119,4 +119,4 @@ def test_replicas_that_die_as_fast_as_they_start_are_given_up(scripted: type[Scr
 
     with pytest.raises(Unusable, match="no replica is left"):
         asyncio.run(drive())
-    assert len(scripted.made) == 1 + replica_pool.MOST_STARTS_IN_VAIN
+    assert len(scripted.made) == 1 + replica_pool.MAX_FAILED_STARTS

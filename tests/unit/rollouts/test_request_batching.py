@@ -70,7 +70,7 @@ def run(source: Recording, *waves: Sequence[SampleRequest]) -> list[list[Outcome
     """Ask for each wave at once, one after the other."""
 
     async def drive() -> list[list[Outcome]]:
-        batcher = RequestBatcher(source, most_samples=MOST_SAMPLES)
+        batcher = RequestBatcher(source, max_samples=MOST_SAMPLES)
         return [await gathered(batcher, wave) for wave in waves]
 
     return asyncio.run(drive())
@@ -97,7 +97,7 @@ def test_a_request_within_the_wait_joins_the_call() -> None:
         return await batcher.generate(request)
 
     async def drive() -> None:
-        batcher = RequestBatcher(source, most_samples=MOST_SAMPLES)
+        batcher = RequestBatcher(source, max_samples=MOST_SAMPLES)
         first, second = requests(2)
         await asyncio.gather(batcher.generate(first), late(batcher, second))
 
@@ -130,7 +130,7 @@ def test_a_full_call_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_call_has_at_most_so_many_prompt_tokens() -> None:
     source = Recording()
-    ids = [5] * (request_batching.MOST_PROMPT_TOKENS // 2)
+    ids = [5] * (request_batching.MAX_PROMPT_TOKENS // 2)
     long = [SampleRequest(str(i), ids, {"max_new_tokens": 1}, 0) for i in range(3)]
     run(source, long)
     assert source.calls == [["0", "1"], ["2"]]
@@ -189,7 +189,7 @@ def test_a_cancelled_request_cancels_no_other() -> None:
     source.delay_s = 0.1
 
     async def drive(give_up: Callable[[list[asyncio.Task]], Awaitable[None]]) -> list[Outcome]:
-        batcher = RequestBatcher(source, most_samples=MOST_SAMPLES)
+        batcher = RequestBatcher(source, max_samples=MOST_SAMPLES)
         tasks = [asyncio.create_task(batcher.generate(request)) for request in requests(3)]
         await give_up(tasks)
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -219,5 +219,5 @@ def test_a_cancelled_request_cancels_no_other() -> None:
 
 
 def test_model_info_is_that_of_the_source() -> None:
-    told = asyncio.run(RequestBatcher(Recording(), most_samples=1).model_info())
+    told = asyncio.run(RequestBatcher(Recording(), max_samples=1).model_info())
     assert told == {"served_model_name": "recorded"}

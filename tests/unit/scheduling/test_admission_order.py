@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rayserve_moe.scheduling.rank_step import CANDIDATES, MAX_PASSED_OVER, next_to_admit, queue_by_priority
 from rayserve_moe.scheduling.sequence import Sequence
-from tests.support.scheduling import Turns, one, scheduler
+from tests.support.engine.schedulers import Turns, one, scheduler
 
 
 def queue_of(*cached: int) -> tuple[deque[Sequence], dict[Sequence, int]]:

@@ -11,8 +11,8 @@ from rayserve_moe.scheduling.data_rank import EVICTION_BATCH, DataRank
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.state.paged import PagedState
-from tests.support.entry_state import FakeEntryState
-from tests.support.scheduling import one
+from tests.support.devices.entry_state import FakeEntryState
+from tests.support.engine.schedulers import one
 
 PAGE_SIZE = 4
 NUM_PAGES = 1 + 40

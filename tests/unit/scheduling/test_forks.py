@@ -7,7 +7,7 @@ import pytest
 
 from rayserve_moe.execution.step.page_copies import MAX_COPIES, copy_vectors
 from rayserve_moe.scheduling.sequence import NO_ROW
-from tests.support.scheduling import Turns, abort, all_pages_are_free, choices, one, result_of, scheduler
+from tests.support.engine.schedulers import Turns, abort, all_pages_are_free, choices, one, result_of, scheduler
 
 
 def test_a_plan_names_forks_after_what_they_fork_off():

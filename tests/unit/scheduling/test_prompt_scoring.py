@@ -14,7 +14,7 @@ from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, prompt_columns
 from rayserve_moe.scheduling.step_plan import StepResult
 from rayserve_moe.scheduling.token_probe import IS_FINITE, probe_for
-from tests.support.scheduling import choices, result_of, scheduler
+from tests.support.engine.schedulers import choices, result_of, scheduler
 
 PROMPT_LEN = 20
 

@@ -8,7 +8,7 @@ import pytest
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.row_table import NO_TOKEN, RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
-from tests.support.scheduling import one
+from tests.support.engine.schedulers import one
 
 PAGE_SIZE = 4
 

@@ -7,7 +7,7 @@ import pytest
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.scheduling.sequence import NO_ROW
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED
-from tests.support.scheduling import (
+from tests.support.engine.schedulers import (
     ABORT,
     STOP_TOKEN_ID,
     Turns,

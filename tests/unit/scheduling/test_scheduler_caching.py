@@ -7,7 +7,7 @@ import pytest
 
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
-from tests.support.scheduling import TOKEN, Turns, abort, all_pages_are_free, choices, one, result_of, scheduler
+from tests.support.engine.schedulers import TOKEN, Turns, abort, all_pages_are_free, choices, one, result_of, scheduler
 
 
 def found(target: Scheduler, prompt: int | list[int] | np.ndarray) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayserve_moe.scheduling.scheduler import Schedule, Scheduler
-from tests.support.scheduling import Turns, one, scheduler
+from tests.support.engine.schedulers import Turns, one, scheduler
 
 
 def rows_by_rank(target: Scheduler, schedule: Schedule) -> list[int]:

@@ -13,7 +13,7 @@ from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
 from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_tokens
-from tests.support.scheduling import STOP_TOKEN_ID, TOKEN, one, result_of
+from tests.support.engine.schedulers import STOP_TOKEN_ID, TOKEN, one, result_of
 
 NUM_ROWS = 4
 

@@ -8,7 +8,7 @@ import pytest
 
 from rayserve_moe.balancing.planning import planning_config
 from rayserve_moe.cluster.eplb_planner import EplbPlanner
-from rayserve_moe.config.derive import most_live_requests, most_open_requests
+from rayserve_moe.config.derive import max_live_requests, max_open_requests
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.serving.app import build
 
@@ -25,10 +25,10 @@ def test_serve_lets_through_more_than_all_data_ranks_take(ranks: int, waiting: i
         "data_parallel_size": ranks,
     }
     settings = settings_from(args)
-    taken = most_live_requests(settings.scheduler, num_data_ranks=ranks)
+    taken = max_live_requests(settings.scheduler, num_data_ranks=ranks)
     assert taken == 64 * ranks + waiting
     let_through = build(args)._bound_deployment.max_ongoing_requests
-    assert let_through == most_open_requests(settings.scheduler, num_data_ranks=ranks) > taken
+    assert let_through == max_open_requests(settings.scheduler, num_data_ranks=ranks) > taken
 
 
 def test_serve_starts_the_balancer_with_what_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig
 from rayserve_moe.engine.eplb.control import EplbControl
 from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.serving.metrics import BalancingMetrics
-from tests.support.balancing import CountedSteps
+from tests.support.experts.eplb_proposals import CountedSteps
 
 WITHIN_S = 600.0
 LAYER_IDS = (1, 3)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import write_tokenizer
-from rayserve_moe.fleet.choosing import UNKNOWN, Prompt
+from rayserve_moe.fleet.choosing import UNPARSED, Prompt
 from rayserve_moe.scheduling.page_digests import prompt_digests
 from rayserve_moe.serving.prompt_reader import PromptReader
 from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
@@ -93,8 +93,8 @@ def test_a_private_prompt_has_tokens_and_no_pages(reader):
     "body", [{}, [], 3, {"rid": "x"}, {"mode": "abort"}, {"input": "hi", "previous_response_id": "r"}]
 )
 def test_what_is_no_prompt_is_unknown(reader, body):
-    assert read(reader, body) is UNKNOWN
+    assert read(reader, body) is UNPARSED
 
 
 def test_without_a_known_size_of_pages_nothing_is_read(reader):
-    assert reader.read(json.dumps({"input_ids": IDS}).encode(), page_size=0) is UNKNOWN
+    assert reader.read(json.dumps({"input_ids": IDS}).encode(), page_size=0) is UNPARSED

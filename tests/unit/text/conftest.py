@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from rayserve_moe.checkpoints.synthetic import write_tokenizer
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.tokenizer_forms import write_fallback_tokenizer
+from tests.support.text.fallback_tokenizer import write_fallback_tokenizer
 
 VOCAB_SIZE = 270
 

@@ -17,9 +17,9 @@ from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSER
 from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.registry import CALL_FORMATS, THINKING
-from tests.support.examples import examples
-from tests.support.splitting import answer_of, parts_of
-from tests.support.tool_templates import FAMILIES
+from tests.support.session.hypothesis_examples import examples
+from tests.support.text.output_splitting import answer_of, parts_of
+from tests.support.text.tool_call_templates import FAMILIES
 
 OWN = {
     "start_anchor": "assistant: ",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.chat_histories import HISTORIES
-from tests.support.chat_law import MARKER, READINGS, check_history, kinds_of, lost_kinds, with_template
-from tests.support.own_chat_templates import OWN_TEMPLATES
+from tests.support.text.chat_histories import HISTORIES
+from tests.support.text.chat_prompts import MARKER, READINGS, check_history, kinds_of, lost_kinds, with_template
+from tests.support.text.written_templates import OWN_TEMPLATES
 
 
 @pytest.fixture(scope="module", params=OWN_TEMPLATES)

@@ -9,8 +9,8 @@ import tokenizers
 
 from rayserve_moe.engine.guides import vocabulary_of
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.published_forms import FORM_OF_FAMILY, FORMS, write_form
-from tests.support.text_laws import hold_cuts, hold_ids, hold_lengths, hold_texts, texts
+from tests.support.text.tokenizer_forms import FORM_OF_FAMILY, FORMS, write_form
+from tests.support.text.tokenizer_laws import hold_cuts, hold_ids, hold_lengths, hold_texts, texts
 
 
 @pytest.fixture(params=sorted(FORM_OF_FAMILY), scope="module")

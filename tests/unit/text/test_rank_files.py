@@ -20,7 +20,7 @@ from rayserve_moe.engine.guides import vocabulary_of
 from rayserve_moe.text.chat import render_chat
 from rayserve_moe.text.rank_files import RANK_FILES, TEKKEN_NAMES, RankedTokens, code_named, ranked_tokenizer
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, SegmentEncoder, Tokenizer, TokenizerError
-from tests.support.rank_files import (
+from tests.support.text.rank_files import (
     CORPUS,
     HUNYUAN,
     KIMI,

@@ -47,7 +47,7 @@ def test_a_chat_that_goes_on_costs_its_last_turn(tokenizer, monkeypatch):
 
 
 def test_memory_is_bounded(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "MOST_CHARACTERS", 500)
+    monkeypatch.setattr(tokenizer_module, "MAX_CHARACTERS", 500)
     encoder = SegmentEncoder(tokenizer)
     for number in range(50):
         encoder.encode(f"text number {number}", add_special_tokens=False)

@@ -13,7 +13,7 @@ from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
 from rayserve_moe.requests.records import RequestError, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.text.choice_text import ChoiceText, RepetitionDetector
-from rayserve_moe.text.stop_patterns import PatternScanner, check_pattern, escaped, longest_match
+from rayserve_moe.text.stop_patterns import PatternScanner, check_pattern, escaped, max_match_length
 
 PATTERNS = ("ab+a", "(a|b)(é)", "[(]a|[^](b]a", "[bé]{3}", "(?i)AA€", "b|é€", "^aé", r"€\b", "ab?", "(aé){1,3}b")
 
@@ -68,7 +68,7 @@ def test_text_ends_where_a_pattern_first_matches(pieces, patterns, stops, keeps)
     ],
 )
 def test_what_is_held_back_is_bounded_where_python_and_re2_read_alike(pattern, longest):
-    assert longest_match(pattern) == longest
+    assert max_match_length(pattern) == longest
 
 
 def test_text_that_no_match_can_reach_is_passed_on():

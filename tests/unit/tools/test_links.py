@@ -85,7 +85,7 @@ def test_groups_are_read_as_the_compiler_writes_them(text, groups):
 
 
 def test_a_chip_without_figures_is_refused():
-    with pytest.raises(ValueError, match="no figures for the chip v9x; there are for v5e"):
+    with pytest.raises(ValueError, match="no figures for the chip v9x; known chips: v5e"):
         chip_of("v9x:2x2")
 
 

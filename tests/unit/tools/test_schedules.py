@@ -133,7 +133,7 @@ def test_a_copy_of_unknown_size_makes_the_bytes_unknown():
     assert read_schedule(text).spent().hbm_bytes is None
 
 
-@pytest.mark.parametrize(("text", "message"), [("nothing", "no bundle"), ("   0x3   :  {}\n", "stands in place 0")])
+@pytest.mark.parametrize(("text", "message"), [("nothing", "no bundle"), ("   0x3   :  {}\n", "is at index 0")])
 def test_what_is_no_schedule_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         read_schedule(text)

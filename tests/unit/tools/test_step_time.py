@@ -135,7 +135,7 @@ def test_a_loop_over_layers_is_scaled_to_the_model():
     flat = PROGRAM.replace(
         'metadata={op_name="jit(run)/shard_map/while"}', 'metadata={op_name="jit(run)/sampling/while"}'
     )
-    with pytest.raises(ValueError, match="one loop over layers is needed"):
+    with pytest.raises(ValueError, match="requires one loop over layers"):
         read(flat, missing_layers=45)
     assert read(flat).step.seconds == pytest.approx(compiled.step.seconds), "three trips all the same"
 

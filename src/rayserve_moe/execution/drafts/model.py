@@ -37,7 +37,7 @@ from rayserve_moe.model.layers.choice import NO_POOL_LIMITS, divided_sizes, kern
 from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.states import pool_shapes
+from rayserve_moe.model.states import PoolCounts, pool_shapes
 
 EVERYTHING = ("*",)
 
@@ -191,7 +191,7 @@ def draft_state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
     plan, spec = config.layer.plan, config.draft.layer
     dtype, kv_dtype = dtypes
     num_pages += num_rows * scratch_pages(num_ahead, page_size)
-    pools = pool_shapes(config.layer, num_pages=num_pages, page_size=page_size, dtype=kv_dtype)
+    pools = pool_shapes(config.layer, PoolCounts(num_pages), page_size=page_size, dtype=kv_dtype)
     shapes = (num_rows, spec.hidden_size), (num_rows,), (num_rows, num_drafts)
     of_rows = (
         jax.ShapeDtypeStruct((plan.data_size * shape[0], *shape[1:]), of, sharding=plan.sharding(axes))

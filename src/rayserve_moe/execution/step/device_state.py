@@ -16,7 +16,7 @@ from rayserve_moe.execution.step.pytrees import BlockInputs, DeviceState, StepSh
 from rayserve_moe.execution.step.row_updates import MAX_BIASES
 from rayserve_moe.kernels.kv_pool import LayerPages, num_tables
 from rayserve_moe.model.model_config import ModelConfig
-from rayserve_moe.model.states import pool_shapes
+from rayserve_moe.model.states import PoolCounts, pool_shapes
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 
@@ -35,9 +35,14 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
     num_rows: int,
     pages_per_row: int,
     layer_pages: tuple[LayerPages, ...] = (),
+    num_entries: int = 0,
+    num_columns: int = 0,
 ) -> DeviceState:
     """Return the shapes of the pools, of counts and rows: `num_rows` rows on every data rank, and `num_pages` pages of
-    every layer, or as many as `layer_pages` says. `dtype` is that of the KV cache."""
+    every layer, or as many as `layer_pages` says. `dtype` is that of the KV cache.
+
+    Layers with entries have `num_entries`; a row has `num_columns` values of states behind its page tables.
+    """
     spec, plan = config.spec, config.plan
     ranks, words = plan.data_size, words_of(config)
 
@@ -46,9 +51,15 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
         return cast(jax.Array, of_all_ranks)
 
     return DeviceState(
-        pools=pool_shapes(config, num_pages=num_pages, page_size=page_size, dtype=dtype, layer_pages=layer_pages),
+        pools=pool_shapes(
+            config,
+            PoolCounts(num_pages, num_entries, num_rows),
+            page_size=page_size,
+            dtype=dtype,
+            layer_pages=layer_pages,
+        ),
         expert_counts_ME=array((len(spec.moe_layer_ids), spec.router.num_experts), jnp.int32, COUNT_AXES),
-        page_table_RP=array((num_rows, pages_per_row * num_tables(layer_pages)), jnp.int32, ROW_AXES),
+        page_table_RP=array((num_rows, pages_per_row * num_tables(layer_pages) + num_columns), jnp.int32, ROW_AXES),
         sampling_floats_RF=array((num_rows, NUM_FLOATS), jnp.float32, ROW_AXES),
         sampling_integers_RI=array((num_rows, NUM_INTEGERS), jnp.uint32, ROW_AXES),
         last_tokens_R=array((num_rows,), jnp.int32, ROW_AXES[:1]),

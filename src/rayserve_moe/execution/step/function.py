@@ -36,7 +36,7 @@ from rayserve_moe.model.draft_spec import draft_parameters
 from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.model.states import pool_partitions, states_of
+from rayserve_moe.model.states import entry_states, pool_partitions, token_states
 from rayserve_moe.model.transformer import ForwardOutput, forward, logits_of, words_of
 
 COUNT_AXES = ROW_AXES = ("data_ranks", None)
@@ -181,10 +181,11 @@ def copy_pages(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> 
     def on_device(state: DeviceState, vector: jax.Array) -> DeviceState:
         layers = {
             kept.kind.name: config.layer_pages or equal_pages(state.pools[kept.kind.name], kept.num_layers)
-            for kept in states_of(config.model)
+            for kept in token_states(config.model)
         }
+        rings = {kept.kind.name: (kept.num_layers, len(kept.kind.ring)) for kept in entry_states(config.model)}
         kernel = config.model.kernels.pool.copy_pages
-        return apply_copies(state, vector, data_rank=plan.data_rank(), layer_pages=layers, copy=kernel)
+        return apply_copies(state, vector, data_rank=plan.data_rank(), layer_pages=layers, copy=kernel, num_rings=rings)
 
     return _on_all_devices(on_device, state, vector, config)
 

@@ -65,7 +65,8 @@ class DeviceInput(NamedTuple):
 class InputLayout:
     """Where the sections of a step of `shape` lie, for ranks with `num_rows` rows and `num_tables` tables of pages.
 
-    `tells_nexts`: a draft model wants to know what follows a block. `most_together`: of `TokenBatch`.
+    `tells_nexts`: a draft model wants to know what follows a block. `most_together`: of `TokenBatch`. `num_columns`:
+    values of states behind the page tables of a row.
     """
 
     shape: StepShape
@@ -73,6 +74,7 @@ class InputLayout:
     num_tables: int = 1
     tells_nexts: bool = False
     most_together: int = 1
+    num_columns: int = 0
 
     @cached_property
     def slices(self) -> Sections:
@@ -137,7 +139,9 @@ def unpack(
         single_positions, single_ids = _awaited(state.draft, single_rows, single_positions, single_ids)
         positions_T = jnp.concatenate([single_positions, block_positions])
     rows_B = jnp.concatenate([single_rows, block_rows])
-    page_table_BP = state.page_table_RP[rows_B]
+    page_table_BP, entries_B3 = state.page_table_RP[rows_B], None
+    if layout.num_columns:
+        page_table_BP, entries_B3 = page_table_BP[:, : -layout.num_columns], page_table_BP[:, -layout.num_columns :]
     if layer_pages:
         page_table_BP = jnp.moveaxis(page_table_BP.reshape(len(page_table_BP), -1, layout.num_tables), -1, 0)
     block_of_T = jnp.concatenate(
@@ -149,7 +153,16 @@ def unpack(
     pages_T = page_table_BP[..., block_of_T, positions_T // page_size]
     slots_T = jnp.where(positions_T >= 0, pages_T * page_size + positions_T % page_size, 0)
     ids_T = jnp.concatenate([single_ids, vector_W[at.block_ids]])
-    batch = TokenBatch(ids_T, positions_T, slots_T, page_table_BP, shape.num_singles, layer_pages, rows_B=rows_B)
+    batch = TokenBatch(
+        ids_T,
+        positions_T,
+        slots_T,
+        page_table_BP,
+        shape.num_singles,
+        layer_pages,
+        rows_B=rows_B,
+        entries_B3=entries_B3,
+    )
     if layout.most_together > 1:
         batch = replace(batch, sequences_U=single_rows, most_together=layout.most_together)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.execution.step.pytrees import DeviceState
-from rayserve_moe.kernels.kv_pool import LayerPages, num_tables
+from rayserve_moe.kernels.kv_pool import LayerPages, copy_pages, num_tables
 from rayserve_moe.kernels.table import Kernel
-from rayserve_moe.model.states import page_size_of
 from rayserve_moe.scheduling.step_plan import StepPlan
 
 MAX_COPIES = 16
@@ -52,12 +52,14 @@ def apply_copies(
     data_rank: jax.Array,
     layer_pages: Mapping[str, tuple[LayerPages, ...]],
     copy: Kernel,
+    num_rings: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> DeviceState:
-    """Copy the pages of this data rank on one device, with `kv_pool.copy_pages` or another such kernel.
+    """Copy the pages and rings of this data rank on one device, with `kv_pool.copy_pages` or another such kernel.
 
-    `layer_pages` says, by kind of state, where each layer has its pages.
+    `layer_pages` says, by kind of state, where each layer has its pages. `num_rings` are, by kind of state, the number
+    of layers, and of their arrays that rows have a part of: the last ones.
     """
-    page_size, num_groups = page_size_of(state.pools), max(map(num_tables, layer_pages.values()))
+    page_size, num_groups = state.pools[next(iter(layer_pages))][0].shape[1], max(map(num_tables, layer_pages.values()))
     ranks_C, sources_C, targets_C, ends_C = vector.reshape(MAX_COPIES, COPY_FIELDS).T
     columns_CG = (ends_C // page_size)[:, None] * num_groups + jnp.arange(num_groups)
     is_own_C1 = ((ranks_C == data_rank) & (ends_C % page_size > 0))[:, None]
@@ -73,7 +75,22 @@ def apply_copies(
         sources_N, targets_N = ((first_L + pages_CG[:, table_L]).reshape(-1) for pages_CG in (from_CG, to_CG))
         return copy(pool, sources_N, targets_N, num_copies * len(layers))
 
-    pools = {name: tuple(copied(pool, layer_pages[name]) for pool in arrays) for name, arrays in state.pools.items()}
+    def with_rings(arrays: tuple[jax.Array, ...], num_layers: int, num_arrays: int) -> tuple[jax.Array, ...]:
+        num_rows, is_own_C = len(arrays[-1]) // num_layers, ranks_C == data_rank
+        first_L = num_rows * jnp.arange(num_layers)
+        # The ring of a row that copies nothing is copied to itself.
+        from_N, to_N = (
+            (jnp.where(is_own_C, rows_C, 0)[:, None] + first_L).reshape(-1) for rows_C in (sources_C, targets_C)
+        )
+        rings = (copy_pages(ring, from_N, to_N, num_copies * num_layers) for ring in arrays[-num_arrays:])
+        return (*arrays[:-num_arrays], *rings)
+
+    pools = {
+        name: with_rings(arrays, *num_rings[name])
+        if name in num_rings
+        else tuple(copied(pool, layer_pages[name]) for pool in arrays)
+        for name, arrays in state.pools.items()
+    }
     state = replace(state, pools=pools)
     if state.draft is None:
         return state

@@ -50,6 +50,8 @@ class StepConfig:
     draft: DraftConfig | None = None
     shows_hidden: bool = False
     processors: tuple[LogitProcessor, ...] = ()
+    num_columns: int = 0
+    """Values of states that a row has behind its page tables."""
 
     @property
     def most_together(self) -> int:

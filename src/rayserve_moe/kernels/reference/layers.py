@@ -21,6 +21,8 @@ def rms_norm(hidden: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Divide by the root mean square over the last dimension (in float32), then scale."""
     wide = hidden.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if scale.dtype != hidden.dtype:  # float32 scales, which rounding would change
+        return (normed * scale).astype(hidden.dtype)
     return normed.astype(hidden.dtype) * scale
 
 

@@ -1,4 +1,4 @@
-"""The table of model families, a line each: a module describes the models of its ARCHITECTURE."""
+"""Table of model families, a line each; a module describes the models of its ARCHITECTURE."""
 
 from rayserve_moe.model.families import bailing_moe_v2 as bailing_moe_v2
 from rayserve_moe.model.families import deepseek_v2 as deepseek_v2
@@ -13,4 +13,6 @@ from rayserve_moe.model.families import minimax_m2 as minimax_m2
 from rayserve_moe.model.families import mixtral as mixtral
 from rayserve_moe.model.families import olmoe as olmoe
 from rayserve_moe.model.families import qwen2_moe as qwen2_moe
+from rayserve_moe.model.families import qwen3_5_moe_text as qwen3_5_moe_text
 from rayserve_moe.model.families import qwen3_moe as qwen3_moe
+from rayserve_moe.model.families import qwen3_next as qwen3_next

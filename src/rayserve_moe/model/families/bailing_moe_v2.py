@@ -1,4 +1,4 @@
-"""Ling 2.0: q, k and v in one tensor, and sigmoid scores chosen with a bias within groups."""
+"""Ling 2.0: q, k and v in a single tensor, and sigmoid scores with a selection bias within groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ CHECKPOINT_RULES = {
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
     refuse_other_values(
         config,
         "bailing_moe_v2",
@@ -74,7 +77,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
                 ),
             ),
         ),
-        # The only expert of a token has its score as weight.
+        # With a single expert per token, its weight is its score.
         router=replace(router, renormalize=router.top_k > 1),
         experts=experts_of(config, "num_shared_experts", default=1),
     )

@@ -24,8 +24,11 @@ CHECKPOINT_RULES = DECODER | LATENT_ATTENTION | DENSE_MLP | EXPERTS | SHARED_EXP
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
-    # Implementations differ in whether they obey `norm_topk_prob`: only false means one thing.
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
+    # Implementations differ in their treatment of `norm_topk_prob`; only false is unambiguous.
     refuse_other_values(
         config,
         "deepseek_v2",

@@ -1,4 +1,4 @@
-"""ERNIE 4.5: interleaved rotation, softmax scores chosen with a bias, and layers with experts at intervals."""
+"""ERNIE 4.5: interleaved rotation, softmax scores with a selection bias, and layers with experts at intervals."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ CHECKPOINT_RULES = {
 }
 
 IGNORED = ("model.mtp_*",)
-"""The block that predicts tokens ahead."""
+"""Tensors of the multi-token prediction block."""
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
     refuse_other_values(config, "ernie4_5_moe", hidden_act=("silu",), use_bias=(False,))
     return ModelSpec(
         family="ernie4_5_moe",

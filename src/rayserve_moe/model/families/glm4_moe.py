@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: rotation of half a head, and sigmoid scores chosen with a bias."""
+"""GLM-4.5 to 4.7: rotation of half a head, and sigmoid scores with a selection bias."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ CHECKPOINT_RULES = DECODER | ATTENTION | DENSE_MLP | EXPERTS | SELECTION_BIAS | 
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
     refuse_other_values(
         config,
         "glm4_moe",

@@ -30,11 +30,14 @@ CHECKPOINT_RULES = {
 }
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-"""What a config without a scaling means."""
+"""Default scaling of a config without scaling."""
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
     refuse_other_values(
         config,
         "gpt_oss",

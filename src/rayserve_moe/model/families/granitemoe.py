@@ -1,4 +1,4 @@
-"""Granite MoE: multipliers of embeddings, residuals, scores and logits, and experts fused in one tensor."""
+"""Granite MoE: multipliers of embeddings, residuals, scores and logits, and experts fused into a single tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ CHECKPOINT_RULES = {
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
     refuse_other_values(config, "granitemoe", hidden_act=("silu",))
     bias = flag_of(config, "attention_bias")
     return ModelSpec(

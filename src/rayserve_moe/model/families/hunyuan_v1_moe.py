@@ -31,7 +31,10 @@ _PER_LAYER = ("moe_topk", "num_experts", "moe_intermediate_size", "num_shared_ex
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
     config = {**config, **{key: _same_everywhere(config.get(key)) for key in _PER_LAYER}}
     width, heads = integer_of(config, "intermediate_size"), heads_of(config)
     refuse_other_values(
@@ -70,5 +73,5 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _same_everywhere(value: Any) -> Any:
-    """The one number of a list with one per layer; a list that differs is left, and refused by its key."""
+    """Return the common number of a per-layer list; other values are returned unchanged and rejected later."""
     return value[0] if isinstance(value, list) and value and all(number == value[0] for number in value) else value

@@ -18,7 +18,10 @@ CHECKPOINT_RULES = DECODER | ATTENTION | BLOCK_SPARSE_EXPERTS
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
     refuse_other_values(config, "mixtral", hidden_act=("silu",))
     window = 0 if config.get("sliding_window") is None else integer_of(config, "sliding_window")
     return ModelSpec(

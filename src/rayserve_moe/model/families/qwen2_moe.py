@@ -10,25 +10,18 @@ from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import count_of, flag_of, integer_of, refuse_other_values
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec
-from rayserve_moe.model.tensor_names import ATTENTION, DECODER, DENSE_MLP, EXPERTS
+from rayserve_moe.model.tensor_names import ATTENTION, DECODER, DENSE_MLP, EXPERTS, GATED_SHARED_EXPERT
 
 ARCHITECTURE = "Qwen2MoeForCausalLM"
 
-_MLP = "model.layers.{layer}.mlp."
-CHECKPOINT_RULES = {
-    **DECODER,
-    **ATTENTION,
-    **DENSE_MLP,
-    **EXPERTS,
-    "shared_gate": _MLP + "shared_expert.gate_proj.weight",
-    "shared_up": _MLP + "shared_expert.up_proj.weight",
-    "shared_down": _MLP + "shared_expert.down_proj.weight",
-    "shared_expert_gate": _MLP + "shared_expert_gate.weight",
-}
+CHECKPOINT_RULES = DECODER | ATTENTION | DENSE_MLP | EXPERTS | GATED_SHARED_EXPERT
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a `config.json`; UnsupportedModelError names the key and the value that this family does not compute."""
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
     refuse_other_values(config, "qwen2_moe", hidden_act=("silu",))
     return ModelSpec(
         family="qwen2_moe",

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: how its config becomes a ModelSpec, and what its tensors are called in files."""
+"""Qwen3-MoE: norms of q and k per head, and layers with experts at intervals."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CHECKPOINT_RULES = DECODER | ATTENTION | DENSE_MLP | EXPERTS
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Read a `config.json`, in the spelling of the published files or of transformers 5.
 
-    Raises UnsupportedModelError and nothing else, by key and value: for what this family does not compute, for a key
-    that is missing, and for numbers that no model has.
+    Raises: UnsupportedModelError with key and value for an unsupported feature, a missing key, or an excessive number;
+    no other error.
     """
     refuse_other_values(config, "qwen3_moe", hidden_act=("silu",), use_sliding_window=(False,))
     bias = flag_of(config, "attention_bias")

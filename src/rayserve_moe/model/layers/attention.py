@@ -1,11 +1,12 @@
-"""Grouped-query attention: its knobs, parameters and state, and how a layer computes it."""
+"""Grouped-query attention: configuration, parameters, state and computation."""
 
 # T tokens   L layers of the kind   D model width   H query heads   G KV heads   h head width
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 
@@ -14,12 +15,13 @@ from rayserve_moe.kernels.attention_config import AttentionConfig, PoolFormat
 from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.candidates import Candidate, Choice, choose
+from rayserve_moe.kernels.reference.layers import Rotation
 from rayserve_moe.kernels.table import GROUPED_ATTENTION, AttentionKernels, Kernels
 from rayserve_moe.kernels.tpu.packed_rows import packed_width
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
-from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
+from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec, norm_spec
 from rayserve_moe.model.spec import ModelSpec, RopeSpec, ScoreShape
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.state.kinds import ArraySpec, StateKind
@@ -50,11 +52,13 @@ class GroupedAttention:
     clip_qkv: float | None = None
     """Bound of q, k and v after the norm."""
     sinks: bool = False
-    """One logit per query head, in the denominator of the softmax alone."""
+    """True if each query head has a logit that enters only the denominator of the softmax."""
     score_scale: float | None = None
     """None stands for head_dim ** -0.5."""
+    output_gate: bool = False
+    """True if files hold a gate after the query of each head; its sigmoid multiplies the head's output."""
     fused_qkv: bool = one_of(False, True)
-    """Files hold q, k and v of a layer as rows of one tensor, in this order."""
+    """True if files hold q, k and v of a layer as rows of a single tensor, in this order."""
 
     @property
     def rotary_width(self) -> int:
@@ -69,32 +73,32 @@ class GroupedAttention:
             )
         if self.rotary_width % 2 or self.rotary_width > self.head_dim:
             return (
-                f"rotary_dim {self.rotary_width} is no even part of heads of {self.head_dim}: see head_dim (or "
+                f"rotary_dim {self.rotary_width} must be even and at most {self.head_dim}: see head_dim (or "
                 "hidden_size / num_attention_heads)"
             )
         return ""
 
     def divided_sizes(self, tensor_size: int) -> dict[str, int]:
-        """Return the numbers of heads that `tensor_size` devices have to divide."""
+        """Return the numbers of heads that must be divisible by `tensor_size`."""
         kv_heads = self.num_kv_heads * kv_repeats(self, tensor_size)
         return {"num_attention_heads": self.num_heads, "num_key_value_heads": kv_heads}
 
     def summed_widths(self, tensor_size: int) -> dict[str, int]:
-        """Return the width that products on a device sum over."""
+        """Return the widths that products on a device sum over."""
         return {"head_dim": self.head_dim}
 
     def score_shape(self) -> ScoreShape:
-        """Return the sizes of scores and of what is gathered by them."""
+        """Return the sizes of scores and values."""
         return ScoreShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, values_are_keys=False)
 
 
 def kv_repeats(own: GroupedAttention, tensor_size: int) -> int:
-    """Return how often each KV head is held, so that every device of the tensor axis has one."""
+    """Return the number of copies of each KV head, so that every device of the tensor axis has a KV head."""
     return max(1, tensor_size // own.num_kv_heads)
 
 
 def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_size: int) -> dict[str, ParamSpec]:
-    """Return projections, and norms, biases and sinks as the knobs say."""
+    """Return projections, and the configured norms, biases and sinks."""
     layers, width, q_width = spec.layers_with_mixer(KIND), spec.hidden_size, own.num_heads * own.head_dim
     repeats = kv_repeats(own, tensor_size)
     kv_width = own.num_kv_heads * own.head_dim * repeats
@@ -114,12 +118,11 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
         "v_LDG": of_kv_heads(project("v", (width, kv_width), ("model", "kv_heads"))),
         "o_LHD": project("o", (q_width, width), ("heads", "model")),
     }
-    if own.qk_norm == "head":
-        specs["q_norm_Lh"] = per_layer("q_norm", own.head_dim, "head_dim", "ones")
-        specs["k_norm_Lh"] = per_layer("k_norm", own.head_dim, "head_dim", "ones")
-    if own.qk_norm == "full":
-        specs["q_norm_LH"] = per_layer("q_norm", q_width, "heads", "ones")
-        specs["k_norm_LG"] = of_kv_heads(per_layer("k_norm", kv_width, "kv_heads", "ones"))
+    if own.output_gate:
+        pair = replace(TRANSPOSED, period=2 * own.head_dim, repeat_width=own.head_dim)
+        specs["gate_LDH"] = replace(specs["q_LDH"], file=replace(pair, start=own.head_dim))
+        specs["q_LDH"] = replace(specs["q_LDH"], file=pair)
+    specs |= _norms(own, spec, dtype=dtype, kv_form=specs["k_LDG"].file)
     if own.sinks:
         specs["sinks_LA"] = per_layer("sinks", own.num_heads, "heads", "normal")
     if own.bias:
@@ -131,8 +134,29 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
     return specs | (_cut_out_of_one(specs, own) if own.fused_qkv else {})
 
 
+def _norms(own: GroupedAttention, spec: ModelSpec, *, dtype: str, kv_form: FileForm) -> dict[str, ParamSpec]:
+    """Return the norms of queries and keys; `kv_form` has the copies of KV heads."""
+    layers = spec.layers_with_mixer(KIND)
+
+    def norm(role: str, size: int, axis: str) -> ParamSpec:
+        shape, axes = (len(layers), size), ("layers", axis)
+        return norm_spec(spec.norm_offset, shape, axes, role, dtype=dtype, layers=layers)
+
+    if own.qk_norm == "head":
+        return {
+            "q_norm_Lh": norm("q_norm", own.head_dim, "head_dim"),
+            "k_norm_Lh": norm("k_norm", own.head_dim, "head_dim"),
+        }
+    if own.qk_norm == "full":
+        of_keys = norm("k_norm", own.num_kv_heads * own.head_dim * kv_form.repeats, "kv_heads")
+        held = replace(of_keys.file, repeats=kv_form.repeats, repeat_width=kv_form.repeat_width)
+        of_queries = norm("q_norm", own.num_heads * own.head_dim, "heads")
+        return {"q_norm_LH": of_queries, "k_norm_LG": replace(of_keys, file=held)}
+    return {}
+
+
 def _cut_out_of_one(specs: dict[str, ParamSpec], own: GroupedAttention) -> dict[str, ParamSpec]:
-    """Return the parameters of q, k and v whose columns follow each other in one tensor of the file."""
+    """Return q, k and v parameters as consecutive column ranges of a fused tensor."""
     q_width, kv_width = (count * own.head_dim for count in (own.num_heads, own.num_kv_heads))
     starts = {"q_": 0, "k_": q_width, "v_": q_width + kv_width}
     return {
@@ -143,9 +167,9 @@ def _cut_out_of_one(specs: dict[str, ParamSpec], own: GroupedAttention) -> dict[
 
 
 def states(own: GroupedAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
-    """Return the row of a token: [2 * KV heads, h], K and V of a head next to each other, spread with the heads.
+    """Return the row of a token: [2 * KV heads, h] with K and V of a head adjacent, sharded by heads.
 
-    Where the kernels have packed rows, it has one dimension (`kernels.tpu.packed_rows`).
+    With packed rows (`kernels.tpu.packed_rows`) it is one-dimensional.
     """
     num_heads = own.num_kv_heads * kv_repeats(own, tensor_size)
     if kernels.attention.has_packed_rows:
@@ -161,14 +185,14 @@ def attention_choice(_: GroupedAttention, kernels: Kernels, *, pool: PoolFormat)
 
 
 def prepare(own: GroupedAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
-    """Rotate and describe the tokens of a step."""
+    """Return rotations and kernel descriptions of a step's tokens."""
     (pool,) = pools[STATE]
     windows = config.spec.windows(KIND)
     return prepare_attention(batch, pool, rope=own.rope, width=own.rotary_width, windows=windows, config=config)
 
 
 def attention_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan | None = None) -> AttentionConfig:
-    """Return what is fixed about all layers; `plan` says how heads lie over devices, None: all on one."""
+    """Return the static attention configuration of all layers; `plan` None places all heads on a single device."""
     return AttentionConfig(
         head_dim=own.head_dim,
         eps=spec.norm_eps,
@@ -181,6 +205,24 @@ def attention_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan 
     )
 
 
+def begin_choice(
+    own: GroupedAttention,
+    weights: dict[str, jax.Array],
+    stream: tuple[jax.Array, jax.Array],
+    *,
+    rotation: Rotation,
+    layer: jax.Array,
+    config: ModelConfig,
+) -> Choice[Callable[..., Any]]:
+    """Return the choice of a kernel that adds, norms and projects at once; arguments as for `begin`."""
+    at_once = config.kernels.attention.norm_and_project
+    reason = "attention has an output gate" if own.output_gate else "norms have an offset"
+    if own.output_gate or config.spec.norm_offset:
+        return Choice(None, {candidate.name: reason for candidate in at_once.candidates})
+    attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
+    return at_once.choose(*stream, stacked, rotation=rotation, config=attention)
+
+
 def begin(
     own: GroupedAttention,
     weights: dict[str, jax.Array],
@@ -190,14 +232,17 @@ def begin(
     layer: jax.Array,
     config: ModelConfig,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]] | None:
-    """Add, norm and project by a fused kernel; None without one for these sizes. `stream`: hidden and added, [T, D]."""
-    at_once, step = config.kernels.attention.norm_and_project, inputs.prepared[KIND]
-    attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
-    choice = at_once.choose(*stream, stacked, rotation=step.rotation, config=attention)
+    """Add, norm and project in a fused kernel; `stream` is the residual stream and its addend, both [T, D].
+
+    Returns None if no such kernel exists for these sizes.
+    """
+    rotation = inputs.prepared[KIND].rotation
+    choice = begin_choice(own, weights, stream, rotation=rotation, layer=layer, config=config)
     if choice.candidate is None:
         return None
+    attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
     with jax.named_scope("attention/projections"):
-        hidden_TD, *projected = choice.candidate.run(*stream, stacked, rotation=step.rotation, config=attention)
+        hidden_TD, *projected = choice.candidate.run(*stream, stacked, rotation=rotation, config=attention)
     return hidden_TD, tuple(projected)
 
 
@@ -211,7 +256,7 @@ def apply(  # noqa: PLR0913 (the interface of `Mixer`)
     config: ModelConfig,
     made: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, Pools]:
-    """Attend the tokens of a step, and keep their rows."""
+    """Compute attention for the tokens of a step and write their rows."""
     attention = attention_config(own, config.spec, config.plan)
     return attend(
         weights,

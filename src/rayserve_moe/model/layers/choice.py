@@ -1,4 +1,4 @@
-"""Facts of a model that all of its mixers and feed-forward networks add to: its kernels, and sizes that have to fit."""
+"""Kernels and size constraints of a model, collected over its mixers and feed-forward networks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def kernels_for(spec: ModelSpec, kernels: Kernels, *, pool: PoolFormat = NO_POOL
 
 
 def divided_sizes(spec: ModelSpec, tensor_size: int) -> dict[str, int]:
-    """Return the sizes that `tensor_size` devices have to divide, by their keys in `config.json`."""
+    """Return the sizes that must be divisible by `tensor_size`, by their keys in `config.json`."""
     sizes: dict[str, int] = {}
     for own in spec.mixers:
         sizes |= own.divided_sizes(tensor_size)

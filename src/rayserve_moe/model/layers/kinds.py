@@ -1,7 +1,7 @@
-"""The records of functions that a kind of mixer and a kind of feed-forward network consist of.
+"""Records of functions that make up a kind of mixer and a kind of feed-forward network.
 
-All of them are pure functions. `spec` is the ModelSpec, `own` the mixer's part of it; `layer` is the index among the
-layers of the same kind.
+All are pure functions. `spec` is the ModelSpec and `own` the mixer's part of it; `layer` is the index among the layers
+of the same kind.
 """
 
 # T tokens   D model width
@@ -24,35 +24,34 @@ from rayserve_moe.state.kinds import StateKind
 
 @dataclass(frozen=True)
 class Mixer:
-    """A kind of mixer: the part of a layer that mixes the tokens of a sequence."""
+    """Kind of mixer: the part of a layer that mixes the tokens of a sequence."""
 
     parameters: Callable[..., dict[str, ParamSpec]]
-    """`(own, spec, *, dtype, tensor_size)`: parameters stacked over the layers of the kind, without the norm ahead."""
+    """`(own, spec, *, dtype, tensor_size)`: parameters stacked over layers of the kind, without the preceding norm."""
     states: Callable[..., tuple[StateKind, ...]]
-    """`(own, *, kernels, tensor_size)`: what a layer keeps of a sequence."""
+    """`(own, *, kernels, tensor_size)`: the states that a layer keeps per sequence."""
     attention: Callable[..., Choice[AttentionKernels]] | None
     """`(own, kernels, *, pool)`: the choice of attention for a pool; None if the mixer attends no keys."""
     prepare: Callable[..., Any]
-    """`(own, batch, pools, *, config)`: what follows from a step's tokens, once for all layers; found in
-    `StepInputs.prepared`."""
+    """`(own, batch, pools, *, config)`: values computed once per step for all layers, in `StepInputs.prepared`."""
     apply: Callable[..., tuple[jax.Array, Pools]]
-    """`(own, weights, (normed_TD, pools), inputs, *, layer, config)`: what is added to the stream [T, D], and pools.
+    """`(own, weights, (normed_TD, pools), inputs, *, layer, config)`: the addend of the stream [T, D], and the pools.
 
-    Where `begin` has computed something, that is given as `made`, and of `normed_TD` only the shape counts.
+    If `begin` returned a result, it is passed as `made`, and only the shape of `normed_TD` matters.
     """
     begin: Callable[..., tuple[jax.Array, Any] | None] | None = None
-    """`(own, weights, (hidden_TD, added_TD), inputs, *, layer, config)`: residual, norm and the mixer's projections in
-    one kernel; returns the stream, and what `apply` takes as `made`. May be absent, or return None."""
+    """`(own, weights, (hidden_TD, added_TD), inputs, *, layer, config)`: residual, norm and projections in a fused
+    kernel; returns the stream and the argument `made` of `apply`. It may be absent, or return None."""
 
 
 @dataclass(frozen=True)
 class Ffn:
-    """A kind of feed-forward network, which follows the mixer."""
+    """Kind of feed-forward network, which follows the mixer."""
 
     parameters: Callable[..., dict[str, dict[str, ParamSpec]]]
     """`(spec, *, dtype, expert_dtype, num_redundant)`: parameters by group, stacked over the layers of the kind."""
     apply: Callable[..., tuple[jax.Array, LayerRouting | None]]
-    """`(params, normed_TD, inputs, *, layer, config)`: what is added to the stream [T, D], and the routing of a layer
-    with experts."""
+    """`(params, normed_TD, inputs, *, layer, config)`: the addend of the stream [T, D], and the routing of a layer with
+    experts."""
     divided_sizes: Callable[..., dict[str, int]]
-    """`(spec)`: sizes that the devices of the tensor axis have to divide, by their keys in `config.json`."""
+    """`(spec)`: sizes that must be divisible by the tensor axis, by their keys in `config.json`."""

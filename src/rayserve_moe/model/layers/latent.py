@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): its knobs, parameters, state, and computation."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): configuration, parameters, state and computation."""
 
 # T tokens   L layers of the kind   D model width   H query heads * their width   R query latent
 # C latent, kept with the rotated key in kv_a
@@ -31,8 +31,8 @@ STATE = "latent_kv"
 class LatentAttention:
     """Multi-head latent attention. Widths are in elements.
 
-    A head's query and key have `nope_dim` elements without position and then `rope_dim` rotated ones; the rotated key
-    is shared by all heads.
+    A head's query and key consist of `nope_dim` elements without position and `rope_dim` rotated elements. All heads
+    share the rotated key.
     """
 
     kind: ClassVar[str] = KIND
@@ -43,7 +43,7 @@ class LatentAttention:
     q_lora_rank: int | None
     """Width of the queries' latent; None projects queries from the hidden state."""
     kv_lora_rank: int
-    """Width of the latent of keys and values, which is kept of each token with the rotated key."""
+    """Width of the latent of keys and values; the cache holds it per token with the rotated key."""
     nope_dim: int
     rope_dim: int
     value_dim: int
@@ -64,7 +64,7 @@ class LatentAttention:
 
     @property
     def row_width(self) -> int:
-        """Return the number of elements that are kept of each token."""
+        """Return the number of cached elements per token."""
         return self.kv_lora_rank + self.rope_dim
 
     @property
@@ -75,11 +75,11 @@ class LatentAttention:
     def unsupported_reason(self) -> str:
         """Return why the sizes do not fit each other; empty if they do."""
         if self.rotary_width % 2 or self.rotary_width > self.head_dim:
-            return f"rotary_dim {self.rotary_width} is no even part of heads of {self.head_dim}: see qk_rope_head_dim"
+            return f"rotary_dim {self.rotary_width} must be even and at most {self.head_dim}: see qk_rope_head_dim"
         return ""
 
     def divided_sizes(self, tensor_size: int) -> dict[str, int]:
-        """Return the number of heads that the devices have to divide."""
+        """Return the number of heads, which must be divisible by the tensor axis."""
         return {"num_attention_heads": self.num_heads}
 
     def summed_widths(self, tensor_size: int) -> dict[str, int]:
@@ -93,7 +93,7 @@ class LatentAttention:
         }
 
     def score_shape(self) -> ScoreShape:
-        """Return the sizes of scores in the latent space and of the latents that are gathered by them."""
+        """Return the sizes of scores in the latent space, and of the latents as values."""
         return ScoreShape(self.num_heads, 1, self.row_width, self.kv_lora_rank, values_are_keys=True)
 
 
@@ -104,10 +104,10 @@ def parameters(
     dtype: str,
     tensor_size: int,
 ) -> dict[str, ParamSpec]:
-    """Return projections: what leads into latents is held by every device, what leads out of them by heads.
+    """Return projections: those into latents are replicated, those out of latents are sharded by heads.
 
-    A file has the keys and values of a head next to each other in one tensor (role `kv_b`), we hold them apart, each as
-    it lies there: XLA copies the right side of a product per head whose heads stand last, in every layer.
+    A file holds the keys and values of a head adjacent in one tensor (role `kv_b`). We split them and keep the layout
+    of the file, because XLA copies the right side of a product per head in every layer if heads are its last dimension.
     """
     layers, width, q_latent = spec.layers_with_mixer(KIND), spec.hidden_size, own.q_lora_rank
     q_width, o_width = (own.num_heads * size for size in (own.head_dim, own.value_dim))
@@ -146,8 +146,8 @@ def parameters(
 def states(own: LatentAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
     """Return the row of a token: [1, latent and rotated key], the same on all devices of the tensor axis.
 
-    The latent serves all heads, as key (with the rotated part) and as value. Where the kernels have packed rows, it has
-    one dimension (`kernels.tpu.packed_rows`).
+    The latent serves all heads, as key (with the rotated part) and as value. With packed rows
+    (`kernels.tpu.packed_rows`) the row is one-dimensional.
     """
     if kernels.attention.has_packed_rows:
         return (StateKind(STATE, "token", (ArraySpec((latent_lanes(own.row_width),), (None,)),)),)
@@ -164,13 +164,13 @@ def attention_choice(own: LatentAttention, kernels: Kernels, *, pool: PoolFormat
 
 
 def prepare(own: LatentAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
-    """Rotate and describe the tokens of a step."""
+    """Return rotations and kernel descriptions of a step's tokens."""
     (pool,) = pools[STATE]
     return prepare_attention(batch, pool, rope=own.rope, width=own.rotary_width, windows=(), config=config)
 
 
 def latent_config(own: LatentAttention) -> LatentConfig:
-    """Return what is fixed about all layers."""
+    """Return the static attention configuration of all layers."""
     scale = own.head_dim**-0.5 if own.score_scale is None else own.score_scale
     return LatentConfig(own.nope_dim, own.norm_eps, scale, own.rope.interleaved)
 
@@ -184,7 +184,7 @@ def apply(
     layer: jax.Array,
     config: ModelConfig,
 ) -> tuple[jax.Array, Pools]:
-    """Attend the tokens of a step, and keep their latents."""
+    """Compute attention for the tokens of a step and write their latents."""
     attention = latent_config(own)
     return attend(
         weights,

@@ -1,4 +1,4 @@
-"""The gated MLP of a layer without experts, its parameters and computation."""
+"""Gated MLP of a layer without experts: parameters and computation."""
 
 # T tokens   N dense layers   D model width   I dense width
 
@@ -31,7 +31,7 @@ def parameters(
 
 
 def divided_sizes(spec: ModelSpec) -> dict[str, int]:
-    """Return the width of the MLP, which the devices have to divide."""
+    """Return the width of the MLP, which must be divisible by the tensor axis."""
     return {"intermediate_size": spec.dense_intermediate_size}
 
 
@@ -44,7 +44,7 @@ def apply(
     layer: jax.Array,
     config: ModelConfig,
 ) -> tuple[jax.Array, None]:
-    """Return what the MLP of a layer adds to every token [T, D]; it routes nothing."""
+    """Return the MLP's output for every token [T, D], without routing."""
     weights = params["dense"]
     matrices = weights["gate_NDI"], weights["up_NDI"], weights["down_NID"]
     out_TD = config.plan.sum_over_tensor(config.kernels.mlp(normed_TD, matrices, layer=layer))
@@ -52,7 +52,7 @@ def apply(
 
 
 def product(role: str, shape: tuple[int, int], layers: tuple[int, ...], dtype: str) -> ParamSpec:
-    """Return a matrix of a gated MLP whose inner dimension lies over the tensor axis."""
+    """Return a matrix of a gated MLP, sharded over the tensor axis on its inner dimension."""
     axes = ("dense_inner", "model") if role.endswith("_down") else ("model", "dense_inner")
     return ParamSpec((len(layers), *shape), dtype, ("layers", *axes), role, layers, file=TRANSPOSED)
 

@@ -1,4 +1,4 @@
-"""Experts after the mixer: routers, expert slots and shared experts, their parameters and computation."""
+"""Mixture of experts after the mixer: routers, expert slots, shared experts; parameters and computation."""
 
 # T tokens   M MoE layers   D model width   E experts   P expert slots   F expert width   S width of a shared expert
 # X tokens in prefill blocks   K experts per token   Z blocks of rows that have scales of their own
@@ -26,16 +26,18 @@ EXPERT_ARRAYS = (
     *("gate_bias_MPF", "up_bias_MPF", "down_bias_MPD"),
     *("gate_scale_MPZF", "up_scale_MPZF", "down_scale_MPZD"),
 )
-"""In the order of `ExpertWeights`."""
+"""Names in the order of `ExpertWeights`."""
 QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
-"""Dtypes of the matrices of experts that have scales, by what the setting `expert_dtype` calls them."""
+"""Quantised dtypes of expert weights by the values of the setting `expert_dtype`."""
 SCALE_OF = {"gate_MPDF": "gate_scale_MPZF", "up_MPDF": "up_scale_MPZF", "down_MPFD": "down_scale_MPZD"}
-"""The scales of matrices in 8 bits, of each column, or of its blocks of rows, whose number is a multiple of eight:
-TPUs lay out few rows as eight, but for a single one."""
+"""Scale array of each 8-bit matrix: a scale per column, or per column and block of rows.
+
+The number of blocks is padded to a multiple of eight, because TPUs lay out more than one row in groups of eight.
+"""
 
 
 def router_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
-    """Return routers: float32, biases included, since rounding changes which experts are chosen."""
+    """Return routers in float32, including biases, because rounding would change the selected experts."""
     router, layers = spec.router, spec.moe_layer_ids
 
     def bias(role: str, *, is_row: bool = False) -> ParamSpec:
@@ -54,10 +56,10 @@ def router_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
 def slot_specs(
     spec: ModelSpec, *, dtype: str = "float32", expert_dtype: str = "", num_redundant: int = 0
 ) -> dict[str, ParamSpec]:
-    """Return the arrays with a part for every expert slot, which moves with its expert.
+    """Return the arrays with an entry per expert slot, which migrate with their experts.
 
-    Matrices of an `expert_dtype` of 8 bits have float32 scales of their columns, behind them in the tree. Where files
-    hold that dtype in blocks of 128 x 128 (`ModelSpec.block_dtype`), scales are those of the blocks, for each column.
+    8-bit matrices have float32 scales per column, after them in the tree. If files hold that dtype in blocks of 128 x
+    128 (`ModelSpec.block_dtype`), scales are per block of rows and column.
     """
     layers, num_experts = spec.moe_layer_ids, spec.router.num_experts
     width, inner, layout = spec.hidden_size, spec.experts.intermediate_size, spec.experts.layout
@@ -89,7 +91,7 @@ def slot_specs(
 
 
 def _quantized(specs: dict[str, ParamSpec], dtype: str, *, in_blocks: bool) -> dict[str, ParamSpec]:
-    """Return the matrices in 8 bits, and the scales of their columns."""
+    """Return the 8-bit matrices with their scales."""
     scales = {}
     for name, scale in SCALE_OF.items():
         matrix = specs[name] = replace(specs[name], dtype=dtype, scale_block=SCALE_BLOCK * in_blocks)
@@ -100,7 +102,7 @@ def _quantized(specs: dict[str, ParamSpec], dtype: str, *, in_blocks: bool) -> d
 
 
 def _gate_and_up(whole: FileForm, spec: ModelSpec) -> tuple[FileForm, FileForm]:
-    """Return the forms of gate and of up, cut out of the tensors of files if these hold both."""
+    """Return the file forms of gate and up, which may share a tensor."""
     inner = spec.experts.intermediate_size
     halves, turns = replace(whole, repeat_width=inner, period=2 * inner), replace(whole, period=2)
     return {
@@ -111,7 +113,7 @@ def _gate_and_up(whole: FileForm, spec: ModelSpec) -> tuple[FileForm, FileForm]:
 
 
 def shared_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
-    """Return the shared experts, spread over devices as a dense MLP is."""
+    """Return the shared experts, sharded like a dense MLP."""
     layers, width, inner = spec.moe_layer_ids, spec.hidden_size, spec.experts.shared_size
     specs = {
         "gate_MDS": product("shared_gate", (width, inner), layers, dtype),
@@ -127,7 +129,7 @@ def shared_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
 def parameters(
     spec: ModelSpec, *, dtype: str, expert_dtype: str, num_redundant: int
 ) -> dict[str, dict[str, ParamSpec]]:
-    """Return routers and expert slots, and the shared experts where there are some."""
+    """Return routers, expert slots and, if the model has them, shared experts."""
     slots = slot_specs(spec, dtype=dtype, expert_dtype=expert_dtype, num_redundant=num_redundant)
     groups = {"experts": router_specs(spec) | slots}
     if spec.experts.shared != "none":
@@ -136,7 +138,7 @@ def parameters(
 
 
 def divided_sizes(spec: ModelSpec) -> dict[str, int]:
-    """Return the width of a shared expert, which the devices have to divide."""
+    """Return the width of a shared expert, which must be divisible by the tensor axis."""
     key = "shared_expert_intermediate_size (or moe_intermediate_size times shared experts)"
     return {} if spec.experts.shared == "none" else {key: spec.experts.shared_size}
 
@@ -144,7 +146,7 @@ def divided_sizes(spec: ModelSpec) -> dict[str, int]:
 def apply(
     params: Parameters, normed_TD: jax.Array, inputs: StepInputs, *, layer: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, LayerRouting]:
-    """Return what the experts of a layer add to every token [T, D], and its routing."""
+    """Return the experts' output for every token [T, D], and the routing of the layer."""
     experts = params["experts"]
     flat = ExpertWeights._make(_flatten(experts[name]) if name in experts else None for name in EXPERT_ARRAYS)
     out_TD, routing = apply_experts(
@@ -168,7 +170,7 @@ def apply(
 def _shared_expert(
     weights: dict[str, jax.Array], normed_TD: jax.Array, moe_layer: jax.Array, config: ModelConfig
 ) -> jax.Array:
-    """Return what the shared expert adds to every token, float32 [T, D]: times its gate if it has one (Qwen2-MoE)."""
+    """Return the shared expert's output for every token, float32 [T, D], times its gate if it has one (Qwen2-MoE)."""
     matrices = weights["gate_MDS"], weights["up_MDS"], weights["down_MSD"]
     out_TD = config.plan.sum_over_tensor(config.kernels.mlp(normed_TD, matrices, layer=moe_layer))
     if config.spec.experts.shared != "sigmoid_gated":

@@ -1,4 +1,4 @@
-"""The parts that kinds of attention over paged rows share: preparing a step, attending a layer."""
+"""Shared parts of attention over paged rows: preparation of a step, and attention of a layer."""
 
 # T tokens   D model width   h rotated elements of a head
 
@@ -17,16 +17,18 @@ from rayserve_moe.model.spec import RopeSpec, YarnSpec
 
 
 class AttentionStep(NamedTuple):
-    """Arrays that all attention layers of a step share, besides its tokens."""
+    """Arrays of a step that all attention layers share."""
 
     rotation: Rotation
+    """Rotation of every token."""
     singles: DescribedSingles | None
+    """Kernel description of single tokens; None if the kernel needs none or the step has none."""
 
 
 def prepare_attention(
     batch: TokenBatch, pool: jax.Array, *, rope: RopeSpec, width: int, windows: tuple[int, ...], config: ModelConfig
 ) -> AttentionStep:
-    """Rotate `width` elements of a head by the tokens' positions, and describe single tokens for their kernel."""
+    """Return the rotation of `width` elements per head by position, and the kernel description of single tokens."""
     with jax.named_scope("rotation"):
         factor = rope.yarn.attention_factor if rope.yarn else 1.0
         rotation = config.kernels.rotation(batch.positions_T, rope_frequencies(rope, width), factor=factor)
@@ -52,7 +54,7 @@ def _describe_singles(
 
 
 @jax.named_scope("attention")
-def attend(  # noqa: PLR0913 (what the kinds of attention differ in, by keyword)
+def attend(  # noqa: PLR0913 (the differences between kinds of attention)
     weights: dict[str, jax.Array],
     rows: tuple[jax.Array, Pools],
     inputs: StepInputs,
@@ -64,10 +66,10 @@ def attend(  # noqa: PLR0913 (what the kinds of attention differ in, by keyword)
     config: ModelConfig,
     made: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, Pools]:
-    """Return what a layer adds to the stream [T, D], and the pools; `rows` are the normed stream and the pools.
+    """Return the attention output [T, D] and the pools; `rows` are the normed stream and the pools.
 
-    `mixer` and `state` are the names of the kinds of mixer and state, `attention` is the configuration of the kernels,
-    `made` as in `Mixer.apply`.
+    `mixer` and `state` name the kinds of mixer and state, `attention` is the kernel configuration, `made` as in
+    `Mixer.apply`.
     """
     normed_TD, pools = rows
     (pool,) = pools[state]
@@ -80,15 +82,15 @@ def attend(  # noqa: PLR0913 (what the kinds of attention differ in, by keyword)
 
 
 MIN_RAMP = 0.001
-"""Width of a ramp whose ends meet, in dimensions, as in transformers."""
+"""Minimum width of the ramp, in dimensions, as in transformers."""
 
 
 def rope_frequencies(rope: RopeSpec, width: int) -> np.ndarray:
     """Return radians per position of each pair of `width` rotated elements: float32 [h / 2], rounded from float64.
 
-    They are theta ** (-2 i / h) (Su et al., arXiv:2104.09864). With YaRN (arXiv:2309.00071, section 3.2) pairs that
-    turn less than `beta_slow` times in the original length are slowed down by the factor, those that turn more than
-    `beta_fast` times are not, and between them the share of each is linear in i.
+    Frequencies are theta ** (-2 i / h) (Su et al., arXiv:2104.09864). YaRN (arXiv:2309.00071, section 3.2) divides by
+    the factor the frequency of pairs with fewer than `beta_slow` turns in the original length, keeps pairs with more
+    than `beta_fast` turns, and interpolates linearly in i between them.
     """
     frequencies = rope.theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
     if rope.yarn is not None:
@@ -98,7 +100,7 @@ def rope_frequencies(rope: RopeSpec, width: int) -> np.ndarray:
 
 
 def _slowed_share(yarn: YarnSpec, theta: float, width: int) -> np.ndarray:
-    """Return the share of each pair's frequency that is divided by the factor, in [0, 1]."""
+    """Return the interpolation weight of each pair, in [0, 1]: 1 divides its frequency by the factor."""
 
     def pair_that_turns(turns: float) -> float:
         return width * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,13 +1,14 @@
-"""The kinds of layers: a mixer or a feed-forward network is one file and one entry here."""
+"""Table of layer kinds: each mixer or feed-forward network is a file with an entry here."""
 
 from __future__ import annotations
 
-from rayserve_moe.model.layers import attention, latent, mlp, moe
+from rayserve_moe.model.layers import attention, gated_delta, latent, mlp, moe
 from rayserve_moe.model.layers.kinds import Ffn, Mixer
 
 MIXERS: dict[str, Mixer] = {
     "gqa": attention.MIXER,
     "mla": latent.MIXER,
+    "gated_delta": gated_delta.MIXER,
 }
 FFNS: dict[str, Ffn] = {
     "moe": moe.FFN,

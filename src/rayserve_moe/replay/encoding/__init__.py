@@ -1,4 +1,4 @@
-"""Routed experts on the wire: one encoder and one decoder per dialect, and the description that goes with each."""
+"""Routed experts on the wire: an encoder and a decoder per dialect, and the description that goes with each."""
 
 from rayserve_moe.replay.encoding.description import routed_experts_info
 from rayserve_moe.replay.encoding.dialects import DIALECTS, decode_each_forced, decode_forced

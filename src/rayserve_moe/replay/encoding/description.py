@@ -1,4 +1,4 @@
-"""`routed_experts_info`, the description that goes with every answer: made from rows, and held against decoded ones."""
+"""`routed_experts_info`, the description in every answer: built from rows, and verified against decoded rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MAX_EXPERTS = 2**16
 
 
 def routed_experts_info(routing: RoutedExperts, layout: RoutingLayout) -> dict:
-    """Describe the rows: shape, ids, checksum, and per range of positions what is missing and where it came from.
+    """Describe the rows: shape, ids, checksum, and missing rows and sources by ranges of positions.
 
-    The checksum covers the C-order little-endian bytes of the MoE rows in the store's dtype, so it is the same in
-    every dialect; it is None when a row is missing, for then these bytes do not exist.
+    The checksum covers the C-order little-endian bytes of the MoE rows in the store's dtype, so it is the same in every
+    dialect. It is None if a row is missing, because these bytes do not exist then.
     """
     check_rows(routing, layout)
     return {
@@ -37,26 +37,26 @@ def routed_experts_info(routing: RoutedExperts, layout: RoutingLayout) -> dict:
 
 
 def checksum(rows: np.ndarray) -> int:
-    """crc32 of stored rows: C order, little-endian."""
+    """Return the crc32 of stored rows: C order, little-endian."""
     return zlib.crc32(np.ascontiguousarray(rows, rows.dtype.newbyteorder("<")).tobytes())
 
 
 def described_layout(description: Mapping, *, num_hidden_layers: int | None = None) -> RoutingLayout:
-    """Return the layout of a description; ValueError where it contradicts itself.
+    """Return the layout of a description. Raises ValueError if it contradicts itself.
 
-    A description lacks the number of hidden layers; the default ends with the last MoE layer.
+    A description does not have the number of hidden layers; the default ends with the last MoE layer.
     """
     layer_ids, num_experts = description.get("layer_ids"), description.get("num_experts")
     _, num_layers, top_k = described_shape(description)
     if not isinstance(layer_ids, list) or not all(_is_count(layer) for layer in layer_ids):
         raise ValueError("routed_experts_info has no list of layer_ids")
     if len(layer_ids) != num_layers or layer_ids != sorted(set(layer_ids)):
-        raise ValueError("routed_experts_info names other layers than its rows have")
+        raise ValueError("routed_experts_info has other layers than its rows")
     if not _is_count(num_experts) or not 1 <= num_experts <= _MAX_EXPERTS:
         raise ValueError("routed_experts_info has no num_experts")
-    least = layer_ids[-1] + 1 if layer_ids else 0
-    hidden = least if num_hidden_layers is None else num_hidden_layers
-    if hidden < least:
+    min_hidden = layer_ids[-1] + 1 if layer_ids else 0
+    hidden = min_hidden if num_hidden_layers is None else num_hidden_layers
+    if hidden < min_hidden:
         raise ValueError("routed_experts_info names a layer that the rows do not have")
     return RoutingLayout(hidden, tuple(layer_ids), num_experts, top_k)
 
@@ -70,16 +70,16 @@ def described_shape(description: Mapping) -> tuple[int, int, int]:
 
 
 def described(rows: np.ndarray, description: Mapping) -> RoutedExperts:
-    """Return stored rows with what a description says of them; ValueError where the two do not belong together."""
+    """Return stored rows with their description. Raises ValueError if the two do not match."""
     start = description.get("start")
     if not _is_count(start):
         raise ValueError("routed_experts_info has no start")
     if description.get("id_space") != "logical":
-        raise ValueError("routed_experts_info does not say that ids are logical")
+        raise ValueError("routed_experts_info does not have id_space logical")
     if described_shape(description) != rows.shape:
-        raise ValueError("routed_experts has another shape than routed_experts_info says")
+        raise ValueError("routed_experts has another shape than routed_experts_info")
     if description.get("dtype") != rows.dtype.name:
-        raise ValueError("routed_experts_info names another dtype than these rows are stored in")
+        raise ValueError("routed_experts_info has another dtype than the rows")
     span = (start, start + len(rows))
     routing = RoutedExperts(
         rows=rows,
@@ -89,7 +89,7 @@ def described(rows: np.ndarray, description: Mapping) -> RoutedExperts:
         weight_version=_ranges(description, "weight_version", span=span, label=True),
     )
     if not routing.missing and description.get("crc32") != checksum(rows):
-        raise ValueError("routed_experts does not have the crc32 that routed_experts_info says: rows were altered")
+        raise ValueError("routed_experts does not match the crc32 in routed_experts_info: rows were altered")
     return routing
 
 

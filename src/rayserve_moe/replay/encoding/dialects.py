@@ -1,4 +1,4 @@
-"""The dialects that routing travels in, by name, and the one that a JSON value is in."""
+"""The dialects of routing by name, and detection of a JSON value's dialect."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 
 class Dialect(NamedTuple):
-    """`encode(routing, layout)` returns the field's value, or None where the dialect cannot say that a row is missing.
-
-    `decode(value, layout, start=0)` returns the routing; `start` is for dialects whose value does not have it.
-    """
+    """The encoder and decoder of a dialect."""
 
     encode: Callable[..., Any]
+    """`encode(routing, layout)` returns the field's value; None if it cannot express a missing row."""
     decode: Callable[..., RoutedExperts]
+    """`decode(value, layout, start=0)` returns the routing; `start` is for dialects whose value does not have it."""
 
 
 DIALECTS: dict[str, Dialect] = {
@@ -35,9 +34,9 @@ DIALECTS: dict[str, Dialect] = {
 
 
 def decode_json(value: object, layout: RoutingLayout, *, start: int = 0) -> RoutedExperts:
-    """Decode a JSON value of any dialect; ValueError where it is none.
+    """Decode a JSON value of any dialect. Raises ValueError if it is none.
 
-    Text is the npy dialect where its bytes start as such a file, else the sglang dialect.
+    Text is the npy dialect if its bytes start like such a file, otherwise the sglang dialect.
     """
     if isinstance(value, Mapping):
         return packed.decode(value, layout, start=start)
@@ -57,13 +56,13 @@ def decode_each_forced(
     if not isinstance(each, list | tuple) or len(each) != len(prompt_lens):
         raise ValueError("should be a list with one entry, or null, per prompt")
     lengths = zip(each, prompt_lens, strict=True)
-    return [None if one is None else decode_forced(one, layout, prompt_len=length) for one, length in lengths]
+    return [None if entry is None else decode_forced(entry, layout, prompt_len=n) for entry, n in lengths]
 
 
 def decode_forced(value: object, layout: RoutingLayout, *, prompt_len: int) -> RoutedExperts:
-    """Decode the request field `forced_routed_experts`; ValueError unless it is routing of the prompt's last positions.
+    """Decode the request field `forced_routed_experts`. Raises ValueError unless it covers the prompt's last positions.
 
-    Rows end with the last prompt token, or with the one before it, as those of an answer to the whole sequence do.
+    Rows end with the last prompt token, or with the previous token, like the rows of an answer to the whole sequence.
     """
     routing = _forced(value, layout)
     end = routing.start + len(routing.rows)
@@ -73,7 +72,7 @@ def decode_forced(value: object, layout: RoutingLayout, *, prompt_len: int) -> R
 
 
 def _forced(value: object, layout: RoutingLayout) -> RoutedExperts:
-    """Routing as it is, an array of rows from position 0, or a JSON value."""
+    """Return the routing of a RoutedExperts, an array of rows from position 0, or a JSON value."""
     if isinstance(value, RoutedExperts):
         return value
     if isinstance(value, np.ndarray):

@@ -1,6 +1,6 @@
-"""The nested dialect of vLLM 0.21: plain JSON lists `[rows][MoE layers][k]`, the prompt's rows apart from the others.
+"""The nested dialect of vLLM 0.21: plain JSON lists `[rows][MoE layers][k]`, the prompt's rows separate.
 
-It costs fifteen to seventy times the time of the others: for reading by eye.
+It takes fifteen to seventy times as long as the other dialects; it is for human readers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 
 def encode(routing: RoutedExperts, layout: RoutingLayout) -> list | None:
-    """Return the rows as nested lists, or None when any row is missing."""
+    """Return the rows as nested lists, or None if any row is missing."""
     check_rows(routing, layout)
     return None if routing.missing else routing.rows.tolist()
 
@@ -29,13 +29,13 @@ def encode_split(routing: RoutedExperts, layout: RoutingLayout, *, prompt_len: i
 
 
 def decode(value: object, layout: RoutingLayout, *, start: int = 0) -> RoutedExperts:
-    """Return the rows of nested lists whose first row is that of position `start`."""
+    """Return the rows of nested lists whose first row is at position `start`."""
     rows = stored_rows(nested_ids(value, row_shape=layout.row_shape), layout)
     return RoutedExperts(rows, start)
 
 
 def nested_ids(value: object, *, row_shape: tuple[int, int]) -> np.ndarray:
-    """Read nested lists of plain integers as int64 [rows, MoE layers, k]; ValueError for any other list."""
+    """Read nested lists of plain integers as int64 [rows, MoE layers, k]. Raises ValueError for any other list."""
     num_layers, top_k = row_shape
     rows = _all_lists([value])
     layers = _all_lists(rows, num_layers)
@@ -45,11 +45,11 @@ def nested_ids(value: object, *, row_shape: tuple[int, int]) -> np.ndarray:
     try:
         return np.array(ids, np.int64).reshape(len(rows), num_layers, top_k)
     except OverflowError as error:
-        raise ValueError("routed_experts has an id that is no expert's") from error
+        raise ValueError("routed_experts has an id that is not an expert's") from error
 
 
 def _all_lists(values: list, length: int | None = None) -> list:
-    """Return the elements of lists one level up, each checked to be a list (of `length`)."""
+    """Return the concatenated elements of lists, each checked to be a list (of `length`)."""
     if not set(map(type, values)) <= {list}:
         raise ValueError("routed_experts must be lists of rows, of layers, of ids")
     if length is not None and not set(map(len, values)) <= {length}:

@@ -18,11 +18,11 @@ _HEADER = re.compile(
     rb"\{'descr': '(\|u1|<u2|<i2|<i4|<i8)', 'fortran_order': False, "
     rb"'shape': \((\d{1,12}), (\d{1,12}), (\d{1,12})\), \} *\n"
 )
-"""What numpy writes for three dimensions, and nothing else: no expression is ever evaluated."""
+"""The header that numpy writes for three dimensions; nothing else is accepted, and no expression is evaluated."""
 
 
 def encode(routing: RoutedExperts, layout: RoutingLayout) -> str | None:
-    """Return the rows in the npy dialect, or None when any row is missing."""
+    """Return the rows in the npy dialect, or None if any row is missing."""
     if routing.missing:
         return None
     file = io.BytesIO()
@@ -32,12 +32,12 @@ def encode(routing: RoutedExperts, layout: RoutingLayout) -> str | None:
 
 
 def decode(value: object, layout: RoutingLayout, *, start: int = 0) -> RoutedExperts:
-    """Return the rows of a field whose first row is that of position `start`."""
+    """Return the rows of a field whose first row is at position `start`."""
     return RoutedExperts(rows_from_hidden_layers(npy_ids(from_base64(value)), layout), start)
 
 
 def npy_ids(raw: bytes) -> np.ndarray:
-    """Read the bytes of a `.npy` file of three dimensions; ValueError for any other file."""
+    """Read the bytes of a `.npy` file of three dimensions. Raises ValueError for any other file."""
     if not raw.startswith(MAGIC + _VERSION) or len(raw) < _PREFIX_BYTES:
         raise ValueError("routed_experts is not a .npy file of version 1.0")
     begin = _PREFIX_BYTES + int.from_bytes(raw[_PREFIX_BYTES - 2 : _PREFIX_BYTES], "little")
@@ -47,5 +47,5 @@ def npy_ids(raw: bytes) -> np.ndarray:
     shape = read_shape([int(size) for size in header.groups()[1:]])
     dtype = np.dtype(header[1].decode("ascii"))
     if shape is None or len(raw) - begin != shape[0] * shape[1] * shape[2] * dtype.itemsize:
-        raise ValueError("routed_experts is a .npy file of another length than its header says")
+        raise ValueError("routed_experts is a .npy file whose length does not match its header")
     return np.frombuffer(raw, dtype, offset=begin).reshape(shape)

@@ -1,6 +1,6 @@
 """The packed dialect of prime-rl and SkyRL: `{"data", "shape", "start", "dtype"}`, `data` first, base64 of small ints.
 
-Rows are `[rows, hidden layers, k]`. Clients look for the literal bytes `"routed_experts":{"data":"` in compact JSON.
+Rows are `[rows, hidden layers, k]`. Clients search for the literal bytes `"routed_experts":{"data":"` in compact JSON.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _CAPACITY = {"uint8": 2**8, "uint16": 2**16, "int16": 2**15, "int32": 2**31}
 
 
 def encode(routing: RoutedExperts, layout: RoutingLayout, *, dtype: str | None = None) -> dict | None:
-    """Return the rows in the packed dialect, or None when any row is missing.
+    """Return the rows in the packed dialect, or None if any row is missing.
 
-    Ids are uint8 to 256 experts and uint16 above, or of the `dtype` asked for; ValueError where that cannot hold them.
+    Ids are uint8 up to 256 experts and uint16 above, or of `dtype`. Raises ValueError if that cannot hold them.
     """
     if routing.missing:
         return None
     name = layout.dtype.name if dtype is None else dtype
     if name not in WIRE_DTYPES or layout.num_experts > _CAPACITY[name]:
-        raise ValueError(f"the dtype asked for cannot hold the ids of {layout.num_experts} experts")
+        raise ValueError(f"the requested dtype cannot hold the ids of {layout.num_experts} experts")
     rows = over_hidden_layers(routing, layout, dtype=WIRE_DTYPES[name])
     return {"data": to_base64(rows), "shape": list(rows.shape), "start": routing.start, "dtype": name}
 
 
 def decode(value: object, layout: RoutingLayout, *, start: int = 0) -> RoutedExperts:
-    """Return the rows of a packed object; it says itself where they start, or else they start at `start`."""
+    """Return the rows of a packed object; its own `start` takes precedence over the argument."""
     ids, own_start = packed_ids(value)
     return RoutedExperts(rows_from_hidden_layers(ids, layout), start if own_start is None else own_start)
 
@@ -55,5 +55,5 @@ def packed_ids(value: object) -> tuple[np.ndarray, int | None]:
         raise ValueError("routed_experts.start must be a position")
     raw, dtype = from_base64(value.get("data")), WIRE_DTYPES[name]
     if len(raw) != shape[0] * shape[1] * shape[2] * dtype.itemsize:
-        raise ValueError("routed_experts.data has another length than its shape and dtype say")
+        raise ValueError("routed_experts.data has a length that does not match its shape and dtype")
     return np.frombuffer(raw, dtype).reshape(shape), start

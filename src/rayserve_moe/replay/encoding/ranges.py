@@ -1,4 +1,4 @@
-"""Parts of a routing by position: what lies from a position on or before it, what is missing, and labels as ranges."""
+"""Parts of a routing by position: rows from or before a position, missing rows, and labels as ranges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rayserve_moe.requests.records import RoutedExperts
 
 
 def routing_from(routing: RoutedExperts, start: int) -> RoutedExperts:
-    """Return the same routing without its rows before position `start` (which may lie past the last row)."""
+    """Return the routing without its rows before position `start` (which may be past the last row)."""
     if start <= routing.start:
         return routing
     return RoutedExperts(
@@ -23,7 +23,7 @@ def routing_from(routing: RoutedExperts, start: int) -> RoutedExperts:
 
 
 def routing_until(routing: RoutedExperts, end: int) -> RoutedExperts:
-    """Return the same routing without its rows at position `end` and after (`end` may lie before the first row)."""
+    """Return the routing without its rows from position `end` on (which may be before the first row)."""
     if end >= routing.start + len(routing.rows):
         return routing
     return RoutedExperts(
@@ -36,7 +36,7 @@ def routing_until(routing: RoutedExperts, end: int) -> RoutedExperts:
 
 
 def presence(routing: RoutedExperts) -> np.ndarray:
-    """Return which rows hold data, bool [N]."""
+    """Return the mask of rows that hold data, bool [N]."""
     present = np.ones(len(routing.rows), np.bool_)
     for first, last in routing.missing:
         present[first - routing.start : last - routing.start] = False
@@ -50,7 +50,7 @@ def missing_ranges(present: np.ndarray, start: int) -> tuple[tuple[int, int], ..
 
 
 def labels_of(ranges: tuple[tuple[int, int, str], ...], start: int, *, count: int) -> np.ndarray:
-    """Spell ranges `(from, to, label)` out by row: object [count], empty text where no range is."""
+    """Return the label of each row from ranges `(from, to, label)`: object [count], empty outside of all ranges."""
     labels = np.full(count, "", object)
     for first, last, label in ranges:
         labels[max(0, first - start) : max(0, last - start)] = label
@@ -58,7 +58,7 @@ def labels_of(ranges: tuple[tuple[int, int, str], ...], start: int, *, count: in
 
 
 def label_ranges(labels: np.ndarray, start: int) -> tuple[tuple[int, int, str], ...]:
-    """Return labels by row as the fewest ranges `(from, to, label)`; rows without one lie in none."""
+    """Return labels by row as a minimum of ranges `(from, to, label)`; rows without a label are in no range."""
     if not len(labels):
         return ()
     borders = [0, *(np.flatnonzero(labels[1:] != labels[:-1]) + 1).tolist(), len(labels)]

@@ -1,11 +1,11 @@
-"""The binary dialect: one container for a whole answer, its JSON fields in a header and the rows of all choices raw.
+"""The binary dialect: a container of a whole answer, with its JSON fields as header and the raw rows of all choices.
 
     u32 header length, little-endian | header, UTF-8 JSON | rows of choice 0 | rows of choice 1 | ...
 
-The header is the answer as it would be in JSON, without `routed_experts`, plus
-`"rollout": {"rows": [{"shape", "dtype"}, ...], "compression": null | "zstd"}`. Several native answers stand under
-`"answers"`. Rows are of MoE layers only, in the store's dtype, little-endian; a row that `routed_experts_info.missing`
-names is not among them. Compressed, the rows of all choices together are one frame of zstd, if there are any.
+The header is the JSON answer without `routed_experts`, plus `"rollout": {"rows": [{"shape", "dtype"}, ...],
+"compression": null | "zstd"}`. Several native answers are under `"answers"`. Rows have only MoE layers, in the store's
+dtype, little-endian, without the rows in `routed_experts_info.missing`. With compression, the rows of all choices
+together, if any, are a single zstd frame.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 ROLLOUT_MEDIA_TYPE = "application/x-rollout+octet-stream"
 ROLLOUT_ZSTD_MEDIA_TYPE = "application/x-rollout+octet-stream+zstd"
 MAX_ROWS_BYTES = 2**30
-"""What a reader takes for rows before it believes that a header is wrong."""
+"""Maximum bytes of rows that a reader accepts from a header."""
 
 _LENGTH = struct.Struct("<I")
 _LEVEL = 3
 
 
 def _to_json(header: dict) -> bytes:
-    """Serialize compactly; ValueError for a float that is not finite."""
+    """Serialize compactly. Raises ValueError for a float that is not finite."""
     return json.dumps(header, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -48,11 +48,11 @@ def encode_rollout(
     compress: bool = False,
     to_json: Callable[[dict], bytes] = _to_json,
 ) -> bytes:
-    """Put an answer's JSON fields and the rows [N, MoE layers, k] of its choices into one body.
+    """Join an answer's JSON fields and the rows [N, MoE layers, k] of its choices into a body.
 
     `to_json` writes the fields, compact and in UTF-8.
     """
-    assert "rollout" not in answer_header, "this name is the container's own"
+    assert "rollout" not in answer_header, "the name rollout is reserved for the container"
     compression = "zstd" if compress else None
     shapes = [{"shape": list(each.shape), "dtype": each.dtype.name} for each in rows]
     header = {**answer_header, "rollout": {"rows": shapes, "compression": compression}}
@@ -62,17 +62,17 @@ def encode_rollout(
 
 
 def decode_rollout(body: bytes, *, max_rows_bytes: int = MAX_ROWS_BYTES) -> tuple[dict, list[np.ndarray]]:
-    """Return the answer's JSON fields and the rows of its choices; ValueError unless it is a whole container."""
+    """Return the answer's JSON fields and the rows of its choices. Raises ValueError unless it is a whole container."""
     header, begin = _read_header(body)
     shapes, compression = _read_contents(header.pop("rollout", None))
     sizes = [shape[0] * shape[1] * shape[2] * dtype.itemsize for shape, dtype in shapes]
     if sum(sizes) > max_rows_bytes:
-        raise ValueError(f"the rollout promises more than {max_rows_bytes} bytes of rows")
+        raise ValueError(f"the rollout declares more than {max_rows_bytes} bytes of rows")
     raw = memoryview(body)[begin:]
     if compression == "zstd" and sum(sizes):
         raw = memoryview(_decompress(raw, sum(sizes)))
     if len(raw) != sum(sizes):
-        raise ValueError("the rollout has another number of bytes of rows than its header says")
+        raise ValueError("the rollout has another number of bytes of rows than its header declares")
     rows, first = [], 0
     for (shape, dtype), size in zip(shapes, sizes, strict=True):
         rows.append(np.frombuffer(raw[first : first + size], dtype).reshape(shape))
@@ -81,51 +81,51 @@ def decode_rollout(body: bytes, *, max_rows_bytes: int = MAX_ROWS_BYTES) -> tupl
 
 
 def rollout_rows(routing: RoutedExperts, layout: RoutingLayout) -> np.ndarray:
-    """Return the rows as a container carries them: those that are not missing."""
+    """Return the rows that a container carries: all that are not missing."""
     check_rows(routing, layout)
     return routing.rows[presence(routing)] if routing.missing else routing.rows
 
 
 def routing_of_rollout(rows: np.ndarray, description: Mapping, *, layout: RoutingLayout | None = None) -> RoutedExperts:
-    """Put the rows of a container at the positions that the description of its header states."""
+    """Return the rows of a container at the positions in its header's description."""
     layout = layout or described_layout(description)
     rows = stored_rows(rows, layout)
     if not description.get("missing"):
         return described(rows, description)
     num_rows = described_shape(description)[0]
     if num_rows * max(1, rows[:1].nbytes) > MAX_ROWS_BYTES:
-        raise ValueError("routed_experts_info promises more rows than there can be")
+        raise ValueError("routed_experts_info declares too many rows")
     whole = np.zeros((num_rows, *layout.row_shape), layout.dtype)
     routing = described(whole, description)
     present = presence(routing)
     if np.count_nonzero(present) != len(rows):
-        raise ValueError("the rollout has another number of rows than are not missing")
+        raise ValueError("the rollout has another number of rows than routed_experts_info declares present")
     whole[present] = rows
     return routing
 
 
 def encode(routing: RoutedExperts, layout: RoutingLayout, *, compress: bool = False) -> bytes:
-    """Return a container of one routing and its description."""
+    """Return a container of a single routing and its description."""
     header = {"routed_experts_info": routed_experts_info(routing, layout)}
     return encode_rollout(header, [rollout_rows(routing, layout)], compress=compress)
 
 
 def decode(value: bytes, layout: RoutingLayout, *, start: int = 0) -> RoutedExperts:
-    """Return the routing of a container that holds one; it says itself where it starts."""
+    """Return the routing of a container that holds a single routing; the container has its start."""
     header, rows = decode_rollout(value)
     description = header.get("routed_experts_info")
     if not isinstance(description, dict) or len(rows) != 1:
-        raise ValueError("the rollout does not hold one routing")
+        raise ValueError("the rollout does not hold exactly one routing")
     return routing_of_rollout(rows[0], description, layout=layout)
 
 
 def _read_header(body: bytes) -> tuple[dict, int]:
-    """Return the header, and where the rows begin."""
+    """Return the header and the offset of the rows."""
     if len(body) < _LENGTH.size:
         raise ValueError("the rollout is shorter than the length of its header")
     begin = _LENGTH.size + _LENGTH.unpack_from(body)[0]
     if begin > len(body):
-        raise ValueError("the rollout is shorter than its header says to be")
+        raise ValueError("the rollout is shorter than its declared header")
     try:
         header = json.loads(bytes(body[_LENGTH.size : begin]))
     except (ValueError, RecursionError) as error:
@@ -136,9 +136,9 @@ def _read_header(body: bytes) -> tuple[dict, int]:
 
 
 def _read_contents(contents: object) -> tuple[list[tuple[tuple[int, int, int], np.dtype]], str | None]:
-    """Return shape and dtype of every choice's rows, and how they are compressed."""
+    """Return shape and dtype of every choice's rows, and the compression."""
     if not isinstance(contents, dict) or not isinstance(contents.get("rows"), list):
-        raise ValueError("the header of the rollout does not say which rows follow")
+        raise ValueError("the header of the rollout does not declare its rows")
     compression = contents.get("compression")
     if compression not in (None, "zstd"):
         raise ValueError("the rollout is compressed in an unknown way")
@@ -150,15 +150,15 @@ def _read_rows_entry(entry: object) -> tuple[tuple[int, int, int], np.dtype]:
     if shape is None:
         raise ValueError("the header of the rollout has no shape of three sizes")
     if name not in ("uint8", "uint16"):
-        raise ValueError("the header of the rollout names no dtype of routing rows")
+        raise ValueError("the header of the rollout has no valid dtype of routing rows")
     return shape, WIRE_DTYPES[name]
 
 
 def _decompress(frame: memoryview, num_bytes: int) -> bytes:
-    """Decompress one frame that says itself that it holds `num_bytes`: no more is ever allocated."""
+    """Decompress a frame that declares `num_bytes`, so that no more is ever allocated."""
     try:
         if zstandard.frame_content_size(frame) != num_bytes:
-            raise ValueError("the rollout has another number of bytes of rows than its header says")
+            raise ValueError("the rollout has another number of bytes of rows than its header declares")
         return zstandard.ZstdDecompressor().decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ValueError("the rows of the rollout are not one frame of zstd") from error

@@ -1,6 +1,6 @@
 """The sglang dialect: base64 of little-endian int32, flat `[rows, hidden layers, k]`, dense layers filled with zeros.
 
-`POST /generate` and sgl-jax's chat carry it in `meta_info.routed_experts`. Its start stands beside it.
+`POST /generate` and sgl-jax's chat carry it in `meta_info.routed_experts`, with its start in another field.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _WIRE_DTYPE = WIRE_DTYPES["int32"]
 
 
 def encode(routing: RoutedExperts, layout: RoutingLayout) -> str | None:
-    """Return the rows in the sglang dialect, or None when any row is missing: zeros never stand in for data."""
+    """Return the rows in the sglang dialect, or None if any row is missing: zeros never stand for missing data."""
     if routing.missing:
         return None
     return to_base64(over_hidden_layers(routing, layout, dtype=_WIRE_DTYPE))
 
 
 def decode(value: object, layout: RoutingLayout, *, start: int = 0) -> RoutedExperts:
-    """Return the rows of a field whose first row is that of position `start`."""
+    """Return the rows of a field whose first row is at position `start`."""
     return RoutedExperts(rows_from_hidden_layers(decode_routed_experts(value, layout), layout), start)
 
 
 def decode_routed_experts(encoded: object, layout: RoutingLayout) -> np.ndarray:
-    """Decode the sglang dialect to int32 [rows, hidden layers, k]; ValueError where the length does not fit."""
+    """Decode the sglang dialect to int32 [rows, hidden layers, k]. Raises ValueError if the length does not fit."""
     flat = flat_ids(from_base64(encoded))
     row_size = layout.num_hidden_layers * layout.top_k
     if len(flat) % row_size:
-        raise ValueError(f"routed_experts holds {len(flat)} ids, which is no multiple of {row_size} ids per row")
+        raise ValueError(f"routed_experts holds {len(flat)} ids, which is not a multiple of {row_size} ids per row")
     return flat.reshape(-1, layout.num_hidden_layers, layout.top_k)
 
 
@@ -52,14 +52,14 @@ def flat_ids(raw: bytes) -> np.ndarray:
 def extract_routed_experts_from_meta_info(answer: Mapping) -> np.ndarray:
     """Decode `answer["meta_info"]["routed_experts"]` to int32, flat; reshape it to [rows, hidden layers, k].
 
-    `answer` is one object of a `/generate` answer, one choice of an OpenAI answer, or what `Engine.generate`
-    returned. ValueError says why when there is no routing in it.
+    `answer` is an object of a `/generate` answer, a choice of an OpenAI answer, or a result of `Engine.generate`.
+    Raises ValueError with the reason if it has no routing.
     """
     meta_info = answer.get("meta_info") if isinstance(answer, Mapping) else None
     if not isinstance(meta_info, Mapping):
         raise ValueError("expected one answer with a meta_info object (take one element of a batch answer)")
     if "routed_experts" not in meta_info:
-        raise ValueError("meta_info has no routed_experts: ask for it with return_routed_experts=true")
+        raise ValueError("meta_info has no routed_experts: set return_routed_experts=true in the request")
     encoded = meta_info["routed_experts"]
     if encoded is None:
         description = meta_info.get("routed_experts_info") or {}

@@ -1,6 +1,6 @@
-"""Routing rows on the wire: base64, element types, and layers, of which dialects send those with experts or all.
+"""Routing rows on the wire: base64, element types, and conversion between all hidden layers and MoE layers.
 
-Ids from outside become stored rows here only: shape and range are checked before anything is cast.
+Only this module turns external ids into stored rows: shape and range are checked before any cast.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MAX_ROWS, _MAX_PER_ROW = 2**31, 2**16
 
 
 def to_base64(array: np.ndarray) -> str:
-    """Encode the C-order bytes of an array; its dtype says in which byte order."""
+    """Encode the C-order bytes of an array, in the byte order of its dtype."""
     return pybase64.b64encode_as_string(np.ascontiguousarray(array).tobytes())
 
 
 def from_base64(encoded: object) -> bytes:
-    """Decode text; ValueError where it is no text, or holds anything outside the alphabet."""
+    """Decode text. Raises ValueError if it is not text or has characters outside the alphabet."""
     if not isinstance(encoded, str):
         raise ValueError("routed_experts must be a base64 string")
     try:
@@ -34,7 +34,7 @@ def from_base64(encoded: object) -> bytes:
 
 
 def read_shape(shape: object) -> tuple[int, int, int] | None:
-    """Return a shape [rows, layers, k] as it stands in JSON; None where it is no such shape."""
+    """Return a shape [rows, layers, k] from JSON, or None if it is not such a shape."""
     if not isinstance(shape, list | tuple) or len(shape) != 3 or not set(map(type, shape)) <= {int}:
         return None
     rows, layers, top_k = shape
@@ -43,14 +43,14 @@ def read_shape(shape: object) -> tuple[int, int, int] | None:
 
 
 def check_rows(routing: RoutedExperts, layout: RoutingLayout) -> None:
-    """Assert that rows are as the layout stores them."""
+    """Assert that rows have the layout's shape and dtype."""
     rows = routing.rows
     assert rows.shape[1:] == layout.row_shape, f"routing rows {rows.shape} do not fit {layout.row_shape}"
-    assert rows.dtype == layout.dtype, f"routing rows are {rows.dtype}, the layout says {layout.dtype}"
+    assert rows.dtype == layout.dtype, f"routing rows are {rows.dtype}, the layout has {layout.dtype}"
 
 
 def over_hidden_layers(routing: RoutedExperts, layout: RoutingLayout, *, dtype: np.dtype) -> np.ndarray:
-    """Return the rows as [N, hidden layers, k] in `dtype`; layers that do not route are zeros."""
+    """Return the rows as [N, hidden layers, k] in `dtype`, with zeros in layers without routing."""
     check_rows(routing, layout)
     if len(layout.layer_ids) == layout.num_hidden_layers:
         return routing.rows.astype(dtype, copy=False)
@@ -60,7 +60,7 @@ def over_hidden_layers(routing: RoutedExperts, layout: RoutingLayout, *, dtype: 
 
 
 def rows_from_hidden_layers(ids: np.ndarray, layout: RoutingLayout) -> np.ndarray:
-    """Return ids [N, hidden layers, k] as stored rows; ValueError where a layer that does not route holds an id."""
+    """Return ids [N, hidden layers, k] as stored rows. Raises ValueError if a layer without routing holds an id."""
     if ids.shape[1:] != (layout.num_hidden_layers, layout.top_k):
         raise ValueError(
             f"routed_experts has rows of {_product(ids)} ids, not of {layout.num_hidden_layers} hidden layers "
@@ -76,7 +76,9 @@ def rows_from_hidden_layers(ids: np.ndarray, layout: RoutingLayout) -> np.ndarra
 
 
 def stored_rows(ids: np.ndarray, layout: RoutingLayout) -> np.ndarray:
-    """Return ids [N, MoE layers, k] of any integer type in the store's; ValueError for what no row can hold."""
+    """Return ids [N, MoE layers, k] of any integer type in the store's dtype. Raises ValueError for invalid ids or
+    shapes.
+    """
     if ids.shape[1:] != layout.row_shape:
         moe_layers, top_k = layout.row_shape
         raise ValueError(

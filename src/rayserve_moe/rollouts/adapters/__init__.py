@@ -1,4 +1,4 @@
-"""Batches of trainers that exist, from a client's rollouts: one module per trainer, arrays of numpy under its names."""
+"""Training batches for existing trainers from a client's rollouts: a module per trainer, with its array names."""
 
 from rayserve_moe.rollouts.adapters.trajectory import Trajectory, trained_under, trajectory_of
 

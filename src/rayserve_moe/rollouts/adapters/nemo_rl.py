@@ -18,15 +18,16 @@ def train_data(
     pad_token_id: int = 0,
     divisible_by: int = 1,
 ) -> dict[str, np.ndarray]:
-    """What `_build_async_grpo_train_data` returns: [B, S], padded right to a multiple of `divisible_by`.
+    """Build the result of `_build_async_grpo_train_data`: [B, S], padded right to a multiple of `divisible_by`.
 
-    Column t of `token_mask` and `generation_logprobs` is of token t; the loss leaves out the first column of both.
-    `sample_mask` is 0 for a sample that trains on nothing. `routed_experts` is [B, S, MoE layers, k] in the narrowest
-    signed type; -1 in the last token of a sample, in padding and in missing rows has the router choose.
+    Column t of `token_mask` and `generation_logprobs` belongs to token t; the loss ignores the first column of both.
+    `sample_mask` is 0 for a sample without trained tokens. `routed_experts` is [B, S, MoE layers, k] in the narrowest
+    signed type. It is -1 in the last token of a sample, in padding and in missing rows; there the trainer's router
+    chooses.
     """
     check_batch(trajectories)
-    longest = max(len(each.token_ids) for each in trajectories)
-    width, zeros = -(-longest // divisible_by) * divisible_by, [0] * len(trajectories)
+    max_length = max(len(each.token_ids) for each in trajectories)
+    width, zeros = -(-max_length // divisible_by) * divisible_by, [0] * len(trajectories)
     samples = [Sample(each.token_ids.tolist(), each.prompt_len, each.routing) for each in trajectories]
     laid = to_trainer_layout(samples, layout, convention="nemo_rl", seq_len=width, hidden_layers=False)
     ids = placed([each.token_ids for each in trajectories], zeros, width=width, dtype=np.int64, filler=pad_token_id)

@@ -19,12 +19,12 @@ def training_samples(
     temperature: float = 1.0,
     env_name: str = "rayserve_moe",
 ) -> list[dict[str, Any]]:
-    """Fields of a `TrainingSample` per sample, which `prepare_batch` packs: `TrainingSample(**fields)`.
+    """Build the fields of a `TrainingSample` per sample, for `prepare_batch`: `TrainingSample(**fields)`.
 
-    All lists are of the whole sequence: entry t of `mask`, `logprobs` and `advantages` is of token t; the trainer
-    shifts its own log-probs right to meet them. `routed_experts` holds bytes of [tokens, all layers, k], uint8 to 256
-    experts and uint16 above: the last token, which has no row, copies the one before, as renderers do.
-    ValueError for missing rows.
+    All lists cover the whole sequence: entry t of `mask`, `logprobs` and `advantages` belongs to token t; the trainer
+    shifts its own log-probs right to match. `routed_experts` holds the bytes of [tokens, all layers, k], uint8 up to
+    256 experts and uint16 above. The last token has no row; it copies the row before, as renderers do. Raises
+    ValueError if rows are missing.
     """
     check_batch(trajectories, advantages)
     return [
@@ -42,6 +42,6 @@ def training_samples(
 
 
 def _encoded(rows: np.ndarray) -> dict[str, Any]:
-    """Fields of a `RoutedExperts`."""
+    """Return the fields of a `RoutedExperts`."""
     whole = np.concatenate([rows, rows[-1:]])
     return {"data": whole.tobytes(), "shape": list(whole.shape), "dtype": str(whole.dtype)}

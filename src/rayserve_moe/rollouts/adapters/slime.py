@@ -14,13 +14,13 @@ from rayserve_moe.rollouts.adapters.trajectory import Trajectory, check_batch, h
 def train_data(
     trajectories: Sequence[Trajectory], layout: RoutingLayout, *, rewards: Sequence[float]
 ) -> dict[str, list[Any]]:
-    """What `_convert_samples_to_train_data` returns, of samples that are rollouts of their own.
+    """Build the result of `_convert_samples_to_train_data` for samples that each are a rollout.
 
-    Loss masks and log-probs are of the response alone, with zeros for tokens of the environment: entry i is of token
-    `tokens[prompt length + i]`, which the trainer takes from the logits one position earlier. Routes are int32 of
-    [tokens - 1, all layers, k]; the trainer appends rows for the last token and the padding itself.
-    `rollout_mask_sums` follow from the masks: change these first (`trained_under`). ValueError where a row or a
-    reward is missing.
+    Loss masks and log-probs cover only the response, with zeros for tokens of the environment: entry i belongs to token
+    `tokens[prompt length + i]`, which the trainer scores from the logits of the previous position. Routes are int32
+    [tokens - 1, all layers, k]; the trainer appends rows for the last token and the padding. `rollout_mask_sums` are
+    computed from the masks, so change the masks first (`trained_under`). Raises ValueError if a row or a reward is
+    missing.
     """
     check_batch(trajectories, rewards)
     responses = [each.response for each in trajectories]

@@ -1,4 +1,4 @@
-"""One sample of a trainer: the tokens of all its turns, what each was sampled under, and their routing."""
+"""A trainer's sample: the tokens of all its turns, their log-probs and weight versions, and their routing."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from rayserve_moe.rollouts.schema import Rollout
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A sample of T tokens, `prompt_len` of them before the first sampled one; the rest is its response.
-
-    By token: `trained` says which the loss counts, `logprobs` are those that it was sampled with, 0 where it was not
-    sampled, `versions` the weights that it was sampled under, "" where it was not. `routing` has positions 0 .. T - 2.
-    """
+    """A sample of T tokens."""
 
     token_ids: np.ndarray
+    """int32 [T]."""
     prompt_len: int
+    """Number of tokens before the first sampled token; the rest is the response."""
     trained: np.ndarray
+    """bool [T]: the tokens that the loss counts."""
     logprobs: np.ndarray
+    """float32 [T]: log-probs at sampling; 0 for tokens that were not sampled."""
     versions: np.ndarray
+    """str [T]: weight versions at sampling; "" for tokens that were not sampled."""
     routing: RoutedExperts
+    """Rows of positions 0 .. T - 2."""
     is_truncated: bool = False
+    """True if the last turn ended at its length limit."""
 
     @property
     def response(self) -> slice:
-        """The tokens after the prompt: sampled ones, and those of the environment between them."""
+        """Return the slice after the prompt: sampled tokens, and tokens of the environment between them."""
         return slice(self.prompt_len, len(self.token_ids))
 
 
 def trajectory_of(turns: Sequence[Rollout]) -> Trajectory:
-    """Join the turns of a conversation, or the parts of an answer that was aborted; one rollout is one turn.
+    """Join the turns of a conversation, or the parts of an aborted answer. A single rollout is a single turn.
 
-    The prompt of each turn begins with all tokens before it; what else it has is not trained on. Of a token that
-    several turns have a row for, that of the first counts: it belongs to the log-prob. ValueError where a turn does not
-    follow the one before, sampled nothing, or came without routing, and where there is none.
+    The prompt of each turn begins with all earlier tokens; its further tokens are not trained on. If several turns have
+    a row for a token, the first turn's row is used, because it belongs to the log-prob. Raises ValueError if there are
+    no turns, or a turn does not continue the previous turn, sampled nothing, or came without routing.
     """
     if not turns:
         raise ValueError("a trajectory has at least one turn")
@@ -49,7 +52,7 @@ def trajectory_of(turns: Sequence[Rollout]) -> Trajectory:
         if turn.routing is None or not len(turn.output_ids):
             raise ValueError(f"turn {number} of {turn.prompt_id} sampled nothing, or came without routing")
         if not np.array_equal(turn.prompt_ids[: len(token_ids)], token_ids):
-            raise ValueError(f"turn {number} of {turn.prompt_id} does not begin with the tokens before it")
+            raise ValueError(f"turn {number} of {turn.prompt_id} does not begin with the tokens of earlier turns")
         parts.append(routing_from(turn.routing, max(0, len(token_ids) - 1)))
         token_ids = np.concatenate([turn.prompt_ids, turn.output_ids])
     trained, logprobs = np.zeros(len(token_ids), np.bool_), np.zeros(len(token_ids), np.float32)
@@ -66,7 +69,7 @@ def trajectory_of(turns: Sequence[Rollout]) -> Trajectory:
 
 
 def trained_under(trajectory: Trajectory, versions: Collection[str]) -> Trajectory:
-    """Leave tokens that were sampled under weights of other `versions`, or another one, out of the loss.
+    """Exclude tokens from the loss unless they were sampled under one of the `versions` (names, or a single name).
 
     They stay as context.
     """
@@ -75,29 +78,31 @@ def trained_under(trajectory: Trajectory, versions: Collection[str]) -> Trajecto
 
 
 def versions_of(trajectory: Trajectory) -> list[str]:
-    """The versions that tokens were sampled under, in the order of the tokens."""
+    """Return the versions that tokens were sampled under, in token order."""
     return list(dict.fromkeys(version for version in trajectory.versions if version))
 
 
 def check_batch(trajectories: Sequence[Trajectory], scores: Sequence[float] | None = None) -> None:
-    """ValueError where there is no sample, or where `scores` is not one number for each."""
+    """Raise ValueError if the batch is empty, or `scores` does not have a number per sample."""
     if not trajectories:
         raise ValueError("a batch has at least one sample")
     if scores is not None and np.shape(scores) != (len(trajectories),):
-        raise ValueError(f"there are {len(trajectories)} samples, and rewards or advantages of {np.shape(scores)}")
+        raise ValueError(
+            f"{len(trajectories)} samples need as many rewards or advantages, not shape {np.shape(scores)}"
+        )
 
 
 def hidden_rows(trajectory: Trajectory, layout: RoutingLayout, *, dtype: type[np.integer]) -> np.ndarray:
-    """Rows [T - 1, hidden layers, k], zeros in layers that do not route. ValueError where a row is missing.
+    """Return rows [T - 1, hidden layers, k], zeros in layers without routing. Raises ValueError if a row is missing.
 
-    The trainers that take these replay every token before the last: a filler would be replayed as a route.
+    Trainers that use this replay every token before the last, so a filler row would be replayed as a route.
     """
     routing, num_tokens = trajectory.routing, len(trajectory.token_ids)
     if routing.missing or routing.start or len(routing.rows) != num_tokens - 1:
-        lacking = list(routing.missing) or "some"
-        raise ValueError(f"a sample of {num_tokens} tokens lacks the rows of {lacking} positions")
+        missing = list(routing.missing) or "some"
+        raise ValueError(f"a sample of {num_tokens} tokens has no rows for {missing} positions")
     if routing.rows.shape[1:] != layout.row_shape or layout.num_experts - 1 > np.iinfo(dtype).max:
-        raise ValueError(f"a sample has rows of another model, or of ids beyond {np.dtype(dtype).name}")
+        raise ValueError(f"a sample has rows of another model, or ids that do not fit {np.dtype(dtype).name}")
     rows = np.zeros((len(routing.rows), layout.num_hidden_layers, layout.top_k), dtype)
     rows[:, list(layout.layer_ids)] = routing.rows
     return rows
@@ -106,10 +111,12 @@ def hidden_rows(trajectory: Trajectory, layout: RoutingLayout, *, dtype: type[np
 def placed(
     parts: Sequence[np.ndarray], firsts: Sequence[int], *, width: int, dtype: type, filler: int = 0
 ) -> np.ndarray:
-    """Lay parts [n, ...] out as [B, width, ...], each from its first column on. ValueError where one does not fit."""
+    """Copy parts [n, ...] into [B, width, ...], each from its first column on. Raises ValueError if a part does not
+    fit.
+    """
     laid = np.full((len(parts), width, *parts[0].shape[1:]), filler, dtype)
     for row, part, first in zip(laid, parts, firsts, strict=True):
         if first < 0 or first + len(part) > width:
-            raise ValueError(f"a sample needs {first + len(part) if first >= 0 else len(part)} columns of {width}")
+            raise ValueError(f"a sample needs {first + len(part) if first >= 0 else len(part)} of {width} columns")
         row[first : first + len(part)] = part
     return laid

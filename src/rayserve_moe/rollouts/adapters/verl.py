@@ -19,14 +19,14 @@ def batch(
     response_length: int | None = None,
     pad_token_id: int = 0,
 ) -> dict[str, np.ndarray]:
-    """Tensors and non-tensor fields of a DataProto of B samples, P prompt and R response columns.
+    """Build the tensors and non-tensor fields of a DataProto of B samples, P prompt and R response columns.
 
-    Prompts [B, P] are padded left, responses [B, R] right; the longest of each by default. `response_mask` is 1 for
-    tokens that are trained on, `rollout_log_probs` has those of the same column: the trainer takes its own from
-    `logits[:, -R - 1 : -1]`. `rm_scores` stand at the last token of a response. `routed_experts` is int16
-    [B, P + R, all layers, k], each row in the column of its token, zeros elsewhere: the trainer replays all but
-    the last token of a sample. `min_global_steps` and `max_global_steps` are the oldest and the newest version, None
-    where one is no integer. ValueError where a sample does not fit, or a row is missing.
+    Prompts [B, P] are padded left, responses [B, R] right; P and R default to the maximum lengths. `response_mask` is 1
+    for trained tokens. `rollout_log_probs` has their log-probs in the same columns; the trainer takes its own from
+    `logits[:, -R - 1 : -1]`. `rm_scores` are at the last token of a response. `routed_experts` is int16 [B, P + R, all
+    layers, k], each row in the column of its token, zeros elsewhere; the trainer replays all but the last token of a
+    sample. `min_global_steps` and `max_global_steps` are the oldest and newest version, None if a version is not an
+    integer. Raises ValueError if a sample does not fit or a row is missing.
     """
     check_batch(trajectories, rewards)
     left = prompt_length or max(each.prompt_len for each in trajectories)
@@ -62,12 +62,12 @@ def batch(
 def _responses(
     values: Sequence[np.ndarray], trajectories: Sequence[Trajectory], *, width: int, filler: int = 0
 ) -> np.ndarray:
-    """What is of the responses, padded right."""
+    """Return the responses' part of the values, padded right."""
     parts = [of_all[each.response] for of_all, each in zip(values, trajectories, strict=True)]
     return placed(parts, [0] * len(parts), width=width, dtype=parts[0].dtype.type, filler=filler)
 
 
 def _steps(trajectory: Trajectory) -> list[int]:
-    """Versions as integers; none where one is not."""
+    """Return the versions as integers; an empty list if a version is not an integer."""
     versions = versions_of(trajectory)
     return [int(version) for version in versions] if all(map(str.isdigit, versions)) else []

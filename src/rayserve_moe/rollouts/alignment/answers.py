@@ -1,6 +1,6 @@
-"""From answers that carry routing to its rows, of one answer or of all turns of a conversation.
+"""Decoding of routing from answers, for a single answer or all turns of a conversation.
 
-The dialect is seen in the value, and the checksum is verified.
+The dialect is detected from the value, and the checksum is verified.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ID_BYTES = 4
 
 
 def decode_answer(answer: Any, layout: RoutingLayout | None = None, *, choice: int = 0) -> RoutedExperts:
-    """Return the routing of one choice of an answer, in any dialect; ValueError where it is inconsistent.
+    """Return the routing of a choice of an answer, in any dialect. Raises ValueError if it is inconsistent.
 
-    `answer` is what any route answered, as parsed JSON or as the bytes of the binary dialect. Without a `layout` the
-    answer must describe itself; with one, an answer of another model is refused. An answer without
-    `routed_experts_info` cannot be verified, and says nothing of what is missing.
+    `answer` is the answer of any route, as parsed JSON or as the bytes of the binary dialect. Without a `layout` the
+    answer must describe itself; with a `layout`, an answer of another model is rejected. An answer without
+    `routed_experts_info` cannot be verified, and its missing rows are unknown.
     """
     if isinstance(answer, bytes | bytearray | memoryview):
         return _from_rollout(bytes(answer), layout, choice)
@@ -34,9 +34,9 @@ def decode_answer(answer: Any, layout: RoutingLayout | None = None, *, choice: i
     description = _field(part, "routed_experts_info")
     value = _value_of(answer, part, description)
     if description is not None and not isinstance(description, Mapping):
-        raise ValueError("routed_experts_info is no object")
+        raise ValueError("routed_experts_info is not an object")
     if layout is None and description is None:
-        raise ValueError("the answer does not describe its routing: give the layout of the model")
+        raise ValueError("the answer does not describe its routing: pass the model's layout")
     start = _field(part, "routed_experts_start_len")
     layout_of_rows = layout or _described_layout(value, description or {})
     routing = decode_json(value, layout_of_rows, start=start if isinstance(start, int) else 0)
@@ -60,7 +60,7 @@ def _from_rollout(body: bytes, layout: RoutingLayout | None, choice: int) -> Rou
 
 
 def _choice_of(answer: Any, choice: int) -> Mapping:
-    """Return one object out of a whole answer, a list of answers, or the object itself."""
+    """Return the choice's object from a whole answer, a list of answers, or the object itself."""
     parts: Any = [answer]
     if isinstance(answer, Mapping):
         parts = next((answer[name] for name in ("choices", "answers") if name in answer), parts)
@@ -72,7 +72,7 @@ def _choice_of(answer: Any, choice: int) -> Mapping:
 
 
 def _field(part: Mapping, name: str) -> Any:
-    """Return a field from where the routes put it: the choice itself, `meta_info` or `sgl_ext`."""
+    """Return a field from any place that routes use: the choice itself, `meta_info` or `sgl_ext`."""
     for holder in (part, part.get("meta_info"), part.get("sgl_ext")):
         if isinstance(holder, Mapping) and holder.get(name) is not None:
             return holder[name]
@@ -80,13 +80,13 @@ def _field(part: Mapping, name: str) -> Any:
 
 
 def _value_of(answer: Any, part: Mapping, description: Any) -> Any:
-    """Return the value of `routed_experts`, in the nested dialect with the prompt's rows before it."""
+    """Return the value of `routed_experts`; in the nested dialect with the prompt's rows before it."""
     value = _field(part, "routed_experts")
     if value is None:
         missing = description.get("missing") if isinstance(description, Mapping) else None
         if missing:
             raise ValueError(f"routed_experts is null: rows are missing at positions {missing}")
-        raise ValueError("the answer has no routed_experts: ask for it with return_routed_experts=true")
+        raise ValueError("the answer has no routed_experts: set return_routed_experts=true in the request")
     if not isinstance(value, list):
         return value
     if isinstance(description, Mapping) and described_shape(description)[0] == len(value):
@@ -100,7 +100,7 @@ def _value_of(answer: Any, part: Mapping, description: Any) -> Any:
 
 
 def _described_layout(value: Any, description: Mapping) -> RoutingLayout:
-    """Return the layout of an answer that describes itself; hidden layers follow from the size of its rows."""
+    """Return the layout of an answer that describes itself; the number of hidden layers follows from the row size."""
     rows, _, top_k = described_shape(description)
     hidden = None
     if isinstance(value, Mapping):
@@ -117,18 +117,19 @@ def _described_layout(value: Any, description: Mapping) -> RoutingLayout:
 def _check_model(description: Mapping, layout: RoutingLayout | None) -> None:
     described = described_layout(description)
     if layout is not None and (described.layer_ids, described.num_experts) != (layout.layer_ids, layout.num_experts):
-        raise ValueError("routed_experts_info is that of another model")
+        raise ValueError("routed_experts_info describes another model")
 
 
 def join_turns(turns: Sequence[RoutedExperts], *, with_placeholder: bool = False) -> RoutedExperts:
     """Return the rows of all turns, each at its position.
 
-    Where turns overlap, their rows must agree; a row that is missing in one is taken from another. A position that no
-    turn reaches before a later one begins is a gap. ValueError for both. With `with_placeholder` the last row of
-    every turn, not yet computed, is left out, so that the next turn provides it.
+    If turns overlap, their rows must agree; a row that is missing in a turn is taken from another. A position that no
+    turn reaches before a later turn begins is a gap. Raises ValueError for disagreeing rows and for gaps. With
+    `with_placeholder` the last row of every turn, which is not computed yet, is dropped, so that the next turn provides
+    it.
     """
     if not turns:
-        raise ValueError("there is no turn to join")
+        raise ValueError("turns are empty")
     if with_placeholder:
         turns = [routing_until(turn, turn.start + len(turn.rows) - 1) for turn in turns]
     start, end = turns[0].start, max(turn.start + len(turn.rows) for turn in turns)

@@ -1,4 +1,4 @@
-"""Checks whether routing and token ids belong together, without the model."""
+"""Consistency checks between routing and token ids, without the model."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from rayserve_moe.replay.encoding.ranges import labels_of, missing_ranges, prese
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 _EVIDENCE_BITS = 64
-"""Equally likely selections that coincide with probability below 2 to the minus this are a finding."""
+"""Equally likely selections that coincide with a probability below 2 to the minus this are a finding."""
 
 Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One contradiction: its kind, a sentence, and the positions `[from, to)` that it is about."""
+    """A contradiction between routing and tokens."""
 
     kind: str
     message: str
     positions: Ranges = ()
+    """Affected positions, as ranges `[from, to)`."""
 
 
 def check_routing(
@@ -36,18 +37,18 @@ def check_routing(
     description: Mapping | None = None,
     weight_version: str | None = None,
 ) -> list[Finding]:
-    """Return contradictions between `routing` and `token_ids` (prompt and response); empty where there are none.
+    """Return contradictions between `routing` and `token_ids` (prompt and response); an empty list if they agree.
 
-    Rows from `prompt_len` on belong to sampled tokens; equal to the number of tokens, it says that nothing was sampled.
+    Rows from `prompt_len` on belong to sampled tokens; `prompt_len == len(token_ids)` means that nothing was sampled.
     `description` is the answer's `routed_experts_info`. `weight_version` is the expected version of all rows.
     """
     rows = routing.rows
     if rows.shape[1:] != layout.row_shape:
-        return [Finding("shape", f"rows are {rows.shape[1:]}, the model's are {layout.row_shape}")]
+        return [Finding("shape", f"rows have shape {rows.shape[1:]}, the model's have {layout.row_shape}")]
     findings = list(_counts(len(token_ids), routing, prompt_len))
     findings += _provenance(routing, prompt_len, weight_version)
     if description is not None and description.get("crc32") not in (None, checksum(rows.astype(layout.dtype))):
-        findings.append(Finding("checksum", "the rows do not have the crc32 that was sent with them"))
+        findings.append(Finding("checksum", "the rows do not match the crc32 that was sent with them"))
     present = presence(routing)
     findings += _ids(rows, present, routing.start, layout)
     findings += _repetitions(np.asarray(token_ids), routing, present, layout)
@@ -57,10 +58,10 @@ def check_routing(
 def _counts(num_tokens: int, routing: RoutedExperts, prompt_len: int | None) -> Iterator[Finding]:
     end, wanted = routing.start + len(routing.rows), num_tokens - (prompt_len != num_tokens)
     if end != wanted:
-        what = "surplus" if end > wanted else "lacking"
-        message = f"rows end at position {end}, and {num_tokens} tokens have rows to position {wanted}"
+        kind = "surplus" if end > wanted else "missing"
+        message = f"rows end at position {end}, but {num_tokens} tokens need rows up to position {wanted}"
         yield Finding(
-            "row_count", f"{abs(end - wanted)} rows {what}: {message}", ((min(end, wanted), max(end, wanted)),)
+            "row_count", f"{abs(end - wanted)} rows {kind}: {message}", ((min(end, wanted), max(end, wanted)),)
         )
     if routing.missing:
         yield Finding("missing", "rows are reported missing", routing.missing)
@@ -86,7 +87,7 @@ def _provenance(routing: RoutedExperts, prompt_len: int | None, weight_version: 
 
 
 def _ids(rows: np.ndarray, present: np.ndarray, start: int, layout: RoutingLayout) -> Iterator[Finding]:
-    """Ids that no router selects: out of range, twice in a row, or zeros where a layer or token was never captured."""
+    """Yield findings for ids that no router selects: out of range, duplicates, or zeros without capture."""
     outside = present & ((rows < 0) | (rows >= layout.num_experts)).any(axis=(1, 2))
     if outside.any():
         yield Finding("id_range", f"ids lie outside [0, {layout.num_experts})", missing_ranges(~outside, start))
@@ -113,7 +114,7 @@ def _ids(rows: np.ndarray, present: np.ndarray, start: int, layout: RoutingLayou
 def _repetitions(
     token_ids: np.ndarray, routing: RoutedExperts, present: np.ndarray, layout: RoutingLayout
 ) -> Iterator[Finding]:
-    """Runs of one and the same row under different tokens, too long for a coincidence."""
+    """Yield findings for runs of identical rows under different tokens that are too long for a coincidence."""
     start, rows = routing.start, routing.rows
     tokens = token_ids[start : start + len(rows)]
     if len(tokens) < 2 or layout.num_experts == 1:
@@ -127,10 +128,10 @@ def _repetitions(
 
 
 def check_shared_prefixes(samples: Sequence[tuple[Sequence[int], RoutedExperts]]) -> list[Finding]:
-    """Return where samples that begin with the same tokens have different rows for them, under the same weights.
+    """Return findings for samples that share leading tokens and weights but have different rows for them.
 
-    A row depends on the tokens up to its own only. On a server that computes in bfloat16, rows that were computed
-    twice may differ at near ties; rows shared by the samples of one prompt never do.
+    A row depends only on the tokens up to its own. On a server that computes in bfloat16, rows that were computed twice
+    may differ at near ties; rows shared by the samples of a prompt never differ.
     """
     findings = []
     for number, sample in enumerate(samples[1:], 1):
@@ -144,7 +145,7 @@ def check_shared_prefixes(samples: Sequence[tuple[Sequence[int], RoutedExperts]]
 def _differing_rows(
     one: tuple[Sequence[int], RoutedExperts], other: tuple[Sequence[int], RoutedExperts]
 ) -> tuple[np.ndarray, int]:
-    """Flags of rows that differ, from the position that they are flags from."""
+    """Return flags of rows that differ, and the position of the first flag."""
     num_shared = min(len(one[0]), len(other[0]))
     unequal = np.asarray(one[0][:num_shared]) != np.asarray(other[0][:num_shared])
     num_shared = int(np.argmax(unequal)) if unequal.any() else num_shared

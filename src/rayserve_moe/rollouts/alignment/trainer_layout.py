@@ -1,7 +1,7 @@
-"""Converts the routing of samples to what a trainer replays: one padded array `[batch, seq, layers, k]`, with masks.
+"""Conversion of samples' routing to a trainer's replay array: padded `[batch, seq, layers, k]`, with masks.
 
-The row of a token is that of the forward pass over it, in the same column. The last token of a sample was never fed:
-its column has a filler, as padding has, and the replay mask is False there.
+The row of a token belongs to the forward pass over it and is in the same column. The last token of a sample was never
+fed: its column has a filler, like padding, and the replay mask is False there.
 """
 
 from __future__ import annotations
@@ -17,34 +17,39 @@ from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 @dataclass(frozen=True)
 class Convention:
-    """What a trainer reads: element type by number of experts, and fillers where there is no row.
-
-    `filler` is `rotating` (legal ids, evenly spread), `zeros` or `minus_one`; that of the last token may be `previous`,
-    a copy of the row before. Without `takes_missing`, a sample with missing rows is refused.
-    """
+    """A trainer's expected array."""
 
     dtype: Callable[[int], type[np.integer]]
+    """Element type by number of experts."""
     filler: str
+    """Values where a row is absent: `rotating` (legal ids, evenly spread), `zeros` or `minus_one`."""
     last_row: str
+    """Filler of the last token; also `previous`, a copy of the row before."""
     takes_missing: bool
+    """True if samples with missing rows are accepted."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: prompt and response ids, how many of them are prompt, and routing from position 0."""
+    """A sample with its routing."""
 
     token_ids: Sequence[int]
+    """Prompt and response."""
     prompt_len: int
     routing: RoutedExperts
+    """Rows from position 0."""
 
 
 @dataclass(frozen=True)
 class TrainerBatch:
-    """`routed_experts` [batch, seq, layers, k]; masks bool [batch, seq]: rows to replay, tokens, prompt, response."""
+    """A padded batch with masks, bool [batch, seq] each."""
 
     routed_experts: np.ndarray
+    """[batch, seq, layers, k]."""
     replay_mask: np.ndarray
+    """Rows to replay."""
     attention_mask: np.ndarray
+    """Tokens."""
     prompt_mask: np.ndarray
     response_mask: np.ndarray
 
@@ -74,11 +79,11 @@ def to_trainer_layout(
     seq_len: int | None = None,
     hidden_layers: bool = True,
 ) -> TrainerBatch:
-    """Lay samples out for a trainer; ValueError where one does not fit or lacks rows that the trainer needs.
+    """Convert samples for a trainer. Raises ValueError if a sample does not fit or misses rows that the trainer needs.
 
-    `padding` is `right`, `left`, or `between`: prompts end, and responses begin, in the same column. `seq_len` is the
-    longest sample by default. The layer axis is all hidden layers (those that do not route are zeros), or
-    the MoE layers only.
+    `padding` is `right`, `left`, or `between` (prompts end, and responses begin, in the same column). `seq_len`
+    defaults to the longest sample. The layer axis has all hidden layers (zeros in layers without routing), or only the
+    MoE layers.
     """
     chosen = CONVENTIONS[convention]
     columns, width = _columns(samples, padding, seq_len)
@@ -101,7 +106,7 @@ def to_trainer_layout(
 
 
 def _columns(samples: Sequence[Sample], padding: str, seq_len: int | None) -> tuple[list[int], int]:
-    """Return the column of every sample's first token, and how many columns there are."""
+    """Return the column of every sample's first token, and the number of columns."""
     lengths = [len(sample.token_ids) for sample in samples]
     prompts = [sample.prompt_len for sample in samples]
     widest_prompt = max(prompts, default=0)
@@ -112,11 +117,11 @@ def _columns(samples: Sequence[Sample], padding: str, seq_len: int | None) -> tu
         ends, firsts = lengths, [0] * len(samples)
     width = max(ends, default=0) if seq_len is None else seq_len
     if width < max(ends, default=0):
-        raise ValueError(f"a sample needs {max(ends)} columns, and seq_len is {width}")
+        raise ValueError(f"a sample needs {max(ends)} columns, but seq_len is {width}")
     if padding == "left":
         firsts = [width - length for length in lengths]
     elif padding not in ("right", "between"):
-        raise ValueError("padding is one of right, left, between")
+        raise ValueError("padding must be right, left or between")
     return firsts, width
 
 
@@ -131,18 +136,16 @@ def _fillers(batch: int, width: int, layout: RoutingLayout, convention: Conventi
 
 
 def _present_rows(sample: Sample, layout: RoutingLayout, convention: Convention) -> np.ndarray:
-    """Return which rows of a sample hold data. ValueError unless every token that was fed has one."""
+    """Return a mask of the rows of a sample that hold data. Raises ValueError unless every fed token has a row."""
     routing, num_tokens = sample.routing, len(sample.token_ids)
     if routing.rows.shape[1:] != layout.row_shape:
         raise ValueError("a sample has rows of another model")
     if routing.start:
-        raise ValueError(f"a sample has rows from position {routing.start} only: join its turns first")
+        raise ValueError(f"the rows of a sample begin at position {routing.start}: join its turns first")
     if len(routing.rows) not in (num_tokens - 1, num_tokens):
         raise ValueError(f"a sample of {num_tokens} tokens has {len(routing.rows)} rows")
     if not 0 <= sample.prompt_len <= num_tokens:
         raise ValueError(f"a sample of {num_tokens} tokens has a prompt of {sample.prompt_len}")
     if routing.missing and not convention.takes_missing:
-        raise ValueError(
-            f"a sample lacks the rows of positions {list(routing.missing)}, which this trainer cannot skip"
-        )
+        raise ValueError(f"a sample has no rows for positions {list(routing.missing)}, which this trainer cannot skip")
     return presence(routing)

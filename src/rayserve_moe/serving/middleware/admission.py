@@ -1,4 +1,4 @@
-"""Threads that parse request bodies and tokenize prompts, with bounds on bytes in memory and on queued work."""
+"""Threads that parse request bodies and tokenize prompts, with bounds on memory and queued work."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.responses.streaming import while_connected
 
 INLINE_BYTES = 16384
-"""Bodies up to here are parsed on the event loop: a thread would take as long."""
+"""Maximum size of a body parsed on the event loop: a thread would take as long."""
 SHORT_BYTES = 65536
-"""Work up to here has threads of its own, so that it does not wait behind long work."""
+"""Maximum size of work on the threads for short work, which never waits behind long work."""
 MAX_WAITING = 1024
-"""Long work that may be queued before more is refused."""
+"""Maximum queued long work before further work is rejected."""
 _THREADS = 2
 
 Result = TypeVar("Result")
 Work = Callable[[threading.Event], Result]
-"""Runs on a thread; the event is set once the caller no longer waits for its result."""
+"""Runs on a thread; the event is set when the caller no longer waits for the result."""
 
 
 class Admission:
-    """Threads for short and for long work, and the bytes of all bodies and prompts that are being read."""
+    """Threads for short and for long work, and a bound on the bytes of bodies and prompts in memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -40,7 +40,10 @@ class Admission:
 
     @contextmanager
     def holding(self, num_bytes: int) -> Generator[None]:
-        """Count bytes as in memory. ApiError 429 where there are too many; a request alone is always admitted."""
+        """Count bytes as in memory within the block; a single request is always admitted.
+
+        Raises: ApiError 429 if the bound is exceeded.
+        """
         if self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
             raise _too_much()
         self._num_bytes += num_bytes
@@ -50,9 +53,10 @@ class Admission:
             self._num_bytes -= num_bytes
 
     async def run(self, work: Work[Result], *, size: int, receive: Receive) -> Result:
-        """Run `work` on about `size` bytes on a thread. ApiError 429 where the queue is full.
+        """Run `work` on about `size` bytes on a thread.
 
-        ClientDisconnect once the client has disconnected: queued work is dropped, running work has its event set.
+        Raises: ApiError 429 if the queue is full. ClientDisconnect once the client has disconnected; queued work is
+        dropped, and running work has its event set.
         """
         if size <= SHORT_BYTES:
             return await while_connected(receive, _result_of(self._short, work))

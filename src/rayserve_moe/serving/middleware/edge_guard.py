@@ -1,4 +1,4 @@
-"""ASGI middleware in front of the routes: API keys, and limits on request bodies."""
+"""ASGI middleware before the routes: API keys, and limits on request bodies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayserve_moe.serving.errors import ANTHROPIC_PATH, ApiError, path_of
 from rayserve_moe.serving.routes.unsupported import UNSUPPORTED_CONTROL
 
 OPEN_PATHS = frozenset({"/health", "/experts"})
-"""Paths without a key: their answers hold nothing about requests or load."""
+"""Paths without authentication: their answers contain nothing about requests or load."""
 ADMIN_PATHS = frozenset(
     {
         "/pause_generation",
@@ -35,24 +35,24 @@ ADMIN_PATHS = frozenset(
         *UNSUPPORTED_CONTROL,
     }
 )
-"""Paths that change the answers of all clients: they need `admin_api_key`, where one is set."""
+"""Paths that change the answers of all clients: they need `admin_api_key` if it is set."""
 _DISCARDED_BODIES = 4
-"""Refused bodies are read up to this many times the limit: a client that still writes cannot read our answer."""
+"""Multiple of the limit up to which rejected bodies are read: a client that still writes cannot read the answer."""
 BODY_TIMEOUT_S = 120.0
-"""For a body to arrive: until then it counts against the open requests that Serve allows."""
+"""Maximum time for a body to arrive: meanwhile it counts against the open requests that Serve allows."""
 
 STREAMED_PATHS = frozenset({"/update_weights_from_tensor"})
-"""Paths whose bodies are long: each part of one has the time of a body, and MOST_STREAMED_BYTES bound it."""
-MOST_STREAMED_BYTES = 4 << 30
+"""Paths with long bodies: the timeout applies to each part, and MAX_STREAMED_BYTES bounds the total."""
+MAX_STREAMED_BYTES = 4 << 30
 
 
 def has_admin_key(server: ServerSettings, authorization: str) -> bool:
-    """Whether a request may change what concerns all clients, by its header; always where no such key is set."""
+    """Return True if an authorization header permits changes for all clients; always True without an admin key."""
     return not server.admin_api_key or _is_bearer(authorization.encode("latin-1"), server.admin_api_key)
 
 
 def refused_key() -> ApiError:
-    """Return the answer to a request without the key it needs."""
+    """Return the error for a missing or wrong key."""
     return ApiError(401, "missing or wrong API key: send it as a bearer token", code="invalid_api_key")
 
 
@@ -62,7 +62,7 @@ def _is_bearer(authorization: bytes, key: str) -> bool:
 
 
 def guard_edge(app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = BODY_TIMEOUT_S) -> ASGIApp:
-    """Return ASGI middleware that refuses a missing key (401), a body over the limit (413), and a late one (408)."""
+    """Return ASGI middleware that rejects a missing key (401), a body over the limit (413), and a late body (408)."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,10 +72,10 @@ def guard_edge(app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = 
         REQUEST_ID.set(request_id_from(headers.get(b"x-request-id", b"")))
         path = path_of(scope)
         is_streamed = path in STREAMED_PATHS
-        max_bytes = MOST_STREAMED_BYTES if is_streamed else server.max_body_bytes
+        max_bytes = MAX_STREAMED_BYTES if is_streamed else server.max_body_bytes
         length = headers.get(b"content-length", b"")
         key = headers.get(b"authorization", b"")
-        if not key and path.startswith(ANTHROPIC_PATH):  # whose clients send it in a header of its own
+        if not key and path.startswith(ANTHROPIC_PATH):  # Anthropic's clients send the key in x-api-key
             key = b"Bearer " + headers.get(b"x-api-key", b"")
         if not _is_allowed(server, path, key):
             await refused_key().response(path)(scope, receive, send)
@@ -101,9 +101,9 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def _limited(receive: Receive, max_bytes: int, timeout_s: float, *, is_streamed: bool) -> Receive:
-    """Limit the bytes and the time of a body as it arrives, a streamed one's for each part of it.
+    """Limit the bytes and the time of a body as it arrives; the time of a streamed body is per part.
 
-    A chunked one announces no length.
+    Chunked bodies declare no length, so the bytes are counted.
     """
     num_bytes = 0
     deadline: float | None = asyncio.get_running_loop().time() + timeout_s
@@ -130,7 +130,7 @@ def _limited(receive: Receive, max_bytes: int, timeout_s: float, *, is_streamed:
 
 
 async def _discard(receive: Receive, max_bytes: int, timeout_s: float) -> None:
-    """Read a refused body to its end, within limits."""
+    """Read a rejected body to its end, within limits."""
     remaining = _DISCARDED_BODIES * max_bytes
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):

@@ -14,24 +14,24 @@ HEADER = "x-ignored-fields"
 _log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 1024
 _MAX_LISTED = 16
-_LONGEST_NAME = 64
+_MAX_NAME_LENGTH = 64
 _KEY = "rayserve_moe.ignored_fields"
 
 
 def note_ignored(request: Request, names: Sequence[str]) -> None:
-    """Have the answer to `request` list these names."""
+    """List these names in the answer to `request`."""
     request.scope[_KEY] = names
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the header's value: names in percent-encoded ASCII and cut to a length, then how many more there are."""
-    quoted = [quote(name[:_LONGEST_NAME], safe="")[:_LONGEST_NAME] for name in names[:_MAX_LISTED]]
+    """Return the header's value: percent-encoded, truncated names, then the number of omitted names."""
+    quoted = [quote(name[:_MAX_NAME_LENGTH], safe="")[:_MAX_NAME_LENGTH] for name in names[:_MAX_LISTED]]
     more = len(names) - len(quoted)
     return ", ".join([*quoted, f"+{more}"] if more else quoted)
 
 
 def list_ignored_fields(app: ASGIApp) -> ASGIApp:
-    """Return ASGI middleware that adds the header and logs each name once, at most so many: clients choose them."""
+    """Return ASGI middleware that adds the header and logs each name once, bounded because clients choose names."""
     seen: set[str] = set()
 
     async def listing(scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,7 +42,7 @@ def list_ignored_fields(app: ASGIApp) -> ASGIApp:
                 for name in names:
                     if name not in seen and len(seen) < _MAX_REMEMBERED:
                         seen.add(name)
-                        _log.warning("ignoring request field %s, which is not known", ascii(name[:_LONGEST_NAME]))
+                        _log.warning("ignoring request field %s, which is not known", ascii(name[:_MAX_NAME_LENGTH]))
             await send(message)
 
         await app(scope, receive, send_listing)

@@ -1,4 +1,4 @@
-"""From the bytes of a request body to a checked schema object. Every fault of the input is a 400."""
+"""Conversion of request bodies to validated schema objects. Every fault of the input is a 400."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rayserve_moe.serving.schemas.openai import ChatBody
 Schema = TypeVar("Schema", bound=BaseModel)
 
 _SUBJECT = re.compile("^(Value error,|Input|Field|String|List) ")
-"""The beginning of a fault's sentence, which the name of the field replaces."""
+"""Beginning of pydantic's sentence, which the field's name replaces."""
 _NAMED = re.compile(r"`(\w+)`")
-"""The field that a sentence about several begins with."""
-_LONGEST_COMPARED_NAME = 64
+"""Field at the beginning of a sentence about several fields."""
+_MAX_COMPARED_NAME_LENGTH = 64
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 MAX_STRINGS = 2**17
-"""Strings that one text may hold, names of fields among them."""
+"""Maximum number of strings in a text, including field names."""
 MAX_CONTAINERS = 2**20
-"""Lists and objects that one text may hold: routing to replay, as numbers, has one per token and layer."""
+"""Maximum number of lists and objects in a text: forced routing in JSON has a list per token and layer."""
 MAX_DEPTH = 64
 PIECE_BYTES = 32768
-"""One piece is parsed in a millisecond or two. A single string is never cut."""
+"""Size of a piece, which parses in a millisecond or two. A single string is never cut."""
 _MARK = re.compile(rb'[\[\]{}"NI]')
 _STRING_PART = re.compile(rb'(?:[^"\\]++|\\.){0,4096}+', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -44,12 +44,12 @@ _PLACEHOLDER = b"NaN"
 
 
 async def read_body(request: Request, schema: type[Schema], *, admission: Admission) -> Schema:
-    """Read, parse and check the body, on a thread where it is long. Its content type is not looked at."""
+    """Read, parse and validate the body, on a thread if it is long. The content type is ignored."""
     return await _read(request, schema, admission, partial(_parsed, admits_nothing=False))
 
 
 async def read_options(request: Request, schema: type[Schema], *, admission: Admission) -> Schema:
-    """Read options from a body, which may be missing, and from the query, which counts where both have one."""
+    """Read options from an optional body and the query; the query takes precedence."""
     query = {name: _FLAGS.get(value.lower(), value) for name, value in request.query_params.items()}
     return await _read(request, schema, admission, lambda body: _parsed(body, admits_nothing=True) | query)
 
@@ -74,7 +74,10 @@ async def _read(
 
 
 async def _bytes_of(request: Request, admission: Admission, held: ExitStack) -> bytes:
-    """Read the whole body, counting its bytes. A refused one is read to its end too: its client still writes."""
+    """Read the whole body and count its bytes.
+
+    A rejected body is also read to its end, because its client still writes.
+    """
     parts: list[bytes] = []
     refusal: ApiError | None = None
     async for part in request.stream():
@@ -111,7 +114,7 @@ def _parsed(body: bytes, *, admits_nothing: bool) -> dict[str, Any]:
 
 
 def validate(schema: type[Schema], fields: dict) -> Schema:
-    """Check a parsed object; the first fault becomes the error's sentence and `param`."""
+    """Validate a parsed object; the first fault becomes the error's sentence and `param`."""
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
@@ -126,7 +129,7 @@ def validate(schema: type[Schema], fields: dict) -> Schema:
 
 @contextmanager
 def refusals_translated(names: Mapping[str, str]) -> Generator[None, None, None]:
-    """Have errors about fields of a chat name those of the dialect that it was translated from."""
+    """Rename chat fields in errors to those of the dialect from which the chat was translated."""
     try:
         yield
     except ApiError as error:
@@ -137,16 +140,15 @@ def refusals_translated(names: Mapping[str, str]) -> Generator[None, None, None]
 
 
 def chat_from(fields: dict[str, Any]) -> ChatBody:
-    """Read the fields of a chat that another dialect has been translated to."""
+    """Validate the fields of a chat that was translated from another dialect."""
     taken, _ = taken_fields(fields, FIELDS[ChatBody])
     return validate(ChatBody, taken)
 
 
 def taken_fields(fields: dict[str, Any], known: KnownFields) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields for the schema, under its own names, and the names that are not known.
+    """Return the fields under the schema's names, and the unknown names. Null counts as missing.
 
-    ApiError 400 for a refused field that is not switched off, and for an unknown name in a nested object. Null is the
-    same as not given.
+    Raises: ApiError 400 for a refused field that is not switched off, and for an unknown name in a nested object.
     """
     return _taken(fields, known, path="")
 
@@ -171,32 +173,34 @@ def _taken(fields: dict[str, Any], known: KnownFields, *, path: str) -> tuple[di
 
 
 def _within(value: Any, known: KnownFields, path: str) -> Any:
-    """Check a nested object, or each in a list; the schema refuses other values."""
+    """Validate the names of a nested object, or of each object in a list; the schema rejects other values."""
     if isinstance(value, list):
         return [_within(each, known, f"{path}.{place}") for place, each in enumerate(value)]
     if not isinstance(value, dict) or (known.kinds and value.get("type") not in known.kinds):
         return value
     taken, unknown = _taken(value, known, path=f"{path}.")
     if unknown:
-        (nearest,) = difflib.get_close_matches(unknown[0][:_LONGEST_COMPARED_NAME], known.names, cutoff=0.0, n=1)
+        (nearest,) = difflib.get_close_matches(unknown[0][:_MAX_COMPARED_NAME_LENGTH], known.names, cutoff=0.0, n=1)
         raise ApiError(400, f"`{path}` has an unknown field: the nearest known one is `{nearest}`", param=path)
     return taken
 
 
 class JsonFault(ValueError):
-    """A text that is not strict JSON, or over a bound. The message never quotes it."""
+    """Error for text that is not strict JSON or exceeds a bound. Its message never quotes the text."""
 
 
 def parse_in_pieces(text: bytes) -> object:
-    """Parse one value: UTF-8, finite numbers, no name twice in an object, no lone surrogates. JsonFault otherwise.
+    """Parse a JSON value: UTF-8, finite numbers, unique names in objects, no lone surrogates.
 
-    A scan finds strings and brackets. A container longer than a piece is cut at its own commas and each piece is parsed
-    by itself, between which other threads run; in the surrounding text the constant NaN, which strict JSON lacks, is
-    the placeholder of the value. What is left of the outermost container is parsed at the end.
+    A scan finds strings and brackets. A container longer than a piece is cut at its own commas, and each piece is
+    parsed separately so that other threads can run in between. In the surrounding text NaN, which strict JSON lacks, is
+    the placeholder of the parsed value. The rest of the outermost container is parsed last.
 
         {"prompt": [1, ... | 8, ... | 16, ...], "n": 2}   ->   three lists that are joined, then {"prompt": NaN, "n": 2}
 
-    A text of one piece that cannot be nested too deeply is parsed without a scan, which only names its fault.
+    A text of a single piece that cannot be nested too deeply is parsed without a scan, which then only names its fault.
+
+    Raises: JsonFault for anything else.
     """
     if len(text) <= PIECE_BYTES and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         with suppress(JsonFault):
@@ -242,7 +246,7 @@ def _check_nesting(num_containers: int, *, depth: int) -> None:
 
 
 class _Container:
-    """An open container, or the whole text: `[parsed into taken | before, with placeholders | from piece_start on]`."""
+    """Open container, or the whole text: `[parsed into taken | before, with placeholders | from piece_start on]`."""
 
     __slots__ = ("before", "closing", "piece_start", "start", "taken", "text", "values")
 
@@ -254,7 +258,7 @@ class _Container:
         self.taken: Any = None
 
     def cut(self, start: int, stop: int) -> None:
-        """Parse pieces: between two marks, `[start, stop)`, all commas are its own."""
+        """Parse complete pieces; all commas in `[start, stop)`, between two marks, belong to this container."""
         while stop - self.piece_start > PIECE_BYTES:
             comma = self.text.find(b",", max(start, self.piece_start + PIECE_BYTES), stop)
             if comma < 0:
@@ -263,7 +267,7 @@ class _Container:
             self.piece_start = comma + 1
 
     def close(self, end: int, *, outer: _Container) -> None:
-        """End at `end`; where it was cut, a placeholder replaces it in the outer one."""
+        """End at `end`; if the container was cut, put a placeholder into the outer container."""
         if self.taken is None and not self.before:
             return
         self._take(end)
@@ -272,7 +276,7 @@ class _Container:
         outer.piece_start = end + 1
 
     def parsed(self, end: int) -> Any:
-        """Parse what is not taken yet, up to `end`."""
+        """Parse the unparsed rest, up to `end`."""
         opening, closing = b"", b""
         if self.closing:
             opening, closing = self.text[self.start : self.start + 1], bytes([self.closing])
@@ -280,7 +284,7 @@ class _Container:
         return _parse_piece(raw, iter(self.values))
 
     def _take(self, end: int) -> None:
-        """Parse up to `end`, and join it with the pieces before."""
+        """Parse up to `end` and append the result to the previous pieces."""
         piece = self.parsed(end)
         if not piece:
             raise JsonFault("a value is missing between two commas")
@@ -313,14 +317,14 @@ def _parse_piece(raw: bytes, values: Iterator[object]) -> object:
 
 
 def _next_of(values: Iterator[object]) -> object:
-    """Return the value that a placeholder stands for."""
+    """Return the value of a placeholder."""
     for value in values:
         return value
     raise JsonFault("NaN and Infinity are not JSON numbers")
 
 
 def _lone_surrogate(parsed: object) -> str:
-    """Return the escape of the first lone surrogate in any string or key; empty without one."""
+    """Return the escape of the first lone surrogate in any string or key; empty if none."""
     try:
         json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:

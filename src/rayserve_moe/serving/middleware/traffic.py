@@ -1,4 +1,4 @@
-"""Requests in progress and answers given, counted in middleware; a server that drains takes no new requests."""
+"""Counters of requests in progress and of answers; a draining server rejects new requests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayserve_moe.serving.errors import ApiError
 
 NO_ROUTE = "none"
-"""The label of unknown paths and of requests refused before routing: clients choose paths."""
+"""Label for unknown paths and requests rejected before routing, because clients choose paths."""
 
 
 class Traffic:
-    """Requests in progress, until the last byte of their answers, and answers by path of the route and status."""
+    """Requests in progress until the last byte of their answers, and answers by route path and status."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -21,11 +21,11 @@ class Traffic:
         self.answered: Counter[tuple[str, int]] = Counter()
 
     def drain(self) -> None:
-        """Refuse generation requests from now on."""
+        """Reject generation requests from now on."""
         self.is_draining = True
 
     async def refuse_when_draining(self) -> None:
-        """Raise a 503 while draining. A coroutine, since FastAPI calls plain functions on a thread."""
+        """Raise a 503 while draining. It is a coroutine because FastAPI runs plain functions on a thread."""
         if self.is_draining:
             raise ApiError(503, "the server is shutting down: send this to another one", code="draining")
 

@@ -1,6 +1,6 @@
-"""HTTP responses from the streams of a request: one JSON object, server-sent events, or a rollout container.
+"""HTTP responses from the streams of a request: a JSON object, server-sent events, or a rollout container.
 
-Answers are serialized on the event loop while they are small, in a thread where they are not.
+Small answers are serialized on the event loop, large ones on a thread.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _Built = TypeVar("_Built")
 
 
 class Writer(Protocol):
-    """Writes the answer to one request in one dialect."""
+    """Writer of the answer to a request in a dialect."""
 
     @property
     def routing(self) -> RoutingWriter:
-        """The writer of routing fields; it holds the rows that a container sends as bytes."""
+        """Return the writer of routing fields; it holds the rows that a container sends as bytes."""
         ...
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict | list:
@@ -41,20 +41,23 @@ class Writer(Protocol):
         ...
 
     def defers(self, delta: ChoiceResult) -> bool:
-        """Whether an event about one choice has to wait for more output."""
+        """Return True if an event about a choice must wait for more output."""
         ...
 
     def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
-        """Return the events of one choice from its new output, perhaps none; `so_far` holds no routing."""
+        """Return the events for new output of a choice, possibly none; `so_far` holds no routing."""
         ...
 
     def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
-        """Return the events after the last choice's, if there are such."""
+        """Return the events after the last choice's, if any."""
         ...
 
 
 def rollout_type(request: Request, *, stream: bool) -> str | None:
-    """Return the first container type in `Accept`, None without one. ApiError with `stream`: events are text."""
+    """Return the first container type in `Accept`, or None.
+
+    Raises: ApiError if `stream` is set, because events are text.
+    """
     accepted = [entry.partition(";")[0].strip().lower() for entry in request.headers.get("accept", "").split(",")]
     found = next((kind for kind in accepted if kind in (ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE)), None)
     if found and stream:
@@ -73,8 +76,8 @@ async def respond(
 ) -> Response:
     """Return events, or wait for the whole answer: JSON, or a container of this media type.
 
-    The container has the JSON fields as its header and the routing rows behind it; the answers of a batch are listed
-    under `answers`. When the client disconnects the requests are aborted.
+    A container has the JSON fields as its header, followed by the routing rows; the answers of a batch are listed under
+    `answers`. The requests are aborted when the client disconnects.
     """
     if stream:
         return EventStream(_events(state, streams, writer), streams.close, pause=_pause_of(state), cursor=streams)
@@ -96,7 +99,7 @@ async def respond(
 
 
 def typed_events(state: ApiState, *, streams: RequestStreams, writer: Writer) -> Response:
-    """Return events that are named after their types."""
+    """Return events named after their types."""
     events, pause = _events(state, streams, writer), _pause_of(state)
     return EventStream(events, streams.close, has_types=True, pause=pause, cursor=streams)
 
@@ -149,7 +152,7 @@ def size_of(results: Iterable[ChoiceResult]) -> int:
 
 
 async def built(state: ApiState, build: Callable[[], _Built], *, size: int) -> _Built:
-    """Run `build`, which returns about `size` bytes: here, or in a thread of `state.encoding` where that is long."""
+    """Run `build`, which returns about `size` bytes: here, or on a thread of `state.encoding` if that takes long."""
     if size < LARGE_ANSWER_BYTES:
         return build()
     return await asyncio.get_running_loop().run_in_executor(state.encoding, build)

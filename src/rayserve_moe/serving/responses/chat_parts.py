@@ -1,4 +1,4 @@
-"""Messages of a chat's answer in parts: reasoning, content and calls, whole and as deltas."""
+"""Parts of a chat answer: reasoning, content and calls, whole and as deltas."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rayserve_moe.text.tool_calls.tape import Part, TextPart, ToolCall
 
 
 class ChatParts:
-    """Splits the texts of all choices of a chat; `is_active` is False where they are content and nothing else.
+    """Splitter of the texts of all choices of a chat; `is_active` is False if they are content only.
 
-    A message has `reasoning` and `reasoning_content`, the same under both names, where the model can reason.
+    If the model can reason, a message has the same `reasoning` and `reasoning_content`.
     """
 
     def __init__(self, output: ChatOutput, body: ChatBody, *, request_of_choice: Sequence[GenerationRequest]) -> None:
@@ -36,9 +36,9 @@ class ChatParts:
         self._held_reasoning = [""] * len(self._splitters)
 
     def message(self, choice: int, text: str, *, echoed: str = "") -> dict:
-        """Return the fields of a whole message besides its role; content is null where there is nothing but calls.
+        """Return the fields of a whole message except its role; content is null if the message has only calls.
 
-        In SGLang's dialect, which `return_meta_info` asks for, it is empty instead.
+        In SGLang's dialect, selected by `return_meta_info`, it is empty instead.
         """
         parts = [*self._splitter(choice).push(text), *self._splitter(choice).finish()]
         content = echoed + _joined(parts, "content")
@@ -52,13 +52,13 @@ class ChatParts:
         }
 
     def deltas(self, choice: int, text: str, *, is_last: bool) -> list[dict]:
-        """Return the deltas of a message that new text makes: of a call one with name and id, one with arguments."""
+        """Return the deltas for new text; a call makes two, with name and id, and with arguments."""
         splitter = self._splitter(choice)
         parts = [*splitter.push(text), *(splitter.finish() if is_last else [])]
         return [delta for part in self._released(choice, parts, is_last) for delta in self._deltas_of(choice, part)]
 
     def has_calls(self, choice: int) -> bool:
-        """Whether a choice, so far, calls tools."""
+        """Return True if a choice has called a tool."""
         return self._num_calls[choice] > 0
 
     def _splitter(self, choice: int) -> OutputSplitter:
@@ -67,7 +67,7 @@ class ChatParts:
         return splitter
 
     def _released(self, choice: int, parts: Sequence[Part], is_last: bool) -> Iterator[Part]:
-        """Parts as the client wants them: without reasoning, or with all of it at once."""
+        """Yield parts as the client requests them: without reasoning, or with all reasoning at once."""
         for part in parts:
             if not isinstance(part, TextPart) or part.kind == "content":
                 yield from self._taken_reasoning(choice)
@@ -105,7 +105,7 @@ class ChatParts:
 
 
 def asked_parts(body: ChatBody) -> dict[str, bool]:
-    """Return whether calls, and whether reasoning, are to be separated from the content of an answer."""
+    """Return whether calls and reasoning are separated from the content of an answer."""
     return {"has_calls": bool(body.offered_tools), "has_reasoning": body.separate_reasoning}
 
 
@@ -114,7 +114,7 @@ def _new_id() -> str:
 
 
 _NEW_IDS: Mapping[str, Callable[[], str]] = {"mistral": lambda: uuid.uuid4().hex[:9]}
-"""Ids of calls that a family's template demands; others are vLLM's, or SGLang's where its dialect is asked for."""
+"""Ids of calls that a family's template requires; other ids are vLLM's, or SGLang's in its dialect."""
 
 
 def _joined(parts: Sequence[Part], kind: str) -> str:

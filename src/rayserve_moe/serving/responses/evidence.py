@@ -1,4 +1,4 @@
-"""What answers of the OpenAI routes hold besides text, where a body asks for it: ids, versions, scored prompts."""
+"""Optional fields of OpenAI answers besides text: ids, versions, scored prompts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rayserve_moe.text.tokenizer import Tokenizer
 
 
 class EvidenceWriter:
-    """Writes the fields that a body asks for; each is absent unless it is asked for.
+    """Writer of requested fields; other fields are absent.
 
-    `so_far` is all of a choice, `delta` what is new. Prompts stand in the choices of completions, and once beside the
-    choices of a chat.
+    `so_far` is the accumulated choice and `delta` its new output. Prompt fields are in the choices of completions, and
+    beside the choices of a chat.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class EvidenceWriter:
         self._body, self._card, self._tokenizer, self._streams = body, card, tokenizer, streams
 
     def of_choice(self, choice: int, delta: ChoiceResult, *, so_far: ChoiceResult, is_first: bool) -> dict:
-        """Return the fields of one choice, in the order of vLLM."""
+        """Return the fields of a choice, in vLLM's order."""
         body, request = self._body, self._streams.request_of_choice[choice]
         fields: dict = {"token_ids": list(delta.token_ids)} if body.return_token_ids else {}
         if not isinstance(body, ChatBody):
@@ -50,7 +50,7 @@ class EvidenceWriter:
         return fields
 
     def sglext(self, results: Sequence[ChoiceResult]) -> dict:
-        """Return the object of SGLang's extensions beside the choices, if it has something."""
+        """Return the object of SGLang's extensions beside the choices; empty if none is requested."""
         body, request = self._body, self._streams.request_of_choice[0]
         found: dict = {}
         if body.return_cached_tokens_details:
@@ -65,7 +65,7 @@ class EvidenceWriter:
         return {"sglext": found} if found else {}
 
     def meta_info(self, choice: int, result: ChoiceResult) -> dict:
-        """Return `meta_info` as `/generate` has it, without routing; empty where it is not asked for."""
+        """Return `meta_info` as in `/generate`, without routing; empty unless requested."""
         body = self._body
         if not isinstance(body, ChatBody) or not body.return_meta_info:
             return {}
@@ -88,7 +88,7 @@ class EvidenceWriter:
 
 
 def draft_details(drafts: DraftCounts) -> dict:
-    """What became of drafts, as `spec_tokens_details` of SGLang has it."""
+    """Return the counts of drafts, as in SGLang's `spec_tokens_details`."""
     return {
         "spec_accept_rate": drafts.accepted / max(drafts.drafted, 1),
         "spec_accept_length": 1 + drafts.accepted / drafts.chains if drafts.chains else 0.0,
@@ -101,7 +101,7 @@ def draft_details(drafts: DraftCounts) -> dict:
 def prompt_logprobs(
     request: GenerationRequest, result: ChoiceResult, *, num_top: int, tokenizer: Tokenizer | None = None
 ) -> list[dict[str, dict] | None]:
-    """One object per prompt token, by token id: the token itself, then the likeliest; null for the first.
+    """Return an object per prompt token, by token id: the token itself, then the likeliest; null for the first token.
 
     Clients read the first value of an object as the token's own. A tokenizer adds the text of every token.
     """

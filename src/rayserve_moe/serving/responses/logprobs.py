@@ -1,4 +1,4 @@
-"""Log-probs in answers of the OpenAI and token dialects, for the new output of a choice."""
+"""Log-probs of new output in answers of the OpenAI and token dialects."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ MAX_ADDED_IDS = 4
 
 
 class CompletionLogprobs:
-    """The `logprobs` object of one choice of `/v1/completions`; `top_logprobs` is by text, the token itself first.
+    """The `logprobs` object of a choice of `/v1/completions`; `top_logprobs` is by text, the token itself first.
 
     `text_offset` counts the characters of the choice's text before each token. With `echo` the prompt comes first, and
-    its first token has no log-prob. With `return_tokens_as_token_ids` tokens are called `token_id:N`.
+    its first token has no log-prob. With `return_tokens_as_token_ids` tokens are named `token_id:N`.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, request: GenerationRequest, *, body: CompletionBody, prompt_text: str | None
     ) -> None:
-        """Begin a choice; `prompt_text` is the prompt as it was sent, None if it was sent as ids."""
+        """Begin a choice; `prompt_text` is the prompt as sent, None if it was sent as ids."""
         self._tokenizer, self._request, self._num_top = tokenizer, request, body.logprobs or 0
         self._listed = request.logprob_token_ids
         self._name = token_name if body.return_tokens_as_token_ids else tokenizer.token_text
@@ -53,7 +53,7 @@ class CompletionLogprobs:
         }
 
     def _by_name(self, tokens: Sequence[TokenLogprob]) -> dict[str, float]:
-        """Log-probs by text: the highest of tokens with the same text."""
+        """Return log-probs by text: the maximum over tokens with the same text."""
         by_name: dict[str, float] = {}
         for token in tokens:
             name = self._name(token.token_id)
@@ -124,7 +124,7 @@ def chat_logprobs(
 ) -> dict:
     """Return the object of a chat choice; as in vLLM, `top_logprobs` begins with the token itself.
 
-    Tokens are called by their text, or `as_ids`; `bytes` are those of the text.
+    Tokens are named by their text, or by id if `as_ids`; `bytes` are those of the text.
     """
     name = token_name if as_ids else tokenizer.token_text
 
@@ -136,7 +136,7 @@ def chat_logprobs(
 
 
 def token_logprobs(delta: ChoiceResult, *, num_logprobs: int, listed_ids: Sequence[int] = ()) -> dict:
-    """Return the object of a choice of `/inference/v1/generate`: more than one asks for the likeliest tokens too.
+    """Return the object of a choice of `/inference/v1/generate`; `num_logprobs` above 1 adds the likeliest tokens.
 
     A listed token has no rank.
     """
@@ -165,7 +165,7 @@ def echoed_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 def num_added_ids(tokenizer: Tokenizer, token_ids: Sequence[int], *, text: str) -> int:
-    """Return the number of leading special tokens that `text` does not spell out: the tokenizer added them."""
+    """Return the number of leading special tokens that `text` does not spell out, because the tokenizer added them."""
     leading = list(itertools.takewhile(tokenizer.special_ids.__contains__, token_ids))
     for count in range(min(len(leading), MAX_ADDED_IDS) + 1):
         if text.startswith("".join(map(tokenizer.token_text, leading[count:]))):

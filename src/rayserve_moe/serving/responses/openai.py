@@ -1,4 +1,4 @@
-"""Answer objects of the OpenAI routes, whole and in chunks. No I/O."""
+"""Answer objects of the OpenAI routes, whole and in chunks, without I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROMPT_ROWS = "prompt_routed_experts"
 
 
 class OpenAIWriter:
-    """Writes the answer to one request of `/v1/completions` or `/v1/chat/completions`."""
+    """Writer of the answer to a request of `/v1/completions` or `/v1/chat/completions`."""
 
     def __init__(
         self,
@@ -75,14 +75,13 @@ class OpenAIWriter:
         return answer | {"usage": self.usage(results)}
 
     def defers(self, delta: ChoiceResult) -> bool:
-        """Log-probs of an echoed prompt, which stand before everything else, come with the end of a choice."""
+        """Return True before the end of a choice with log-probs of an echoed prompt, which precede everything else."""
         return bool(self._logprobs) and self._body.echo and delta.finish is None
 
     def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
-        """Return the events of one choice; `usage` is null where only the last event counts tokens.
+        """Return the events of a choice; `usage` is null if only the last event counts tokens.
 
-        Whatever is not text comes with the last of them. There is none where parts of the answer are held back, unless
-        something else is to be sent.
+        Everything except text is in the last event. No event is returned while all new parts are held back.
         """
         is_first = choice not in self._started
         self._started.add(choice)
@@ -102,7 +101,7 @@ class OpenAIWriter:
         return events
 
     def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
-        """Return the events of SGLang's extensions and of counted tokens, if they were asked for."""
+        """Return the requested events of SGLang's extensions and token counts."""
         extension = {} if self._evidence is None else self._evidence.sglext(results)
         events = [{**self._event([]), **extension}] if extension else []
         if (options := self._body.stream_options) and options.include_usage:
@@ -110,7 +109,7 @@ class OpenAIWriter:
         return events
 
     def usage(self, results: Sequence[ChoiceResult]) -> dict:
-        """Count tokens as `usage_of`; in a chat those of reasoning too."""
+        """Return token counts as `usage_of`; a chat also counts reasoning tokens."""
         counted = usage_of(self._request_of_choice, results)
         if isinstance(self._body, ChatBody):
             pairs = zip(self._request_of_choice, results, strict=True)
@@ -131,7 +130,7 @@ class OpenAIWriter:
         return {"message": {"role": self._role, **message}}
 
     def _new_texts(self, choice: int, delta: ChoiceResult, *, is_first: bool) -> list[dict]:
-        """Return the text of every event that new output makes, at least one."""
+        """Return the texts of the events for new output, at least a single one."""
         echoed = self._echoed(choice) if is_first and self._body.echo else ""
         if not self._is_chat:
             return [{"text": echoed + delta.text}]
@@ -143,7 +142,10 @@ class OpenAIWriter:
         return [{"delta": each} for each in (first + deltas or [{}])]
 
     def _finish_reason(self, choice: int, finish: FinishReason | None) -> str | None:
-        """Return why a choice ended: to call tools, where it stopped by itself, does, and could have chosen another."""
+        """Return the finish reason.
+
+        It is `tool_calls` if a choice stopped after calls and was not forced to call a named tool.
+        """
         if finish is None or finish.kind != "stop" or self._parts is None or not self._parts.has_calls(choice):
             return None if finish is None else finish.kind
         return "stop" if isinstance(self._body, ChatBody) and isinstance(self._body.tool_choice, dict) else "tool_calls"
@@ -194,7 +196,7 @@ class OpenAIWriter:
         return {"meta_info": fields, "sgl_ext": {"routed_experts": fields["routed_experts"]}} if fields else {}
 
     def _prompt_rows(self, choices: Sequence[dict]) -> dict:
-        """Move the rows of prompts up to the answer: those of the only prompt, or a list with those of each."""
+        """Move the rows of prompts to the answer: those of a single prompt, or a list with those of each prompt."""
         found: dict[str, list | None] = {}
         for choice in choices:
             if _PROMPT_ROWS in choice:
@@ -209,7 +211,7 @@ class OpenAIWriter:
 
 
 def _best(choices: list[dict], results: Sequence[ChoiceResult], *, body: CompletionBody) -> list[dict]:
-    """Return `n` choices of each prompt: those whose tokens have the highest mean log-prob, where more were sampled."""
+    """Return the `n` choices of each prompt with the highest mean log-prob per token."""
     n, num_samples = dict(body)["n"], body.num_samples
     means = [sum(result.logprobs) / len(result.logprobs) if result.logprobs else -math.inf for result in results]
     samples = [range(first, first + num_samples) for first in range(0, len(choices), num_samples)]
@@ -218,7 +220,7 @@ def _best(choices: list[dict], results: Sequence[ChoiceResult], *, body: Complet
 
 
 def _prompt_texts(body: CompletionBody, request_of_choice: Sequence[GenerationRequest]) -> list[str | None]:
-    """Return the prompt of each choice as it was sent; None for token ids, and for a prompt that may be truncated."""
+    """Return the prompt of each choice as sent; None for token ids, and for a prompt that may be truncated."""
     texts = [
         prompt if isinstance(prompt, str) and body.truncate_prompt_tokens is None else None for prompt in body.prompt
     ]
@@ -227,7 +229,7 @@ def _prompt_texts(body: CompletionBody, request_of_choice: Sequence[GenerationRe
 
 
 def usage_of(request_of_choice: Sequence[GenerationRequest], results: Sequence[ChoiceResult]) -> dict:
-    """Count tokens: each prompt once, every choice's output."""
+    """Return token counts: each prompt once, and every choice's output."""
     earlier = [None, *request_of_choice]
     first_choices = [choice for choice, request in enumerate(request_of_choice) if request is not earlier[choice]]
     prompt_tokens = sum(len(request_of_choice[choice].prompt_ids) for choice in first_choices)

@@ -1,6 +1,6 @@
-"""The engine requests of one HTTP request: submitted, merged into one stream of updates, and closed together.
+"""Engine requests of an HTTP request: submitted, merged into a single stream of updates, and closed together.
 
-Choices are numbered over the whole HTTP request: prompt by prompt, and within a prompt by the engine's index.
+Choices are numbered over the whole HTTP request: by prompt, and within a prompt by the engine's index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHOICES_AT_ONCE = 64
 
 
 class RequestStreams:
-    """The open streams of one HTTP request. `close` must follow, however the request ends."""
+    """Open streams of an HTTP request. `close` must follow, however the request ends."""
 
     def __init__(self, state: ApiState, requests: Sequence[GenerationRequest]) -> None:
         self._started_s = time.monotonic()
@@ -42,7 +42,7 @@ class RequestStreams:
         if len(self.request_of_choice) > MAX_CHOICES:
             raise ApiError(400, f"a request may ask for at most {MAX_CHOICES} choices, prompts times `n`", param="n")
         self.elapsed_s = [0.0] * len(self.request_of_choice)
-        """Seconds that each choice has taken, as of its last delta."""
+        """Seconds from the request to the last delta of each choice."""
         self._first_choice = [0, *itertools.accumulate(request.sampling.n for request in requests)]
         self._tasks: list[asyncio.Task[None]] = []
         self._all_ended: asyncio.Future[list] | None = None
@@ -50,11 +50,11 @@ class RequestStreams:
         self.kept: KeptRequest | None = None
         self.retired: FinishReason | None = None
         self.told = [0] * len(self.request_of_choice)
-        """Tokens of each choice in events so far, its end as one more."""
+        """Tokens of each choice in sent events; its end counts as a token."""
 
     @property
     def cursor(self) -> str | None:
-        """What the client knows of every choice, as the id of an event; None for what cannot be resumed."""
+        """Return the client's state of every choice, as an event id; None if the request cannot be resumed."""
         return None if self.kept is None else ",".join(map(str, self.told))
 
     def submit(self, request: GenerationRequest, keeper: Keeper | None = None) -> None:
@@ -62,7 +62,7 @@ class RequestStreams:
         self._streams.append(GenerationStream(self._loop, self._tokenizer, request=request, keeper=keeper))
 
     def close(self) -> None:
-        """Abort what is unfinished. May be called twice."""
+        """Abort unfinished requests. May be called twice."""
         for task in self._tasks:
             task.cancel()
         if self.kept is not None:
@@ -71,18 +71,21 @@ class RequestStreams:
             stream.close()
 
     def retire(self, reason: FinishReason) -> Future[None] | None:
-        """End for its reader what another connection is to answer; the future is done once all has ended."""
+        """End the streams of this connection, which another connection takes over.
+
+        The future is done once all have ended.
+        """
         self.retired = reason
         for stream in self._streams:
             stream.give_up(reason)
-        with contextlib.suppress(EngineStoppedError):  # then nothing runs
+        with contextlib.suppress(EngineStoppedError):  # nothing runs then
             return [None, *(stream.ended() for stream in self._streams)][-1]
         return None
 
     async def groups(self) -> AsyncGenerator[list[NumberedDelta], None]:
-        """Yield groups of deltas, all that are ready, each with the number of its choice.
+        """Yield groups of all ready deltas, each with the number of its choice.
 
-        ApiError 422 when the model fails on a choice; EngineStoppedError when the engine does.
+        Raises: ApiError 422 if the model fails on a choice; EngineStoppedError if the engine stops.
         """
         arrivals: asyncio.Queue[int | NumberedDelta] = asyncio.Queue()
         self._tasks = [
@@ -124,7 +127,7 @@ class RequestStreams:
     async def _forward(
         self, prompt: int, stream: GenerationStream, arrivals: asyncio.Queue[int | NumberedDelta]
     ) -> None:
-        """Forward the deltas of one prompt, then its number, which marks the end of the stream."""
+        """Forward the deltas of a prompt, then its number, which marks the end of the stream."""
         try:
             async for delta in stream:
                 arrivals.put_nowait((self._first_choice[prompt] + delta.choice_index, delta))
@@ -135,9 +138,9 @@ class RequestStreams:
 async def open_streams(
     state: ApiState, requests: Sequence[GenerationRequest], *, param_names: Mapping[str, str] | None = None
 ) -> RequestStreams:
-    """Submit every request, or none: where `GenerationStream` raises for one, those before it are aborted.
+    """Submit every request, or none: if `GenerationStream` raises, the submitted ones are aborted.
 
-    `param_names` maps the engine's names of fields to the route's. Between many choices other tasks run.
+    `param_names` maps the engine's field names to the route's. Other tasks run between many choices.
     """
     with refusals_named(param_names or {}):
         state.loop.capacity.check_size(len(requests))
@@ -170,7 +173,7 @@ async def open_streams(
 
 @contextlib.contextmanager
 def refusals_named(param_names: Mapping[str, str]) -> Generator[None, None, None]:
-    """Turn a RequestError into an ApiError 400 under the route's own name of the field at fault."""
+    """Convert a RequestError to an ApiError 400 under the route's name of the field."""
     try:
         yield
     except RequestError as error:

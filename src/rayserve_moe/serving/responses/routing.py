@@ -1,4 +1,4 @@
-"""Routing in answers: the rows of each choice in the dialect asked for, with their description."""
+"""Routing in answers: the rows of each choice in the requested dialect, with their description."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rayserve_moe.requests.results import ChoiceResult
 
 
 class RoutingWriter:
-    """Writes the routing fields of the choices of one HTTP request in a dialect, a name of `DIALECTS` or `binary`.
+    """Writer of the routing fields of an HTTP request's choices in a dialect, a name of `DIALECTS` or `binary`.
 
-    `shares_prompt_rows` sends the rows of a prompt with one of its choices only, where the dialect can say so.
-    `raw_rows` collects what the binary dialect sends beside the fields, in the order of the choices written.
+    `shares_prompt_rows` sends the rows of a prompt with a single choice, if the dialect supports that. `raw_rows`
+    collects the binary dialect's rows, in the order of the written choices.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class RoutingWriter:
         self._prompt_rows: dict[str, RoutedExperts] = {}
 
     def fields(self, choice: int, delta: ChoiceResult) -> dict:
-        """Return `routed_experts` with `routed_experts_info`, both None where no row is known.
+        """Return `routed_experts` with `routed_experts_info`, both None if no row is known.
 
-        Empty unless routing is asked for, and before the end of a choice where there are no new rows. The nested
-        dialect adds `prompt_routed_experts` to the choice that holds the prompt's rows. The binary one leaves
-        `routed_experts` out: its rows are added to `raw_rows`.
+        The result is empty unless routing is requested, and for an unfinished choice without new rows. The nested
+        dialect adds `prompt_routed_experts` to the choice that holds the prompt's rows. The binary dialect appends its
+        rows to `raw_rows` instead of `routed_experts`.
         """
         request, routing = self._request_of_choice[choice], delta.routing
         if not request.return_routed_experts:
@@ -65,7 +65,7 @@ class RoutingWriter:
         return {**values, "routed_experts_info": routed_experts_info(wanted, self._layout)}
 
     def sglang_fields(self, choice: int, delta: ChoiceResult) -> dict:
-        """Return the fields as `meta_info` holds them, with the position of the first row."""
+        """Return the fields as in `meta_info`, with the position of the first row."""
         fields, first = self.fields(choice, delta), self._request_of_choice[choice].routed_experts_start
         if delta.routing is not None:
             first = max(first, delta.routing.start)
@@ -88,7 +88,7 @@ class RoutingWriter:
         return {"routed_experts_info": routed_experts_info(routing, self._layout)}
 
     def _holds_prompt(self, choice: int, routing: RoutedExperts) -> bool:
-        """Whether this choice holds the prompt's rows: every one does, or the first that has them all."""
+        """Return True if this choice holds the prompt's rows: every choice, or the first that has all of them."""
         request = self._request_of_choice[choice]
         if not self._shares_prompt_rows or request.sampling.n == 1:
             return True
@@ -99,7 +99,7 @@ class RoutingWriter:
         return self._choice_with_prompt.get(request.request_id, choice) == choice
 
     def _agrees_on_prompt(self, choice: int, routing: RoutedExperts) -> bool:
-        """Whether the known prompt rows of this choice equal those sent already: weights may have changed."""
+        """Return True if this choice's known prompt rows equal the sent rows; weights may have changed in between."""
         request = self._request_of_choice[choice]
         sent, own = self._prompt_rows[request.request_id], routing_until(routing, len(request.prompt_ids))
         if len(own.rows) != len(sent.rows):

@@ -26,7 +26,10 @@ Result = TypeVar("Result")
 
 
 def to_json(answer: dict | list) -> bytes:
-    """Serialize compactly; ValueError for a float that is not finite, which would be a bug."""
+    """Return compact JSON.
+
+    Raises: ValueError for a float that is not finite, which would be a bug.
+    """
     body = pydantic_core.to_json(answer)
     if any(name in body for name in NOT_FINITE):
         json.dumps(answer, allow_nan=False)  # raises for numbers, not for text
@@ -39,7 +42,7 @@ def json_answer(answer: dict | list, *, status: int = 200) -> Response:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` to its end, or cancel it and raise ClientDisconnect as soon as the client disconnects.
+    """Run `work` to its end, or cancel it and raise ClientDisconnect when the client disconnects.
 
     The request body must have been read: `receive` then waits for the disconnect.
     """
@@ -62,19 +65,18 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 class Cursor(Protocol):
-    """Says after every event what its client knows then; `cursor` is None where there is no resuming."""
+    """Client state after every event; `cursor` is None if the stream cannot be resumed."""
 
     @property
     def cursor(self) -> str | None: ...
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, one JSON object each (in bytes), then `[DONE]`; without it where events are named by type.
-    The `id` of each is what the `cursor` says then.
+    """Server-sent events, each a JSON object in bytes, then `[DONE]`; typed events omit the latter.
 
-    An error becomes an event of its own. While `pause` says why nothing comes, a comment every few seconds keeps
-    proxies from giving the stream up. `close` is always called: after the last event, and when the client
-    disconnects, even before the first.
+    The `id` of an event is the `cursor` at that time. An error becomes an event. While `pause` returns a reason, a
+    periodic comment keeps proxies from closing the stream. `close` is always called: after the last event, and when the
+    client disconnects, even before the first event.
     """
 
     media_type = "text/event-stream"
@@ -105,7 +107,7 @@ class EventStream(StreamingResponse):
             await self._lines.aclose()
 
     async def _opened(self, lines: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        """The lines, of which the first is asked for once the answer has begun."""
+        """Yield the lines; the first is requested only after the answer has begun."""
         self._is_open = True
         try:
             async for line in lines:
@@ -142,12 +144,12 @@ async def _event_lines(
 
 
 def typed_line(json_text: bytes) -> bytes:
-    """Return the event of an object whose first field is its type, named after that."""
+    """Return the event of an object whose first field is its type, which names the event."""
     return b"event: " + json_text.split(b'"', 4)[3] + b"\n" + event_line(json_text)
 
 
 def event_line(json_text: bytes) -> bytes:
-    """Return the event of a JSON text: one line, whichever separators a client recognizes."""
+    """Return the event of a JSON text as a single line under every client's line separators."""
     if not json_text.isascii():
         for end, escape in _LINE_ENDS.items():
             json_text = json_text.replace(end, escape)

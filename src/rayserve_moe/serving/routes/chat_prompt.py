@@ -1,4 +1,4 @@
-"""The prompt of a chat: what the checkpoint's template makes of its messages, or ids that came with them."""
+"""Prompt of a chat: the rendered template, or the given ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _BYTES_PER_MESSAGE = 64
 
 
 async def chat_ids(state: ApiState, body: ChatBody, *, request: Request) -> np.ndarray:
-    """Return int32 ids. ApiError 400 for messages or options that the template refuses, and for too long a prompt."""
+    """Return the prompt as int32 ids.
+
+    Raises: ApiError 400 for messages or options that the template rejects, and for a prompt longer than the context.
+    """
     if body.offered_tools:
         _check_tools(state.chat_output)
     if body.input_ids is not None:
@@ -32,7 +35,7 @@ async def chat_ids(state: ApiState, body: ChatBody, *, request: Request) -> np.n
 
 
 async def rendered_ids(state: ApiState, body: ChatBody | TokenizeBody, *, request: Request) -> np.ndarray:
-    """Return what the template makes of the messages, int32."""
+    """Return the messages rendered by the template, as int32 ids."""
     size = sum(_BYTES_PER_MESSAGE + _num_characters(message.content) for message in body.messages or ())
     size += sum(len(str(tool)) for tool in _seen_tools(state, body))
     size += sum(len(text) for document in body.documents or () for text in document.values())
@@ -41,14 +44,17 @@ async def rendered_ids(state: ApiState, body: ChatBody | TokenizeBody, *, reques
 
 
 def _seen_tools(state: ApiState, body: ChatBody | TokenizeBody) -> list[dict[str, Any]]:
-    """The tools that reach the template: those that no call may be read of too, unless a setting leaves them out."""
+    """Return the tools for the template, including tools that may not be called unless a setting excludes them."""
     if not isinstance(body, ChatBody):
         return []
     return body.offered_tools if state.server.exclude_tools_when_tool_choice_none else body.tools
 
 
 def _options(state: ApiState, body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """What the template is given by name. ApiError 400 for an effort that it does not ask for."""
+    """Return the template's variables.
+
+    Raises: ApiError 400 for a reasoning effort that the template does not use.
+    """
     effort = body.reasoning_options if isinstance(body, ChatBody) else {}
     if effort and not any(name in template_text(state.tokenizer) for name in effort):
         raise ApiError(400, "the checkpoint's chat template knows no `reasoning_effort`", param="reasoning_effort")
@@ -56,12 +62,12 @@ def _options(state: ApiState, body: ChatBody | TokenizeBody) -> dict[str, Any]:
 
 
 def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """What a body gives the template by name, unchecked."""
+    """Return the template's variables from a body, unchecked."""
     return (body.reasoning_options if isinstance(body, ChatBody) else {}) | body.template_options
 
 
 def _check_tools(output: ChatOutput) -> None:
-    """ApiError 400 where the model would not see tools, or its calls could not be separated from content."""
+    """Raise ApiError 400 if the template omits tools, or if calls cannot be separated from content."""
     if not output.takes_tools:
         raise ApiError(400, "the checkpoint's chat template has no place for `tools`", param="tools")
     if output.format.calls is None:

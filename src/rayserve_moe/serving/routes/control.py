@@ -1,4 +1,4 @@
-"""Health, probes of load balancers and trainers, aborting requests, pausing, weight updates, and flushing the cache."""
+"""Health, probes of load balancers and trainers, abort, pause, weight updates, and cache flush."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONGEST_PROBE_S = 20.0
 
 
 def control_router(state: ApiState) -> APIRouter:
-    """Return the routes over one engine."""
+    """Return the routes over an engine."""
     router = APIRouter()
 
     @router.get("/health", **answers(503))
@@ -72,13 +72,13 @@ def control_router(state: ApiState) -> APIRouter:
 
 
 def check_admin(state: ApiState, request: Request) -> None:
-    """ApiError 401 for a request without the key for what concerns all clients."""
+    """Raise ApiError 401 for a request without the key for changes that affect all clients."""
     if not has_admin_key(state.server, request.headers.get("authorization", "")):
         raise refused_key()
 
 
 def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
-    """Add the routes that trainers call between two batches of rollouts."""
+    """Add the routes that trainers call between batches of rollouts."""
 
     @router.post("/pause_generation", **takes(PauseBody, *COMMAND))
     async def pause_generation(request: Request) -> Response:
@@ -99,12 +99,12 @@ def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
 
 
 async def update_answer(state: ApiState, order: WeightOrder, *, param: str = "model_path") -> Response:
-    """Change the weights. A refusal has an error object beside SGLang's fields; `param` is the field of the path."""
+    """Update the weights. A refusal has an error object beside SGLang's fields; `param` is the field of the path."""
     return outcome_answer(await update_all(state, order), param=param)
 
 
 def outcome_answer(outcome: WeightOutcome, *, param: str | None = None) -> Response:
-    """The answer to an update: a refusal is 400."""
+    """Return the answer to an update; a refusal has status 400."""
     fields = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
     if outcome.success:
         return json_answer({**fields, "weight_version": outcome.weight_version})
@@ -124,7 +124,10 @@ def _flush_route(state: ApiState) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _generate_one_token(state: ApiState) -> None:
-    """ApiError 503 unless a token comes in time."""
+    """Generate a token.
+
+    Raises: ApiError 503 unless it arrives in time.
+    """
     request = GenerationRequest(
         request_id=f"health-{uuid.uuid4().hex}",
         prompt_ids=np.zeros(1, np.int32),
@@ -143,7 +146,7 @@ async def _generate_one_token(state: ApiState) -> None:
 
 
 def probe_router(state: ApiState) -> APIRouter:
-    """Return the routes over one engine."""
+    """Return the routes over an engine."""
     router = APIRouter()
 
     @router.get("/liveness", **answers(503))

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: hidden states at the last tokens of texts, as unit vectors."""
+"""Route `/v1/embeddings`: hidden states at the last tokens of texts, as unit vectors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_SHOWN = (
 
 
 def embeddings_router(state: ApiState) -> APIRouter:
-    """Return the route over one engine."""
+    """Return the route over an engine."""
     router = APIRouter()
 
     @router.post("/v1/embeddings", **takes(EmbeddingBody, *GENERATION, 501))
@@ -67,26 +67,26 @@ def embeddings_router(state: ApiState) -> APIRouter:
 
 
 def listed_answer(state: ApiState, answer_id: str, *, data: list[dict], num_tokens: int) -> dict:
-    """A list of objects, in the form of OpenAI and vLLM."""
+    """Return a list answer in the form of OpenAI and vLLM."""
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     head = {"id": answer_id, "object": "list", "created": int(time.time()), "model": state.card.name}
     return {**head, "data": data, "usage": usage}
 
 
 def check_shown(state: ApiState) -> None:
-    """ApiError 501 where hidden states do not leave the devices."""
+    """Raise ApiError 501 if hidden states do not leave the devices."""
     if not state.card.hidden_size:
         raise ApiError(501, NOT_SHOWN, code="not_implemented")
 
 
 def embedding_request(prompt_ids: np.ndarray, request_id: str, *, salt: str) -> GenerationRequest:
-    """A request for the state at the last token of a prompt."""
+    """Return a request for the state at the last token of a prompt."""
     asked = GenerationRequest(request_id, prompt_ids, _NO_TOKEN, cache_salt=salt, incremental=False)
     return replace(asked, return_hidden_states="last")
 
 
 async def states_of(state: ApiState, request: Request, *, asked: Sequence[GenerationRequest]) -> np.ndarray:
-    """Run the requests; returns the states at their last tokens, float32 [N, D]."""
+    """Run the requests and return the states at their last tokens, float32 [N, D]."""
     streams = await open_streams(state, asked, param_names={"prompt": "input"})
     try:
         results = await while_connected(request.receive, streams.results())
@@ -96,7 +96,7 @@ async def states_of(state: ApiState, request: Request, *, asked: Sequence[Genera
 
 
 def unit_vectors(vectors: np.ndarray) -> np.ndarray:
-    """Vectors [N, D] divided by their lengths; zeros stay zeros."""
+    """Return vectors [N, D] divided by their lengths; zeros stay zeros."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
 
@@ -109,7 +109,7 @@ def _state(result: ChoiceResult) -> np.ndarray:
 
 
 def _encoded(vector: np.ndarray, encoding: str) -> list[float] | str:
-    """A list of numbers, or base64 of little-endian float32."""
+    """Return a list of numbers, or base64 of little-endian float32."""
     if encoding == "float":
         return vector.tolist()
     return pybase64.b64encode(vector.astype("<f4").tobytes()).decode()

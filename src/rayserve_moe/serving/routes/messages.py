@@ -1,6 +1,6 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's dialect, over the chats of this server.
+"""Routes `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's dialect over this server's chats.
 
-Answers are written from those of a chat.
+Answers are converted from chat answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rayserve_moe.serving.routes.request_parts import check_model
 from rayserve_moe.serving.schemas.messages import CHAT_NAMES, CountTokensBody, MessagesBody, chat_fields
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "abort", "error": "error"}
-"""How messages end that have not ended by themselves: what was cut off is not shown as whole."""
+"""Stop reasons by finish reason, except `stop`. A truncated message is not reported as complete."""
 _EMPTY = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
@@ -37,7 +37,7 @@ _EMPTY = {
 
 
 def messages_router(state: ApiState) -> APIRouter:
-    """Return the routes over one engine."""
+    """Return the routes over an engine."""
     router = APIRouter()
 
     @router.post("/v1/messages", **generates(MessagesBody))
@@ -65,7 +65,7 @@ def messages_router(state: ApiState) -> APIRouter:
 
 
 class MessagesWriter:
-    """Writes one message: blocks of thinking, text and tool use, whole or as events that build them up."""
+    """Writer of a message: blocks of thinking, text and tool use, whole or as events."""
 
     def __init__(self, chat: OpenAIWriter, request: GenerationRequest, *, model: str) -> None:
         self._chat, self._request = chat, request
@@ -75,7 +75,7 @@ class MessagesWriter:
 
     @property
     def routing(self) -> RoutingWriter:
-        """The chat's."""
+        """Return the chat's routing writer."""
         return self._chat.routing
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict:
@@ -87,7 +87,7 @@ class MessagesWriter:
         return {**self._message, "content": content, **stop, "usage": _usage(answer["usage"])}
 
     def defers(self, delta: ChoiceResult) -> bool:
-        """No event waits."""
+        """Return False: no event waits."""
         return False
 
     def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
@@ -166,12 +166,12 @@ def _object(arguments: str) -> dict:
 
 
 def _signature() -> str:
-    """Clients demand one; it proves nothing here."""
+    """Return a random signature, which clients require; it proves nothing."""
     return uuid.uuid4().hex
 
 
 def _stop_of(choice: dict, *, has_called: bool) -> dict[str, Any]:
-    """How a message has ended: a named call too is one, which a chat ends by `stop`."""
+    """Return the end of a message: `tool_use` also after a forced call, which a chat ends by `stop`."""
     matched = choice["stop_reason"] if choice["finish_reason"] == "stop" else None
     if isinstance(matched, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}

@@ -1,6 +1,6 @@
-"""`/generate`: the native route in SGLang's dialect, and the writer of its answers.
+"""Route `/generate` in SGLang's dialect, and the writer of its answers.
 
-A stream sends, per event, the whole answer of a choice so far: text and ids grow from event to event.
+Every event of a stream has the accumulated answer of a choice, so text and ids grow from event to event.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PARAM_NAMES = {
 
 
 def native_router(state: ApiState) -> APIRouter:
-    """Return the route over one engine."""
+    """Return the route over an engine."""
     router = APIRouter()
 
     @router.post("/generate", **generates(GenerateBody, in_containers=True))
@@ -81,7 +81,7 @@ def _request_ids(body: GenerateBody) -> list[str]:
 
 
 class NativeWriter:
-    """Writes the answer to one request: an object per choice, in a list for a batch or several choices."""
+    """Writer of an answer: an object per choice, in a list for a batch or several choices."""
 
     def __init__(self, state: ApiState, body: GenerateBody, *, streams: RequestStreams, routing: RoutingWriter) -> None:
         self.routing = routing
@@ -97,16 +97,16 @@ class NativeWriter:
         return answers if self._as_list else answers[0]
 
     def defers(self, delta: ChoiceResult) -> bool:
-        """No event waits."""
+        """Return False: no event waits."""
         return False
 
     def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
-        """Return all of a choice so far, with the rows of routing that are new."""
+        """Return the accumulated choice with its new routing rows."""
         answer = self._answer(choice, so_far, delta)
         return [{**answer, "index": choice} if self._as_list else answer]
 
     def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
-        """No event follows the last choice."""
+        """Return no events."""
         return []
 
     def _answer(self, choice: int, so_far: ChoiceResult, delta: ChoiceResult) -> dict:

@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`."""
+"""Routes `/v1/completions` and `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CHOICE = "tool_choice"
 
 
 def openai_router(state: ApiState) -> APIRouter:
-    """Return the routes over one engine."""
+    """Return the routes over an engine."""
     router = APIRouter()
 
     @router.post("/v1/completions", **generates(CompletionBody))
@@ -66,7 +66,7 @@ def openai_router(state: ApiState) -> APIRouter:
 
 
 def with_routing(state: ApiState, body: Body) -> Body:
-    """The body, asking for routing where it says nothing of it and the server returns it by default."""
+    """Return the body, with routing requested if it does not mention routing and the server returns it by default."""
     kind, given = state.card.routing_by_default, body.model_fields_set
     if kind == "off" or "return_routed_experts" in given:
         return body
@@ -84,7 +84,7 @@ async def _answer(
 async def opened(
     state: ApiState, body: CompletionBody | ChatBody, *, prompts: Sequence[np.ndarray]
 ) -> tuple[RequestStreams, OpenAIWriter]:
-    """Submit what a body asks for; returns its streams and the writer of its answer."""
+    """Submit the requests of a body; return their streams and the writer of the answer."""
     prefix, names = ("chatcmpl", _CHAT_NAMES) if isinstance(body, ChatBody) else ("cmpl", _COMPLETION_NAMES)
     answer_id = body.rid or f"{prefix}-{answer_stem()}"
     with refusals_named(names):
@@ -96,7 +96,7 @@ async def opened(
 async def _requests(
     state: ApiState, body: CompletionBody | ChatBody, *, answer_id: str, prompts: Sequence[np.ndarray]
 ) -> list[GenerationRequest]:
-    """Return the engine's requests. Where no limit is given, a chat runs to the end of the context."""
+    """Return the engine's requests. A chat without a limit may fill the context."""
     given = dict(body)
     if isinstance(body, ChatBody):
         limits = (body.max_completion_tokens, given["max_tokens"], max(1, state.card.max_model_len - len(prompts[0])))
@@ -121,7 +121,10 @@ async def _requests(
 
 
 def chat_constraint(output: ChatOutput, body: ChatBody, *, request: GenerationRequest) -> Constraint | None:
-    """Return the constraint of the engine's request. RequestError for one that this checkpoint cannot keep to."""
+    """Return the constraint of the engine's request.
+
+    Raises: RequestError for a constraint that this checkpoint's format cannot express.
+    """
     constraint = request.constraint
     if body.forced_tools:
         if constraint is not None:

@@ -1,4 +1,4 @@
-"""What the server reports: its model and weights, statistics and metrics, loads of experts, and request fields."""
+"""Reports: model and weights, statistics and metrics, expert loads, and request fields."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def model_router(state: ApiState) -> APIRouter:
 
 
 def _add_versions(router: APIRouter, state: ApiState) -> None:
-    """Add routes that answer one value each."""
+    """Add routes that answer a single value."""
 
     @router.get("/weight_info", **answers())
     @router.get("/get_weight_version", **answers())
@@ -141,7 +141,7 @@ def fields_router() -> APIRouter:
 
 
 def _objects() -> Iterator[dict[str, Any]]:
-    """The JSON objects of requests: where each stands, and its fields by name."""
+    """Yield the JSON objects of requests: their routes and location, and their fields by name."""
     for key, (routes, place) in PLACES.items():
         yield {"routes": list(routes), "object": place, "fields": _fields(known_fields(key))}
         for name, known in plain_objects(key).items():
@@ -161,7 +161,7 @@ def _fields(known: KnownFields) -> dict[str, dict[str, Any]]:
 
 
 def statistics_router(state: ApiState) -> APIRouter:
-    """Return the routes over one engine. The page of experts holds no numbers: it requests them with the user's key."""
+    """Return the routes over an engine. The experts page holds no numbers: it requests them with the user's key."""
     router = APIRouter()
     page = PAGE.read_text(encoding="utf-8")
 
@@ -209,9 +209,10 @@ def _metrics(answers: Answers) -> bytes:
 
 
 def loads_of(answers: Answers) -> dict[str, Any]:
-    """Return the numbers of all replicas, and of each in the list of data-parallel groups that routers expect.
+    """Return the totals over all replicas, and each replica's numbers.
 
-    `missing` are replicas that have not answered, where there are several.
+    The latter are the list of data-parallel groups that routers expect. With several replicas, `missing` are those that
+    have not answered.
     """
     by_replica = {name: _load_of(value) for name, value in answers.values_by_replica.items()}
     each = [

@@ -125,7 +125,7 @@ def _too_long(card: ModelCard, param: str) -> ApiError:
 async def forced_routing_of(
     state: ApiState, value: Any, *, prompts: Sequence[np.ndarray], is_batch: bool
 ) -> list[RoutedExperts | None]:
-    """Decode the routing to replay in every prompt, off the event loop; a batch has a list of one per prompt."""
+    """Decode the routing to replay in every prompt, off the event loop; a batch has a list with an entry per prompt."""
     if value is None:
         return [None] * len(prompts)
     lengths = list(map(len, prompts))

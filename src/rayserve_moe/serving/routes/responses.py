@@ -1,6 +1,6 @@
-"""`/v1/responses`: OpenAI's newer dialect, over the chats of this server, whose answers are written as its items.
+"""Route `/v1/responses`: OpenAI's newer dialect over this server's chats, whose answers become its items.
 
-Responses are kept in bounded memory, by the replica that answered them; whichever is asked finds them.
+Responses are kept in bounded memory by the replica that answered; every replica finds them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PART = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
 def responses_router(state: ApiState) -> APIRouter:
-    """Return the routes over one engine."""
+    """Return the routes over an engine."""
     router = APIRouter()
 
     @router.post("/v1/responses", **generates(ResponsesBody))
@@ -77,8 +77,10 @@ def responses_router(state: ApiState) -> APIRouter:
 
 
 async def _stored(state: ApiState, response_id: str, *, param: str) -> StoredResponse:
-    """Find a response here, else at any replica. ApiError 404 for one that was not stored, or had to make way for
-    others; 503 where a replica that may have it does not answer."""
+    """Return a response stored by this replica, else by any other.
+
+    Raises: ApiError 404 if it was not stored or has been evicted, 503 if a replica that may have it does not answer.
+    """
     if (found := state.responses.get(response_id)) is not None:
         return found
     answers = await ask_all(state, "stored_response", response_id)
@@ -94,7 +96,7 @@ def _unknown(param: str) -> ApiError:
 
 
 class ResponsesWriter:
-    """Writes one response; `keep` is called with it once it is complete."""
+    """Writer of a response; it passes the complete response to `keep`."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class ResponsesWriter:
 
     @property
     def routing(self) -> RoutingWriter:
-        """The chat's."""
+        """Return the chat's routing writer."""
         return self._chat.routing
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict:
@@ -124,7 +126,7 @@ class ResponsesWriter:
         return self._ended(items_of(choice["message"], choice["logprobs"]), answer["usage"])
 
     def defers(self, delta: ChoiceResult) -> bool:
-        """No event waits."""
+        """Return False: no event waits."""
         return False
 
     def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
@@ -212,7 +214,7 @@ def _usage(usage: dict) -> dict[str, Any]:
 
 
 def items_of(message: dict, logprobs: dict | None) -> list[dict]:
-    """Return the items of a whole message of a chat."""
+    """Return the items of a whole chat message."""
     events = ItemEvents()
     delta = {name: message.get(name) for name in ("reasoning", "content", "tool_calls")}
     for _ in (*events.of_delta({k: v for k, v in delta.items() if v}, logprobs), *events.closed()):
@@ -221,9 +223,9 @@ def items_of(message: dict, logprobs: dict | None) -> list[dict]:
 
 
 class ItemEvents:
-    """Turns deltas of a chat into events.
+    """Converter of chat deltas to events.
 
-    Log-probs go with the text that comes next or last; of the whole response all are the first message's.
+    Log-probs accompany the next or last text; in the whole response all belong to the first message.
     """
 
     def __init__(self) -> None:
@@ -232,13 +234,13 @@ class ItemEvents:
         self._logprobs: list[dict] = []
 
     def items(self) -> list[dict]:
-        """Return the items that have ended."""
+        """Return the completed items."""
         if first := next((item for item in self._finished if item["type"] == "message"), None):
             first["content"][0]["logprobs"] = self._logprobs
         return self._finished
 
     def of_delta(self, delta: dict, logprobs: dict | None) -> Iterator[dict]:
-        """Return the events of one delta."""
+        """Return the events of a delta."""
         new = [] if logprobs is None else logprobs["content"]
         self._logprobs += new
         if thought := delta.get("reasoning"):
@@ -257,7 +259,7 @@ class ItemEvents:
                 yield self._event("response.function_call_arguments.delta", delta=arguments)
 
     def closed(self) -> Iterator[dict]:
-        """End the item that is open, if there is one."""
+        """Return the events that end the open item, if any."""
         if (item := self._item) is None:
             return
         if item["type"] == "function_call":

@@ -1,4 +1,4 @@
-"""`/resume_request`: the rest of a stream, or the whole of a plain answer, whoever had begun it."""
+"""Route `/resume_request`: the rest of a stream, or the whole of a plain answer, on any replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rayserve_moe.serving.schemas.resume import ResumeBody
 
 
 def resume_router(state: ApiState) -> APIRouter:
-    """Return the route over one engine."""
+    """Return the route over an engine."""
     router = APIRouter()
 
     @router.post("/resume_request", **generates(ResumeBody, in_containers=True))
@@ -35,7 +35,7 @@ def resume_router(state: ApiState) -> APIRouter:
 
 
 class _Replayed(Response):
-    """The answer of the route that the request came to first, to the body that it came with."""
+    """Answer of the original route to the original body."""
 
     def __init__(self, request: Request, asking: Asking, *, resumed: Resumed) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`/v1/score`: in SGLang's dialect probabilities of labels after texts, in vLLM's how near embeddings are."""
+"""Route `/v1/score`: probabilities of labels after texts (SGLang), or similarity of embeddings (vLLM)."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from rayserve_moe.serving.schemas.score import PAIRS, ScoreBody
 
 _PARAM_NAMES = {"logprob_token_ids": "label_token_ids", "prompt": "items"}
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, seed=0)
-"""What is drawn does not matter: the distribution that it is drawn from is the model's own."""
+"""Sampling of a token whose value is unused: the scores are the model's own distribution."""
 
 
 def score_router(state: ApiState) -> APIRouter:
-    """Return the route over one engine."""
+    """Return the route over an engine."""
     router = APIRouter()
 
     @router.post("/v1/score", **takes(ScoreBody, *GENERATION, 501))
@@ -66,7 +66,7 @@ def score_router(state: ApiState) -> APIRouter:
 
 
 async def _nearness(state: ApiState, body: ScoreBody, request: Request) -> dict:
-    """The cosine of the embeddings of each pair, in vLLM's form."""
+    """Return the cosine similarity of each pair of embeddings, in vLLM's form."""
     check_shown(state)
     names, texts = pair_of(body)
     ids = [
@@ -81,7 +81,10 @@ async def _nearness(state: ApiState, body: ScoreBody, request: Request) -> dict:
 
 
 def pair_of(body: ScoreBody) -> tuple[tuple[str, str], tuple[list[Prompt], list[Prompt]]]:
-    """Names and texts of what is compared. ApiError 400 for one without the other, and for other numbers of them."""
+    """Return the names and texts of the compared pairs.
+
+    Raises: ApiError 400 if a field of the pair is missing, or if the numbers of texts differ.
+    """
     given = {name for names in PAIRS for name in names if getattr(body, name) is not None}
     names = next((names for names in PAIRS if given == set(names)), None)
     if names is None or body.query is not None:
@@ -106,7 +109,7 @@ def _request(body: ScoreBody, prompt_ids: np.ndarray, request_id: str) -> Genera
 
 
 def _scores(result: ChoiceResult, *, temperature: float | None) -> Sequence[float]:
-    """Probabilities of the labels, in their order; with a temperature they are all that there are."""
+    """Return the probabilities of the labels in their order; with a temperature they are normalized over the labels."""
     listed = as_array(result.columns.get("listed_logprobs", np.zeros((0, 0))))
     if not len(listed):
         raise ApiError(503, "the request was ended before it was computed")

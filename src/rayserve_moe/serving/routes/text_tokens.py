@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in one answer the names of vLLM and of SGLang."""
+"""Routes `/tokenize` and `/detokenize`, whose answers have the names of both vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REFUSALS = (400, 404, 413, 429, 503)
 
 
 def text_tokens_router(state: ApiState) -> APIRouter:
-    """Return the routes over one tokenizer."""
+    """Return the routes over a tokenizer."""
     router = APIRouter()
 
     @router.post("/tokenize", **takes(TokenizeBody, *_REFUSALS))

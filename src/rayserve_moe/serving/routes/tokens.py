@@ -1,4 +1,4 @@
-"""`/inference/v1/generate`: token ids in, token ids out, in vLLM's dialect, and the writer of its answers.
+"""Route `/inference/v1/generate`, tokens in and out, in vLLM's dialect, and the writer of its answers.
 
 SkyRL has its own name for the route.
 """
@@ -45,11 +45,11 @@ _PARAM_NAMES = {
 }
 _MOST_UINT8_EXPERTS, _MOST_INT16_EXPERTS = 2**8, 2**15
 _SKYRL = "/skyrl/v1/generate"
-"""SkyRL reads uint8 and int16, never uint16."""
+"""SkyRL's route; its client reads uint8 and int16, never uint16."""
 
 
 def token_router(state: ApiState) -> APIRouter:
-    """Return the route over one engine."""
+    """Return the route over an engine."""
     router = APIRouter()
 
     @router.post(_SKYRL, **generates(TokenBody, in_containers=True))
@@ -70,7 +70,7 @@ def token_router(state: ApiState) -> APIRouter:
 
 
 async def _request(state: ApiState, body: TokenBody, http_request: Request) -> GenerationRequest:
-    """Return the engine's request. Routing is wanted unless it is switched off, or the server captures none."""
+    """Return the engine's request. Routing is requested unless it is switched off or the server captures none."""
     num_tokens, keeps = body.sampling_params.truncate_prompt_tokens, max(1, state.card.max_model_len - 1)
     truncation = checked_truncation(state, num_tokens, side="left", keeps=keeps)
     prompts = await prompt_ids_of(
@@ -105,7 +105,7 @@ def _routing_writer(
 
 
 class TokenWriter:
-    """Writes the answer to one request: token ids, and log-probs by token id."""
+    """Writer of an answer: token ids, and log-probs by token id."""
 
     def __init__(
         self,
@@ -132,11 +132,11 @@ class TokenWriter:
         }
 
     def defers(self, delta: ChoiceResult) -> bool:
-        """No event waits."""
+        """Return False: no event waits."""
         return False
 
     def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
-        """Return the event of one choice; log-probs of the prompt come with its end."""
+        """Return the event of a choice; log-probs of the prompt are in its last event."""
         event = self._answer([self._choice(choice, delta)])
         if not self._has_begun:
             event |= self._prompt_ids()
@@ -148,13 +148,13 @@ class TokenWriter:
         return [event]
 
     def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
-        """Return the event that counts tokens, if it was asked for."""
+        """Return the requested event with token counts."""
         if not (options := self._body.stream_options) or not options.include_usage:
             return []
         return [{**self._answer([]), "usage": usage_of(self._request_of_choice, results)}]
 
     def _answer(self, choices: list[dict]) -> dict:
-        """Move the rows of a prompt, which all choices share, from the choice to the answer."""
+        """Return the answer, with the prompt's rows moved from the choice that holds them."""
         shared = [choice.pop("prompt_routed_experts") for choice in choices if "prompt_routed_experts" in choice]
         return {
             **self._envelope,
@@ -185,7 +185,7 @@ class TokenWriter:
         return {"prompt_logprobs": prompt_logprobs(self._request_of_choice[0], result, num_top=num_top)}
 
     def _listed(self, results: Sequence[ChoiceResult]) -> dict:
-        """Log-probs of ids that are listed for the prompt: base64 of a `.npy` file, float32 [N, L]; -inf for none."""
+        """Return log-probs of ids listed for the prompt: base64 of a `.npy` file, float32 [N, L]; -inf for padding."""
         if (listed := self._request_of_choice[0].listed_in_prompt) is None:
             return {}
         result = next((result for result in results if result.prompt is not None), None)

@@ -1,6 +1,6 @@
-"""Control of a server under the names of vLLM, Miles and AReaL, and weights in the bodies of requests.
+"""Control under the names of vLLM, Miles and AReaL, and weights sent in request bodies.
 
-SGLang's own names are in `control`. Weights arrive as safetensors, bucket by bucket; nothing of them is unpickled.
+SGLang's names are in `control`. Weights arrive as safetensors, bucket by bucket, and are never unpickled.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _OPTION_KINDS = {
 
 
 def trainer_control_router(state: ApiState) -> APIRouter:
-    """Return the routes over one engine."""
+    """Return the routes over an engine."""
     router = APIRouter()
     _add_pauses(router, state)
     _add_weight_routes(router, state)
@@ -117,11 +117,11 @@ def _add_pauses(router: APIRouter, state: ApiState) -> None:
 
 
 async def _until_all_ended(state: ApiState) -> None:
-    """Wait until every request has ended that there is now; later ones do not begin. Undone where it is cut short."""
+    """Hold new requests and wait until all current requests have ended; undone if it is cancelled."""
     await ask_every(state, "hold_new", True)
     async with contextlib.AsyncExitStack() as undo:
         undo.push_async_callback(_end_hold, state)
-        while any(await ask_every(state, "num_unended")):  # noqa: ASYNC110 (others' engines)
+        while any(await ask_every(state, "num_unended")):  # noqa: ASYNC110 (state of other replicas)
             await asyncio.sleep(_POLL_S)
         undo.pop_all()
 
@@ -158,9 +158,9 @@ def _add_weight_routes(router: APIRouter, state: ApiState) -> None:
 
 
 def tensor_router(state: ApiState) -> APIRouter:
-    """Return the routes over one engine."""
+    """Return the routes over an engine."""
     router = APIRouter()
-    receiving = asyncio.Lock()  # one bucket is in memory at a time
+    receiving = asyncio.Lock()  # at most a single bucket in memory
 
     @router.post(_TENSOR_PATH, **answers(400, 408, 409, 413, 503), openapi_extra=_described(*_OPTION_KINDS))
     async def update_weights_from_tensor(request: Request) -> Response:
@@ -187,7 +187,7 @@ def tensor_router(state: ApiState) -> APIRouter:
 
 
 def _described(*names: str) -> dict[str, Any]:
-    """The arguments of the query, for the description."""
+    """Return the OpenAPI description of query parameters."""
     return {
         "parameters": [
             {"name": name, "in": "query", "required": name == "update_id", "schema": {"type": _OPTION_KINDS[name]}}
@@ -201,7 +201,10 @@ def _tensors(state: ApiState) -> TensorUpdates:
 
 
 async def _refuse_json(request: Request) -> None:
-    """ApiError 400 for SGLang's form, whose tensors are pickled; read to its end, since its client still writes."""
+    """Raise ApiError 400 for SGLang's form, whose tensors are pickled.
+
+    The body is read to its end, because the client still writes.
+    """
     if "json" in request.headers.get("content-type", ""):
         async for _ in request.stream():
             pass
@@ -209,7 +212,10 @@ async def _refuse_json(request: Request) -> None:
 
 
 def _options_of(request: Request) -> BucketOptions:
-    """Read the query. ApiError 400 names what is wrong with it."""
+    """Read and validate the query.
+
+    Raises: ApiError 400 that names the wrong parameter.
+    """
     fields: dict[str, Any] = {name: value for name, value in request.query_params.items() if name in _OPTION_KINDS}
     for name, value in fields.items():
         if _OPTION_KINDS[name] == "boolean":
@@ -225,9 +231,9 @@ def _order_of(options: BucketOptions) -> BucketOrder:
 
 
 async def _bucket_of(request: Request, state: ApiState, update_id: str, *, body: bytearray) -> SentBucket | str:
-    """Receive a bucket into `body`; returns it, or why it is refused.
+    """Receive a bucket into `body`; return it, or the reason for its refusal.
 
-    Its update ends where it cannot be used, and where its client leaves: other replicas refuse what follows.
+    The update is dropped if the bucket is unusable or the client disconnects; other replicas then reject later buckets.
     """
     with ExitStack() as ending:
         ending.callback(_tensors(state).drop, update_id)

@@ -1,4 +1,4 @@
-"""Routes of other servers that are not supported here: each answers 501 and names what to use instead."""
+"""Unsupported routes of other servers: each answers 501 with the alternative."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def _absolute(path: str) -> str:
 
 
 class AbortBody(RequestBody):
-    """Body of `/abort_request`: the id of a request, or of a batch, or what ids begin with, or everything."""
+    """Body of `/abort_request`: the id of a request or batch, or a prefix of ids, or everything."""
 
     rid: str = ""
     abort_all: bool = False
@@ -33,14 +33,15 @@ class AbortBody(RequestBody):
 
 
 class PauseBody(RequestBody):
-    """Body of `/pause_generation`: requests there are end, wait without their pages, or stay as they are."""
+    """Body of `/pause_generation`: running requests end, are preempted, or stay unchanged."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class PauseOptions(RequestBody):
-    """Options of `/pause`: requests end, stay as they are, or are waited for. A pause that leaves none flushes the
-    prefix cache too.
+    """Options of `/pause`: requests end, stay unchanged, or are awaited.
+
+    Without remaining requests, the prefix cache is also flushed.
     """
 
     mode: Literal["abort", "keep", "wait"] = "abort"
@@ -49,19 +50,19 @@ class PauseOptions(RequestBody):
 
 
 class ResetOptions(RequestBody):
-    """Options of `/flush_cache` and `/reset_prefix_cache`: whether requests that run lose their pages first."""
+    """Options of `/flush_cache` and `/reset_prefix_cache`: optionally preempt running requests first."""
 
     reset_running_requests: bool = False
 
 
 class AbortIdsBody(RequestBody):
-    """Body of `/abort_requests`: ids of requests, or, where there are none, everything."""
+    """Body of `/abort_requests`: ids of requests; an empty list aborts everything."""
 
     request_ids: Annotated[list[RequestId], Field(max_length=MAX_CHOICES)] = Field(default_factory=list)
 
 
 class WeightNameBody(RequestBody):
-    """Body of `/update_weight_version`: what the weights that serve are called from now on."""
+    """Body of `/update_weight_version`: the new version of the serving weights."""
 
     new_version: Annotated[str, Field(min_length=1, max_length=256)]
     abort_all_requests: bool = False
@@ -75,15 +76,16 @@ CheckpointPath = Annotated[
 
 
 class WeightDirBody(RequestBody):
-    """Body of `/update_weights`: a directory as for `/update_weights_from_disk`. Without one it is a collective's."""
+    """Body of `/update_weights`: a directory as in `/update_weights_from_disk`; without it, a collective's update."""
 
     weight_dir: CheckpointPath | None = None
 
 
 class UpdateWeightsBody(RequestBody):
-    """Body of `/update_weights_from_disk`: a directory that every host sees, or a URL, and the name of its weights.
+    """Body of `/update_weights_from_disk`: a directory visible to every host, or a URL, and the version of its weights.
 
-    The prefix cache is always flushed: it holds keys and values of the old weights. `flush_cache` has no effect.
+    The prefix cache is always flushed, because it holds keys and values of the old weights. `flush_cache` has no
+    effect.
     """
 
     model_path: CheckpointPath
@@ -94,9 +96,9 @@ class UpdateWeightsBody(RequestBody):
 
 
 class BucketOptions(RequestBody):
-    """Query of `/update_weights_from_tensor`: the update of a bucket, its number there from 0, whether it is the last.
+    """Query of `/update_weights_from_tensor`: update of a bucket, number from 0, and a flag for the last bucket.
 
-    The other fields count with the last one, as those of `/update_weights_from_disk`.
+    The other fields apply to the last bucket, as in `/update_weights_from_disk`.
     """
 
     update_id: RequestId

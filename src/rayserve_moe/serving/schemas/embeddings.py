@@ -1,4 +1,4 @@
-"""The body of `/v1/embeddings`."""
+"""Body of `/v1/embeddings`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Salt = Annotated[str, Field(max_length=256)]
 
 
 class EmbeddingBody(RequestBody):
-    """Texts, or token ids, each of which has an embedding: the hidden state at its last token, as a vector of length 1.
+    """Texts or token ids to embed: the hidden state at the last token, normalized to length 1.
 
-    With `use_activation` false its length is left. `dimensions` may only be those that it has.
+    `use_activation` false skips the normalization. `dimensions` must be the hidden size.
     """
 
     input: Prompts

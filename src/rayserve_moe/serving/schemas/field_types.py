@@ -1,7 +1,7 @@
-"""Types of the fields that request bodies are made of: strict, bounded, with sentences that never quote the input.
+"""Field types of request bodies: strict and bounded, with error sentences that never quote the input.
 
-No schema may use a union or a dictionary with typed keys: their error locations would carry the client's words. Types
-that check by themselves state their JSON schema too, for the published description of the API.
+No schema may use a union or a dictionary with typed keys: their error locations would contain the client's words. Types
+with custom validation also declare their JSON schema, for the published API description.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MaxTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
 RequestId = Annotated[str, Field(min_length=1, max_length=LONGEST_RID)]
 RoutingFormat = Literal["sglang", "nested", "npy", "packed"]
 ForcedRouting = Annotated[Any, WithJsonSchema(_JSON_DIALECTS)]
-"""Routing to replay, in any JSON dialect; a batch of prompts has a list of as many, null where it has none."""
+"""Routing to replay, in any JSON dialect; a batch has a list with an entry per prompt, null for none."""
 
 
 def record_fields(
     dialect: str, record: Any, *, without: Collection[str] = ()
 ) -> Callable[[type[Schema]], type[Schema]]:
-    """Decorate a schema with the fields that a record declares for a dialect, but for those that it states itself."""
+    """Return a decorator that adds the fields that a record declares for a dialect, unless the schema declares them."""
 
     def extended(schema: type[Schema]) -> type[Schema]:
         return _extended(schema, _typed_fields(dialect, record, without={*schema.model_fields, *without}))
@@ -41,25 +41,25 @@ def record_fields(
 
 
 def unchecked_fields(names: Collection[str]) -> Callable[[type[Schema]], type[Schema]]:
-    """Decorate a schema with fields of any value, None if not given, which another schema checks."""
+    """Return a decorator that adds fields of any value, default None, which another schema validates."""
     return lambda schema: _extended(schema, dict.fromkeys(names, (Any, None)))
 
 
 def _extended(schema: type[Schema], fields: dict[str, Any]) -> type[Schema]:
-    """Return a schema with more fields, by name as pydantic takes them."""
+    """Return a schema with additional fields in pydantic's form, by name."""
     return create_model(
         schema.__name__, __base__=schema, __doc__=schema.__doc__, __module__=schema.__module__, **fields
     )
 
 
 def _typed_fields(dialect: str, record: Any, *, without: Collection[str]) -> dict[str, Any]:
-    """Return the fields that a record declares for a dialect as pydantic takes them, by name."""
+    """Return a record's fields of a dialect in pydantic's form, by name."""
     named = {field.names[dialect]: field for field in declared(record) if dialect in field.names}
     return {name: _typed(field) for name, field in named.items() if name not in without}
 
 
 def _typed(field: RequestField) -> tuple[Any, Any]:
-    """The type of a record's field for pydantic, and its default."""
+    """Return the pydantic type of a record's field, and its default."""
     schema = dict(field.values.schema)
     if field.default is None:
         schema = {"anyOf": [schema, {"type": "null"}]}
@@ -68,7 +68,7 @@ def _typed(field: RequestField) -> tuple[Any, Any]:
 
 
 class RequestBody(BaseModel):
-    """A JSON object of a request: strict types, what is unknown ignored, null the same as not given."""
+    """JSON object of a request: strict types, unknown fields ignored, null equal to missing."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -86,7 +86,7 @@ def fault(sentence: str) -> PydanticCustomError:
 
 
 class RoutingFields(RequestBody):
-    """When the answer comes, and routing to be replayed."""
+    """Streaming of the answer, and routing to replay."""
 
     stream: bool = False
     stream_routed_experts: bool = False

@@ -1,7 +1,7 @@
-"""Every field that vLLM, SGLang or OpenAI define for a request body here, in one table: what comes of it.
+"""Table of all fields that vLLM, SGLang or OpenAI define for the request bodies here, and their treatment.
 
-*Computed* fields are those of the schemas, by any of their names. The others stand here: *accepted* ones change nothing
-in the answer, *refused* ones would change it and are not computed, so that only the values that switch them off pass.
+*Computed* fields are those of the schemas, under any of their names. *Accepted* fields do not change the answer.
+*Refused* fields would change it and are unsupported: only values that switch them off are permitted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBod
 from rayserve_moe.serving.schemas.tokens import TokenBody, TokenSampling
 
 NOTHING: tuple[Any, ...] = (None, "", [], {})
-"""What switches every refused field off: it is the same as not given."""
+"""Values that switch every refused field off, equal to a missing field."""
 OBJECTS: dict[str, type[BaseModel]] = {
     "c": CompletionBody,
     "h": ChatBody,
@@ -84,7 +84,7 @@ PLACES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
         for key, (paths, place) in ({key: (paths, "body") for key, paths in _PLAIN.items()} | _NESTED).items()
     }
 )
-"""Routes that take each of OBJECTS, and where it stands in their bodies."""
+"""Routes that take each of OBJECTS, and its location in their bodies."""
 _OTHER_NAMES = (
     ("c h", {"request_id": "rid", "extra_key": "cache_salt", "custom_params": "vllm_xargs"}),
     ("c h", {"routed_experts_prompt_start": "routed_experts_start_len"}),
@@ -203,19 +203,21 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 
 
 class NestedFields(NamedTuple):
-    """Names in objects within bodies of `/v1/messages` and `/v1/responses`, which are read as plain JSON.
+    """Names in plain JSON objects within bodies of `/v1/messages` and `/v1/responses`.
 
-    They are names that are computed, those without effect, and those refused, each with values that switch it off.
-    Content of messages, input items, schemas and `metadata` may hold any names.
-
-    Where there are `kinds`, only objects with such a `type` are looked at: the route refuses others.
+    Content of messages, input items, schemas and `metadata` may have any names.
     """
 
     computed: str
+    """Names of computed fields, separated by spaces."""
     accepted: str = ""
+    """Names of fields without effect, separated by spaces."""
     refused: Mapping[str, tuple[Any, ...]] = {}
+    """Refused fields, with values that switch them off."""
     within: Mapping[str, NestedFields] = {}
+    """Fields of inner objects."""
     kinds: tuple[str | None, ...] = ()
+    """If not empty, only objects with such a `type` are checked; the route rejects others."""
 
 
 _TOOLS = NestedFields(
@@ -250,33 +252,32 @@ _RESPONSES = {
     "tool_choice": NestedFields("type name", kinds=("function",)),
 }
 NESTED_FIELDS: Mapping[str, Mapping[str, NestedFields]] = {"m": _MESSAGES, "mc": _MESSAGES, "r": _RESPONSES}
-"""By object of `known_fields`, then by field."""
+"""Nested fields by object of `known_fields`, then by field."""
 
 
 @dataclass(frozen=True)
 class KnownFields:
-    """The fields of one JSON object, by what comes of them.
-
-    `other_names` gives the computed field that a name stands for, `refused` the values besides NOTHING that switch one
-    off. `nested` are computed fields that are declared objects themselves, or lists of such. Where there are `kinds`,
-    only objects with such a `type` are looked at.
-    """
+    """Fields of a JSON object, by their treatment."""
 
     computed: frozenset[str]
     other_names: Mapping[str, str]
+    """Computed field by alias."""
     accepted: frozenset[str]
     refused: Mapping[str, tuple[Any, ...]]
+    """Values besides NOTHING that switch a field off."""
     nested: Mapping[str, KnownFields]
+    """Computed fields that are declared objects, or lists of them."""
     kinds: tuple[str | None, ...] = ()
+    """If not empty, only objects with such a `type` are checked."""
 
     @property
     def names(self) -> list[str]:
-        """All of them, sorted."""
+        """Return all names, sorted."""
         return sorted({*self.computed, *self.other_names, *self.accepted, *self.refused})
 
 
 def known_fields(key: str) -> KnownFields:
-    """Return the fields of one of OBJECTS."""
+    """Return the fields of an object in OBJECTS."""
     schema = OBJECTS[key]
     return KnownFields(
         computed=frozenset(schema.model_fields),
@@ -294,7 +295,7 @@ def known_fields(key: str) -> KnownFields:
 
 
 def plain_objects(key: str) -> dict[str, KnownFields]:
-    """Return the fields of objects within one of OBJECTS that have no schema of their own, by path."""
+    """Return the fields of objects without a schema inside an object of OBJECTS, by path."""
     found: dict[str, KnownFields] = {}
     for name in NESTED_FIELDS.get(key, {}):
         found[name] = outer = known_fields(key).nested[name]
@@ -330,4 +331,4 @@ def _types_in(annotation: Any) -> Iterator[Any]:
 FIELDS: Mapping[type[BaseModel], KnownFields] = MappingProxyType(
     {schema: known_fields(key) for key, schema in OBJECTS.items()}
 )
-"""The table: every declared object of a request, by its schema."""
+"""Fields of every declared request object, by schema."""

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages` and `/v1/messages/count_tokens` (Anthropic's), and what they say as fields of a chat."""
+"""Bodies of Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, and their conversion to fields of a chat."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.schemas.field_types import MaxTokens, RequestBody
 
 _AS_THEY_ARE = ("temperature", "top_p", "top_k", "cache_salt", "priority", "vllm_xargs")
-"""Fields that chats have too, and check."""
+"""Fields that are passed to the chat unchanged, which validates them."""
 CHAT_NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
 }
-"""Fields of a chat, and what they are here."""
+"""Fields of this dialect by chat field, for errors."""
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
 
 
 class CountTokensBody(RequestBody):
-    """What a prompt consists of: messages, what the system says, and tools. `thinking` is on, off or the template's."""
+    """Prompt: messages, system text and tools. `thinking` is on, off or the template's default."""
 
     model: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -38,7 +38,7 @@ class CountTokensBody(RequestBody):
 
 
 class MessagesBody(CountTokensBody):
-    """A prompt, and how the answer is sampled."""
+    """Prompt with sampling parameters."""
 
     max_tokens: MaxTokens
     stop_sequences: list[str] = Field(default_factory=list)
@@ -52,7 +52,10 @@ class MessagesBody(CountTokensBody):
 
 
 def chat_fields(body: CountTokensBody) -> dict[str, Any]:
-    """Return the same request as fields of `/v1/chat/completions`. ApiError 400 for a block that is no text or tool."""
+    """Return the request as fields of `/v1/chat/completions`.
+
+    Raises: ApiError 400 for a block that is neither text nor a tool.
+    """
     system = _content(_texts(body.system, "system"))
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for place, message in enumerate(body.messages):
@@ -69,7 +72,7 @@ def chat_fields(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _is_begun_answer(message: dict[str, Any]) -> bool:
-    """Return True for a last message of the assistant that says something: the model goes on with it."""
+    """Return True for a final assistant message with content, which the model continues."""
     return message["role"] == "assistant" and bool(message.get("content")) and "tool_calls" not in message
 
 
@@ -96,7 +99,7 @@ def _text(block: Any, param: str) -> str:
 
 
 def _messages_of(message: dict[str, Any], param: str) -> Iterator[dict[str, Any]]:
-    """One message of theirs as messages of a chat: results of tools come before what the user says beside them."""
+    """Yield the chat messages of a message: tool results come before the user's text beside them."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"`{param}.role` should be user, assistant or system", param=f"{param}.role")
@@ -161,7 +164,7 @@ def _tools(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _thinking(body: CountTokensBody) -> dict[str, Any]:
-    """Thinking is switched by the template's option; a budget is a limit of its own."""
+    """Return the chat fields for `thinking`: the template's switch, and a separate budget."""
     thinking = body.thinking or {}
     kind = thinking.get("type", "adaptive")
     if kind not in ("enabled", "disabled", "adaptive"):

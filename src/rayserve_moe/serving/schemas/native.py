@@ -46,11 +46,11 @@ def _as_list(value: object) -> list:
 
 
 class Each(list):
-    """One value per prompt of a batch."""
+    """Values of a batch, one per prompt."""
 
 
 def _reader(values: Values, *, takes_lists: bool = False) -> PlainValidator:
-    """Read one value for all prompts, or a list with one for each; values that are lists hold none themselves."""
+    """Return a validator of a value for all prompts or a list per prompt; list values cannot be nested."""
 
     def read(value: object) -> Any:
         if not isinstance(value, list) or (takes_lists and not any(isinstance(each, list) for each in value)):
@@ -86,9 +86,9 @@ Rids = Annotated[
 @record_fields(SGLANG, SamplingParams)
 @record_fields(SGLANG, ConstraintFields)
 class NativeSampling(RequestBody):
-    """One `sampling_params` object. `first_choice` c gives choices c to c + n - 1 of all that one seed stands for.
+    """A `sampling_params` object. `first_choice` c selects choices c to c + n - 1 of a seed's sequence of choices.
 
-    Stop strings end a choice before `min_new_tokens` too; with `no_stop_trim` they stay in the text.
+    Stop strings end a choice even before `min_new_tokens`; with `no_stop_trim` they stay in the text.
     """
 
     max_thinking_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
@@ -102,11 +102,10 @@ OneOrMoreSamplings = Annotated[
 
 @record_fields(SGLANG, GenerationRequest)
 class GenerateBody(RoutingFields):
-    """One prompt or a batch, as text or as token ids; `sampling_params` holds one object, or one per prompt.
+    """Prompt or batch, as text or token ids; `sampling_params` holds an object, or a list with an object per prompt.
 
-    What is asked of log-probs and hidden states, and the salt, may be lists with one value per prompt. With
-    `return_logprob` true, `logprob_start_len` p asks for those of the prompt from position p on; -1 for the output's
-    alone.
+    Options of log-probs and hidden states, and the salt, may be lists with a value per prompt. With `return_logprob`
+    true, `logprob_start_len` p requests log-probs of the prompt from position p; -1 requests those of the output only.
     """
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["text"]}, {"required": ["input_ids"]}]})
@@ -142,16 +141,16 @@ class GenerateBody(RoutingFields):
 
     @property
     def batch(self) -> PromptBatch:
-        """The prompts, in whichever of the two forms they came."""
+        """Return the prompts, text or ids."""
         given = self.text or self.input_ids
         assert given is not None, "checked when the body was read"
         return given
 
     def of_prompt(self, place: int) -> dict[str, Any]:
-        """Return the values of all fields for one prompt."""
+        """Return the values of all fields for a prompt."""
         return {name: value[place] if isinstance(value, Each) else value for name, value in self}
 
     @property
     def prompt_name(self) -> str:
-        """The field that the prompts came in."""
+        """Return the name of the field that holds the prompts."""
         return "input_ids" if self.text is None else "text"

@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI routes, tools included: the fields that are computed (`known_fields` lists the others)."""
+"""Bodies of the OpenAI routes, including tools: the computed fields (`known_fields` lists the others)."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ ToolChoice = Annotated[
 
 
 class ToolFields(RequestBody):
-    """Tools reach the template as they are; where the choice is none, no calls are read from the answer.
+    """Tool fields. Tools are passed to the template unchanged; with `tool_choice` none, calls are not parsed.
 
-    `include_reasoning` false leaves reasoning out, `separate_reasoning` false leaves it in the content with its
-    markers, and `stream_reasoning` false sends it at once, when it has ended.
+    `include_reasoning` false drops reasoning, `separate_reasoning` false leaves it in the content with its markers, and
+    `stream_reasoning` false sends it at once when it has ended.
     """
 
     tools: ToolList = []
@@ -127,7 +127,7 @@ class ToolFields(RequestBody):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools of which an answer must call one; none where it need not call any."""
+        """Return the tools among which an answer must call; empty if no call is required."""
         if isinstance(self.tool_choice, str):
             return self.tools if self.tool_choice == "required" else []
         name = self.tool_choice["function"]["name"]
@@ -135,7 +135,7 @@ class ToolFields(RequestBody):
 
     @property
     def reasoning_options(self) -> dict[str, Any]:
-        """What the template is given by name for `reasoning_effort`; none switches thinking off too, as in vLLM."""
+        """Return the template's variables for `reasoning_effort`; none also switches thinking off, as in vLLM."""
         if self.reasoning_effort is None:
             return {}
         return {"reasoning_effort": self.reasoning_effort} | (
@@ -144,7 +144,7 @@ class ToolFields(RequestBody):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools whose calls are read from the answer."""
+        """Return the tools whose calls are parsed."""
         return [] if self.tool_choice == "none" else self.tools
 
 
@@ -171,19 +171,19 @@ Content = Annotated[str | list[dict] | None, PlainValidator(_check_content), Wit
 
 
 class StreamOptions(RequestBody):
-    """`include_usage` asks for one last event with token counts, `continuous_usage_stats` for some in every event."""
+    """Token counts in a stream: `include_usage` in a last event, `continuous_usage_stats` in every event."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
     @property
     def usage_in_events(self) -> bool:
-        """Whether every event is to count the tokens of its choice."""
+        """Return True if every event counts the tokens of its choice."""
         return self.include_usage and self.continuous_usage_stats
 
 
 class StreamedBody(RoutingFields):
-    """A body whose stream can count tokens."""
+    """Body whose stream can count tokens."""
 
     stream_options: StreamOptions | None = None
 
@@ -199,14 +199,14 @@ EXTRAS = (
     *("return_prompt_text", "return_cached_tokens_details", "return_spec_tokens_details", "return_meta_info"),
     *("return_input_ids_in_sglext", "return_output_ids_in_sglext"),
 )
-"""Fields of bodies that an `EvidenceWriter` answers; `prompt_logprobs` is another."""
+"""Fields that an `EvidenceWriter` answers, besides `prompt_logprobs`."""
 
 
 @record_fields(OPENAI, SamplingParams)
 @record_fields(OPENAI, ConstraintFields)
 @record_fields(OPENAI, GenerationRequest, without={"top_logprobs", "return_sampling_mask"})
 class OpenAIGeneration(StreamedBody):
-    """What both OpenAI routes take. SGLang's `no_stop_trim` keeps what follows the stop string in its token as well."""
+    """Fields of both OpenAI routes. SGLang's `no_stop_trim` also keeps the text after the stop string in its token."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -235,9 +235,9 @@ class OpenAIGeneration(StreamedBody):
 
 
 class CompletionBody(OpenAIGeneration):
-    """Body of `/v1/completions`. `logprobs` n gives log-probs, and n of the likeliest tokens with each.
+    """Body of `/v1/completions`. `logprobs` n returns log-probs with the n likeliest tokens each.
 
-    Of `best_of` samples the `n` with the highest mean log-prob per token are the answer.
+    `best_of` samples are drawn, and the `n` with the highest mean log-prob per token are returned.
     """
 
     prompt: Prompts
@@ -256,12 +256,12 @@ class CompletionBody(OpenAIGeneration):
 
     @property
     def num_samples(self) -> int:
-        """How many answers are sampled for each prompt, those included that are not returned."""
+        """Return the number of answers sampled per prompt, including discarded ones."""
         return self.best_of or dict(self)["n"]
 
 
 class ChatMessage(RequestBody):
-    """One message; fields beyond these reach the chat template as they are."""
+    """Chat message; other fields are passed to the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -270,7 +270,7 @@ class ChatMessage(RequestBody):
 
 
 class ChatBody(OpenAIGeneration, TemplateFields, ToolFields):
-    """Body of `/v1/chat/completions`. As in SGLang, `input_ids` are the prompt instead of what the template renders."""
+    """Body of `/v1/chat/completions`. As in SGLang, `input_ids` replace the rendered prompt."""
 
     echo: bool = False
     input_ids: TokenIds | None = None
@@ -294,12 +294,12 @@ class ChatBody(OpenAIGeneration, TemplateFields, ToolFields):
 
     @property
     def answering_role(self) -> str:
-        """Whose message the answer is: the assistant's, unless it continues another's."""
+        """Return the role of the answer: assistant, unless it continues another role's message."""
         return "assistant" if self.opens_answer else self.messages[-1].role
 
     @property
     def continued_text(self) -> str:
-        """The last message's text, where the answer has its role: `echo` repeats it, as vLLM does."""
+        """Return the last message's text if the answer has its role: `echo` repeats it, as in vLLM."""
         last = self.messages[-1]
         if last.role != self.answering_role:
             return ""

@@ -1,4 +1,4 @@
-"""Types of prompt fields: one or several prompts, as text or as token ids."""
+"""Types of prompt fields: a prompt or several, as text or token ids."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Prompt = str | list[int]
 
 
 class PromptBatch(NamedTuple):
-    """One prompt or several of them; `is_batch` when they came as a list, so that a list is to go back."""
+    """Prompts of a request."""
 
     prompts: list[Prompt]
     is_batch: bool
+    """True if they were given as a list; the answer is then a list."""
 
 
 def _listed_ids(value: object) -> list[int]:
@@ -107,4 +108,4 @@ _ANY_TEXTS = [{"type": "string"}, {"type": "array", "items": {"type": "string"},
 _ANY_IDS = [_ANY_IDS_SCHEMA, _several_of(_ANY_IDS_SCHEMA)]
 AnyTexts = Annotated[PromptBatch, PlainValidator(_any_texts), WithJsonSchema({"anyOf": _ANY_TEXTS})]
 AnyIds = Annotated[PromptBatch, PlainValidator(_any_ids), WithJsonSchema({"anyOf": _ANY_IDS})]
-"""For what generates nothing: each may be empty."""
+"""Types for routes that generate nothing: every prompt may be empty."""

@@ -1,4 +1,4 @@
-"""Body of `/v1/responses` (OpenAI's), and what it says as fields of a chat."""
+"""Body of OpenAI's `/v1/responses`, and its conversion to fields of a chat."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIELDS_OF_CHATS = (
     *("stop", "stop_token_ids", "logit_bias", "cache_salt", "priority", "vllm_xargs", "chat_template_kwargs"),
     *("structured_outputs", "include_reasoning", "thinking_token_budget", "repetition_detection"),
 )
-"""Fields that mean the same in a chat, whose body checks them. A response has one choice."""
+"""Fields with the same meaning in a chat, whose body validates them. A response has a single choice."""
 
 
 class ResponsesPrompt(RequestBody):
@@ -33,7 +33,7 @@ class ResponsesPrompt(RequestBody):
 
 @unchecked_fields(_FIELDS_OF_CHATS)
 class ResponsesBody(ResponsesPrompt):
-    """Input, a string or items, and how the response is sampled. Sampling fields are checked as those of a chat are."""
+    """Input, a string or items, and sampling parameters. Sampling fields are validated as those of a chat."""
 
     max_output_tokens: MaxTokens | None = None
     previous_response_id: RequestId | None = None
@@ -52,7 +52,7 @@ class ResponsesBody(ResponsesPrompt):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether log-probs go with the text."""
+        """Return True if the text has log-probs."""
         return bool(self.top_logprobs) or LOGPROBS in self.include
 
 
@@ -63,11 +63,14 @@ CHAT_NAMES = {
     "response_format": "text.format",
     "rid": "request_id",
 }
-"""Fields of a chat, and what they are here."""
+"""Fields of this dialect by chat field, for errors."""
 
 
 def chat_fields(body: ResponsesBody, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the same request as fields of a chat over `messages`. ApiError 400 for what has no place there."""
+    """Return the request as fields of a chat over `messages`.
+
+    Raises: ApiError 400 for unsupported values.
+    """
     if set(body.include) - set(_INCLUDED):
         raise ApiError(400, f"`include` can hold {', '.join(_INCLUDED)} and nothing else here", param="include")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -80,7 +83,7 @@ def chat_fields(body: ResponsesBody, messages: Sequence[dict[str, Any]]) -> dict
 
 
 def messages_of(given: Any) -> list[dict[str, Any]]:
-    """Return the messages of a chat that input items stand for. Calls that follow one another are one message's."""
+    """Return the chat messages of input items. Consecutive calls are joined into a message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given or not all(isinstance(item, dict) for item in given):

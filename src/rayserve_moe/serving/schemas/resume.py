@@ -1,4 +1,4 @@
-"""The body of `/resume_request`."""
+"""Body of `/resume_request`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Cursor = Annotated[_Count | Annotated[list[_Count], Field(max_length=MAX_CHOICES
 
 
 class ResumeBody(RequestBody):
-    """Which request, and what its client has of it."""
+    """Request to resume, and the tokens that its client has received."""
 
     rid: str = Field(min_length=1, max_length=256)
     """The `rid`, `request_id` or `X-Request-Id` of the request."""
     from_token: Cursor = 0
-    """Tokens of every choice that the client has, or a number for each; the end of a choice counts as one more."""
+    """Tokens that the client has: a number for every choice, or a list; the end of a choice counts as a token."""

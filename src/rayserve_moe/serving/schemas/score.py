@@ -1,4 +1,4 @@
-"""The body of `/v1/score`, of SGLang or of vLLM."""
+"""Body of `/v1/score`, in the form of SGLang or vLLM."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from rayserve_moe.serving.schemas.prompt_types import Prompt, Prompts
 
 
 class ScoreBody(RequestBody):
-    """SGLang's: how likely each of the labels is right after the query and each item, both text or both token ids.
+    """SGLang's form: probabilities of labels after the query and each item, both text or both token ids.
 
-    With `item_first` the items come before the query. With `apply_softmax` the labels alone share the probability, at
+    With `item_first` the items precede the query. With `apply_softmax` probabilities are normalized over the labels, at
     `temperature`.
-    vLLM's: how near the embeddings of two texts are, of one and each of several, or of as many and as many.
+
+    vLLM's form: similarity of the embeddings of two texts, of a text and several, or of pairs.
     """
 
     query: Prompts | None = None
@@ -48,13 +49,13 @@ class ScoreBody(RequestBody):
 
     @property
     def pairs_name(self) -> str | None:
-        """A field that only vLLM's body has, of pairs of texts; None in SGLang's."""
+        """Return a given field of vLLM's form, or None in SGLang's form."""
         names = (name for names in PAIRS for name in names if name != "items")
         return next((name for name in names if getattr(self, name) is not None), None)
 
     @property
     def prompts(self) -> list[Prompt]:
-        """What the labels are scored after."""
+        """Return the prompts after which labels are scored."""
         assert self.query is not None and self.items is not None, "checked by the route"
         (query,) = self.query
         joined = ((item, query) if self.item_first else (query, item) for item in self.items)
@@ -62,7 +63,7 @@ class ScoreBody(RequestBody):
 
 
 PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-"""Names of what is compared, in vLLM's bodies."""
+"""Field names of the compared texts in vLLM's form."""
 
 
 def _joined(first: Prompt, last: Prompt) -> Prompt:

@@ -1,4 +1,4 @@
-"""Fields of a chat that reach the checkpoint's template."""
+"""Fields of a chat that the checkpoint's template receives."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ Documents = Annotated[list[dict[str, str]], PlainValidator(_check_documents), Wi
 
 
 class TemplateFields(RequestBody):
-    """What the template is given besides messages. A prompt opens the assistant's answer unless it continues the last
-    message.
-    """
+    """Template inputs besides messages. A prompt opens the assistant's answer unless it continues the last message."""
 
     chat_template_kwargs: TemplateKwargs | None = None
     documents: Documents | None = None
@@ -49,14 +47,14 @@ class TemplateFields(RequestBody):
 
     @property
     def opens_answer(self) -> bool:
-        """Whether the prompt ends with the beginning of the assistant's message."""
+        """Return True if the prompt ends with the beginning of the assistant's message."""
         if self.add_generation_prompt is not None:
             return self.add_generation_prompt
         return not self.continue_final_message
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What the template is given by name, besides messages."""
+        """Return the template's variables besides messages."""
         own = {"documents": self.documents, "continue_final_message": self.continue_final_message or None}
         return {
             **{name: value for name, value in own.items() if value is not None},

@@ -1,4 +1,4 @@
-"""Bodies of `/tokenize` and `/detokenize`, which vLLM and SGLang share."""
+"""Bodies of `/tokenize` and `/detokenize`, shared by vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from rayserve_moe.serving.schemas.template_fields import TemplateFields
 
 
 class TokenizeBody(TemplateFields):
-    """A text, or several as SGLang takes them, or messages for the chat template. Special tokens are
-    added to texts unless that is switched off.
-    """
+    """Text, several texts as in SGLang, or messages for the template. By default special tokens are added to texts."""
 
     model: str | None = None
     prompt: AnyTexts | None = None
@@ -31,9 +29,7 @@ class TokenizeBody(TemplateFields):
 
 
 class DetokenizeBody(RequestBody):
-    """Ids of tokens, or several lists of them. Special ones stand in vLLM's `prompt` and not in SGLang's `text`, unless
-    that is said.
-    """
+    """Token ids, or several lists. By default special tokens appear in vLLM's `prompt` but not in SGLang's `text`."""
 
     model: str | None = None
     tokens: AnyIds

@@ -1,4 +1,4 @@
-"""Body of `/inference/v1/generate`, tokens in and tokens out, in vLLM's dialect."""
+"""Body of `/inference/v1/generate`, tokens in and out, in vLLM's dialect."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from rayserve_moe.serving.schemas.prompt_types import TokenIds
 MAX_ROWS = 1 << 20
 START = "routed_experts_prompt_start"
 IN_SAMPLING = ("logprob_token_ids", "logprobs_mode", "thinking_token_budget")
-"""Fields that are no sampling parameters elsewhere."""
+"""Fields that are not sampling parameters in other dialects."""
 
 
 def _rows_of_ids(value: object) -> np.ndarray:
-    """Rows of ids int32 [N, L], shorter ones filled up with -1."""
+    """Return rows of ids, int32 [N, L], padded with -1."""
     if not isinstance(value, list) or not 0 < len(value) <= MAX_ROWS or not all(map(_is_row, value)):
         raise fault(f"should be lists of up to {MAX_LISTED_IDS} token ids, -1 for none, one for each position")
     width = max(map(len, value))
@@ -50,10 +50,10 @@ ListedRows = Annotated[
 @record_fields(VLLM, SamplingParams)
 @record_fields(VLLM, ConstraintFields)
 class TokenSampling(RequestBody):
-    """`sampling_params`: `logprobs` 0 or 1 gives the sampled tokens' alone, more gives as many of the likeliest.
+    """The `sampling_params` object. `logprobs` 0 or 1 scores only sampled tokens, n > 1 adds the n likeliest.
 
-    `prompt_logprob_token_ids` are rows of ids, -1 for none, whose log-probs are returned behind each position of the
-    prompt from `prompt_logprob_start` on.
+    `prompt_logprob_token_ids` are rows of ids, -1 for padding, to be scored after each position of the prompt from
+    `prompt_logprob_start`.
     """
 
     logprobs: NumTopLogprobs | None = None
@@ -69,7 +69,7 @@ class TokenSampling(RequestBody):
 
 @record_fields(VLLM, GenerationRequest, without={START, "logprobs_mode"})
 class TokenBody(StreamedBody):
-    """One prompt of token ids. Routing comes back where the server captures it, unless it is switched off."""
+    """Prompt of token ids. Routing is returned if the server captures it, unless it is switched off."""
 
     token_ids: TokenIds
     sampling_params: TokenSampling = Field(default_factory=TokenSampling)
@@ -90,6 +90,6 @@ class TokenBody(StreamedBody):
         return self
 
     def given(self) -> dict[str, Any]:
-        """Return the values of both objects. One likeliest token would be no entry of its own: none is computed."""
+        """Return the fields of both objects. `logprobs` 1 becomes 0: the likeliest token would not be returned."""
         params = dict(self.sampling_params)
         return {**dict(self), **params, "logprobs": 0 if params["logprobs"] == 1 else params["logprobs"]}

@@ -1,4 +1,4 @@
-"""The process that runs the Ray cluster of a start, as `ray start --head --block` does.
+"""Process that runs the Ray cluster of a start, like `ray start --head --block`.
 
 python -m rayserve_moe.serving.start.cluster STATE_FOLDER
 """
@@ -21,12 +21,12 @@ from rayserve_moe.serving.start.processes import join_parent
 from rayserve_moe.serving.start.state import DEPLOYED, Plan
 
 LATEST_DASHBOARD_S = 30.0
-"""When the dashboard starts, deployed or not."""
+"""Time after which the dashboard starts even if nothing is deployed."""
 POLL_S = 0.1
 
 
 def main() -> None:
-    """Start Ray on the ports of a plan; returns only with an exception."""
+    """Start Ray on the ports of a plan; return only by an exception."""
     join_parent()
     folder = Path(sys.argv[1])
     Node.start_api_server = _later(Node.start_api_server, folder / DEPLOYED)
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def options_of(ports: Ports) -> list[str]:
-    """Return the options of `ray start`; each process chooses a port that is 0."""
+    """Return the options of `ray start`; a port of 0 is chosen by each process."""
     numbers = {
         "port": ports.cluster,
         "dashboard-port": ports.dashboard,
@@ -51,9 +51,9 @@ def options_of(ports: Ports) -> list[str]:
 
 
 def adapt(parameters: RayParams, _: bool) -> None:
-    """Have workers forked (see `fork_server`), and leave out what one machine has no use for.
+    """Set up forked workers (see `fork_server`), without the autoscaler monitor and the server for remote drivers.
 
-    That is the autoscaler's monitor and the server for remote drivers. Called in the process of `main`.
+    Ray calls it in the process of `main`; a single machine needs neither of the omitted processes.
     """
     parameters.setup_worker_path = str(write_worker_launcher(Path(sys.argv[1])))
     parameters.no_monitor = True
@@ -61,7 +61,7 @@ def adapt(parameters: RayParams, _: bool) -> None:
 
 
 def _later(start_dashboard: Any, deployed: Path) -> Any:
-    """Return the method of Ray's node that starts the dashboard: in a thread, once the config has been deployed.
+    """Return a replacement of the node's method that starts the dashboard: on a thread, once the config is deployed.
 
     Neither the raylet nor Serve waits for the dashboard, and until then both cores are busy.
     """

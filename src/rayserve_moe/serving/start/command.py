@@ -1,11 +1,11 @@
-"""`rayserve-moe serve CONFIG`, or `serve MODEL --setting value`: checks all, then becomes what starts the rest.
+"""Command `rayserve-moe serve CONFIG`, or `serve MODEL --setting value`: validates, then becomes the supervisor.
 
-    this process:  check the config and the model, end processes of an earlier start, choose ports, make the token
+    this process:  check the config and the model, end processes of an earlier start, choose ports, create the token
       becomes      supervisor    starts the two below, forwards signals, and ends everything
         child      ray start     the cluster of this machine, on 127.0.0.1
         child      deployment    deploys, waits until it is served, watches, and drains
 
-It becomes the supervisor by exec, since Ray Serve takes its ports from the environment when it is imported.
+It becomes the supervisor by exec, because Ray Serve reads its ports from the environment at import.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from rayserve_moe.checkpoints.hub import hub_model
-from rayserve_moe.config.derive import keeps_journal, most_live_requests, most_open_requests
+from rayserve_moe.config.derive import keeps_journal, max_live_requests, max_open_requests
 from rayserve_moe.config.load import inherited_environment, temporary_folder
 from rayserve_moe.observability.progress import PROGRESS_VARIABLE
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
@@ -50,7 +50,7 @@ from rayserve_moe.serving.start.validation import CheckedConfig, as_deployed, ch
 
 FAILED = 1
 BEGUN = time.time()
-"""When this process has loaded the command."""
+"""Time at which this process has loaded the command."""
 _ORPHAN_GRACE_S = 1.0
 _EVERYWHERE = ("0.0.0.0", "::")
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -78,16 +78,18 @@ DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-"""Of a cluster on one machine. Requests reach the replica through HAProxy (ADR 0010). A raylet that is gone refuses
-every health check at once, and is lost after 3 s instead of 14; one that is only slow has 15 s."""
+"""Environment of a cluster on a single machine. Requests reach the replica through HAProxy (ADR 0010).
+
+A dead raylet refuses every health check at once and is lost after 3 s instead of 14; a slow raylet has 15 s.
+"""
 OF_START = {"RAY_START_HOOK": "rayserve_moe.serving.start.cluster.adapt"}
 """Added to DEFAULTS in the start command's own cluster, which forks its workers (ADR 0036)."""
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Makes Ray's processes listen on 127.0.0.1 alone, except on the port by which replicas call each other, which Serve
-opens on every interface: the token protects it."""
+"""Restricts Ray's processes to 127.0.0.1, except the port for calls between replicas, which Serve opens on every
+interface and the token protects."""
 LAUNCHER = "haproxy"
 _AUTH = "RAY_AUTH_"
-"""Ray reads an empty RAY_AUTH_MODE as the mode without tokens."""
+"""Prefix of variables that must not be empty: Ray reads an empty RAY_AUTH_MODE as the mode without tokens."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,12 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve a config in this process and its children. Returns only where the start is refused: 1."""
+    """Serve a config in this process and its children; return 1 only if the start is refused."""
     try:
         if is_config(options.config):
             if options.settings:
                 raise StartError(
-                    f"{options.settings[0]}: settings of a config stand in it, under applications[].args; flags are "
+                    f"{options.settings[0]}: put settings into the config, under applications[].args; flags are "
                     "for `serve MODEL`"
                 )
             _become(_prepared(Path(options.config)))
@@ -119,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _become(arguments: tuple[str, list[str], dict[str, str]]) -> None:
-    """Run the supervisor in this process; a signal that comes before it listens is kept for it."""
+    """Run the supervisor in this process; a signal that arrives earlier stays pending for it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     os.execve(*arguments)
 
@@ -143,14 +145,17 @@ def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
         {**online, **inherited, "PATH": f"{Path(sys.executable).parent}:{inherited.get('PATH', os.defpath)}"},
         folder=folder,
         jax_platforms="" if any(one.cluster.tpu_topology for one in settings) else "cpu",
-        longest_answer_s=max(one.server.drain_timeout_s for one in settings),
+        max_answer_s=max(one.server.drain_timeout_s for one in settings),
         journal_key=secrets.token_hex(32) if any(map(keeps_journal, settings)) else "",
     )
     return sys.executable, [sys.executable, "-m", "rayserve_moe.serving.start.supervisor", str(folder)], environment
 
 
 def _prepare(config: CheckedConfig) -> tuple[Path, Ports]:
-    """Take the deployment's state folder and ports. StartError where its HTTP port is taken."""
+    """Acquire the deployment's state folder and ports.
+
+    Raises: StartError if its HTTP port is taken.
+    """
     root = private_folder(temporary_folder() / f"rayserve-{os.getuid()}")
     with locked(root):
         others = running_plans(root)
@@ -159,7 +164,7 @@ def _prepare(config: CheckedConfig) -> tuple[Path, Ports]:
             raise StartError(f"port {config.port} is served already, by process {others[folder].pid}")
         end_orphans(folder)
         _check_front(config)
-        for name in (FORK_SOCKET, CHECK, DEPLOYED):  # of a start that was killed
+        for name in (FORK_SOCKET, CHECK, DEPLOYED):  # left by a killed start
             (folder / name).unlink(missing_ok=True)
         (folder / PROGRESS).write_bytes(b"")
         claimed = {plan.first_port for plan in others.values()}
@@ -169,7 +174,7 @@ def _prepare(config: CheckedConfig) -> tuple[Path, Ports]:
 
 
 def _check_front(config: CheckedConfig) -> None:
-    """Raise StartError where HAProxy could not listen."""
+    """Raise StartError if HAProxy could not listen."""
     try:
         is_possible = is_free(config.port, "" if config.host in _EVERYWHERE else config.host)
     except OSError as error:
@@ -179,7 +184,10 @@ def _check_front(config: CheckedConfig) -> None:
 
 
 def end_orphans(folder: Path) -> None:
-    """End HAProxy and other processes with a file of this folder, whose start has ended. StartError where one stays."""
+    """End HAProxy and other processes with a file of this folder, left by an ended start.
+
+    Raises: StartError if a process does not end.
+    """
     left = end(
         lambda: own_by_path(folder, all_processes().values(), user=os.getuid()),
         first=signal.SIGTERM,
@@ -206,15 +214,15 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         journal_max_bytes=sum(one.server.journal_max_bytes for one in settings if keeps_journal(one)),
         resume_ttl_s=max(one.server.resume_ttl_s for one in settings),
     ).write(folder)
-    most = sum(most_open_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size) for one in settings)
+    max_open = sum(max_open_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size) for one in settings)
     capacity = {
-        name: most_live_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size)
+        name: max_live_requests(one.scheduler, num_data_ranks=one.parallel.data_parallel_size)
         for name, one in config.settings.items()
     }
     limits = FrontLimits(
         health_port=ports.health,
-        max_connections=2 * most,
-        max_connections_per_source=most,
+        max_connections=2 * max_open,
+        max_connections_per_source=max_open,
         capacity=capacity,
         host="*" if config.host in _EVERYWHERE else config.host,
     )
@@ -269,9 +277,9 @@ def _pairs(options: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def token_path(inherited: Mapping[str, str], home: Path) -> Path | None:
-    """Return where Ray looks for the token; None where the environment holds the token itself.
+    """Return the path of Ray's token file, or None if the environment holds the token itself.
 
-    StartError where tokens are switched off: a replica takes pickled calls on every interface of the machine.
+    Raises: StartError if tokens are disabled, because a replica accepts pickled calls on every interface.
     """
     if (mode := inherited.get("RAY_AUTH_MODE") or "token") != "token":
         raise StartError(f"RAY_AUTH_MODE is {mode}: anyone who can reach this machine could run code in it; unset it")
@@ -286,13 +294,13 @@ def environment_of(
     *,
     folder: Path,
     jax_platforms: str,
-    longest_answer_s: float,
+    max_answer_s: float,
     journal_key: str = "",
 ) -> dict[str, str]:
-    """Return the whole environment of a deployment whose state is in `folder`: the user's variables win over defaults.
+    """Return the complete environment of a deployment with its state in `folder`.
 
-    `jax_platforms` is the default for jax; empty leaves it to jax. A replaced HAProxy process has `longest_answer_s`
-    for its streams. With a `journal_key` replicas find the journal.
+    The user's variables override defaults. `jax_platforms` is the default for jax; empty leaves it to jax. A replaced
+    HAProxy process has `max_answer_s` for its streams. With a `journal_key`, replicas connect to the journal.
     """
     first, last = ports.replicas
     first_grpc, last_grpc = ports.grpc_replicas
@@ -313,7 +321,7 @@ def environment_of(
         "RAY_SERVE_HAPROXY_BINARY_PATH": folder / LAUNCHER,
         PROGRESS_VARIABLE: folder / PROGRESS,
     }
-    defaults = {**DEFAULTS, **OF_START, "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_answer_s))}
+    defaults = {**DEFAULTS, **OF_START, "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(max_answer_s))}
     if journal_key:
         own["RAYSERVE_MOE_JOURNAL"], own["RAYSERVE_MOE_JOURNAL_KEY"] = f"127.0.0.1:{ports.journal}", journal_key
     if jax_platforms:

@@ -1,4 +1,4 @@
-"""Console output of a start: stages with their progress, warnings, and what to try once it serves."""
+"""Console output of a start: stages with their progress, warnings, and examples once it serves."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rayserve_moe.observability.progress import Progress, ProgressReader, Warned
 from rayserve_moe.serving.start.state import APPLICATION, PROGRESS, Plan, log_folder
 
 BETWEEN_S = 10.0
-"""Between two lines of one stage."""
+"""Seconds between two lines of a stage."""
 _UNITS = {"reading weights": (1e6, "MB")}
-"""Stages whose numbers are large: what to divide by, and what that is called."""
+"""Divisor and unit of stages with large numbers."""
 
 
 class Console:
-    """Writes the lines of one process of the start; from `redirect` on, everything else goes to a file."""
+    """Console of a process of the start; after `redirect`, all other output goes to a file."""
 
     def __init__(self) -> None:
         self._file = sys.stdout
 
     def redirect(self, log: Path) -> None:
-        """Send all other output of this process, its libraries' included, to a file."""
+        """Redirect all other output of this process, including its libraries', to a file."""
         self._file.flush()
         kept = os.dup(1)
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -36,18 +36,18 @@ class Console:
         self._file = os.fdopen(kept, "w", encoding="utf-8", errors="replace")
 
     def say(self, line: str) -> None:
-        """Write a line; the terminal may be gone."""
+        """Write a line with the command's name."""
         self.write(f"rayserve-moe serve: {line}")
 
     def write(self, line: str) -> None:
-        """Write a line as it is."""
+        """Write a line unchanged; ignores a closed terminal."""
         with suppress(OSError):
             self._file.write(f"{line}\n")
             self._file.flush()
 
 
 class ProgressLines:
-    """Turns reports of all processes into lines: the first and the last of a stage, and one every `BETWEEN_S`."""
+    """Converter of all processes' progress reports to lines: the first and last of a stage, and one per `BETWEEN_S`."""
 
     def __init__(self, folder: Path, console: Console) -> None:
         self._reader, self._console = ProgressReader(folder / PROGRESS), console
@@ -55,7 +55,7 @@ class ProgressLines:
         self._latest: dict[str, Progress] = {}
 
     def look(self, *, is_serving: bool = False) -> None:
-        """Say what is new. Once the server serves, only warnings are said."""
+        """Write new reports. While serving, only warnings are written."""
         now = time.monotonic()
         for found in self._reader.read():
             if isinstance(found, Warned):
@@ -71,7 +71,7 @@ class ProgressLines:
 
 
 def line_of(progress: Progress) -> str:
-    """Write a report as `compiling 12/39 (0 found on disk)`."""
+    """Return a report as a line such as `compiling 12/39 (0 found on disk)`."""
     scale, unit = _UNITS.get(progress.stage, (1, ""))
     if unit:
         numbers = f" {progress.done / scale:.1f}/{progress.total / scale:.1f} {unit}"
@@ -81,7 +81,7 @@ def line_of(progress: Progress) -> str:
 
 
 def what_to_try(plan: Plan, folder: Path) -> Sequence[str]:
-    """Return the last lines of a start: what is served, what to ask it, and how to stop it."""
+    """Return the last lines of a start: models, example requests, and how to stop."""
     ours = [one for one in plan.config["applications"] if one["import_path"] == APPLICATION]
     programs = "" if shutil.which("rayserve-moe") else f"{Path(sys.executable).parent}/"
     first = ours[0]
@@ -100,12 +100,12 @@ def what_to_try(plan: Plan, folder: Path) -> Sequence[str]:
 
 
 def name_of(application: dict) -> str:
-    """Return the name that requests give for the model of an application."""
+    """Return the model name of an application on the API."""
     arguments = application.get("args") or {}
     given = arguments.get("served_model_name")
     return str(given or str(arguments.get("model_path", "")).rstrip("/").rpartition("/")[2].rpartition(":")[2])
 
 
 def model_of(application: dict) -> str:
-    """Return the name of an application's model, and where it comes from."""
+    """Return the name and path of an application's model."""
     return f"{name_of(application)} ({(application.get('args') or {}).get('model_path', '')})"

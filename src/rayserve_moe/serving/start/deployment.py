@@ -1,4 +1,4 @@
-"""The process that deploys the config of a start, reports when it is served, watches it, and drains it on SIGTERM.
+"""Process that deploys the config of a start, reports when it is served, watches it, and drains it on SIGTERM.
 
 python -m rayserve_moe.serving.start.deployment STATE_FOLDER
 """
@@ -36,29 +36,29 @@ _POLL_S = 0.1
 _WATCH_S = 2.0
 _ANSWER_S = 10.0
 _FLUSH_S = 5.0
-"""For error events to reach their clients."""
+"""Time for error events to reach their clients."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Opens URLs of this machine, without the proxies of the environment."""
+"""Opener for URLs of this machine, without the environment's proxies."""
 _GONE = (RayError, RayServeException)
-"""Errors of a call to a lost replica: nothing runs in it."""
+"""Errors of a call to a lost replica, which runs nothing."""
 
 
 console = Console()
 
 
 class DeploymentFailed(RuntimeError):
-    """An application cannot be served, or is no longer served."""
+    """Error for an application that cannot be served, or is no longer served."""
 
 
 class StopSignal:
-    """Whether this process has received SIGTERM."""
+    """Flag that is set by SIGTERM."""
 
     def __init__(self) -> None:
         self.is_set = False
         self.listen()
 
     def listen(self) -> None:
-        """Install the handler; again after Ray has replaced it."""
+        """Install the handler; must be repeated after Ray has replaced it."""
         signal.signal(signal.SIGTERM, self._set)
 
     def _set(self, *_: object) -> None:
@@ -66,7 +66,7 @@ class StopSignal:
 
 
 def main() -> int:
-    """Serve the plan of a state folder until SIGTERM; returns the exit status, 3 with a line on the console."""
+    """Serve the plan of a state folder until SIGTERM; return the exit status, 3 with a line on the console."""
     join_parent()
     folder = Path(sys.argv[1])
     console.redirect(log_folder(folder) / "deployment.log")
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _serve(plan: Plan, folder: Path) -> int:
-    """Start Serve, deploy, watch and drain. Returns the exit status."""
+    """Start Serve, deploy, watch and drain; return the exit status."""
     stop, progress = StopSignal(), ProgressLines(folder, console)
     if not _connect(plan, stop):
         return 0
@@ -104,7 +104,7 @@ def _serve(plan: Plan, folder: Path) -> int:
 
 
 def _connect(plan: Plan, stop: StopSignal) -> bool:
-    """Join the cluster of the plan, once it is there; False on SIGTERM."""
+    """Join the plan's cluster once it is up; return False on SIGTERM."""
     while is_free(plan.ports.cluster):
         if stop.is_set:
             return False
@@ -122,7 +122,10 @@ def _link_logs(folder: Path) -> None:
 
 
 def _wait_until_checked(plan: Plan, folder: Path, stop: StopSignal) -> bool:
-    """Wait for the check of the models; False on SIGTERM. DeploymentFailed with what it has found."""
+    """Wait for the check of the models; return False on SIGTERM.
+
+    Raises: DeploymentFailed with the fault found.
+    """
     deadline = time.monotonic() + plan.start_timeout_s
     while (fault := read_check(folder)) is None and not stop.is_set:
         if time.monotonic() > deadline:
@@ -134,7 +137,7 @@ def _wait_until_checked(plan: Plan, folder: Path, stop: StopSignal) -> bool:
 
 
 def cause_of(message: str) -> str:
-    """Return the last line of a traceback that names an exception, or all of it."""
+    """Return the last line of a traceback that names an exception, or the whole text."""
     causes = re.findall(r"^(?:[\w.]+\.)?(\w+(?:Error|Exception|Failed)\b.*)$", message, re.MULTILINE)
     return causes[-1] if causes else message
 
@@ -161,9 +164,9 @@ def _deploy(plan: Plan) -> None:
 
 
 def _wait_until_served(plan: Plan, stop: StopSignal, progress: ProgressLines) -> bool:
-    """Wait for every application to run and for its HTTP port to answer; False on SIGTERM.
+    """Wait for every application to run and for its HTTP port to answer; return False on SIGTERM.
 
-    DeploymentFailed where one cannot be started, or has been unhealthy for as long as a start may take.
+    Raises: DeploymentFailed if an application cannot start, or stays unhealthy for `start_timeout_s`.
     """
     names = {application["name"] for application in plan.config["applications"]}
     seen = time.monotonic()
@@ -180,7 +183,10 @@ def _wait_until_served(plan: Plan, stop: StopSignal, progress: ProgressLines) ->
 
 
 def _watch(plan: Plan, stop: StopSignal, progress: ProgressLines) -> None:
-    """Return on SIGTERM. DeploymentFailed once an application has had no replica for as long as a start may take."""
+    """Watch the applications and return on SIGTERM.
+
+    Raises: DeploymentFailed if an application has no replica for `start_timeout_s`.
+    """
     seen = time.monotonic()
     while not stop.is_set:
         progress.look(is_serving=True)
@@ -192,9 +198,9 @@ def _watch(plan: Plan, stop: StopSignal, progress: ProgressLines) -> None:
 
 
 def is_lost(found: Mapping[str, ApplicationStatusOverview]) -> bool:
-    """Whether an application is no longer healthy: Serve replaces its replica, even one lost during its start.
+    """Return True if an application is unhealthy: Serve replaces its replica, even one lost during its start.
 
-    DeploymentFailed where one could not be started.
+    Raises: DeploymentFailed if an application could not start.
     """
     for application in found.values():
         if application.status == "DEPLOY_FAILED":
@@ -203,7 +209,7 @@ def is_lost(found: Mapping[str, ApplicationStatusOverview]) -> bool:
 
 
 def has_replica(application: ApplicationStatusOverview) -> bool:
-    """Whether a replica of every deployment runs: then others may come and go."""
+    """Return True if every deployment has a running replica; others may then come and go."""
     running = (one.replica_states.get(ReplicaState.RUNNING, 0) for one in application.deployments.values())
     return application.status == "RUNNING" or (bool(application.deployments) and all(running))
 
@@ -218,7 +224,7 @@ def _messages(application: ApplicationStatusOverview) -> str:
 
 
 def _answers(plan: Plan) -> bool:
-    """Whether `/health` of every application answers 200 through the proxy."""
+    """Return True if `/health` of every application answers 200 through the proxy."""
     prefixes = [one.get("route_prefix") or "/" for one in _ours(plan)]
     try:
         for prefix in prefixes:
@@ -229,9 +235,9 @@ def _answers(plan: Plan) -> bool:
 
 
 def _drain(plan: Plan) -> int:
-    """Have replicas refuse new requests, and wait for open ones up to `drain_timeout_s`; then end those with an error.
+    """Reject new requests, wait for open ones up to `drain_timeout_s`, then end the rest with an error.
 
-    Returns 0, or 4 where a request had to be ended.
+    Returns: 0, or 4 if a request had to be ended.
     """
     console.say(f"draining for up to {plan.drain_timeout_s:g} s; the next signal stops at once")
     if _wait(lambda: _ask_all(plan, "drain") == 0, plan.drain_timeout_s):
@@ -242,9 +248,9 @@ def _drain(plan: Plan) -> int:
 
 
 def _ask_all(plan: Plan, method: str) -> int:
-    """Call a method of every replica of ours; returns the sum of the results: requests in progress.
+    """Call a method of all our replicas; return the sum of the results, requests in progress.
 
-    A lost replica counts as 0, and one too busy to answer as 1.
+    A lost replica counts as 0, a replica too busy to answer as 1.
     """
     total = 0
     for application in _ours(plan):
@@ -260,7 +266,7 @@ def _ask_all(plan: Plan, method: str) -> int:
 
 
 def _num_running(answer: Any) -> int:
-    """Requests in progress by a replica's result, or by the error in its place."""
+    """Return the requests in progress by a replica's result, or by the error in its place."""
     return 1 if isinstance(answer, TimeoutError) else answer if isinstance(answer, int) else 0
 
 

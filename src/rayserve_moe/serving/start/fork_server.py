@@ -1,15 +1,15 @@
-"""The process that Ray's Python workers of a start are forked from, and the launcher of workers that asks it.
+"""Process from which Ray's Python workers of a start are forked, and the launcher of workers that calls it.
 
     python -m rayserve_moe.serving.start.fork_server STATE_FOLDER
 
-    raylet       runs     the worker launcher, in place of Ray's own (`ray_options` says so)
-    launcher     sends    a worker's command line, environment, folder and output files, over a socket of the folder
+    raylet       runs     the worker launcher, in place of Ray's own (`ray_options` configures it)
+    launcher     sends    a worker's command line, environment, folder and output files, over a socket in the folder
     this process forks    the worker, which runs as if the raylet had started it
 
-The process has imported once what each worker needs, which would take each of seven workers two to four seconds of a
-core. Nothing may start a thread before a fork: modules are imported here, and do nothing. The launcher loads nothing of
-Ray. It takes Ray's own way for a worker with a runtime environment, which may have other modules, and where this
-process does not answer.
+The process imports the workers' modules once, which would take each of seven workers two to four seconds of a core. No
+thread may start before a fork, so the modules are only imported. The launcher does not import Ray. It falls back to
+Ray's own launcher for a worker with a runtime environment, which may have other modules, and if this process does not
+answer.
 """
 
 from __future__ import annotations
@@ -45,27 +45,30 @@ IMPORTED = (
 )
 NUM_FILES = 3
 """Standard input, output and error."""
-MOST_WAITING = 128
+MAX_WAITING = 128
 _LENGTH_BYTES = 4
-_MOST_BYTES = 8 << 20
+_MAX_BYTES = 8 << 20
 ANSWER_S = 60.0
-"""For the fork server to import its modules, and to fork."""
+"""Timeout for the fork server to import its modules, and to fork."""
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 _PYTHON = "PYTHON"
 _OF_SERVE = "RAY_SERVE_INTERNAL_DEPLOYMENT_"
-"""Begins the names of variables that Serve gives its actors, and reads when they ask for their context."""
+"""Prefix of variables that Serve sets for its actors, which read them when they request their context."""
 
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """A worker as the raylet would have started it: a Python program with its arguments, and where it runs."""
+    """Python worker as the raylet would have started it: program with arguments, environment and folder."""
 
     arguments: tuple[str, ...]
     environment: dict[str, str]
     folder: str
 
     def send(self, connection: socket.socket) -> None:
-        """Send it with this process's standard files; returns once the worker is forked. OSError where it is not."""
+        """Send the command with this process's standard files and wait until the worker is forked.
+
+        Raises: OSError if it is not forked.
+        """
         body = json.dumps(asdict(self)).encode()
         socket.send_fds(connection, [len(body).to_bytes(_LENGTH_BYTES, "big")], list(range(NUM_FILES)))
         connection.sendall(body)
@@ -74,10 +77,13 @@ class WorkerCommand:
 
     @classmethod
     def receive(cls, connection: socket.socket) -> tuple[WorkerCommand, list[int]]:
-        """Receive one, and the files. OSError where the other end does not send a whole one."""
+        """Receive a command and its files.
+
+        Raises: OSError if the message is incomplete.
+        """
         head, files, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, NUM_FILES)
         length = int.from_bytes(head, "big")
-        if len(files) != NUM_FILES or not 0 < length < _MOST_BYTES:
+        if len(files) != NUM_FILES or not 0 < length < _MAX_BYTES:
             raise ConnectionError("no command of a worker")
         body = b""
         while len(body) < length:
@@ -89,17 +95,17 @@ class WorkerCommand:
 
 
 def main() -> None:
-    """Import, have a child check the models, then fork workers until the supervisor ends."""
+    """Import modules, check the models in a child, then fork workers until the supervisor ends."""
     join_parent()
     folder = Path(sys.argv[1])
     (folder / FORK_SOCKET).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / FORK_SOCKET))
-    listener.listen(MOST_WAITING)
+    listener.listen(MAX_WAITING)
     import_all()
     gc.collect()
-    gc.freeze()  # a collection in a worker would copy the pages that all of them share
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers are not awaited here
+    gc.freeze()  # garbage collection in a worker would copy shared pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap ended workers automatically
     if not os.fork():
         listener.close()
         _check(folder)
@@ -120,14 +126,14 @@ def main() -> None:
 
 
 def import_all() -> None:
-    """Import the modules of workers. Ray's library draws no random number here: every fork would repeat it."""
+    """Import the modules of workers. Ray must not draw random numbers meanwhile, since every fork would repeat them."""
     vars(importlib.import_module("ray.actor"))["ActorClassID"] = ClassIds
     for name in IMPORTED:
         importlib.import_module(name)
 
 
 class ClassIds:
-    """Stands for Ray's type of ids of actor classes, which are drawn where a class is defined."""
+    """Replacement of Ray's type of actor class ids, which are drawn when a class is defined."""
 
     @staticmethod
     def from_random() -> object:
@@ -148,7 +154,7 @@ def random_of_child() -> bytes:
 
 
 def _check(folder: Path) -> None:
-    """Write what is wrong with the models of the plan to its folder, empty where nothing is."""
+    """Write the fault of the plan's models to its folder; empty if none."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     fault = f"the model could not be checked: see {log_folder(folder)}"
     try:
@@ -161,7 +167,7 @@ def _check(folder: Path) -> None:
 
 
 def _forked(connection: socket.socket) -> WorkerCommand | None:
-    """Fork a worker; returns its command in it, None in this process."""
+    """Fork a worker; return its command in the child and None in this process."""
     try:
         command, files = WorkerCommand.receive(connection)
     except (OSError, ValueError, KeyError):
@@ -173,7 +179,7 @@ def _forked(connection: socket.socket) -> WorkerCommand | None:
             connection.sendall(b"\1")
         return None
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setpgid(0, 0)  # the raylet kills the group of a worker that has ended
+    os.setpgid(0, 0)  # the raylet kills the process group of an ended worker
     for place, file in enumerate(files):
         os.dup2(file, place)
         os.close(file)
@@ -181,7 +187,7 @@ def _forked(connection: socket.socket) -> WorkerCommand | None:
 
 
 def _run(command: WorkerCommand) -> None:
-    """Become the worker."""
+    """Run the worker's program in this process."""
     replace_environment({**command.environment, RAY_JOB_ID: NO_JOB})
     os.chdir(command.folder)
     program, *_ = command.arguments
@@ -191,7 +197,7 @@ def _run(command: WorkerCommand) -> None:
 
 
 def write_worker_launcher(folder: Path) -> Path:
-    """Write the script to a state folder, which only its owner can enter; returns its path."""
+    """Write the launcher script to a state folder, which only its owner can enter; return its path."""
     script = folder / WORKER_LAUNCHER
     lines = f"from {__name__} import launch\n\nlaunch({str(folder)!r})\n"
     script.write_text(lines, encoding="utf-8")
@@ -199,7 +205,7 @@ def write_worker_launcher(folder: Path) -> Path:
 
 
 def launch(folder: str) -> None:
-    """Have the worker of this command line started; returns once it is."""
+    """Start the worker of this command line through the fork server, or by Ray's own launcher."""
     arguments = sys.argv[1:]
     added = added_variables(arguments)
     if added is not None:
@@ -214,9 +220,9 @@ def launch(folder: str) -> None:
 
 
 def added_variables(arguments: Sequence[str]) -> dict[str, str] | None:
-    """Return the variables that a Python worker gets besides those of the raylet; None where it cannot be forked.
+    """Return the variables that a Python worker gets besides those of the raylet; None if it cannot be forked.
 
-    That is any other program, and one whose runtime environment has more than variables of Serve's own.
+    Other programs cannot be forked, nor can workers whose runtime environment has more than Serve's own variables.
     """
     languages = [one.removeprefix(_LANGUAGE) for one in arguments if one.startswith(_LANGUAGE)]
     if languages != [_PYTHON] or not arguments[0].endswith(".py"):
@@ -233,7 +239,7 @@ def added_variables(arguments: Sequence[str]) -> dict[str, str] | None:
 
 
 def _own_launcher() -> str:
-    """Return the path of Ray's own launcher; Ray is not imported for it."""
+    """Return the path of Ray's own launcher, without importing Ray."""
     found = find_spec("ray")
     assert found is not None and found.origin is not None, "Ray is installed"
     return str(Path(found.origin).parent / "_private" / "workers" / "setup_worker.py")

@@ -1,4 +1,4 @@
-"""What a HAProxy answers at its admin socket: which process it is."""
+"""Admin socket of HAProxy: identifies the running process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _STOPPING = re.compile(r"^Stopping: 1$", re.MULTILINE)
 
 
 def running_pid(admin: Path) -> int | None:
-    """The process that takes requests and answers at an admin socket; None where none listens, or it is ending.
+    """Return the process that serves requests at an admin socket; None if none listens, or if it is stopping.
 
-    OSError where something listens that has not answered after `ANSWER_S`.
+    Raises: OSError if a listener does not answer within `ANSWER_S`.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_S)

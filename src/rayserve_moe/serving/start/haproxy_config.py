@@ -1,7 +1,7 @@
-"""What Ray's variables cannot set in the HAProxy configuration that Ray Serve generates: edits of its text.
+"""Edits of the HAProxy configuration that Ray Serve generates, for options without a variable in Ray.
 
 Ray configures routing; these edits add limits for clients and the answers while no replica serves. Every edit must
-match exactly once, so that a changed template is refused, not half edited.
+match exactly once, so that a changed template is rejected instead of half edited.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from http import HTTPStatus
 from rayserve_moe.serving.kept_paths import KEPT_PATHS
 
 MARK = "# edited by rayserve_moe\n"
-"""The first line of an edited configuration."""
+"""First line of an edited configuration."""
 HEALTH_CONNECTIONS = 64
 """Connections reserved for the `/health` listener and HAProxy's own pages."""
 ROUTER_CONNECTIONS = 64
-"""Connections reserved for requests whose routers are asked (see `haproxy_routers`)."""
+"""Connections reserved for queries to routers (see `haproxy_routers`)."""
 UNNAMED = "x-request-unnamed"
-"""A header of requests whose client gave no `X-Request-Id`: Ray's configuration gives them one."""
+"""Header of requests without a client's `X-Request-Id`, because Ray's configuration adds that header."""
 RETRY_AFTER_S = 5
 CLOSE = "option http-server-close"
 OWN_ANSWERS = {
@@ -31,18 +31,18 @@ OWN_ANSWERS = {
     503: (503, "service_unavailable_error", "no_replica", "no replica of the model is serving now; try again later"),
     504: (503, "service_unavailable_error", "replica_late", "the replica did not answer in time; try again later"),
 }
-"""HAProxy's own answers by its status: the status that clients get, type, code and message."""
+"""HAProxy's own answers by its status: the client's status, type, code and message."""
 
 _REPLICA = re.compile(r"^( +server \S+ \S+ check observe layer4 error-limit )\d+( on-error mark-down)$", re.MULTILINE)
 _FALLBACK = re.compile(r"^( +server .* backup)$", re.MULTILINE)
 _APP = re.compile(r"^ +use_backend (\S+) if is_\S+$", re.MULTILINE)
 _BIND = re.compile(r"^ +bind \S.*\n", re.MULTILINE)
 OF_LATE_MS = 100
-"""For so long a refusal by a replica stands for others."""
+"""Time for which a replica's rejection makes HAProxy reject further requests."""
 RETRY_WHEN_BUSY_S = 1
 MESSAGE = "the server is busy: its queue of waiting requests is full"
 BUSY = {"error": {"message": MESSAGE, "type": "overloaded_error", "param": None, "code": "queue_full"}}
-"""What replicas answer with."""
+"""Error object of replicas that reject."""
 _APP_BACKEND = re.compile(r"^    use_backend (http-(\S+)) if is_\1$", re.MULTILINE)
 _ROUTING = re.compile(r"^    # (?:Set txn\.ingress_request_router_app to|Static routing based on path)", re.MULTILINE)
 _ROUTED = "-via-ingress-request-router"
@@ -50,35 +50,36 @@ _ID = "txn.named"
 
 
 class UnknownTemplateError(ValueError):
-    """The configuration is not one that these edits were made for."""
+    """Error for a configuration to which these edits do not apply."""
 
 
 @dataclass(frozen=True)
 class FrontLimits:
-    """Limits of connections, in all and of one address, and the seconds in which a request must arrive.
-
-    Connections are those of one replica of every application (see `for_replicas`).
-    `/health` has a listener of its own on 127.0.0.1, port `health_port`, with reserved connections.
-    """
+    """Connection limits and request timeouts, for a single replica of every application (see `for_replicas`)."""
 
     health_port: int
+    """Port of a separate listener for `/health` on 127.0.0.1, with reserved connections."""
     max_connections: int
+    """Maximum number of connections."""
     max_connections_per_source: int
+    """Maximum number of connections per client address."""
     head_timeout_s: int = 10
+    """Seconds within which request headers must arrive."""
     body_timeout_s: int = 60
+    """Seconds within which a request body must arrive."""
     capacity: Mapping[str, int] = field(default_factory=dict)
-    """Requests that a replica takes, by application (see `refusing`)."""
+    """Requests that a replica accepts, by application (see `refusing`)."""
     host: str = ""
-    """Where the HTTP frontend listens (`*` everywhere); empty where Ray has it listen, as HAProxy's own pages do."""
+    """Address of the HTTP frontend (`*` for all); empty keeps Ray's, which HAProxy's own pages always use."""
 
 
 def answer_files() -> dict[str, str]:
-    """Files for `errorfile` by name: HAProxy's own answers are error objects like every route's."""
+    """Return files for `errorfile` by name, so that HAProxy's own answers are error objects like every route's."""
     return {f"{status}.http": _answer(*answer) for status, answer in OWN_ANSWERS.items()}
 
 
 def for_replicas(limits: FrontLimits, text: str) -> FrontLimits:
-    """Return limits for as many replicas per application as a configuration has."""
+    """Return limits for the number of replicas per application in a configuration."""
     factor = max(1, math.ceil(len(_REPLICA.findall(text)) / max(1, len(set(_APP.findall(text))))))
     return replace(
         limits,
@@ -88,9 +89,11 @@ def for_replicas(limits: FrontLimits, text: str) -> FrontLimits:
 
 
 def edited(text: str, *, limits: FrontLimits, answers: str) -> str:
-    """Return Ray's configuration with our limits; an edited one unchanged.
+    """Return Ray's configuration with our limits; an edited one is returned unchanged.
 
-    `answers` is the directory of the `answer_files`. UnknownTemplateError where a line is not as expected.
+    `answers` is the directory of the `answer_files`.
+
+    Raises: UnknownTemplateError if a line is not as expected.
     """
     if text.startswith(MARK):
         return text
@@ -106,27 +109,27 @@ def edited(text: str, *, limits: FrontLimits, answers: str) -> str:
 
 
 def is_edited(text: str) -> bool:
-    """Whether a configuration is one that HAProxy gets."""
+    """Return True if a configuration is ready for HAProxy."""
     return text.startswith(MARK)
 
 
 def serves(text: str) -> bool:
-    """Whether an edited configuration has replicas."""
+    """Return True if an edited configuration has replicas."""
     return is_edited(text) and _REPLICA.search(text) is not None
 
 
 def takes_requests(text: str) -> bool:
-    """Whether it listens anywhere (see `without_listeners`)."""
+    """Return True if a configuration has a listener (see `without_listeners`)."""
     return _BIND.search(text) is not None
 
 
 def without_listeners(text: str) -> str:
-    """Return a configuration that takes no requests, while another process does."""
+    """Return a configuration that accepts no requests, while another process does."""
     return _BIND.sub("", text)
 
 
 def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> list[tuple[str, str]]:
-    """Patterns of lines, each of which must match once, with their replacements."""
+    """Return the patterns of lines, each of which must match once, with their replacements."""
     bound = re.search(r"^frontend http_frontend\n +bind (\S+):\d+$", text, re.MULTILINE)
     interface = bound[1] if bound and bound[1] != "*" else ""
     host = limits.host or r"\1"
@@ -142,7 +145,7 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
         (r"^    maxconn \d+$", f"    maxconn {limits.max_connections + HEALTH_CONNECTIONS + ROUTER_CONNECTIONS}"),
         (
             r"^ +timeout client \d+s$",
-            # A replica lost under a kept-alive connection would be a bare reset: every request has its own connection.
+            # Each request has its own connection: losing a replica under a kept-alive one would be a bare reset.
             rf"\g<0>\n    timeout http-request {limits.head_timeout_s}s\n    retries {retries}\n    {CLOSE}",
         ),
         (r"^ +errorfile 502 \S+\n +errorfile 503 \S+\n +errorfile 504 \S+$", errorfiles.replace("\\", r"\\")),
@@ -157,7 +160,7 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
 
 
 def _frontend_limits(limits: FrontLimits) -> str:
-    """Lines of the frontend: connections per source, who names requests, and the time for a body to arrive."""
+    """Return lines of the frontend: connections per source, marking of unnamed requests, and the body timeout."""
     return f"""\
     maxconn {limits.max_connections}
     stick-table type ipv6 size 100k expire 10m store conn_cur
@@ -186,21 +189,21 @@ def _answer(status: int, kind: str, code: str, message: str) -> str:
 
 
 def refusing(text: str, capacity: Mapping[str, int]) -> str:
-    """Return an edited configuration that refuses for the applications in `capacity`: requests that a replica takes.
+    """Return an edited configuration that rejects requests beyond `capacity` per replica, by application.
 
-    What a replica refuses costs 2.6 ms of CPU on its way there and back. HAProxy refuses where both hold: there are as
-    many requests as the replicas take, and one of them has refused one of late. A few still reach a replica, so that
-    its metrics show the refusals and the first free place is found.
+    A rejection by a replica costs 2.6 ms of CPU on the way. HAProxy rejects if both hold: the number of requests
+    reaches the replicas' capacity, and a replica has rejected a request recently. A few requests still reach a replica,
+    so that its metrics count rejections and free capacity is noticed.
     """
     capacity = {safe_name(name): number for name, number in capacity.items()}
-    backends = _APP_BACKEND.findall(text)  # those of longer paths first
+    backends = _APP_BACKEND.findall(text)  # longer paths first
     rules, longer = [], ""
     for number, (backend, name) in enumerate(backends):
         if name in capacity:
             routed = backend + _ROUTED
             counted = routed if f"backend {routed}\n" in text else backend
             rules += _rules(
-                number, counted, is_asked=f"METH_POST for_generation is_{backend}{longer}", capacity=capacity[name]
+                number, counted, is_generation=f"METH_POST for_generation is_{backend}{longer}", capacity=capacity[name]
             )
         longer += f" !is_{backend}"
     if not rules:
@@ -216,19 +219,19 @@ def refusing(text: str, capacity: Mapping[str, int]) -> str:
 
 
 def safe_name(application: str) -> str:
-    """What Ray calls an application in HAProxy's configuration."""
+    """Return Ray's name of an application in HAProxy's configuration."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", application.replace("#", "-").replace("/", "."))
 
 
-def _rules(number: int, backend: str, *, is_asked: str, capacity: int) -> list[str]:
+def _rules(number: int, backend: str, *, is_generation: str, capacity: int) -> list[str]:
     refused_at = f"proc.refused_at_{number}"
     is_full = f"{{ be_conn({backend}),sub(txn.capacity) ge 0 }}"
-    has_refused = f"{{ date(0,ms),sub({refused_at}) 0:{OF_LATE_MS} }}"  # not where the clock was put back
+    has_refused = f"{{ date(0,ms),sub({refused_at}) 0:{OF_LATE_MS} }}"  # not if the clock was set back
     refuse = f"http-request return status 429 content-type application/json hdr Retry-After {RETRY_WHEN_BUSY_S}"
-    condition = f"{is_asked} {is_full} {has_refused} !goes_on"
+    condition = f"{is_generation} {is_full} {has_refused} !goes_on"
     is_refused = f"{{ status 429 }} {{ be_name -m str {backend} }} {{ var(txn.capacity) -m found }}"
     return [
-        f"    http-request set-var(txn.capacity) nbsrv({backend}),mul({capacity}) if {is_asked}",
+        f"    http-request set-var(txn.capacity) nbsrv({backend}),mul({capacity}) if {is_generation}",
         f"    {refuse} string '{json.dumps({'type': 'error'} | BUSY)}' if {condition} {{ path -m end /v1/messages }}",
         f"    {refuse} string '{json.dumps(BUSY)}' if {condition}",
         f"    http-response set-var({refused_at}) date(0,ms) if {is_refused}",

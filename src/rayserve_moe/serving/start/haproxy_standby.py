@@ -1,9 +1,10 @@
-"""The process that has HAProxy serve while Ray starts another: where it, or Ray's actor that manages it, was killed.
+"""Process that runs a substitute HAProxy while Ray replaces its own, after HAProxy or its managing actor was killed.
 
     python -m rayserve_moe.serving.start.haproxy_standby STATE_FOLDER
 
-Ray notices after three failed checks, starts a manager, and that HAProxy: some 6 s. This process starts one at once, by
-the last configuration that served, with sockets of its own. The launcher has Ray's next one take over from it.
+Ray notices after three failed checks, starts a manager and that manager's HAProxy: about 6 s. This process starts a
+HAProxy at once, with the last configuration that served and its own sockets. The launcher then makes Ray's next HAProxy
+take over from it.
 """
 
 from __future__ import annotations
@@ -25,22 +26,18 @@ from rayserve_moe.serving.start.haproxy_routers import asking_at, script_of
 from rayserve_moe.serving.start.processes import join_parent
 
 LOOK_S = 0.25
-"""How long a HAProxy may have been replaced, and the next one killed, before that is noticed."""
+"""Maximum delay before a replaced HAProxy is noticed."""
 RETRY_S = 0.02
 STANDBY_ROUTERS, STANDBY_SCRIPT = "q", "standby.lua"
 _ADMIN = re.compile(rf"^( +stats socket \S+/){ADMIN_SOCKET}( .*)$", re.MULTILINE)
 AGAIN_S = 0.5
-"""Between two starts: one that cannot start takes no core."""
+"""Seconds between two starts, so that a HAProxy that cannot start does not occupy a core."""
 CONFIG = "haproxy.cfg"
 _STANDBY = "standby"
 
 
 class Standby:
-    """Looks after the HAProxy of one configuration file.
-
-    `served` is the last configuration by which one with replicas has answered, and its script; `processes` are the
-    HAProxies that it started and that run: one that another has taken over from ends once its last answer is whole.
-    """
+    """Watcher of the HAProxy of a configuration file."""
 
     def __init__(self, config: Path) -> None:
         self._config, self._admin = config, config.with_name(ADMIN_SOCKET)
@@ -51,7 +48,7 @@ class Standby:
         self._known_pid, self._takes_requests, self._has_said = 0, False, False
 
     def look(self) -> None:
-        """Look once, for `LOOK_S` at most: start a HAProxy where none serves, end it where another took over."""
+        """Check once, for at most `LOOK_S`: start a HAProxy if none serves, end it when another has taken over."""
         pid = running_pid(self._admin)
         self.processes = [process for process in self.processes if process.poll() is None]
         if pid is not None and pid != self._known_pid:
@@ -65,12 +62,15 @@ class Standby:
             return
         if self.processes and self._has_taken_over(pid):
             for process in self.processes:
-                process.send_signal(signal.SIGUSR1)  # HAProxy has sent it too, and its signal may be lost
+                process.send_signal(signal.SIGUSR1)  # HAProxy sends it too, but its signal may be lost
         wait_for_end(pid, LOOK_S)
 
     def _know(self, pid: int) -> None:
-        """Note by what configuration a process answers, once the file is edited: that of a reload is not at first."""
-        self._takes_requests, self._has_said = True, False  # as far as is known
+        """Record the configuration of a running process once the file is edited.
+
+        After a reload the file is not edited at first.
+        """
+        self._takes_requests, self._has_said = True, False  # assumed until the file is read
         text = self._config.read_text(encoding="utf-8")
         if not is_edited(text):
             return
@@ -98,9 +98,11 @@ class Standby:
 
 
 def for_standby(text: str, script: str) -> tuple[str, str]:
-    """Return a configuration and its script with sockets of the standby's own. UnknownTemplateError without an admin's.
+    """Return a configuration and its script with the standby's own sockets.
 
-    A HAProxy that cannot take the ports has taken over its sockets by then, and leaves them dead.
+    A HAProxy that cannot bind the ports has replaced the sockets by then and leaves them dead.
+
+    Raises: UnknownTemplateError without an admin socket.
     """
     text, number = _ADMIN.subn(rf"\1{STANDBY_SOCKET}\2", text)
     if number != 1:
@@ -109,7 +111,7 @@ def for_standby(text: str, script: str) -> tuple[str, str]:
 
 
 def answering(folder: Path) -> Path | None:
-    """The configuration by which a HAProxy answers; a start that was killed may have left others."""
+    """Return the configuration of an answering HAProxy, or None; a killed start may have left other files."""
     for config in folder.glob(f"*/{CONFIG}"):
         with suppress(OSError):
             if running_pid(config.with_name(ADMIN_SOCKET)) is not None:
@@ -118,7 +120,7 @@ def answering(folder: Path) -> Path | None:
 
 
 def main() -> None:
-    """Look until the supervisor ends."""
+    """Watch until the supervisor ends."""
     join_parent()
     folder = Path(sys.argv[1])
     while (config := answering(folder)) is None:
@@ -128,7 +130,7 @@ def main() -> None:
         try:
             standby.look()
         except OSError:
-            time.sleep(RETRY_S)  # a file or a socket that is being replaced: it is there again soon
+            time.sleep(RETRY_S)  # a file or socket is being replaced and returns soon
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The process that keeps requests which outlive their replica; the supervisor starts it again where it ends.
+"""Process of the journal for requests that outlive their replica; the supervisor restarts it if it ends.
 
 python -m rayserve_moe.serving.start.journal STATE_FOLDER
 """

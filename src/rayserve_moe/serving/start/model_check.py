@@ -1,4 +1,4 @@
-"""Checks of a Serve config by Ray Serve's own schema, and of the checkpoints that it names, before it is deployed."""
+"""Checks of a Serve config by Ray Serve's own schema, and of its checkpoints, before deployment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rayserve_moe.serving.start.state import APPLICATION
 
 
 def check_models(document: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming key or file, for a value that Serve refuses or a checkpoint that cannot be served."""
+    """Raise ValueError with the key or file for a value that Serve rejects or a checkpoint that cannot be served."""
     try:
         ServeDeploySchema.model_validate(document)
     except ValidationError as error:

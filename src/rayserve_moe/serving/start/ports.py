@@ -1,4 +1,4 @@
-"""The ports of one deployment: a block of neighbours that no other deployment has, below those the system gives out."""
+"""Ports of a deployment: an exclusive block of neighbours, below the system's ephemeral range."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LISTENING = "0A"
 
 
 class StartError(ValueError):
-    """Why a start is refused, in one line."""
+    """Error for a refused start, in a single line."""
 
 
 def _port(offset: int) -> property:
@@ -26,40 +26,42 @@ def _port(offset: int) -> property:
 
 
 def _range(offset: int, end: int) -> property:
-    """First and last port of `[offset, end)`."""
+    """Return a property with the first and last port of `[offset, end)`."""
     return property(lambda ports: (ports.first + offset, ports.first + end - 1))
 
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of the block that begins at `first`. Every port but the one of HTTP comes from it."""
+    """Ports of the block that begins at `first`. Every port except HTTP's is in it."""
 
     first: int
 
     fallback_http = _port(0)
-    """Serve's proxy behind HAProxy, which answers while no replica does."""
+    """Serve's proxy behind HAProxy, which answers if no replica does."""
     fallback_grpc = _port(1)
     haproxy_metrics = _port(2)
     haproxy_statistics = _port(3)
     health = _port(4)
-    """HAProxy's listener for `/health` alone."""
+    """HAProxy's listener for `/health` only."""
     dashboard = _port(5)
-    """Ray's dashboard, where jobs are submitted."""
+    """Ray's dashboard, which accepts jobs."""
     cluster = _port(6)
     """Ray's control service."""
     grpc = _port(8)
-    """gRPC ingress, where a config has one without a port."""
+    """gRPC ingress, for a config without its port."""
     journal = _port(9)
-    """The journal of requests."""
+    """Journal of requests."""
     replicas = _range(20, 60)
-    """Where replicas answer HTTP."""
+    """HTTP ports of replicas."""
     grpc_replicas = _range(60, BLOCK_SIZE)
 
 
 def choose_ports(http_port: int, *, claimed: Collection[int], is_free: Callable[[int], bool]) -> Ports:
     """Return the first free and unclaimed block, beginning with that of `http_port`.
 
-    `claimed` are first ports of the blocks of other deployments. StartError when there is none.
+    `claimed` are the first ports of other deployments' blocks.
+
+    Raises: StartError if no block is free.
     """
     for number in range(NUM_BLOCKS):
         first = FIRST_PORT + (http_port + number) % NUM_BLOCKS * BLOCK_SIZE
@@ -70,7 +72,10 @@ def choose_ports(http_port: int, *, claimed: Collection[int], is_free: Callable[
 
 
 def is_free(port: int, host: str = "") -> bool:
-    """Whether a port is free, on this interface or all. OSError where this user may not listen there."""
+    """Return True if a port is free on an interface, or on all.
+
+    Raises: OSError if this user may not bind it.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -83,7 +88,7 @@ def is_free(port: int, host: str = "") -> bool:
 
 
 def owner_of(port: int) -> str:
-    """Return which process listens on a port, as far as this user can see."""
+    """Return a description of the process that listens on a port, as visible to this user."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):

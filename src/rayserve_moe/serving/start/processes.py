@@ -17,31 +17,32 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _ZOMBIE = "Z"
 _OF_TERMINAL = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else set()
 STOPS = frozenset({signal.SIGTERM, signal.SIGINT} | _OF_TERMINAL)
-"""Signals that stop a server; SIGHUP too, unless it is ignored, as by `nohup`."""
+"""Signals that stop a server; SIGHUP too unless it is ignored, as by `nohup`."""
 AWAITED = STOPS | {signal.SIGCHLD}
-"""Signals that the supervisor waits for: blocked in it, and in its children until `join_parent`."""
+"""Signals that the supervisor awaits: blocked in it, and in its children until `join_parent`."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process; `started` (clock ticks since boot) distinguishes it from a later one with the same id."""
+    """Process of this machine."""
 
     pid: int
     parent: int
     started: int
+    """Clock ticks since boot; distinguishes it from a later process with the same id."""
     user: int
     arguments: tuple[str, ...]
     has_ended: bool = False
-    """A zombie; a thread of it may still hold its sockets."""
+    """True for a zombie; its threads may still hold sockets."""
 
     @property
     def title(self) -> str:
-        """The command line in short, for messages."""
+        """Return an abbreviated command line, for messages."""
         return " ".join(self.arguments)[:80] or "?"
 
 
 def read_process(pid: int) -> Process | None:
-    """Return the process with this id, or None if there is none."""
+    """Return the process with this id, or None."""
     folder = _PROC / str(pid)
     try:
         user = folder.stat().st_uid
@@ -59,7 +60,7 @@ def all_processes() -> dict[int, Process]:
 
 
 def descendants(root: int, processes: Mapping[int, Process]) -> list[Process]:
-    """Return the processes below `root`, without `root`."""
+    """Return all descendants of `root`."""
     children = defaultdict(list)
     for process in processes.values():
         children[process.parent].append(process)
@@ -77,7 +78,7 @@ def own_by_path(folder: Path, processes: Iterable[Process], *, user: int) -> lis
 
 
 def send(processes: Iterable[Process], number: signal.Signals) -> None:
-    """Send a signal to the processes that still run."""
+    """Send a signal to the processes that are still running."""
     for process in processes:
         current = read_process(process.pid)
         if current is not None and current.started == process.started:
@@ -88,9 +89,9 @@ def send(processes: Iterable[Process], number: signal.Signals) -> None:
 def end(
     find: Callable[[], list[Process]], *, first: signal.Signals, grace_s: float, limit_s: float = 20.0
 ) -> list[Process]:
-    """End what `find` returns until it returns nothing: by the `first` signal, after `grace_s` by SIGKILL.
+    """End the processes that `find` returns until none is left: by the `first` signal, after `grace_s` by SIGKILL.
 
-    Returns what is left after `limit_s`. Ended children are reaped.
+    It reaps ended children and returns the remaining processes after `limit_s`.
     """
     start = time.monotonic()
     if grace_s > 0:
@@ -104,7 +105,7 @@ def end(
 
 
 def collect_children() -> dict[int, int]:
-    """Reap every child that has ended; returns exit codes by id, negative for a signal."""
+    """Reap every ended child; return exit codes by id, negative for a signal."""
     ended = {}
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -118,7 +119,7 @@ def adopt_orphans() -> None:
 
 
 def join_parent() -> None:
-    """Call first in a child of the supervisor: unblock signals, and be killed when the supervisor ends."""
+    """Unblock signals and request SIGKILL at the supervisor's end; must be the first call of the supervisor's child."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 

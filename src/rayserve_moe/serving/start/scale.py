@@ -1,6 +1,6 @@
-"""`rayserve-moe scale APP N`: changes how many replicas an application has while it serves.
+"""Command `rayserve-moe scale APP N`: changes an application's number of replicas while it serves.
 
-It goes by Serve's REST API, so no running request or replica notices unless there are to be fewer of them.
+It uses Serve's REST API, so running requests and replicas are unaffected unless the number decreases.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _DRAIN_SLACK_S = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("application", help="its name in the config")
-    parser.add_argument("replicas", type=int, help="how many replicas there are to be")
+    parser.add_argument("application", help="name of the application in the config")
+    parser.add_argument("replicas", type=int, help="number of replicas")
     parser.add_argument("--address", default="", help="Ray's dashboard (default: of the server on this machine)")
-    parser.add_argument("--cluster-grows", action="store_true", help="do not ask whether there are hosts for them now")
-    parser.add_argument("--no-wait", action="store_true", help="return as soon as Serve has taken the number")
+    parser.add_argument("--cluster-grows", action="store_true", help="do not check that enough hosts exist now")
+    parser.add_argument("--no-wait", action="store_true", help="return as soon as Serve has accepted the number")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Scale; returns 0, or 1 with a line on stderr: where it is refused, nothing has changed.
+    """Scale; return 0, or 1 with a line on stderr and nothing changed.
 
-    Ray reads the mode of its token when it is loaded: without one this process starts itself again.
+    Ray reads its token mode at import, so this process re-executes itself if the mode is unset.
     """
     environment = inherited_environment()
     if not environment.get(_AUTH_MODE):
@@ -61,7 +61,10 @@ def _arguments(options: argparse.Namespace) -> list[str]:
 
 
 def dashboard_of(application: str) -> str:
-    """Return the dashboard of the server on this machine that serves an application; StartError unless there is one."""
+    """Return the dashboard of the server on this machine that serves an application.
+
+    Raises: StartError unless exactly one server does.
+    """
     plans = running_plans(temporary_folder() / f"rayserve-{os.getuid()}")
     ours = [plan for plan in plans.values() if application in _names(plan.config)]
     if len(ours) == 1:
@@ -94,7 +97,10 @@ def _scale(options: argparse.Namespace) -> None:
 
 
 def _wait(client: ServeSubmissionClient, options: argparse.Namespace, *, limit_s: float) -> None:
-    """Wait until so many replicas run and no other; RuntimeError where one cannot start, or after `limit_s`."""
+    """Wait until exactly the requested replicas run.
+
+    Raises: RuntimeError if a replica cannot start, or after `limit_s`.
+    """
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         deployment = client.get_serve_details()["applications"][options.application]["deployments"][DEPLOYMENT]

@@ -1,7 +1,7 @@
-"""The Serve config that changes an application's number of replicas, and nothing else. Pure.
+"""Serve config that changes only an application's number of replicas. Pure functions.
 
-Serve hashes `args` into the code version of an application, and restarts every replica where they change; an override
-under `deployments` it applies to running ones.
+Serve hashes `args` into the code version of an application and restarts every replica if they change; an override under
+`deployments` is applied to running replicas.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from rayserve_moe.serving.start.state import APPLICATION
 from rayserve_moe.serving.start.validation import DEPLOYMENT
 
 REPLICA_CPUS = 0.5
-"""Of the process that holds the engine, beside those of its hosts."""
-MOST_REPLICAS = 4096
+"""CPUs of the engine process, besides those of its hosts."""
+MAX_REPLICAS = 4096
 
 
 def scaled_config(details: Mapping[str, Any], *, application: str, num_replicas: int) -> dict[str, Any]:
-    """Return the config of all that Serve's `details` say is deployed, with this number of replicas.
+    """Return the deployed config in Serve's `details`, with this number of replicas.
 
-    StartError for an application that is not there, not ours, deployed by code, or scaled by Serve itself.
+    Raises: StartError for an application that is missing, not ours, deployed by code, or autoscaled.
     """
-    if not 1 <= num_replicas <= MOST_REPLICAS:
-        raise StartError(f"the number of replicas must lie in [1, {MOST_REPLICAS}], found {num_replicas}")
+    if not 1 <= num_replicas <= MAX_REPLICAS:
+        raise StartError(f"the number of replicas must lie in [1, {MAX_REPLICAS}], found {num_replicas}")
     found = details.get("applications") or {}
     config = _config_of(found, application)
     overrides = [dict(override) for override in config.get("deployments") or []]
@@ -45,12 +45,12 @@ def scaled_config(details: Mapping[str, Any], *, application: str, num_replicas:
 
 
 def settings_of(details: Mapping[str, Any], application: str) -> Settings:
-    """Return the settings of an application of ours."""
+    """Return the settings of one of our applications."""
     return settings_from(_config_of(details.get("applications") or {}, application).get("args") or {})
 
 
 def check_capacity(settings: Settings, *, num_replicas: int, nodes: Sequence[Mapping[str, float]]) -> None:
-    """StartError where nodes with these resources in all cannot hold so many replicas."""
+    """Raise StartError if nodes with these total resources cannot hold `num_replicas` replicas."""
     cluster, hosts = settings.cluster, settings.parallel.num_hosts
     chips = float(cluster.tpu_chips_per_host or 0)
     needed = {"CPU": REPLICA_CPUS + (0.0 if cluster.tpu_topology else hosts * cluster.cpus_per_host)}
@@ -58,16 +58,16 @@ def check_capacity(settings: Settings, *, num_replicas: int, nodes: Sequence[Map
     for resource, amount in needed.items():
         total = sum(node.get(resource, 0.0) for node in nodes)
         if num_replicas * amount > total + 1e-9:
-            most = int((total + 1e-9) // amount)
+            num_fitting = int((total + 1e-9) // amount)
             raise StartError(
                 f"the cluster has {total:g} {resource}, {num_replicas} replicas take {num_replicas * amount:g}: "
-                f"there is place for {most}"
+                f"at most {num_fitting} fit"
             )
 
 
 def _config_of(found: Mapping[str, Any], application: str) -> dict[str, Any]:
     if application not in found:
-        raise StartError(f"there is no application {application!r}; there are: {', '.join(sorted(found)) or 'none'}")
+        raise StartError(f"unknown application {application!r}; known: {', '.join(sorted(found)) or 'none'}")
     config = found[application].get("deployed_app_config")
     if config is None:
         raise StartError(f"{application} was deployed by code, not by a config: scale it there")

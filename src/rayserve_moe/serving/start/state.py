@@ -1,10 +1,10 @@
-"""Files of a start, for its own processes and for the next start, in a folder that only its owner can enter.
+"""Files of a start, shared by its processes and the next start, in a folder that only its owner can enter.
 
     <Ray's temporary folder>/rayserve-<user id>/      lock
         <HTTP port>/       plan.json, launchers of HAProxy and of workers, sockets, and HAProxy's own files
-        logs-<HTTP port>/  what Ray and the processes of the last start have written, with a link to Ray's own logs
+        logs-<HTTP port>/  output of Ray and of the last start's processes, with a link to Ray's own logs
 
-A deployment is identified by its user and its HTTP port. The processes of a folder whose start has ended may be ended.
+A user and an HTTP port identify a deployment. Processes of a folder whose start has ended may be ended.
 """
 
 from __future__ import annotations
@@ -30,70 +30,72 @@ _PLAN = "plan.json"
 PROGRESS = "progress"
 """File of progress reports for the console (see `observability.progress`)."""
 DEPLOYED = "deployed"
-"""There once the config has been deployed."""
+"""Exists once the config has been deployed."""
 FORK_SOCKET, WORKER_LAUNCHER, CHECK = "f", "worker.py", "model-check"
-"""Where the fork server listens, what has it fork a worker, and what its check of the models has found."""
-_LONGEST_PATH = 37
-"""HAProxy's sockets lie a node's id (56) below, and may have 97 characters."""
+"""Socket of the fork server, launcher of workers, and result of the model check."""
+_MAX_PATH_LENGTH = 37
+"""Maximum path length: HAProxy's sockets are below a node's id (56 characters), and may have 97 characters."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The Serve config as it is deployed, the process that starts it, and its ports.
-
-    `pid` and `started` (see `Process`) name the process of the start command. Without `journal_max_bytes` there is no
-    journal.
-    """
+    """Plan of a start: the deployed Serve config, the start command's process (see `Process`), and ports."""
 
     pid: int
+    """Id of the start command's process."""
     started: int
+    """Start time of that process."""
     first_port: int
     config: dict[str, Any]
     url: str
     drain_timeout_s: float
     start_timeout_s: float
     begun: float = 0.0
-    """When the command began, in seconds since the epoch."""
+    """Start time of the command, in seconds since the epoch."""
     journal_max_bytes: int = 0
+    """Maximum memory of the journal; 0 for no journal."""
     resume_ttl_s: float = 0.0
 
     @property
     def ports(self) -> Ports:
-        """The deployment's own ports."""
+        """Return the deployment's own ports."""
         return Ports(self.first_port)
 
     @property
     def owner(self) -> Process | None:
-        """The start command's process; None once it has ended."""
+        """Return the start command's process, or None once it has ended."""
         process = read_process(self.pid)
         is_it = process is not None and process.started == self.started and not process.has_ended
         return process if is_it else None
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the plan of a state folder; OSError or ValueError where there is none that can be read."""
+        """Read the plan of a state folder.
+
+        Raises: OSError or ValueError if it is missing or unreadable.
+        """
         try:
             return cls(**json.loads((folder / _PLAN).read_text(encoding="utf-8")))
         except TypeError as error:
             raise ValueError(f"{folder / _PLAN}: {error}") from error
 
     def write(self, folder: Path) -> None:
-        """Write it to a state folder, whole or not at all."""
+        """Write the plan to a state folder atomically."""
         _write_whole(folder / _PLAN, json.dumps(asdict(self)))
 
 
 def log_folder(folder: Path) -> Path:
-    """Return where the processes of a state folder write; it stays when they have ended, until the next start."""
+    """Return the folder of a deployment's logs, which stays until the next start."""
     return folder.with_name(f"logs-{folder.name}")
 
 
 def write_check(folder: Path, fault: str) -> None:
-    """Write why the models of a plan cannot be served; an empty text says that they can."""
+    """Write the reason why the models of a plan cannot be served; empty if they can."""
     _write_whole(folder / CHECK, fault)
 
 
 def read_check(folder: Path) -> str | None:
-    """Return what `write_check` has written, None as long as it has not."""
+    """Return the result of `write_check`, or None before it."""
     try:
         return (folder / CHECK).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -101,8 +103,11 @@ def read_check(folder: Path) -> str | None:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder, unless it exists, that only this user can enter. StartError where another user could."""
-    if len(str(path)) > _LONGEST_PATH:
+    """Create a folder, unless it exists, that only this user can enter.
+
+    Raises: StartError if another user can enter it.
+    """
+    if len(str(path)) > _MAX_PATH_LENGTH:
         raise StartError(f"{path} is too long for sockets below it: set RAY_TMPDIR to a shorter folder, such as /tmp")
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
@@ -114,14 +119,14 @@ def private_folder(path: Path) -> Path:
 
 @contextmanager
 def locked(root: Path) -> Generator[None]:
-    """Hold the lock under which starts choose their ports."""
+    """Hold the lock for the choice of ports."""
     with (root / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def remove(folder: Path) -> None:
-    """Remove a state folder under the lock: the next start uses the same path."""
+    """Remove a state folder under the lock, because the next start uses the same path."""
     with suppress(OSError), locked(folder.parent):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -133,7 +138,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def running_plans(root: Path) -> dict[Path, Plan]:
-    """Return the plans of all starts of this user whose process still runs, by folder."""
+    """Return the plans of all running starts of this user, by folder."""
     plans = {}
     for folder in root.glob("[0-9]*"):
         with suppress(OSError, ValueError):
@@ -142,9 +147,9 @@ def running_plans(root: Path) -> dict[Path, Plan]:
 
 
 def ensure_token(path: Path) -> None:
-    """Make the token by which Ray's processes and clients authenticate, unless it exists; mode 600.
+    """Create the token by which Ray's processes and clients authenticate, unless it exists; mode 600.
 
-    StartError where the file belongs to another user or is empty: Ray would start without protection.
+    Raises: StartError if the file belongs to another user or is empty: Ray would start without protection.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}")
@@ -152,7 +157,7 @@ def ensure_token(path: Path) -> None:
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         try:
-            os.link(draft, path)  # another start may have made one meanwhile: then that is the token
+            os.link(draft, path)  # another start may have created it meanwhile: then that token is used
         except FileExistsError:
             pass
         finally:

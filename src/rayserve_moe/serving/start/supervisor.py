@@ -1,8 +1,8 @@
-"""The process that a start command becomes: parent of all processes of the start, which it ends.
+"""Process that a start command becomes: the parent of all processes of the start, which it ends.
 
     python -m rayserve_moe.serving.start.supervisor STATE_FOLDER
 
-It imports neither Ray nor jax; `deployment` decides what is served and when.
+It imports neither Ray nor jax; `deployment` decides what to serve and when.
 """
 
 from __future__ import annotations
@@ -32,37 +32,42 @@ from rayserve_moe.serving.start.state import Plan, log_folder, remove
 
 FAILED = 1
 DEPLOYMENT_FAILED, UNANSWERED = 3, 4
-"""Exit statuses of the deployment: it has said why it cannot serve, and a request had to be ended at its stop."""
+"""Exit statuses of the deployment: it has reported why it cannot serve; a request had to be ended at its stop."""
 STANDBY, FORK_SERVER = "haproxy_standby", "fork_server"
 RAY_JOB_ID, RAY_RAYLET_PID = "RAY_JOB_ID", "RAY_RAYLET_PID"
-"""Variables that Ray reads when its library is loaded, in the fork server: a worker's job, and the process whose end is
-its own. A worker of no job takes the tasks of any; this process ends with its raylet, and all workers with it."""
+"""Variables that Ray's library reads at import, in the fork server: a worker's job, and the process whose end ends it.
+
+A worker without a job accepts the tasks of any job. The fork server ends with its raylet, and all workers with it.
+"""
 NO_JOB = "ffffffff"
 _GRACE_S = 3.0
-"""For processes to end by themselves after a drain."""
+"""Seconds for processes to end by themselves after a drain."""
 _FLUSH_S = 5.0
-"""For HAProxy to send the last bytes of answers."""
+"""Seconds for HAProxy to send the last bytes of answers."""
 _DRAIN_SLACK_S = 30.0
 """Seconds beyond `drain_timeout_s` before a drain has failed."""
 _RESTART_S = 0.1
-"""Before a journal is started again: one that cannot start takes no core."""
+"""Seconds before a process is restarted, so that one that cannot start does not occupy a core."""
 _LOG = "ray.log"
 _LAST_LINES = 4
-"""Of that log, printed where Ray has ended."""
+"""Number of last lines of that log, printed if Ray has ended."""
 
 
 class Ended(NamedTuple):
-    """The exit status of the command, whether the other processes may end by themselves, and whether it was stopped."""
+    """End of the command."""
 
     status: int
+    """Exit status."""
     is_orderly: bool = False
+    """True if the other processes may end by themselves."""
     is_stopped: bool = False
+    """True if the command was stopped by a signal."""
 
 
 def main() -> int:
-    """Run the deployment of a state folder to its end; returns the exit status of the command.
+    """Run the deployment of a state folder to its end; return the exit status of the command.
 
-    0 after a drain; 1 where something failed or a request had to be ended; 128 + its number after a second signal.
+    It is 0 after a drain, 1 after a failure or an aborted request, and 128 + its number after a second signal.
     """
     folder = Path(sys.argv[1])
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
@@ -74,7 +79,7 @@ def main() -> int:
         logs = log_folder(folder)
         with (logs / _LOG).open("wb") as log:
             ray = _start("cluster", folder, output=log)
-        # Handles of Serve work outside of an event loop only so.
+        # Handles of Serve need this outside of an event loop.
         deployment = _start("deployment", folder, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
         names = (FORK_SERVER, *(("journal",) if plan.journal_max_bytes else ()), STANDBY)
         kept = {name: _start(name, folder) for name in names}
@@ -98,7 +103,7 @@ def _say(line: str) -> None:
 
 
 def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: str) -> int:
-    """Start a module of this package in a session of its own: a terminal's Ctrl-C reaches this process alone."""
+    """Start a module of this package in its own session, so that a terminal's Ctrl-C reaches only this process."""
     command = [sys.executable, "-m", f"{__package__}.{name}", str(folder)]
     environment = {**inherited_environment(), **more}
     with ExitStack() as files:
@@ -114,12 +119,12 @@ def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: s
 def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folder: Path) -> Ended:
     """Wait for the end of the deployment.
 
-    `kept` are processes that are started again where they end. None serves in HAProxy's place once a drain has begun.
+    `kept` are processes that are restarted if they end. The standby is ended when a drain begins.
     """
     deadline: float | None = None
     while True:
         found = _next_signal(deadline)
-        if found in (signal.SIGTERM, signal.SIGINT) and deadline is not None:  # a terminal may send its own twice
+        if found in (signal.SIGTERM, signal.SIGINT) and deadline is not None:  # a terminal may repeat its own signal
             return Ended(128 + found)
         if found in STOPS and deadline is None:
             deadline = time.monotonic() + plan.drain_timeout_s + _DRAIN_SLACK_S
@@ -147,10 +152,10 @@ def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folde
 
 
 def _ended(status: int, *, is_stopping: bool, folder: Path) -> Ended:
-    """Return the end of the command for the exit status of the deployment; says so where that has said nothing."""
+    """Return the end of the command for the deployment's exit status; report it if the deployment has not."""
     if status in (0, UNANSWERED):
         return Ended(FAILED if status else 0, is_orderly=True, is_stopped=True)
-    if is_stopping and status != DEPLOYMENT_FAILED:  # stopped where it could not catch the signal
+    if is_stopping and status != DEPLOYMENT_FAILED:  # stopped before it could handle the signal
         return Ended(0, is_orderly=True, is_stopped=True)
     if status != DEPLOYMENT_FAILED:
         fault = f"the process that deploys has ended with status {status}; logs: {log_folder(folder)}"
@@ -164,7 +169,7 @@ def _end_standby(kept: dict[str, int]) -> None:
 
 
 def _next_signal(deadline: float | None) -> int | None:
-    """Wait for a signal; None when the deadline has passed."""
+    """Wait for a signal; return None after the deadline."""
     if deadline is None:
         return signal.sigwait(AWAITED)
     found = signal.sigtimedwait(AWAITED, max(0.0, deadline - time.monotonic()))

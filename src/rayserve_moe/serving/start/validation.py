@@ -1,4 +1,4 @@
-"""Checks of a Serve config that need neither Ray nor jax, before anything is started. Errors are one line.
+"""Checks of a Serve config without Ray and jax, before anything is started. Errors are a single line.
 
 `model_check` checks the rest, with the libraries that the server loads anyway.
 """
@@ -22,9 +22,9 @@ from rayserve_moe.serving.start.state import APPLICATION
 
 DEPLOYMENT = "moe-server"
 LOOPBACK, HTTP_PORT = "127.0.0.1", 8000
-"""Where Serve listens by default."""
+"""Serve's default address."""
 
-# Keys of a Serve config, by section. Ray Serve's schemas have the same, and take seconds to import.
+# Keys of a Serve config, by section: those of Ray Serve's schemas, which take seconds to import.
 TOP_KEYS = (
     "proxy_location",
     "http_options",
@@ -88,7 +88,7 @@ DEPLOYMENT_KEYS = (
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """A Serve config whose keys and settings are right, with the settings of our applications in it, by name."""
+    """Validated Serve config, with the settings of our applications by name."""
 
     document: dict[str, Any]
     settings: dict[str, Settings]
@@ -97,7 +97,10 @@ class CheckedConfig:
 
 
 def check_config(path: Path) -> CheckedConfig:
-    """Read a config file and check keys, settings and paths. ValueError, naming file or key, for what is wrong."""
+    """Read a config file and check keys, settings and paths.
+
+    Raises: ValueError with the file or key at fault.
+    """
     document = _read(path)
     for place, mapping, known in _sections(document):
         _refuse_unknown(mapping, known, place=f"{path}: {place}")
@@ -117,7 +120,7 @@ def check_config(path: Path) -> CheckedConfig:
 
 
 def as_deployed(config: CheckedConfig) -> dict[str, Any]:
-    """Return the config to deploy: one attempt to load a model, and only HAProxy listens outside of loopback."""
+    """Return the config to deploy: a single attempt to load a model, and only HAProxy listens beyond loopback."""
     applications = []
     for application in config.document["applications"]:
         deployments = [dict(deployment) for deployment in application.get("deployments") or []]
@@ -180,7 +183,7 @@ def _checked_port(path: Path, http: object) -> int:
 
 
 def _applications(path: Path, document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the applications of a config, each with a name and an import path of text, and its arguments a mapping."""
+    """Return the applications of a config, each with an import path and a mapping of arguments."""
     applications = document.get("applications")
     if not isinstance(applications, list):
         raise StartError(f"{path}: applications must be a list")
@@ -197,11 +200,13 @@ def _applications(path: Path, document: Mapping[str, Any]) -> list[dict[str, Any
 
 
 def _check_model(model_path: str) -> None:
-    """Raise StartError for a model that the package does not bring along, or a path of this machine, absolute or below
-    `.` or `~`, that is no checkpoint."""
+    """Raise StartError for an unknown packaged model, or for a local path that is not a checkpoint.
+
+    Local paths are absolute, or below `.` or `~`.
+    """
     prefix, _, name = model_path.partition(":")
     if prefix == TRAINED and name not in TRAINED_NAMES:
-        raise StartError(f"model_path {model_path}: no such model; there are {', '.join(TRAINED_NAMES)}")
+        raise StartError(f"model_path {model_path}: no such model; available: {', '.join(TRAINED_NAMES)}")
     if model_path[:1] not in ("/", ".", "~") or is_url(model_path):
         return
     directory = Path(model_path).expanduser()
@@ -212,7 +217,10 @@ def _check_model(model_path: str) -> None:
 
 
 def _check_level(settings: Settings) -> None:
-    """Raise StartError for instructions that the processor lacks; TPU hosts are other machines than this one."""
+    """Raise StartError for instructions that the processor does not support.
+
+    TPU hosts are other machines and not checked.
+    """
     level = settings.compile.cpu_level
     if level == AUTO or settings.compile.cpu_kernels == "off" or settings.cluster.tpu_topology:
         return

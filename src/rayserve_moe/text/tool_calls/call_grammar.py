@@ -1,4 +1,4 @@
-"""Grammars of answers that are tool calls and nothing else, as a model's format writes them."""
+"""Grammars that restrict an answer to tool calls in a model's own format."""
 
 from __future__ import annotations
 
@@ -17,35 +17,46 @@ _KEY = re.compile(r"[^\s<>\"'\0](?:[^<>\"'\0\n]*[^\s<>\"'\0])?")
 
 
 class ParameterForm(NamedTuple):
-    """How one parameter is written: before its value with its key, right after the value, and after that."""
+    """Written form of a parameter."""
 
     before: str
+    """Text before the value, including the key."""
     end: str
+    """Text directly after the value."""
     gap: str = ""
+    """Text after `end`."""
 
 
 class ReasoningForm(NamedTuple):
-    """What stands around reasoning that may come first, what begins content after it, and markers that neither has."""
+    """Written form of optional reasoning before calls or content."""
 
     begin: str
+    """Text before reasoning."""
     end: str
+    """Text after reasoning."""
     content: str
+    """Text that begins content after reasoning."""
     markers: tuple[str, ...]
+    """Markers that appear neither in reasoning nor in content."""
 
 
 class CallForm(NamedTuple):
-    """What stands before and after the arguments of a call, between calls, and around all of them.
-
-    Without `between` an answer has one call; without `parameter` arguments are JSON.
-    """
+    """Written form of the calls of an answer."""
 
     before: str
+    """Text before the arguments of a call."""
     after: str
+    """Text after the arguments of a call."""
     between: str | None = None
+    """Text between calls; None if an answer holds at most a single call."""
     begin: str = ""
+    """Text before all calls."""
     end: str = ""
+    """Text after all calls."""
     parameter: ParameterForm | None = None
+    """Form of each parameter; None if the arguments are a JSON object."""
     reasoning: ReasoningForm | None = None
+    """Form of reasoning before the calls, or None."""
 
 
 _GLM = f"<arg_key>{NAME}</arg_key>"
@@ -112,7 +123,7 @@ FORMS: Mapping[str, CallForm] = {
         ),
     ),
 }
-"""By format; of two that a format has, the second is that of templates with the marker in `SECOND_FORMS`."""
+"""Call forms by format. If a format has a second form, `SECOND_FORMS` gives the template marker that selects it."""
 SECOND_FORMS = {
     "deepseek": ("deepseek fenced", "```json"),
     "mistral": ("mistral named", MISTRAL_ARGS),
@@ -121,14 +132,17 @@ SECOND_FORMS = {
 
 
 def form_of(calls: str | None, template: str, *, ends: Collection[str] = ()) -> CallForm | None:
-    """How a format of `CALL_FORMATS` writes calls; None for others. What is one of `ends` ends the answer by itself."""
+    """Return the call form of a format in `CALL_FORMATS`, or None if it has none.
+
+    Text in `ends` ends an answer by itself, so it is removed from the form's end.
+    """
     second, marker = SECOND_FORMS.get(calls or "", ("", ""))
     form = FORMS.get(second if second and marker in template else calls or "")
     return form._replace(after="") if form is not None and form.after in ends else form
 
 
 class CallGrammar(NamedTuple):
-    """A grammar in Lark, and schemas for its rules `args_0`, `args_1`, and so on."""
+    """Lark grammar, and JSON schemas for its rules `args_0`, `args_1`, and so on."""
 
     lark: str
     schemas: list[Any]
@@ -137,9 +151,10 @@ class CallGrammar(NamedTuple):
 def call_grammar(
     form: CallForm, functions: Sequence[Mapping[str, Any]], *, special_ids: Mapping[str, int], allows_several: bool
 ) -> CallGrammar:
-    """The grammar of calls of some of the functions.
+    """Return the grammar of calls of the given functions.
 
-    UnwritableSchemaError names a keyword of a schema, or the name of a function, that the format has no form for.
+    Raises: UnwritableSchemaError with the schema keyword, or `name` for a function name, that the format cannot
+    express.
     """
     writer = _Writer(form, special_ids)
     several = f"({writer.written(form.between)} call)*" if allows_several and form.between is not None else ""
@@ -157,14 +172,14 @@ def call_grammar(
 
 
 def content_grammar(form: ReasoningForm, *, special_ids: Mapping[str, int]) -> str:
-    """A grammar in Lark of an answer whose content keeps to the grammar `@content`, after reasoning or without."""
+    """Return a Lark grammar of an answer with optional reasoning, whose content follows the grammar `@content`."""
     writer = _Writer(CallForm("", "", reasoning=form), special_ids)
     start = f"start: {writer.reasoning()} {writer.written(form.content)} @content"
     return "\n".join([*writer.lines, start]) + "\n"
 
 
 class _Writer:
-    """Collects the lines of a grammar, and the schemas that it refers to."""
+    """Collector of grammar lines and of the schemas to which they refer."""
 
     def __init__(self, form: CallForm, special_ids: Mapping[str, int]) -> None:
         self._form, self._special_ids = form, special_ids
@@ -173,11 +188,11 @@ class _Writer:
         self.schemas: list[Any] = []
 
     def written(self, text: str | None, name: str = "") -> str:
-        """A text as terms."""
+        """Return a text as grammar terms."""
         return " ".join(terms_of(text or "", self._special_ids, name=name))
 
     def reasoning(self) -> str:
-        """Terms for reasoning that may stand before all calls."""
+        """Return the terms of optional reasoning before all calls."""
         form = self._form.reasoning
         if form is None:
             return ""
@@ -185,7 +200,7 @@ class _Writer:
         return f"({self.written(form.begin)} {inner})?"
 
     def arguments(self, function: int, schema: Mapping[str, Any]) -> str:
-        """Terms for the arguments of a function."""
+        """Return the terms of a function's arguments."""
         form = self._form.parameter
         if form is None:
             return self._json(schema)
@@ -216,7 +231,7 @@ class _Writer:
         return f"args_{len(self.schemas) - 1}"
 
     def _text_until(self, end: str, texts: Sequence[str]) -> str:
-        """Terms for one of the texts and what ends it, as far as possible in one terminal."""
+        """Return the terms of a choice of texts and their end, merged into a single terminal where possible."""
         terms = terms_of(end, self._special_ids)
         inside = 0
         while inside < len(terms) and not is_special(terms[inside]):
@@ -235,7 +250,7 @@ _OBJECT_KEYS = {
 
 
 def _object_parts(schema: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """The parameters of a function by name, and those that have to be given."""
+    """Return the parameter schemas by name, and the names of required parameters."""
     if unknown := sorted(schema.keys() - _OBJECT_KEYS):
         raise UnwritableSchemaError(unknown[0])
     properties, required = schema.get("properties") or {}, schema.get("required") or []

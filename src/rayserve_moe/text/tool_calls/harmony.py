@@ -1,6 +1,6 @@
-"""Messages of gpt-oss: analysis is reasoning, commentary to a function is a call, everything else content.
+"""Parser of gpt-oss messages: analysis is reasoning, commentary to a function is a call, everything else is content.
 
-The prompt ends within the header of the first message. Messages that break these rules are content as they stand.
+The prompt ends within the header of the first message. A message that breaks these rules becomes content unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 MARKERS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 
 REASONING = f"{CHANNEL}analysis{MESSAGE}", END
-"""What begins and ends a message of reasoning."""
+"""Texts that begin and end a reasoning message."""
 
 _ENDS = (END, CALL, RETURN)
 _HEADER = re.compile(
@@ -27,7 +27,7 @@ _FUNCTIONS = "functions."
 
 
 def split_harmony(*, has_calls: bool, has_reasoning: bool) -> Split:
-    """Return the parser of an answer. Without calls, those are content; without reasoning, that is content too."""
+    """Return the parser of an answer. A disabled kind (calls, reasoning) becomes content."""
     analysis = "reasoning" if has_reasoning else "content"
 
     def split(tape: Tape) -> Steps[None]:
@@ -56,7 +56,7 @@ def split_harmony(*, has_calls: bool, has_reasoning: bool) -> Split:
 
 
 def _read_header(tape: Tape) -> Steps[tuple[str, str | None]]:
-    """Read up to and over the marker of the message's body; returns the channel, and for whom it is."""
+    """Consume a message header through its body marker; return the channel, and the recipient or None."""
     begin = tape.position
     if (yield from take(tape, START, CHANNEL, "assistant", "to=")) is None:
         raise BrokenCall
@@ -80,7 +80,7 @@ def _read_call(tape: Tape, recipient: str) -> Steps[None]:
 
 
 def _pass_on_body(tape: Tape, kind: Kind, seen: set[Kind]) -> Steps[None]:
-    """Pass on the text of a message and read over its end; a newline stands between two of a kind."""
+    """Emit the text of a message and consume its end; a newline separates messages of the same kind."""
     if kind in seen:
         tape.emit(kind, "\n")
     seen.add(kind)
@@ -90,7 +90,7 @@ def _pass_on_body(tape: Tape, kind: Kind, seen: set[Kind]) -> Steps[None]:
 
 
 def _pass_on_broken(tape: Tape, seen: set[Kind]) -> Steps[None]:
-    """Pass on everything up to the next message."""
+    """Emit everything up to the next message as content."""
     begin = tape.position
     yield from take(tape, START)
     tape.emit("content", tape.text[begin : tape.position])

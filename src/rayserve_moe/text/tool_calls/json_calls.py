@@ -1,6 +1,6 @@
-"""Calls that a model writes as JSON: name and arguments out of an object, the arguments' text as it stands.
+"""Tool calls written as JSON: name and arguments are taken from an object, and the arguments keep their text.
 
-Formats that are such an object alone are here: Hermes (also Qwen3 and Ling 2), and Llama 3.
+Formats that consist of such an object are here: Hermes (also Qwen3 and Ling 2), and Llama 3.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-# Numbers stay text: only their place counts here, and they may be longer than Python converts.
+# Numbers stay text: only their position matters, and they may exceed Python's integer conversion limit.
 _LENIENT = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_int=str, parse_float=str)
 _STRICT = json.JSONDecoder(parse_constant=_refuse, parse_int=str, parse_float=str)
 
@@ -70,9 +70,11 @@ LLAMA = CallFormat({_PYTHON: _read_llama}, (_PYTHON,), bare=_read_bare)
 
 
 def call_of(text: str) -> ToolCall:
-    """Return the call of `{"name": ..., "arguments": {...}}`; `parameters` is another name for the arguments.
+    """Return the call in `{"name": ..., "arguments": {...}}`.
 
-    BrokenCall where it is not JSON or has no name. No arguments are an empty object.
+    `parameters` may replace `arguments`, which default to `{}`.
+
+    Raises: BrokenCall if the text is not JSON or has no name.
     """
     found = members(text)
     name = _decoded(found.get("name", "null"))
@@ -82,14 +84,20 @@ def call_of(text: str) -> ToolCall:
 
 
 def named_call(name: object, arguments: str, *, call_id: str | None = None) -> ToolCall:
-    """Return a call with this JSON text as arguments, or with an object in a JSON string. BrokenCall for others."""
+    """Return a call whose arguments are a JSON object, or a JSON string that holds an object.
+
+    Raises: BrokenCall for other arguments or an invalid name.
+    """
     if not isinstance(name, str) or not name.strip() or not _is_text(name) or (call_id and not _is_text(call_id)):
         raise BrokenCall
     return ToolCall(name.strip(), arguments_of(arguments.strip()), call_id)
 
 
 def arguments_of(text: str) -> str:
-    """Return the text of a JSON object, as it stands but for control characters in strings, which are escaped."""
+    """Return the text of a JSON object unchanged, except that control characters in strings are escaped.
+
+    Raises: BrokenCall if the text is not an object.
+    """
     if text.startswith('"'):
         text = str(_decoded(text)).strip()
     if text in ("null", ""):
@@ -102,7 +110,7 @@ def arguments_of(text: str) -> str:
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is JSON for every reader."""
+    """Return True if a text is strict JSON."""
     try:
         _STRICT.decode(text)
     except (ValueError, RecursionError):
@@ -111,13 +119,19 @@ def is_json(text: str) -> bool:
 
 
 def dumped(value: object) -> str:
-    """Return a value as JSON text, readable where that is text that an answer can hold. ValueError for NaN."""
+    """Return a value as JSON text; non-ASCII text stays readable unless it holds lone surrogates.
+
+    Raises: ValueError for NaN.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if _is_text(text) else json.dumps(value)
 
 
 def members(text: str) -> dict[str, str]:
-    """Return the JSON texts of an object's members; of those with the same key the last. BrokenCall for others."""
+    """Return the JSON text of each member of an object; the last duplicate key wins.
+
+    Raises: BrokenCall if the text is not an object.
+    """
     if not isinstance(_decoded(text), dict):
         raise BrokenCall
     found: dict[str, str] = {}
@@ -134,7 +148,10 @@ def members(text: str) -> dict[str, str]:
 
 
 def items(text: str) -> list[str]:
-    """Return the JSON texts of an array's items. BrokenCall for others."""
+    """Return the JSON texts of an array's items.
+
+    Raises: BrokenCall if the text is not an array.
+    """
     if not isinstance(_decoded(text), list):
         raise BrokenCall
     found: list[str] = []
@@ -161,5 +178,5 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _is_text(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which no answer can hold."""
+    """Return True if a text has no lone surrogates, which an answer cannot encode."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

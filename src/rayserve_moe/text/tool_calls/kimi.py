@@ -1,4 +1,4 @@
-"""Calls of Kimi K2: `functions.NAME:NUMBER` and JSON between special tokens, in a section of one or of many."""
+"""Tool calls of Kimi K2: `functions.NAME:NUMBER` and JSON between special tokens, within a section."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CALL_ID = re.compile(r"(?:functions\.)?(?P<name>[^\s:<>]+)(?::\d+)?")
 
 
 def _read(tape: Tape) -> Steps[None]:
-    """The model's own id is the call's; a bare number names no function."""
+    """Consume a call. The model's own id becomes the call's id; a bare number is not a function name."""
     yield from expect(tape, CALL)
     call_id, _ = yield from until(tape, ARGUMENTS)
     found = _CALL_ID.fullmatch(call_id.strip())

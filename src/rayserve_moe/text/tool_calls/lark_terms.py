@@ -1,4 +1,4 @@
-"""Texts as terms of a Lark grammar, as llguidance reads it."""
+"""Texts as terms of a Lark grammar in the dialect of llguidance."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Mapping
 
 NAME, JSON_NAME, NUMBER = "\0name\0", "\0json\0", "\0number\0"
-"""Places in a text for a name, for the same as JSON, and for a number."""
+"""Placeholders in a text: a name, the name as JSON, and a number."""
 ANY_TEXT = "/(?s:.*)/"
 _PLACE = re.compile(f"({NAME}|{JSON_NAME}|{NUMBER})")
 
 
 def terms_of(text: str, special_ids: Mapping[str, int], *, name: str = "") -> list[str]:
-    """A text as terms: strings, ids in the place of special tokens, which no other tokens spell, and a number."""
+    """Return a text as terms: strings, special token ids (no other token may spell them), and number patterns."""
     terms = []
     for part in _PLACE.split(text):
         if part == NUMBER:
@@ -28,17 +28,17 @@ def terms_of(text: str, special_ids: Mapping[str, int], *, name: str = "") -> li
 
 
 def is_special(term: str) -> bool:
-    """Whether a term is the id of a special token, which no terminal can hold."""
+    """Return True if a term is a special token's id, which a terminal cannot contain."""
     return term.startswith("<[")
 
 
 def literal(text: str) -> str:
-    """An expression, without slashes around it, for exactly this text."""
+    """Return a regular expression, without slashes, for exactly this text."""
     return "".join(one if one.isascii() and one.isalnum() else f"\\x{{{ord(one):x}}}" for one in text)
 
 
 def without(texts: Iterable[str]) -> str:
-    """A part of a terminal: text in which none of these stands."""
+    """Return a terminal part that matches text with none of these strings."""
     return f"{ANY_TEXT} & ~/(?s:.*)({'|'.join(map(literal, texts))})(?s:.*)/"
 
 

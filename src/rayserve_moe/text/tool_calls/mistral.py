@@ -1,4 +1,4 @@
-"""Calls of Mistral: after `[TOOL_CALLS]` a JSON list of them, or one as `NAME[ARGS]{...}`."""
+"""Tool calls of Mistral: after `[TOOL_CALLS]`, a JSON list or a call in the form `NAME[ARGS]{...}`."""
 
 from __future__ import annotations
 

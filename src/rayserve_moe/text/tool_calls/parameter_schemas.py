@@ -1,4 +1,4 @@
-"""Schemas of parameters whose values are written without quotes: what of a value is text, and what JSON."""
+"""Schemas of parameters whose values are written without quotes: their split into plain text and JSON values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rayserve_moe.text.tool_calls.tagged_calls import UNTYPED, types_of
 
 Schema = Mapping[str, Any]
 
-_MOST_REFERENCES = 8
-"""References that lead to each other: more are a circle."""
+_MAX_REFERENCES = 8
+"""Maximum depth of references; a deeper chain counts as a cycle."""
 _DEFINITIONS = ("$defs", "definitions")
 _ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"),
@@ -48,22 +48,24 @@ _LOOKS = {
     "object": r"\{(?s:.*)",
     "array": r"\[(?s:.*)",
 }
-"""Expressions for all texts that a reader could take for a value of a type."""
+"""Expressions that cover every text a reader could take for a value of the type."""
 
 
 class UnwritableSchemaError(ValueError):
-    """A schema whose values this cannot write: the keyword at fault."""
+    """Error for a schema that the format cannot express; the message is the unsupported keyword."""
 
 
 class ValueForms(NamedTuple):
-    """What a value may be: `texts` are parts of a terminal, any of which it may be, and `schema` that of its JSON."""
+    """Permitted values of a parameter."""
 
     texts: list[str]
+    """Alternative terminal parts for plain text."""
     schema: Schema | None
+    """Schema of JSON values, or None if only plain text is permitted."""
 
 
-def resolved(schema: Any, root: Any, *, depth: int = _MOST_REFERENCES) -> Any:
-    """A schema with what its references lead to in `root` in their place, those of its alternatives too."""
+def resolved(schema: Any, root: Any, *, depth: int = _MAX_REFERENCES) -> Any:
+    """Return a schema with references replaced by their targets in `root`, also inside alternatives."""
     if not isinstance(schema, Mapping) or depth == 0:
         return schema
     target, rest = _target(schema, root), {name: one for name, one in schema.items() if name != "$ref"}
@@ -82,9 +84,9 @@ def resolved(schema: Any, root: Any, *, depth: int = _MOST_REFERENCES) -> Any:
 
 
 def value_forms(schema: Any, root: Schema) -> ValueForms:
-    """What may be written for a parameter, so that `tagged_calls` reads it as valid by a schema that is `resolved`.
+    """Return the forms that `tagged_calls` reads as valid under a `resolved` schema.
 
-    UnwritableSchemaError names the keyword that is not supported.
+    Raises: UnwritableSchemaError with the unsupported keyword.
     """
     if schema is True:
         schema = {}
@@ -110,7 +112,7 @@ def value_forms(schema: Any, root: Schema) -> ValueForms:
 
 
 def _target(schema: Any, root: Any) -> Schema | None:
-    """What a reference within `root` leads to; None for others, and for what has none."""
+    """Return the target of a reference within `root`, or None for other references and missing targets."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
@@ -122,7 +124,7 @@ def _target(schema: Any, root: Any) -> Schema | None:
 
 
 def _branches(schema: Schema) -> Iterator[Schema]:
-    """The alternatives of a schema, each without alternatives of its own."""
+    """Yield the alternatives of a schema, flattened."""
     for union in ("anyOf", "oneOf"):
         alternatives = schema.get(union)
         if not isinstance(alternatives, list) or schema.keys() - {union} - _ANNOTATIONS:
@@ -136,7 +138,7 @@ def _branches(schema: Schema) -> Iterator[Schema]:
 
 
 def _split(schema: Schema, readable: set[str]) -> tuple[list[str], list[Schema]]:
-    """What of one alternative is text, and what is JSON of a type that is `readable`."""
+    """Return the text terminals of an alternative, and its JSON schemas restricted to the `readable` types."""
     declared = schema.get("type", _TYPES)
     if not isinstance(declared, str | list | tuple):
         raise UnwritableSchemaError("type")
@@ -167,13 +169,13 @@ def _is_of(value: Any, kinds: set[str]) -> bool:
 
 
 def _text(schema: Schema) -> str:
-    """A part of a terminal for strings that keep to a schema."""
+    """Return a terminal part for strings that satisfy a schema."""
     _check(schema, {"type", *_OF_TEXT, *_OF_OTHERS})
     for name in ("minLength", "maxLength"):
         if not isinstance(schema.get(name, 0), int):
             raise UnwritableSchemaError(name)
-    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
-    parts = [f"/(?s:.{{{shortest:d},{longest}}})/" if shortest or longest != "" else ANY_TEXT]
+    min_length, max_length = schema.get("minLength", 0), schema.get("maxLength", "")
+    parts = [f"/(?s:.{{{min_length:d},{max_length}}})/" if min_length or max_length != "" else ANY_TEXT]
     if "format" in schema:
         if (pattern := _FORMATS.get(str(schema["format"]))) is None:
             raise UnwritableSchemaError("format")
@@ -184,7 +186,7 @@ def _text(schema: Schema) -> str:
 
 
 def _search(pattern: Any) -> str:
-    """A part of a terminal: text in which an expression is found."""
+    """Return a terminal part for text that contains a match of the pattern."""
     if not isinstance(pattern, str):
         raise UnwritableSchemaError("pattern")
     is_start, is_end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
@@ -198,7 +200,7 @@ _IN_SLASHES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
 
 
 def _steps(pattern: str) -> Iterator[str]:
-    """The characters of an expression, those after a backslash together with it."""
+    """Yield the characters of a pattern, an escaped character together with its backslash."""
     at = 0
     while at < len(pattern):
         length = 2 if pattern[at] == "\\" else 1

@@ -1,4 +1,4 @@
-"""Which parsers a checkpoint's answers need: by the names of settings, else by the markers in its chat template."""
+"""Selection of answer parsers by settings, or else by the markers in the chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rayserve_moe.text.tool_calls.tagged_calls import GLM, MINIMAX, QWEN_CODER
 from rayserve_moe.text.tool_calls.tape import CallFormat
 
 HARMONY, RESPONSE_TEMPLATE = "harmony", "response_template"
-"""Formats that hold reasoning and calls in one."""
+"""Formats that contain both reasoning and calls."""
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "deepseek": DEEPSEEK,
@@ -52,14 +52,16 @@ _CALL_MARKERS: _Markers = (
     ("llama", ('"parameters": ', "ipython")),
 )
 _REASONING_MARKERS: _Markers = ((HARMONY, (CHANNEL, CALL)), ("mistral", ("[THINK]",)), ("think", ("</think>",)))
-"""The first format whose markers a template all has is the one."""
+"""Formats with their markers; the first format with all its markers in the template is selected."""
 
 
 class OutputFormat(NamedTuple):
-    """What answers of a checkpoint hold, by keys of CALL_FORMATS and THINKING; None where nothing is known."""
+    """Formats of a checkpoint's answers; None if unknown."""
 
     calls: str | None = None
+    """Key of `CALL_FORMATS`."""
     reasoning: str | None = None
+    """Key of `THINKING`."""
 
 
 def output_format(
@@ -69,7 +71,7 @@ def output_format(
     reasoning_parser: str = "auto",
     has_response_template: bool = False,
 ) -> OutputFormat:
-    """Return the parsers that settings name; `auto` is the tokenizer's own, else the one of the chat template."""
+    """Return the parsers named by settings; `auto` prefers the tokenizer's own, then the chat template's."""
     is_own = has_response_template and {tool_call_parser, reasoning_parser} <= {"auto", "none"}
 
     def chosen(setting: str, names: Mapping[str, str], markers: _Markers) -> str | None:

@@ -1,4 +1,4 @@
-"""Sections of calls between special tokens: the tokens around them are silent, and some models leave them out."""
+"""Sections of calls between special tokens. Section markers are silent, and some models omit them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from rayserve_moe.text.tool_calls.tape import BrokenCall, CallFormat, Reader, St
 def sectioned(
     read: Reader, *, begins: Sequence[str], call: str, ends: Sequence[str], inner: Sequence[str]
 ) -> CallFormat:
-    """Return the format of calls that `read` reads from the marker `call` on.
+    """Return the format of calls that `read` reads from the marker `call`.
 
-    Markers that begin a section are silent where a call follows, and text between them is content; so are those that
-    end one after a call.
+    A begin marker is silent if a call follows; text between them becomes content. An end marker is silent after a call.
     """
 
     def begin(tape: Tape) -> Steps[None]:

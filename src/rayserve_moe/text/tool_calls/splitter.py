@@ -1,4 +1,4 @@
-"""One output split into reasoning, content and calls, as it arrives."""
+"""Incremental split of an output into reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from rayserve_moe.text.tool_calls.tape import (
 
 
 class Thinking(NamedTuple):
-    """Reasoning between markers; `is_begun` where the prompt ends with the first of them."""
+    """Markers around reasoning."""
 
     begin: str = "<think>"
     end: str = "</think>"
     is_begun: bool = False
+    """True if the prompt ends with the begin marker."""
 
 
 Split = Callable[[Tape], Steps[None]]
 
 
 class OutputSplitter:
-    """Feed it the text of one output in any pieces: the parts, joined, depend on the text alone.
+    """Incremental splitter of an output; the joined parts depend on the text alone, not on its pieces.
 
-    A call comes whole, once it is complete; text that begins like one and is none is content.
+    A call is emitted when it is complete. Text that begins like a call but is invalid becomes content.
     """
 
     def __init__(self, split: Split, *, tools: Tools | None = None, max_calls: int | None = None) -> None:
@@ -44,14 +45,14 @@ class OutputSplitter:
         next(self._steps, None)
 
     def push(self, piece: str) -> list[Part]:
-        """Take the next piece; return the parts that it completes."""
+        """Take the next piece and return the parts that it completes."""
         if piece:
             self._tape.text += piece
             next(self._steps, None)
         return self._taken()
 
     def finish(self) -> list[Part]:
-        """End the text; return what was held back."""
+        """End the text and return the held-back parts."""
         self._tape.is_ended = True
         for _ in self._steps:
             continue
@@ -63,7 +64,7 @@ class OutputSplitter:
 
 
 def split_text(thinking: Thinking | None, calls: CallFormat | None) -> Split:
-    """Return the parser of an answer that may begin with reasoning and hold calls."""
+    """Return the parser of an answer with optional reasoning, content and calls."""
 
     def split(tape: Tape) -> Steps[None]:
         stray: tuple[str, ...] = ()
@@ -75,7 +76,7 @@ def split_text(thinking: Thinking | None, calls: CallFormat | None) -> Split:
 
 
 def _begins(tape: Tape, thinking: Thinking) -> Steps[bool]:
-    """Read over the marker that begins reasoning, where it is the first of the output but for whitespace."""
+    """Consume a begin marker at the start of the output, after whitespace; return True if reasoning has begun."""
     yield from skip(tape)
     if (yield from take(tape, thinking.begin)) is not None:
         return True
@@ -84,9 +85,9 @@ def _begins(tape: Tape, thinking: Thinking) -> Steps[bool]:
 
 
 def _read_reasoning(tape: Tape, thinking: Thinking, calls: CallFormat | None) -> Steps[tuple[str, ...]]:
-    """Read up to the end of reasoning, newlines around it left out. A whole call within it ends it too.
+    """Consume reasoning through its end, without surrounding newlines; a complete call also ends it.
 
-    Returns markers that mean nothing any more.
+    Returns: the markers to ignore from here on.
     """
     readers = {} if calls is None else calls.readers
     yield from skip(tape, "\n")
@@ -106,7 +107,7 @@ def _read_reasoning(tape: Tape, thinking: Thinking, calls: CallFormat | None) ->
 
 
 def _read_content(tape: Tape, calls: CallFormat | None, *, stray: tuple[str, ...]) -> Steps[None]:
-    """Read to the end. Whitespace right before a call, and before the end where there are calls, is left out."""
+    """Consume the rest. Whitespace before a call is dropped, and trailing whitespace if the answer has calls."""
     readers, bare = ({}, None) if calls is None else (calls.readers, calls.bare)
     may_be_bare = True
     while True:
@@ -129,7 +130,7 @@ def _read_content(tape: Tape, calls: CallFormat | None, *, stray: tuple[str, ...
 
 
 def attempt(tape: Tape, read: Reader) -> Steps[bool]:
-    """Read calls; where there is none, go back to where the last one ended. Returns whether there was one."""
+    """Consume calls and return True if any was read; on failure return to the end of the last call."""
     begin = tape.committed = tape.position
     try:
         yield from read(tape)
@@ -140,9 +141,9 @@ def attempt(tape: Tape, read: Reader) -> Steps[bool]:
 
 
 def pass_on(tape: Tape, kind: Kind, *, markers: tuple[str, ...], held: str | None) -> Steps[str | None]:
-    """Emit text up to the first marker, which is returned unread, or to the end, None.
+    """Emit text up to the first marker, which stays unread and is returned, or up to the end (None).
 
-    The `held` characters (None: whitespace) right before a marker or the end stay unread as well.
+    The `held` characters (None: whitespace) directly before a marker or the end also stay unread.
     """
     pattern = any_of(markers)
     while True:

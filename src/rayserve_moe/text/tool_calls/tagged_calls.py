@@ -1,6 +1,6 @@
 """Calls of GLM-4.5 to 4.7 and Ling 3, MiniMax-M2, Qwen3-Coder and Qwen3.5: parameters between tags.
 
-A value may hold such tags itself. It has no quotes: strings as they stand, others by the schema of the parameter.
+A value may contain such tags. It has no quotes: strings stay unchanged, other values follow the parameter's schema.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.0+)?")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _BOOLEANS = {"true": "true", "false": "false"}
 UNTYPED = ("null", "boolean", "number", "object", "array")
-"""Types that a text is tried for, where the schema of its parameter has none; else it is a string."""
+"""Types tried in order for a parameter whose schema declares none; a text that fits none of them is a string."""
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object"}
 
 
 def _read_glm(tape: Tape) -> Steps[None]:
-    """Read a name, then keys and values between tags, with newlines between or without."""
+    """Consume a name, then keys and values between tags, with or without newlines between them."""
     yield from expect(tape, _BEGIN)
     name, found = yield from until(tape, _KEY, _END)
     name = name.strip()
@@ -61,7 +61,7 @@ GLM = CallFormat({_BEGIN: _read_glm}, (_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VA
 
 
 def _read_minimax(tape: Tape) -> Steps[None]:
-    """Read several invocations in one block."""
+    """Consume a block of several invocations."""
     yield from expect(tape, _BLOCK)
     yield from expect(tape, _INVOKE)
     while True:
@@ -85,7 +85,7 @@ MINIMAX = CallFormat({_BLOCK: _read_minimax}, (_BLOCK, _BLOCK_END))
 
 
 def _read_qwen(tape: Tape) -> Steps[None]:
-    """Read a function; some models leave out the markers around it."""
+    """Consume a function; some models omit the markers around it."""
     is_wrapped = (yield from take(tape, _BEGIN)) is not None
     yield from expect(tape, _FUNCTION)
     name, _ = yield from until(tape, ">")
@@ -102,7 +102,7 @@ QWEN_CODER = CallFormat({_BEGIN: _read_qwen, _FUNCTION: _read_qwen}, (_BEGIN, _E
 
 
 def read_parameters(tape: Tape, *, begin: str, key_end: str, end: str, last: str) -> Steps[dict[str, str]]:
-    """Read parameters, each `begin` KEY `key_end` VALUE `end`, up to and over `last`; returns values as they stand."""
+    """Consume parameters `begin` KEY `key_end` VALUE `end` through `last`; return the raw values by key."""
     given: dict[str, str] = {}
     while (yield from expect(tape, begin, last)) == begin:
         key, _ = yield from until(tape, key_end)
@@ -114,9 +114,11 @@ def read_parameters(tape: Tape, *, begin: str, key_end: str, end: str, last: str
 
 
 def read_value(tape: Tape, *, end: str, followed_by: tuple[str, ...]) -> Steps[str]:
-    """Read a value up to and over the first `end` that one of `followed_by` follows, whitespace between them or not.
+    """Consume a value through the first `end` that is followed by a marker in `followed_by`, with optional whitespace.
 
-    BrokenCall where there is none. An `end` that stands in a value for itself belongs to the value.
+    An `end` with other text after it belongs to the value.
+
+    Raises: BrokenCall if no such `end` follows.
     """
     begin = tape.position
     while True:
@@ -131,16 +133,16 @@ def read_value(tape: Tape, *, end: str, followed_by: tuple[str, ...]) -> Steps[s
 
 
 def typed_call(name: str, given: Mapping[str, str], *, tools: Tools) -> ToolCall:
-    """Return the call of a function with these texts as the values of its parameters."""
+    """Return the call of a function with these texts as parameter values."""
     schemas = tools.get(name, {})
     written = (f"{json.dumps(key, ensure_ascii=False)}: {value_json(given[key], schemas.get(key))}" for key in given)
     return ToolCall(name, "{" + ", ".join(written) + "}")
 
 
 def value_json(text: str, schema: Any) -> str:
-    """Return the JSON text of a value. A text that is of none of the types that the schema allows stays a string.
+    """Return the JSON text of a value. A text that fits none of the schema's types is a string.
 
-    Without types in the schema, what is JSON and no string is taken as such.
+    If the schema declares no types, JSON other than strings is taken as JSON.
     """
     types, bare = list(types_of(schema)), text.strip()
     if "null" in types and bare in ("null", "None"):
@@ -154,7 +156,7 @@ def value_json(text: str, schema: Any) -> str:
 
 
 def types_of(schema: Any) -> Iterable[str]:
-    """Types that a JSON schema allows, in its order, those of alternatives and listed values included."""
+    """Yield the types that a JSON schema allows, in order, including alternatives and listed values."""
     if not isinstance(schema, Mapping):
         return
     declared = schema.get("type")

@@ -1,6 +1,6 @@
-"""Output text as it arrives, read by parsers that are generators: they yield where they need more of it.
+"""Output text read incrementally by parsers, which are generators that yield when they need more text.
 
-What a parser reads depends on the text alone, never on the pieces that it came in.
+The result depends on the text alone, not on the pieces in which it arrives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 _Result = TypeVar("_Result")
 Steps = Generator[None, None, _Result]
-"""A parser: yields for more text, and returns what it has read."""
+"""A parser: it yields for more text and returns its result."""
 
 _JSON_TOKEN = re.compile(r'["{}\[\]]|[^\s\w"{}\[\],:+.-]')
 _STRING_TOKEN = re.compile(r'["\\]')
@@ -29,26 +29,29 @@ class TextPart(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """One whole call: the function's name, its arguments as a JSON object in text, and the model's own id if any."""
+    """Complete call of a function."""
 
     name: str
+    """Name of the function."""
     arguments: str
+    """Arguments as the text of a JSON object."""
     call_id: str | None = None
+    """The model's own id of the call, if any."""
 
 
 Part = TextPart | ToolCall
 Tools = Mapping[str, Mapping[str, Any]]
-"""The schemas of parameters by the names of functions and parameters."""
+"""Parameter schemas by function name and parameter name."""
 
 
 class BrokenCall(ValueError):
-    """Text that begins like a call and is none."""
+    """Error for text that begins like a call but is invalid."""
 
 
 class Tape:
-    """The text of one output, the position that its parser has reached, and the parts that it has found.
+    """Text of an output, with the position of its parser and the parts found.
 
-    `committed` is where a parser that fails begins again. Calls beyond `max_calls` are left out.
+    A failed parser restarts at `committed`. Calls beyond `max_calls` are dropped.
     """
 
     def __init__(self, tools: Tools, *, max_calls: int | None = None) -> None:
@@ -58,39 +61,45 @@ class Tape:
         self.parts: list[Part] = []
 
     def emit(self, kind: Kind, text: str) -> None:
-        """Add a piece of text."""
+        """Append a piece of text, if any."""
         if text:
             self.parts.append(TextPart(kind, text))
 
     def call(self, call: ToolCall) -> None:
-        """Add a call, and commit what was read of it."""
+        """Append a call and commit the text read."""
         self.num_calls += 1
         if self.max_calls is None or self.num_calls <= self.max_calls:
             self.parts.append(call)
         self.committed = self.position
 
     def trim(self) -> None:
-        """Forget the text before the position; only where nothing holds a place in it."""
+        """Drop the text before the position; no parser may hold an index into it."""
         self.text, self.position, self.committed = self.text[self.position :], 0, 0
 
 
 Reader = Callable[[Tape], Steps[None]]
-"""Reads from a marker on and adds calls to the tape; BrokenCall where there is none."""
+"""Parser of calls from a marker on; it adds calls to the tape.
+
+Raises: BrokenCall if no call follows.
+"""
 
 
 class CallFormat(NamedTuple):
-    """How a family writes calls: readers by the markers that begin them, and all markers, those inside included.
-
-    `bare` reads calls that have no marker: they may only begin an answer, or follow another call.
-    """
+    """Call format of a model family."""
 
     readers: Mapping[str, Reader]
+    """Readers by the marker that begins a call."""
     markers: tuple[str, ...]
+    """All markers, including those inside calls."""
     bare: Reader | None = None
+    """Reader of calls without a marker, tried at the start of an answer and after another call."""
 
 
 def more(tape: Tape) -> Steps[None]:
-    """Wait for more text. BrokenCall at the end."""
+    """Wait for more text.
+
+    Raises: BrokenCall at the end.
+    """
     if tape.is_ended:
         raise BrokenCall
     yield
@@ -98,23 +107,23 @@ def more(tape: Tape) -> Steps[None]:
 
 @lru_cache(maxsize=64)
 def any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds the first of the markers; no marker may lie within another but at its start."""
+    """Return a pattern that finds the first marker; a marker may lie within another only at its start."""
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)")
 
 
 def num_undecided(text: str, markers: Iterable[str]) -> int:
-    """Length of the longest end of `text` that begins a marker."""
-    longest = 0
+    """Return the length of the longest suffix of `text` that begins a marker."""
+    max_length = 0
     for marker in markers:
-        for length in range(min(len(marker) - 1, len(text)), longest, -1):
+        for length in range(min(len(marker) - 1, len(text)), max_length, -1):
             if text.endswith(marker[:length]):
-                longest = length
+                max_length = length
                 break
-    return longest
+    return max_length
 
 
 def until(tape: Tape, *markers: str) -> Steps[tuple[str, str]]:
-    """Read up to and over the first of the markers; returns the text before it, and the marker."""
+    """Consume text through the first of the markers; return the text before it, and the marker."""
     begin, search_from, pattern = tape.position, tape.position, any_of(markers)
     while (found := pattern.search(tape.text, search_from)) is None:
         search_from = max(begin, len(tape.text) - max(map(len, markers)) + 1)
@@ -124,7 +133,7 @@ def until(tape: Tape, *markers: str) -> Steps[tuple[str, str]]:
 
 
 def skip(tape: Tape, characters: str | None = None) -> Steps[None]:
-    """Read over whitespace, or over these characters."""
+    """Consume whitespace, or the given characters."""
     while True:
         rest = tape.text[tape.position :]
         tape.position += len(rest) - len(rest.lstrip(characters))
@@ -134,7 +143,10 @@ def skip(tape: Tape, characters: str | None = None) -> Steps[None]:
 
 
 def peek(tape: Tape) -> Steps[str]:
-    """Read over whitespace; returns the character after it. BrokenCall at the end."""
+    """Consume whitespace and return the next character, unread.
+
+    Raises: BrokenCall at the end.
+    """
     yield from skip(tape)
     if tape.position == len(tape.text):
         raise BrokenCall
@@ -142,7 +154,7 @@ def peek(tape: Tape) -> Steps[str]:
 
 
 def take(tape: Tape, *markers: str) -> Steps[str | None]:
-    """Read over one of the markers where it comes next; returns it, or None."""
+    """Consume a marker if the text continues with it; return the marker or None."""
     while True:
         found = next((marker for marker in markers if tape.text.startswith(marker, tape.position)), None)
         if found is not None:
@@ -155,7 +167,10 @@ def take(tape: Tape, *markers: str) -> Steps[str | None]:
 
 
 def expect(tape: Tape, *markers: str) -> Steps[str]:
-    """Read over whitespace and one of the markers, which it returns. BrokenCall where something else comes."""
+    """Consume whitespace and a marker; return the marker.
+
+    Raises: BrokenCall if other text follows.
+    """
     yield from skip(tape)
     found = yield from take(tape, *markers)
     if found is None:
@@ -164,7 +179,12 @@ def expect(tape: Tape, *markers: str) -> Steps[str]:
 
 
 def close(tape: Tape, *markers: str) -> Steps[str | None]:
-    """Read over whitespace and one of the markers, which it returns; the end may leave out a part of it, or all."""
+    """Consume whitespace and a marker, and return the marker.
+
+    At the end of the text the marker may be missing or partial; the result is then None.
+
+    Raises: BrokenCall if other text follows.
+    """
     yield from skip(tape)
     found = yield from take(tape, *markers)
     if found is None:
@@ -176,7 +196,7 @@ def close(tape: Tape, *markers: str) -> Steps[str | None]:
 
 
 def json_text(tape: Tape, *, opening: Sequence[str] = ("{",)) -> Steps[str]:
-    """Read over whitespace and one JSON object, up to the bracket that closes it; returns its text, not yet checked."""
+    """Consume whitespace and a JSON object through its closing bracket; return its text, not yet validated."""
     yield from skip(tape)
     begin = at = tape.position
     if not tape.text.startswith(tuple(opening), begin):

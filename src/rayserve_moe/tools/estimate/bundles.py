@@ -1,6 +1,6 @@
-"""Reading one schedule that libtpu dumped: VLIW bundles, the loops around them, and what they copy from and to HBM.
+"""Parser of a schedule dumped by libtpu: VLIW bundles, the loops around them, and their copies from and to HBM.
 
-A bundle is one cycle of one core; what it says nothing about is waiting. Predicated regions count as executed.
+A bundle takes a cycle of a core; waiting is not in a schedule. Predicated regions count as executed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 GRANULE_BYTES = 32
 PIPELINE_FILL = 2
-"""Trips that a pipelined loop runs beyond its iterations: to load the first block and to store the last one."""
+"""Trips of a pipelined loop beyond its iterations: to load the first block and to store the last block."""
 
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2}\s*)?: ?[ >]*\{(.*)$")
 _STARTS = re.compile(r"Start region (\d+)")
@@ -29,7 +29,7 @@ _SPILLED = re.compile(r"= sst \[smem:\[(#allocation\d+_spill)\]\]\s+(?:\(!?%?\w+
 _RELOADED = re.compile(r"\[smem:\[(#allocation\d+_spill)\]\]")
 _ALLOCATION = re.compile(r"\[(#allocation\d+\w*)(?: \+ \$(0x[0-9a-f]+))?\]")
 _NUMBER = re.compile(r"-?\d+$")
-_MOST_STEPS = 40
+_MAX_STEPS = 40
 _ADDED = {"sadd.s32", "scalar_lea.vmem", "scalar_lea.smem", "scalar_lea.hbm"}
 _MOVED = {"smov", "pmov"}
 _ARITHMETIC = {"smul.u32": mul, "sshll.u32": lshift, "sshrl.u32": rshift, "sand.u32": and_}
@@ -37,19 +37,20 @@ _ARITHMETIC = {"smul.u32": mul, "sshll.u32": lshift, "sshrl.u32": rshift, "sand.
 
 @dataclass(frozen=True)
 class Loop:
-    """Bundles `first` to `last`, and how often they run each time the loop is entered; None: known at run time only.
-
-    A pipelined loop that runs `trips` times in all has `fill` of them before its first or after its last iteration.
-    """
+    """A loop over bundles."""
 
     first: int
+    """First bundle."""
     last: int
+    """Last bundle."""
     trips: int | None
+    """Executions per entry of the loop; None: known only at run time."""
     fill: int = 0
+    """Trips of a pipelined loop before its first or after its last iteration."""
 
     @property
     def iterations(self) -> int | None:
-        """Trips without those that only fill or empty the pipeline."""
+        """Return the trips without those that fill or empty the pipeline."""
         return None if self.trips is None else max(1, self.trips - self.fill)
 
     def holds(self, other: Loop) -> bool:
@@ -58,38 +59,38 @@ class Loop:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A copy between HBM and the memories of a core, started by the bundle at `address`; None: of a size known late."""
+    """A copy between HBM and a core's memories."""
 
     address: int
+    """The bundle that starts it."""
     num_bytes: int | None
+    """None: known only at run time."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What an op takes of its core and of HBM in one execution.
-
-    `is_least`: a loop counts once because only a run knows its trips. `hbm_bytes` is None where the schedule does not
-    know how much it copies.
-    """
+    """Cost of an op's execution."""
 
     bundles: float
     hbm_bytes: float | None
+    """None if the schedule does not give a size."""
     is_least: bool
+    """True if a loop with unknown trips was counted once."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All bundles of one op or kernel; loops are listed outer before inner."""
+    """All bundles of an op or kernel; loops are listed outer before inner."""
 
     num_bundles: int
     loops: tuple[Loop, ...] = ()
     transfers: tuple[Transfer, ...] = ()
 
     def spent(self, *, iterations: int = 0, open_trips: Sequence[float] = ()) -> Spent:
-        """Count bundles and bytes as often as their loops run them.
+        """Count bundles and bytes with the trips of their loops.
 
-        `iterations` > 0 is what XLA says of its outermost pipelined loop. `open_trips` are the trips in all of nested
-        loops that only a run can count, the innermost last.
+        `iterations` > 0 is XLA's count for the outermost pipelined loop. `open_trips` are the total trips of nested
+        loops whose trips are known only at run time, innermost last.
         """
         runs = [1.0] * self.num_bundles
         is_least = False
@@ -107,12 +108,12 @@ class Schedule:
 
     @property
     def _open_depth(self) -> int:
-        """How deep loops that only a run can count are nested."""
+        """Return the nesting depth of loops whose trips are known only at run time."""
         open_loops = [loop for loop in self.loops if loop.trips is None]
         return max((1 + sum(other.holds(loop) for other in open_loops) for loop in open_loops), default=0)
 
     def _counts(self, iterations: int) -> list[int | None]:
-        """Iterations of each loop per entry; XLA knows best those of the first pipelined one that no other holds."""
+        """Return the iterations of each loop per entry; XLA's count replaces the first outermost pipelined loop's."""
         counts = [loop.iterations for loop in self.loops]
         pipelined = [
             place
@@ -125,13 +126,13 @@ class Schedule:
 
 
 def read_schedule(text: str) -> Schedule:
-    """Parse a file of `final_bundles`. ValueError where there is no bundle in it."""
+    """Parse a file of `final_bundles`. Raises ValueError if it contains no bundle."""
     bundles: list[list[str]] = []
     for line in text.splitlines():
         found = _BUNDLE.match(line)
         if found:
             if int(found.group(1), 16) != len(bundles):
-                raise ValueError(f"bundle {found.group(1)} of a schedule stands in place {len(bundles)}")
+                raise ValueError(f"bundle {found.group(1)} of a schedule is at index {len(bundles)}")
             bundles.append([found.group(2)])
         elif bundles:
             bundles[-1].append(line)
@@ -142,7 +143,7 @@ def read_schedule(text: str) -> Schedule:
 
 
 def _loops(texts: list[str]) -> list[Loop]:
-    """Loops are branches back to the start of a region; two branches to one start are one loop."""
+    """Return the loops: branches back to the start of a region. Two branches to the same start are one loop."""
     starts: dict[str, int] = {}
     for address, text in enumerate(texts):
         starts.update(dict.fromkeys(_STARTS.findall(text), address))
@@ -174,14 +175,15 @@ def _transfers(texts: list[str]) -> list[Transfer]:
 
 
 class Place(NamedTuple):
-    """A number, beyond the address of `of` where that is not empty."""
+    """A number, or an offset from an address."""
 
     of: str
+    """Allocation or operand whose address it is relative to; empty for a plain number."""
     offset: int
 
 
 class Definition(NamedTuple):
-    """An instruction that writes a register, or a spilled one: its opcode and operands."""
+    """An instruction that writes a register or a spilled register: its opcode and operands."""
 
     opcode: str
     operands: tuple[str, ...]
@@ -190,8 +192,8 @@ class Definition(NamedTuple):
 class ScalarDefinitions:
     """All writes of scalar and predicate registers in a schedule; `texts` are its bundles.
 
-    A value is a number, or a number beyond the address of an allocation or operand; only what follows from constants is
-    one. A loop counts where its exit compares a value that grows by a constant with a constant.
+    Values are computed from constants: numbers, or offsets from the address of an allocation or operand. Trips are
+    known if a loop's exit compares a constant with a value that grows by a constant.
     """
 
     def __init__(self, texts: list[str]) -> None:
@@ -208,7 +210,7 @@ class ScalarDefinitions:
                 self._writes[slot].append(Definition("smov", (name,)))
 
     def trips(self, predicate: str) -> int | None:
-        """How often a loop runs that is left when `predicate` becomes true; None where constants do not say it."""
+        """Return the trips of a loop that exits when `predicate` becomes true; None unless constants determine them."""
         exit_test = self._behind(predicate)
         if exit_test is not None and exit_test.opcode == "pmov":
             return 1 if exit_test.operands[0] == "1" else None
@@ -225,7 +227,7 @@ class ScalarDefinitions:
         return max(1, -(-length // step))
 
     def _begin_and_step(self, grown: Definition) -> tuple[Place | None, int]:
-        """The value that a counter starts from, and by how much it grows."""
+        """Return the start value of a counter and its increment."""
         for counter, step in (grown.operands[:2], grown.operands[1::-1]):
             by, before = self._value(step), self._phi(counter)
             if by is not None and by.of == "" and before is not None:
@@ -233,7 +235,7 @@ class ScalarDefinitions:
         return None, 0
 
     def _phi(self, name: str) -> Definition | None:
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             writes = self._writes.get(name, [])
             phi = next((write for write in writes if write.opcode == "sphi"), None)
             if phi is not None or len(writes) != 1 or writes[0].opcode not in _MOVED:
@@ -246,15 +248,15 @@ class ScalarDefinitions:
         return writes[0] if len(writes) == 1 else None
 
     def _behind(self, name: str) -> Definition | None:
-        """What computes a register, through copies of it."""
-        for _ in range(_MOST_STEPS):
+        """Return the instruction that computes a register, seen through copies."""
+        for _ in range(_MAX_STEPS):
             write = self._single(name)
             if write is None or write.opcode not in _MOVED or _NUMBER.match(write.operands[0]):
                 return write
             name = write.operands[0]
         return None
 
-    def _value(self, text: str, *, steps: int = _MOST_STEPS) -> Place | None:
+    def _value(self, text: str, *, steps: int = _MAX_STEPS) -> Place | None:
         if _NUMBER.match(text):
             number = int(text)
             return Place("", number - (1 << 32) if number >= 1 << 31 else number)
@@ -271,7 +273,7 @@ class ScalarDefinitions:
 
 
 def _computed(opcode: str, values: list[Place | None]) -> Place | None:
-    """What an instruction makes of its operands; None where that is no number beyond one place."""
+    """Return the result of an instruction on known operands; None unless it is a number or an offset."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None

@@ -1,33 +1,37 @@
-"""Published figures of TPU chips: the only constants that a step-time estimate is made of, besides its overhead."""
+"""Published figures of TPU chips: the only constants of a step-time estimate besides its overhead per op."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 OVERHEAD_S = 1.2e-6
-"""What an op costs beyond its work: what XLA's own cost model charges for the smallest one. No device confirmed it."""
+"""Cost of an op beyond its work, as XLA's own cost model charges the smallest op. Not confirmed on a device."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One chip; rates are per second and for the whole chip.
-
-    `clock_hz` is cycles, `peak_flops` is bfloat16, `link_bytes` one link in one direction. A chip has
-    `num_links` links, `num_cores` cores with a schedule each, and shows as `num_devices` devices. Axes of a slice are
-    rings from `ring_length` chips on: each axis for itself with four links a chip, only all together with six.
-    `device_capacity` are the bytes of HBM that a program may use on a device, `core_vmem` those of a core's own memory.
-    """
+    """A chip; rates are per second and for the whole chip."""
 
     clock_hz: float
     hbm_bytes: float
     peak_flops: float
+    """bfloat16 operations."""
     link_bytes: float
+    """Of a link in a single direction."""
     num_links: int
     num_cores: int
+    """Each core has its own schedule."""
     num_devices: int
+    """Devices that jax shows per chip."""
     ring_length: int
+    """Minimum axis length, in chips, at which an axis of a slice is a ring.
+
+    With four links per chip this holds for each axis separately, with six only if all axes are multiples of it.
+    """
     device_capacity: int
+    """Bytes of HBM that a program may use on a device."""
     core_vmem: int
+    """Bytes of a core's own memory."""
 
     @property
     def cores_per_device(self) -> int:
@@ -35,16 +39,16 @@ class Chip:
 
     @property
     def device_hbm_bytes(self) -> float:
-        """HBM bytes per second of one device."""
+        """Return the HBM bytes per second of a device."""
         return self.hbm_bytes / self.num_devices
 
     @property
     def device_flops(self) -> float:
-        """Peak bfloat16 operations per second of one device."""
+        """Return the peak bfloat16 operations per second of a device."""
         return self.peak_flops / self.num_devices
 
     def is_ring(self, shape: tuple[int, ...], axis: int) -> bool:
-        """Whether the last chip of an axis is linked to the first one in a slice of `shape` chips."""
+        """Return True if the last chip of an axis is linked to the first in a slice of `shape` chips."""
         if self.num_links == 4:
             return shape[axis] >= self.ring_length
         return all(size % self.ring_length == 0 for size in shape)
@@ -107,20 +111,20 @@ CHIPS: dict[str, Chip] = {
 """By the first part of a topology's name.
 
 HBM, peak flop/s and cores: https://docs.cloud.google.com/tpu/docs/v5e, /v5p, /v6e and /tpu7x. Links per chip: 2-D and
-3-D torus there. Bytes of a link and where rings close: https://jax-ml.github.io/scaling-book/tpus (v5e 4.5e10, v5p and
-v6e 9e10; the specifications divided by links and directions say 5e10 and 1e11); tpu7x is in neither by link, and is
-taken like v5p, whose 1200 GB/s per chip it shares.
-Clocks are not published; they are peak / (cores x matrix units x rows x columns x 2 x rows fed in a cycle): v5e
-197e12 / (4 x 128 x 128 x 2), v5p 459e12 / (2 x 4 x 128 x 128 x 2), v6e 918e12 / (2 x 256 x 256 x 2 x 2), tpu7x
-2307e12 / (2 x 2 x 256 x 256 x 2 x 2). Units as `jax.experimental.pallas.tpu.get_tpu_info` has them; two rows a cycle on
-the last two is inferred from schedules, which do 82 % of that peak. Capacity: what libtpu's compiler says is available
-when it refuses a program (`tools.compile_check.hbm_limit`).
+3-D torus there. Bytes of a link and ring lengths: https://jax-ml.github.io/scaling-book/tpus (v5e 4.5e10, v5p and v6e
+9e10; the specifications divided by links and directions give 5e10 and 1e11). tpu7x has no figure per link in either; it
+is assumed equal to v5p, because both have 1200 GB/s per chip. Clocks are not published; they are peak / (cores x matrix
+units x rows x columns x 2 x rows fed in a cycle): v5e 197e12 / (4 x 128 x 128 x 2), v5p 459e12 / (2 x 4 x 128 x 128 x
+2), v6e 918e12 / (2 x 256 x 256 x 2 x 2), tpu7x 2307e12 / (2 x 2 x 256 x 256 x 2 x 2). Units are from
+`jax.experimental.pallas.tpu.get_tpu_info`; two rows per cycle on the last two chips are inferred from schedules, which
+reach 82 % of that peak. Capacity: the value that libtpu's compiler reports when it rejects a program
+(`tools.compile_check.hbm_limit`).
 """
 
 
 def chip_of(topology: str) -> Chip:
-    """The chip of a topology such as `v6e:2x4`; ValueError lists those that there are figures for."""
+    """Return the chip of a topology such as `v6e:2x4`. Raises ValueError with the known chips."""
     name = topology.split(":")[0]
     if name not in CHIPS:
-        raise ValueError(f"there are no figures for the chip {name}; there are for {', '.join(CHIPS)}")
+        raise ValueError(f"no figures for the chip {name}; known chips: {', '.join(CHIPS)}")
     return CHIPS[name]

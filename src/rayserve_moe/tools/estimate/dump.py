@@ -1,4 +1,4 @@
-"""The folder that libtpu writes its schedules to: how to ask for them, and those of one program by op."""
+"""The folder that libtpu dumps schedules to: how to request them, and a program's schedules by op."""
 
 from __future__ import annotations
 
@@ -16,50 +16,52 @@ _NOT_OPS = re.compile(r"-schedule-analysis_|^\d+-(?:<|TLP-)")
 
 
 class NoScheduleError(ValueError):
-    """A program was compiled without its schedules being written; the message says what to do."""
+    """A program was compiled without a dump of its schedules; the message gives the fix."""
 
 
 def dump_environment(folder: Path) -> dict[str, str]:
-    """Environment that makes libtpu write the final schedule of every op into `folder`; it is read as libtpu loads."""
+    """Return the environment that makes libtpu dump the final schedule of every op; libtpu reads it when it loads."""
     label = "--xla_jf_dump_llo_pass_label_regex=final_bundles"
     return {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true {label}"}
 
 
 @dataclass(frozen=True)
 class DumpFolder:
-    """A folder that schedules appear in, program after program; those of one program are taken at once."""
+    """A folder to which schedules are dumped, program after program; a program's schedules are taken at once."""
 
     path: Path
     _taken: set[str] = field(default_factory=set, repr=False)
 
     def pass_over(self) -> None:
-        """Leave out of the next `take` what is there by now."""
+        """Exclude the present files from the next `take`."""
         self._taken.update(file.name for file in self.path.iterdir())
 
     def take(self) -> dict[str, str]:
-        """Texts by op name of the schedules written since the last call. NoScheduleError where there are none."""
+        """Return the schedules written since the last call, text by op name. Raises NoScheduleError if none exist."""
         files = [file for file in sorted(self.path.iterdir()) if file.name not in self._taken]
         self.pass_over()
         named = {file: _FILE.match(file.name) for file in files if not _NOT_OPS.search(file.name)}
         found = {name.group(1): file.read_text("utf-8", "replace") for file, name in named.items() if name}
         if not found:
             raise NoScheduleError(
-                f"libtpu wrote no schedules to {self.path}: it was loaded before it was asked to, "
-                "or LIBTPU_INIT_ARGS was set to something else"
+                f"libtpu wrote no schedules to {self.path}: it was loaded before the dump was requested, "
+                "or LIBTPU_INIT_ARGS has another value"
             )
         return found
 
 
 @dataclass(frozen=True)
 class Schedules:
-    """Schedules of one program's ops. libtpu writes ops that are alike once, so an op may have that of its twin."""
+    """Schedules of a program's ops. libtpu dumps equal ops once, so an op may have the schedule of its twin."""
 
     program: ProgramText
     texts: Mapping[str, str] = field(repr=False)
     _read: dict[str, Schedule] = field(default_factory=dict, repr=False)
 
     def of(self, instruction: Instruction) -> Schedule | None:
-        """The schedule of an op; None where there is none: scalars of the program between ops, and what is no op."""
+        """Return the schedule of an op, or None without a schedule (scalar code between ops, and instructions without
+        code).
+        """
         name = instruction.name
         if name not in self.texts:
             if not _may_have_a_twin(instruction):
@@ -70,7 +72,7 @@ class Schedules:
         return self._read.get(name)
 
     def _likeness(self, instruction: Instruction) -> tuple[object, ...]:
-        """What ops that share a schedule have in common: opcode, shapes, and the same of what they are made of."""
+        """Return the key that ops with a common schedule share: opcode, shapes, and the same of their fused parts."""
         parts = tuple((part.opcode, part.shapes) for part in self.program.fused(instruction))
         return (instruction.opcode, instruction.shapes, parts)
 

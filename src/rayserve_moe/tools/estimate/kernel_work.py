@@ -1,4 +1,4 @@
-"""What a step asks of one device, and of the kernels whose loops only a run can count."""
+"""The work of a step on a device, and of kernels whose loops have trips known only at run time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rayserve_moe.tools.hlo_text import Instruction
 _TILING = re.compile(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"')
 _NUMBERED = re.compile(r"(\.clone)*\.\d+$")
 ROUND_SLACK = 1.5
-"""Rows that an exchange can receive, over those of even routing (`experts.tokens.round_rows`)."""
+"""Rows that an exchange can receive, relative to even routing (`experts.tokens.round_rows`)."""
 PARALLEL = "dimension_semantics<parallel>"
 
 
@@ -37,40 +37,39 @@ class AttentionWork:
 
 @dataclass(frozen=True)
 class StepWork:
-    """A step's work on one device: per layer for kernels, in all for the roofline.
-
-    `used_slots` of a layer's expert slots have any rows, `expert_rows` of them in all. `attention` is by query rows of
-    a kernel call. `flops` and `hbm_bytes` are the least that the whole model takes: weights that are used and keys and
-    values, each once.
-    """
+    """A step's work on a device."""
 
     used_slots: float
+    """Expert slots of a layer with any rows."""
     expert_rows: float
+    """Rows of all expert slots of a layer."""
     attention: dict[int, AttentionWork]
+    """Per layer, by query rows of a kernel call."""
     flops: float
+    """Minimum of the whole model."""
     hbm_bytes: float
+    """Minimum of the whole model: used weights, keys and values, once each."""
 
 
 @dataclass(frozen=True)
 class KernelWork:
-    """HBM bytes of one call of a kernel, and the trips of its nested open loops (see `Schedule.spent`).
-
-    `exchanged_bytes` are those of rows that it sends to all devices, evenly, as often as it does.
-    """
+    """Work of a kernel call."""
 
     hbm_bytes: float
     open_trips: tuple[float, ...]
+    """Trips of nested loops that are known only at run time (see `Schedule.spent`)."""
     exchanged_bytes: float = 0.0
+    """Bytes of rows that the kernel sends evenly to all devices, counted for each transfer."""
 
 
 def kernel_name(instruction: Instruction) -> str:
-    """A kernel's name without the number that makes it an instruction's; empty where it is no kernel."""
+    """Return a kernel's name without its instruction number; empty for any other op."""
     is_kernel = instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
     return _NUMBERED.sub("", instruction.name) if is_kernel else ""
 
 
 def work_of(instruction: Instruction, operands: list[Instruction], *, work: StepWork) -> KernelWork | None:
-    """What `work` is for a call of a known kernel; None for every other op."""
+    """Return the work of a call of a known kernel; None for every other op."""
     match kernel_name(instruction):
         case "ragged-dot-none":
             return _grouped_product(instruction, operands, work)
@@ -88,16 +87,16 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
 
 
 def _grouped_product(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
-    """Visits of row tiles: one per used slot, and one more wherever a tile ends within a slot's rows.
+    """Count visits of row tiles: one per used slot, and another for each tile that ends within a slot's rows.
 
-    A visit reads the weights of its slot again only where another slot was in between.
+    A visit reads its slot's weights again only if another slot came in between.
     """
     given = [shape for operand in operands for shape in operand.shapes]
     weights = max(given, key=lambda shape: len(shape.dims))
     *_, inner, outer = weights.dims
     tiling = _TILING.search(instruction.attributes)
     tile, inner_tile, outer_tile = map(int, tiling.groups()) if tiling else (128, inner, outer)
-    # Where tokens come in chunks a call has a part of the rows, in an array for more than that.
+    # With chunked tokens a call has a part of the rows, in an array with space for more.
     capacity = max(shape.dims[0] for shape in given if len(shape.dims) == len(weights.dims) - 1)
     rows = min(work.expert_rows, capacity / ROUND_SLACK)
     visits = work.used_slots + math.ceil(rows / tile) - 1
@@ -109,7 +108,7 @@ def _grouped_product(instruction: Instruction, operands: list[Instruction], work
 
 
 def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
-    """Tiles of rows: as many as all rows fill, and one more of each used slot, which begins within another one's."""
+    """Count row tiles: enough for all rows, plus one per used slot, since a slot begins within another slot's tile."""
     given = [shape for operand in operands for shape in operand.shapes]
     weights, rows_out = [shape for shape in given if len(shape.dims) == 3], instruction.shapes[0]
     _, width, inner = weights[0].dims
@@ -122,10 +121,10 @@ def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: St
 
 
 def _low_latency_dispatch(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
-    """Every row goes out and its result back. Tiles: as many as all rows fill, and one more of each used slot.
+    """Count the tiles (enough for all rows, plus one per used slot) and the rows that are sent out and returned.
 
-    Of experts in blocks the weights are read for every group of rows, and the rows lie in HBM: written and read as they
-    come, and again as results.
+    With experts in blocks, weights are read for every group of rows, and rows are in HBM: written and read on arrival,
+    and again as results.
     """
     given = [shape for operand in operands for shape in operand.shapes]
     weights = [shape for shape in given if len(shape.dims) == 3]
@@ -145,14 +144,14 @@ def _low_latency_dispatch(instruction: Instruction, operands: list[Instruction],
 
 
 def _streamed_heads(instruction: Instruction, operands: list[Instruction]) -> KernelWork:
-    """The matrices of one layer, each read once, and the results; its own loop runs as often as its schedule says."""
+    """Count the bytes of a layer's matrices, each read once, and of the results; the trips are in the schedule."""
     given = [shape for operand in operands for shape in operand.shapes if len(shape.dims) == 3]
     of_layer = sum(shape.num_bytes / shape.dims[0] for shape in given)
     return KernelWork(of_layer + sum(shape.num_bytes for shape in instruction.shapes if shape.space == HBM), ())
 
 
 def _rotary_heads(instruction: Instruction, operands: list[Instruction]) -> KernelWork:
-    """Tiles of tokens, of which two cores have equally many; each array is read or written once."""
+    """Count token tiles, rounded up to an equal number per core; each array is read or written once."""
     given = [shape for operand in operands for shape in operand.shapes]
     projected = [shape for shape in given if len(shape.dims) == 2][:3]
     num_tokens = projected[0].dims[0]
@@ -167,8 +166,8 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     if attention is None:
         return None
     if kernel_name(instruction) == "paged_attention_of_groups":
-        # As below, in a loop over groups, whose rows lie in one piece of the pool, or now and then in one more. The
-        # innermost is the wait for what the group before has written.
+        # Like below, in a loop over groups. A group's rows are in a single piece of the pool, or sometimes two. The
+        # innermost loop waits for the writes of the previous group.
         rows, num_groups = out.dims[0], attention.num_query_blocks
         pieces = num_groups + max(0, rows - num_groups) / CLEARED_ROWS
         written = pieces * CLEARED_ROWS * pool[0].num_bytes / math.prod(pool[0].dims[:2])

@@ -1,4 +1,4 @@
-"""Bytes that collectives send over the links of a slice: the cut that takes longest decides."""
+"""Time of collectives over the links of a slice, limited by the slowest cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Coordinates = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slice:
-    """The chips of a topology, and where each device of a program sits; devices may share a chip."""
+    """The chips of a topology and the coordinates of each device of a program; devices may share a chip."""
 
     chip: Chip
     devices: tuple[Coordinates, ...]
@@ -30,7 +30,7 @@ class Slice:
         return tuple(max(place) + 1 for place in zip(*self.devices, strict=True))
 
     def cuts(self) -> list[tuple[set[int], int]]:
-        """Devices on one side of each plane between two chips, and the links that cross it."""
+        """Return, for each plane between two chips, the devices on one side and the number of links that cross it."""
         found = []
         for axis, size in enumerate(self.shape):
             links = math.prod(self.shape) // size * (2 if size > 2 and self.chip.is_ring(self.shape, axis) else 1)
@@ -41,10 +41,10 @@ class Slice:
         return {number for number, place in enumerate(self.devices) if place[axis] < border}
 
     def seconds(self, operation: str, num_bytes: int, *, groups: Sequence[Sequence[int]]) -> float:
-        """Time over the narrowest cut of a collective among `groups` of devices; 0 where no link is crossed.
+        """Return the time of a collective among `groups` over the narrowest cut; 0 if it crosses no link.
 
-        `num_bytes` is what a device contributes: its shard to a gather, its array to a reduction, its rows to an
-        exchange, which are taken to be spread evenly.
+        `num_bytes` is a device's contribution: its shard for a gather, its array for a reduction, its rows for an
+        exchange, which are assumed to be spread evenly.
         """
         worst = 0.0
         for side, links in self.cuts():
@@ -54,7 +54,7 @@ class Slice:
 
 
 def groups_of(instruction: Instruction, *, num_devices: int) -> list[list[int]]:
-    """The groups of devices that exchange with each other; all of them where the program does not say it."""
+    """Return the groups of devices that exchange with each other; a single group of all devices by default."""
     listed, shaped = _LISTED.search(instruction.attributes), _BY_SHAPE.search(instruction.attributes)
     if shaped:
         groups, dims, turned = ([int(size) for size in (text or "").split(",") if size] for text in shaped.groups())
@@ -66,7 +66,7 @@ def groups_of(instruction: Instruction, *, num_devices: int) -> list[list[int]]:
 
 
 def _crossing_bytes(operation: str, num_bytes: int, group: Sequence[int], side: set[int]) -> float:
-    """Bytes of one group over a cut in its busier direction."""
+    """Return a group's bytes over a cut, in the busier direction."""
     here = sum(device in side for device in group)
     there = len(group) - here
     if not here or not there:

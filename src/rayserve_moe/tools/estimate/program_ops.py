@@ -1,4 +1,4 @@
-"""A compiled program as a tree of what the device executes: ops with their schedules, loops, branches."""
+"""A compiled program as a tree of the device's executions: ops with their schedules, loops, branches."""
 
 from __future__ import annotations
 
@@ -23,53 +23,55 @@ _KERNEL_DIMENSIONS = re.compile(r"dimension_semantics = \[([^\]]*)\]")
 
 @dataclass(frozen=True)
 class Op:
-    """One op of one execution on one device.
-
-    `scope` is where its source has it, by `jax.named_scope`, `source` the line that it, or the first of its parts, was
-    traced from. It copies `hbm_bytes` and keeps links busy for `link_s`; `bundles` are those of one core. `starts_at`
-    is the place in its block of the op that started it, where it goes on beside those in between. A kernel that leaves
-    cores of its device idle has one core's share of the bandwidth: `idle_factor` is cores over those in use.
-    `is_least`: some of its loops count once because only a run knows their trips.
-    """
+    """An execution of an op on a device."""
 
     name: str
     opcode: str
     scope: str
+    """Its `jax.named_scope`s."""
     source: str = ""
+    """Source line that it, or the first of its parts, was traced from."""
     bundles: float = 0.0
+    """Of a core."""
     hbm_bytes: float = 0.0
+    """Bytes copied from and to HBM."""
     link_s: float = 0.0
+    """Seconds that it keeps links busy."""
     starts_at: int = -1
+    """Index in its block of the op that started it, if it runs beside the ops in between."""
     idle_factor: float = 1.0
+    """Cores of the device over cores in use; a kernel on a single core has only its share of the bandwidth."""
     is_least: bool = False
+    """True if a loop with unknown trips was counted once."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What is executed one after the other."""
+    """A sequence of executions."""
 
     items: list[Op | Loop | Branches] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A body and its trips; `is_layers`: they are the layers of the model."""
+    """A body and its trips."""
 
     body: Block
     trips: int
     is_layers: bool
+    """True if the trips are the layers of the model."""
 
 
 @dataclass(frozen=True)
 class Branches:
-    """Blocks of which one is executed."""
+    """Blocks of a conditional; a run executes a single block."""
 
     options: list[Block]
 
 
 @dataclass(frozen=True)
 class ProgramReader:
-    """Builds the tree of one program, from its text, its schedules, where it runs and what it is to do."""
+    """Builder of a program's tree from its text, its schedules, its devices and the step's work."""
 
     program: ProgramText
     schedules: Schedules
@@ -112,7 +114,7 @@ class ProgramReader:
         )
 
     def _op(self, instruction: Instruction, scope: str, operands: list[Instruction]) -> list[Op]:
-        """The op of an instruction; none where the device executes nothing of its own for it."""
+        """Return the op of an instruction, or an empty list if the device executes nothing for it."""
         if instruction.opcode in COLLECTIVES:
             return [self._collective(instruction, scope, operands, instruction)]
         schedule = self.schedules.of(instruction)
@@ -135,14 +137,14 @@ class ProgramReader:
         ]
 
     def _exchange_seconds(self, num_bytes: float) -> float:
-        """Seconds on links of an even exchange among all devices, of which each sends that much."""
+        """Return the seconds on links of an even exchange among all devices, each of which sends `num_bytes`."""
         everywhere = [list(range(len(self.place.devices)))]
         return self.place.seconds("ragged-all-to-all", round(num_bytes), groups=everywhere)
 
     def _completed(
         self, start: Instruction, scope: str, by_name: dict[str, Instruction], *, done: Instruction, place: int
     ) -> Op:
-        """What goes on from its start to here beside the ops in between: a collective, or a copy to or from HBM."""
+        """Return an asynchronous op that runs beside the ops since its start: a collective, or a copy with HBM."""
         inner = self._inside(start)
         operation = inner.opcode.removesuffix("-start")
         operands = [by_name[name] for name in start.operands if name in by_name]
@@ -154,12 +156,14 @@ class ProgramReader:
         return Op(start.name, operation, scope, hbm_bytes=moved, starts_at=place)
 
     def _inside(self, start: Instruction) -> Instruction:
-        """The instruction that an asynchronous one wraps, or itself."""
+        """Return the instruction that an asynchronous instruction wraps, or the instruction itself."""
         wrapped = [one for name in start.called for one in self.program.computations.get(name, []) if one.is_root]
         return wrapped[0] if wrapped and start.opcode == "async-start" else start
 
     def _collective(self, instruction: Instruction, scope: str, operands: list[Instruction], done: Instruction) -> Op:
-        """A collective; of a ragged one the smaller array is full, the other one is larger for uneven routing."""
+        """Return a collective op. For a ragged collective the smaller array counts; the larger has space for uneven
+        routing.
+        """
         operation = instruction.opcode.removesuffix("-start")
         groups = groups_of(instruction, num_devices=len(self.place.devices))
         sent = sum(_largest(operand.shapes).num_bytes for operand in operands)
@@ -170,15 +174,15 @@ class ProgramReader:
 
 
 def scope_of(instruction: Instruction, program: ProgramText) -> str:
-    """The named scopes an instruction was traced in, joined by `/`; those of what it is made of where it has none."""
+    """Return the named scopes of an instruction, joined by `/`; if it has none, the first scopes of its fused parts."""
     named = (part for part in [instruction, *program.fused(instruction)] if part.op_name)
     return next((part.scope for part in named), "")
 
 
 def divides_over_cores(kernel: Instruction) -> bool:
-    """Whether a Mosaic kernel has a parallel grid dimension of more than one step: cores share its steps.
+    """Return True if a Mosaic kernel has a parallel grid dimension of more than one step, which cores share.
 
-    XLA's own ops are divided over cores by XLA. A schedule is that of one core.
+    XLA itself divides its own ops over cores. A schedule describes a single core.
     """
     encoded = _KERNEL_BODY.search(kernel.attributes)
     try:

@@ -1,4 +1,4 @@
-"""The estimate of one compiled step of a served model, as numbers for a report."""
+"""The estimate of a compiled step of a served model, as numbers for a report."""
 
 from __future__ import annotations
 
@@ -15,70 +15,78 @@ from rayserve_moe.tools.estimate.workload import StepSizes, step_work
 from rayserve_moe.tools.hlo_text import ProgramText
 
 NUM_NAMED = 10
-"""Ops of a layer that are printed; as JSON a report has all."""
+"""Maximum printed ops of a layer; the JSON report has all."""
 MICROSECOND = 1e-6
 
 
 @dataclass(frozen=True)
 class NamedOp:
-    """An op of a layer or of the rest of a step: all of its `times` executions there, microseconds with and without the
-    overhead per op. `is_least`: a loop in it counts once for want of more.
-    """
+    """An op of a layer or of the rest of a step, summed over its executions there."""
 
     name: str
     scope: str
     source: str
     times: float
+    """Number of executions."""
     us: float
+    """Microseconds with the overhead per op."""
     bare_us: float
+    """Microseconds without the overhead."""
     bundles: float
     hbm_bytes: float
     link_us: float
     is_least: bool
+    """True if a loop with unknown trips was counted once."""
 
 
 @dataclass(frozen=True)
 class EstimateReport:
-    """The estimate of a step with `num_layers` layers, from schedules alone: nothing in it was measured.
+    """The estimate of a step, from schedules alone: nothing in it was measured.
 
-    Fewer `compiled_layers` than that can be too few: what grows with the model (tables of experts, the KV pool) is as
-    small as they are. Ops are sorted by what they cost, the largest first.
-    `overhead_us` is what each op is charged beyond its work; no device has confirmed it, so every time is given without
-    it too (`bare_seconds`). `share_of_roofline` has it in, `bare_share_of_roofline` has not.
+    No device has confirmed the overhead per op, so every time is also given without it.
     """
 
     num_layers: int
+    """Layers of the estimated step."""
     compiled_layers: int
+    """Layers that were compiled. With fewer, arrays that grow with the model (expert tables, KV pool) are too small."""
     overhead_us: float
+    """Charge per op beyond its work."""
     layer: Part
     step: Part
     roofline: Roofline
     bound: str
     share_of_roofline: float
+    """With the overhead."""
     bare_share_of_roofline: float
+    """Without the overhead."""
     scopes: dict[str, Part]
     ops_in_layer: list[NamedOp]
+    """By cost, most expensive first."""
     ops_outside: list[NamedOp]
+    """By cost, most expensive first."""
     num_open_ops: int
+    """Ops with a loop of unknown trips."""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """Estimates steps of `model`, which is whole, as they are compiled with the schedules dumped to `dump`."""
+    """Estimates compiled steps of a model from their dumped schedules."""
 
     dump: DumpFolder
     model: ModelConfig
+    """The whole model."""
     sizes: StepSizes
 
     def estimate(self, program: ProgramText, *, prompt_tokens: int = 0, num_layers: int = 0) -> EstimateReport:
-        """Estimate the step that was compiled last, of which `program` is the text.
+        """Estimate the step that was compiled last; `program` is its text.
 
-        `prompt_tokens` are those per data rank beside the sequences; `num_layers` > 0 are what was compiled, where that
-        are fewer than the model has. NoScheduleError where nothing was dumped; ValueError for a chip without figures,
-        for several slices, and where the layers that are missing cannot be added (see `step_time.estimate`).
+        `prompt_tokens` are per data rank, besides the sequences. `num_layers` > 0 is the number of compiled layers if
+        fewer than the model's. Raises NoScheduleError if nothing was dumped; ValueError for a chip without figures, for
+        several slices, and if missing layers cannot be added (see `step_time.estimate`).
         """
         if self.model.plan.num_slices > 1:
-            raise ValueError("steps over several slices are not estimated: no figure of the network between them")
+            raise ValueError("steps over several slices cannot be estimated: the network between them has no figure")
         chip, work = chip_of(self.sizes.topology), step_work(self.model, self.sizes, prompt_tokens=prompt_tokens)
         place = Slice(chip, tuple(tuple(device.coords) for device in self.model.plan.mesh.devices.flat))
         tree = ProgramReader(program, Schedules(program, self.dump.take()), place, work).tree()
@@ -102,7 +110,7 @@ class Estimator:
 
 
 def estimate_lines(report: EstimateReport) -> Iterator[str]:
-    """The estimate as lines for a terminal: the step, what it is made of, and the ops that cost most of a layer."""
+    """Yield the estimate as lines for a terminal: the step, its parts, and the most expensive ops of a layer."""
     step, layer, roofline = report.step, report.layer, asdict(report.roofline)
     bounds = ", ".join(f"{name.removesuffix('_s')} {seconds * 1e3:.2f}" for name, seconds in roofline.items())
     yield (

@@ -1,8 +1,8 @@
-"""The step-time estimate: one formula over a program's ops, next to the roofline of the step's work.
+"""The step-time estimate: a formula over a program's ops, next to the roofline of the step's work.
 
-An op costs `max(bundles / clock, HBM bytes / bandwidth) + overhead`, a collective `link bytes / bandwidth + overhead`;
-what was started earlier costs only what the ops since then do not hide. A loop's body counts its trips, of a
-conditional the cheapest branch counts. The roofline is the largest of operations, HBM bytes and link bytes over the
+An op costs `max(bundles / clock, HBM bytes / bandwidth) + overhead`, a collective `link bytes / bandwidth + overhead`.
+An asynchronous op costs only the time that the ops since its start do not hide. A loop's body counts with its trips; a
+conditional counts its cheapest branch. The roofline is the maximum of operations, HBM bytes and link bytes over the
 narrowest cut, each over its peak. Nothing here was measured: no waiting, no contention, no launch of a program.
 """
 
@@ -17,39 +17,41 @@ from rayserve_moe.tools.estimate.kernel_work import StepWork
 from rayserve_moe.tools.estimate.program_ops import Block, Branches, Loop, Op
 
 SMALL_S = 1e-6
-"""Ops whose work takes less than this, so that their overhead is most of what they cost."""
+"""Work below which an op is small: the overhead is most of its cost."""
 
 
 @dataclass(frozen=True)
 class OpTime:
-    """An op, how often it is executed, and what one execution costs, seconds, with and without the overhead."""
+    """An op with its cost."""
 
     op: Op
     times: float
+    """Number of executions."""
     in_layer: bool
     seconds: float
+    """Of an execution, with the overhead."""
     bare_seconds: float
+    """Of an execution, without the overhead."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Ops of a layer or of a step: how many, their bundles and bytes, and what they cost in all, seconds.
-
-    `small_ops` of them have less than `SMALL_S` of work.
-    """
+    """Totals of the ops of a layer or of a step."""
 
     num_ops: float = 0
     small_ops: float = 0
+    """Ops with less than `SMALL_S` of work."""
     bundles: float = 0
     hbm_bytes: float = 0
     link_s: float = 0
     seconds: float = 0
     bare_seconds: float = 0
+    """Without the overhead."""
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The least time of a step's work, seconds, by what bounds it."""
+    """The minimum time of a step's work, in seconds, by bound."""
 
     flops_s: float
     hbm_s: float
@@ -66,29 +68,27 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of one program: a layer, a whole step, and the ops of both.
-
-    `open_ops` are those of which a loop counts once because only a run knows its trips.
-    """
+    """The estimate of a program: a layer, a whole step, and the ops of both."""
 
     layer: Part
     step: Part
     roofline: Roofline
     ops: tuple[OpTime, ...]
     open_ops: tuple[str, ...]
+    """Names of ops with a loop that was counted once because its trips are unknown."""
 
     @property
     def share_of_roofline(self) -> float:
-        """The roofline over the estimate: one where nothing is lost."""
+        """Return the roofline over the estimate: 1 if nothing is lost."""
         return self.roofline.seconds / self.step.seconds if self.step.seconds else 0.0
 
     def by_cost(self, *, in_layer: bool = True) -> list[OpTime]:
-        """The ops of one layer, or outside the layers, the most costly first."""
+        """Return the ops of a layer, or outside the layers, most expensive first."""
         ops = [one for one in self.ops if one.in_layer == in_layer]
         return sorted(ops, key=lambda one: -one.seconds * one.times)
 
     def by_scope(self) -> dict[str, Part]:
-        """What each named scope of a layer costs."""
+        """Return the cost of each named scope of a layer."""
         scopes = dict.fromkeys(one.op.scope for one in self.ops if one.in_layer)
         return {scope: _sum(one for one in self.ops if one.in_layer and one.op.scope == scope) for scope in scopes}
 
@@ -96,13 +96,13 @@ class Estimate:
 def estimate(tree: Block, *, chip: Chip, work: StepWork, missing_layers: int = 0) -> Estimate:
     """Price a program's tree for `chip`, with `missing_layers` more than it was compiled with.
 
-    Layers are the trips of loops over layers; where there are several such loops, a layer is the average one.
-    ValueError where layers are missing, and not exactly one loop could have them.
+    Layers are the trips of loops over layers; with several such loops, a layer is the average. Raises ValueError if
+    layers are missing and the program does not have exactly one such loop.
     """
     loops = [item for item in tree.items if isinstance(item, Loop) and item.is_layers]
     compiled = sum(loop.trips for loop in loops)
     if missing_layers and len(loops) != 1:
-        raise ValueError(f"one loop over layers is needed to add {missing_layers} layers, the program has {len(loops)}")
+        raise ValueError(f"adding {missing_layers} layers requires one loop over layers, the program has {len(loops)}")
     ops = tuple(Pricing(chip).ops(tree))
     outside = _sum(one for one in ops if not one.in_layer)
     layer = _sum(one for one in ops if one.in_layer)
@@ -113,12 +113,12 @@ def estimate(tree: Block, *, chip: Chip, work: StepWork, missing_layers: int = 0
 
 @dataclass(frozen=True)
 class Pricing:
-    """The formula, for one chip."""
+    """The formula for a chip."""
 
     chip: Chip
 
     def ops(self, block: Block, *, times: float = 1.0, in_layer: bool = False) -> Iterator[OpTime]:
-        """All ops of a block with their costs; those of loops over layers as often as one layer has them."""
+        """Yield all ops of a block with their costs; ops in loops over layers with their executions per layer."""
         with_overhead, bare = self.costs(block, OVERHEAD_S), self.costs(block, 0.0)
         for item, seconds, bare_seconds in zip(block.items, with_overhead, bare, strict=True):
             match item:
@@ -133,7 +133,7 @@ class Pricing:
                     yield from self.ops(self._cheapest(item), times=times, in_layer=in_layer)
 
     def costs(self, block: Block, overhead_s: float) -> list[float]:
-        """Seconds of each item of a block."""
+        """Return the seconds of each item of a block."""
         seconds: list[float] = []
         for item in block.items:
             match item:
@@ -158,9 +158,9 @@ class Pricing:
         return max(0.0, seconds - hidden)
 
     def _leaves_free(self, item: Op | Loop | Branches, cost: float, op: Op) -> float:
-        """For how long an item leaves free what `op` needs: links, or HBM.
+        """Return how long an item leaves free the resource that `op` needs: links, or HBM.
 
-        Less than nothing where it used the links beside other items: no two exchanges have them at a time.
+        Negative if the item used the links beside other items, because exchanges share the links.
         """
         if not isinstance(item, Op):
             return 0.0
@@ -178,7 +178,7 @@ def _sum(ops: Iterator[OpTime]) -> Part:
     for one in ops:
         work = one.bare_seconds * one.times
         counted = {
-            # What was started earlier is no op of its own: it takes no place among them.
+            # An asynchronous op is not counted among the ops.
             "num_ops": one.times if one.op.starts_at < 0 else 0,
             "small_ops": one.times if one.op.starts_at < 0 and one.bare_seconds < SMALL_S else 0,
             "bundles": one.op.bundles * one.times,

@@ -1,4 +1,4 @@
-"""The work of a step of a served model on one device: what kernels and the roofline are asked to do.
+"""The work of a step of a served model on a device, for kernels and the roofline.
 
 Every sequence has its whole context, prompts start at their first token, and routing is even.
 """
@@ -23,20 +23,20 @@ from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What a data rank serves on a topology: sequences and tokens of each, and how weights and pages are stored.
-
-    `singles` are the single tokens that its step has places for; 0: as many as sequences. Each sequence has `rows_each`
-    of them, more than one where drafts are verified.
-    """
+    """Sizes of the steps of a data rank on a topology."""
 
     topology: str
     sequences: int
     context: int
+    """Tokens of each sequence."""
     page_size: int = 128
     dtype: str = "bfloat16"
+    """Of weights."""
     kv_dtype: str = "bfloat16"
     singles: int = 0
+    """Capacity of the step for single tokens; 0: the number of sequences."""
     rows_each: int = 1
+    """Single tokens per sequence; more than 1 if drafts are verified."""
 
     @property
     def rows(self) -> int:
@@ -48,9 +48,9 @@ class StepSizes:
 
 
 def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -> StepWork:
-    """The work of a step of all sequences, with `prompt_tokens` more per data rank.
+    """Return the work of a step of all sequences, with `prompt_tokens` more per data rank.
 
-    Each layer is taken to see all positions. Weights count where a step uses them: of expert slots the expected share.
+    Each layer is assumed to see all positions. Weights count if a step uses them; for expert slots the expected share.
     """
     plan, spec, experts = model.plan, model.spec, model.experts
     num_devices = plan.mesh.devices.size
@@ -87,7 +87,7 @@ def _scoring(spec: ModelSpec) -> list[tuple[MixerSpec, ScoreShape]]:
 
 
 def _of_table(name: str, *, ties: bool) -> float:
-    """The head is read whole; of the table only the rows of tokens, unless it is the head."""
+    """Return the share of an array that is read fully: the head, not the table unless it is also the head."""
     return 1.0 if ties or not name.startswith("table") else 0.0
 
 
@@ -106,7 +106,7 @@ def _attention_work(
 
 
 def _visits(sizes: StepSizes, lengths: list[int], *, row_bytes: int) -> AttentionWork:
-    """Visits of tiles of queries that see `lengths` keys."""
+    """Return the visits of query tiles that see `lengths` keys."""
     of_block = pages_of_a_block(sizes.page_size, row_bytes, math.ceil(sizes.context / sizes.page_size))
     pages = [math.ceil(length / sizes.page_size) for length in lengths]
     visits, num = sum(math.ceil(each / of_block) for each in pages), len(lengths)
@@ -123,6 +123,6 @@ def _tile_queries(model: ModelConfig, scores: ScoreShape, *, row_bytes: int, siz
 
 
 def _whole(num_blocks: int, cores: int) -> int:
-    """Blocks with those that cores have beside them to have equally many."""
+    """Return the number of blocks rounded up to an equal number per core."""
     cores = min(num_blocks, cores)
     return -(-num_blocks // cores) * cores

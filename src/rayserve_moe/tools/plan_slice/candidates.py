@@ -33,28 +33,32 @@ from rayserve_moe.tools.estimate.workload import StepSizes, step_work
 from rayserve_moe.tools.served_cases import TopologyError, devices_of
 
 CUBES = ("4x4x4", "4x4x8", "4x8x8", "8x8x8")
-"""Larger topologies of three dimensions that are looked at."""
+"""Larger three-dimensional topologies that are considered."""
 MEM_FRACTION = 0.8
-"""Part of the free memory that pages may take, as the setting's default has it; the rest is for temporaries."""
+"""Share of the free memory for pages, as the setting's default; the rest is for temporaries."""
 WEIGHTS_DTYPE = "bfloat16"
 SAMPLED_LAYERS, SEED = 8, 0
 LAYER_OPS, SHARED_LAYER_OPS, PUSH_OPS, GATHER_OPS, SEND_OPS, CHUNK_OPS, REST_OPS = 4, 23, 4, 26, 44, 74, 96
-"""Ops of a layer apart from its exchange, and apart from one that is no kernel where cores share a device; of an
-exchange by a kernel, of one that gathers, of one that sends rows at once and of every chunk of one that sends many;
-of the rest of a step.
+"""Numbers of ops, in order:
+
+of a layer without its exchange; the same if cores share a device and the exchange is not a kernel; of an exchange by a
+kernel; of a gathering exchange; of an exchange that sends rows at once; of each chunk of a chunked exchange; of the
+rest of a step.
 """
 PUSH_PASSES, DECODE_PASSES, PREFILL_PASSES = 8, 16, 11
-"""How often a step's ops read or write the rows that experts take: in a kernel, in one chunk of few rows, and in chunks
-of many."""
+"""Reads or writes of expert rows by a step's ops: in a kernel, in a single chunk of few rows, and in chunks of many."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Prompt and output tokens of a request, and how many requests run at once."""
+    """The expected load."""
 
     prompt: int
+    """Prompt tokens of a request."""
     output: int
+    """Output tokens of a request."""
     concurrency: int
+    """Concurrent requests."""
 
     @property
     def length(self) -> int:
@@ -63,55 +67,59 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan takes for given: prompt tokens of a data rank in a step, dtypes of keys and values and of experts,
-    the standard deviation of the logarithm of experts' popularity (0: all equally popular), and the most chips.
-    """
+    """Assumptions of a plan."""
 
     prefill_tokens: int = 1024
+    """Prompt tokens of a data rank in a step."""
     kv_dtype: str = "bfloat16"
     expert_dtype: str = "auto"
     skew: float = 0.7
+    """Standard deviation of the logarithm of experts' popularity; 0: all equally popular."""
     max_chips: int = 64
 
 
 @dataclass(frozen=True)
 class Split:
-    """A slice with its data ranks, tensor size and redundant experts; `rows` of a data rank, 0: as traffic wants."""
+    """A slice with its parallelism."""
 
     topology: str
     dp: int
+    """Data ranks."""
     tp: int
+    """Tensor size."""
     redundant: int = 0
+    """Redundant experts."""
     rows: int = 0
+    """Rows of a data rank; 0: as the traffic requires."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A split with its estimates. GB (1e9 bytes) are those of a device, with KV for all `split.rows` at full length.
-
-    `imbalance` is the hottest device's share of expert rows over the mean, under the skew that is assumed. `served` are
-    the requests that run at once; tokens per second are output tokens, with the prompts computed besides.
-    """
+    """A split with its estimates. GB are 1e9 bytes of a device."""
 
     split: Split
     chips: int
     capacity_gb: float
     weights_gb: float
     kv_gb: float
+    """For all `split.rows` at full length."""
     served: int
+    """Concurrent requests."""
     imbalance: float
+    """The most loaded device's expert rows over the mean, under the assumed skew."""
     decode: StepCost
     prefill: StepCost
     tokens_per_s: float
+    """Output tokens, including the time for prompts."""
 
     @property
     def per_chip(self) -> float:
-        """Output tokens per second and chip."""
+        """Return output tokens per second and chip."""
         return self.tokens_per_s / self.chips
 
 
 def topologies(generation: str, *, max_chips: int) -> Iterator[str]:
-    """The topologies of a generation that the TPU compiler knows, smallest first. ValueError for an unknown one."""
+    """Yield a generation's topologies that the TPU compiler knows, smallest first. Raises ValueError if unknown."""
     known = generation_name(generation)
     flat = GENERATIONS[known].num_dims == 2
     for shape in sorted(FLAT if flat else (*SMALL_CUBES, *CUBES), key=num_chips):
@@ -121,20 +129,20 @@ def topologies(generation: str, *, max_chips: int) -> Iterator[str]:
 
 
 def splits(spec: ModelSpec, topology: str) -> Iterator[Split]:
-    """All divisions of a slice into data and tensor ranks, without redundancy and with one more slot on each device."""
+    """Yield all divisions of a slice into data and tensor ranks, without redundancy and with a slot more per device."""
     num_devices = len(devices_of(topology))
-    least = -spec.router.num_experts % num_devices
+    min_redundant = -spec.router.num_experts % num_devices
     for tp in (size for size in range(1, num_devices + 1) if num_devices % size == 0):
         if not any(size % tp for size in divided_sizes(spec, tp).values()):
-            for redundant in (least, least + num_devices):
+            for redundant in (min_redundant, min_redundant + num_devices):
                 if redundant <= MAX_REDUNDANT:
                     yield Split(topology, num_devices // tp, tp, redundant)
 
 
 def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumptions) -> Candidate | None:
-    """Estimate a split; None where it does not fit: weights and the KV of a row, or what does not divide.
+    """Estimate a split; None if weights and the KV of a row do not fit, or the model does not divide.
 
-    ValueError where the traffic's sequences are longer than the model's positions, or the chip has no figures.
+    Raises ValueError if the traffic's sequences exceed the model's positions, or the chip has no figures.
     """
     if traffic.length > spec.max_position_embeddings:
         raise ValueError(f"{traffic.length} tokens are more than the model's {spec.max_position_embeddings} positions")
@@ -185,9 +193,9 @@ def row_bytes(model: ModelConfig, length: int, *, kv_dtype: str) -> int:
 
 @lru_cache(maxsize=1024)
 def imbalance_of(num_experts: int, num_devices: int, *, redundant: int, skew: float) -> float:
-    """The hottest device's expert rows over the mean, mean of a few layers of lognormal popularity, seeded.
+    """Return the most loaded device's expert rows over the mean, averaged over layers of seeded lognormal popularity.
 
-    Without redundancy experts lie in their own order; with it as the planner places them.
+    Without redundancy experts are in their own order, otherwise as the planner places them.
     """
     load = np.exp(np.random.default_rng(SEED).normal(0, skew, (SAMPLED_LAYERS, num_experts)))
     if redundant > -num_experts % num_devices:
@@ -200,7 +208,7 @@ def imbalance_of(num_experts: int, num_devices: int, *, redundant: int, skew: fl
 
 
 def _seconds(rows: int, prompt: int, traffic: Traffic, *, decode: float, prefill: float) -> float:
-    """Time in which all rows of a data rank take a request from its first to its last token."""
+    """Return the time in which all rows of a data rank process a request from its first to its last token."""
     num_prefill = math.ceil(rows * traffic.prompt / prompt)
     num_decode = max(0, traffic.output - num_prefill)
     return num_prefill * prefill + num_decode * decode
@@ -221,17 +229,18 @@ def _is_known(topology: str) -> bool:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step on one device, by what they go to; `backend` is how tokens reach experts."""
+    """Seconds of a step on a device by cause."""
 
     flops_s: float
     hbm_s: float
     link_s: float
     ops_s: float
     backend: str
+    """Expert back end."""
 
     @property
     def seconds(self) -> float:
-        """Ops, and links apart from those that a kernel uses, are taken not to overlap with the rest."""
+        """Return the total; ops, and links outside a kernel, are assumed not to overlap with the rest."""
         if self.backend == LOW_LATENCY:
             return max(self.flops_s, self.hbm_s, self.link_s) + self.ops_s
         return max(self.flops_s, self.hbm_s) + self.link_s + self.ops_s
@@ -239,22 +248,25 @@ class StepCost:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What a data rank has in a step: sequences that decode, each with `context` tokens, and prompt tokens."""
+    """A data rank's tokens in a step."""
 
     sequences: int
+    """Decoding sequences."""
     context: int
+    """Tokens of each sequence."""
     prompt: int = 0
+    """Prompt tokens."""
 
 
 def step_cost(
     model: ModelConfig, tokens: StepTokens, *, topology: str, kv_dtype: str = "bfloat16", imbalance: float = 1.0
 ) -> StepCost:
-    """Return the cost of a step of bfloat16 weights without compiling it, experts as the model has them.
+    """Return the cost of a step with bfloat16 weights without compiling it; experts have the model's dtype.
 
         max(operations / peak, HBM bytes / bandwidth) + link bytes over the narrowest cut + ops x overhead
 
-    The hottest rank has `imbalance` times the mean of expert rows. Passes and counts of ops come from steps that libtpu
-    compiled (`benchmarks/results/step_estimate.json`); nothing was measured.
+    The most loaded rank has `imbalance` times the mean of expert rows. Passes and numbers of ops come from steps that
+    libtpu compiled (`benchmarks/results/step_estimate.json`); nothing was measured.
     """
     chip, spec, plan = chip_of(topology), model.spec, model.plan
     sizes = StepSizes(topology, tokens.sequences, tokens.context, kv_dtype=kv_dtype)
@@ -292,7 +304,7 @@ def _backend_for(model: ModelConfig, tokens: int, *, chip: Chip) -> str:
 
 
 def _exchange_ops(backend: str, num_chunks: int) -> int:
-    """Ops of a layer's exchange, experts included."""
+    """Return the number of ops of a layer's exchange, experts included."""
     if num_chunks > 1:
         return CHUNK_OPS * num_chunks
     return {LOW_LATENCY: PUSH_OPS, "all_to_all": SEND_OPS, "fused": SEND_OPS}.get(backend, GATHER_OPS)
@@ -301,7 +313,7 @@ def _exchange_ops(backend: str, num_chunks: int) -> int:
 def link_seconds(
     model: ModelConfig, tokens: StepTokens, *, topology: str, exchanges: bool, imbalance: float = 1.0
 ) -> float:
-    """Seconds that the collectives of a step take over the narrowest cut of the slice."""
+    """Return the seconds of a step's collectives over the narrowest cut of the slice."""
     spec, plan = model.spec, model.plan
     devices, tensor = plan.mesh.devices, plan.tensor_size
     place = Slice(chip_of(topology), tuple(tuple(device.coords) for device in devices.flat))
@@ -323,7 +335,7 @@ def link_seconds(
 
 
 def _expert_elements(model: ModelConfig, dtype: str) -> int:
-    """Elements of expert weights on a device, all layers."""
+    """Return the number of elements of expert weights on a device, all layers."""
     shapes = (
         model.plan.sharding(param.axes).shard_shape(param.shape)
         for specs in parameter_tree(model, dtype=dtype).values()

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="", help=f"a directory with config.json, or one of {', '.join(preset_names())}"
     )
-    parser.add_argument("--config", default="", help="a Serve config: its own settings, beside what else there is")
+    parser.add_argument("--config", default="", help="a Serve config: its own settings, beside other candidates")
     parser.add_argument("--traffic", required=True, help="PROMPT/OUTPUT/CONCURRENCY: tokens, tokens, requests at once")
     parser.add_argument("--chips", default=",".join(CHIPS), help="generations, separated by commas (default: all)")
     parser.add_argument("--topology", default="", help="only this slice, such as v6e:2x4")
@@ -59,14 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expert-dtype", choices=("bfloat16", "int8", "fp8"), help="(default: bfloat16, or the config's)"
     )
     parser.add_argument("--skew", type=float, default=given.skew, help="of experts' popularity, 0: even (default: 0.7)")
-    parser.add_argument("--top", type=int, default=2, help="splits shown of each slice, the best first (default: 2)")
+    parser.add_argument("--top", type=int, default=2, help="splits shown per slice, the best first (default: 2)")
     parser.add_argument("--json", action="store_true", help="print all candidates as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan; returns 0. ValueError for what is wrong with the options."""
+    """Print the plan and return 0. Raises ValueError for invalid options."""
     if not options.model and not options.config:
-        raise ValueError("give --model or --config")
+        raise ValueError("pass --model or --config")
     set_environment_defaults(COMPILER_ENVIRONMENT)
     use_host_alone()
     traffic, given = parse_traffic(options.traffic), _assumptions(options)
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         name: ranked(spec, slices, traffic=traffic, given=given) for name, slices in _slices(options, given).items()
     }
     if not own and not any(found.values()):
-        raise ValueError("the model fits no slice that was looked at: allow more with --max-chips or other --chips")
+        raise ValueError("the model fits none of the slices: allow more with --max-chips or other --chips")
     if options.json:
         sys.stdout.write(json.dumps(_as_json(own, found, traffic=traffic, given=given), indent=2) + "\n")
     else:
@@ -92,17 +92,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parse_traffic(text: str) -> Traffic:
-    """Read `PROMPT/OUTPUT/CONCURRENCY`; ValueError where it is not three positive numbers."""
+    """Parse `PROMPT/OUTPUT/CONCURRENCY`. Raises ValueError unless it is three positive numbers."""
     if not re.fullmatch(r"[1-9]\d{0,8}(/[1-9]\d{0,8}){2}", text):
         raise ValueError(f"--traffic {text!r} is not PROMPT/OUTPUT/CONCURRENCY, such as 1024/512/256")
     return Traffic(*map(int, text.split("/")))
 
 
 def split_of(case: ServedCase) -> Split:
-    """The split that a config serves with. ValueError where it lies on several slices."""
+    """Return the split that a config serves with. Raises ValueError if it spans several slices."""
     parallel = case.settings.parallel
     if parallel.num_slices > 1:
-        raise ValueError(f"{case.name} lies on {parallel.num_slices} slices; a plan is of one")
+        raise ValueError(f"{case.name} spans {parallel.num_slices} slices; a plan covers a single slice")
     num_devices, dp = len(devices_of(case.topology)), parallel.data_parallel_size
     if num_devices % dp:
         raise ValueError(f"data_parallel_size {dp} does not divide the {num_devices} devices of {case.topology}")
@@ -111,7 +111,7 @@ def split_of(case: ServedCase) -> Split:
 
 
 def ranked(spec: ModelSpec, slices: Sequence[str], *, traffic: Traffic, given: Assumptions) -> list[Candidate]:
-    """What fits of all splits of the slices: those that serve all requests at once first, the best per chip first."""
+    """Return the splits that fit: first those that serve all requests at once, then by tokens per second and chip."""
     every = (candidate(spec, split, traffic=traffic, given=given) for name in slices for split in splits(spec, name))
     return sorted(filter(None, every), key=lambda one: (one.served < traffic.concurrency, -one.per_chip))
 
@@ -119,14 +119,14 @@ def ranked(spec: ModelSpec, slices: Sequence[str], *, traffic: Traffic, given: A
 def lines(
     own: Candidate | None, found: dict[str, list[Candidate]], *, top: int, is_of_config: bool = False
 ) -> Iterator[str]:
-    """The plan for a terminal: a table per generation; above them what a config is, or that it does not fit."""
+    """Yield the plan for a terminal: the config or that it does not fit, then a table per generation."""
     yield ESTIMATED
     if own:
         yield from ("", _header(), _row(own, mark="*"))
     elif is_of_config:
-        yield "\nThe config does not fit its own slice, or does not divide there: compile-check says which."
+        yield "\nThe config does not fit its own slice or does not divide there: compile-check reports which."
     for name, candidates in found.items():
-        yield from ("", _header() if candidates else f"{name}: the model fits no slice that was looked at")
+        yield from ("", _header() if candidates else f"{name}: the model fits none of the slices")
         shown = Counter[str]()
         for one in candidates:
             shown[one.split.topology] += 1
@@ -150,7 +150,7 @@ def _row(one: Candidate, *, mark: str = " ") -> str:
 
 
 def _slices(options: argparse.Namespace, given: Assumptions) -> dict[str, list[str]]:
-    """The slices that are looked at, by generation. ValueError for one that is not known."""
+    """Return the considered slices by generation. Raises ValueError for an unknown slice."""
     if options.topology:
         chip_of(options.topology)
         devices_of(options.topology)
@@ -158,7 +158,7 @@ def _slices(options: argparse.Namespace, given: Assumptions) -> dict[str, list[s
     try:
         return {name: list(topologies(name, max_chips=given.max_chips)) for name in options.chips.split(",")}
     except SettingsError as error:
-        raise ValueError(f"--chips: there are figures for {', '.join(CHIPS)}; {error}") from error
+        raise ValueError(f"--chips: known chips: {', '.join(CHIPS)}; {error}") from error
 
 
 def _assumptions(options: argparse.Namespace) -> Assumptions:

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware import admission as module
 from rayserve_moe.serving.middleware.admission import SHORT_BYTES, Admission
-from tests.http.asking import wait_until
+from tests.support.serving.http_client import wait_until
 
 LONG = SHORT_BYTES + 1
 WITHIN_S = 30

@@ -13,8 +13,8 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.responses.logprobs import CompletionLogprobs, num_added_ids
 from rayserve_moe.serving.schemas.openai import CompletionBody
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.support.published_forms import FORMS, write_form
-from tests.support.text_laws import texts
+from tests.support.text.tokenizer_forms import FORMS, write_form
+from tests.support.text.tokenizer_laws import texts
 
 
 @pytest.fixture(params=sorted(FORMS), scope="module")

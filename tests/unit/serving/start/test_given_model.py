@@ -51,7 +51,7 @@ def test_nothing_needs_to_be_explained_of_a_single_device(name):
 
 def test_a_config_takes_no_options(tmp_path, capsys):
     assert main(["serve", str(tmp_path / "a.yaml"), "--port", "1"]) == 1
-    assert "settings of a config stand in it" in capsys.readouterr().err
+    assert "put settings into the config" in capsys.readouterr().err
 
 
 def test_the_version_is_told(capsys):

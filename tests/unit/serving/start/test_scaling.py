@@ -40,7 +40,7 @@ def test_only_an_override_changes(overrides: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("found", "name", "number", "message"),
     [
-        (details(), "mo", 2, "no application 'mo'; there are: moe, other"),
+        (details(), "mo", 2, "unknown application 'mo'; known: moe, other"),
         (details(), "other", 2, "not one of ours"),
         (details(), "moe", 0, r"must lie in \[1, 4096\]"),
         (details(deployments=[{"name": "moe-server", "num_replicas": "auto"}]), "moe", 2, "scaled by its demand"),
@@ -76,5 +76,5 @@ def test_more_replicas_than_there_are_hosts_for_are_refused(
     settings = settings_from({"model_path": "x", **args})
     nodes = [{"CPU": 64.0, **node} if "TPU" in node else node for node in nodes]
     check_capacity(settings, num_replicas=most, nodes=nodes)
-    with pytest.raises(StartError, match=f"there is place for {most}"):
+    with pytest.raises(StartError, match=f"at most {most} fit"):
         check_capacity(settings, num_replicas=most + 1, nodes=nodes)

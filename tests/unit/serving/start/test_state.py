@@ -82,7 +82,7 @@ def test_the_token_is_made_once_and_only_its_owner_reads_it(tmp_path):
 
 
 def test_auth_is_by_token_on_loopback_and_no_port_is_left_to_rays_defaults():
-    found = environment_of(Ports(20_000), {"HOME": "/h"}, folder=Path("/f"), jax_platforms="cpu", longest_answer_s=90.5)
+    found = environment_of(Ports(20_000), {"HOME": "/h"}, folder=Path("/f"), jax_platforms="cpu", max_answer_s=90.5)
     assert found["RAY_AUTH_MODE"] == "token" and found["HOME"] == "/h" and found["JAX_PLATFORMS"] == "cpu"
     assert found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     ports = [int(value) for name, value in found.items() if name.startswith("RAY_SERVE") and name.endswith("_PORT")]
@@ -93,7 +93,7 @@ def test_auth_is_by_token_on_loopback_and_no_port_is_left_to_rays_defaults():
 
 def test_what_the_user_sets_wins_but_for_ports_and_interfaces():
     given = {"RAY_SERVE_HAPROXY_STATS_PORT": "8404", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "JAX_PLATFORMS": "tpu"}
-    found = environment_of(Ports(20_000), given, folder=Path("/f"), jax_platforms="cpu", longest_answer_s=90.5)
+    found = environment_of(Ports(20_000), given, folder=Path("/f"), jax_platforms="cpu", max_answer_s=90.5)
     assert found["JAX_PLATFORMS"] == "tpu"
     assert found["RAY_SERVE_HAPROXY_STATS_PORT"] == "20003" and found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
 
@@ -103,7 +103,7 @@ def test_what_is_set_to_nothing_does_not_switch_tokens_off(name):
     """Ray reads an empty mode as no protection."""
     given = {name: ""}
     assert token_path(given, Path("/h")) == Path("/h/.ray/auth_token")
-    found = environment_of(Ports(20_000), given, folder=Path("/f"), jax_platforms="cpu", longest_answer_s=90.5)
+    found = environment_of(Ports(20_000), given, folder=Path("/f"), jax_platforms="cpu", max_answer_s=90.5)
     assert found["RAY_AUTH_MODE"] == "token" and found.get(name) != ""
 
 

@@ -16,9 +16,9 @@ from rayserve_moe.text.chat import render_chat
 from rayserve_moe.text.chat_output import ChatOutput
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.tool_calls.registry import CALL_FORMATS, HARMONY
-from tests.support.examples import examples
-from tests.support.splitting import answer_of, parts_of, pieces_of, splitter_of
-from tests.support.tool_templates import FAMILIES
+from tests.support.session.hypothesis_examples import examples
+from tests.support.text.output_splitting import answer_of, parts_of, pieces_of, splitter_of
+from tests.support.text.tool_call_templates import FAMILIES
 
 MARKERS = sorted({marker for each in CALL_FORMATS.values() for marker in each.markers})
 PIECES = [

@@ -8,7 +8,7 @@ import pytest
 
 from rayserve_moe.text.tool_calls.splitter import Thinking
 from rayserve_moe.text.tool_calls.tape import ToolCall
-from tests.support.splitting import parts_of, split, splitter_of
+from tests.support.text.output_splitting import parts_of, split, splitter_of
 
 BEGUN = Thinking(is_begun=True)
 BAR, SPACE = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"

@@ -1,0 +1,37 @@
+"""Qwen3.5 and Qwen3.6 MoE, the language model only: Qwen3-Next with separate projections in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayserve_moe.model.config_parts import hybrid_model_of
+from rayserve_moe.model.config_values import refuse_other_values
+from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.tensor_names import ATTENTION, DECODER, EXPERTS, GATED_DELTA, GATED_SHARED_EXPERT
+
+ARCHITECTURE = "Qwen3_5MoeForCausalLM"
+
+_LINEAR = "model.layers.{layer}.linear_attn."
+CHECKPOINT_RULES = {
+    **DECODER,
+    **ATTENTION,
+    **EXPERTS,
+    **GATED_SHARED_EXPERT,
+    **GATED_DELTA,
+    "delta_qkv": _LINEAR + "in_proj_qkv.weight",
+    "delta_z": _LINEAR + "in_proj_z.weight",
+    "delta_b": _LINEAR + "in_proj_b.weight",
+    "delta_a": _LINEAR + "in_proj_a.weight",
+}
+IGNORED = ("mtp.*",)
+
+
+def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of a `config.json`.
+
+    Raises: UnsupportedModelError with a key and its value if the family does not support it.
+    """
+    computed = {"hidden_act": ("silu",), "attention_bias": (False,), "attn_output_gate": (True,)}
+    refuse_other_values(config, "qwen3_5_moe_text", **computed)
+    return hybrid_model_of(config, "qwen3_5_moe_text", fused="by_part", renormalize=True)

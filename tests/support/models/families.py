@@ -1,0 +1,244 @@
+"""Three tiny models of every family: together they give each of its knobs a value that shows. No torch here."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticModel, write_checkpoint
+from rayserve_moe.model import families
+from tests.support.models.core import CORE_CONFIG
+
+_SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "intermediate_size": 96}
+_LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "num_key_value_heads": 2}
+_GLM = {**_LATENT, "num_key_value_heads": 2, "head_dim": 16, "first_k_dense_replace": 1}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+_MSCALE = {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 4.0}
+
+_LING = {
+    "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4,
+    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6,
+    "rope_theta": 6e5, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+
+_HYBRID = {
+    **_EXPERTS, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32, "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+_PARTIAL = {"rope_type": "default", "rope_theta": 1e4}
+_SHORT = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
+FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen3_moe": (
+        {**_EXPERTS, "num_key_value_heads": 2, "head_dim": 32, "norm_topk_prob": True},
+        {**_EXPERTS, "num_key_value_heads": 4, "head_dim": 16, "mlp_only_layers": [0], "attention_bias": True},
+        {**_EXPERTS, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": _YARN},
+    ),
+    "qwen2_moe": (
+        {**_EXPERTS, "num_key_value_heads": 2, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
+        {
+            **_EXPERTS, "num_key_value_heads": 4, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2,
+            "num_hidden_layers": 4, "qkv_bias": False,
+        },
+        {
+            **_EXPERTS, "num_key_value_heads": 2, "shared_expert_intermediate_size": 32, "tie_word_embeddings": True,
+            "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 3,
+        },
+    ),
+    "qwen3_next": (
+        {**_HYBRID, "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 0.5}},
+        {
+            **_HYBRID, **_SHORT, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_conv_kernel_dim": 3, "norm_topk_prob": False, "mlp_only_layers": [1], "num_key_value_heads": 4,
+        },
+        {
+            **_HYBRID, "num_hidden_layers": 5, "full_attention_interval": 2, "linear_num_value_heads": 8,
+            "linear_value_head_dim": 8, "tie_word_embeddings": True, "num_key_value_heads": 1,
+            "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+        },
+    ),
+    "qwen3_5_moe_text": (
+        {**_HYBRID, "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 0.25}},
+        {
+            **_HYBRID, **_SHORT, "linear_num_key_heads": 1, "linear_key_head_dim": 24, "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 2, "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 16,
+        },
+        {
+            **_HYBRID, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts": 12,
+            "tie_word_embeddings": True, "num_key_value_heads": 1,
+        },
+    ),
+    "mixtral": (
+        _LOCAL,
+        {**_LOCAL, "sliding_window": 12, "num_key_value_heads": 4},
+        {**_LOCAL, "head_dim": 24, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    ),
+    "olmoe": (
+        {**_LOCAL, "num_experts": 8, "clip_qkv": 0.6},
+        {**_LOCAL, "num_experts": 8, "num_key_value_heads": 4, "norm_topk_prob": True, "attention_bias": True},
+        {**_LOCAL, "num_experts": 12, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "deepseek_v2": (
+        {
+            **_LATENT, "q_lora_rank": 20, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy",
+            "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+        },
+        {**_LATENT, "q_lora_rank": None, "first_k_dense_replace": 0, "rope_parameters": _MSCALE},
+        {
+            **_LATENT, "q_lora_rank": 20, "n_shared_experts": 1, "first_k_dense_replace": 2, "attention_bias": True,
+            "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v3": (
+        {**_LATENT, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+        {
+            **_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+            "routed_scaling_factor": 2.827, "rope_parameters": _MSCALE, "n_shared_experts": 1,
+        },
+        {
+            **_LATENT, "q_lora_rank": 20, "n_group": 8, "topk_group": 3, "first_k_dense_replace": 2,
+            "norm_topk_prob": False, "attention_bias": True, "rope_interleave": False, "tie_word_embeddings": True,
+        },
+    ),
+    "glm4_moe": (
+        {**_GLM, "use_qk_norm": True, "routed_scaling_factor": 2.5, "attention_bias": True},
+        {**_GLM, "n_shared_experts": 1, "first_k_dense_replace": 0, "norm_topk_prob": False},
+        {**_GLM, "n_group": 4, "topk_group": 2, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "glm4_moe_lite": (
+        {**_LATENT, "q_lora_rank": 20, "n_shared_experts": 1, "num_key_value_heads": 4},
+        {
+            **_LATENT, "q_lora_rank": None, "n_group": 4, "topk_group": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": _MSCALE,
+        },
+        {
+            **_LATENT, "q_lora_rank": 20, "num_key_value_heads": 4, "rope_interleave": False, "norm_topk_prob": False,
+            "rms_norm_eps": 1e-3, "attention_bias": True, "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss": (
+        {**_LOCAL, "head_dim": 16, "sliding_window": 12},
+        {
+            **_LOCAL, "head_dim": 32, "sliding_window": 20, "num_key_value_heads": 4, "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        {
+            **_LOCAL, "head_dim": 16, "sliding_window": 12, "num_key_value_heads": 1, "num_experts_per_tok": 2,
+            "tie_word_embeddings": True, "rope_parameters": {**_YARN, "truncate": True, "factor": 8.0},
+        },
+    ),
+    "minimax_m2": (
+        {**_LOCAL, "head_dim": 16, "rotary_dim": 8},
+        {**_LOCAL, "head_dim": 32, "rotary_dim": 8, "num_key_value_heads": 4},
+        {**_LOCAL, "head_dim": 16, "num_key_value_heads": 1, "num_local_experts": 12, "tie_word_embeddings": True},
+    ),
+    "ernie4_5_moe": (
+        {
+            "intermediate_size": 96, "moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 3,
+            "moe_num_shared_experts": 2, "num_key_value_heads": 2,
+        },
+        {
+            "intermediate_size": 96, "moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 3,
+            "moe_num_shared_experts": 0, "num_key_value_heads": 4, "num_hidden_layers": 4, "moe_layer_interval": 2,
+            "tie_word_embeddings": False,
+        },
+        {
+            "intermediate_size": 96, "moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 2,
+            "moe_num_shared_experts": 1, "num_key_value_heads": 1, "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1, "moe_norm_min": 0.6,
+        },
+    ),
+    "hunyuan_v1_moe": (
+        {**_LOCAL, "num_experts": 8, "moe_topk": 3, "head_dim": 16, "attention_bias": True},
+        {
+            **_LOCAL, "num_experts": 8, "moe_topk": 2, "head_dim": 32, "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0, "rope_theta": 1e4},
+        },
+        {
+            **_LOCAL, "num_experts": 12, "moe_topk": [3, 3, 3], "head_dim": 16, "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoe": (
+        {
+            **_LOCAL, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1,
+            "logits_scaling": 2.0,
+        },
+        {**_LOCAL, "num_key_value_heads": 4, "attention_bias": True, "attention_multiplier": 0.3},
+        {**_LOCAL, "num_key_value_heads": 1, "tie_word_embeddings": True, "logits_scaling": 0.5},
+    ),
+    "bailing_moe_v2": (
+        {**_LING, "num_key_value_heads": 2},
+        {**_LING, "num_key_value_heads": 4, "partial_rotary_factor": 1.0, "use_qkv_bias": True, "use_bias": True},
+        {
+            **_LING, "num_key_value_heads": 1, "use_qk_norm": False, "n_group": 8, "topk_group": 3,
+            "num_shared_experts": 2,
+        },
+    ),
+}  # fmt: skip
+"""What transformers' config class of a family is given, beside the sizes that all have."""
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """One tiny model: the family (transformers' model type), which of its three, and the config."""
+
+    family: str
+    variant: int
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.variant}"
+
+
+FAMILY_CASES = tuple(
+    FamilyCase(family, variant, {**_SIZES, **config})
+    for family, configs in FAMILY_CONFIGS.items()
+    for variant, config in enumerate(configs)
+)
+
+
+def config_of(case: FamilyCase, **changes: Any) -> dict[str, Any]:
+    """The `config.json` that transformers writes, or the case's own where it has no such class."""
+    written = case.config
+    if case.family in CONFIG_MAPPING:
+        written = AutoConfig.for_model(case.family, **copy.deepcopy(case.config)).to_diff_dict()
+    return {**written, "architectures": [getattr(families, case.family).ARCHITECTURE], **changes}
+
+
+def write_family(case: FamilyCase, path: Path, *, seed: int, dtype: str = "float32") -> Path:
+    """A random model of a case, over the tokens of the core model.
+
+    Where logits are multiplied, smaller weights keep float32 as exact as the comparisons ask: with 0.15 granitemoe-2 is
+    5.5e-5 away from float64 on one device, and with 0.07 as near as others.
+    """
+    config = config_of(replace(case, config={**case.config, "vocab_size": CORE_CONFIG.vocab_size}))
+    scale = 0.07 if config.get("logits_scaling", 1.0) < 1 else 0.15
+    return write_checkpoint(path, SyntheticModel(config, drawn=Drawn(scale, norm_jitter=0.2)), seed=seed, dtype=dtype)

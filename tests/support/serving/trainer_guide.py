@@ -1,0 +1,22 @@
+"""The Python of the guide for trainers, parted by what it needs to run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "rl_guide.md"
+SERVER_SECTION = "From rollouts to the next weights"
+"""Title of the one section whose Python asks a server."""
+_SECTION = re.compile(r"^## (.*)$", re.MULTILINE)
+_SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def guide_snippets() -> tuple[list[str], list[str]]:
+    """All snippets, each in one of the lists: those that need no server, and those that do."""
+    parts = ["", *_SECTION.split(GUIDE.read_text(encoding="utf-8"))]
+    offline: list[str] = []
+    against_server: list[str] = []
+    for title, text in zip(parts[::2], parts[1::2], strict=True):
+        (against_server if title == SERVER_SECTION else offline).extend(_SNIPPET.findall(text))
+    return offline, against_server
