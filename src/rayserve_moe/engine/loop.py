@@ -80,7 +80,7 @@ class EngineLoop:
         self.has_failed: Future[bool] = Future()
         """Done once every client has its end: True if the thread ended by a failure."""
         self.start_report = executor.start()
-        log.info("started: %s", self.start_report)
+        _log_start(self.start_report)
         self.eplb = eplb_steps_for(
             card.routing, self.start_report, settings=settings.balancing, parallel=settings.parallel
         )
@@ -317,6 +317,13 @@ def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[
     for sequence in sequences if sampling.processor_arguments else ():
         sequence.rules.processed = processed_of(sampling, card)
     return sequences
+
+
+def _log_start(report: StartReport) -> None:
+    """Log the numbers of a start, and the chosen kernels line by line."""
+    log.info("started: %s", report)
+    for operation, choice in report.kernels.items():
+        log.info("kernel %s: %s", operation, choice)
 
 
 def scheduler_for(settings: Settings, card: ModelCard, *, started: StartReport) -> Scheduler:

@@ -22,7 +22,7 @@ The chunks of a rank stand together, ranks in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -294,6 +294,8 @@ class StartReport:
     """Names of float32 tensors, in which `*` stands for a number."""
     placement: ExpertPlacement | None = None
     """Placement of the experts; None for their own order."""
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """Chosen kernel by operation, with the reasons against the ones preferred to it."""
 
     def __str__(self) -> str:
         windowed = "".join(

@@ -56,7 +56,7 @@ class StepConfig:
     @property
     def most_together(self) -> int:
         """Single tokens of one sequence in a step at most, where kernels are to know (`TokenBatch`)."""
-        return 1 + self.max_drafts if self.model.kernels.attention.has_flat_rows else 1
+        return 1 + self.max_drafts if self.model.kernels.attention.has_packed_rows else 1
 
     @property
     def asked_layers(self) -> tuple[int, ...]:

@@ -18,9 +18,10 @@ from rayserve_moe.execution.step.pytrees import ModelWeights
 from rayserve_moe.execution.weights.huge_pages import use_huge_pages
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
+from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.table import KERNELS, Kernels
 from rayserve_moe.model.family_table import family_of
-from rayserve_moe.model.layers.choice import divided_sizes, kernels_for
+from rayserve_moe.model.layers.choice import NO_POOL_LIMITS, divided_sizes, kernels_for
 from rayserve_moe.model.layers.moe import QUANTIZED
 from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.param_spec import ParamSpec
@@ -36,14 +37,13 @@ def model_config(
     *,
     experts: ExpertSettings,
     kernels: Kernels | None = None,
-    may_be_flat: bool = True,
+    pool: PoolFormat = NO_POOL_LIMITS,
 ) -> ModelConfig:
-    """Fix how a model is computed on a mesh. SettingsError names what does not divide, where it cannot be spread;
-    UnsupportedModelError an attention that the kernels lack.
+    """Return the model as it is computed on a mesh, by `kernels` or the ones of the platform, for a `pool`.
 
-    Without `kernels`, with those of the platform. The rows of a TPU's pool are flat unless `may_be_flat` is false: for
-    keys and values of 8 bits, or pages that our own attention does not take.
     The number of redundant experts is lowered until the slots of a layer divide by the devices.
+    Raises: SettingsError with the size that does not divide over devices; UnsupportedModelError if the kernels have no
+    attention for the model and the pool.
     """
     _check_divisible(spec, plan)
     if experts.backend == "local" and plan.num_expert_ranks > 1:
@@ -57,7 +57,7 @@ def model_config(
     selection = _selection(experts, num_redundant=num_redundant)
     config = ExpertConfig(
         spec.router,
-        kernels_for(spec, kernels or KERNELS[platform_of(plan.mesh)], prefers_flat=may_be_flat),
+        kernels_for(spec, kernels or KERNELS[platform_of(plan.mesh)], pool=pool),
         plan,
         num_redundant=num_redundant,
         backend=experts.backend,
