@@ -24,8 +24,8 @@ RECURRENT = ("qwen3_next", "qwen3_5_moe_text")
 RECURRENT_LENGTHS = (1, 30, 63, 64, 65, 128)
 """Prompt lengths of those: across the multiples of 64 tokens that states are kept at."""
 MAX_RECURRENT_DIFFERENCE = 2e-4
-"""The same for recurrent layers. transformers computes prompts in chunks of 64 by another order of sums, and states carry
-roundings on: its own cached decode is as far from its prefill (1e-4)."""
+"""The same for recurrent layers. transformers computes prompts in chunks of 64 by another order of sums, and states
+carry roundings on: its own cached decode is as far from its prefill (1e-4)."""
 TIE_GAP = 1e-5
 
 ENGINE: dict[str, Any] = {
