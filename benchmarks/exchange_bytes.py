@@ -26,9 +26,10 @@ from jax.sharding import PartitionSpec
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
 from benchmarks.table import tables
 from rayserve_moe.experts import all_to_all
-from rayserve_moe.experts.backends import EXPERT_BACKENDS
+from rayserve_moe.experts.backends import choose_backend
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.experts.slot_mapping import PlacedExperts
 from rayserve_moe.experts.tokens import RoutedTokens
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.table import CPU
@@ -90,7 +91,10 @@ def count(backend: str, tokens_per_device: int, *, plan: ParallelPlan) -> dict[s
     tap, num_tokens = Tap(plan.mesh.size), tokens_per_device * plan.mesh.size
 
     def on_device(tokens: RoutedTokens, weights: ExpertWeights) -> jax.Array:
-        return EXPERT_BACKENDS[backend](tokens, weights, layer=jnp.zeros((), jnp.int32), config=config, maps=None)
+        experts = PlacedExperts(weights, jnp.zeros((), jnp.int32), None)
+        chosen = choose_backend(tokens, experts, config=config).candidate
+        assert chosen is not None, "a named backend is chosen"
+        return chosen.run(tokens, experts, config=config)
 
     over_data, over_all = PartitionSpec("data"), PartitionSpec(("data", "tensor"))
     run = jax.jit(

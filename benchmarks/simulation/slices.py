@@ -44,7 +44,7 @@ def slice_replica(name: str, topology: str, *, num_data_ranks: int, page_size: i
     if found is None:
         raise ValueError(f"{name} does not fit {topology} with {num_data_ranks} data ranks")
     plan = plan_for(devices, data_size=num_data_ranks)
-    model = model_config(spec, plan, experts=ExpertSettings(), may_be_flat=True)
+    model = model_config(spec, plan, experts=ExpertSettings())
     free = (chip_of(topology).device_capacity - found.weights_gb * 1e9) * MEM_FRACTION
     page_bytes = row_bytes(model, longest, kv_dtype="bfloat16") * page_size / longest
     return SliceReplica(

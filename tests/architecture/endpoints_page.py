@@ -50,7 +50,7 @@ GROUPS = {
         "/v1/models/{name}": "the same by name",
         "/model_info": "path, version of the weights and sizes of the model",
         "/get_model_info": "SGLang's older name of `/model_info`",
-        "/server_info": "the same with the version of the package and the engine's statistics",
+        "/server_info": "the same with the package's version, the chosen kernels and the engine's statistics",
         "/get_server_info": "SGLang's older name of `/server_info`",
         "/get_weight_version": "version of the weights",
         "/weight_info": "vLLM's name of `/get_weight_version`",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, Together
-from rayserve_moe.kernels.tpu.flat_rows import flat_width, latent_lanes
+from rayserve_moe.kernels.tpu.packed_rows import latent_lanes, packed_width
 from rayserve_moe.kernels.tpu.paged_attention import attend, attend_new, describe_singles
 from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block
 from rayserve_moe.tools.estimate.bundles import read_schedule
@@ -29,22 +29,25 @@ MODELS = {
     "latents, 128 heads": (128, 1, 576, 512),
     "latents, 16 heads": (16, 1, 576, 512),
     "Qwen3, 32 heads of 128": (32, 4, 128, 0),
+    "Qwen3 in 8 bits": (32, 4, 128, 0),
 }
 """Query heads, KV heads, head width, latent width."""
+IN_8_BITS = {"Qwen3 in 8 bits"}
+"""Models with keys and values of 8 bits."""
 QUERIES = {"single tokens": 1, "single tokens, written": 1, "blocks of 32": 32}
 GROUPS = {"groups of 4": 4, "groups of 8": 8}
 """Maximum number of single tokens of a sequence, which are scored 128 rows at a time."""
 
 
 def lanes_of(model: str) -> int:
-    """Elements of a row of the pool."""
+    """Return the numbers in a row of the pool."""
     _, num_kv, width, latent_width = MODELS[model]
-    return latent_lanes(width) if latent_width else flat_width(num_kv, width)
+    return latent_lanes(width) if latent_width else packed_width(num_kv, width)
 
 
 def memory_bundles(chip: str, model: str) -> float:
-    """Bundles of one core's share of memory time: of a block of bfloat16 keys and values."""
-    figures, row_bytes = CHIPS[chip], 2 * lanes_of(model)
+    """Return the bundles of one core's share of memory time, for a block of keys and values."""
+    figures, row_bytes = CHIPS[chip], lanes_of(model) * (1 if model in IN_8_BITS else 2)
     num_bytes = pages_of_a_block(PAGE, row_bytes, PAGES) * PAGE * row_bytes
     return num_bytes / (figures.hbm_bytes / figures.num_cores) * figures.clock_hz
 
@@ -73,11 +76,12 @@ def compile_all(chip: str, dump: DumpFolder) -> dict[str, int]:
 
 
 def _shapes(model: str, *queries: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Queries, the pool and new rows, in bfloat16, and page tables."""
-    heads, _, width, _ = MODELS[model]
-    pool, rows = (2 * BLOCKS * PAGES, PAGE, lanes_of(model)), (BLOCKS, lanes_of(model))
-    arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((BLOCKS, *queries, heads, width), pool, rows))
-    return *arrays, jax.ShapeDtypeStruct((BLOCKS, PAGES), np.int32)
+    """Return queries, the pool and new rows, in bfloat16 or in pairs of 8 bits, and page tables."""
+    (heads, _, width, _), is_8_bit = MODELS[model], model in IN_8_BITS
+    lanes, held = lanes_of(model) // (2 if is_8_bit else 1), jnp.int16 if is_8_bit else jnp.bfloat16
+    pool, rows = (jax.ShapeDtypeStruct((*sizes, lanes), held) for sizes in ((2 * BLOCKS * PAGES, PAGE), (BLOCKS,)))
+    shape = jax.ShapeDtypeStruct((BLOCKS, *queries, heads, width), jnp.bfloat16)
+    return shape, pool, rows, jax.ShapeDtypeStruct((BLOCKS, PAGES), np.int32)
 
 
 def _attend_blocks(chip: str, model: str, num_queries: int, *, writes: bool) -> None:

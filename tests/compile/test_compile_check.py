@@ -59,7 +59,7 @@ def assert_sound(program: ProgramReport) -> None:
     assert program.copies == [] and program.is_in_place
     assert program.memory.peak <= program.memory.limit
     assert program.kernels["paged_attention"] > 0
-    assert program.kernels.keys() & {"grouped_ffn", "ragged-dot-none", "pushed_experts"}
+    assert program.kernels.keys() & {"grouped_ffn", "ragged-dot-none", "low_latency_dispatch"}
 
 
 def program_of(model: str, topology: str, values: dict, name: str) -> ProgramReport:

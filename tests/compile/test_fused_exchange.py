@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rayserve_moe.experts.backends import EXPERT_BACKENDS
+from rayserve_moe.experts.backends import choose_backend
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import PlacedExperts
@@ -40,7 +40,8 @@ def compiled(topology: str, tokens_per_device: int) -> ProgramText:
     config = ExpertConfig(RouterSpec(NUM_EXPERTS, TOP_K, renormalize=True), KERNELS["tpu"], plan, backend="fused")
 
     def on_device(routed: RoutedTokens, weights: ExpertWeights) -> jax.Array:
-        return EXPERT_BACKENDS[config.backend](routed, PlacedExperts(weights, jnp.int32(0), None), config=config)
+        experts = PlacedExperts(weights, jnp.int32(0), None)
+        return choose_backend(routed, experts, config=config).candidate.run(routed, experts, config=config)
 
     split, num_tokens = PartitionSpec((DATA, TENSOR)), tokens_per_device * len(devices)
     layer = jax.shard_map(on_device, mesh=plan.mesh, in_specs=(split, split), out_specs=split, check_vma=False)

@@ -16,7 +16,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     ProductConfig,
     multiply_by_ragged_dot,
 )
-from rayserve_moe.kernels.tpu.grouped_ffn import multiply_grouped
+from rayserve_moe.kernels.table import TPU
 from rayserve_moe.tools.hlo_report import kernels_of
 from tests.compile.topologies import compile_for, text_of
 
@@ -75,7 +75,7 @@ def test_any_number_of_rows_is_multiplied_by_the_compilers_kernel(num_tokens):
     ],
 )
 def test_few_rows_are_multiplied_by_one_kernel(chip, num_tokens, width, inner):
-    found = kernels_for(chip, multiply_grouped, num_tokens, width=width, inner=inner)
+    found = kernels_for(chip, TPU.experts.results, num_tokens, width=width, inner=inner)
     assert found["grouped_ffn"] == 1 and not found["ragged-dot-none"]
 
 
@@ -84,18 +84,18 @@ def test_few_rows_are_multiplied_by_one_kernel(chip, num_tokens, width, inner):
 @pytest.mark.parametrize(("dtype", "in_blocks"), [("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])
 def test_8_bits_are_multiplied_by_the_same_kernel(chip, inner, dtype, in_blocks):
     """Held whole and in parts."""
-    found = kernels_for(chip, multiply_grouped, 16, inner=inner, dtype=jnp.dtype(dtype), in_blocks=in_blocks)
+    found = kernels_for(chip, TPU.experts.results, 16, inner=inner, dtype=jnp.dtype(dtype), in_blocks=in_blocks)
     assert found["grouped_ffn"] == 1 and not found["ragged-dot-none"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "in_blocks"), [("int8", False), ("float8_e4m3fn", True)])
 def test_many_rows_of_8_bits_are_multiplied_by_the_compilers_kernel(dtype, in_blocks):
-    found = kernels_for("v6e", multiply_grouped, 1024, dtype=jnp.dtype(dtype), in_blocks=in_blocks)
+    found = kernels_for("v6e", TPU.experts.results, 1024, dtype=jnp.dtype(dtype), in_blocks=in_blocks)
     assert found["ragged-dot-none"] == 3
 
 
 @pytest.mark.parametrize(("chip", "num_tokens"), [pytest.param("v6e", 1024, marks=pytest.mark.slow), ("v5p", 16)])
 def test_many_rows_and_cores_that_share_a_device_are_not_for_it(chip, num_tokens):
-    found = kernels_for(chip, multiply_grouped, num_tokens)
+    found = kernels_for(chip, TPU.experts.results, num_tokens)
     assert found["ragged-dot-none"] == 3 and not found["grouped_ffn"]

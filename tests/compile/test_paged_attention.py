@@ -9,7 +9,8 @@ import pytest
 
 from rayserve_moe.kernels.kv_pool import write_rows
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
-from rayserve_moe.kernels.tpu.flat_rows import flat_width, latent_lanes
+from rayserve_moe.kernels.tpu.byte_pairs import paired_rows
+from rayserve_moe.kernels.tpu.packed_rows import latent_lanes, packed_width
 from rayserve_moe.kernels.tpu.paged_attention import attend, attend_new, describe_singles
 from rayserve_moe.tools.hlo_report import Piece, copies_of, kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
@@ -17,16 +18,31 @@ from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 NUM_PAGES, PAGE, CONTEXT = 2000, 128, 4096
 MODELS = {"gpt-oss": (64, 8, 64, 0), "deepseek": (128, 1, 576, 512), "heads of 128": (32, 4, 128, 0)}
 """Query heads, KV heads, head width, latent width."""
+NAME_OF = {"bfloat16": "bf16", "int16": "s16"}
+"""Names of dtypes in programs."""
 
 
-def compiled_step(chip: str, model: str, num_queries: int, *, config: ScoreConfig = FULL_CAUSAL, is_writing=False):
+def shapes_of_rows(lanes: int, num_rows: int, *, is_8_bit: bool) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Return the shapes of a pool and of new rows, which are paired for a pool of 8 bits."""
+    rows = jax.ShapeDtypeStruct((num_rows, lanes), jnp.bfloat16)
+    if is_8_bit:
+        return jax.ShapeDtypeStruct((NUM_PAGES, PAGE, lanes // 2), jnp.int16), rows
+    return jax.ShapeDtypeStruct((NUM_PAGES, PAGE, lanes), jnp.bfloat16), rows
+
+
+def compiled_step(
+    chip: str,
+    model: str,
+    num_queries: int,
+    *,
+    config: ScoreConfig = FULL_CAUSAL,
+    is_writing: bool = False,
+    is_8_bit: bool = False,
+):
     """New rows are written into a pool that is given away, then 16 blocks attend it; or both at once."""
     heads, kv_heads, width, latent_width = MODELS[model]
-    lanes = latent_lanes(width) if latent_width else flat_width(kv_heads, width)
-    pool, rows = (
-        jax.ShapeDtypeStruct((NUM_PAGES, PAGE, lanes), jnp.bfloat16),
-        jax.ShapeDtypeStruct((16, lanes), jnp.bfloat16),
-    )
+    lanes = latent_lanes(width) if latent_width else packed_width(kv_heads, width)
+    pool, rows = shapes_of_rows(lanes, 16, is_8_bit=is_8_bit)
     queries = jax.ShapeDtypeStruct((16, num_queries, heads, width), jnp.bfloat16)
     table, positions = (jax.ShapeDtypeStruct((16, n), np.int32) for n in (CONTEXT // PAGE, num_queries))
     slots, sinks = jax.ShapeDtypeStruct((16,), np.int32), jax.ShapeDtypeStruct((heads,), jnp.bfloat16)
@@ -34,6 +50,7 @@ def compiled_step(chip: str, model: str, num_queries: int, *, config: ScoreConfi
     def step(pool, rows, slots, queries, table, positions, sinks):
         knobs = {"config": config, "latent_width": latent_width}
         knobs |= {"sinks_H": sinks} if model == "gpt-oss" else {}
+        rows = paired_rows(rows) if is_8_bit else rows
         if is_writing:
             attended, pool = attend_new(queries[:, 0], pool, BlockPlaces(table, positions), NewRows(rows, 7), **knobs)
             return pool, attended
@@ -43,14 +60,12 @@ def compiled_step(chip: str, model: str, num_queries: int, *, config: ScoreConfi
     return compile_for(chip, step, pool, rows, slots, queries, table, positions, sinks, donate=0), pool
 
 
-def compiled_groups(chip: str, model: str, most: int):
+def compiled_groups(chip: str, model: str, most: int, *, is_8_bit: bool = False):
     """64 single tokens, up to `most` of a sequence, attend and write a pool that is given away."""
     heads, kv_heads, width, latent_width = MODELS[model]
-    lanes, num = latent_lanes(width) if latent_width else flat_width(kv_heads, width), 64
-    pool, rows, queries, sinks = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        for shape in ((NUM_PAGES, PAGE, lanes), (num, lanes), (num, heads, width), (heads,))
-    )
+    lanes, num = latent_lanes(width) if latent_width else packed_width(kv_heads, width), 64
+    pool, rows = shapes_of_rows(lanes, num, is_8_bit=is_8_bit)
+    queries, sinks = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((num, heads, width), (heads,)))
     table, of_tokens = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((num, CONTEXT // PAGE), (num,)))
 
     def step(pool, rows, queries, table, positions, sequences, sinks):
@@ -59,7 +74,8 @@ def compiled_groups(chip: str, model: str, most: int):
         sizes = {"page_size": PAGE, "table_width": CONTEXT // PAGE, "windows": (0,)}
         described = describe_singles(positions, **sizes, together=together)
         places = BlockPlaces(table, positions[:, None], described[0], together)
-        return attend_new(queries, pool, places, NewRows(rows, 7), **knobs)
+        new = NewRows(paired_rows(rows) if is_8_bit else rows, 7)
+        return attend_new(queries, pool, places, new, **knobs)
 
     given = (rows, queries, table, of_tokens, of_tokens, sinks)
     return compile_for(chip, step, pool, *given, donate=0), pool
@@ -71,7 +87,8 @@ def assert_reads_in_place(compiled, pool, num_rows: int = 16 * 128, *, name: str
     assert kernels_of(text_of(compiled)) == {name: 1}
     assert pool_bytes <= analysis.alias_size_in_bytes < 1.01 * pool_bytes, "written in place, and not padded"
     assert analysis.temp_size_in_bytes < 3 * num_rows * latent_lanes(576) * 2
-    assert copies_of(text_of(compiled), [Piece("kv", "bf16", pool.shape[2:], pool.size // 2, is_written=True)]) == []
+    piece = Piece("kv", NAME_OF[str(pool.dtype)], pool.shape[2:], pool.size // 2, is_written=True)
+    assert copies_of(text_of(compiled), [piece]) == []
 
 
 @pytest.mark.sampled(3)
@@ -106,5 +123,18 @@ def test_prompts_attend_the_pool_in_place(chip, model):
 def test_groups_attend_and_write_the_pool_in_place(chip, model, most):
     """Nothing is scattered, and no group's queries are put together by XLA."""
     compiled, pool = compiled_groups(chip, model, most)
+    assert_reads_in_place(compiled, pool, 64 * 128, name="paged_attention_of_groups")
+    assert "scatter" not in compiled.as_text()
+
+
+@pytest.mark.parametrize(
+    "chip", ["v6e", *(pytest.param(c, marks=pytest.mark.slow) for c in TOPOLOGY_OF_CHIP if c != "v6e")]
+)
+@pytest.mark.parametrize("model", ["gpt-oss", "heads of 128"])
+def test_pools_of_8_bits_are_read_and_written_in_place(chip, model):
+    for knobs in ({"num_queries": 1, "is_writing": True}, {"num_queries": 32, "config": ScoreConfig(window=128)}):
+        compiled, pool = compiled_step(chip, model, **knobs, is_8_bit=True)
+        assert_reads_in_place(compiled, pool, 16 * knobs["num_queries"] * 128)
+    compiled, pool = compiled_groups(chip, model, 4, is_8_bit=True)
     assert_reads_in_place(compiled, pool, 64 * 128, name="paged_attention_of_groups")
     assert "scatter" not in compiled.as_text()

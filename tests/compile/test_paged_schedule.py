@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compile.paged_schedules import BASELINE, MODELS, memory_bundles
+from tests.compile.paged_schedules import BASELINE, IN_8_BITS, MODELS, memory_bundles
 
 NEAR = {"v5e": 1.0, "v5p": 1.0, "v6e": 1.0, "tpu7x": 1.0}
 """Most bundles of a block over those that its bytes take: single tokens wait for memory."""
@@ -21,8 +21,9 @@ def test_no_block_of_keys_takes_more_bundles_than_the_baseline(chip):
 
 @pytest.mark.parametrize(("chip", "most"), NEAR.items())
 def test_single_tokens_of_grouped_heads_wait_for_memory(chip, most):
+    """Numbers of 8 bits are decoded in more time than their bytes take."""
     for model, (_, num_kv, *_) in MODELS.items():
-        if num_kv > 1:
+        if num_kv > 1 and model not in IN_8_BITS:
             assert BASELINE.committed()[chip][f"{model}, single tokens"] <= most * memory_bundles(chip, model)
 
 

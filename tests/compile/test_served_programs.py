@@ -16,10 +16,10 @@ import pytest
 from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.cli import main
 from rayserve_moe.config.load import settings_from
-from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.execution.programs.specs import programs_of
 from rayserve_moe.execution.served_model import runner_settings, served_model
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.spec import UnsupportedModelError
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools import program_report
 from rayserve_moe.tools.compile_check import check, faults_of
@@ -96,21 +96,24 @@ def test_fewer_layers_are_compiled_in_the_shapes_of_all(path):
     assert lay_out(case_of_config(path, num_layers=2)).shapes == lay_out(case_of_config(path)).shapes
 
 
-def test_8_bit_keys_take_half_the_memory_and_an_even_number_of_heads():
+def test_8_bit_keys_take_half_the_memory():
     narrow, wide = (
         lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values={"kv_cache_dtype": name})) for name in ("fp8", "auto")
     )
     pools = [each.state(9).pools["kv"][0] for each in (narrow, wide)]
-    assert [str(pool.dtype) for pool in pools] == ["float8_e4m3fn", "bfloat16"]
+    assert [str(pool.dtype) for pool in pools] == ["int16", "bfloat16"]
     row_bytes = [
         math.prod(each.state(9).pools["kv"][0].shape) * each.state(9).pools["kv"][0].dtype.itemsize
         for each in (narrow, wide)
     ]
     assert 2 * row_bytes[0] == row_bytes[1]
-    with pytest.raises(SettingsError, match=r"fp8 takes an even number of KV heads on a device, there are 1: .* 2"):
-        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", tp=4, values={"kv_cache_dtype": "fp8"}))
-    with pytest.raises(SettingsError, match="fp8 is not for models with sinks, latents or narrow heads on TPUs"):
-        lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", values={"kv_cache_dtype": "fp8"}))
+    for model, tp in (("qwen3-30b-a3b", 4), ("gpt-oss-20b", 1)):
+        served = lay_out(case_of_model(model, "v6e:2x4", tp=tp, values={"kv_cache_dtype": "fp8"}))
+        assert served.config.kernels.attention.has_packed_rows, "one KV head on a device, sinks and heads of 64"
+    with pytest.raises(UnsupportedModelError, match="kv_cache_dtype fp8 does not store latents"):
+        lay_out(case_of_model("glm-4.7-flash", "v6e:2x4", values={"kv_cache_dtype": "fp8"}))
+    with pytest.raises(UnsupportedModelError, match="page_size 8 is no multiple of 16"):
+        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values={"page_size": 8}))
 
 
 def test_a_draft_model_is_laid_out_by_its_config_with_its_own_pool_and_programs(tmp_path):
@@ -126,8 +129,9 @@ def test_a_draft_model_is_laid_out_by_its_config_with_its_own_pool_and_programs(
             64 + drafting.num_rows
         )
     (tmp_path / "config.json").write_text(json.dumps({**head, "num_key_value_heads": 1}))
-    with pytest.raises(SettingsError, match="fp8 takes an even number of KV heads on a device, there are 1"):
-        lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values={"kv_cache_dtype": "fp8", **eagle3}))
+    narrow = lay_out(case_of_model("qwen3-30b-a3b", "v6e:2x4", values={"kv_cache_dtype": "fp8", **eagle3}))
+    own = narrow.state(64).draft
+    assert own is not None and own.pools["kv"][0].dtype == "int16"
 
 
 def eagle3_head(folder: Path) -> dict[str, str]:

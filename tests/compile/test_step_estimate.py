@@ -94,7 +94,7 @@ def test_an_estimate_is_printed_with_the_ops_of_a_layer():
     assert done.returncode == 0, done.stderr
     assert "ESTIMATED from schedules, not measured" in done.stdout
     assert "step of 48 layers (2 compiled)" in done.stdout
-    assert "1 x pushed_experts" in done.stdout
+    assert "1 x low_latency_dispatch" in done.stdout
 
 
 @pytest.mark.slow

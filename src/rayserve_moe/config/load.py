@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 import reprlib
 import sys
@@ -31,6 +32,7 @@ ENVIRONMENT_KEYS = {
     "RAYSERVE_MOE_JOURNAL": "journal_address",
     "RAYSERVE_MOE_JOURNAL_KEY": "journal_key",
 }
+log = logging.getLogger(__name__)
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_NPROC")
 
 LISTS: dict[Any, tuple[type, str]] = {tuple[int, ...]: (int, "integers"), tuple[str, ...]: (str, "texts")}
@@ -78,7 +80,7 @@ def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Setting
             raise SettingsError(f"unknown setting {name!r}{_nearest(name, list(keys))}")
         if given.setdefault(key, name) != name:
             raise SettingsError(f"{given[key]} and {name} name the same setting: give only one of them")
-        sections.setdefault(key.section, {})[key.field] = _checked(name, value, key)
+        sections.setdefault(key.section, {})[key.field] = _checked(name, _current_value(name, value, key), key)
     if on_tpu or sections.get("cluster", {}).get("tpu_topology"):
         sections.setdefault("cache", {}).setdefault("page_size", TPU_PAGE_SIZE)
     types = get_type_hints(Settings)
@@ -191,7 +193,21 @@ def _nearest(name: str, known: list[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else f"; known settings: {', '.join(sorted(known))}"
 
 
+RENAMED_VALUES = {"expert_backend": {"pushed": "low_latency_dispatch"}}
+"""Names of values that the next release does not take any more, by key, with the names that it takes."""
+
+
+def _current_value(name: str, value: Any, key: _Key) -> Any:
+    """Return the current name of a renamed value, with a warning; other values as they are."""
+    renamed = RENAMED_VALUES.get(key.name, {})
+    if not isinstance(value, str) or value not in renamed:
+        return value
+    log.warning("%s %s is named %s: the next release does not take the old name", name, value, renamed[value])
+    return renamed[value]
+
+
 def _checked(name: str, value: Any, key: _Key) -> Any:
+    """Return a value of the type, the choices and the bounds of its key."""
     kind = key.kind
     if kind in LISTS:
         return _checked_list(name, value, key)

@@ -166,11 +166,11 @@ class CacheSettings:
 
     kv_dtype: str = _choice("auto", "bfloat16", "fp8", key="kv_cache_dtype")
     """Storage dtype of keys and values: `auto` is the compute dtype, `fp8` is float8_e4m3fn without scales. `fp8` takes
-    half of bfloat16's memory, rounds to 4 significant bits and clips beyond 448. Native CPU kernels do not support it.
-    """
+    half of bfloat16's memory, rounds to 4 significant bits and clips beyond 448. Native CPU kernels do not support it,
+    and TPUs do not store latents in it."""
     page_size: int = _number(16, (1, 4096))
     """Tokens per page. The default is 128 with `tpu_topology` or if a single process computes on a TPU, because its
-    kernel copies page by page. `num_pages` counts pages of this size."""
+    kernel copies page by page. A TPU takes multiples of 16. `num_pages` counts pages of this size."""
     num_pages: int = _number(0, (0, 1 << 26))
     """Pages of the pool; windowed layers keep fewer. 0 sizes the pool from the memory that is free after loading."""
     enable_prefix_caching: bool = True
@@ -217,9 +217,11 @@ class ParallelSettings:
 class ExpertSettings:
     """Expert placement and token dispatch."""
 
-    backend: str = _choice("auto", "local", "replicated", "all_to_all", "fused", "pushed", key="expert_backend")
-    """`auto` selects by the number of tokens; `local`, `replicated`, `all_to_all`, `fused` and `pushed` are fixed
-    choices. `pushed` is a low-latency TPU kernel for few tokens; steps that it does not support use `all_to_all`."""
+    backend: str = _choice(
+        "auto", "local", "replicated", "all_to_all", "fused", "low_latency_dispatch", key="expert_backend"
+    )
+    """`auto` selects by the number of tokens, other values are fixed choices. `low_latency_dispatch` is a TPU kernel
+    for few tokens; steps that it does not support use `all_to_all`."""
     weight_dtype: str = _choice("auto", "bfloat16", "int8", "fp8", key="expert_dtype")
     """Storage dtype of expert weights. `auto` is the compute dtype, whatever the files hold. `int8` and `fp8` (e4m3)
     take a byte per weight and a float32 scale per output channel; weights are quantised while they are read, at the

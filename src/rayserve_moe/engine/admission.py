@@ -1,4 +1,4 @@
-"""Admission checks: whether a model can serve a request at all, and whether the engine accepts another request now."""
+"""Admission checks: requests that the model can never serve, and the limit of live requests."""
 
 from __future__ import annotations
 

@@ -63,9 +63,9 @@ class StepCycle:
         return (self.scheduler.has_work and not self.is_paused) or self._in_flight is not None
 
     def run(self) -> Commit:
-        """Plan and submit a step and commit the previous step.
+        """Plan and submit a step, and commit the previous step.
 
-        Return as `Scheduler.commit`, with ended sequences released.
+        Returns: as `Scheduler.commit`; ended sequences are released.
         """
         if self.losses.trial_is_over:
             if self._in_flight is not None:
@@ -96,7 +96,7 @@ class StepCycle:
     def on_executor_failure(self, failure: ExecutorFailure, schedule: Schedule | None = None) -> Commit:
         """Drop submitted steps and `schedule`, and replace all hosts.
 
-        Returns the commit of sequences that caused the failure.
+        Returns: the commit of sequences that caused the failure.
 
         Raises: ExecutorFailure if hosts are not replaced.
         """

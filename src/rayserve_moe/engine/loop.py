@@ -26,7 +26,7 @@ from rayserve_moe.engine.eplb.steps import EplbSteps, eplb_steps_for
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.guides import DeferredSampling, guides_of
-from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink
+from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink, no_routing
 from rayserve_moe.engine.recovery.hosts import RebuildBounds, Rebuilder, Recovery, StepLosses, step_start
 from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.engine.speculation.model_drafts import proposer_for
@@ -80,7 +80,7 @@ class EngineLoop:
         self.has_failed: Future[bool] = Future()
         """Done once all requests have ended; True if the thread ended by a failure."""
         self.start_report = executor.start()
-        log.info("started: %s", self.start_report)
+        _log_start(self.start_report)
         self.eplb = eplb_steps_for(
             card.routing, self.start_report, settings=settings.balancing, parallel=settings.parallel
         )
@@ -97,7 +97,7 @@ class EngineLoop:
         )
         self._outputs = OutputDispatch(
             scheduler.table,
-            streamed_routing=_no_routing if capture is None else capture.streamed,
+            streamed_routing=no_routing if capture is None else capture.streamed,
             end=self._cycle.end,
         )
         self.request_metrics = self._outputs.metrics
@@ -321,6 +321,13 @@ def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[
     return sequences
 
 
+def _log_start(report: StartReport) -> None:
+    """Log the numbers of a start, and the chosen kernels line by line."""
+    log.info("started: %s", report)
+    for operation, choice in report.kernels.items():
+        log.info("kernel %s: %s", operation, choice)
+
+
 def scheduler_for(settings: Settings, card: ModelCard, *, started: StartReport) -> Scheduler:
     """Return the scheduler of an engine whose executor has started."""
     scheduler, cache = settings.scheduler, settings.cache
@@ -374,11 +381,8 @@ def cycle_with(  # noqa: PLR0913 (features, by keyword)
     overlaps: bool = True,
 ) -> StepCycle:
     """Return the step cycle with these features; None leaves a feature out."""
-    drafted = (
-        None
-        if speculation is None
-        else DraftedSteps(speculation, scheduler, overlaps=overlaps and not scheduler.has_entries)
-    )
+    overlaps_drafts = overlaps and not scheduler.has_entries
+    drafted = None if speculation is None else DraftedSteps(speculation, scheduler, overlaps=overlaps_drafts)
     tally = None if eplb is None else SelectionTally(eplb.migration)
     features = (drafted, eplb, DeferredSampling(scheduler.table), capture, tally, losses)
     if capture is not None:
@@ -392,7 +396,3 @@ def cycle_with(  # noqa: PLR0913 (features, by keyword)
         pacing=drafted or SteadyPace(overlaps=overlaps),
         losses=losses,
     )
-
-
-def _no_routing(sequence: Sequence) -> None:
-    """Return no rows: stands for `StreamedRouting` in a server that does not capture routing."""

@@ -32,8 +32,8 @@ Together with the step in flight, an update arrives within 150 ms.
 """
 
 
-def _no_routing(_: Sequence) -> None:
-    return None
+def no_routing(_: Sequence) -> None:
+    """Return no rows: the `StreamedRouting` of a server that does not capture routing."""
 
 
 def _only_marked(sequence: Sequence, reason: FinishReason) -> None:
@@ -48,7 +48,7 @@ class OutputDispatch:
     """
 
     def __init__(
-        self, table: RowTable, *, streamed_routing: StreamedRouting = _no_routing, end: End = _only_marked
+        self, table: RowTable, *, streamed_routing: StreamedRouting = no_routing, end: End = _only_marked
     ) -> None:
         self._table, self._streamed_routing, self._end = table, streamed_routing, end
         # By request id: choices, sink, and indices of choices whose end is not dispatched yet.

@@ -21,6 +21,7 @@ from rayserve_moe.config.given_files import Reach
 from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution import memory
 from rayserve_moe.execution.drafts.model import draft_of, open_draft, spec_of
+from rayserve_moe.execution.kernel_report import kernel_report
 from rayserve_moe.execution.programs.buckets import filling_plan
 from rayserve_moe.execution.programs.cache import kept_programs
 from rayserve_moe.execution.programs.compiled import (
@@ -140,6 +141,7 @@ class HostRunner:
             compile_sum_s=times.sum_s,
             num_programs=times.num_programs,
             num_programs_found=times.num_found,
+            kernels=kernel_report(self.served),
         )
 
     def warm_up(self) -> StartReport:

@@ -34,13 +34,12 @@ from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepC
 from rayserve_moe.execution.weights.migration import staging_shapes
 from rayserve_moe.execution.weights.placing import first_placement, model_config, weight_shapes
 from rayserve_moe.experts.migration import SlotArrays
-from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
+from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.states import entry_states, layer_kinds, layer_pages_of, states_of, token_states
-from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.state.entries import ENTRY_COLUMNS
 
@@ -62,6 +61,11 @@ class RunnerSettings:
     structured: StructuredSettings = field(default_factory=StructuredSettings)
     processors_digest: str = ""
     """Digest of the source of the logit processors, equal on every host."""
+
+    @property
+    def pool_format(self) -> PoolFormat:
+        """Return the format of the pool that the choice of attention depends on."""
+        return PoolFormat(self.cache.page_size, is_8_bit=self.cache.kv_dtype == "fp8")
 
 
 def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
@@ -223,9 +227,9 @@ class ServedModel:
 
 
 def draft_sizes(served: ServedModel) -> tuple[int, ...]:
-    """Return the numbers of rows that draft programs are compiled for, ascending up to all rows.
+    """Return the numbers of rows that draft programs are compiled for, ascending; empty without a draft model.
 
-    () without a draft model.
+    The last number holds all rows.
     """
     if served.draft is None:
         return ()
@@ -250,17 +254,14 @@ def served_model(
     Raises: SettingsError or UnsupportedModelError if they do not fit together.
     """
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
-    may_be_flat = settings.cache.kv_dtype != "fp8" and settings.cache.page_size % CLEARED_ROWS == 0
-    config = model_config(spec, plan, experts=settings.experts, kernels=kernels, may_be_flat=may_be_flat)
+    config = model_config(spec, plan, experts=settings.experts, kernels=kernels, pool=settings.pool_format)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)
-    of_draft = None if draft is None else draft_config(draft, config)
+    of_draft = None if draft is None else draft_config(draft, config, pool=settings.pool_format)
     processors = load_processors(settings.structured.processors, digest=settings.processors_digest)
     served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft, processors)
     _check_entries(served)
-    for each in (config,) if of_draft is None else (config, of_draft.layer):
-        check_kv_heads(each, kv_dtype=served.kv_dtype)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served
 
@@ -284,29 +285,8 @@ def _check_entries(served: ServedModel) -> None:
             raise SettingsError(f"state_interval {cache.state_interval} must be a multiple of {tokens}")
 
 
-def check_kv_heads(config: ModelConfig, *, kv_dtype: str) -> None:
-    """Raise SettingsError if the TPU kernels cannot read 8-bit keys and values of this model.
-
-    jax's kernel reads 32 bits at a time, K and V of two heads. For our own kernel the compiler would copy the pool.
-    """
-    plan = config.plan
-    if kv_dtype.startswith("float8") and config.kernels.attention.has_flat_rows:
-        raise SettingsError(
-            "kv_cache_dtype fp8 is not for models with sinks, latents or narrow heads on TPUs: take bfloat16"
-        )
-    (row, *_), *_ = (state.kind.entry for state in token_states(config))
-    rows = plan.sharding(row.axes).shard_shape(row.shape)[0]
-    if platform_of(plan.mesh) == "tpu" and kv_dtype.startswith("float8") and rows % 4:
-        raise SettingsError(
-            f"kv_cache_dtype fp8 takes an even number of KV heads on a device, there are {rows // 2}: take "
-            f"bfloat16, or a larger data_parallel_size than {plan.data_size}"
-        )
-
-
 def sampler_sizes(served: ServedModel) -> list[tuple[int, bool]]:
-    """Return the sizes of the programs that draw deferred samples.
-
-    Number of single tokens, and whether evidence is computed.
+    """Return the single tokens of a step, and whether evidence is computed, per program that draws deferred samples.
 
     The list is empty if no samples are deferred.
     """

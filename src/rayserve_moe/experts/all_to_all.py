@@ -3,14 +3,14 @@
 The devices of a tensor group see the same tokens; each dispatches its own part of them, and the group shares the sums.
 
 Rows are exchanged by `ragged_all_to_all`: each assignment's row to the rank of its slot, and back. A rank sorts its
-assignments by slot; slots lie rank after rank, so rows for one rank are adjacent. All ranks gather how many rows go
-from each rank to each slot. From that alone follows where every row lies and where it goes:
+assignments by slot; slots lie rank after rank, so rows for a rank are adjacent. All ranks gather how many rows go
+from each rank to each slot. These numbers alone determine the place of every row, here and at its receiver:
 
     sender's rows    [ to rank 0 | to rank 1 | ... | padding ]        in the order of slots
     receiver's rows  [ from rank 0 | from rank 1 | ... ]              cut into rounds of `round_rows`
 
 Results are returned per assignment and are added by the sender in router order, never as sums per rank. Rows are
-exchanged as [Q, V] lanes, so that on a TPU each one is contiguous in memory.
+exchanged as [Q, V] lanes, so that a row is contiguous in the memory of a TPU.
 """
 
 # T tokens of a chunk   G chunks   K experts per token   N assignments = T * K   D model width = Q * V, V lanes
@@ -34,7 +34,6 @@ from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chu
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
 from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig, widened
 from rayserve_moe.kernels.slot_order import SortedAssignments, order_by_slot, take
-from rayserve_moe.kernels.table import Kernel
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
@@ -45,11 +44,13 @@ LANES = 128
 def apply_all_to_all(
     tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig, overlapped: bool = False
 ) -> jax.Array:
-    """Return the MoE sum of each token [T, D], chunk after chunk, or each chunk sent while one is multiplied."""
+    """Return the MoE sum of each token [T, D], chunk after chunk.
+
+    `overlapped`: other chunks move while a chunk is multiplied.
+    """
     plan, (num_tokens, width), top_k = config.plan, tokens.hidden_TD.shape, config.router.top_k
     part = take_part(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
-    row_bytes = width * tokens.hidden_TD.dtype.itemsize
-    chunk = chunk_tokens(len(part.valid_T), top_k=top_k, row_bytes=row_bytes, overlapped=overlapped)
+    chunk, taken = exchange_sizes(tokens.hidden_TD, config=config, overlapped=overlapped)
     hidden_GTD, ids_GTK, gates_GTK, valid_GT = cut_into_chunks(part, chunk)
 
     def choose(ids_TK: jax.Array, valid_T: jax.Array) -> jax.Array:
@@ -59,7 +60,6 @@ def apply_all_to_all(
     with jax.named_scope("dispatch"):
         slots_GTK = jax.vmap(choose)(ids_GTK, valid_GT)
     num_ranks, num_local = plan.num_expert_ranks, config.num_local_slots
-    taken = round_rows(chunk, top_k=top_k, num_ranks=num_ranks)
     exchange = ExchangeConfig((DATA, TENSOR), num_ranks, config.num_slots, taken, plan.num_slices)
     product = ProductConfig(num_local, chunk * top_k * num_ranks / config.router.num_experts, config.activation)
     of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
@@ -75,8 +75,16 @@ def apply_all_to_all(
     return out_TD[:num_tokens]
 
 
-def multiply_rows(experts: LayerExperts, *, kernel: Kernel) -> Multiply:
-    """Return the grouped product of rows that belong to one local slot each, by `ExpertKernels.results`."""
+def exchange_sizes(hidden_TD: jax.Array, *, config: ExpertConfig, overlapped: bool = False) -> tuple[int, int]:
+    """Return the tokens of a chunk, and the rows that a rank takes per round."""
+    num_tokens, top_k = -(-hidden_TD.shape[0] // config.plan.tensor_size), config.router.top_k
+    row_bytes = hidden_TD.shape[1] * hidden_TD.dtype.itemsize
+    chunk = chunk_tokens(num_tokens, top_k=top_k, row_bytes=row_bytes, overlapped=overlapped)
+    return chunk, round_rows(chunk, top_k=top_k, num_ranks=config.plan.num_expert_ranks)
+
+
+def multiply_rows(experts: LayerExperts, *, kernel: Callable[..., jax.Array]) -> Multiply:
+    """Return the grouped product of rows that belong to a local slot each, by `ExpertKernels.results`."""
 
     def multiply(rows_CQV: jax.Array, slots_C: jax.Array) -> jax.Array:
         with jax.named_scope("experts"):
@@ -97,7 +105,7 @@ class ExchangeConfig:
 
 
 class Runs(NamedTuple):
-    """Rows between this rank and each rank: how many, and where they begin in the sender's and the receiver's order."""
+    """Rows between this rank and each rank: their number, and their first row in the order of sender and receiver."""
 
     counts_R: jax.Array
     at_sender_R: jax.Array
@@ -105,22 +113,22 @@ class Runs(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where the rows of one chunk go.
-
-    `order` sorts the assignments by slot, padding last. `sent` are the runs that this rank sends, `received` those that
-    it receives. `ends_X` says where the rows of each (sender, local slot) end in this rank's receiving order; the
-    fullest rank receives `most_rows` in all.
-    """
+    """The way of a chunk's rows."""
 
     order: SortedAssignments
+    """Assignments by slot, padding last."""
     sent: Runs
+    """Runs that this rank sends."""
     received: Runs
+    """Runs that this rank receives."""
     ends_X: jax.Array
-    most_rows: jax.Array
+    """End of the rows of each (sender, local slot) in this rank's receiving order."""
+    max_rows: jax.Array
+    """Number of rows that the fullest rank receives."""
 
 
 class Underway(NamedTuple):
-    """The first round of a chunk on its way: its route, and rows: those received, their results, those returned."""
+    """The first round of a chunk in progress: its route, and its rows: received, then multiplied, then returned."""
 
     route: Route
     rows_XQV: jax.Array
@@ -138,7 +146,7 @@ class Chunk(NamedTuple):
 
 
 def run_in_turn(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
-    """Exchange chunks [G, ...] one after the other; returns [G, T, D]."""
+    """Exchange chunks [G, ...] in sequence; return [G, T, D]."""
 
     def run(chunk: Chunk) -> jax.Array:
         return exchange_chunk(chunk, multiply=multiply, config=config)
@@ -151,7 +159,7 @@ def run_overlapped(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig)
 
         return chunk i - 1, add it up  |  multiply chunk i  |  send chunk i + 1
 
-    None of the three needs another one, so both exchanges can run while the core multiplies and adds up.
+    The three are independent, so both exchanges can run while the core multiplies and adds up.
     """
     if len(chunks.slots_TK) == 1:
         return run_in_turn(chunks, multiply=multiply, config=config)
@@ -174,7 +182,7 @@ def run_overlapped(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig)
 
 
 def exchange_chunk(chunk: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
-    """Send a chunk's rows, multiply what arrives, return the results and add them up: [T, D].
+    """Send a chunk's rows, multiply the rows that arrive, return the results and add them up: [T, D].
 
     `multiply(rows_CQV, slots_C)` returns the results, of the rows' shape. An empty row holds anything and has the
     number of local slots for its slot; its result is not used.
@@ -188,25 +196,25 @@ def exchange_chunk(chunk: Chunk, *, multiply: Multiply, config: ExchangeConfig) 
 
 
 def send_chunk(chunk: Chunk, *, config: ExchangeConfig) -> Underway:
-    """First stage of an exchange in stages: plan the route and send the first round."""
+    """Plan the route and send the first round: the first stage of an exchange."""
     route = plan_route(chunk.slots_TK, config=config)
     return Underway(route, _dispatch(_rows_to_send(chunk, route), route, 0, config))
 
 
 def multiply_chunk(underway: Underway, *, multiply: Multiply, config: ExchangeConfig) -> Underway:
-    """Second stage: multiply what arrived in the first round."""
+    """Multiply the rows of the first round: the second stage."""
     route, rows_CQV = underway
     return Underway(route, multiply(rows_CQV, _slots_of_round(route, 0, config)))
 
 
 def return_chunk(chunk: Chunk, multiplied: Underway, *, config: ExchangeConfig) -> Underway:
-    """Third stage: return the results of the first round."""
+    """Return the results of the first round to their senders: the third stage."""
     route, rows_CQV = multiplied
     return Underway(route, _return_results(rows_CQV, _empty_results(chunk), route, 0, config))
 
 
 def add_up_chunk(chunk: Chunk, returned: Underway, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
-    """Last stage: do further rounds where a rank is overfull, and add up all results: [T, D]."""
+    """Run further rounds if a rank is overfull, and add up all results: the last stage. Returns [T, D]."""
     route, results_NQV = returned
     if not _fits_one_round(chunk, config):
         results_NQV = _rounds(chunk, route, results_NQV, first=1, multiply=multiply, config=config)
@@ -215,7 +223,7 @@ def add_up_chunk(chunk: Chunk, returned: Underway, *, multiply: Multiply, config
 
 @jax.named_scope("dispatch")
 def plan_route(slots_TK: jax.Array, *, config: ExchangeConfig) -> Route:
-    """Sort the assignments by slot and gather what every rank sends."""
+    """Sort the assignments by slot and gather the numbers of rows that every rank sends."""
     num_ranks, num_slots = config.num_ranks, config.num_slots
     slots_N, num_local = jnp.minimum(slots_TK.reshape(-1), num_slots), num_slots // num_ranks
     first_Y, end_Y = _counted_slots(num_ranks, num_slots)
@@ -230,7 +238,7 @@ def plan_route(slots_TK: jax.Array, *, config: ExchangeConfig) -> Route:
         sent=sent,
         received=received,
         ends_X=jnp.sum(jnp.where(pairs_RS <= np.arange(num_slots)[:, None, None], mine_RS, 0), axis=(1, 2)),
-        most_rows=jnp.max(jnp.sum(sent_RR, axis=0)),
+        max_rows=jnp.max(jnp.sum(sent_RR, axis=0)),
     )
 
 
@@ -269,7 +277,7 @@ def _fits_one_round(chunk: Chunk, config: ExchangeConfig) -> bool:
 def _rounds(
     chunk: Chunk, route: Route, results_NQV: jax.Array, *, first: int, multiply: Multiply, config: ExchangeConfig
 ) -> jax.Array:
-    """Rounds from number `first` on, as many as the fullest rank needs: every rank does the same number."""
+    """Run rounds from number `first` on, on every rank as many as the fullest rank needs."""
 
     def round_trip(turn: jax.Array, results_NQV: jax.Array) -> jax.Array:
         received_CQV = _dispatch(_rows_to_send(chunk, route), route, turn, config)
@@ -277,7 +285,7 @@ def _rounds(
             multiply(received_CQV, _slots_of_round(route, turn, config)), results_NQV, route, turn, config
         )
 
-    num_rounds = jax.lax.div(route.most_rows + config.round_rows - 1, config.round_rows)
+    num_rounds = jax.lax.div(route.max_rows + config.round_rows - 1, config.round_rows)
     return jax.lax.fori_loop(first, num_rounds, round_trip, results_NQV)
 
 
@@ -299,7 +307,7 @@ def _empty_results(chunk: Chunk) -> jax.Array:
 
 @jax.named_scope("combine")
 def _add_up(chunk: Chunk, route: Route, results_NQV: jax.Array, config: ExchangeConfig) -> jax.Array:
-    """Weigh each token's results and add them in router order, in float32. What went nowhere has no result."""
+    """Add each token's weighted results in router order, in float32. Assignments that were not sent have no result."""
     (num_tokens, top_k), row_shape = chunk.slots_TK.shape, results_NQV.shape[1:]
     place_KT = route.order.place_P.reshape(num_tokens, top_k).T
     results_KTQV = take(results_NQV, place_KT.reshape(-1)).reshape(top_k, num_tokens, *row_shape)
@@ -313,7 +321,7 @@ def _add_up(chunk: Chunk, route: Route, results_NQV: jax.Array, config: Exchange
 
 
 def _slots_of_round(route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:
-    """Local slot of each received row [C]; the number of local slots where the round has no row."""
+    """Return the local slot of each received row [C]; the number of local slots for rows that are not received."""
     num_local = config.num_slots // config.num_ranks
     place_C = turn * config.round_rows + np.arange(config.round_rows, dtype=np.int32)
     pair_C = jnp.searchsorted(route.ends_X, place_C, side="right", method="compare_all")
@@ -322,7 +330,7 @@ def _slots_of_round(route: Route, turn: jax.Array | int, config: ExchangeConfig)
 
 @jax.named_scope("dispatch")
 def _dispatch(rows_NQV: jax.Array, route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:
-    """Send this round's rows; returns what arrives [C, Q, V]."""
+    """Send this round's rows; return the received rows [C, Q, V]."""
     sent, received = (_of_round(runs, turn, config) for runs in (route.sent, route.received))
     slices = RaggedSlices(sent.at_sender_R, sent.counts_R, sent.at_receiver_R, received.counts_R)
     empty_CQV = jax.lax.empty((config.round_rows, *rows_NQV.shape[1:]), rows_NQV.dtype)
@@ -333,7 +341,7 @@ def _dispatch(rows_NQV: jax.Array, route: Route, turn: jax.Array | int, config: 
 def _return_results(
     results_CQV: jax.Array, into_NQV: jax.Array, route: Route, turn: jax.Array | int, config: ExchangeConfig
 ) -> jax.Array:
-    """Send this round's results back to where their rows came from; returns `into_NQV` with them written in."""
+    """Send this round's results back to the senders of the rows; return `into_NQV` with received results."""
     sent, received = (_of_round(runs, turn, config) for runs in (route.sent, route.received))
     slices = RaggedSlices(received.at_receiver_R, received.counts_R, received.at_sender_R, sent.counts_R)
     return ragged_all_to_all(results_CQV, into_NQV, slices, axis_name=config.axes, num_slices=config.num_slices)

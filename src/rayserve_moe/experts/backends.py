@@ -1,7 +1,7 @@
-"""The table of expert backends, the choice of one for a step, and the backends without an exchange of rows.
+"""The table of expert backends, the choice of a backend for a step, and the backends without an exchange of rows.
 
 `replicated` computes experts on the ranks that hold them from all tokens: each rank multiplies its own slots, and the
-ranks add up. Tokens are gathered over the data axis. The sums of the ranks are partial ones, so their last bits depend
+ranks add up. Tokens are gathered over the data axis. The sums of the ranks are partial, so their last bits depend
 on the placement. `local` is the same on a single device: nothing is gathered and nothing is added up.
 """
 
@@ -11,20 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.experts.all_to_all import apply_all_to_all
+from rayserve_moe.experts import low_latency
+from rayserve_moe.experts.all_to_all import apply_all_to_all, exchange_sizes
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.experts.pushed import apply_pushed
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
-from rayserve_moe.experts.tokens import LEAST_FUSED_CHUNK, SEND_BYTES, RoutedTokens, cut_into_chunks, take_part
-from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig
+from rayserve_moe.experts.tokens import MIN_FUSED_CHUNK, SEND_BYTES, RoutedTokens, cut_into_chunks, take_part
+from rayserve_moe.kernels.candidates import Candidate, Choice, choose
+from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig, widened
+from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 RESULT_BYTES = 4 * SEND_BYTES
-"""Results per assignment that a device holds at once where tokens are gathered."""
+"""Maximum size of results per assignment that a device holds at once if tokens are gathered."""
 
 
 def apply_local(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> jax.Array:
@@ -46,7 +49,7 @@ def apply_replicated(tokens: RoutedTokens, experts: PlacedExperts, *, config: Ex
     if plan.data_size == 1:
         out_TD = _sums_of_my_slots(tokens, experts, config)
         return _combine(out_TD, tokens, config)
-    shared = plan.tensor_size if plan.num_slices > 1 else 1
+    shared = _sharing_devices(config)
     axes = DATA if shared == 1 else (DATA, TENSOR)
     part = take_part(tokens, plan.tensor_rank(), num_parts=shared) if shared > 1 else tokens
 
@@ -57,9 +60,8 @@ def apply_replicated(tokens: RoutedTokens, experts: PlacedExperts, *, config: Ex
         with jax.named_scope("combine"):
             return jax.lax.psum_scatter(out_WD, axes, scatter_dimension=0, tiled=True)
 
-    row_bytes = width * tokens.hidden_TD.dtype.itemsize
-    most = max(1, RESULT_BYTES // (plan.data_size * shared * config.router.top_k * row_bytes))
-    out_GTD = jax.lax.map(run, cut_into_chunks(part, min(len(part.valid_T), most)))
+    chunk = gathered_chunk(num_tokens, width * tokens.hidden_TD.dtype.itemsize, config=config)
+    out_GTD = jax.lax.map(run, cut_into_chunks(part, chunk))
     out_TD = out_GTD.reshape(-1, width)[: len(part.valid_T)]
     if shared == 1:
         return _combine(out_TD, tokens, config)
@@ -68,54 +70,103 @@ def apply_replicated(tokens: RoutedTokens, experts: PlacedExperts, *, config: Ex
     return out_TD[:num_tokens]
 
 
-ExpertBackend = Callable[..., jax.Array]
-EXPERT_BACKENDS: dict[str, ExpertBackend] = {
-    "local": apply_local,
-    "replicated": apply_replicated,
-    "all_to_all": apply_all_to_all,
-    "fused": partial(apply_all_to_all, overlapped=True),
-    "pushed": apply_pushed,
-}
-"""Each has the signature of `apply_replicated`: called inside a sharded step, it returns the MoE sum of each token."""
-
 START_BYTES = 256 << 10
-"""What a link moves in the time that one more collective takes to start: some 3 us at 90 GB/s."""
+"""Bytes that a link moves while a collective starts: some 3 us at 90 GB/s."""
+LOW_LATENCY, ALL_TO_ALL = "low_latency_dispatch", "all_to_all"
 
 
-def choose_backend(
-    tokens_per_device: int, *, ep_size: int, tensor_size: int, platform: str, top_k: int, row_bytes: int
-) -> str:
-    """Name the backend for a step in which each device has `tokens_per_device` tokens of `row_bytes` of its own.
+def choose_backend(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> Choice[ExpertBackend]:
+    """Return the choice of a backend for these tokens: by `config.backend`, or by `EXPERT_BACKENDS` if that is `auto`.
 
-    One device: `local`. CPU devices: `replicated`, because there the exchange moves every row to every device. Else the
-    backend that moves fewer bytes to a device, counting `START_BYTES` for each collective (`replicated_bytes`,
-    `all_to_all_bytes`): gathering costs about 3 * tokens * ranks rows, the exchange 2 * tokens * top_k rows, so few
-    tokens or few ranks are gathered and the rest exchanged. Among exchanges `fused` as soon as it has two chunks.
+    All-to-all takes the calls that low-latency dispatch does not. Only shapes and dtypes count.
+    Raises: KeyError if there is no backend of that name.
     """
-    if ep_size == 1:
-        return "local"
-    if platform == "cpu":
-        return "replicated"
-    gathered = replicated_bytes(tokens_per_device, ep_size=ep_size, tensor_size=tensor_size, row_bytes=row_bytes)
-    exchanged = all_to_all_bytes(
-        tokens_per_device, ep_size=ep_size, tensor_size=tensor_size, top_k=top_k, row_bytes=row_bytes
-    )
+    if config.backend == "auto":
+        return choose(EXPERT_BACKENDS, tokens, experts, config=config)
+    named = {backend.name: backend for backend in EXPERT_BACKENDS}
+    if config.backend == LOW_LATENCY:
+        return choose((named[LOW_LATENCY], named[ALL_TO_ALL]), tokens, experts, config=config)
+    return Choice(named[config.backend])
+
+
+def several_devices(_: RoutedTokens, __: PlacedExperts, *, config: ExpertConfig) -> str:
+    """Return the number of devices that experts lie on as the reason against `local`; empty for one device."""
+    num_ranks = config.plan.num_expert_ranks
+    return "" if num_ranks == 1 else f"experts lie on {num_ranks} devices"
+
+
+def gathers_more(tokens: RoutedTokens, _: PlacedExperts, *, config: ExpertConfig) -> str:
+    """Return why gathering moves more bytes than an exchange; empty if it does not, and on CPUs.
+
+    CPU devices gather because their exchange moves every row to every device. Between slices of TPUs, a gathered token
+    goes to each other slice once and a sum of two rows' bytes comes back; an exchanged token goes there and back for
+    each of its experts there, (S - 1) / S of top_k. Within a slice, `replicated_bytes` and `all_to_all_bytes` count
+    `START_BYTES` for each collective: few tokens or few ranks are gathered, others exchanged.
+    """
+    plan, (num_tokens, width) = config.plan, tokens.hidden_TD.shape
+    top_k, row_bytes = config.router.top_k, width * tokens.hidden_TD.dtype.itemsize
+    if platform_of(plan.mesh) == "cpu":
+        return ""
+    if plan.num_slices > 1:
+        num_rows = 3 * plan.num_slices
+        if num_rows <= 2 * top_k:
+            return ""
+        return f"gathering sends {num_rows} rows of a token between slices, an exchange {2 * top_k}"
+    per_device = -(-num_tokens // plan.tensor_size)
+    ep_size, tensor_size = plan.num_expert_ranks, plan.tensor_size
+    gathered = replicated_bytes(per_device, ep_size=ep_size, tensor_size=tensor_size, row_bytes=row_bytes)
+    exchanged = all_to_all_bytes(per_device, ep_size=ep_size, tensor_size=tensor_size, top_k=top_k, row_bytes=row_bytes)
     if gathered <= exchanged:
-        return "replicated"
-    return _exchange_for(tokens_per_device)
+        return ""
+    return f"gathering moves {gathered >> 10} KiB to a device, an exchange {exchanged >> 10} KiB"
 
 
-def choose_between_slices(tokens_per_device: int, *, num_slices: int, top_k: int) -> str:
-    """Name the backend over several slices of TPUs: the one that sends fewer rows between them.
+def few_tokens(tokens: RoutedTokens, _: PlacedExperts, *, config: ExpertConfig) -> str:
+    """Return why tokens are too few for two chunks; empty if they are enough."""
+    per_device = -(-len(tokens.hidden_TD) // config.plan.tensor_size)
+    if per_device >= 2 * MIN_FUSED_CHUNK:
+        return ""
+    return f"{per_device} tokens of a device are fewer than two chunks of {MIN_FUSED_CHUNK}"
 
-    A gathered token goes to each other slice once and a sum of two rows' bytes comes back; an exchanged one goes there
-    and back for each of its experts there, (S - 1) / S of top_k.
+
+ExpertBackend = Callable[..., jax.Array]
+EXPERT_BACKENDS: tuple[Candidate[ExpertBackend], ...] = (
+    Candidate("local", apply_local, several_devices),
+    Candidate(LOW_LATENCY, low_latency.apply_low_latency, low_latency.unsupported_reason),
+    Candidate("replicated", apply_replicated, gathers_more),
+    Candidate("fused", partial(apply_all_to_all, overlapped=True), few_tokens),
+    Candidate(ALL_TO_ALL, apply_all_to_all),
+)
+"""In order of preference. Called inside a sharded step, each returns the MoE sum of each token [T, D]."""
+
+
+def product_shapes(
+    backend: str, tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig
+) -> tuple[jax.Array, jax.Array, LayerExperts] | None:
+    """Return the shapes of the arguments of the experts' product under a backend, by the shapes of a step.
+
+    Returns: tokens, slots and experts, as for `ExpertKernels.results`; None if the backend's kernel multiplies.
     """
-    return "replicated" if 3 * num_slices <= 2 * top_k else _exchange_for(tokens_per_device)
+    (num_tokens, width), dtype, weights = tokens.hidden_TD.shape, tokens.hidden_TD.dtype, experts.weights
+    top_k, plan = config.router.top_k, config.plan
+    match backend:
+        case "low_latency_dispatch":
+            return None
+        case "all_to_all" | "fused":
+            chunk, num_tokens = exchange_sizes(tokens.hidden_TD, config=config, overlapped=backend == "fused")
+            top_k, is_whole = 1, chunk * plan.tensor_size >= tokens.hidden_TD.shape[0]
+            if not is_whole and platform_of(plan.mesh) == "tpu":
+                experts_of = LayerExperts(weights, 0, ProductConfig(config.num_local_slots, 1.0))
+                weights = jax.eval_shape(partial(widened, dtype=dtype), experts_of).weights
+        case "replicated" if plan.data_size > 1:
+            chunk = gathered_chunk(num_tokens, width * dtype.itemsize, config=config)
+            num_tokens = chunk * plan.data_size * _sharing_devices(config)
+    product = ProductConfig(config.num_local_slots, 1.0, config.activation)
+    return _shaped(num_tokens, width, dtype), _shaped(num_tokens, top_k, jnp.int32), LayerExperts(weights, 0, product)
 
 
-def _exchange_for(tokens_per_device: int) -> str:
-    return "fused" if tokens_per_device >= 2 * LEAST_FUSED_CHUNK else "all_to_all"
+def _shaped(rows: int, columns: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    return cast(jax.Array, jax.ShapeDtypeStruct((rows, columns), dtype))
 
 
 def replicated_bytes(tokens_per_device: int, *, ep_size: int, tensor_size: int, row_bytes: int) -> int:
@@ -141,8 +192,20 @@ def all_to_all_bytes(tokens_per_device: int, *, ep_size: int, tensor_size: int, 
     return 2 * num_moved * row_bytes + over_tensor + (3 + (tensor_size > 1)) * START_BYTES
 
 
+def _sharing_devices(config: ExpertConfig) -> int:
+    """Return the number of devices of a tensor group that gather a part of the tokens each; 1: each gathers all."""
+    return config.plan.tensor_size if config.plan.num_slices > 1 else 1
+
+
+def gathered_chunk(num_tokens: int, row_bytes: int, *, config: ExpertConfig) -> int:
+    """Return the tokens of a data rank that a device gathers at once, with rows of `row_bytes`."""
+    shared = _sharing_devices(config)
+    max_tokens = max(1, RESULT_BYTES // (config.plan.data_size * shared * config.router.top_k * row_bytes))
+    return min(-(-num_tokens // shared), max_tokens)
+
+
 def _gather(tokens: RoutedTokens, axes: str | tuple[str, ...]) -> RoutedTokens:
-    """Gather the tokens of all ranks of `axes`: hidden states, and with one more collective all else, as integers."""
+    """Gather the tokens of all ranks of `axes`: hidden states, and in a second collective all else as integers."""
     hidden_TD, ids_TK, gates_TK, valid_T = tokens
     bits_TK = jax.lax.bitcast_convert_type(gates_TK, jnp.int32)
     choice_TY = jnp.concatenate([ids_TK, bits_TK, valid_T[:, None].astype(jnp.int32)], axis=1)
@@ -174,6 +237,6 @@ def _sums_of_my_slots(tokens: RoutedTokens, experts: PlacedExperts, config: Expe
 
 
 def _home_ranks(num_tokens: int, config: ExpertConfig) -> jax.Array:
-    """First rank of the data rank that each gathered token comes from: [T, 1]."""
+    """Return the first rank of the data rank of each gathered token [T, 1]."""
     per_data_rank = num_tokens // config.plan.mesh.shape[DATA]
     return (jnp.arange(num_tokens, dtype=jnp.int32) // per_data_rank * config.plan.tensor_size)[:, None]

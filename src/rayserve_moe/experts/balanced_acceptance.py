@@ -24,11 +24,11 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
 class SlotOrder(NamedTuple):
-    """How tokens rank slots: the expert that each one holds [N] (any other number: none), and in which order.
+    """The preferences of tokens: the expert of each slot [N] (other numbers: none), and the order of slots.
 
-    Of the slots of one expert a token prefers the one with the smallest `place`; of experts with equal scores all
-    places of one lie below those of the other. A place leaves the slot's number when it is divided by N. [N, B], or
-    [N, 1] where all tokens agree; `NO_PLACE` where a token cannot go.
+    Among the slots of an expert, a token prefers the smallest `place`. For experts with equal scores, all places of
+    one expert are below all places of the other. A place modulo N is the slot's number. Places are [N, B], or [N, 1] if
+    all tokens agree; `NO_PLACE` excludes a slot for a token.
     """
 
     expert_N: jax.Array
@@ -39,7 +39,7 @@ NO_PLACE = np.int32((1 << 31) - 1)
 
 
 class SlotAssignments(NamedTuple):
-    """Slots and their experts in the order of choice, [K, B]; -1 where none was left.
+    """Slots and their experts in the order of choice, [K, B]; -1 if none was left.
 
     `is_kept_KB`: the token would have this expert without limits. `taken_N` counts tokens per slot.
     """
@@ -51,7 +51,7 @@ class SlotAssignments(NamedTuple):
 
 
 def sortable(scores_BE: jax.Array, valid_B: jax.Array | None) -> jax.Array:
-    """Scores as int32 [E, B] that compare as the numbers do: equal zeros, and `NOT_ELIGIBLE` for NaN and -inf.
+    """Return scores as int32 [E, B] in the same order: equal zeros, and `NOT_ELIGIBLE` for NaN and -inf.
 
     Integers, because some devices take subnormal numbers for zero when they compare floats and others do not.
     """
@@ -65,7 +65,7 @@ def sortable(scores_BE: jax.Array, valid_B: jax.Array | None) -> jax.Array:
 
 
 def take_best_open(keys_EB: jax.Array, order: SlotOrder, *, k: int, capacity: jax.Array) -> SlotAssignments:
-    """Every token takes the first slot with free capacity of its best expert, then of the next, `k` times."""
+    """Assign every token the first slot with free capacity of its best expert, then of the next, `k` times."""
     num_experts = len(keys_EB)
     keys_NB = keys_EB.at[order.expert_N].get(mode="fill", fill_value=NOT_ELIGIBLE)
     keys_NB = jnp.where(order.place_NB < NO_PLACE, keys_NB, NOT_ELIGIBLE)
@@ -88,9 +88,9 @@ def take_best_open(keys_EB: jax.Array, order: SlotOrder, *, k: int, capacity: ja
 def take_one(
     keys_NB: jax.Array, order: SlotOrder, *, taken_N: jax.Array, capacity: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One rank: the slot of every token [B] (N where none was left), and how many tokens each slot now has.
+    """Assign a rank: return the slot of every token [B] (N if none was left), and the number of tokens of each slot.
 
-    `keys_NB` ranks the slots of a token, `NOT_ELIGIBLE` excludes one.
+    `keys_NB` ranks the slots of a token, `NOT_ELIGIBLE` excludes a slot.
     """
     num_tokens = keys_NB.shape[1]
     free_N = jnp.minimum(capacity - taken_N, num_tokens)
@@ -113,7 +113,7 @@ def take_one(
 
 
 def _first_open(keys_NB: jax.Array, order: SlotOrder, *, limit_N: jax.Array) -> jax.Array:
-    """The slot that each token prefers among those whose limit is above its number: [B]; N where there is none."""
+    """Return the slot that each token prefers among slots with a limit above its number [B]; N if there is none."""
     num_slots, num_tokens = keys_NB.shape
     is_open_NB = limit_N[:, None] > jnp.arange(num_tokens, dtype=jnp.int32)
     open_NB = jnp.where(is_open_NB, keys_NB, NOT_ELIGIBLE)
@@ -124,7 +124,7 @@ def _first_open(keys_NB: jax.Array, order: SlotOrder, *, limit_N: jax.Array) -> 
 
 
 def reject_by_sorting(slots_B: jax.Array, limit_N: jax.Array, free_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Limits that leave each slot the first of the proposals that fit its free capacity; and how many proposed.
+    """Return limits that leave each slot the first proposals within its free capacity, and the number of proposals.
 
     `slots_B` is the slot that each token proposes to, N for none.
     """
@@ -137,7 +137,7 @@ def reject_by_sorting(slots_B: jax.Array, limit_N: jax.Array, free_N: jax.Array)
 
 
 def reject_by_counting(slots_B: jax.Array, limit_N: jax.Array, free_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same for devices that multiply matrices faster than they sort or look up.
+    """Compute `reject_by_sorting` for devices that multiply matrices faster than they sort or look up.
 
     A running count is a product with a triangle of ones, exact in float32 for as many as 2**24 tokens.
     """
@@ -157,7 +157,7 @@ def reject_by_counting(slots_B: jax.Array, limit_N: jax.Array, free_N: jax.Array
 
 
 def _num_better(keys_EB: jax.Array, experts_KB: jax.Array) -> jax.Array:
-    """How many experts come before these in each token's ranking: [K, B]."""
+    """Return the number of experts before these in each token's ranking [K, B]."""
     keys_KB = jnp.take_along_axis(keys_EB, jnp.clip(experts_KB, 0, len(keys_EB) - 1), axis=0)
     is_before_KEB = jnp.arange(len(keys_EB), dtype=jnp.int32)[:, None] < experts_KB[:, None]
     is_better_KEB = (keys_EB > keys_KB[:, None]) | ((keys_EB == keys_KB[:, None]) & is_before_KEB)

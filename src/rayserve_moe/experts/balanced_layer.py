@@ -1,4 +1,4 @@
-"""Experts under a capacity per slot: which tokens compete, which replicas are near, and where a full slot's tokens go.
+"""Experts under a capacity per slot: the tokens that compete, the near replicas, and the choice beside full slots.
 
 A full slot's tokens go to a replica, or to their next best expert. The latter changes what a model computes, and the
 result of a token depends on the other tokens of the step: it is used only if the settings select it.
@@ -38,17 +38,17 @@ OWN_RANK, OWN_HOST, ELSEWHERE = range(3)
 
 
 class StepCapacity(NamedTuple):
-    """What all layers of a step share: which of the tokens that compete are no padding, and how many a slot takes."""
+    """Arrays that all layers of a step share: the competing tokens that are no padding, and the capacity of a slot."""
 
     valid_W: jax.Array
     capacity: jax.Array
 
 
 class LimitedAssignments(NamedTuple):
-    """Slots over all ranks, logical experts, and weights, [T, K]; -1, -1 and 0 where an assignment was not filled.
+    """Slots over all ranks, logical experts, and weights, [T, K]; -1, -1 and 0 for an assignment that was not filled.
 
-    `tally_4` int32 counts the assignments wanted, those that are among the token's own best, those that were filled,
-    and those on the fullest rank. The tallies of all data ranks add up.
+    `tally_4` int32 counts assignments: wanted, among the token's own best, filled, and on the fullest rank. The tallies
+    of all data ranks add up.
     """
 
     slots_TK: jax.Array
@@ -76,8 +76,8 @@ def assign_slots(  # noqa: PLR0913 (what differs from call to call is by keyword
 ) -> LimitedAssignments:
     """Choose experts by their scores and slots by their capacity; `forced` is for `replicas_only`.
 
-    `balanced` ranks experts as the router does, by what it chooses by: an expert outside of the groups that a token
-    keeps is not eligible for it, even where the kept ones are full. Weights are the unbiased scores of what was taken.
+    `balanced` ranks experts by the router's biased scores. An expert outside of the groups that a token keeps is not
+    eligible for it, even if the kept groups are full. Weights are the unbiased scores of the chosen experts.
     """
     (valid_W, per_slot), router = capacity, config.router
     order = order_of_placement(maps, layer, num_tokens=len(valid_T), config=config)
@@ -106,7 +106,7 @@ def spread_over_replicas(
 ) -> tuple[jax.Array, jax.Array]:
     """Return a slot of its expert for every assignment, int32 [K, W] (-1: padding), and tokens per slot [N].
 
-    The first slot with free capacity; where an expert has none left, its slots take further tokens round robin.
+    This is the first slot with free capacity; if an expert has none left, its slots take further tokens round robin.
     """
     num_slots = len(order.expert_N)
 
@@ -133,7 +133,7 @@ def order_of_placement(
 ) -> SlotOrder:
     """Return the expert and the distance of each slot: on the rank that dispatches a token, on its host, elsewhere.
 
-    `num_tokens` are those of a data rank; a rank dispatches its part of them (`take_part`).
+    `num_tokens` is the number of a data rank; a rank dispatches its part of them (`take_part`).
     """
     num_slots = config.num_slots
     slots_N = jnp.arange(num_slots, dtype=jnp.int32)
@@ -163,7 +163,7 @@ def distances(config: ExpertConfig) -> np.ndarray:
 
 
 def _compete(local: jax.Array, config: ExpertConfig) -> jax.Array:
-    """Join an array [T, ...] of this rank's tokens over all tokens that compete with them."""
+    """Gather an array [T, ...] of this rank's tokens over all tokens that compete with them."""
     return config.plan.gather_data_ranks(local, dim=0) if config.capacity_scope == "global" else local
 
 
@@ -175,7 +175,7 @@ def _my_part(array_KW: jax.Array, config: ExpertConfig) -> jax.Array:
 
 
 def _tally(mine: SlotAssignments, valid_T: jax.Array, taken_N: jax.Array, config: ExpertConfig) -> jax.Array:
-    """See `LimitedAssignments`; the hottest rank is counted by the first data rank alone."""
+    """Return the tally of `LimitedAssignments`; the first data rank alone counts the hottest rank."""
     if config.capacity_scope != "global" and config.plan.data_size > 1:
         taken_N = jax.lax.psum(taken_N, DATA)
     hottest = jnp.max(jnp.sum(taken_N.reshape(config.plan.num_expert_ranks, -1), axis=1))
@@ -203,18 +203,19 @@ def balanced_expert_selection(  # noqa: PLR0913 (the agreed signature)
     """Select `k` slots per token: ids int32 [B, K], weights float32 [B, K], and the share of assignments kept.
 
     For each rank in turn, and within it for each token in turn, the token takes the best expert that it does not have
-    yet and that has a slot with free capacity, and of its slots the first such one. Experts are ranked by `scores` [B,
-    E], ties by the smaller id; those at NaN or -inf are not eligible, which is how a mask is given. Where no expert is
-    left, the slot is -1 and the weight 0.
+    yet and that has a slot with free capacity, in the first such slot. Experts are ranked by `scores` [B, E], ties by
+    the smaller id; experts at NaN or -inf are not eligible, which serves as a mask. If no expert is left, the slot is
+    -1 and the weight 0.
 
     `slots_of_expert` int32 [E, M] lists slots in the order of preference, -1 for none, a slot at most once; rows beyond
     E are of experts that no router selects. As [D, E, M] it has an order for every device, and `device_index` (a number
     or [B]) says which device dispatches a token. Every slot takes `capacity_of` tokens, or `capacity`.
 
-    Weights are the `gate_scores` [B, E] (the scores where there are none) at what was taken, if wanted divided by their
-    sum, times `scale`. Tokens that are not `valid` [B] take nothing and are not counted. The share counts assignments
-    among a token's own best `k`, of `k` for each valid token; 1 where there is none. ValueError where `device_index`
-    and the shape of `slots_of_expert` do not go together.
+    Weights are the `gate_scores` [B, E] (default: the scores) of the chosen experts, optionally divided by their sum,
+    times `scale`. Tokens that are not `valid` [B] take nothing and are not counted. The share counts assignments among
+    a token's own best `k`, of `k` for each valid token; 1 without valid tokens.
+
+    Raises: ValueError if `device_index` does not match the shape of `slots_of_expert`.
     """
     num_tokens, num_experts = scores.shape
     valid_B = jnp.ones(num_tokens, bool) if valid is None else valid
@@ -265,10 +266,10 @@ def _places(slots_X: jax.Array, num_slots: int) -> jax.Array:
 def weights_of(
     assigned: SlotAssignments, gates_BE: jax.Array, *, renormalize: bool, scale: float = 1.0, floor: float = 0.0
 ) -> jax.Array:
-    """Return float32 [B, K]: gates at the assigned experts, 0 without one.
+    """Return the gates of the assigned experts, float32 [B, K]; 0 without an expert.
 
-    What is divided by the sum, or by `floor` where that is larger, is multiplied by its reciprocal, which is what XLA
-    makes of such a division anyway.
+    Instead of a division by the sum, or by `floor` if that is larger, gates are multiplied by the reciprocal. XLA
+    compiles such a division in the same way.
     """
     experts_BK = assigned.experts_KB.T
     gates_BK = jnp.take_along_axis(gates_BE.astype(jnp.float32), jnp.maximum(experts_BK, 0), axis=1)

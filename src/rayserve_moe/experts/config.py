@@ -1,4 +1,4 @@
-"""What is fixed about the MoE layers of a model when a step is compiled."""
+"""Constants of the MoE layers of a model in a compiled step."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 
 @dataclass(frozen=True)
 class ExpertConfig:
-    """How experts are chosen, computed, and spread over devices.
-
-    A layer has `num_redundant` expert slots more than experts. `backend` names how tokens and experts meet (`auto`: by
-    the number of tokens), `slot_choice` which of an expert's slots a token takes. `selection` is `topk`,
-    `replicas_only` or `balanced`; where slots have limited capacity, `capacity_scope` says which tokens compete (see
-    `balanced_layer`). `activation` is one of `expert_products.ACTIVATIONS`. `weight_dtype` is `int8` or
-    `float8_e4m3fn` where the matrices of experts are quantised; empty: they are as all weights.
-    """
+    """The choice of experts, their computation, and their distribution over devices."""
 
     router: RouterSpec
     kernels: Kernels
     plan: ParallelPlan
     num_redundant: int = 0
+    """Number of expert slots of a layer beyond its experts."""
     backend: str = "auto"
+    """Name of an expert backend (`backends.EXPERT_BACKENDS`); `auto`: the first that supports a step."""
     slot_choice: str = "shares"
+    """Rule by which a token takes a slot of its expert (`slot_mapping`)."""
     selection: str = "replicas_only"
+    """`topk`, `replicas_only` or `balanced`."""
     capacity_scope: str = "global"
+    """The tokens that compete for slots of limited capacity (`balanced_layer`)."""
     activation: str = "silu"
+    """A key of `expert_products.ACTIVATIONS`."""
     weight_dtype: str = ""
+    """`int8` or `float8_e4m3fn` for quantised matrices of experts; empty: the dtype of all weights."""
 
     @property
     def num_slots(self) -> int:
-        """Expert slots of a layer over all devices."""
+        """Return the number of expert slots of a layer over all devices."""
         return self.router.num_experts + self.num_redundant
 
     @property
     def limits_capacity(self) -> bool:
-        """Whether slots take only so many tokens: then they are chosen together with experts, by all that compete."""
+        """Return True if slots have limited capacity; they are then chosen together with experts."""
         return self.selection == "balanced" or (self.selection, self.slot_choice) == ("replicas_only", "capacity")
 
     @property

@@ -2,9 +2,9 @@
 
     slots of a layer --fetch--> staging --swap--> slots of the layer, together with its maps
 
-A fetch reads slots where they lie, on any rank, and writes the staging area alone: steps between it and the swap
-compute with the old placement. The swap changes weights and maps of one layer in one program, so that no step finds
-the one without the other. Numbers are arguments: every move there can be runs in the same two programs.
+A fetch reads slots of any rank in place, and writes the staging area alone: steps between it and the swap
+compute with the old placement. The swap changes weights and maps of one layer in one program, so that every
+step finds both old or both new. Numbers are arguments: the same two programs run every possible move.
 """
 
 # L layers   S local slots   X = L * S   P slots of all ranks = R * S   R ranks   B slots fetched per rank and call
@@ -32,7 +32,7 @@ SlotArrays = dict[str, jax.Array]
 
 
 class SwappedLayer(NamedTuple):
-    """The rows of a layer's new maps, and which of its slots take what is staged for them; a layer of -1 is none."""
+    """The rows of a layer's new maps, and the slots that take their staged weights; layer -1: none."""
 
     layer: jax.Array
     is_moved_P: jax.Array
@@ -79,7 +79,7 @@ def swap_layer(
     swapped: SwappedLayer,
     config: ExpertConfig,
 ) -> tuple[SlotArrays, PlacementArrays]:
-    """Write what is staged into the slots of a layer, and its maps with it. Call it like `fetch_slots`."""
+    """Write staged weights into the slots of a layer, together with its maps. Call it like `fetch_slots`."""
     num_slots, me = config.num_local_slots, jax.lax.axis_index(EXPERT_AXES)
     layer = jnp.maximum(swapped.layer, 0)
     is_moved_S = jax.lax.dynamic_slice_in_dim(swapped.is_moved_P, me * num_slots, num_slots) > 0
@@ -101,7 +101,7 @@ def swap_layer(
 def _write_rows(
     into: SlotArrays, rows: SlotArrays, *, rows_N: jax.Array, places_N: jax.Array, is_any_N: jax.Array
 ) -> SlotArrays:
-    """Write row `rows_N[i]` to place `places_N[i]` wherever `is_any_N`, one after the other and in place."""
+    """Write row `rows_N[i]` to place `places_N[i]` if `is_any_N`, in sequence and in place."""
     (chosen_N,) = jnp.nonzero(is_any_N, size=len(is_any_N), fill_value=0)
 
     def write(i: jax.Array, into: SlotArrays) -> SlotArrays:
@@ -117,7 +117,7 @@ def _write_rows(
 
 
 def _slices(sources_RB: jax.Array, layer: jax.Array, config: ExpertConfig) -> RaggedSlices:
-    """The fetch as an exchange of single rows, B from each rank to each rank, most of them empty.
+    """Return the fetch as an exchange of single rows, B from each rank to each rank, most of them empty.
 
     Entry b from anyone to rank r is the b-th slot that r gets, and arrives as row b.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def one_of(default: Any, *others: Any) -> Any:
-    """A knob of which only `default` and `others` are computed, or read out of files."""
+    """Return a field for a knob with the supported values `default` and `others`."""
     return field(default=default, metadata={"computed": (default, *others)})
 
 
@@ -16,9 +16,9 @@ class RouterSpec:
     """From logits to experts and weights, always in float32.
 
     Logits (plus `logit_bias`) become scores by `score`: `softmax` or `sigmoid`. Scores plus `selection_bias` choose:
-    where `num_groups` > 1 only within the `groups_kept` groups that are best by `group_score` (`max` or `top2_sum`),
-    then the top k. Weights are the unbiased scores, divided by their sum (by `renormalize_floor` where that is larger)
-    where `renormalize`, times `scale`. A softmax over the chosen logits alone is `softmax` with `renormalize`.
+    with `num_groups` > 1 only within the `groups_kept` best groups by `group_score` (`max` or `top2_sum`), then the top
+    k. Weights are the unbiased scores, with `renormalize` divided by their sum (by `renormalize_floor` if that is
+    larger), times `scale`. A softmax over the chosen logits alone is `softmax` with `renormalize`.
     `selection_bias_in_row`: files hold it as [1, experts].
     """
 
@@ -36,7 +36,7 @@ class RouterSpec:
     selection_bias_in_row: bool = False
 
     def problem(self) -> str | None:
-        """What about the numbers no router can have; None where there is nothing."""
+        """Return the reason against numbers that no router can have; None without a reason."""
         if self.top_k > self.num_experts:
             return f"num_experts_per_tok (moe_k, moe_topk) {self.top_k} exceeds {self.num_experts} experts"
         if not 1 <= self.groups_kept <= self.num_groups or self.num_experts % self.num_groups:

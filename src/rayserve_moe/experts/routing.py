@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 
-LEAST_TOTAL = 1e-20
-"""What DeepSeek-V3 adds to a sum of sigmoids before it divides by it: they may all be zero."""
+MIN_TOTAL = 1e-20
+"""DeepSeek-V3 adds this to a sum of sigmoids before it divides by the sum, since all may be zero."""
 
 
 class RouterWeights(NamedTuple):
-    """Float32 weights of one layer's router: the matrix, and the biases of logits and of the choice where there are.
+    """Float32 weights of a layer's router: the matrix, and the biases of logits and of the choice, if any.
 
-    `stacked`: the same as part of those of all layers, for kernels that read a layer where it lies.
+    `stacked`: the weights of all layers, for kernels that read a layer in place.
     """
 
     matrix_DE: jax.Array
@@ -33,7 +33,7 @@ class RouterWeights(NamedTuple):
 
 
 def router_of_layer(stacked: StackedRouter) -> RouterWeights:
-    """The router of the layer that `stacked` names."""
+    """Return the router of the layer that `stacked` names."""
     matrix_MDE, *biases, layer = stacked
     of_layer = (None if bias_ME is None else bias_ME[layer] for bias_ME in biases)
     return RouterWeights(matrix_MDE[layer], *of_layer, stacked=stacked)
@@ -50,7 +50,7 @@ class ForcedExperts(NamedTuple):
 
 
 class ExpertScores(NamedTuple):
-    """The router's scores, which become weights, and what experts are chosen by; None: by the scores themselves.
+    """The router's scores, which become weights, and the scores that decide the choice; None: the same scores.
 
     -inf in `choice_TE` marks experts that may not be chosen.
     """
@@ -68,7 +68,7 @@ def rank_experts(scores_TE: jax.Array, *, router: RouterSpec, selection_bias_E: 
 
 
 def _within_best_groups(choice_TE: jax.Array, router: RouterSpec) -> jax.Array:
-    """-inf outside of each token's best groups, ties to the smaller group.
+    """Return scores with -inf outside of each token's best groups, ties to the smaller group.
 
     A group is as good as its best expert (DeepSeek-V2, arXiv:2405.04434) or its best two (V3, arXiv:2412.19437).
     """
@@ -106,17 +106,17 @@ def select_top_k(
 
 
 def gates_of(weights_TK: jax.Array, *, router: RouterSpec) -> jax.Array:
-    """Weights of a token's experts of their scores [T, K]."""
+    """Return the weights of a token's experts by their scores [T, K]."""
     if router.renormalize:
         weights_TK = weights_TK / _divisor(weights_TK.sum(-1, keepdims=True), router)
     return weights_TK if router.scale == 1.0 else weights_TK * router.scale
 
 
 def _divisor(total_T1: jax.Array, router: RouterSpec) -> jax.Array:
-    """What weights are divided by: their sum, or the floor where that is larger (ERNIE 4.5's `moe_norm_min`)."""
+    """Return the divisor of weights: their sum, or the floor if that is larger (ERNIE 4.5's `moe_norm_min`)."""
     if router.renormalize_floor:
         return jnp.maximum(total_T1, router.renormalize_floor)
-    return total_T1 + LEAST_TOTAL if router.score == "sigmoid" else total_T1
+    return total_T1 + MIN_TOTAL if router.score == "sigmoid" else total_T1
 
 
 def count_tokens(ids_TK: jax.Array, valid_T: jax.Array, *, num_experts: int) -> jax.Array:

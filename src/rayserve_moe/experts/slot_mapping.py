@@ -32,8 +32,8 @@ GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples spread evenly 
 class PlacementArrays:
     """The maps of all layers on the device, the same on every rank.
 
-    `slots_LP` lists slots by expert. `bounds_LP` says where each one's part of the tokens begins, as expert * WHOLE +
-    that fraction of WHOLE. `slot_for_LER` is the one slot that a rank uses without shares.
+    `slots_LP` lists slots by expert. `bounds_LP` holds the begin of each slot's share of the tokens, as expert * WHOLE
+    plus that fraction of WHOLE. `slot_for_LER` is the slot that a rank uses without shares.
     """
 
     bounds_LP: jax.Array | np.ndarray
@@ -76,11 +76,12 @@ def choose_slots(
     rank: jax.Array,
     config: ExpertConfig,
 ) -> jax.Array:
-    """Slot of every assignment, int32 [T, K], over all ranks' slots; `config.num_slots` where the token is padding.
+    """Return the slot of every assignment, int32 [T, K], over all ranks' slots; `config.num_slots` for padding.
 
-    `rank` is the one that dispatches a token: a number, or [T, 1]. Where several ranks choose for the same tokens, give
-    them the same `rank`. Where slots are chosen before, the ids are slots, and -1 is none. ValueError where there are
-    redundant slots and no maps.
+    `rank` dispatches a token: a number, or [T, 1]. If several ranks choose for the same tokens, give them the same
+    `rank`. With `CHOSEN_BEFORE` the ids are slots, and -1 is none.
+
+    Raises: ValueError for redundant slots without maps.
     """
     if config.slot_choice == CHOSEN_BEFORE:
         return jnp.where(valid_T[:, None] & (ids_TK >= 0), ids_TK, config.num_slots)
@@ -100,7 +101,7 @@ def _by_shares(
     """Cut an expert's tokens, in their order, into the shares of its slots.
 
     Token i of n stands at (i + offset) / n, and the offsets of the ranks spread evenly over 0..1. So every rank is
-    within one token of each share, and ranks with a single token use the slots in proportion.
+    within a token of each share, and ranks with a single token use the slots in proportion.
     """
     slots_P = maps.slots_LP[layer]
     _, num_experts, num_ranks = maps.slot_for_LER.shape
@@ -116,7 +117,7 @@ def _by_shares(
 def _by_rank(
     ids_TK: jax.Array, valid_T: jax.Array, maps: PlacementArrays, layer: jax.Array, rank: jax.Array
 ) -> jax.Array:
-    """Use the one slot that the placement names for this rank."""
+    """Return the slot that the placement names for this rank."""
     del valid_T
     return maps.slot_for_LER[layer][ids_TK, rank]
 
@@ -124,7 +125,7 @@ def _by_rank(
 def _first(
     ids_TK: jax.Array, valid_T: jax.Array, maps: PlacementArrays, layer: jax.Array, rank: jax.Array
 ) -> jax.Array:
-    """Use the first slot of each expert, ignoring its share."""
+    """Return the first slot of each expert, ignoring its share."""
     del valid_T, rank
     place_TK = jnp.searchsorted(maps.bounds_LP[layer], ids_TK * WHOLE, side="left", method="compare_all")
     return maps.slots_LP[layer][place_TK]
@@ -136,14 +137,17 @@ SLOT_CHOICES: dict[str, SlotChoice] = {"shares": _by_shares, "static": _by_rank,
 
 
 def _offsets(ids_TK: jax.Array, rank: jax.Array, num_ranks: int) -> jax.Array:
-    """A fraction in 0..1 per assignment: even steps over the ranks, from an offset per expert (Fibonacci hashing)."""
+    """Return a fraction in 0..1 per assignment: even steps over ranks from an expert's offset (Fibonacci hashing)."""
     step = np.uint32(((1 << 32) // num_ranks) % (1 << 32))
     turn_TK = jnp.asarray(rank).astype(jnp.uint32) * step + ids_TK.astype(jnp.uint32) * np.uint32(GOLDEN)
     return (turn_TK >> 8).astype(jnp.float32) / (1 << 24)
 
 
 def place_within_expert(ids_TK: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """How many earlier assignments have the same expert, and how many have it: both [T, K]. `num_experts` is none."""
+    """Return, per assignment, its rank among assignments to the same expert and their total, [T, K].
+
+    `num_experts` stands for no expert.
+    """
     ids_N = ids_TK.reshape(-1)
     counts_E = jnp.sum(ids_N[:, None] == jnp.arange(num_experts + 1), axis=0, dtype=jnp.int32)
     first_E = jnp.cumsum(counts_E) - counts_E

@@ -1,4 +1,4 @@
-"""What is fixed about the attention of all layers when a step is compiled."""
+"""Constants of attention in a compiled step."""
 
 from __future__ import annotations
 
@@ -8,19 +8,32 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
-    """Heads of `head_dim` elements, lying over devices by `plan` (None: all on one); `eps` is that of their norms.
+class PoolFormat:
+    """The part of the pool's format that settings fix, on which the choice of attention depends."""
 
-    `interleaved_rotation`: see `layers.rotate`. `norms_after_rotation`: queries and keys are normed after they are
-    rotated. `clip` bounds queries, keys and values ahead of the rotation. `score_scale` None stands for
-    head_dim ** -0.5. `windows` gives the positions that each layer sees, its own among them, 0 for all (empty: all).
-    """
+    page_size: int = 16
+    """Tokens of a page."""
+    is_8_bit: bool = False
+    """True if keys and values are stored in 8 bits."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Constants of grouped-query attention, the same in all layers but for windows."""
 
     head_dim: int
+    """Elements of a head."""
     eps: float
+    """Epsilon of the norms of heads."""
     plan: ParallelPlan | None = None
+    """Distribution of heads over devices; None: all heads on this device."""
     interleaved_rotation: bool = False
+    """See `layers.rotate`."""
     norms_after_rotation: bool = False
+    """True if queries and keys are normed after their rotation."""
     clip: float | None = None
+    """Bound of queries, keys and values ahead of the rotation."""
     score_scale: float | None = None
+    """Factor of scores; None: head_dim ** -0.5."""
     windows: tuple[int, ...] = ()
+    """Positions that each layer sees, its own included; 0: all. Empty: all in every layer."""

@@ -1,4 +1,4 @@
-"""Queries, keys and values of one layer: projected, normed, bounded and rotated."""
+"""Queries, keys and values of a layer: projected, normed, bounded and rotated."""
 
 # T tokens   D model width   H query heads * h   G KV heads * h   X heads   h head width
 
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.kv_pool import kv_rows
 from rayserve_moe.kernels.reference.layers import Rotation, project, rms_norm, rotate
-from rayserve_moe.kernels.tpu.flat_rows import flat_kv
+from rayserve_moe.kernels.tpu.packed_rows import packed_kv
 
 
 class StackedWeights(NamedTuple):
-    """Weights of all layers by name, and which layer it is."""
+    """Weights of all layers by name, and the number of a layer."""
 
     of_layers: Mapping[str, jax.Array]
     layer: jax.Array
@@ -27,10 +27,10 @@ class StackedWeights(NamedTuple):
 def project_heads(
     normed_TD: jax.Array, weights: Mapping[str, jax.Array], *, rotation: Rotation, config: AttentionConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values of this device's heads, [T, heads, h] each.
+    """Return queries, keys and values of this device's heads, [T, heads, h] each.
 
-    `weights` are those of the layer, under the names of `model.parameters`. Norms and biases may be absent; a norm is
-    one of each head, or of all heads of all devices together.
+    `weights` are the layer's, under the names of `model.parameters`. Norms and biases may be absent; a norm covers each
+    head by itself, or all heads of all devices together.
     """
     heads_of = {
         name: project(normed_TD, weights[matrix], weights.get(bias)).reshape(len(normed_TD), -1, config.head_dim)
@@ -60,17 +60,17 @@ def project_rows(
     stacked: StackedWeights | None = None,
     rows_of: Callable[[jax.Array, jax.Array], jax.Array] = kv_rows,
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [T, heads, h], and keys and values as the pool has them: by `kv_pool.kv_rows` [T, 2 * KV heads, h].
+    """Return queries [T, heads, h], and rows of the pool: by `kv_pool.kv_rows` [T, 2 * KV heads, h].
 
-    `stacked` are the same weights as part of those of all layers, for kernels that read a layer where it lies.
+    `stacked` holds the weights of all layers, for kernels that read a layer in place.
     """
     del stacked
     queries, keys, values = project_heads(normed_TD, weights, rotation=rotation, config=config)
     return queries, rows_of(keys, values)
 
 
-project_flat_rows = partial(project_rows, rows_of=flat_kv)
-"""With keys and values as a pool of flat rows has them, [T, X] (see `flat_rows.flat_kv`)."""
+project_packed_rows = partial(project_rows, rows_of=packed_kv)
+"""With keys and values as a pool of packed rows has them, [T, X] (see `packed_rows.packed_kv`)."""
 
 
 def _norm_queries_and_keys(
@@ -84,10 +84,10 @@ def _norm_queries_and_keys(
 
 
 def _norm_whole(heads_TXh: jax.Array, scale: jax.Array, config: AttentionConfig) -> jax.Array:
-    """`rms_norm` over the heads of all devices of the tensor axis.
+    """Compute `rms_norm` over the heads of all devices of the tensor axis.
 
-    Devices hold equally many. KV heads that lie on several devices lie on equally many each, so the mean over all that
-    is held is the mean over the heads.
+    Devices hold equally many heads. KV heads that lie on several devices lie on equally many each, so the mean over
+    devices is the mean over heads.
     """
     wide = heads_TXh.astype(jnp.float32).reshape(len(heads_TXh), -1)
     mean_T1 = jnp.mean(wide * wide, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Grouped-query attention of one layer over the paged KV pool: from normed tokens to the output product."""
+"""Grouped-query attention of a layer over the paged KV pool: from normed tokens to the output product."""
 
 # T tokens   D model width   H local query heads   G local KV heads   h head width   B blocks   Q tokens per block
 # L layers   P page-table width   U single-token blocks
@@ -20,6 +20,7 @@ from rayserve_moe.kernels.kv_pool import LayerPages, write_rows
 from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.reference.layers import Rotation
 from rayserve_moe.kernels.reference.layers import project as multiply
+from rayserve_moe.kernels.tpu.byte_pairs import is_paired, paired_rows
 
 PagedAttention = Callable[..., jax.Array]
 """The signature of `reference.attention.attend`."""
@@ -33,10 +34,10 @@ class TokenBatch:
     """The tokens of a step, a ragged batch laid out as `[U single tokens | prefill blocks of Q tokens]`.
 
     `token_ids_T`, `positions_T` (-1: padding) and `kv_slots_T` are int32 [T]; `page_table_BP` int32 holds the pages
-    of the sequence that each block belongs to. `num_singles` is U. Where layers have different page tables, slots and
-    tables have one more dimension ahead, and `layer_pages` says which is whose. Where some may be of one sequence, and
-    kernels are to know, `sequences_U` int32 says of which each is, `most_together` at the most (`Together`). `rows_B`
-    int32 are the data rank's rows that single tokens and blocks belong to; those of padding are any.
+    of each block's sequence. `num_singles` is U. If layers have different page tables, slots and tables have a further
+    dimension ahead, and `layer_pages` assigns them to layers. If several single tokens may belong to the same sequence,
+    `sequences_U` int32 holds the sequence of each, with at most `most_together` per sequence (`Together`). `rows_B`
+    int32 are the data rank's rows of single tokens and blocks; rows of padding are arbitrary.
     """
 
     token_ids_T: jax.Array
@@ -53,7 +54,7 @@ class TokenBatch:
 
     @property
     def together(self) -> Together | None:
-        """Which single tokens are of one sequence; None where no two are."""
+        """Return the sequences of single tokens; None if no two share a sequence."""
         return None if self.sequences_U is None else Together(self.sequences_U, self.most_together)
 
     @property
@@ -62,13 +63,13 @@ class TokenBatch:
 
     @property
     def valid_T(self) -> jax.Array:
-        """Which tokens are not padding, bool [T]."""
+        """Return True for tokens that are not padding, bool [T]."""
         return self.positions_T >= 0
 
     def of_layer(
         self, layer: jax.Array, kv_pages: jax.Array, num_layers: int
     ) -> tuple[TokenBatch, jax.Array, jax.Array | int]:
-        """The batch with slots and page table of a layer, the layer's first page in the pool, and how many it has."""
+        """Return the batch of a layer's page table, the layer's first page in the pool, and its number of pages."""
         if not self.layer_pages:
             num_pages = kv_pages.shape[0] // num_layers
             assert num_pages * num_layers == kv_pages.shape[0], "layers have equally many pages"
@@ -79,15 +80,18 @@ class TokenBatch:
 
 
 class DescribedSingles(NamedTuple):
-    """What the attention of single tokens derives of positions, by window, and which of all tokens are not padding."""
+    """Input of the attention of single tokens, derived from positions, by window; True for tokens but padding."""
 
     by_window: Mapping[int, Any]
     valid_T1: jax.Array
 
 
 class PagedStep(NamedTuple):
-    """What the paged attention of a layer takes beside queries and pool: the tokens, the layer's first page, the rows
-    of all tokens, and how many of them, single tokens all, are written by the kernel that attends them."""
+    """Arguments of a layer's paged attention beside queries and pool.
+
+    They are the tokens, the layer's first page, the rows of all tokens, and the number of single tokens with rows that
+    the attending kernel writes.
+    """
 
     batch: TokenBatch
     first_page: jax.Array
@@ -96,25 +100,24 @@ class PagedStep(NamedTuple):
 
 
 class PagedKernels(NamedTuple):
-    """What attends single tokens and prefill blocks, and what writes the rows of single tokens as well, if anything:
-    that one gives zeros for padding."""
+    """The attention of single tokens and of prefill blocks; optionally an attention of single tokens that also writes
+    their rows, and returns zeros for padding."""
 
     decode: PagedAttention
     prefill: PagedAttention
     write_and_decode: WritingAttention | None = None
 
     def with_knobs(self, **knobs: Any) -> PagedKernels:
-        """The same, with arguments by keyword."""
+        """Return the kernels with keyword arguments bound."""
         writing = self.write_and_decode
         writing = None if writing is None else partial(writing, **knobs)
         return PagedKernels(partial(self.decode, **knobs), partial(self.prefill, **knobs), writing)
 
 
 class AttentionInputs(NamedTuple):
-    """What a layer attends with besides the stream and the pool: weights of all layers under the names of
-    `model.parameters`, the tokens of the step, their rotation, and which layer it is; what
-    `AttentionKernels.describe_singles` gave, where the kernels have it; queries and rows, where
-    `AttentionKernels.norm_and_project` made them."""
+    """Arguments of a layer's attention besides the stream and the pool: weights of all layers under the names of
+    `model.parameters`, the tokens of the step, their rotation, and the layer's number; optionally the results of
+    `AttentionKernels.describe_singles` and `AttentionKernels.norm_and_project`."""
 
     weights: Mapping[str, jax.Array]
     batch: TokenBatch
@@ -137,11 +140,10 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new keys and values.
 
-    Norms, biases and sinks may be absent, and the output's bias is the caller's to add. `kv_pages` is
-    [L * pages, page, 2 * G, h], or with other rows that `project` gives and the kernels read: page p of layer l lies at
-    l * pages + p, or where `batch.layer_pages` says. `decode` attends the single tokens, `prefill` the blocks;
-    `project` has the signature of `project_rows`. `write_and_decode` takes the place of `decode`
-    and writes the rows that it attends.
+    Norms, biases and sinks may be absent; the caller adds the output's bias. `kv_pages` is [L * pages, page, 2 * G, h],
+    or has other rows that `project` returns and the kernels read. Page p of layer l lies at l * pages + p, or as
+    `batch.layer_pages` assigns. `decode` attends the single tokens, `prefill` the blocks; `project` has the signature
+    of `project_rows`. `write_and_decode` replaces `decode` and writes the rows that it attends.
     """
     weights, batch, rotation, layer, singles, projected = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
@@ -150,6 +152,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
         queries, rows = projected or project(
             normed_TD, of_layer, rotation=rotation, config=config, stacked=StackedWeights(weights, layer)
         )
+    rows = paired_rows(rows) if is_paired(kv_pages.dtype) else rows
     step = PagedStep(batch, first_page, rows, num_late=batch.num_singles if write_and_decode else 0)
     kv_pages = write_early(kv_pages, step)
     with jax.named_scope("paged_attention"):
@@ -174,7 +177,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
 def _attend_by_window(
     attend: Callable[[ScoreConfig], tuple[jax.Array, jax.Array]], layer: jax.Array, config: AttentionConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with the window of a layer; one program serves all layers, so that they need not be unrolled."""
+    """Attend with the window of a layer; a single program serves all layers, so they need not be unrolled."""
     windows = sorted(set(config.windows or (0,)))
     scores = [ScoreConfig(window, config.score_scale) for window in windows]
     if len(scores) == 1:
@@ -184,7 +187,7 @@ def _attend_by_window(
 
 
 def write_early(kv_pages: jax.Array, step: PagedStep) -> jax.Array:
-    """The pool with the rows of all tokens but those whose attention writes them."""
+    """Return the pool with the rows of all tokens whose attention does not write them."""
     if step.num_late == len(step.rows_TX):
         return kv_pages
     with jax.named_scope("kv_update"):
@@ -195,10 +198,9 @@ def write_early(kv_pages: jax.Array, step: PagedStep) -> jax.Array:
 def attend_blocks(
     queries_THh: jax.Array, kv_pages: jax.Array, step: PagedStep, *, kernels: PagedKernels, described: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend the single tokens and the prefill blocks, each part with its kernel: [T, H, width of values]; and the pool
-    with the rows that are written late.
+    """Attend the single tokens and the prefill blocks: return [T, H, width of values], and the pool with all rows.
 
-    With the single tokens `described` (see `BlockPlaces`), what stands for their padding is undefined.
+    With `described` (see `BlockPlaces`), the result of padding among single tokens is undefined.
     """
     batch, (num_tokens, *head_shape), parts = step.batch, queries_THh.shape, []
     singles, page_table_BP = batch.num_singles, batch.page_table_BP + step.first_page

@@ -1,8 +1,8 @@
-"""How keys and values lie in the paged pool, and writing them there.
+"""The layout of keys and values in the paged pool, and writes to it.
 
 XLA:CPU computes a scatter of a float narrower than 32 bits in float32: it converts the whole pool, twice, at every
-layer. So the pool of such a platform holds the bits of bfloat16 as uint16, those of float8_e4m3fn as uint8, which
-only a copy of what is read converts.
+layer. So the pool of such a platform holds the bits of bfloat16 as uint16, those of float8_e4m3fn as uint8. Only
+copies of rows that are read are converted.
 """
 
 # T tokens   G local KV heads   h head width
@@ -16,11 +16,13 @@ import jax.numpy as jnp
 
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 """The dtypes of pools that hold other dtypes as their bits."""
+PAIRED = "int16"
+"""The dtype of pools that hold two numbers of float8_e4m3fn in an element (`tpu.byte_pairs`)."""
 _HELD_AS = {jnp.dtype(bits): jnp.dtype(held) for held, bits in BITS.items()}
 
 
 class LayerPages(NamedTuple):
-    """Where a layer has its pages: which of the page tables is its own, its first page in the pool, and how many."""
+    """The pages of a layer: the number of its page table, its first page in the pool, and its number of pages."""
 
     table: int
     first_page: int
@@ -28,26 +30,36 @@ class LayerPages(NamedTuple):
 
 
 def num_tables(layer_pages: tuple[LayerPages, ...]) -> int:
-    """How many page tables a sequence has; one where `layer_pages` is empty."""
+    """Return the number of page tables of a sequence; 1 if `layer_pages` is empty."""
     return 1 + max((pages.table for pages in layer_pages), default=0)
 
 
 def write_rows(pool: jax.Array, rows: jax.Array, slots_T: jax.Array) -> jax.Array:
-    """Put rows [T, ...] at slots (page * page_size + offset) of a pool [pages, page, ...]; returns the updated pool.
+    """Put rows [T, ...] at slots (page * page_size + offset) of a pool [pages, page, ...]; return the updated pool.
 
-    Padding tokens point into page 0 of a layer, which no sequence owns. What an 8-bit pool cannot hold becomes its
-    largest number.
+    Padding tokens point into page 0 of a layer, which no sequence owns. Numbers beyond the range of an
+    8-bit pool become its largest number.
     """
     held = _HELD_AS.get(pool.dtype, pool.dtype)
     if held.itemsize == 1:
-        # float8_e4m3fn has no infinity: a plain cast would turn what is too large into NaN.
-        largest = float(jnp.finfo(held).max)
-        rows = jnp.clip(rows, -largest, largest)
+        rows = clipped(rows, held)
     if len(slots_T) == 1:
         # XLA:CPU turns the write of a single row into a copy of the whole pool; of two rows, it does not.
         slots_T, rows = jnp.repeat(slots_T, 2), jnp.repeat(rows, 2, axis=0)
     flat = pool.reshape(-1, *pool.shape[2:])
     return flat.at[slots_T].set(_stored(rows, pool.dtype), mode="promise_in_bounds").reshape(pool.shape)
+
+
+def clipped(rows: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return rows within the range of a dtype: float8_e4m3fn has no infinity, and a plain cast would give NaN."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(rows, -largest, largest)
+
+
+def held_shape(shape: tuple[int, ...], dtype: str, *, held: str) -> tuple[int, ...]:
+    """Return the shape of a row of `dtype` in a pool of dtype `held`, which may hold several numbers in an element."""
+    per_element = jnp.dtype(held).itemsize // jnp.dtype(dtype).itemsize
+    return (*shape[:-1], shape[-1] // per_element)
 
 
 def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, count: jax.Array) -> jax.Array:
@@ -64,18 +76,18 @@ def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, coun
 
 
 def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, slots_T: jax.Array) -> jax.Array:
-    """`write_rows` of the K and V of each token; `kv_pages` is [pages, page, 2 * G, h]."""
+    """Write the K and V of each token by `write_rows`; `kv_pages` is [pages, page, 2 * G, h]."""
     return write_rows(kv_pages, kv_rows(keys_TGh, values_TGh), slots_T)
 
 
 def kv_rows(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
-    """K and V of each token as a row of the pool, K and V of a head beside each other: [T, 2 * G, h]."""
+    """Return K and V of each token as a row of the pool, K and V of a head beside each other: [T, 2 * G, h]."""
     num_tokens, num_heads, width = keys_TGh.shape
     return jnp.stack([keys_TGh, values_TGh], axis=2).reshape(num_tokens, 2 * num_heads, width)
 
 
 def read_wide(stored: jax.Array) -> jax.Array:
-    """What was read from a pool, as float32."""
+    """Return elements read from a pool as float32."""
     if stored.dtype in _HELD_AS:
         stored = jax.lax.bitcast_convert_type(stored, _HELD_AS[stored.dtype])
     return stored.astype(jnp.float32)

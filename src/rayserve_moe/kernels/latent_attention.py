@@ -1,11 +1,11 @@
-"""Multi-head latent attention of one layer over a paged cache of latents (DeepSeek-V2, arXiv:2405.04434).
+"""Multi-head latent attention of a layer over a paged cache of latents (DeepSeek-V2, arXiv:2405.04434).
 
-The cache holds of a token one latent, from which the keys and values of all heads follow, and one rotated key that all
-heads share. It is never expanded: a query is multiplied into the latent space (with k_b), so that attention is that of
-one KV head whose keys are `latent | rotated` and whose values are the latents, and what it gathers is multiplied out
-(with v_b). Per query head, key and query that costs 2 C + r products, where an expanded key costs n + r + v; expanding
-costs C (n + v) for every key and head of a block. So a block gains by it only with more than C (n + v) / (2 C - n - v)
-queries, 170 with the widths of DeepSeek-V3, where blocks have 32.
+The cache holds a latent of each token, which determines the keys and values of all heads, and a rotated key that all
+heads share. It is never expanded: a query is multiplied into the latent space (with k_b). Attention then has a single
+KV head with keys `latent | rotated` and the latents as values, and its result is multiplied out (with v_b). That costs
+2 C + r products per query head, key and query; an expanded key costs n + r + v, and expanding costs C (n + v) for every
+key and head of a block. So expanding pays only in blocks of more than C (n + v) / (2 C - n - v) queries, 170 with the
+widths of DeepSeek-V3; blocks have 32.
 """
 
 # T tokens   D model width   L layers   A local query heads   R query latent   C latent   r rotated width
@@ -34,10 +34,10 @@ from rayserve_moe.kernels.reference.layers import Rotation, project, rms_norm, r
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """What is fixed about the attention of all layers when a step is compiled.
+    """Constants of latent attention, the same in all layers.
 
-    `nope_dim` is the width n of a head's part without position, `norm_eps` that of the latents' norms, `score_scale`
-    the factor of the scores. `interleaved_rotation`: see `layers.rotate`.
+    `nope_dim` is the width n of a head's part without position, `norm_eps` the epsilon of the latents' norms,
+    `score_scale` the factor of the scores. `interleaved_rotation`: see `layers.rotate`.
     """
 
     nope_dim: int
@@ -59,9 +59,9 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new latents.
 
-    As `attention_layer.attend_layer`, for a pool [L * pages, page, 1, C + r] that every device holds alike, or with
-    other rows that `rows_of` makes of such ones; `rotation` is that of r elements. Queries come from a latent of their
-    own where `weights` have one (q_a, q_a_norm, q_b).
+    As `attention_layer.attend_layer`, for a pool [L * pages, page, 1, C + r] that is the same on every device, or with
+    the rows of `rows_of`; `rotation` is for r elements. Queries come from a latent of their own if `weights` have it
+    (q_a, q_a_norm, q_b).
     """
     weights, batch, rotation, layer, singles, *_ = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
@@ -88,7 +88,7 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
 def _latents(
     normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: LatentConfig
 ) -> jax.Array:
-    """What the cache keeps of each token: its normed latent, and the rotated key of all heads, [T, 1, C + r]."""
+    """Return the cached row of each token: its normed latent, and the rotated key of all heads, [T, 1, C + r]."""
     latent_width = len(weights["kv_a_norm_LC"])
     projected_T1C = project(normed_TD, weights["kv_a_LDC"], weights.get("kv_a_bias_LC"))[:, None]
     latents_T1C, keys_T1r = projected_T1C[..., :latent_width], projected_T1C[..., latent_width:]
@@ -100,7 +100,7 @@ def _latents(
 def _absorbed_queries(
     normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: LatentConfig
 ) -> jax.Array:
-    """Queries against latents and the shared rotated key, float32 [T, A, C + r]."""
+    """Return queries against latents and the shared rotated key, float32 [T, A, C + r]."""
     if "q_a_LDR" in weights:
         latents_TR = project(normed_TD, weights["q_a_LDR"], weights.get("q_a_bias_LR"))
         queries_TH = project(rms_norm(latents_TR, weights["q_a_norm_LR"], config.norm_eps), weights["q_b_LRH"])
@@ -115,5 +115,5 @@ def _absorbed_queries(
 
 
 def _multiply(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """A product per head, accumulated and left in float32."""
+    """Multiply per head, accumulated in float32; the result stays float32."""
     return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32)

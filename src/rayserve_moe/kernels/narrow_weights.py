@@ -1,7 +1,7 @@
-"""Matrices in 8 bits and their scales: one of each column, or one for each block of a column's rows.
+"""Matrices in 8 bits and their scales, per column or per block of a column's rows.
 
-A product with a scale per column is multiplied by it afterwards. Blocks of rows are scaled in float32 ahead of the
-product, so that what is multiplied is what the matrix would be if it was held in the dtype of the rows.
+Scales of columns multiply the product afterwards. Blocks of rows are scaled in float32 ahead of the product, which then
+has the same operands as with a matrix in the dtype of the rows.
 """
 
 # K rows, over which a product adds up   N columns   Z blocks of rows that have scales of their own
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 SCALE_BLOCK = 128
-"""Rows, and columns, of a matrix that share a scale, where it has several."""
+"""Number of rows, and of columns, that share a scale in a matrix with scales of blocks."""
 NARROW = ("int8", "float8_e4m3fn")
 """Dtypes of matrices with scales."""
 _SUBLANES = 8
@@ -25,28 +25,28 @@ FIRST_WITH_E4M3 = 7
 
 
 def scale_rows(num_rows: int) -> int:
-    """How many rows the scales of blocks of a matrix have: one per block, and zeros up to a multiple of eight.
+    """Return the number of rows of block scales: a row per block, and zeros up to a multiple of eight.
 
-    TPUs lay out arrays in rows of eight, and would copy those of another number ahead of a kernel.
+    TPUs lay out arrays in rows of eight, and would copy arrays with other numbers of rows ahead of a kernel.
     """
     return -(-num_rows // (SCALE_BLOCK * _SUBLANES)) * _SUBLANES
 
 
 def in_blocks(scales: jax.Array | None) -> bool:
-    """Whether scales [..., Z, N] are those of blocks of rows."""
+    """Return True if scales [..., Z, N] belong to blocks of rows."""
     return scales is not None and scales.shape[-2] > 1
 
 
 def dequantized(matrix_KN: jax.Array, scales_ZN: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The numbers that a matrix in blocks stands for: scaled in float32, and rounded once to `dtype`, [..., K, N]."""
+    """Return the numbers of a matrix in blocks: scaled in float32, and rounded once to `dtype`, [..., K, N]."""
     scales = jnp.repeat(scales_ZN, SCALE_BLOCK, axis=-2)[..., : matrix_KN.shape[-2], :]
     return (matrix_KN.astype(jnp.float32) * scales).astype(dtype)
 
 
 def held_product(rows_MK: jax.Array, matrix_KN: jax.Array, scales_ZN: Any, *, first: jax.Array | int = 0) -> jax.Array:
-    """Rows times a matrix that a kernel of TPUs holds, and times the scales in a reference, if any: float32 [M, N].
+    """Multiply rows by a matrix in a TPU kernel, and by the scales in a reference, if any: float32 [M, N].
 
-    A matrix in blocks begins at block `first` of those that scales are of.
+    A matrix in blocks begins at block `first` of the scales.
     """
     numbers_KN, unit = _converted_fast(matrix_KN)
     if scales_ZN is not None and in_blocks(scales_ZN):
@@ -60,16 +60,16 @@ def held_product(rows_MK: jax.Array, matrix_KN: jax.Array, scales_ZN: Any, *, fi
 
 
 def _float32_of(numbers_KN: jax.Array) -> jax.Array:
-    """The same numbers, integers by way of bfloat16, for which v6e has an instruction."""
+    """Return the numbers as float32, integers by way of bfloat16, for which v6e has an instruction."""
     return (numbers_KN.astype(jnp.bfloat16) if numbers_KN.dtype == jnp.int8 else numbers_KN).astype(jnp.float32)
 
 
 def _converted_fast(matrix_KN: jax.Array) -> tuple[jax.Array, float]:
-    """A matrix in a dtype that the chip converts to others by an instruction, and what its numbers are multiplied by.
+    """Return a matrix in a dtype that the chip converts by an instruction, and the factor to its numbers.
 
-    Chips before tpu7x have e4m3b11 and not e4m3, whose bits stand there for a 16th: exponents are four less, subnormal
-    numbers are such as well, and but for a zero with a sign, which no weight is, all bits are numbers that are NaNs in
-    neither. In software a conversion takes thrice the time that the weights do on their way (v6e), or 14 times (tpu7x).
+    Chips before tpu7x have e4m3b11 and not e4m3. The same bits stand there for a 16th of the number, subnormal numbers
+    included. The only exception is a negative zero, which no weight is. A conversion in software takes three times as
+    long as the weights' transfer (v6e), or 14 times (tpu7x).
     """
     has_e4m3 = pltpu.is_tpu_device() and pltpu.get_tpu_info().generation >= FIRST_WITH_E4M3
     if matrix_KN.dtype != jnp.float8_e4m3fn or has_e4m3:

@@ -1,8 +1,8 @@
-"""Rows to any rank in any number: `ragged_all_to_all`, with one meaning on every platform.
+"""Rows to any rank in any number: `ragged_all_to_all`, with the same meaning on every platform.
 
-TPUs have the operation. One that spans slices hands all of its operand to the host, rows for the own slice too, so what
-stays within a slice is exchanged on its own. XLA:CPU has no such operation: there it is built from a gather of all
-rows, exact, and as costly as ranks times rows, which is meant for tests and small groups.
+TPUs have the operation. Across slices it hands its whole operand to the host, rows for the own slice included, so rows
+within a slice are exchanged separately. XLA:CPU has no such operation: there it is built from a gather of all rows,
+which is exact, costs ranks times rows, and is meant for tests and small groups.
 """
 
 # R ranks   N rows of the operand   M rows of the output   C slices per peer   B rows sent
@@ -35,7 +35,7 @@ a grouped product in the layout they arrive in: tpu7x copies all of them in ever
 
 
 class RaggedSlices(NamedTuple):
-    """Which rows go where: int32, one entry per rank, or the same number of entries for each.
+    """Rows to send and to receive: int32, an entry per rank, or the same number of entries for each.
 
     Rows `input_offsets_R[r]` and on, `send_sizes_R[r]` of them, go to rank r, which finds them in its output from
     `output_offsets_R[r]` on, a place at the receiver. From rank r come `recv_sizes_R[r]` rows.
@@ -48,7 +48,7 @@ class RaggedSlices(NamedTuple):
 
 
 Groups = tuple[tuple[int, ...], ...]
-"""Ranks by group, all groups of one size."""
+"""Ranks by group; groups have equal sizes."""
 
 
 def ragged_all_to_all(
@@ -62,10 +62,12 @@ def ragged_all_to_all(
 ) -> jax.Array:
     """Send rows of `operand` [N, ...] to every rank and return `output` [M, ...] with the received rows written in.
 
-    Rows of `output` that are not received stay as they are. The ranks lie over `num_slices` in order. Where only single
-    rows are sent, at most `rows_sent` of them, these are copied together, for exchanges that move all of their operand:
-    those between CPU devices and between slices. Call it inside a sharded function over `axis_name`, with numbers that
-    agree between sender and receiver. RuntimeError where jax lacks what the exchange on CPU builds on.
+    Rows of `output` that are not received do not change. The ranks lie over `num_slices` in order. `rows_sent` is the
+    maximum number of single rows; they are copied together, because exchanges between CPU devices and between slices
+    move their whole operand. Call it inside a sharded function over `axis_name`, with numbers that agree between sender
+    and receiver.
+
+    Raises: RuntimeError if jax does not have the primitive for the exchange on CPU.
     """
     teach_cpu(getattr(jax_collectives, PRIMITIVE, None))
     exchange = partial(jax.lax.ragged_all_to_all, axis_name=axis_name)
@@ -81,7 +83,7 @@ def ragged_all_to_all(
 def by_distance(
     slices: RaggedSlices, *, axis_name: str | tuple[str, ...], num_slices: int
 ) -> tuple[RaggedSlices, RaggedSlices]:
-    """What goes to ranks of the own slice, entries of those alone, and what goes to others: there no rows for the own.
+    """Return the slices for ranks of the own slice, and the slices for all ranks without rows for the own slice.
 
     Call it inside a sharded function over `axis_name`.
     """
@@ -94,7 +96,7 @@ def by_distance(
 
 
 def _packed(operand: jax.Array, slices: RaggedSlices, *, most: int) -> tuple[jax.Array, RaggedSlices]:
-    """Copy the rows that this rank sends one after the other, at most `most`: no more than those then travel."""
+    """Copy the rows that this rank sends to adjacent places, at most `most`; only these are exchanged."""
     is_sent_R = slices.send_sizes_R > 0
     (sent_B,) = jnp.nonzero(is_sent_R, size=most, fill_value=0)
     place_R = jnp.maximum(jnp.cumsum(is_sent_R, dtype=jnp.int32) - 1, 0)
@@ -103,7 +105,7 @@ def _packed(operand: jax.Array, slices: RaggedSlices, *, most: int) -> tuple[jax
 
 @cache
 def teach_cpu(primitive: Primitive | None) -> None:
-    """Register the CPU lowering of `primitive`, once per process. RuntimeError where this jax does not have it."""
+    """Register the CPU lowering of `primitive`, once per process; RuntimeError if jax does not have it."""
     if primitive is None:
         raise RuntimeError(
             f"jax {jax.__version__} has no jax._src.lax.parallel.{PRIMITIVE}, which the exchange of rows between CPU "
@@ -120,7 +122,7 @@ def exchange_by_gather(
     axis_name: str | tuple[str, ...],
     axis_index_groups: Groups | None = None,
 ) -> jax.Array:
-    """The same exchange from operations that every platform has; parameters are those of the primitive."""
+    """Exchange rows by operations that every platform has; parameters are those of the primitive."""
     gather = partial(jax.lax.all_gather, axis_name=axis_name, axis_index_groups=axis_index_groups)
     *from_sender, _ = (part.astype(jnp.int32) for part in slices)
     groups = axis_index_groups or (tuple(range(jax.lax.axis_size(axis_name))),)

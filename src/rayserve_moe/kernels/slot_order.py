@@ -1,4 +1,4 @@
-"""Bringing assignments into the order of their slots, and rows from one order into another."""
+"""Sorting of assignments by slot, and reordering of rows."""
 
 # T tokens   K slots of a token   P assignments = T * K   N rows of an array
 
@@ -11,23 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-MOST_COMPARED = 1024
-"""Assignments that are each compared with all others. Beyond, sorting takes less time; below, on a TPU, it takes more
-operations: two sorts are several, and a sum of comparisons is one."""
+MAX_COMPARED = 1024
+"""Maximum number of assignments that are compared pairwise. Sorting more takes less time; for fewer, on a TPU, two
+sorts are several operations, and a sum of comparisons is a single operation."""
 
 
 class SortedAssignments(NamedTuple):
-    """Assignments slot after slot, those of a slot as they came: `token_P` has the token of each in this order,
-    `place_P` the place in this order of each assignment."""
+    """Assignments by slot, in their order within a slot: `token_P` has the token of each in this order, `place_P` the
+    place of each assignment."""
 
     token_P: jax.Array
     place_P: jax.Array
 
 
 def order_by_slot(slots_TK: jax.Array, num_slots: int) -> SortedAssignments:
-    """Sort the assignments of tokens to slots; those of `num_slots` or beyond come last, as they came."""
+    """Sort the assignments of tokens to slots; slots of `num_slots` or beyond come last, in their order."""
     top_k, slots_P = slots_TK.shape[1], jnp.minimum(slots_TK.reshape(-1), num_slots)
-    if slots_P.size > MOST_COMPARED:
+    if slots_P.size > MAX_COMPARED:
         order_P = jnp.argsort(slots_P, stable=True)
         return SortedAssignments(jax.lax.div(order_P, top_k), inverse(order_P))
     number_P = np.arange(slots_P.size, dtype=np.int32)
@@ -37,7 +37,7 @@ def order_by_slot(slots_TK: jax.Array, num_slots: int) -> SortedAssignments:
 
 
 def inverse(order_P: jax.Array) -> jax.Array:
-    """The permutation that undoes `order_P`: on a CPU by a scatter, which takes a TPU ten times as long as a sort."""
+    """Return the permutation that undoes `order_P`: on a CPU by a scatter, ten times slower than a sort on a TPU."""
 
     def scattered(order_P: jax.Array) -> jax.Array:
         place_P = jnp.arange(order_P.size, dtype=order_P.dtype)
@@ -47,5 +47,5 @@ def inverse(order_P: jax.Array) -> jax.Array:
 
 
 def take(rows_N: jax.Array, places_P: jax.Array) -> jax.Array:
-    """The rows [P, ...] at `places_P` of [N, ...], which are known to be in 0..N-1."""
+    """Return the rows [P, ...] at `places_P` of [N, ...]; places must be in 0..N-1."""
     return rows_N.at[places_P].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -1,7 +1,10 @@
-"""The tables of kernels: each is one record of functions, and a step is built from one of them.
+"""The tables of kernels: the operations of a step, and for each the candidates that may compute it.
 
-A step that is being built takes its kernels from the table alone, so a new kernel is a function with the signature of
-its reference and one entry here (docs/add_a_kernel.md). The entries of `cpu` are the reference for all others.
+A step is built from one table. `CPU` is the reference, `TPU` and `CPU_NATIVE` follow. An `Operation` has candidates in
+order of preference. The first candidate without an `unsupported_reason` for the shapes of a call computes it, and the
+server logs the choices at its start. Fields with a plain function have a single implementation. A new kernel is a
+function with the signature of its reference and a candidate here (docs/add_a_kernel.md). How tokens reach experts on
+other devices is chosen in the same way from `experts.backends.EXPERT_BACKENDS`.
 """
 
 from __future__ import annotations
@@ -14,42 +17,54 @@ from typing import Any
 import jax
 
 from rayserve_moe.kernels import kv_pool
+from rayserve_moe.kernels.attention_heads import project_packed_rows, project_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
+from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, Operation, operation
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference import expert_products, gated_delta, layers
-from rayserve_moe.kernels.tpu import attention_ragged, paged_attention
-from rayserve_moe.kernels.tpu.add_norm import add_and_norm
-from rayserve_moe.kernels.tpu.flat_rows import LANES, flat_latents
-from rayserve_moe.kernels.tpu.grouped_ffn import multiply_grouped
-from rayserve_moe.kernels.tpu.pushed_experts import push_experts
-from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes, lacks
-from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
-from rayserve_moe.kernels.tpu.streamed_heads import norm_and_project
-from rayserve_moe.kernels.tpu.top_experts import choose_experts
+from rayserve_moe.kernels.tpu import (
+    add_norm,
+    dispatch_sizes,
+    grouped_ffn,
+    low_latency_dispatch,
+    paged_attention,
+    rotary_heads,
+    streamed_heads,
+    top_experts,
+)
+from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes
+from rayserve_moe.kernels.tpu.packed_rows import LANES, packed_latents
 
 Kernel = Callable[..., jax.Array]
 
 
-def no_push(sizes: PushSizes) -> str:
-    """Return the reason for kernels that push no rows."""
-    return f"there is no such kernel for rows of {sizes.width}"
+def no_low_latency(_: DispatchSizes) -> str:
+    """Return the reason of tables without low-latency dispatch."""
+    return "TPUs only"
+
+
+NO_LOW_LATENCY: Function = Candidate("low_latency_dispatch", low_latency_dispatch.dispatch_experts, no_low_latency)
+ADD_NORM = operation("xla", layers.add_and_norm)
+"""The sum of a stream and its norm by XLA."""
 
 
 @dataclass(frozen=True)
 class AttentionKernels:
-    """The attention of a layer, and what belongs to its pool and its queries."""
+    """The attention of a layer, and the parts that depend on its pool and its queries."""
 
     attend: Callable[..., tuple[jax.Array, jax.Array]]
-    """`attention_layer.attend_layer` with its paged kernels bound, and its projection where that is another."""
+    """`attention_layer.attend_layer` with its paged kernels bound, and `project` if it is another function."""
     describe_singles: Callable[..., Mapping[int, Any]] | None = None
-    """What `attend` derives of the positions of single tokens, once for all layers; may be absent."""
-    norm_and_project: Callable[..., tuple[jax.Array, jax.Array, jax.Array] | None] | None = None
-    """`add_norm` ahead of attention with queries, keys and values (`streamed_heads`); may be absent, or give None."""
-    has_flat_rows: bool = False
-    """The pool's rows are those of `flat_rows`."""
+    """Derives from the positions of single tokens, once for all layers, the input of `attend`. May be absent."""
+    norm_and_project: Operation = NO_CANDIDATES
+    """Fused: `add_norm`, then queries, keys and values (`streamed_heads.norm_and_project`)."""
+    project: Operation = NO_CANDIDATES
+    """`attention_heads.project_rows`, bound in `attend`; empty if `attend` projects by itself."""
+    has_packed_rows: bool = False
+    """True if the pool has the rows of `packed_rows`."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +73,14 @@ class ExpertKernels:
 
     router_scores: Kernel
     """`layers.router_scores`."""
-    results: Kernel
+    results: Operation
     """`expert_products.multiply_in_blocks`."""
-    sums: Kernel
+    sums: Operation
     """`expert_products.sum_results` with its product bound."""
-    choose: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
-    """A router and its choice at once (`top_experts.choose_experts`); may be absent, or give None."""
-    pushed_sums: Kernel = push_experts
-    """`sums` over all ranks (`pushed_experts.push_experts`), for sizes that `push_lacks` accepts."""
-    push_lacks: Callable[[PushSizes], str] = no_push
-    """Why `pushed_sums` is not for some sizes (`pushed_sizes.lacks`); empty if it is."""
+    choose: Operation = NO_CANDIDATES
+    """Fused: `router_scores` and `experts.routing.select_top_k` (`top_experts.choose_experts`)."""
+    low_latency: Function = NO_LOW_LATENCY
+    """`sums` over the experts of all ranks (`low_latency_dispatch.dispatch_experts`); its reason takes the sizes."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +95,14 @@ class HeadKernels:
 
 @dataclass(frozen=True)
 class SamplingKernels:
-    """The choice of words by their logits."""
+    """The choice of tokens by their logits."""
 
     masses: Callable[..., layers.WordMasses]
     """`layers.masses_of`."""
     noise: Kernel
     """`layers.gumbel_noise`."""
     choose: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
-    """The best of the log-probabilities that truncation keeps with `noise`, which skips words that cannot be the best;
-    may be absent."""
+    """Truncation, `noise` and the maximum at once (`cpu_native.calls.choose`). May be absent."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +122,7 @@ class PoolKernels:
     copy_pages: Kernel = kv_pool.copy_pages
     """`kv_pool.copy_pages`."""
     dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """The dtype that holds keys and values of another (`kv_pool`)."""
+    """Dtype of the pool by dtype of keys and values, if they differ (`kv_pool`)."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +137,7 @@ class ParameterLayout:
 
 @dataclass(frozen=True, repr=False)
 class Kernels:
-    """The functions of a step, each with the signature and the meaning of its reference.
-
-    Where one that may be absent is absent or gives None, its parts are computed one after the other.
-    """
+    """The operations of a step, each with the signature and the meaning of its reference."""
 
     name: str
     """Names the table in settings, logs and programs on disk."""
@@ -139,29 +148,40 @@ class Kernels:
     mlp: Kernel
     """`layers.gated_mlp`."""
     attention: AttentionKernels
-    """Replaced for a model with another kind of attention (`LATENT_ATTENTION`, `FLAT_ATTENTION`)."""
+    """Replaced for a model by a candidate of `GROUPED_ATTENTION` or `LATENT_ATTENTION`."""
     experts: ExpertKernels
     """Router and experts of a layer."""
     head: HeadKernels
     """From the last hidden states to logits."""
     sampling: SamplingKernels
-    """From logits to words."""
+    """From logits to tokens."""
     recurrence: RecurrenceKernels = RecurrenceKernels()
     """Layers with a recurrent state."""
     pool: PoolKernels = PoolKernels()
     """Copies within the pool, and its dtypes."""
     parameters: ParameterLayout = ParameterLayout()
     """Layout of the parameters that the kernels read."""
-    add_norm: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
-    """A residual stream and its norm at once (`add_norm.add_and_norm`); may be absent, or give None."""
+    add_norm: Operation = ADD_NORM
+    """`layers.add_and_norm`."""
     dtype: str = ""
     """The only dtype that the kernels compute in; empty: any."""
     compiler_options: Mapping[str, str | bool] = field(default_factory=dict, hash=False)
     """Options of XLA for programs of these kernels, unless XLA_FLAGS sets them."""
 
     def __repr__(self) -> str:
-        """Return the name: programs on disk are found by it, so it holds no address of a function."""
+        """Return the name, which identifies programs on disk and so includes no address of a function."""
         return f"Kernels({self.name})"
+
+
+def products(*candidates: Function) -> tuple[Operation, Operation]:
+    """Return `results` and `sums` of `ExpertKernels` by candidates for the product of `results`."""
+    sums = (replace(each, run=partial(expert_products.sum_results, multiply=each.run)) for each in candidates)
+    return Operation(candidates), Operation(tuple(sums))
+
+
+def grouped_attention(*, project: Operation, **paged: Callable[..., Any]) -> AttentionKernels:
+    """Return `attend_layer` with its paged kernels and its projection bound."""
+    return AttentionKernels(partial(attend_layer, project=project, **paged), project=project)
 
 
 CPU = Kernels(
@@ -169,41 +189,71 @@ CPU = Kernels(
     norm=layers.rms_norm,
     rotation=layers.rotation_of,
     mlp=layers.gated_mlp,
-    attention=AttentionKernels(
-        partial(attend_layer, decode=attention_reference.attend, prefill=attention_reference.attend)
+    attention=grouped_attention(
+        decode=attention_reference.attend,
+        prefill=attention_reference.attend,
+        project=operation("xla", project_rows),
     ),
-    experts=ExpertKernels(
-        router_scores=layers.router_scores,
-        results=expert_products.multiply_in_blocks,
-        sums=partial(expert_products.sum_results, multiply=expert_products.multiply_in_blocks),
-    ),
+    experts=ExpertKernels(layers.router_scores, *products(Candidate("xla", expert_products.multiply_in_blocks))),
     head=HeadKernels(layers.head_logits, tied_rows=layers.take_rows),
     sampling=SamplingKernels(layers.masses_of, noise=layers.gumbel_noise),
     pool=PoolKernels(dtypes=kv_pool.BITS),
 )
+PAGED = replace(
+    grouped_attention(
+        decode=paged_attention.attend,
+        prefill=paged_attention.attend,
+        write_and_decode=paged_attention.attend_new,
+        project=Operation(
+            (
+                Candidate("rotary_heads", rotary_heads.project_rows_at_once, rotary_heads.unsupported_reason),
+                Candidate("xla", project_packed_rows),
+            ),
+        ),
+    ),
+    describe_singles=paged_attention.describe_singles,
+    norm_and_project=Operation(
+        (Candidate("streamed_heads", streamed_heads.norm_and_project, streamed_heads.unsupported_reason),)
+    ),
+    has_packed_rows=True,
+)
+"""Grouped-query attention of TPUs. The kernel writes new rows, and reads the pages of a sequence once."""
+PAGED_LATENTS = AttentionKernels(
+    partial(
+        attend_latent_layer,
+        decode=paged_attention.attend,
+        prefill=paged_attention.attend,
+        write_and_decode=paged_attention.attend_new,
+        rows_of=packed_latents,
+    ),
+    describe_singles=paged_attention.describe_singles,
+    has_packed_rows=True,
+)
+"""Latent attention of TPUs."""
 TPU = replace(
     CPU,
     name="tpu",
-    attention=AttentionKernels(
-        partial(
-            attend_layer,
-            decode=attention_ragged.attend_decode,
-            prefill=attention_ragged.attend_prefill,
-            project=project_rows_at_once,
-        ),
-        describe_singles=attention_ragged.describe_singles,
-    ),
+    attention=PAGED,
     experts=ExpertKernels(
-        router_scores=layers.router_scores,
-        results=multiply_grouped,
-        sums=partial(expert_products.sum_results, multiply=multiply_grouped),
-        choose=choose_experts,
-        push_lacks=lacks,
+        layers.router_scores,
+        *products(
+            Candidate("grouped_ffn", grouped_ffn.multiply_grouped, grouped_ffn.unsupported_reason),
+            Candidate("ragged_dot", expert_products.multiply_by_ragged_dot),
+        ),
+        choose=Operation((Candidate("top_experts", top_experts.choose_experts, top_experts.unsupported_reason),)),
+        low_latency=Candidate(
+            "low_latency_dispatch", low_latency_dispatch.dispatch_experts, dispatch_sizes.unsupported_reason
+        ),
     ),
-    pool=PoolKernels(),
-    # XLA lays a table of other rows out by columns where that is smaller, and copies it to look rows up.
+    pool=PoolKernels(dtypes={"float8_e4m3fn": kv_pool.PAIRED}),
+    # XLA lays out a table of other widths by columns if that is smaller, and copies it to look up rows.
     parameters=ParameterLayout(multiples={"table_row": LANES}),
-    add_norm=add_and_norm,
+    add_norm=Operation(
+        (
+            Candidate("add_norm", add_norm.add_and_norm, add_norm.unsupported_reason),
+            Candidate("xla", layers.add_and_norm),
+        )
+    ),
 )
 CPU_NATIVE = Kernels(
     "cpu_native",
@@ -211,52 +261,43 @@ CPU_NATIVE = Kernels(
     rotation=calls.rotation_of,
     mlp=calls.gated_mlp,
     attention=AttentionKernels(calls.attend_layer),
-    experts=ExpertKernels(calls.router_scores, results=calls.expert_results, sums=calls.expert_sums),
+    experts=ExpertKernels(
+        calls.router_scores,
+        results=operation("cpu_native", calls.expert_results),
+        sums=operation("cpu_native", calls.expert_sums),
+    ),
     head=HeadKernels(calls.head_logits, tied_rows=take_columns),
     sampling=SamplingKernels(calls.masses_of, noise=calls.gumbel_noise, choose=calls.choose),
     pool=PoolKernels(calls.copy_pages),
     parameters=ParameterLayout(calls.LAYOUT_OF, calls.MULTIPLES),
-    add_norm=calls.add_and_norm,
+    add_norm=operation("cpu_native", calls.add_and_norm),
     dtype="bfloat16",
     compiler_options={"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"},
 )
-"""C++ for bfloat16 on a CPU (`cpu_native`). XLA has little left to fuse: without its emitters programs compile in a
-third of the time, and run as fast."""
+"""C++ for bfloat16 on a CPU (`cpu_native`).
 
-LATENT_ATTENTION: dict[str, AttentionKernels] = {
-    "cpu": AttentionKernels(
-        partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend)
-    ),
-    "cpu_native": AttentionKernels(calls.attend_latent_layer),
-    "tpu": AttentionKernels(
-        partial(
-            attend_latent_layer,
-            decode=paged_attention.attend,
-            prefill=paged_attention.attend,
-            write_and_decode=paged_attention.attend_new,
-            rows_of=flat_latents,
-        ),
-        describe_singles=paged_attention.describe_singles,
-        has_flat_rows=True,
-    ),
+XLA has little left to fuse: without its emitters programs compile in a third of the time and run equally fast.
+"""
+
+AttentionCandidates = tuple[Candidate[AttentionKernels], ...]
+"""Their reasons take the `PoolFormat` of a server."""
+GROUPED_ATTENTION: dict[str, AttentionCandidates] = {
+    "tpu": (Candidate("paged", PAGED, paged_attention.unsupported_reason),),
 }
-"""The attention of a table, by its name, for a model whose attention is latent."""
-FLAT_ATTENTION: dict[str, AttentionKernels] = {
-    "tpu": AttentionKernels(
-        partial(
-            attend_layer,
-            decode=paged_attention.attend,
-            prefill=paged_attention.attend,
-            write_and_decode=paged_attention.attend_new,
-            project=partial(project_rows_at_once, is_flat=True),
+"""Candidates for grouped-query attention by name of a table; other tables have their own `attention` only."""
+LATENT_ATTENTION: dict[str, AttentionCandidates] = {
+    "cpu": (
+        Candidate(
+            "xla",
+            AttentionKernels(
+                partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend)
+            ),
         ),
-        describe_singles=paged_attention.describe_singles,
-        norm_and_project=norm_and_project,
-        has_flat_rows=True,
-    )
+    ),
+    "cpu_native": (Candidate("cpu_native", AttentionKernels(calls.attend_latent_layer)),),
+    "tpu": (Candidate("paged", PAGED_LATENTS, paged_attention.unsupported_latents),),
 }
-"""The attention of a table, by its name, with our own paged kernel: the default where keys and values are not of 8 bits
-and pages divide by 16 tokens, and always for sinks and for heads that are no whole registers of a TPU."""
+"""Candidates for latent attention by name of a table."""
 
 KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}
-"""By name; the one that has the name of a platform is the platform's own."""
+"""By name; the table with the name of a platform is the platform's own."""

@@ -130,15 +130,9 @@ def scaled(hidden_TD: jax.Array, factor: float) -> jax.Array:
 def _add_and_norm(
     hidden_TD: jax.Array, added_TD: jax.Array, scale_LD: jax.Array, layer: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sum and its norm, both [T, D], from a fused kernel if available."""
-    at_once = config.kernels.add_norm
-    if at_once is not None:
-        with jax.named_scope("norm"):
-            made = at_once(hidden_TD, added_TD, scale_LD, layer=layer, eps=config.spec.norm_eps)
-        if made is not None:
-            return made
-    hidden_TD = hidden_TD + added_TD
-    return hidden_TD, norm_rows(hidden_TD, scale_LD[layer], config)
+    """Return the sum of the stream and its addend, and the norm of the sum."""
+    with jax.named_scope("norm"):
+        return config.kernels.add_norm(hidden_TD, added_TD, scale_LD, layer=layer, eps=config.spec.norm_eps)
 
 
 def norm_rows(hidden_TD: jax.Array, scale_D: jax.Array, config: ModelConfig) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.kv_pool import LayerPages
+from rayserve_moe.kernels.kv_pool import LayerPages, held_shape
 from rayserve_moe.model.layers.table import MIXERS
 from rayserve_moe.model.model_config import ModelConfig, Pools
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -103,12 +103,12 @@ def pool_shapes(
 
     Every layer and rank has the number of pages in `counts` or, by layer, in `layer_pages`.
     """
-    plan, held = config.plan, config.kernels.pool.dtypes
+    plan, held = config.plan, config.kernels.pool.dtypes.get(dtype, dtype)
 
     def stacked(array: ArraySpec, count: int, *inner: int) -> Any:
-        of_cache = held.get(dtype, dtype)
-        shape, axes = (plan.data_size * count, *inner, *array.shape), ("data_ranks", *[None] * len(inner), *array.axes)
-        return jax.ShapeDtypeStruct(shape, array.dtype or of_cache, sharding=plan.sharding(axes))
+        row = array.shape if array.dtype else held_shape(array.shape, dtype, held=held)
+        shape, axes = (plan.data_size * count, *inner, *row), ("data_ranks", *[None] * len(inner), *array.axes)
+        return jax.ShapeDtypeStruct(shape, array.dtype or held, sharding=plan.sharding(axes))
 
     def shapes(state: KeptState) -> tuple[Any, ...]:
         num_layers = state.num_layers

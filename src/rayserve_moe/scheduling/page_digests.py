@@ -1,7 +1,7 @@
-"""Digests that name pages of cached tokens outside of their engine: a keyed hash of salt and all tokens up to the end.
+"""Digests that name pages of cached tokens outside of their engine.
 
-Equal prefixes under the same salt have equal digests in every engine with the key. Without the key, digests reveal
-nothing.
+A digest is a keyed hash over the salt and all tokens up to the end of the page. Equal prefixes under the same salt have
+equal digests in every engine with the key. Without the key, digests reveal nothing.
 """
 
 from __future__ import annotations

@@ -192,9 +192,9 @@ class PrefixTree:
             self._queue.add(prefix)
 
     def evict(self, num_pages: int) -> int:
-        """Drop the least recently used pages until `num_pages` became free, or all evictable ones.
+        """Drop the least recently used pages until `num_pages` became free, or all that are evictable.
 
-        Return the number freed.
+        Returns: the number of freed pages.
         """
         num_free = self._allocator.num_free
         while (missing := num_free + num_pages - self._allocator.num_free) > 0 and (leaf := self._queue.pop()):

@@ -24,7 +24,7 @@ The chunks of a rank are consecutive, in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -254,7 +254,7 @@ class StepResult:
     expert_counts: np.ndarray | None = None
     """Tokens per expert since the start, including this step, int32 [MoE layers, experts], if requested.
 
-    May wrap around.
+    The counts may wrap around.
     """
     tally: np.ndarray | None = None
     """Assignment counts over all layers, int64 [4], if slots have a capacity.
@@ -303,6 +303,8 @@ class StartReport:
     """Names of float32 tensors; `*` stands for a number."""
     placement: ExpertPlacement | None = None
     """Placement of the experts; None for their own order."""
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """Chosen kernel by operation, with the reasons against the ones preferred to it."""
 
     def __str__(self) -> str:
         windowed = "".join(

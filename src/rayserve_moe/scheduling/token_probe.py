@@ -1,4 +1,4 @@
-"""Token probe: selects tokens of a step whose logits or hidden states are returned, and stores the prompt's results.
+"""Token probe: tokens of a step whose logits or hidden states are returned, and the results for a prompt.
 
 A probed token is computed even if its keys are cached. Its results survive a preemption.
 """

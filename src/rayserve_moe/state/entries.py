@@ -17,12 +17,12 @@ NOT_IN_USE = -1
 
 
 class EntryState:
-    """Decides which entry a row reads and which one it writes, and which entries stay for prefixes to be found.
+    """Entries of the rows of a data rank, and of its cached prefixes.
 
-    A row owns one entry. The devices write a state to it whenever a token at a multiple of `entry_tokens` is computed,
+    A row owns an entry. The devices write a state to it whenever they compute a token at a multiple of `entry_tokens`,
     and read it from then on. Until then the row reads its source: an entry of a cached prefix, of the row that it
-    forked off, or its own one before that was shared. An entry with a page or with users is not written any more: its
-    row gets another one.
+    forked off, or the entry that it owned before others read it. Entries with a page or with users are immutable: the
+    row that wrote such an entry gets another.
 
     An entry is always found: there are two for each row and the null entry, and others belong to cached prefixes only.
     """
@@ -157,7 +157,7 @@ class EntryState:
         self._changed[row] = None
 
     def _move_on(self, row: int, base: int, page_ids: np.ndarray) -> None:
-        """Let a row read its own entry, the state after `base` tokens; it gets another one if others read that."""
+        """Make a row read its own entry, the state after `base` tokens; it gets another if others read that."""
         own = int(self._own[row])
         self._release_source(row)
         self._source[row], self._base[row] = own, base
@@ -167,7 +167,7 @@ class EntryState:
             self._share_own(row)
 
     def _share_own(self, row: int) -> None:
-        """Let a row read the entry that it owned, and own another one."""
+        """Make a row read the entry that it owned, and own another."""
         self._num_users[self._own[row]] += 1
         self._are_owned[self._own[row]] = False
         self._own[row] = self._allocate()
@@ -180,7 +180,7 @@ class EntryState:
             self._settle(source)
 
     def _attach(self, entry: int, page: int) -> None:
-        """Let an entry belong to a page, unless that has one."""
+        """Attach an entry to a page that has none."""
         if self.entry_of[page] == NO_ENTRY:
             self.entry_of[page], self._page_of[entry] = entry, page
 

@@ -1,4 +1,4 @@
-"""Page groups: layers of one state kind with one window, which share a page table."""
+"""Page groups, whose layers share a page table, and entry groups, whose layers share numbers of entries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rayserve_moe.state.kinds import StateKind
 
 
 class EntryGroup(NamedTuple):
-    """Layers of one entry kind, whose entries have the same numbers."""
+    """Layers of an entry kind; their entries have the same numbers."""
 
     kind: str
     """Name of their state kind."""
     entry_tokens: int
-    """Tokens from one entry to the next."""
+    """Tokens between entries."""
     num_entries: int
     """Entries of each layer on a data rank, the null entry included."""
     interval: int = 0
@@ -41,8 +41,8 @@ def page_groups(
     """Return the groups of layers with token kinds `kinds`, by window, then by name.
 
     A group without a window has `num_pages` pages, as sequences do. A group with a window has no more than all rows can
-    see at once: before a step, the positions of window - 1 tokens each, which lie on one page more than they fill; in
-    it, the tokens of a step, on up to one page more per row. As many again serve cached prefixes, and one more is the
+    see at once: before a step, the positions of window - 1 tokens each, which lie on a page more than they fill; in
+    it, the tokens of a step, on up to a page more per row. As many again serve cached prefixes, and another is the
     null page.
     """
     shares = 2 if cache.enable_prefix_caching else 1

@@ -1,4 +1,4 @@
-"""State kinds: what layers keep of a sequence, as data.
+"""State kinds: the state that layers keep of a sequence, as data.
 
 Memory, sharding, allocation and page sizes follow from the kinds that a model's layers declare.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape, logical axes and dtype of one array of a state."""
+    """Shape, logical axes and dtype of an array of a state."""
 
     shape: tuple[int, ...]
     """Shape over the whole mesh, without the dimensions of layers, pages and tokens."""
@@ -26,18 +26,18 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class StateKind:
-    """State that one kind of layer keeps of a sequence."""
+    """State that a kind of layer keeps of a sequence."""
 
     name: str
     """Key of pools."""
     per: Literal["token", "entry"]
-    """`token`: a row for every token, on pages. `entry`: one immutable entry per `entry_tokens` tokens."""
+    """`token`: a row for every token, on pages. `entry`: an immutable entry per `entry_tokens` tokens."""
     entry: tuple[ArraySpec, ...]
-    """Arrays of one token's row, or of one entry."""
+    """Arrays of a token's row, or of an entry."""
     window: int = 0
     """Token kinds: number of positions that a query sees, its own included. 0: all."""
     entry_tokens: int = 0
-    """Entry kinds: tokens from one entry to the next. 0 for token kinds."""
+    """Entry kinds: tokens between entries. 0 for token kinds."""
     ring: tuple[ArraySpec, ...] = ()
     """Entry kinds: arrays that a running row keeps of the tokens since its entry."""
 
@@ -48,5 +48,5 @@ class StateKind:
 
     @property
     def table_key(self) -> tuple[str, int]:
-        """Key of the page table of token kinds: layers of one kind with one window share it."""
+        """Return the key of the page table of token kinds; layers with the same kind and window share it."""
         return self.name, self.window

@@ -14,7 +14,7 @@ NOT_IN_USE = np.iinfo(np.int64).max
 
 
 class PagedState:
-    """Maps the pages of a rank to pages of layers with one window, and frees those that no query will see.
+    """Pages of layers with a window: a map from the pages of a rank, without those that no query will see.
 
     A page has as many users as running sequences that see it or will. A page without users stays for prefixes to be
     found until another takes its place, least recently used first, or until its page of the rank is freed.
@@ -131,7 +131,7 @@ def states_of(
     page_size: int,
     num_rows: int,
 ) -> tuple[tuple[SequenceState, ...], tuple[np.ndarray, ...]]:
-    """Build the states of page groups and entry groups on one rank, and map pages of the rank to pages of each group.
+    """Build the states of page groups and entry groups on a rank, and map pages of the rank to pages of each group.
 
     A group without a window has no `PagedState`, since it uses the pages of the rank itself.
 

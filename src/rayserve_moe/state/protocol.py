@@ -1,4 +1,4 @@
-"""The protocol of a state: what layers of one kind keep of the sequences of a data rank."""
+"""The protocol of a state that layers of a kind keep of the sequences of a data rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NO_ROW_VALUES = RowValues(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros
 
 
 class SequenceState(Protocol):
-    """Bookkeeping of one state kind on one data rank.
+    """Bookkeeping of a state kind on a data rank.
 
-    Every sequence holds pages of the rank, and a state attaches what it keeps to these pages, or to the row in which
+    Every sequence holds pages of the rank, and a state attaches its data to these pages, or to the row in which
     the sequence runs. Rows are counted from the first of the rank. A state is large enough for all rows at once: a
     sequence that has pages never waits for a state.
     """
@@ -51,7 +51,7 @@ class SequenceState(Protocol):
         ...
 
     def grow(self, page_ids: np.ndarray) -> None:
-        """Prepare pages [n] that the rank has just allocated, each for one row."""
+        """Prepare pages [n] that the rank has just allocated, each for a single row."""
         ...
 
     def advance(self, num_computed: np.ndarray, page_ids: np.ndarray) -> None:
@@ -59,26 +59,26 @@ class SequenceState(Protocol):
 
         `num_computed` [rows] are these positions, lower bounds while drafts of a draft model are awaited; `page_ids`
         [rows, n] are the pages of the rows. Rows that are not in use have any numbers. Steps run in order: submitted
-        steps have read what a step planned from now on overwrites.
+        steps have read the data that a step planned from now on overwrites.
         """
         ...
 
     def leave(self, row: int, page_ids: np.ndarray, *, positions: tuple[int, int]) -> None:
-        """Release what a row uses; `page_ids` are all pages of its sequence.
+        """Release the state of a row; `page_ids` are all pages of its sequence.
 
-        Its next query would be at one of `positions`, from the first to the last; they differ while drafts are awaited.
+        Its next query is at a position from the first to the last of `positions`, which differ while drafts are awaited.
         """
         ...
 
     def hand_over(self, page_ids: np.ndarray, cached_ids: np.ndarray) -> None:
-        """Move what is attached to `page_ids` [n], and no row uses, to `cached_ids` [n] if they lack it.
+        """Move unused data of `page_ids` [n] to the `cached_ids` [n] that lack it.
 
         Both hold the same tokens; the prefix cache finds the latter only.
         """
         ...
 
     def forget(self, page_ids: np.ndarray) -> None:
-        """Release what is attached to pages [n] that the rank has freed."""
+        """Release the data of pages [n] that the rank has freed."""
         ...
 
     def take_row_values(self) -> RowValues:

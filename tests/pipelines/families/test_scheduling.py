@@ -25,7 +25,7 @@ from tests.support.engine.workload import mixed_workload
 from tests.support.models.core import PAGE_SIZE
 from tests.support.models.families import FamilyCase
 
-pytestmark = families("deepseek_v3-0", "gpt_oss-0", variants=3)
+pytestmark = families("deepseek_v3-0", "gpt_oss-0", "qwen3_next-0", variants=3)
 
 TIGHT = 29
 """Pages for two long sequences."""
@@ -36,6 +36,12 @@ ILL_CONDITIONED = {"deepseek_v3-1": (("w10", 0), 20)}
 
 In float64, rounding the result of every product to float32 moves this one by 3.3e-6 on average and others by 0.7e-6;
 against float64 one device is off by 9.8e-6, four by 3.1e-6 and transformers in float32 by 1.2e-6.
+"""
+
+RECURRENT_TOLERANCE = 5e-5
+"""Log-probs of recurrent layers if devices add parts of sums in another order: states carry the rounding on.
+
+Measured: 2.6e-5 at most for qwen3_next-0. Its logits in float32 are 4.5e-5 of their spread away from transformers.
 """
 
 
@@ -88,8 +94,9 @@ def test_cached_prompts_come_to_the_same(one_device: HostRunner, card: ModelCard
     for _ in range(2):
         found = run_on(cycle, card, workload())
         assert_all_same(found, each_alone)
+    kept_tokens = cycle.scheduler.ranks[0].entry_tokens or PAGE_SIZE
     assert all(
-        found[request.request_id, 0].num_cached == (len(request.prompt_ids) - 1) // PAGE_SIZE * PAGE_SIZE
+        found[request.request_id, 0].num_cached == (len(request.prompt_ids) - 1) // kept_tokens * kept_tokens
         for request in workload()
     )
     cycle.scheduler.flush()
@@ -145,7 +152,8 @@ def test_a_mesh_whose_experts_move_is_one_device(
         logprobs, expected_logprobs = found[choice].logprobs, each_alone[choice].logprobs
         assert abs(logprobs[token] - expected_logprobs[token]) < 3 * LOGPROB_TOLERANCE
         logprobs[token] = expected_logprobs[token]
-    assert_all_same(found, each_alone)
+    is_recurrent = runner.served.pool.entries
+    assert_all_same(found, each_alone, tolerance=RECURRENT_TOLERANCE if is_recurrent else LOGPROB_TOLERANCE)
     assert eplb.migration.progress.version >= 4
     assert_slots_hold(runner, eplb.migration.placement, expert_weights(one_device))
     computed = np.concatenate([outcome.rows[outcome.num_cached :] for outcome in found.values()])

@@ -56,7 +56,9 @@ def outcome_of_answer(answer: Mapping[str, Any], layout: RoutingLayout) -> Outco
     return Outcome(answer["output_ids"], logprobs, finish, routing, meta["cached_tokens"])
 
 
-def assert_same(actual: Outcome, expected: Outcome, *, routing: bool = True) -> None:
+def assert_same(
+    actual: Outcome, expected: Outcome, *, routing: bool = True, tolerance: float = LOGPROB_TOLERANCE
+) -> None:
     """Assert that two runs of one choice agree: ids, end, log-probs to 1e-5, and every routing row, order included.
 
     So must all columns, where there are any.
@@ -66,7 +68,7 @@ def assert_same(actual: Outcome, expected: Outcome, *, routing: bool = True) -> 
     """
     assert actual.ids == expected.ids
     assert actual.finish == expected.finish
-    np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+    np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=tolerance)
     assert_same_columns(actual.columns, expected.columns)
     assert_same_prompt(actual.prompt, expected.prompt)
     if routing and actual.finish is not None and actual.finish.kind == "error" and not actual.ids:
@@ -110,11 +112,13 @@ def assert_same_prompt(actual: PromptColumns | None, expected: PromptColumns | N
         assert_same_columns(actual.columns, expected.columns)
 
 
-def assert_all_same(actual: Outcomes, expected: Outcomes, *, routing: bool = True) -> None:
+def assert_all_same(
+    actual: Outcomes, expected: Outcomes, *, routing: bool = True, tolerance: float = LOGPROB_TOLERANCE
+) -> None:
     """Assert that two runs of the same requests agree choice by choice."""
     assert actual.keys() == expected.keys()
     for key, outcome in actual.items():
-        assert_same(outcome, expected[key], routing=routing)
+        assert_same(outcome, expected[key], routing=routing, tolerance=tolerance)
 
 
 def assert_identical(actual: Outcomes, expected: Outcomes, *, routing: bool = True) -> None:

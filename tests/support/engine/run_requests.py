@@ -129,6 +129,7 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         num_data_ranks=num_data_ranks,
         caches_prefixes=way.caches_prefixes,
         page_groups=runner.served.pool.groups(way.num_pages),
+        entry_groups=runner.served.pool.entry_groups(way.num_pages),
         verify_rows=max(shape.num_singles for shape in runner.served.shapes),
     )
     scheduler = Scheduler(limits)

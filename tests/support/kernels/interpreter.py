@@ -18,6 +18,8 @@ from jax._src.pallas.mosaic.interpret.race_detection_state import RaceDetectionS
 from jax._src.pallas.mosaic.interpret.shared_memory import SharedMemory
 from jax.experimental.pallas import tpu as pltpu
 
+from rayserve_moe.kernels.candidates import Operation, bound
+
 INTERPRETED = pltpu.InterpretParams(detect_races=True)
 
 
@@ -88,6 +90,13 @@ def watch() -> None:
 
     SharedMemory.get_sempahores_with_nonzero_count = watched
     interpret_pallas_call.RaceDetectionState = WatchedRaces
+
+
+def interpreted(operation: Operation, interpret: Any = INTERPRETED) -> Operation:
+    """Return an operation with its TPU kernels run by an interpreter."""
+    by_xla = {"xla", "ragged_dot"}
+    candidates = (each if each.name in by_xla else bound(each, interpret=interpret) for each in operation.candidates)
+    return Operation(tuple(candidates))
 
 
 def run_cases(module: str, *names: str, timeout_s: float | None = None, **environment: str) -> dict[str, Outcome]:

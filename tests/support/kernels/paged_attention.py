@@ -2,7 +2,7 @@
 
     python -m tests.support.kernels.paged_attention CASE ...
 
-prints what came out of each case, as JSON. It is a process of its own: see `pushed_cases`.
+prints what came out of each case, as JSON. It is a process of its own: see `low_latency_dispatch`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, Drawn, write_checkpoint
+from rayserve_moe.kernels.candidates import NO_CANDIDATES
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
-from rayserve_moe.kernels.table import FLAT_ATTENTION, LATENT_ATTENTION
+from rayserve_moe.kernels.table import GROUPED_ATTENTION, LATENT_ATTENTION
 from rayserve_moe.kernels.tpu import paged_attention, paged_sizes
-from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_latents
+from rayserve_moe.kernels.tpu.byte_pairs import nan_bits, paired_rows
+from rayserve_moe.kernels.tpu.packed_rows import packed_kv, packed_latents
 from rayserve_moe.kernels.tpu.paged_attention import visits_of
 from rayserve_moe.kernels.tpu.paged_stream import PageStream
 from rayserve_moe.kernels.tpu.paged_writes import RowWrites
@@ -57,6 +59,7 @@ class PagedCase:
     most_rows: int = 1024
     most_keys: int = 64
     num_cores: int = 1
+    is_8_bit: bool = False
 
 
 SINGLES = PagedCase(((100, 1), (0, 0), (3, 1), (191, 1), (64, 1), (0, 0)), 1)
@@ -96,6 +99,20 @@ CASES = {
 }
 
 
+CASES |= {
+    "8 bits: " + name: replace(CASES[name], is_8_bit=True)
+    for name in (
+        "single tokens",
+        "padding first, heads of 128, sinks, in bfloat16",
+        "prompts with every knob",
+        "new rows of twenty sequences, windows, described, on two cores, in bfloat16",
+    )
+}
+CASES["8 bits: heads of 256, new rows"] = PagedCase(
+    ((70, 1), (0, 0), (5, 1)), 1, num_heads=4, num_kv_heads=1, width=256, is_writing=True, is_8_bit=True
+)
+
+
 AHEAD_OF_THE_LAST = "a race ahead of the last call"
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -133,20 +150,21 @@ class PagedArrays:
 
 def outcome_of(case: PagedCase) -> Outcome:
     """The kernel next to its definition."""
-    paged_sizes.MOST_ROWS, paged_sizes.MOST_KEYS = case.most_rows, case.most_keys
+    paged_sizes.MAX_ROWS, paged_sizes.MAX_KEYS = case.most_rows, case.most_keys
     paged_attention.cores_of_device = lambda _=None: case.num_cores
     arrays, knobs = PagedArrays(case), {"config": case.config, "latent_width": case.latent_width}
     pool, queries = (jnp.asarray(array, case.dtype) for array in (arrays.pool, arrays.queries))
     places = BlockPlaces(jnp.asarray(arrays.table), jnp.asarray(arrays.positions))
     knobs["sinks_H"] = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
+    pool = pool.astype(jnp.float8_e4m3fn).astype(case.dtype) if case.is_8_bit else pool
     rows = pool.reshape(-1, *pool.shape[2:])
-    flat = flat_latents(rows) if case.latent_width else flat_kv(rows[:, 0::2], rows[:, 1::2])
+    flat = packed_latents(rows) if case.latent_width else packed_kv(rows[:, 0::2], rows[:, 1::2])
     expected = attention_reference.attend(queries, pool, places, **knobs)
     if case.is_described:
         sizes = {"page_size": PAGE, "table_width": TABLE_WIDTH, "windows": (0, case.config.window)}
         described = paged_attention.describe_singles(places.positions_BQ[:, 0], **sizes)
         places = places._replace(described=described[case.config.window])
-    flat = flat.reshape(*pool.shape[:2], -1)
+    flat = (paired_rows(flat) if case.is_8_bit else flat).reshape(*pool.shape[:2], -1)
     if case.is_writing:
         found = written_and_attended(queries, flat, places, knobs)
     else:
@@ -165,8 +183,9 @@ def written_and_attended(
     pages_B = np.take_along_axis(np.asarray(places.page_table_BP), positions_B[:, None] // PAGE, axis=1)[:, 0]
     at = pages_B, positions_B % PAGE
     is_real_B = positions_B >= 0
-    rows_BX = jnp.where(is_real_B[:, None], flat[at], 1e3)
-    missing = flat.at[tuple(part[is_real_B] for part in at)].set(jnp.nan)
+    rows_BX = jnp.where(is_real_B[:, None], flat[at], jnp.asarray(1e3, flat.dtype))
+    nothing = np.int16(nan_bits() * 0x101 - 0x10000) if flat.dtype == jnp.int16 else jnp.nan
+    missing = flat.at[tuple(part[is_real_B] for part in at)].set(nothing)
     others = jnp.full((3, *flat.shape[1:]), 7, flat.dtype)
     new = NewRows(rows_BX, jnp.int32(len(others)))
     found_BHv, pool = paged_attention.attend_new(
@@ -184,7 +203,7 @@ def engine_outcome(name: str) -> Outcome:
         plain = run_together(prepared_runner(path, **ENGINE), card_of(path), requests_of(3), way=WAY)
         with paged_instead():
             runner = prepared_runner(path, **ENGINE)
-        assert runner.config.kernels.attention.has_flat_rows
+        assert runner.config.kernels.attention.has_packed_rows
         return difference(plain, run_together(runner, card_of(path), requests_of(3), way=WAY))
 
 
@@ -211,10 +230,11 @@ def paged_instead() -> Iterator[None]:
     paged_attention.cores_of_device = lambda _=None: 1
     paged, writing = (partial(of, interpret=INTERPRETED) for of in (paged_attention.attend, paged_attention.attend_new))
     with ExitStack() as stack:
-        for by_name in (LATENT_ATTENTION, FLAT_ATTENTION):
-            of_tpu = by_name["tpu"]
-            attend = partial(of_tpu.attend, decode=paged, prefill=paged, write_and_decode=writing)
-            stack.enter_context(patch.dict(by_name, cpu=replace(of_tpu, attend=attend, norm_and_project=None)))
+        for by_name in (LATENT_ATTENTION, GROUPED_ATTENTION):
+            of_tpu = by_name["tpu"][0]
+            attend = partial(of_tpu.run.attend, decode=paged, prefill=paged, write_and_decode=writing)
+            of_cpus = replace(of_tpu, run=replace(of_tpu.run, attend=attend, norm_and_project=NO_CANDIDATES))
+            stack.enter_context(patch.dict(by_name, cpu=(of_cpus,)))
         yield
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.support.kernels.paged_groups CASE ...
 
-prints what came out of each case, as JSON. It is a process of its own: see `pushed_cases`.
+prints what came out of each case, as JSON. It is a process of its own: see `low_latency_dispatch`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.tpu import paged_attention, paged_sizes, paged_tiles, paged_writes
-from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_latents
+from rayserve_moe.kernels.tpu.byte_pairs import paired_rows
+from rayserve_moe.kernels.tpu.packed_rows import packed_kv, packed_latents
 from rayserve_moe.kernels.tpu.paged_tiles import GroupTokens
 from rayserve_moe.kernels.tpu.paged_writes import GroupWrites
 from tests.support.engine.host_runners import WAY, card_of, prepared_runner
@@ -64,6 +65,7 @@ class GroupCase:
     num_cores: int = 1
     table_bytes: int = paged_sizes.PAGE_TABLE_BYTES
     poisoned: tuple[int, ...] = ()
+    is_8_bit: bool = False
 
 
 CHAINS = GroupCase(((100, 4), (0, 0), (3, 1), (14, 4), (0, 3), (188, 4), (0, 0), (62, 4), (46, 2)), 4)
@@ -90,6 +92,17 @@ CASES = {
         CHAINS, num_heads=16, num_kv_heads=1, width=192, latent_width=128, poisoned=(2, 8)
     ),
     "a poisoned draft of a long chain": replace(LONG, poisoned=(3, 20)),
+}
+
+
+CASES |= {
+    "8 bits: " + name: replace(CASES[name], is_8_bit=True)
+    for name in (
+        "chains over borders of pages and blocks",
+        "chains in bfloat16, sinks, narrow heads, windows",
+        "long chains over many blocks",
+        "a poisoned draft",
+    )
 }
 
 
@@ -130,17 +143,20 @@ class GroupArrays:
 def flat_of(case: GroupCase, rows: jnp.ndarray) -> jnp.ndarray:
     """Rows as the kernel's pool has them."""
     rows = rows.reshape(-1, *rows.shape[-2:])
-    return flat_latents(rows) if case.latent_width else flat_kv(rows[:, 0::2], rows[:, 1::2])
+    flat = packed_latents(rows) if case.latent_width else packed_kv(rows[:, 0::2], rows[:, 1::2])
+    return paired_rows(flat) if case.is_8_bit else flat
 
 
 def outcome_of(case: GroupCase) -> Outcome:
     """The kernel next to the reference; AssertionError where the pool is then another one."""
-    paged_sizes.MOST_KEYS, paged_sizes.PAGE_TABLE_BYTES = case.most_keys, case.table_bytes
+    paged_sizes.MAX_KEYS, paged_sizes.PAGE_TABLE_BYTES = case.most_keys, case.table_bytes
     paged_attention.cores_of_device = lambda _=None: case.num_cores
     arrays = GroupArrays(case)
     knobs: dict[str, Any] = {"config": case.config, "latent_width": case.latent_width}
     knobs["sinks_H"] = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
     queries, pool, rows = (jnp.asarray(of, case.dtype) for of in (arrays.queries, arrays.pool, arrays.rows))
+    if case.is_8_bit:
+        pool, rows = (of.astype(jnp.float8_e4m3fn).astype(case.dtype) for of in (pool, rows))
     positions = jnp.asarray(arrays.positions)
     together = Together(jnp.asarray(arrays.sequences), case.most)
     sizes = {"page_size": PAGE, "table_width": TABLE_WIDTH, "windows": (0, case.config.window)}
@@ -199,7 +215,7 @@ def engine_outcome(case: EngineCase) -> Outcome:
         with paged_instead():
             runner = prepared_runner(path, **ENGINE, **case.settings, **more)
         layers = [each for each in (runner.config, runner.served.draft and runner.served.draft.layer) if each]
-        assert all(each.kernels.attention.has_flat_rows for each in layers)
+        assert all(each.kernels.attention.has_packed_rows for each in layers)
         speculation, words = runner.served.settings.speculation, runner.config.spec.vocab_size
         proposer = proposer or Oracle(plain, share=0.8, vocab_size=words)
         way = replace(WAY, proposer=proposer, num_drafts=speculation.max_drafts)

@@ -280,3 +280,9 @@ def test_the_cache_lies_where_the_desktop_says(monkeypatch, tmp_path):
 
 def test_the_only_value_of_a_fixed_setting_changes_nothing():
     assert settings_from({"model_path": "m", "elastic_programs": "on_loss"}) == settings_from({"model_path": "m"})
+
+
+def test_the_old_name_of_a_value_is_taken_with_a_warning(caplog):
+    settings = settings_from({"model_path": "m", "expert_backend": "pushed"})
+    assert settings.experts.backend == "low_latency_dispatch"
+    assert "expert_backend pushed is named low_latency_dispatch" in caplog.text

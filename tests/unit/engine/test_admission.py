@@ -77,7 +77,7 @@ NO_ROUTING = {
     "a start before the prompt": (forcing(np.tile(ROWS, (2, 1, 1))[:4], start=-1), "a row for every prompt token"),
     "other layers": (forcing(ROWS[:, :1]), r"shape \[2, 2\]"),
     "other picks": (forcing(ROWS[..., :1]), r"shape \[2, 2\]"),
-    "flat rows": (forcing(ROWS.reshape(3, 4)), r"shape \[2, 2\]"),
+    "packed rows": (forcing(ROWS.reshape(3, 4)), r"shape \[2, 2\]"),
     "rows that are no whole numbers": (forcing(ROWS * 1.0), "whole numbers"),
     "an expert that does not exist": (forcing(ROWS + 1), r"\[0, 8\)"),
     "a negative expert": (forcing(ROWS - 1), r"\[0, 8\)"),

@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.experts.backends import all_to_all_bytes, choose_backend, choose_between_slices, replicated_bytes
+from rayserve_moe.experts.backends import EXPERT_BACKENDS, all_to_all_bytes, choose_backend, replicated_bytes
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.experts.layer import backend_for
-from rayserve_moe.experts.pushed import why_not_pushed
+from rayserve_moe.experts.low_latency import unsupported_reason
 from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.experts.slot_mapping import PlacedExperts
+from rayserve_moe.experts.tokens import RoutedTokens
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.table import CPU, Kernels
-from rayserve_moe.kernels.tpu.pushed_sizes import lacks
+from rayserve_moe.kernels.tpu import dispatch_sizes
+from rayserve_moe.parallel.sharding import DATA, TENSOR
 from tests.support.experts.moe_layer import plan_of
 
-SIZES = {"top_k": 8, "row_bytes": 4096}
-PUSHES = replace(CPU, experts=replace(CPU.experts, push_lacks=partial(lacks, interpret=True)))
+INTERPRETED = replace(
+    CPU.experts.low_latency, unsupported_reason=partial(dispatch_sizes.unsupported_reason, interpret=True)
+)
+WITH_LOW_LATENCY = replace(CPU, experts=replace(CPU.experts, low_latency=INTERPRETED))
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    """A plan over TPUs that are not here."""
+
+    data_size: int
+    tensor_size: int
+    num_slices: int = 1
+
+    @property
+    def num_expert_ranks(self) -> int:
+        return self.data_size * self.tensor_size
+
+    @property
+    def mesh(self) -> SimpleNamespace:
+        shape = {DATA: self.data_size, TENSOR: self.tensor_size}
+        return SimpleNamespace(shape=shape, devices=np.array([SimpleNamespace(platform="tpu")]))
+
+
+def backend_on(plan: Any, tokens: int, *, top_k: int = 8, width: int = 2048, backend: str = "auto") -> str:
+    """Return the name of the backend for bfloat16 tokens of a data rank, without low-latency dispatch."""
+    config = ExpertConfig(RouterSpec(64, top_k, True), CPU, plan, backend=backend)
+    return choose_backend(*shapes_of(tokens, width=width, dtype="bfloat16"), config=config).name
 
 
 @cache
 def choose(tokens: int, ep_size: int, tensor_size: int = 1) -> str:
-    return choose_backend(tokens, ep_size=ep_size, tensor_size=tensor_size, platform="tpu", **SIZES)
+    """Return the name of the backend for `tokens` of a device."""
+    return backend_on(FakePlan(ep_size // tensor_size, tensor_size), tokens * tensor_size)
 
 
 def test_few_tokens_or_ranks_are_gathered_and_the_rest_exchanged():
@@ -39,13 +71,13 @@ def test_over_slices_the_way_that_sends_less_between_them_is_taken():
     """A gathered token crosses as three rows to each other slice, an exchanged one as two for each expert there."""
     for top_k in (1, 2, 4, 6, 8, 16):
         for slices in (2, 4, 8, 16):
-            found = choose_between_slices(8192, num_slices=slices, top_k=top_k)
+            found = backend_on(FakePlan(slices, 2, num_slices=slices), 16384, top_k=top_k)
             gathered, exchanged = 3 * (slices - 1), 2 * top_k * (slices - 1) / slices
             assert found == ("replicated" if gathered <= exchanged else "fused")
 
 
 def test_cpu_devices_gather():
-    assert choose_backend(8192, ep_size=8, tensor_size=1, platform="cpu", **SIZES) == "replicated"
+    assert backend_on(plan_of(4, 1), 8192) == "replicated"
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64, 1024])
@@ -56,37 +88,55 @@ def test_the_choice_is_the_way_with_fewer_bytes(tokens, ep_size, tensor_size):
     assert (choose(tokens, ep_size, tensor_size) == "replicated") == (gathered <= exchanged)
 
 
-def test_auto_counts_the_tokens_of_a_device_and_a_name_is_taken_as_it_is():
-    config = ExpertConfig(RouterSpec(16, 4, True), CPU, plan_of(1, 1))
-    hidden, weights = shapes_of(19, width=16)
-    assert backend_for(hidden, weights, config=config) == "local"
-    assert backend_for(hidden, weights, config=replace(config, plan=plan_of(2, 2))) == "replicated"
-    assert backend_for(hidden, weights, config=replace(config, plan=plan_of(2, 2), backend="fused")) == "fused"
+def test_a_named_backend_is_taken_as_it_is():
+    assert backend_on(plan_of(1, 1), 19) == "local"
+    assert backend_on(plan_of(2, 2), 19) == "replicated"
+    assert backend_on(plan_of(2, 2), 19, backend="fused") == "fused"
+    with pytest.raises(KeyError):
+        backend_on(plan_of(2, 2), 19, backend="other")
 
 
-def shapes_of(num_tokens: int, *, width: int, dtype: str = "float32") -> tuple[jax.ShapeDtypeStruct, ExpertWeights]:
+def test_a_choice_says_why_the_backends_before_it_are_not_taken():
+    config = ExpertConfig(RouterSpec(64, 8, True), CPU, FakePlan(8, 1))
+    found = choose_backend(*shapes_of(16, width=2048, dtype="bfloat16"), config=config)
+    assert list(found.rejected) == ["local", "low_latency_dispatch", "replicated", "fused"]
+    assert "local: experts lie on 8 devices; low_latency_dispatch: TPUs only; replicated: gathering moves" in str(found)
+    assert "fused: 16 tokens of a device are fewer than two chunks of 256" in str(found)
+    assert {backend.name for backend in EXPERT_BACKENDS} == {*found.rejected, found.name}
+
+
+def test_all_to_all_takes_the_calls_that_low_latency_dispatch_does_not():
+    few, many = (shapes_of(tokens, width=2048, dtype="bfloat16") for tokens in (2, 34))
+    config = ExpertConfig(RouterSpec(8, 4, True), WITH_LOW_LATENCY, plan_of(2, 2), backend="low_latency_dispatch")
+    assert choose_backend(*few, config=config).name == "low_latency_dispatch"
+    assert str(choose_backend(*many, config=config)).startswith("all_to_all (low_latency_dispatch: 17 tokens are not")
+
+
+def shapes_of(num_tokens: int, *, width: int, dtype: str = "float32") -> tuple[RoutedTokens, PlacedExperts]:
     shapes = (num_tokens, width), (2, width, 128), (2, width, 128), (2, 128, width)
-    hidden, *weights = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-    return hidden, ExpertWeights(*weights)
+    hidden, *weights = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
+    return RoutedTokens(hidden, None, None, None), PlacedExperts(ExpertWeights(*weights), 0, None)
 
 
-def reason(num_tokens: int = 2, *, width: int = 2048, dtype: str = "bfloat16", kernels: Kernels = PUSHES, **of) -> str:
+def reason(
+    num_tokens: int = 2, *, width: int = 2048, dtype: str = "bfloat16", kernels: Kernels = WITH_LOW_LATENCY, **of
+) -> str:
     config = ExpertConfig(RouterSpec(8, 4, True), kernels, replace(plan_of(2, 2), num_slices=of.pop("num_slices", 1)))
-    hidden, weights = shapes_of(num_tokens, width=width, dtype=dtype)
-    return why_not_pushed(hidden, weights._replace(**of), config)
+    tokens, experts = shapes_of(num_tokens, width=width, dtype=dtype)
+    return unsupported_reason(tokens, experts._replace(weights=experts.weights._replace(**of)), config=config)
 
 
-def test_rows_are_pushed_where_the_kernel_lacks_nothing():
+def test_low_latency_dispatch_has_a_reason_for_every_limit():
     assert reason() == reason(64) == ""
-    assert "no such kernel" in reason(kernels=CPU)
-    assert "kernel is for bfloat16" in reason(dtype="float32")
+    assert reason(kernels=CPU) == "TPUs only"
+    assert "not bfloat16" in reason(dtype="float32")
     assert reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8)) == ""
     assert "weights float32" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.float32))
-    assert "kernel is for bfloat16" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8), dtype="float32")
-    assert "without biases" in reason(gate_bias_XF=jax.ShapeDtypeStruct((2, 128), np.float32))
-    assert "one slice" in reason(num_slices=2)
+    assert "not bfloat16" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8), dtype="float32")
+    assert "have biases" in reason(gate_bias_XF=jax.ShapeDtypeStruct((2, 128), np.float32))
+    assert reason(num_slices=2) == "devices lie on 2 slices"
     assert "rows of 2112" in reason(width=2112)
     assert "an expert width of 96" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 96), np.dtype("bfloat16")))
     assert "17 tokens are not a multiple" in reason(34)
-    assert "1024 tokens take 1032 KiB of the 1016 of scalars" in reason(2048)
-    assert "MiB are wanted of" in reason(1920, width=8192)
+    assert "1024 tokens take 1032 KiB of the 1016 KiB of scalar memory" in reason(2048)
+    assert "MiB of a core's memory" in reason(1920, width=8192)

@@ -34,7 +34,7 @@ def compiled(backend: str, mesh: tuple[int, int] = (2, 2), num_redundant: int = 
 
 
 def matrix():
-    for backend in EXPERT_BACKENDS:
+    for backend in (each.name for each in EXPERT_BACKENDS):
         for mesh in SIZES:
             for num_redundant in (0, 8, 16):
                 if backend == "local" and mesh != (1, 1):

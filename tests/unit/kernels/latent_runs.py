@@ -36,7 +36,7 @@ def compiled(model: LatentModel, kernels: str):
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
         rotation = rotation_of(batch.positions_T, frequencies)
         inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER))
-        return LATENT_ATTENTION[kernels].attend(hidden, pool, inputs, config=config)
+        return LATENT_ATTENTION[kernels][0].run.attend(hidden, pool, inputs, config=config)
 
     return jax.jit(layer)
 

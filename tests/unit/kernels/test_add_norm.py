@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.reference.layers import rms_norm
-from rayserve_moe.kernels.tpu.add_norm import SCALE_ROWS, add_and_norm
+from rayserve_moe.kernels.table import TPU
+from rayserve_moe.kernels.tpu.add_norm import SCALE_ROWS, add_and_norm, unsupported_reason
 
 WIDTH, LAYERS = 128, SCALE_ROWS + 3
 GENERATOR = np.random.default_rng(5)
@@ -36,4 +37,7 @@ def test_it_is_the_sum_and_its_norm(dtype, layer):
 
 def test_many_tokens_are_left_to_xla():
     hidden = jax.ShapeDtypeStruct((1 << 14, WIDTH), jnp.bfloat16)
-    assert add_and_norm(hidden, hidden, jnp.asarray(SCALES), layer=jnp.int32(0), eps=1e-6) is None
+    reason = unsupported_reason(hidden, hidden, jnp.asarray(SCALES), layer=jnp.int32(0), eps=1e-6)
+    assert reason == f"16384 tokens of width {WIDTH} exceed 1048576 elements"
+    choice = TPU.add_norm.choose(hidden, hidden, jnp.asarray(SCALES), layer=jnp.int32(0), eps=1e-6)
+    assert str(choice) == f"xla (add_norm: {reason})"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
 from rayserve_moe.kernels.kv_pool import write_kv
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, KEYS_PER_SPAN, ScoreConfig
-from tests.unit.kernels.attention_cases import KERNELS, Case, attend_numpy_runs
+from tests.unit.kernels.attention_cases import KERNELS, Case
 
 KERNEL = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 CONFIGS = {
@@ -71,23 +70,6 @@ def test_neighbouring_blocks_of_one_prompt_are_as_good_as_one(kernel, config):
     case.positions[5, 3:] = -1
     case.positions[8, 1:] = -1
     np.testing.assert_allclose(case.run(kernel, config), case.dense(config), atol=3e-6)
-
-
-@pytest.mark.parametrize("config", [FULL_CAUSAL, ScoreConfig(window=20, scale=0.7, soft_cap=1.5)], ids=["full", "all"])
-def test_the_numpy_kernel_is_the_plain_version_that_jax_ships(config):
-    case = Case(page_size=16, num_heads=4, num_kv_heads=2, blocks=[(40, 5), (7, 5), (130, 5)])
-    scales = {
-        "sm_scale": config.scale_for(8),
-        "sliding_window": config.window or None,
-        "soft_cap": config.soft_cap or None,
-    }
-    borders, counts, lens = np.array([0, 3, 10, 14]), np.array([3]), np.array([45, 12, 135])
-    runs = (part.astype(np.int32) for part in (lens, case.page_table, borders, counts))
-    arrays = (case.queries.reshape(15, 4, 8), case.pages, *runs)
-    ours = attend_numpy_runs(*arrays, **scales)
-    assert np.isnan(ours[14:]).all()
-    theirs = ref_ragged_paged_attention(*(jnp.asarray(array) for array in arrays), **scales)
-    np.testing.assert_allclose(ours[:14], theirs, atol=3e-6)
 
 
 @KERNEL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from rayserve_moe.kernels.reference.expert_products import (
     ProductConfig,
     multiply_in_blocks,
 )
+from rayserve_moe.kernels.table import TPU
 from rayserve_moe.kernels.tpu import grouped_ffn
 from tests.support.experts.quantized_experts import random_experts
+from tests.support.kernels.interpreter import interpreted
 
 SLOTS, WIDTH = 4, 128
 SLOTS_OF_TOKENS = {
@@ -35,7 +38,7 @@ def largest_difference(slots: np.ndarray, experts: LayerExperts) -> float:
     """From the product in blocks, of the rows that are here; what the kernel does not write is NaN."""
     hidden = jnp.asarray(np.random.default_rng(slots.size).standard_normal((len(slots), WIDTH)), jnp.float32)
     hidden, slots_TK = hidden.astype(experts.weights.gate_XDF.dtype), jnp.asarray(slots, jnp.int32)
-    found = grouped_ffn.multiply_grouped(hidden, slots_TK, experts, interpret=True)
+    found = interpreted(TPU.experts.results, interpret=True)(hidden, slots_TK, experts)
     expected = multiply_in_blocks(hidden, slots_TK, experts)
     return float(np.abs(np.asarray(found - expected, np.float32)[slots < SLOTS]).max())
 
@@ -56,6 +59,9 @@ def test_an_expert_in_parts(slots, monkeypatch):
 def test_shapes_that_the_kernel_does_not_take_go_another_way(monkeypatch):
     monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 0)
     assert largest_difference(SLOTS_OF_TOKENS["any, and elsewhere"], experts_of(128, "float32")) < 1e-4
+    hidden, slots = (jax.ShapeDtypeStruct((50, size), "float32") for size in (WIDTH, 3))
+    choice = interpreted(TPU.experts.results, interpret=True).choose(hidden, slots, experts_of(128, "float32"))
+    assert str(choice) == "ragged_dot (grouped_ffn: no block of an expert of 128 x 128 fits twice in 0 MiB)"
     assert grouped_ffn.inner_block(100, 128, 2) == 0
     assert grouped_ffn.inner_block(128, 100, 2) == 0
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, ScoreConfig
-from rayserve_moe.kernels.tpu.flat_rows import flat_kv, flat_width, gather_heads, layout_of, spread_queries
+from rayserve_moe.kernels.tpu.packed_rows import gather_heads, layout_of, packed_kv, packed_width, spread_queries
 from rayserve_moe.kernels.tpu.paged_attention import attend, visits_of
-from rayserve_moe.kernels.tpu.paged_sizes import MOST_ROWS, tile_queries_for
+from rayserve_moe.kernels.tpu.paged_sizes import MAX_ROWS, tile_queries_for
 from tests.support.kernels.interpreter import run_cases
 from tests.support.kernels.paged_attention import AHEAD_OF_THE_LAST, CASES, FAULTS, MODELS, WRITE_FAULTS
 
@@ -25,8 +25,8 @@ def test_a_head_of_a_flat_row_is_multiplied_with_its_own_queries_alone(num_kv, w
     num_heads = 4 * num_kv
     queries = generator.standard_normal((2, 3, num_heads, width)).astype(np.float32)
     keys, values = (generator.standard_normal((5, num_kv, width)).astype(np.float32) for _ in range(2))
-    rows, layout = flat_kv(jnp.asarray(keys), jnp.asarray(values)), layout_of(lanes, width)
-    assert rows.shape == (5, lanes) and flat_width(num_kv, width) == lanes
+    rows, layout = packed_kv(jnp.asarray(keys), jnp.asarray(values)), layout_of(lanes, width)
+    assert rows.shape == (5, lanes) and packed_width(num_kv, width) == lanes
     spread = np.asarray(spread_queries(jnp.asarray(queries), layout))
     weighted = []
     for i in range(layout.num_sets):
@@ -69,7 +69,7 @@ def test_visits_see_what_any_of_their_queries_sees(config):
 def test_tiles_are_whole_registers_and_all_of_a_block():
     for num_queries, rows in ((32, 16), (32, 128), (32, 40), (1, 128), (5, 300), (32, 100)):
         size = tile_queries_for(num_queries, rows)
-        assert num_queries % size == 0 and (size == num_queries or (size * rows % 16 == 0 and size * rows <= MOST_ROWS))
+        assert num_queries % size == 0 and (size == num_queries or (size * rows % 16 == 0 and size * rows <= MAX_ROWS))
 
 
 @pytest.mark.slow

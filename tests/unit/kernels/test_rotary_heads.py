@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows, project_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights, project_packed_rows
 from rayserve_moe.kernels.reference.layers import rotation_of
-from rayserve_moe.kernels.tpu.rotary_heads import MOST_ELEMENTS, project_rows_at_once, tile_tokens
+from rayserve_moe.kernels.table import PAGED
+from rayserve_moe.kernels.tpu.rotary_heads import MAX_ELEMENTS, project_rows_at_once, tile_tokens, unsupported_reason
 
 WIDTH, HEADS, KV_HEADS, PLAIN = 32, 3, 2, AttentionConfig(128, 1e-6)
 SHAPES = {
@@ -23,7 +24,7 @@ SHAPES = {
     "k_norm_Lh": (128,),
     "k_bias_LG": (KV_HEADS * 128,),
 }
-MANY = MOST_ELEMENTS // ((HEADS + 2 * KV_HEADS) * 128) + 20
+MANY = MAX_ELEMENTS // ((HEADS + 2 * KV_HEADS) * 128) + 20
 """Tokens of several tiles, the last of which is part of one."""
 ROTATION = rotation_of(jnp.arange(MANY), np.float32(1e4) ** (-np.arange(64, dtype=np.float32) / 64))
 
@@ -43,31 +44,34 @@ def heads_by(project, num_tokens: int, config: AttentionConfig, *without: str, *
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_tokens", [MANY, 8, 5, 2])
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens, is_flat):
-    found = heads_by(project_rows_at_once, num_tokens, PLAIN, "k_bias_LG", is_flat=is_flat, interpret=True)
-    by_parts = project_flat_rows if is_flat else project_rows
-    for part, expected in zip(found, heads_by(by_parts, num_tokens, PLAIN, "k_bias_LG"), strict=True):
+def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens):
+    found = heads_by(project_rows_at_once, num_tokens, PLAIN, "k_bias_LG", interpret=True)
+    for part, expected in zip(found, heads_by(project_packed_rows, num_tokens, PLAIN, "k_bias_LG"), strict=True):
         assert part.shape == expected.shape
         np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("config", "without"),
+    ("config", "without", "reason"),
     [
-        pytest.param(PLAIN, (), id="bias"),
-        pytest.param(PLAIN, ("k_bias_LG", "q_norm_Lh", "k_norm_Lh"), id="no norm"),
-        pytest.param(replace(PLAIN, clip=0.5), ("k_bias_LG",), id="clip"),
-        pytest.param(replace(PLAIN, interleaved_rotation=True), ("k_bias_LG",), id="neighbouring pairs"),
-        pytest.param(replace(PLAIN, norms_after_rotation=True), ("k_bias_LG",), id="late norms"),
+        pytest.param(PLAIN, (), "projections have biases", id="bias"),
+        pytest.param(PLAIN, ("k_bias_LG", "q_norm_Lh", "k_norm_Lh"), "heads have no norm each", id="no norm"),
+        pytest.param(replace(PLAIN, clip=0.5), ("k_bias_LG",), "values are clipped", id="clip"),
+        pytest.param(
+            replace(PLAIN, interleaved_rotation=True), ("k_bias_LG",), "neighbouring elements rotate", id="pairs"
+        ),
+        pytest.param(
+            replace(PLAIN, norms_after_rotation=True), ("k_bias_LG",), "norms follow the rotation", id="late norms"
+        ),
     ],
 )
-def test_what_the_kernel_does_not_know_goes_to_the_reference(config, without):
+def test_unknown_knobs_are_reasons_for_the_reference(config, without, reason):
     """Not interpreted: the kernel would not run here."""
-    for is_flat, by_parts in ((False, project_rows), (True, project_flat_rows)):
-        found = heads_by(project_rows_at_once, 8, config, *without, is_flat=is_flat)
-        for part, expected in zip(found, heads_by(by_parts, 8, config, *without), strict=True):
-            np.testing.assert_array_equal(part, expected)
+    weights = dict.fromkeys({*SHAPES} - {*without}, jnp.zeros(0))
+    assert reason in unsupported_reason(jnp.zeros((8, WIDTH)), weights, rotation=ROTATION, config=config)
+    found = heads_by(PAGED.project, 8, config, *without)
+    for part, expected in zip(found, heads_by(project_packed_rows, 8, config, *without), strict=True):
+        np.testing.assert_array_equal(part, expected)
 
 
 def test_the_norms_of_a_layer_are_read_where_they_lie():
@@ -80,13 +84,13 @@ def test_the_norms_of_a_layer_are_read_where_they_lie():
     of_layer = matrices | {name: array[2] for name, array in stacked.items()}
     how = {"rotation": type(ROTATION)(*(angles[:8] for angles in ROTATION)), "config": PLAIN}
     found = project_rows_at_once(normed, of_layer, **how, stacked=StackedWeights(stacked, jnp.int32(2)), interpret=True)
-    for part, expected in zip(found, project_rows(normed, of_layer, **how), strict=True):
+    for part, expected in zip(found, project_packed_rows(normed, of_layer, **how), strict=True):
         np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_few_tokens_are_one_tile_and_many_are_tiles_of_whole_registers():
     for num_elements in (128 * 3, 128 * 40, 128 * 72, 128 * 700):
-        few = MOST_ELEMENTS // num_elements
+        few = MAX_ELEMENTS // num_elements
         assert tile_tokens(few, num_elements) == few
         assert tile_tokens(few + 1, num_elements) <= few + 1
         assert tile_tokens(8208, num_elements) % 16 == 0

@@ -11,10 +11,10 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights, project_packed_rows
 from rayserve_moe.kernels.reference.layers import rms_norm, rotation_of
 from rayserve_moe.kernels.tpu import streamed_heads
-from rayserve_moe.kernels.tpu.streamed_heads import project_streamed, stream_shape
+from rayserve_moe.kernels.tpu.streamed_heads import project_streamed, stream_shape, unsupported_shape
 
 LAYERS, LAYER, WIDTH, HEADS, KV_HEADS, EPS = 3, 2, 32, 6, 2, 1e-6
 SHAPES = {
@@ -45,7 +45,7 @@ def streamed_and_expected(num_tokens: int, num_cores: int, dtype: str) -> list[t
     of_layer = {name: array[LAYER] for name, array in weights.items()}
     total = hidden + added
     normed = rms_norm(total, of_layer["norm_LD"], EPS)
-    projected = project_flat_rows(normed, of_layer, rotation=rotation, config=AttentionConfig(128, EPS))
+    projected = project_packed_rows(normed, of_layer, rotation=rotation, config=AttentionConfig(128, EPS))
     return [
         tuple(np.asarray(each, np.float32) for each in pair) for pair in zip(found, (total, *projected), strict=True)
     ]
@@ -93,8 +93,9 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 def test_what_does_not_fit_is_left_to_others():
     """Heads that cores cannot share, and keys that are too many for a buffer."""
     weights = {"q_LDH": jnp.zeros((1, 8, 6 * 128)), "k_LDG": jnp.zeros((1, 8, 3 * 128))}
-    assert stream_shape(2, weights, num_cores=2) is None
+    assert unsupported_shape(weights, num_cores=2) == "6 query heads and 3 KV heads do not divide over 2 cores"
+    assert not unsupported_shape(weights, num_cores=3)
     shape = stream_shape(2, weights, num_cores=3)
     assert (shape.num_heads, shape.num_kv, shape.num_blocks) == (2, 1, 1)
     wide = {"q_LDH": jnp.zeros((1, 4096, 128), jnp.bfloat16), "k_LDG": jnp.zeros((1, 4096, 9 * 128), jnp.bfloat16)}
-    assert stream_shape(2, wide, num_cores=1) is None
+    assert unsupported_shape(wide, num_cores=1) == "the columns of a buffer take 9 of 8 MiB"

@@ -12,7 +12,7 @@ import pytest
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import gates_of, rank_experts, router_of_layer, select_top_k
 from rayserve_moe.kernels.reference.layers import router_scores
-from rayserve_moe.kernels.tpu.top_experts import StackedRouter, choose_experts
+from rayserve_moe.kernels.tpu.top_experts import StackedRouter, choose_experts, unsupported_reason
 
 TOKENS, WIDTH, LAYERS, EXPERTS, LAYER = 6, 16, 3, 128, 1
 SPECS = {
@@ -72,9 +72,21 @@ def test_equal_scores_go_to_the_smaller_ids_and_nan_to_some_experts_once_each():
     assert np.isnan(gates[1]).all()
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(8, 96), (1 << 17, EXPERTS)], ids=["experts", "tokens"])
-def test_what_does_not_suit_it_is_left_to_others(tokens, experts):
+@pytest.mark.parametrize(
+    ("tokens", "experts", "call", "reason"),
+    [
+        pytest.param(8, 96, {}, "96 experts are no multiple of 128", id="experts"),
+        pytest.param(1 << 17, EXPERTS, {}, "exceed 1048576 elements", id="tokens"),
+        pytest.param(8, EXPERTS, {"is_forced": True}, "experts may be forced", id="forced"),
+        pytest.param(8, EXPERTS, {"is_grouped": True}, "experts are chosen within groups", id="groups"),
+    ],
+)
+def test_unsuitable_calls_are_rejected_with_a_reason(tokens, experts, call, reason):
     stacked = StackedRouter(jnp.zeros((1, WIDTH, experts)), None, None, jnp.int32(0))
     hidden = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)
-    spec = RouterSpec(experts, 8, renormalize=True)
-    assert choose_experts(hidden, stacked, top_k=8, score="softmax", finish=partial(gates_of, router=spec)) is None
+    assert reason in unsupported_reason(hidden, stacked, **call)
+    assert not unsupported_reason(jax.ShapeDtypeStruct((8, WIDTH), jnp.float32), stacked) or experts != EXPERTS
+
+
+def test_the_router_of_one_layer_is_not_stacked():
+    assert "one layer" in unsupported_reason(jax.ShapeDtypeStruct((8, WIDTH), jnp.float32), None)

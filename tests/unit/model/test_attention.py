@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
-from rayserve_moe.kernels.table import CPU, TPU, Kernels
+from rayserve_moe.kernels.attention_config import PoolFormat
+from rayserve_moe.kernels.table import CPU, PAGED, TPU, Kernels
 from rayserve_moe.kernels.tpu.paged_attention import attend_new
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.layers.attention import GroupedAttention, states
@@ -73,20 +74,25 @@ def test_the_rotated_part_is_an_even_part_of_a_head():
             with_attention(spec, rotary_dim=wrong)
 
 
-def test_a_tpu_has_another_kernel_for_sinks_and_narrow_heads():
-    """Its pool has rows of its own, which hold as many elements; windows and scales are known to both."""
+def test_a_tpu_has_one_attention_for_all_heads_and_pools():
+    """Its pool has rows of its own, which hold as many elements."""
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     wide = with_attention(spec, head_dim=128, windows=(128, 0) * 2, score_scale=0.1)
     sinks = with_attention(wide, sinks=True)
-    assert kernels_for(wide, TPU) is TPU
-    assert kernels_for(wide, TPU, prefers_flat=True).attention is kernels_for(sinks, TPU).attention
-    assert kernels_for(wide, CPU, prefers_flat=True) is CPU
+    assert kernels_for(wide, TPU).attention is kernels_for(sinks, TPU).attention is PAGED
+    assert kernels_for(wide, TPU, pool=PoolFormat(is_8_bit=True)).attention is PAGED
+    odd = PoolFormat(page_size=8)
+    assert kernels_for(wide, CPU, pool=odd) == CPU
+    with pytest.raises(
+        UnsupportedModelError, match="no attention of the tpu kernels: paged: page_size 8 is no multiple"
+    ):
+        kernels_for(wide, TPU, pool=odd)
     for other in (sinks, with_attention(spec, head_dim=64)):
-        assert kernels_for(other, CPU) is CPU
+        assert kernels_for(other, CPU) == CPU
         found = kernels_for(other, TPU)
-        assert found.attention.has_flat_rows and found.name == "tpu" and found.attention is not TPU.attention
+        assert found.attention.has_packed_rows and found.name == "tpu"
         own = attention_of(other)
-        row, flat = (row_of(own, kernels=kernels, tensor_size=2) for kernels in (TPU, found))
+        row, flat = (row_of(own, kernels=kernels, tensor_size=2) for kernels in (CPU, found))
         assert flat.shape == (math.prod(row.shape) * max(1, 128 // own.head_dim),)
 
 
@@ -96,7 +102,7 @@ def test_a_tpu_has_another_kernel_for_sinks_and_narrow_heads():
 def test_flat_rows_spread_with_the_heads_and_hold_nothing_else(heads, width, tensor_size, elements):
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     spec = with_attention(spec, num_heads=16, num_kv_heads=heads, head_dim=width)
-    flat = kernels_for(spec, TPU, prefers_flat=True)
+    flat = kernels_for(spec, TPU)
     row = row_of(attention_of(spec), kernels=flat, tensor_size=tensor_size)
     assert row.shape == (elements,) and row.axes == ("kv_heads",)
 
@@ -108,9 +114,6 @@ def test_a_window_holds_positions():
 
 
 def test_new_rows_are_written_where_they_are_attended():
-    """In pools of flat rows alone: jax's kernel writes none."""
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     wide = with_attention(spec, head_dim=128)
-    assert kernels_for(wide, TPU) is TPU and "write_and_decode" not in TPU.attention.attend.keywords
-    assert kernels_for(wide, CPU, prefers_flat=True) is CPU
-    assert kernels_for(wide, TPU, prefers_flat=True).attention.attend.keywords["write_and_decode"] is attend_new
+    assert kernels_for(wide, TPU).attention.attend.keywords["write_and_decode"] is attend_new

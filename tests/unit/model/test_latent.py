@@ -86,7 +86,7 @@ def test_every_table_has_latent_attention_and_one_without_refuses_it_by_name():
     for kernels in (CPU, CPU_NATIVE, TPU):
         config = model_config(spec_with(), plan, experts=ExpertSettings(), kernels=kernels)
         found, (state,) = config.kernels, states_of(config)
-        assert found.name == kernels.name and found.attention is LATENT_ATTENTION[kernels.name]
+        assert found.name == kernels.name and found.attention is LATENT_ATTENTION[kernels.name][0].run
         assert state.kind.entry[0].shape == ((128,) if kernels is TPU else (1, 20)), "whole registers of a TPU"
 
 

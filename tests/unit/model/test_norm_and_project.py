@@ -14,15 +14,13 @@ from jax.experimental.pallas import tpu as pltpu
 from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.config.settings import ExpertSettings
 from rayserve_moe.execution.weights.placing import model_config
-from rayserve_moe.kernels.attention_layer import TokenBatch, attend_layer
-from rayserve_moe.kernels.table import CPU, AttentionKernels, Kernels, PoolKernels
+from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.table import CPU, PAGED, TPU, Kernels, PoolKernels, grouped_attention
 from rayserve_moe.kernels.tpu import paged_attention
-from rayserve_moe.kernels.tpu.add_norm import add_and_norm
-from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
-from rayserve_moe.kernels.tpu.streamed_heads import norm_and_project
 from rayserve_moe.model.decoder_layers import LayerCarry, LayerPlace, mixer_block, step_inputs
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.parallel.mesh import plan_for
+from tests.support.kernels.interpreter import interpreted
 from tests.support.models.attention_specs import with_attention
 
 LAYERS, LAYER, PAGE, WIDTH = 2, 1, 16, 64
@@ -34,14 +32,14 @@ PROMPT = (17, 18, -1, -1)
 def own_kernels() -> Kernels:
     interpreter = pltpu.InterpretParams()
     paged, writing = (partial(of, interpret=interpreter) for of in (paged_attention.attend, paged_attention.attend_new))
-    project = partial(project_rows_at_once, is_flat=True, interpret=interpreter)
-    attention = AttentionKernels(
-        partial(attend_layer, decode=paged, prefill=paged, write_and_decode=writing, project=project),
+    project, begin = (interpreted(each, interpreter) for each in (PAGED.project, PAGED.norm_and_project))
+    attention = replace(
+        grouped_attention(decode=paged, prefill=paged, write_and_decode=writing, project=project),
         describe_singles=paged_attention.describe_singles,
-        norm_and_project=partial(norm_and_project, interpret=interpreter),
-        has_flat_rows=True,
+        norm_and_project=begin,
+        has_packed_rows=True,
     )
-    add_norm = partial(add_and_norm, interpret=interpreter)
+    add_norm = interpreted(TPU.add_norm, interpreter)
     return replace(CPU, attention=attention, pool=PoolKernels(), add_norm=add_norm)
 
 
@@ -72,7 +70,7 @@ def block_by(kernels: Kernels, prompt: tuple[int, ...]) -> list[np.ndarray]:
         return *found, *pools["kv"]
 
     pool = jnp.asarray(pool, jnp.float32)
-    *found, pool = jax.jit(run)(pool.reshape(*pool.shape[:2], -1) if kernels.attention.has_flat_rows else pool)
+    *found, pool = jax.jit(run)(pool.reshape(*pool.shape[:2], -1) if kernels.attention.has_packed_rows else pool)
     keeps = np.asarray(positions >= 0)
     written = np.array(pool).reshape(*pool.shape[:2], -1)
     # Padding writes into page 0 of the layer, which no sequence owns.

@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 
-from rayserve_moe.kernels.tpu.attention_blocks import CHIPS as BLOCKS_OF_CHIP
 from rayserve_moe.tools.estimate.chips import CHIPS, chip_of
 from rayserve_moe.tools.estimate.links import Slice, groups_of
 from rayserve_moe.tools.hlo_text import Instruction
@@ -85,8 +84,7 @@ def test_groups_are_read_as_the_compiler_writes_them(text, groups):
     assert groups_of(attributes(text), num_devices=4) == groups
 
 
-def test_every_chip_that_attention_knows_has_figures():
-    assert {name.removeprefix("tpu") for name in CHIPS} == set(BLOCKS_OF_CHIP)
+def test_a_chip_without_figures_is_refused():
     with pytest.raises(ValueError, match="no figures for the chip v9x; known chips: v5e"):
         chip_of("v9x:2x2")
 

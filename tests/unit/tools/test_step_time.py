@@ -17,7 +17,7 @@ from rayserve_moe.tools.hlo_text import Instruction, read_program
 
 V6E = CHIPS["v6e"]
 WORK = StepWork(
-    used_slots=4.0, expert_rows=100.0, attention={2: AttentionWork(1, 2, 6, 6144)}, flops=1e9, hbm_bytes=2e6
+    used_slots=4.0, expert_rows=100.0, attention={2: AttentionWork(2, 6, 6144, 12)}, flops=1e9, hbm_bytes=2e6
 )
 BUNDLES = 100
 
@@ -272,7 +272,7 @@ ENTRY %main (rows: bf16[48,64], weights: bf16[12,64,32], q: bf16[2,4,8]) -> f32[
   %rows = bf16[48,64]{1,0} parameter(0)
   %weights = bf16[12,64,32]{2,1,0} parameter(1)
   %q = bf16[2,4,8]{2,1,0} parameter(2)
-  %ragged_paged_attention_kernel.7 = bf16[2,4,8]{2,1,0} custom-call(%q), custom_call_target="tpu_custom_call"
+  %paged_attention.7 = bf16[2,4,8]{2,1,0} custom-call(%q), custom_call_target="tpu_custom_call"
   ROOT %ragged-dot-none.3 = f32[48,32]{1,0} custom-call(%rows, %weights), \
 custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="16,64,32"}
 }
@@ -292,8 +292,8 @@ VISIT = """\
 
 
 def test_kernels_are_told_the_trips_that_only_a_run_knows():
-    found = read(KERNELS, {"ragged_paged_attention_kernel.7": VISIT, "ragged-dot-none.3": VISIT})
-    attention, product = op_named(found, "ragged_paged_attention_kernel.7"), op_named(found, "ragged-dot-none.3")
+    found = read(KERNELS, {"paged_attention.7": VISIT, "ragged-dot-none.3": VISIT})
+    attention, product = op_named(found, "paged_attention.7"), op_named(found, "ragged-dot-none.3")
     assert attention.bundles == 1 + 6 * 2 and attention.hbm_bytes == 6144
     # 48 rows of room hold 32 of even routing: two tiles, so four used slots are visited five times.
     assert product.bundles == 1 + 5 * 2
@@ -317,7 +317,7 @@ def test_pages_of_a_sequence_are_visited_once_for_all_of_its_drafts():
     """Two sequences of four rows each, of two blocks of keys: rows lie in a piece of 16, or now and then in two."""
     program = read_program(DRAFTED)
     kernel = next(part for part in program.computations[program.entry] if part.opcode == "custom-call")
-    found = work_of(kernel, [], work=replace(WORK, attention={8: AttentionWork(2, 2, 4, 6144, 16)}))
+    found = work_of(kernel, [], work=replace(WORK, attention={8: AttentionWork(2, 4, 6144, 16)}))
     pieces = 2 + 6 / 16
     assert found is not None and found.open_trips == (2, 4, 8, pieces)
     assert found.hbm_bytes == 6144 + pieces * 16 * 256 * 2
@@ -349,14 +349,15 @@ ENTRY %main (rows: bf16[32,128], up: bf16[12,128,256], down: bf16[12,256,128]) -
   %rows = bf16[32,128]{1,0} parameter(0)
   %up = bf16[12,128,256]{2,1,0} parameter(1)
   %down = bf16[12,256,128]{2,1,0} parameter(2)
-  ROOT %pushed_experts.3 = bf16[32,128]{1,0} custom-call(%rows, %up, %up, %down), custom_call_target="tpu_custom_call"
+  ROOT %low_latency_dispatch.3 = bf16[32,128]{1,0} custom-call(%rows, %up, %up, %down), \
+custom_call_target="tpu_custom_call"
 }
 """
 
 
 def test_the_kernel_that_pushes_rows_keeps_links_busy_too():
-    found = read(PUSHED, {"pushed_experts.3": VISIT})
-    kernel = op_named(found, "pushed_experts.3")
+    found = read(PUSHED, {"low_latency_dispatch.3": VISIT})
+    kernel = op_named(found, "low_latency_dispatch.3")
     # 100 rows fill two tiles at most, beside one of each of four used slots.
     assert kernel.bundles == 1 + (4 + 100 / 64) * 2
     assert kernel.hbm_bytes == 4 * 3 * 128 * 256 * 2 + 2 * 32 * 128 * 2
@@ -371,11 +372,11 @@ ENTRY %main (rows: bf16[32,4096], up: bf16[12,4096,1536], down: bf16[12,1536,409
   %rows = bf16[32,4096]{1,0} parameter(0)
   %up = bf16[12,4096,1536]{2,1,0} parameter(1)
   %down = bf16[12,1536,4096]{2,1,0} parameter(2)
-  %pushed_experts.3 = (bf16[2,32,4096]{2,1,0}, u32[2,9600,128]{2,1,0}) custom-call(%rows, %up, %up, %down), \
+  %low_latency_dispatch.3 = (bf16[2,32,4096]{2,1,0}, u32[2,9600,128]{2,1,0}) custom-call(%rows, %up, %up, %down), \
 custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "mesh_axes":"[\\"data\\"]"
 }}, backend_config={"body":"BODY"}
-  ROOT %out = bf16[2,32,4096]{2,1,0} get-tuple-element(%pushed_experts.3), index=0
+  ROOT %out = bf16[2,32,4096]{2,1,0} get-tuple-element(%low_latency_dispatch.3), index=0
 }
 """
 
@@ -384,7 +385,7 @@ def test_large_experts_are_read_in_blocks_by_the_cores_that_share_a_device():
     """What a kernel says of its mesh takes lines of its own, with more of the kernel behind them."""
     body = base64.b64encode(b"#tpu.dimension_semantics<parallel>").decode()
     kernel = op_named(
-        read(IN_BLOCKS.replace("BODY", body), {"pushed_experts.3": VISIT}, chip="v5p"), "pushed_experts.3"
+        read(IN_BLOCKS.replace("BODY", body), {"low_latency_dispatch.3": VISIT}, chip="v5p"), "low_latency_dispatch.3"
     )
     assert kernel.idle_factor == 1
     assert kernel.bundles == 1 + (4 + 100 / 64) * 3 * 2 / 2, "three blocks of 512 each, shared by two cores"
@@ -396,7 +397,7 @@ def test_a_kernel_that_leaves_a_core_idle_counts_double():
     """A schedule is one core's: of a grid that cores share it has half of the steps, and half of the bytes."""
     body = base64.b64encode(b"#tpu.dimension_semantics<parallel>").decode()
     shared = KERNELS.replace("frontend_attributes={", f'backend_config={{"body":"{body}"}}, frontend_attributes={{')
-    schedules = {"ragged_paged_attention_kernel.7": VISIT, "ragged-dot-none.3": VISIT}
+    schedules = {"paged_attention.7": VISIT, "ragged-dot-none.3": VISIT}
     idle, both = (op_named(read(text, schedules, chip="v5p"), "ragged-dot-none.3") for text in (KERNELS, shared))
     assert idle.bundles == 1 + 5 * 2 and both.bundles == 1 + 5
     assert (idle.idle_factor, both.idle_factor) == (2, 1) and idle.hbm_bytes == both.hbm_bytes

@@ -102,9 +102,9 @@ class Speculation:
         return isinstance(self.proposer, ModelProposer)
 
     def draft(self, rows: np.ndarray) -> Mapping[int, np.ndarray]:
-        """Return the drafts of decoding rows, without rows that have a guide or disallow drafts.
+        """Return the drafts of decoding rows by row; empty if drafts would not pay.
 
-        None if they would not pay.
+        Rows with a guide, and rows that disallow drafts, have none.
         """
         begun = time.perf_counter()
         found = self._proposed(rows, is_awaited(self._table, rows) if self.overlaps else None)

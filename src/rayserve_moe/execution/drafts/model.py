@@ -18,6 +18,7 @@ from rayserve_moe.execution.drafts.parts import scratch_pages
 from rayserve_moe.execution.drafts.steps import ARRAY_AXES
 from rayserve_moe.execution.step.pytrees import DraftState
 from rayserve_moe.execution.weights.placing import laid_out
+from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.cpu_native.layout import shape_problem
 from rayserve_moe.kernels.table import CPU_NATIVE, KERNELS
 from rayserve_moe.model.draft_layer import DraftConfig
@@ -32,7 +33,7 @@ from rayserve_moe.model.draft_spec import (
     prediction_spec,
 )
 from rayserve_moe.model.family_table import family_of
-from rayserve_moe.model.layers.choice import divided_sizes, kernels_for, summed_widths
+from rayserve_moe.model.layers.choice import NO_POOL_LIMITS, divided_sizes, kernels_for, summed_widths
 from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.spec import ModelSpec
@@ -87,13 +88,15 @@ def opened_prediction(files: CheckpointFiles, target: ModelSpec) -> OpenedDraft 
     return OpenedDraft(prediction_spec(target), files, rules, EVERYTHING)
 
 
-def draft_config(draft: DraftSpec, target: ModelConfig) -> DraftConfig:
-    """Return how a draft model is computed, on the mesh and by the kernels of its target; experts have no replicas.
+def draft_config(draft: DraftSpec, target: ModelConfig, *, pool: PoolFormat = NO_POOL_LIMITS) -> DraftConfig:
+    """Return how a draft model is computed, on the mesh and by the kernels of its target, for the same kind of pool.
+
+    Its experts have no replicas.
 
     Raises: SettingsError if native kernels cannot compute it, or its heads do not divide over devices.
     """
     plan, spec = target.plan, draft.layer
-    kernels = kernels_for(spec, KERNELS[target.kernels.name], prefers_flat=target.kernels.attention.has_flat_rows)
+    kernels = kernels_for(spec, KERNELS[target.kernels.name], pool=pool)
     depths = summed_widths(spec, plan.tensor_size)
     if kernels.name == CPU_NATIVE.name and (problem := shape_problem(depths)):
         raise SettingsError(f"cpu_kernels native cannot compute the draft model: {problem}; set cpu_kernels off")

@@ -1,4 +1,7 @@
-"""Packing of a StepPlan into the padded vectors of a compiled shape. The only place where plans become device input."""
+"""Packing of a StepPlan into the padded vectors of a compiled shape.
+
+This is the only place that turns plans into device input.
+"""
 
 from __future__ import annotations
 

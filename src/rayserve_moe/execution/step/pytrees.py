@@ -55,11 +55,8 @@ class StepConfig:
 
     @property
     def most_together(self) -> int:
-        """Return the maximum number of single tokens of a sequence in a step, if kernels need it (`TokenBatch`).
-
-        Else 1.
-        """
-        return 1 + self.max_drafts if self.model.kernels.attention.has_flat_rows else 1
+        """Return the maximum number of single tokens of a sequence in a step (`TokenBatch`); 1 if kernels ignore it."""
+        return 1 + self.max_drafts if self.model.kernels.attention.has_packed_rows else 1
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

@@ -18,9 +18,10 @@ from rayserve_moe.execution.step.pytrees import ModelWeights
 from rayserve_moe.execution.weights.huge_pages import use_huge_pages
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
+from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.table import KERNELS, Kernels
 from rayserve_moe.model.family_table import family_of
-from rayserve_moe.model.layers.choice import divided_sizes, kernels_for
+from rayserve_moe.model.layers.choice import NO_POOL_LIMITS, divided_sizes, kernels_for
 from rayserve_moe.model.layers.moe import QUANTIZED
 from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.param_spec import ParamSpec
@@ -36,16 +37,14 @@ def model_config(
     *,
     experts: ExpertSettings,
     kernels: Kernels | None = None,
-    may_be_flat: bool = True,
+    pool: PoolFormat = NO_POOL_LIMITS,
 ) -> ModelConfig:
-    """Return how a model is computed on a mesh.
+    """Return how a model is computed on a mesh, by `kernels` or the platform's, for a `pool`.
 
-    Without `kernels`, the platform's are used. The rows of a TPU's pool are flat unless `may_be_flat` is False: for
-    8-bit keys and values, or page sizes that our own attention does not support. The number of redundant experts is
-    lowered until the slots of a layer divide by the devices.
+    The number of redundant experts is lowered until the slots of a layer divide by the devices.
 
-    Raises: SettingsError with the size that does not divide, UnsupportedModelError for an attention that the kernels do
-        not support.
+    Raises: SettingsError with the size that does not divide over devices, UnsupportedModelError if the kernels have no
+        attention for the model and the pool.
     """
     _check_divisible(spec, plan)
     if experts.backend == "local" and plan.num_expert_ranks > 1:
@@ -59,7 +58,7 @@ def model_config(
     selection = _selection(experts, num_redundant=num_redundant)
     config = ExpertConfig(
         spec.router,
-        kernels_for(spec, kernels or KERNELS[platform_of(plan.mesh)], prefers_flat=may_be_flat),
+        kernels_for(spec, kernels or KERNELS[platform_of(plan.mesh)], pool=pool),
         plan,
         num_redundant=num_redundant,
         backend=experts.backend,

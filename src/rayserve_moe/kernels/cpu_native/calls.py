@@ -1,6 +1,6 @@
 """The native CPU kernels as functions of arrays: bfloat16 rows, packed bfloat16 weights (see `layout`).
 
-`execution.native_kernels` registers what they call. A row's result depends on that row alone, to the last bit.
+`execution.native_kernels` registers the library. A row's result depends on that row alone, to the last bit.
 """
 
 # T tokens   D model width   K depth, and experts per token   N columns   F expert width   X expert slots of all layers
@@ -58,7 +58,7 @@ LAYOUT_OF = MappingProxyType(
 )
 """How the parameters lie that the kernels read as the right side of a product (`layout.LAYOUTS`)."""
 MULTIPLES = MappingProxyType(dict.fromkeys(("expert_inner", "dense_inner", "vocabulary"), PANEL))
-"""Axes that are padded to whole panels. What zeros add to gate, up and down is nothing; what they score is cut off."""
+"""Axes that are padded to whole panels. Zeros add nothing to gate, up and down, and their logits are cut off."""
 
 
 def rms_norm(rows_TD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
@@ -90,14 +90,14 @@ def router_scores(
 
 
 def rotation_of(positions_T: jax.Array, frequencies: np.ndarray, *, factor: float = 1.0) -> Rotation:
-    """Cosine and sine of `layers.rotation_of`, float32 [T, h / 2] each."""
+    """Return cosine and sine as `layers.rotation_of`, float32 [T, h / 2] each."""
     shape = jax.ShapeDtypeStruct((len(positions_T), len(frequencies)), jnp.float32)
     call = jax.ffi.ffi_call(f"{PREFIX}rotation", (shape, shape))
     return Rotation(*call(positions_T, frequencies, factor=np.float32(factor)))
 
 
 def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array) -> WordMasses:
-    """Compute `layers.masses_of`, added up in one order whatever the number of rows."""
+    """Compute `layers.masses_of`, added up in an order that does not depend on the number of rows."""
     numbers, places = (jax.ShapeDtypeStruct(temperature_S.shape, dtype) for dtype in (jnp.float32, jnp.int32))
     call = jax.ffi.ffi_call(f"{PREFIX}masses", (numbers, places, numbers, places, numbers))
     return WordMasses(*call(logits_SV, temperature_S, num_words))
@@ -106,7 +106,7 @@ def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Arr
 def gumbel_noise(
     seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, first: jax.Array, size: int
 ) -> jax.Array:
-    """Draw `layers.gumbel_noise`: of the same bits, with logarithms that may differ in the last one."""
+    """Draw `layers.gumbel_noise`: of the same bits, with logarithms that may differ in the last bit."""
     shape = jax.ShapeDtypeStruct((len(seed_S), size), jnp.float32)
     return jax.ffi.ffi_call(f"{PREFIX}noise", shape)(seed_S, choice_S, position_S, first)
 
@@ -120,9 +120,13 @@ def choose(
     first: jax.Array,
     num_places: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The word of each row that is the best of those kept (`truncation.is_kept`) once `gumbel_noise` is added: its
-    score, its id, counted from `first` on, of ties the smaller, and its log-probability; minus infinity, NO_ID and 0
-    where none can be it. `largest_S` are the largest log-probabilities of the whole vocabulary, of `num_places`."""
+    """Return the best kept token (`truncation.is_kept`) of each row after `gumbel_noise` is added.
+
+    `largest_S` are the largest log-probabilities of the whole vocabulary of `num_places`.
+
+    Returns: its score, its id counted from `first` on (ties to the smaller), and its log-probability; minus infinity,
+    NO_ID and 0 without such a token.
+    """
     numbers, ids = (jax.ShapeDtypeStruct(largest_S.shape, dtype) for dtype in (jnp.float32, jnp.int32))
     call = jax.ffi.ffi_call(f"{PREFIX}choose", (numbers, ids, numbers))
     score_S, id_S, own_S = call(logprobs_SV, largest_S, *of_noise, *last, first, last_place=np.int64(num_places - 1))
@@ -164,7 +168,7 @@ def expert_sums(hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, 
 
 
 def _or_empty(array: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return the array, or an empty one in the place of None."""
+    """Return the array, or an empty array in the place of None."""
     return jnp.zeros(0, dtype) if array is None else array
 
 
@@ -179,7 +183,7 @@ def expert_results(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExpe
 
 
 def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Array], *, layer: jax.Array) -> jax.Array:
-    """Compute `layers.gated_mlp` of packed weights: every token takes the one expert of its layer."""
+    """Compute `layers.gated_mlp` of packed weights: every token takes the only expert of its layer."""
     slots_T1 = jnp.zeros((len(hidden_TD), 1), jnp.int32)
     ones_T1 = jnp.ones(slots_T1.shape, jnp.float32)
     config = ProductConfig(num_slots=1, mean_rows=len(hidden_TD))
@@ -191,7 +195,7 @@ def attend_layer(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend as `attention_layer.attend_layer` with packed projections: float32 [T, D], and the pool, in place.
 
-    It rounds where that does.
+    It rounds at the same places.
     """
     weights, batch, rotation, layer, *_ = inputs
     batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
@@ -237,13 +241,13 @@ def attend_latent_layer(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend as `latent_attention.attend_latent_layer` with packed weights: float32 [T, D], and the pool, in place.
 
-    It rounds where that does, and the queries against latents besides: they are multiplied as bfloat16.
+    It rounds at the same places, and also rounds queries against latents: they are multiplied as bfloat16.
 
     Prompts are attended in the latent space as single tokens are: keys expanded for prompts would give a token other
-    bits in a block than alone, so that its outputs would depend on how its prompt is cut and on preemption. That costs:
-    by one thread with tile registers, from queries to values of 16 heads of DeepSeek-V3's widths, a prompt of 512
-    tokens takes 23 ms against 14 ms expanded, one of 2,048 in chunks of 512 takes 253 against 198 ms. With the widths
-    of `deepseek-v3-small` (8 heads) it is 2.9 against 2.6 ms, and 36 against 37 ms.
+    bits in a block than alone, so that its outputs would depend on how its prompt is cut and on preemption. This costs
+    time. By one thread with tile registers, from queries to values of 16 heads of DeepSeek-V3's widths, a prompt of 512
+    tokens takes 23 ms against 14 ms expanded; 2,048 tokens in chunks of 512 take 253 against 198 ms. With the widths of
+    `deepseek-v3-small` (8 heads) it is 2.9 against 2.6 ms, and 36 against 37 ms.
     """
     weights, batch, rotation, layer, *_ = inputs
     batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
@@ -283,9 +287,9 @@ def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, coun
 def _mean_squares(
     normed_TD: jax.Array, weights: Mapping[str, jax.Array], layer: jax.Array, config: AttentionConfig
 ) -> jax.Array:
-    """Mean squares [T, 2] of the queries and keys of all devices where a norm is over those; else empty.
+    """Return mean squares [T, 2] of the queries and keys of all devices if a norm covers them; else an empty array.
 
-    The kernel has the heads of one device: what it projects is projected once more.
+    The kernel has the heads of a single device, so they are projected twice.
     """
     if config.plan is None or config.plan.tensor_size == 1 or "q_norm_LH" not in weights:
         return jnp.zeros((0, 0), jnp.float32)

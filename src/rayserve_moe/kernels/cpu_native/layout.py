@@ -1,7 +1,7 @@
-"""Which shapes the native CPU kernels take, and how weights lie for them.
+"""Shapes that the native CPU kernels take, and the memory layout of their weights.
 
 [K, N] lies as panels of 32 columns, in each the pairs of neighbouring k, those of 8 bits by halves of the columns;
-`products.h` says why. A packed array keeps its shape, so code that moves, shards or counts weights by their leading
+`products.h` explains it. A packed array keeps its shape, so code that moves, shards or counts weights by their leading
 dimensions is not concerned.
 """
 
@@ -25,7 +25,7 @@ DEFINITIONS = (f"-DNATIVE_PANEL={PANEL}", f"-DNATIVE_SCALE_BLOCK={SCALE_BLOCK}")
 
 
 def shape_problem(depths: Mapping[str, int]) -> str | None:
-    """Why products of these `depths`, by name, are not supported. None: they are.
+    """Return why products of these `depths`, by name, are not supported; None if they are.
 
     Numbers of tokens, heads, KV heads that divide them, experts, assignments, layers, pages and places in a page are
     free; widths of experts, of dense MLPs and the vocabulary are padded.
@@ -36,7 +36,7 @@ def shape_problem(depths: Mapping[str, int]) -> str | None:
 def pack(weights_KN: jax.Array) -> jax.Array:
     """Lay out [..., K, N] for the kernels; K has to be even. The shape stays.
 
-    Where N is no multiple of 32 the last panel is narrower. Arrays of numpy become such, here and in `pack_columns`.
+    If N is no multiple of 32 the last panel is narrower. Arrays of numpy become such, here and in `pack_columns`.
     """
     columns = weights_KN.shape[-1]
     whole = columns - columns % PANEL
@@ -48,7 +48,7 @@ def pack(weights_KN: jax.Array) -> jax.Array:
 
 
 def _panels(weights_KN: jax.Array, width: int) -> jax.Array:
-    """The panels of `width` columns one after the other, [..., K * N]."""
+    """Return the panels of `width` columns in sequence, [..., K * N]."""
     *outer, depth, columns = weights_KN.shape
     places = len(outer)
     if weights_KN.dtype.itemsize == 1 and width == PANEL:
@@ -60,7 +60,7 @@ def _panels(weights_KN: jax.Array, width: int) -> jax.Array:
 
 
 def unpack(packed_KN: np.ndarray) -> np.ndarray:
-    """What `pack` has laid out so, [..., K, N]."""
+    """Undo `pack`: [..., K, N]."""
     *outer, depth, columns = packed_KN.shape
     whole = columns - columns % PANEL
     flat = packed_KN.reshape(*outer, depth * columns)
@@ -73,7 +73,7 @@ def unpack(packed_KN: np.ndarray) -> np.ndarray:
 
 
 def _from_panels(panels: np.ndarray, depth: int, *, width: int) -> np.ndarray:
-    """[..., K, N] of panels of `width` columns, [..., K * N]."""
+    """Return [..., K, N] from panels of `width` columns, [..., K * N]."""
     outer, places = panels.shape[:-1], panels.ndim - 1
     columns = panels.shape[-1] // depth
     if panels.dtype.itemsize == 1 and width == PANEL:
@@ -86,13 +86,13 @@ def _from_panels(panels: np.ndarray, depth: int, *, width: int) -> np.ndarray:
 
 
 def unpack_columns(packed_VD: np.ndarray) -> np.ndarray:
-    """What `pack_columns` has laid out so, [..., V, D]."""
+    """Undo `pack_columns`: [..., V, D]."""
     *outer, words, width = packed_VD.shape
     return unpack(packed_VD.reshape(*outer, width, words)).swapaxes(-1, -2)
 
 
 def pack_columns(table_VD: jax.Array) -> jax.Array:
-    """Lay out [..., V, D] whose rows are the columns of a product, as the table of tied embeddings; the shape stays."""
+    """Lay out [..., V, D], the rows of a table that are columns of a product; the shape does not change."""
     return pack(table_VD.swapaxes(-1, -2)).reshape(table_VD.shape)
 
 
@@ -101,13 +101,13 @@ def _plain(array: jax.Array) -> jax.Array:
 
 
 LAYOUTS: dict[str, Callable[[Any], Any]] = {"": _plain, "packed": pack, "packed_columns": pack_columns}
-"""What is done to a device's share of a parameter before it gets there, by `ParamSpec.layout`."""
+"""Functions that lay out a device's share of a parameter, by `ParamSpec.layout`."""
 INVERSES: dict[str, Callable[[Any], Any]] = {"": _plain, "packed": unpack, "packed_columns": unpack_columns}
-"""What undoes it, for arrays of numpy."""
+"""Functions that undo a layout, for arrays of numpy."""
 
 
 def take_columns(packed_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
-    """Rows [T, D] of a table that `pack_columns` has laid out."""
+    """Return rows [T, D] of a table that `pack_columns` has laid out."""
     num_words, width = packed_VD.shape
     panels = packed_VD.reshape(num_words // PANEL, width // 2, PANEL, 2)
     return jnp.asarray(panels[ids_T // PANEL, :, ids_T % PANEL, :]).reshape(len(ids_T), width)

@@ -1,6 +1,6 @@
 """Paged causal attention in plain jnp: the definition that every other attention kernel is held to.
 
-Blocks are computed one after the other. Each visits its keys in spans of a fixed number of positions with an online
+Blocks are computed in sequence. Each visits its keys in spans of a fixed number of positions with an online
 softmax (Milakov and Gimelshein, arXiv:1805.02867), from the first key within its reach to its own last position. So the
 result and the cost of a block depend on that block alone.
 """
@@ -41,11 +41,11 @@ class ScoreConfig:
                 raise ValueError(f"attention {name} must not be negative, found {getattr(self, name)}")
 
     def scale_for(self, width: int) -> float:
-        """The factor of the scores of heads of `width`."""
+        """Return the factor of the scores of heads of `width`."""
         return width**-0.5 if self.scale is None else self.scale
 
     def first_key(self, positions: jax.Array) -> jax.Array | None:
-        """The first position that queries at `positions` see, elementwise; None where that is 0 for all."""
+        """Return the first position that queries at `positions` see, elementwise; None if that is 0 for all."""
         return jnp.maximum(positions - self.window + 1, 0) if self.window else None
 
 
@@ -60,20 +60,19 @@ class _Visible(NamedTuple):
 
 
 class Together(NamedTuple):
-    """Which sequence each single token is of, int32 [B]: those of one stand side by side, `most` at the most, at
-    positions that follow each other."""
+    """The sequence of each single token, int32 [B]: tokens of a sequence are adjacent, at most `most`, at consecutive
+    positions."""
 
     sequences_B: jax.Array
     most: int
 
 
 class BlockPlaces(NamedTuple):
-    """Where blocks of queries stand, int32: the pages of the sequence that each belongs to, and its queries' positions
+    """The places of blocks of queries, int32: the pages of each block's sequence, and the positions of its queries
     (-1: padding).
 
-    `described` is what a kernel has derived of the positions ahead of all layers (`AttentionKernels`). A kernel
-    that is given it may leave what it returns for padding undefined. Without `together` no two single tokens are of one
-    sequence, where that matters.
+    `described` is a kernel's input derived from positions ahead of all layers (`AttentionKernels`); with it, a kernel
+    may return anything for padding. Without `together`, no two single tokens share a sequence.
     """
 
     page_table_BP: jax.Array
@@ -101,10 +100,10 @@ def attend(
     """Attend each query to the keys of its block's sequence at positions up to its own, as far as `config` lets it see.
 
     `kv_pages` is [N, page, 2 * G, h], K and V of a head next to each other, in a dtype of `kv_pool`. With a
-    `latent_width` of v it is [N, page, G, h]: keys, whose first v elements are also the values. A query at position -1
-    is padding and gives zeros. What a page holds out of a block's sight, NaN too, is without effect. `sinks_H` are
-    scores, one of each head, in the denominator of its softmax alone. Returns [B, Q, H, v] in the queries' dtype (v is
-    h without `latent_width`).
+    `latent_width` of v it is [N, page, G, h]: keys, with values as their first v elements. A query at position -1 is
+    padding and gives zeros. Rows that a block does not see have no effect, even NaN. `sinks_H` are scores of heads,
+    which count in the denominator of their softmax only. Returns [B, Q, H, v] in the queries' dtype (v is h without
+    `latent_width`).
     """
     pages_per_span = max(1, KEYS_PER_SPAN // kv_pages.shape[1])
     page_table_BP = jnp.pad(places.page_table_BP, ((0, 0), (0, -places.page_table_BP.shape[1] % pages_per_span)))
@@ -141,7 +140,7 @@ def _attend_block(
     sinks_H: jax.Array | None,
     latent_width: int,
 ) -> jax.Array:
-    """Attend one block: queries [Q, H, h], pages [P] and positions [Q]; return [Q, H, v]."""
+    """Attend a block: queries [Q, H, h], pages [P] and positions [Q]; return [Q, H, v]."""
     queries_QHh, pages_P, positions_Q = block
     num_queries, num_heads, width = queries_QHh.shape
     span, num_kv_heads = pages_per_span * kv_pages.shape[1], kv_pages.shape[2] // (1 if latent_width else 2)
@@ -181,10 +180,10 @@ def _keys_and_values(rows_SRh: jax.Array, latent_width: int) -> tuple[jax.Array,
 
 
 def _start(shape_GMv: tuple[int, ...], sinks_H: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `_accumulate` carries ahead of the first span: nothing seen, or the sink of each head.
+    """Return the carry of `_accumulate` ahead of the first span: nothing seen, or the sink of each head.
 
-    A sink is a key that every query sees and whose value is zero (gpt-oss, arXiv:2508.10925; StreamingLLM,
-    arXiv:2309.17453). After one key of score s the largest score is s, the sum of weights exp(s - s) = 1, and the total
+    A sink is a key that every query sees, with a value of zero (gpt-oss, arXiv:2508.10925; StreamingLLM,
+    arXiv:2309.17453). After a key of score s the largest score is s, the sum of weights exp(s - s) = 1, and the total
     its value: zero.
     """
     num_kv_heads, num_rows, _ = shape_GMv
@@ -196,7 +195,7 @@ def _start(shape_GMv: tuple[int, ...], sinks_H: jax.Array | None) -> tuple[jax.A
 
 
 def _first_key_of_block(positions_Q: jax.Array, config: ScoreConfig) -> jax.Array | int:
-    """The first position that any real query of a block sees; beyond all keys where there is none."""
+    """Return the first position that any real query of a block sees; beyond all keys without real queries."""
     first_Q = config.first_key(positions_Q)
     return 0 if first_Q is None else jnp.min(jnp.where(positions_Q >= 0, first_Q, jnp.iinfo(jnp.int32).max))
 
@@ -225,10 +224,10 @@ def _accumulate(
     visible_MS: jax.Array,
     config: ScoreConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One span of the online softmax: weighted values so far, largest score so far, sum of weights so far.
+    """Take a span of the online softmax; the carry is weighted values, largest score, and sum of weights so far.
 
-    A real query sees at least itself. Where a later span shows it nothing, its largest score is a real one and the
-    span's weights vanish; what it gathers from spans that end before its first key vanishes with its first real score.
+    A real query sees at least itself. If it sees nothing of a later span, its largest score is real and the span's
+    weights vanish; its sums from spans that end before its first key vanish with its first real score.
     """
     total, largest, weight = carry
     scores = jnp.einsum("GMh,GSh->GMS", queries_GMh, keys_GSh, precision=jax.lax.Precision.HIGHEST)

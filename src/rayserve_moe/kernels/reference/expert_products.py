@@ -1,9 +1,9 @@
-"""Expert products on one device, for the tokens whose experts it holds.
+"""Expert products on a device, for assignments to the experts that it holds.
 
-Experts of all layers lie in one flat [layers * slots, ...] array, and a `LayerExperts` says where a layer's begin, so
-that no layer's weights are ever copied out of it. An assignment to an expert that lies elsewhere has slot `num_slots`
-or beyond, and its result is undefined: the sum leaves it out. Tokens are [T, D] or with D cut into parts, [T, Q, D /
-Q], and results have the same form.
+Experts of all layers lie in a flat [layers * slots, ...] array, and a `LayerExperts` holds the first slot of a layer,
+so that no layer's weights are copied out of it. An assignment to an expert of another device has slot `num_slots` or
+beyond, and its result is undefined: the sum leaves it out. Tokens are [T, D] or with D cut into parts, [T, Q, D / Q],
+and results have the same form.
 """
 
 # T tokens   D model width   F expert width   K experts per token   P assignments = T * K   S local slots   X layers * S
@@ -28,7 +28,7 @@ class ExpertWeights(NamedTuple):
     """Flat weights of all layers on this device: gate and up [X, D, F], down [X, F, D], and their biases if any.
 
     Matrices in 8 bits have float32 scales of their columns, [X, 1, F] and [X, 1, D]: products are multiplied by them.
-    With more rows, [X, Z, F], they are those of blocks of rows, which are scaled before (`narrow_weights`).
+    With more rows, [X, Z, F], they belong to blocks of rows, which are scaled ahead (`narrow_weights`).
     """
 
     gate_XDF: jax.Array
@@ -43,7 +43,7 @@ class ExpertWeights(NamedTuple):
 
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
-"""From gate and up to what is multiplied by down."""
+"""From gate and up to the operand of down."""
 Multiply = Callable[..., jax.Array]
 """The signature of `multiply_in_blocks`."""
 
@@ -53,7 +53,7 @@ GATE_LIMIT, GATE_SLOPE = 7.0, 1.702
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up within 7 (gpt-oss, arXiv:2508.10925)."""
+    """Return gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up within 7 (gpt-oss, arXiv:2508.10925)."""
     gate, up = jnp.minimum(gate, GATE_LIMIT), jnp.clip(up, -GATE_LIMIT, GATE_LIMIT)
     return gate * jax.nn.sigmoid(GATE_SLOPE * gate) * (up + 1)
 
@@ -67,9 +67,9 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """What is fixed about a grouped product: local slots of a layer, and the activation.
+    """Constants of a grouped product: local slots of a layer, and the activation.
 
-    `mean_rows` is the number of assignments of an expert where all have the same.
+    `mean_rows` is the number of assignments of an expert under even routing.
     """
 
     num_slots: int
@@ -80,7 +80,7 @@ class ProductConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerExperts:
-    """The experts of one layer on this device: where its slots begin in the flat weights of all layers."""
+    """The experts of a layer on this device: the first of its slots in the flat weights of all layers."""
 
     weights: ExpertWeights
     first_slot: jax.Array | int
@@ -88,11 +88,11 @@ class LayerExperts:
 
 
 def multiply_in_blocks(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts) -> jax.Array:
-    """Multiply block by block, each block of rows with one expert: the way that is fast on XLA:CPU.
+    """Multiply block by block, each block of rows with its expert: the fast way on XLA:CPU.
 
-    The product sits inside a `cond`: outside of one, XLA:CPU converts all bfloat16 experts to float32 ahead of the
+    The product sits inside a `cond`: outside of it, XLA:CPU converts all bfloat16 experts to float32 ahead of the
     loop. Returns [T, K, D] in the tokens' dtype. The number of rows in a block follows from shapes alone, never from
-    a placement: a row's product rounds the same wherever its expert lies.
+    a placement: a row's product does not depend on the place of its expert.
     """
     weights, config = experts.weights, experts.config
     (num_tokens, top_k), num_slots = slots_TK.shape, config.num_slots
@@ -156,10 +156,10 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
 
 
 def take_scales(scales_X1F: jax.Array, slots_N: jax.Array) -> jax.Array:
-    """The scales of each row's slot, float32 [N, F]; zeros for a slot that is none.
+    """Return the scales of each row's slot, float32 [N, F]; zeros without a slot.
 
-    A product with rows of zeros and a single one, which TPUs finish in a fraction of the time of a gather. It is exact:
-    three bfloat16 numbers make up a float32 one.
+    This is a product with rows of zeros and a single 1, which takes TPUs a fraction of the time of a gather. It is
+    exact: three bfloat16 numbers make up a float32 one.
     """
     parts, rest_XF = [], scales_X1F[:, 0]
     for _ in range(3):
@@ -174,7 +174,7 @@ def take_scales(scales_X1F: jax.Array, slots_N: jax.Array) -> jax.Array:
 def sum_results(
     hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, experts: LayerExperts, *, multiply: Multiply
 ) -> jax.Array:
-    """Each token's results weighted by its gates and added up: float32 [T, D]. Slots that lie elsewhere add nothing."""
+    """Return the sum of each token's results times its gates: float32 [T, D]. Slots of other devices add nothing."""
     results_TKD = multiply(hidden_TD, slots_TK, experts)
     is_here_TK1 = (slots_TK < experts.config.num_slots)[..., None]
     results_TKD = jnp.where(is_here_TK1, results_TKD, 0).astype(jnp.float32)
@@ -182,9 +182,9 @@ def sum_results(
 
 
 def widened(experts: LayerExperts, dtype: jnp.dtype) -> LayerExperts:
-    """The experts of a layer with what they have in 8 bits converted, in a copy of their own; others as they are.
+    """Return the experts of a layer with matrices of 8 bits converted, in a copy; others are not changed.
 
-    Those in blocks are scaled as well, and have no scales any more.
+    Matrices with scales of blocks are scaled as well, and have no scales then.
     """
     first, size = experts.first_slot, experts.config.num_slots
     if experts.weights.gate_XDF.dtype not in NARROW:
@@ -199,16 +199,16 @@ def widened(experts: LayerExperts, dtype: jnp.dtype) -> LayerExperts:
 
 
 def product_rows(num_rows: int) -> int:
-    """Rows that a `ragged_dot` of `num_rows` is given: a power of two up to `TILE_ROWS`, then a multiple of it.
+    """Return the rows of a `ragged_dot` for `num_rows`: a power of two up to `TILE_ROWS`, then a multiple of it.
 
-    TPUs take the largest power of two that divides the rows, up to `TILE_ROWS`, for the height of a tile; where that
-    is below 8 they have no grouped product and multiply every row with every expert.
+    The height of a tile on TPUs is the largest power of two that divides the rows, up to `TILE_ROWS`. Below 8 they have
+    no grouped product and multiply every row with every expert.
     """
     return max(8, 1 << (num_rows - 1).bit_length()) if num_rows <= TILE_ROWS else -(-num_rows // TILE_ROWS) * TILE_ROWS
 
 
 def _count_assignments(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
-    """Slot of each assignment [P] (`num_slots`: elsewhere), and how many each slot has [S]."""
+    """Return the slot of each assignment [P] (`num_slots`: elsewhere), and the number of assignments per slot [S]."""
     slots_P = jnp.minimum(slots_TK.reshape(-1), num_slots)
     return slots_P, jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
 
@@ -236,16 +236,16 @@ class _Product(NamedTuple):
 
 
 def _products(weights: ExpertWeights) -> tuple[tuple[_Product, _Product], _Product]:
-    """Those of gate and up, and that of down."""
+    """Return the scales of gate and up, and those of down."""
     gate = _Product(weights.gate_XDF, weights.gate_scale_XZF, weights.gate_bias_XF)
     up = _Product(weights.up_XDF, weights.up_scale_XZF, weights.up_bias_XF)
     return (gate, up), _Product(weights.down_XFD, weights.down_scale_XZD, weights.down_bias_XD)
 
 
 def _block_rows(mean: float) -> int:
-    """Rows per block: somewhat above the `mean` load of a slot, so that one block often does; 4 (decode) to 192.
+    """Return the rows per block, somewhat above the `mean` load of a slot, so that a block often suffices: 4 to 192.
 
-    Each block reads its expert's weights anew, larger products run closer to the machine's peak, and unused rows of
+    Each block reads its expert's weights again, larger products run closer to the machine's peak, and unused rows of
     a block are computed all the same. Loads of evenly routed experts scatter by about the root of their mean.
     """
     if mean <= 12:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.random import threefry2x32_p
 
 NO_ID = 2**31 - 1
-"""Of no word."""
+"""Id of no token."""
 
 
 def rms_norm(hidden: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -26,6 +26,14 @@ def rms_norm(hidden: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return normed.astype(hidden.dtype) * scale
 
 
+def add_and_norm(
+    hidden_TD: jax.Array, added_TD: jax.Array, scale_LD: jax.Array, *, layer: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return a residual stream with `added_TD`, and the RMS norm of that with the scale of a layer, both [T, D]."""
+    hidden_TD = hidden_TD + added_TD
+    return hidden_TD, rms_norm(hidden_TD, scale_LD[layer], eps)
+
+
 def project(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Multiply by [in, out], accumulating in float32; the result has the input's dtype."""
     out = jnp.matmul(hidden, weight, preferred_element_type=jnp.float32).astype(hidden.dtype)
@@ -33,7 +41,7 @@ def project(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None = None)
 
 
 def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Array], *, layer: jax.Array) -> jax.Array:
-    """SiLU-gated MLP of one layer: float32 [T, D], on a device that holds part of I a partial sum.
+    """Compute the SiLU-gated MLP of a layer: float32 [T, D], a partial sum on a device that holds a part of I.
 
     `weights` are gate and up [N, D, I] and down [N, I, D] of all dense layers.
     """
@@ -48,35 +56,38 @@ SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {"softmax": jax.nn.softmax
 def router_scores(
     hidden_TD: jax.Array, router_DE: jax.Array, *, bias_E: jax.Array | None = None, score: str = "softmax"
 ) -> jax.Array:
-    """Softmax or sigmoid of the router's logits, computed in float32: [T, E]. KeyError for another `score`."""
+    """Return softmax or sigmoid of the router's logits, computed in float32: [T, E]. KeyError for another `score`."""
     logits_TE = jnp.matmul(hidden_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
     return SCORES[score](logits_TE if bias_E is None else logits_TE + bias_E)
 
 
 def head_logits(hidden_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """Float32 logits [T, V] over the rows of a head, or of the embedding table that it is tied to."""
+    """Return float32 logits [T, V] over the rows of a head, or of the embedding table that it is tied to."""
     return jnp.einsum("SD,VD->SV", hidden_TD, head_VD, preferred_element_type=jnp.float32)
 
 
 def take_rows(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
-    """Rows [T, D] of a table."""
+    """Return rows [T, D] of a table."""
     return table_VD[ids_T]
 
 
 class WordMasses(NamedTuple):
-    """Of each row [S]: its largest logit, float32, the lowest finite one at least; the first place that has it, int32,
-    NO_ID where one is NaN; the sum over places of exp((logit - largest) / temperature), float32; 1 where all logits of
-    words are finite, else 0, int32; and the logarithm of the sum, float32."""
+    """Statistics of each row of logits [S]."""
 
     best_S: jax.Array
+    """Largest logit, float32, at least the lowest finite number."""
     place_S: jax.Array
+    """First place of the largest logit, int32; NO_ID if any logit is NaN."""
     mass_S: jax.Array
+    """Sum over places of exp((logit - largest) / temperature), float32."""
     finite_S: jax.Array
+    """1 if all logits of tokens are finite, else 0, int32."""
     log_mass_S: jax.Array
+    """Logarithm of the sum, float32."""
 
 
 def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array) -> WordMasses:
-    """Masses of float32 logits, of which the first `num_words` (int32) are those of words, and others padding."""
+    """Return the masses of float32 logits; the first `num_words` (int32) belong to tokens, others are padding."""
     best_S, place_S = best_of(logits_SV, jnp.arange(logits_SV.shape[1], dtype=jnp.int32))
     best_S = jnp.maximum(best_S, jnp.finfo(jnp.float32).min)  # a part may be nothing but padding
     mass_S = jnp.exp((logits_SV - best_S[:, None]) / temperature_S[:, None]).sum(-1)
@@ -85,7 +96,7 @@ def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Arr
 
 
 def best_of(values_SC: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest value of each row, and of those that have it the smallest id; NO_ID in rows with NaN.
+    """Return the largest value of each row, and its smallest id; NO_ID in rows with NaN.
 
     XLA:CPU takes ten times as long for a reduction of pairs (argmax) as for these two of numbers.
     """
@@ -96,17 +107,17 @@ def best_of(values_SC: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]
 def gumbel_noise(
     seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, first: jax.Array, size: int
 ) -> jax.Array:
-    """Gumbel noise [S, size] of samples, for words from `first` on: a row's is that of its uint32 seed, choice and
-    position alone, and of the word.
+    """Return Gumbel noise [S, size] of samples for tokens from `first` on.
 
-    It is what `jax.random.gumbel` gives to each word of a vocabulary, to the last bit, in part.
+    It depends on the uint32 seed, choice and position of a row, and on the token, only. It equals a part of
+    `jax.random.gumbel` over the whole vocabulary, to the last bit.
     """
     ids_V = first.astype(jnp.uint32) + jnp.arange(size, dtype=jnp.uint32)
     return gumbel_noise_of(ids_V, seed_S, choice_S, position_S)
 
 
 def gumbel_noise_of(ids_V: jax.Array, seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array) -> jax.Array:
-    """`gumbel_noise` [S, V] of any words."""
+    """Return `gumbel_noise` [S, V] of arbitrary tokens."""
     ids_V = ids_V.astype(jnp.uint32)
     least = jnp.finfo(jnp.float32).tiny
 
@@ -135,9 +146,9 @@ def rotation_of(positions_T: jax.Array, frequencies: np.ndarray, *, factor: floa
 
 
 def rotate(heads_TXh: jax.Array, rotation: Rotation, *, interleaved: bool = False) -> jax.Array:
-    """Rotary embedding (Su et al., arXiv:2104.09864) of the first r elements of each head, computed in float32.
+    """Rotate the first r elements of each head (Su et al., arXiv:2104.09864), in float32.
 
-    Pairs are (i, i + r / 2), or (2 i, 2 i + 1) where `interleaved`. The other elements stay.
+    Pairs are (i, i + r / 2), or (2 i, 2 i + 1) if `interleaved`. The other elements do not change.
     """
     width = 2 * rotation.cos.shape[1]
     rotated = _rotate_all(heads_TXh[..., :width], rotation, interleaved)

@@ -1,6 +1,6 @@
-"""The sum of a residual stream and its norm in one TPU kernel, which reads a layer's scale where it lies.
+"""The sum of a residual stream and its norm in one TPU kernel, which reads a layer's scale in place.
 
-By XLA these are three operations, each of which costs more to start than it has to do for the tokens of a decode step.
+XLA makes three operations of them, and each costs more to start than to compute for the tokens of a decode step.
 """
 
 # T tokens   D model width   L layers   R rows of a block of scales
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-MOST_ELEMENTS = 1 << 20
-"""Of all tokens: they lie in the core's memory several times."""
+MAX_ELEMENTS = 1 << 20
+"""Maximum number of elements of all tokens, which lie in the core's memory several times."""
 SCALE_ROWS = 16
-"""Layers whose scales are read at once: what a register has of 16-bit rows."""
+"""Number of layers whose scales are read at once: the 16-bit rows of a register."""
 VMEM_BYTES = 32 << 20
 
 
@@ -30,13 +30,8 @@ def add_and_norm(
     layer: jax.Array,
     eps: float,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array] | None:
-    """`hidden_TD` with what is added, and `layers.rms_norm` of that; None where tokens are many (by XLA then).
-
-    `interpret` (see `pallas_call`) runs it without a TPU.
-    """
-    if hidden_TD.size > MOST_ELEMENTS:
-        return None
+) -> tuple[jax.Array, jax.Array]:
+    """Compute `layers.add_and_norm`; `interpret` (see `pallas_call`) runs it without a TPU."""
     whole = pl.BlockSpec(memory_space=pltpu.VMEM)
     scale = scales_around(scale_LD)
     out = jax.ShapeDtypeStruct(hidden_TD.shape, hidden_TD.dtype)
@@ -60,14 +55,22 @@ def add_and_norm(
     return total_TD, normed_TD
 
 
+def unsupported_reason(hidden_TD: jax.Array, *_: Any, **__: Any) -> str:
+    """Return why `add_and_norm` does not take a call; empty if it does."""
+    num_tokens, width = hidden_TD.shape
+    if num_tokens * width > MAX_ELEMENTS:
+        return f"{num_tokens} tokens of width {width} exceed {MAX_ELEMENTS} elements"
+    return ""
+
+
 def scales_around(scale_LD: jax.Array) -> pl.BlockSpec:
-    """A block of whole registers with the scale of a layer, which is the kernel's one prefetched scalar."""
+    """Return a block of whole registers that includes the scale of a layer, the kernel's prefetched scalar."""
     rows = min(SCALE_ROWS, len(scale_LD))
     return pl.BlockSpec((rows, scale_LD.shape[1]), lambda _, layer_1: (jax.lax.div(layer_1[0], rows), 0))
 
 
 def row_of(stacked_RD: jax.Array, row: jax.Array) -> jax.Array:
-    """One row [1, D] in float32, inside a kernel: rows of 16 bits cannot be addressed one by one."""
+    """Return a row [1, D] in float32, inside a kernel: single rows of 16 bits cannot be addressed."""
     is_row_RD = jax.lax.broadcasted_iota(jnp.int32, stacked_RD.shape, 0) == row
     return jnp.sum(jnp.where(is_row_RD, stacked_RD.astype(jnp.float32), 0.0), axis=0, keepdims=True)
 
@@ -75,8 +78,10 @@ def row_of(stacked_RD: jax.Array, row: jax.Array) -> jax.Array:
 def sum_and_norm(
     hidden_TD: jax.Array, added_TD: jax.Array, scale: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum and its norm with a float32 scale, inside a kernel: in float32 with the roundings of the reference, for
-    not every core computes in bfloat16."""
+    """Return the sum and its norm with a float32 scale, inside a kernel.
+
+    They are computed in float32 with the roundings of the reference, because not every core computes in bfloat16.
+    """
     dtype = hidden_TD.dtype
 
     def rounded(wide_TD: jax.Array) -> jax.Array:

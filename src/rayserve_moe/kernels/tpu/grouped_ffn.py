@@ -1,10 +1,10 @@
-"""The experts of one device in one TPU kernel: gate, up, activation and down of rows that lie slot after slot.
+"""The experts of a device in one TPU kernel: gate, up, activation and down of rows in the order of slots.
 
-A step of the kernel's grid takes one slot, and a block of the expert width where an expert is too large to be held
-twice. While a slot is multiplied the weights of the next one that has rows are read; those of slots without rows are
-not read at all. Rows and results stay in the core's memory, so that this is for few rows: what a decode step has.
-Weights of 8 bits are read as such, converted on their way into the matrix unit, and the products multiplied by the
-scales of their columns; where blocks of rows have scales, weights are multiplied by those as they are converted.
+A step of the kernel's grid computes a slot, or a block of the expert width if an expert does not fit twice. While a
+slot is multiplied, the weights of the next slot with rows are read; weights of slots without rows are never read. Rows
+and results stay in the core's memory, so the kernel is for few rows, as in a decode step. Weights of 8 bits are
+converted on their way into the matrix unit. Products are multiplied by the scales of columns; scales of blocks of rows
+multiply the weights as they are converted.
 """
 
 # T tokens   D model width   F expert width   B block of F   K experts per token   P assignments = T * K
@@ -12,6 +12,7 @@ scales of their columns; where blocks of rows have scales, weights are multiplie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,67 +24,88 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
-from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS, Activation, LayerExperts, multiply_by_ragged_dot
+from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS, Activation, LayerExperts
 from rayserve_moe.kernels.slot_order import order_by_slot, take
 
 BlockPlace = tuple[jax.Array | int, ...]
 TILE_ROWS, ALIGNED_ROWS = 64, 16
-"""Rows that are multiplied at once; where a slot's rows begin, down to a multiple that a tile may begin at."""
+"""Rows that are multiplied at once; a tile begins at a multiple of `ALIGNED_ROWS`."""
 LANES = 128
-WEIGHT_BYTES, SPARE_BYTES, MOST_BYTES = 24 << 20, 4 << 20, 60 << 20
-"""Of the core's memory: what weights may take; what is left for values of a tile; the most that the kernel asks for."""
+WEIGHT_BYTES, SPARE_BYTES, MAX_BYTES = 24 << 20, 4 << 20, 60 << 20
+"""Parts of a core's memory: for weights, for the values of a tile, and the maximum that the kernel uses."""
 
 
 def multiply_grouped(
     hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts, *, interpret: Any = False
 ) -> jax.Array:
-    """Multiply as `multiply_by_ragged_dot` does, and by it where there are biases or rows do not fit: [T, K, D].
+    """Multiply as `multiply_by_ragged_dot`, for calls that `unsupported_reason` accepts: [T, K, D].
 
-    So too on chips whose cores share a device: the kernel is for one core, and would leave the other one idle.
-    `interpret` (see `pallas_call`) runs the kernel where there is no TPU.
+    `interpret` (see `pallas_call`) runs the kernel without a TPU.
     """
     weights, config = experts.weights, experts.config
     (_, width, inner), num_rows = weights.gate_XDF.shape, _padded(slots_TK.size)
     block = inner_block(width, inner, weights.gate_XDF.dtype.itemsize)
-    # Rows and results are buffered twice; sums over parts of an expert are kept in float32.
-    row_bytes = num_rows * width * (4 * hidden_TD.dtype.itemsize + 4 * (block < inner))
-    vmem_bytes = 0 if not block else MOST_BYTES if interpret else _vmem_bytes()
-    if weights.gate_bias_XF is not None or WEIGHT_BYTES + row_bytes + SPARE_BYTES > vmem_bytes:
-        return multiply_by_ragged_dot(hidden_TD, slots_TK, experts)
     token_P, place_P = order_by_slot(slots_TK, config.num_slots)
     rows_RD = take(hidden_TD, jnp.pad(token_P, (0, num_rows - token_P.size))).reshape(num_rows, -1)
     begin_S, held_S = _visits(slots_TK.reshape(-1), config.num_slots)
     first_1 = jnp.asarray(experts.first_slot, jnp.int32).reshape(1)
-    multiply = _kernel_for(rows_RD, experts, block, vmem_bytes=vmem_bytes, interpret=interpret)
+    multiply = _kernel_for(rows_RD, experts, block, vmem_bytes=_vmem_bytes(interpret), interpret=interpret)
     held = (array for array in weights if array is not None)
     results_RD = multiply(first_1, begin_S, held_S, rows_RD, *held)
     results_R = take(results_RD.reshape(num_rows, *hidden_TD.shape[1:]), place_P)
     return results_R.reshape(*slots_TK.shape, *hidden_TD.shape[1:])
 
 
+def unsupported_reason(
+    hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts, *, interpret: Any = False
+) -> str:
+    """Return why `multiply_grouped` does not take a call; empty if it does."""
+    weights = experts.weights
+    if weights.gate_bias_XF is not None:
+        return "experts have biases"
+    _, width, inner = weights.gate_XDF.shape
+    block = inner_block(width, inner, weights.gate_XDF.dtype.itemsize)
+    if not block:
+        return f"no block of an expert of {width} x {inner} fits twice in {WEIGHT_BYTES >> 20} MiB"
+    vmem_bytes = _vmem_bytes(interpret)
+    if not vmem_bytes:
+        return "the kernel runs on one core, and several share a device"
+    # Rows and results are buffered twice; sums over parts of an expert are kept in float32.
+    num_rows = _padded(math.prod(slots_TK.shape))
+    row_bytes = num_rows * width * (4 * hidden_TD.dtype.itemsize + 4 * (block < inner))
+    if (num_bytes := WEIGHT_BYTES + row_bytes + SPARE_BYTES) > vmem_bytes:
+        return f"{num_rows} rows take {num_bytes >> 20} of {vmem_bytes >> 20} MiB of a core's memory"
+    return ""
+
+
 def inner_block(width: int, inner: int, itemsize: int) -> int:
-    """The most of the expert width, in whole lanes that divide it, whose three matrices fit twice; 0: nothing does."""
+    """Return the maximum part of the expert width, in whole lanes that divide it, with three matrices that fit twice.
+
+    0 if no part fits.
+    """
     most = WEIGHT_BYTES // (3 * width * 2 * itemsize)
     fitting = (block for block in range(LANES, inner + 1, LANES) if inner % block == 0 and block <= most)
     return 0 if width % LANES else max(fitting, default=0)
 
 
-def _vmem_bytes() -> int:
-    """What the kernel may ask for of the core's memory; none where several cores share a device."""
+def _vmem_bytes(interpret: Any) -> int:
+    """Return the bytes of a core's memory that the kernel may use; 0 if several cores share a device."""
+    if interpret:
+        return MAX_BYTES
     chip = pltpu.get_tpu_info()
-    return min(MOST_BYTES, chip.vmem_capacity_bytes * 3 // 4) if chip.num_cores == 1 else 0
+    return min(MAX_BYTES, chip.vmem_capacity_bytes * 3 // 4) if chip.num_cores == 1 else 0
 
 
 def _padded(num_rows: int) -> int:
-    """Rows for `num_rows` in tiles that begin within a slot's rows or up to `ALIGNED_ROWS` before them."""
+    """Return the rows with padding: a tile begins up to `ALIGNED_ROWS` rows before a slot's rows."""
     return -(-num_rows // ALIGNED_ROWS) * ALIGNED_ROWS + TILE_ROWS
 
 
 def _visits(slots_P: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
-    """Where the rows of each slot begin, and whose weights its step holds: int32 [S + 1] each.
+    """Return the first row of each slot, and the slot of the weights in its step: int32 [S + 1] each.
 
-    Those are the slot's own, of the next one with rows where it has none, or else, S or more, of the last one that has:
-    2 * S less that one.
+    A slot with rows has its own weights, a slot without rows those of the next slot with rows. After the last slot with
+    rows, number i, the second array holds 2 * S - i.
     """
     slots = np.arange(num_slots + 1, dtype=np.int32)[:, None]
     held = jnp.where(slots_P >= slots, slots_P, 2 * num_slots - slots_P)
@@ -94,13 +116,13 @@ def _visits(slots_P: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
 def _kernel_for(
     rows_RD: jax.Array, experts: LayerExperts, block: int, *, vmem_bytes: int, interpret: Any
 ) -> Callable[..., jax.Array]:
-    """The kernel for rows and experts of these shapes."""
+    """Return the kernel for rows and experts of these shapes."""
     (num_rows, width), num_slots = rows_RD.shape, experts.config.num_slots
     num_blocks = experts.weights.gate_XDF.shape[2] // block
     activate, given = ACTIVATIONS[experts.config.activation], [s for s in experts.weights[6:] if s is not None]
 
     def held_block(step: jax.Array, part: jax.Array, first_1: jax.Array, held_S: jax.Array) -> BlockPlace:
-        """Slot and block of a step's weights: a slot without rows has the first block of the next, or the last one."""
+        """Return slot and block of a step's weights: a slot without rows has the next first or the last block."""
         held = held_S[step]
         is_ahead = held < num_slots
         slot = first_1[0] + jnp.where(is_ahead, held, 2 * num_slots - held)
@@ -139,7 +161,7 @@ def _kernel_for(
 
 
 def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Activation) -> None:
-    """One slot and block of the expert width: tile after tile of the slot's rows; rows of others stay as they are."""
+    """Multiply the tiles of a slot's rows with a block of the expert width; rows of other slots do not change."""
     _, begin_S, _, rows_ref, gate_ref, up_ref, down_ref = refs[:7]
     scale_refs = [ref.at[0] for ref in refs[7:10]] if has_scales else [None] * 3
     out_ref, sum_ref = refs[10 if has_scales else 7 :]

@@ -1,7 +1,7 @@
 """Paged attention in one TPU kernel of our own: sinks, latents, narrow heads, windows, and drafts.
 
-The pool is that of `flat_rows`. Pages are copied into the core's memory a block at a time while those of the block
-before are multiplied, across the sequences of a step: what is within reach of a block of queries, and nothing else.
+The pool is that of `packed_rows`. Pages are copied into the core's memory a block at a time while the previous block is
+multiplied, across the sequences of a step. Only pages within reach of a block of queries are copied.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
-from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
+from rayserve_moe.kernels.tpu.byte_pairs import product_dtype, rows_to_write
+from rayserve_moe.kernels.tpu.packed_rows import gather_heads, spread_queries
 from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, attend_groups, groups_of
 from rayserve_moe.kernels.tpu.paged_sizes import (
     CLEARED_ROWS,
@@ -34,6 +36,18 @@ from rayserve_moe.kernels.tpu.paged_tiles import attend_tile, sink_rows, tile_sc
 from rayserve_moe.kernels.tpu.paged_writes import NEW_ROWS
 
 
+def unsupported_reason(pool: PoolFormat) -> str:
+    """Return why the kernel does not take a pool; empty if it does."""
+    if pool.page_size % CLEARED_ROWS:
+        return f"page_size {pool.page_size} is no multiple of {CLEARED_ROWS}"
+    return ""
+
+
+def unsupported_latents(pool: PoolFormat) -> str:
+    """Return why the kernel does not take a pool of latents; empty if it does."""
+    return "kv_cache_dtype fp8 does not store latents" if pool.is_8_bit else unsupported_reason(pool)
+
+
 def attend(  # noqa: PLR0913 (the reference's signature)
     queries_BQHh: jax.Array,
     kv_pages: jax.Array,
@@ -44,13 +58,13 @@ def attend(  # noqa: PLR0913 (the reference's signature)
     latent_width: int = 0,
     interpret: Any = False,
 ) -> jax.Array:
-    """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `flat_rows` has them.
+    """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `packed_rows` has them.
 
-    Products are of the pool's dtype. The real rows of a block come first. `interpret` (see `pallas_call`) runs it
-    without a TPU.
+    Products are of the pool's dtype, or of that of queries if the pool has pairs of 8 bits (`byte_pairs`). The real
+    rows of a block come first. `interpret` (see `pallas_call`) runs it without a TPU.
 
     Returns: [B, Q, H, v].
-    Raises: ValueError for a pool of other rows, of 8 bits, or of pages that are no multiple of 16 keys.
+    Raises: ValueError for a pool of other rows, of 8 bits that are not paired, or of pages of no multiple of 16 keys.
     """
     knobs = Knobs(config, sinks_H, latent_width)
     return _attend(queries_BQHh, kv_pages, places, None, knobs=knobs, interpret=interpret)[0]
@@ -91,7 +105,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the result of `attend`, and the pool with the new rows."""
     layout = layout_for(kv_pages, queries_BQHh.shape[3], knobs)
-    queries_BCQRK = spread_queries(queries_BQHh, layout).astype(kv_pages.dtype)
+    queries_BCQRK = spread_queries(queries_BQHh, layout).astype(product_dtype(kv_pages, queries_BQHh))
     tile_queries = tile_queries_for(queries_BQHh.shape[1], queries_BCQRK.shape[3])
     queries = queries_BQHh.shape[1], tile_queries, queries_BCQRK.shape[3]
     shape = shape_for(kv_pages, places, layout, knobs=knobs, queries=queries)
@@ -106,7 +120,7 @@ def _attend(
             part.stop - part.start,
         )
         of_part = replace(shape, num_blocks=num_blocks, num_cores=cores_for(num_blocks, interpret))
-        news = None if new is None else NewRows(new.rows_BX[part].astype(kv_pages.dtype), new.first_page)
+        news = None if new is None else NewRows(rows_to_write(new.rows_BX[part], kv_pages), new.first_page)
         attended, kv_pages = call(queries_BCQRK[part], kv_pages, of_call, news, shape=of_part)
         parts.append(attended)
     attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -160,7 +174,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     shape: TileShape,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend blocks whose page table fits into scalar memory: [B, C, Q, R, V], and the pool."""
+    """Attend blocks with a page table that fits into scalar memory: [B, C, Q, R, V], and the pool."""
     num_blocks, num_sets, num_queries, query_rows, lanes = queries_BCQRK.shape
     num_rows, num_lanes = num_queries * query_rows, shape.layout.value_lanes
     (table_BP, positions_BQ, visits, *_), core = places, pl.BlockSpec(memory_space=pltpu.VMEM)

@@ -1,7 +1,7 @@
-"""Groups of single tokens: those of one sequence in a step, which follow each other and attend its pages at once.
+"""Groups of single tokens: tokens of a sequence in a step, which are adjacent and attend its pages at once.
 
-The tokens of a group, the last one of a sequence and its drafts, have positions that follow each other. So positions
-and the sequence that each token belongs to say which groups there are. A call of the paged attention kernel has a visit
+The tokens of a group, the last one of a sequence and its drafts, have consecutive positions. So positions and the
+sequence of each token determine the groups. A call of the paged attention kernel has a visit
 for each group of the step.
 """
 
@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, ScoreConfig
-from rayserve_moe.kernels.tpu.flat_rows import gather_heads, spread_queries
+from rayserve_moe.kernels.tpu.byte_pairs import product_dtype, rows_to_write
+from rayserve_moe.kernels.tpu.packed_rows import gather_heads, spread_queries
 from rayserve_moe.kernels.tpu.paged_sizes import (
     CLEARED_ROWS,
     GROUP_ALIGNED_ROWS,
@@ -52,12 +53,12 @@ def attend_groups(  # noqa: PLR0913 (arrays, by keyword)
     """Attend as `paged_attention.attend_new`, single tokens in the groups that are described for each call."""
     assert places.together is not None and places.described is not None, "groups are described ahead of all layers"
     layout = layout_for(kv_pages, queries_UHh.shape[2], knobs)
-    queries_UCRK = spread_queries(queries_UHh[:, None], layout)[:, :, 0].astype(kv_pages.dtype)
+    queries_UCRK = spread_queries(queries_UHh[:, None], layout)[:, :, 0].astype(product_dtype(kv_pages, queries_UHh))
     query_rows, most = queries_UCRK.shape[2], places.together.most
     queries_UCRK = jnp.pad(queries_UCRK, ((0, 0), (0, 0), (0, -query_rows % GROUP_ALIGNED_ROWS), (0, 0)))
     shape = shape_for(kv_pages, places, layout, knobs=knobs, queries=(most, most, queries_UCRK.shape[2]))
     shape = replace(shape, has_new_rows=True, is_grouped=True, num_cores=num_cores)
-    rows_RX = spaced_rows(new.rows_BX.astype(kv_pages.dtype))
+    rows_RX = spaced_rows(rows_to_write(new.rows_BX, kv_pages))
     call = partial(_call, sinks=sink_rows(knobs.sinks_H, shape), shape=shape, interpret=interpret)
     attended_UCRV: jax.Array | float = 0.0
     for visits, part in zip(places.described, parts_of(len(queries_UHh), shape.table_width), strict=True):
@@ -140,11 +141,11 @@ def _scratch(queries_UCRK: jax.Array, kv_pages: jax.Array, shape: TileShape) -> 
 
 
 class GroupVisits(NamedTuple):
-    """Groups that begin in a part of the single tokens, int32, the real ones first: each sees keys from `first_G` to
-    ahead of `end_G`, and has `counts_G` tokens from `starts_G` on, whose page ids are in row `tables_G` of the part's.
+    """Groups that begin in a part of the single tokens, int32, real groups first.
 
-    `is_own_U` says which tokens belong to one; `filled_X` are the groups that there are, in order, and beyond them what
-    is no group's number.
+    A group sees keys from `first_G` to ahead of `end_G`, and has `counts_G` tokens from `starts_G` on, with page ids in
+    row `tables_G` of the part. `is_own_U` is True for tokens of groups; `filled_X` are the numbers of groups in order,
+    followed by a number of no group.
     """
 
     first_G: jax.Array
@@ -169,7 +170,7 @@ def groups_of(
     part: slice,
     num_cores: int,
 ) -> GroupVisits:
-    """Return the groups that begin in a `part` of the single tokens; tokens of one sequence are adjacent."""
+    """Return the groups that begin in a `part` of the single tokens; tokens of a sequence are adjacent."""
     num_tokens, num_groups = len(positions_U), part.stop - part.start + num_cores
     first_U = config.first_key(positions_U)
     first_U = jnp.zeros_like(positions_U) if first_U is None else first_U

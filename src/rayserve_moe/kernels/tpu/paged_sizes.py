@@ -11,26 +11,28 @@ from typing import NamedTuple
 import jax
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
-from rayserve_moe.kernels.tpu.attention_blocks import PAGE_TABLE_BYTES
-from rayserve_moe.kernels.tpu.flat_rows import RowLayout, layout_of
+from rayserve_moe.kernels.tpu.byte_pairs import lanes_in_8_bits
+from rayserve_moe.kernels.tpu.packed_rows import RowLayout, layout_of
 
 CLEARED_ROWS = 16
 """Rows of the pool that are cleared at once, in whole registers of 16-bit numbers; pages are multiples of them."""
-MOST_ROWS, SCORE_ROWS, ALIGNED_ROWS = 1024, 512, 16
-"""Rows of queries of a tile; those that are scored at once; whole registers of 16-bit numbers."""
+MAX_ROWS, SCORE_ROWS, ALIGNED_ROWS = 1024, 512, 16
+"""Maximum rows of queries of a tile; rows that are scored at once; rows of whole registers of 16-bit numbers."""
 VMEM_BYTES = 40 << 20
 """Of the core's memory a call may have."""
 SCORES = 32 << 10
-"""Scores that are kept at once: half of what the registers of a core hold."""
+"""Maximum number of scores at once: half of the capacity of a core's registers."""
 GROUP_ROWS, GROUP_ALIGNED_ROWS, FEW_QUERIES = 128, 8, 4
-"""Rows of a group of single tokens that are scored at once; whole registers of 32-bit numbers; tokens of a group that
-is small: most are where drafts do not pay."""
-MOST_KEYS, BLOCK_BYTES = 512, 1 << 20
-"""Keys of a block, and what they and their values take: what memory delivers in 0.6 us on v6e."""
+"""Rows of a group of single tokens that are scored at once; rows of whole registers of 32-bit numbers; tokens of a
+small group, which is common if drafts do not pay."""
+PAGE_TABLE_BYTES = 768 << 10
+"""Maximum size of the page ids of a call, of 1 MiB of scalar memory."""
+MAX_KEYS, BLOCK_BYTES = 512, 1 << 20
+"""Maximum keys of a block, and bytes of keys and values: as much as memory delivers in 0.6 us on v6e."""
 
 
 class Knobs(NamedTuple):
-    """What a model's attention is besides its heads."""
+    """Knobs of a model's attention besides its heads."""
 
     config: ScoreConfig
     sinks_H: jax.Array | None
@@ -39,10 +41,10 @@ class Knobs(NamedTuple):
 
 @dataclass(frozen=True)
 class TileShape:
-    """How a call is cut: blocks of `num_queries` into tiles of `tile_queries`, each with `query_rows` rows of a set.
+    """The sizes of a call: blocks of `num_queries` in tiles of `tile_queries`, each with `query_rows` rows of a set.
 
-    A block of keys has `num_pages` pages. Every core has equally many blocks of queries, some of padding. Where it
-    `is_grouped` a block is a group of single tokens, `num_queries` at most, and there are as many as a step has.
+    A block of keys has `num_pages` pages. Every core has equally many blocks of queries, some of padding. In a grouped
+    call a block is a group of up to `num_queries` single tokens, and the step determines the number of groups.
     """
 
     layout: RowLayout
@@ -61,7 +63,7 @@ class TileShape:
 
     @property
     def num_rows(self) -> int:
-        """T: rows of a tile with padding; half a register's of 16 bits do for one tile of a block."""
+        """Return T, the rows of a tile with padding: half a register of 16 bits suffices for an only tile."""
         aligned = ALIGNED_ROWS // 2 if self.num_tiles == 1 else ALIGNED_ROWS
         if self.is_grouped and self.num_queries * self.query_rows > GROUP_ROWS:
             aligned = GROUP_ROWS
@@ -69,25 +71,25 @@ class TileShape:
 
     @property
     def score_rows(self) -> int:
-        """M: all rows, or as many as divide them."""
+        """Return M, the rows that are scored at once: all, or as many as divide them."""
         if self.is_grouped:
             return min(self.num_rows, GROUP_ROWS)
         return self.num_rows if self.num_rows % SCORE_ROWS else SCORE_ROWS
 
     @property
     def few_rows(self) -> int:
-        """Rows of a small group, which are scored for themselves: at least those of `FEW_QUERIES`; all, of others."""
+        """Return the rows of a small group, at least those of `FEW_QUERIES`; `score_rows` without groups."""
         if not self.is_grouped:
             return self.score_rows
         return min(self.score_rows, -(-FEW_QUERIES * self.query_rows // ALIGNED_ROWS) * ALIGNED_ROWS)
 
     def sets_at_once(self, num_rows: int) -> int:
-        """Sets of heads whose scores of so many rows registers hold; at least one."""
+        """Return the number of sets of heads, at least 1, with scores of `num_rows` rows that fit into registers."""
         return max(1, SCORES // (num_rows * self.num_keys))
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of a block of queries."""
+        """Return the number of tiles of a block of queries."""
         return self.num_queries // self.tile_queries
 
     @property
@@ -96,42 +98,45 @@ class TileShape:
 
     @property
     def num_keys(self) -> int:
-        """S: keys of a block."""
+        """Return S, the keys of a block."""
         return self.num_pages * self.page_size
 
 
 def tile_queries_for(num_queries: int, query_rows: int) -> int:
-    """How many queries of a block make a tile: all, or as many of `query_rows` rows each as `MOST_ROWS` allows."""
-    if num_queries * query_rows <= MOST_ROWS:
+    """Return the queries of a tile: all of a block, or as many of `query_rows` rows each as `MAX_ROWS` allows."""
+    if num_queries * query_rows <= MAX_ROWS:
         return num_queries
     parts = (size for size in range(1, num_queries) if num_queries % size == 0)
-    fitting = [size for size in parts if size * query_rows <= MOST_ROWS and size * query_rows % ALIGNED_ROWS == 0]
+    fitting = [size for size in parts if size * query_rows <= MAX_ROWS and size * query_rows % ALIGNED_ROWS == 0]
     return max(fitting, default=num_queries)
 
 
 def pages_of_a_block(page_size: int, row_bytes: int, table_width: int) -> int:
-    """Pages of a block of keys, whose rows take `row_bytes`: within the bounds, and no more than a sequence has."""
-    return max(1, min(MOST_KEYS // page_size, BLOCK_BYTES // (row_bytes * page_size), table_width))
+    """Return the pages of a block of keys with rows of `row_bytes`: within bounds, and at most those of a sequence."""
+    return max(1, min(MAX_KEYS // page_size, BLOCK_BYTES // (row_bytes * page_size), table_width))
 
 
 def parts_of(num_blocks: int, table_width: int) -> list[slice]:
-    """Blocks of each call: as many as have rows of page ids that fit into the scalar memory of one, at least one."""
+    """Return the blocks of each call: as many as have page ids that fit into scalar memory, at least 1."""
     per_call = max(1, PAGE_TABLE_BYTES // (4 * table_width))
     return [slice(first, min(first + per_call, num_blocks)) for first in range(0, num_blocks, per_call)]
 
 
 def layout_for(kv_pages: jax.Array, head_dim: int, knobs: Knobs) -> RowLayout:
-    """How rows of a pool lie. ValueError where the kernel cannot read them."""
-    page_size, row_lanes = kv_pages.shape[1:]
+    """Return the layout of a pool's rows.
+
+    Raises: ValueError for pages that are no multiple of `CLEARED_ROWS` keys, and for 8 bits that are not paired.
+    """
+    page_size = kv_pages.shape[1]
     if page_size % CLEARED_ROWS or kv_pages.dtype.itemsize == 1:
         raise ValueError(f"a pool of {kv_pages.dtype} in pages of {page_size} keys: 8 bits, or no multiple of 16")
-    return layout_of(row_lanes, head_dim, latent_width=knobs.latent_width)
+    return layout_of(lanes_in_8_bits(kv_pages), head_dim, latent_width=knobs.latent_width)
 
 
 def shape_for(
     kv_pages: jax.Array, places: BlockPlaces, layout: RowLayout, *, knobs: Knobs, queries: tuple[int, int, int]
 ) -> TileShape:
-    """How calls are cut, but for their blocks: `queries` are those of a block and of a tile, and the rows of each."""
+    """Return the sizes of calls without blocks; `queries`: queries of a block, queries of a tile, rows of a query."""
     table_width, page_size = places.page_table_BP.shape[1], kv_pages.shape[1]
     num_queries, tile_queries, query_rows = queries
     return TileShape(

@@ -1,7 +1,7 @@
-"""Pages of the pool on their way into the core's memory: a block of keys arrives while the one before is multiplied.
+"""Pages of the pool on their way into the core's memory: a block of keys arrives while the previous is multiplied.
 
-The visits of a core follow each other, and so do their blocks: the first block of a visit is asked for during the last
-one of the visit before.
+The visits of a core follow each other, and so do their blocks: the first block of a visit is requested during the last
+block of the previous visit.
 """
 
 # B query blocks   Q queries per block   P page-table width   X lanes of a row   S key positions of a block
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from rayserve_moe.kernels.tpu.byte_pairs import narrowed, widened
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 
 
 class Scalars(NamedTuple):
-    """Scalar memory: page ids [B * P] from a first page on [] (None: from that of the pool), the fields of
+    """Scalar memory: page ids [B * P] from a first page on [] (None: the pool's first), the fields of
     `paged_attention.Visits`, and positions of queries.
 
-    Of groups of single tokens, which visits are then, also whose page ids are theirs, the first token, and how many
-    there are, [W].
+    If visits are groups of single tokens: also the row of their page ids, their first token, and their number, [W].
     """
 
     first_page: Any
@@ -39,7 +39,7 @@ class Scalars(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """What a `visit` sees: keys from `first` to ahead of `end`, on `num_pages` pages.
+    """The keys that a `visit` sees: from `first` to ahead of `end`, on `num_pages` pages.
 
     The first key of the first page stands at `begin`, and that page's id at `table`.
     """
@@ -73,7 +73,7 @@ class PageStream:
         return self.num_pages * self.page_size
 
     def reach_of(self, visit: jax.Array) -> Reach:
-        """What a visit sees of its sequence."""
+        """Return the keys that a visit sees of its sequence."""
         first, end = self.scalars.first[visit], self.scalars.end[visit]
         first_page = jax.lax.div(first, self.page_size)
         tables = self.scalars.tables
@@ -82,15 +82,15 @@ class PageStream:
         return Reach(first, end, first_page * self.page_size, table, pl.cdiv(end, self.page_size) - first_page, visit)
 
     def num_blocks(self, reach: Reach) -> jax.Array:
-        """How many blocks of keys a visit takes; 0 for padding."""
+        """Return the number of blocks of keys of a visit; 0 for padding."""
         return pl.cdiv(reach.num_pages, self.num_pages)
 
     def first_key(self, reach: Reach, block: jax.Array) -> jax.Array:
-        """The position of the first key of a block."""
+        """Return the position of the first key of a block."""
         return reach.begin + block * self.num_keys
 
     def start(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
-        """Ask for the pages of a block."""
+        """Request the pages of a block."""
         first = block * self.num_pages
 
         def copy(i: jax.Array, carry: None) -> None:
@@ -101,7 +101,7 @@ class PageStream:
         jax.lax.fori_loop(0, jnp.minimum(reach.num_pages - first, self.num_pages), copy, None)
 
     def place_of(self, reach: Reach, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The page in the pool where a key lies, and its row there."""
+        """Return the page of a key in the pool, and its row there."""
         place = key - reach.begin
         return self._page_of(reach, jax.lax.div(place, self.page_size)), jax.lax.rem(place, self.page_size)
 
@@ -110,7 +110,7 @@ class PageStream:
         return of_table if first_page is None else first_page[...] + of_table
 
     def start_next(self, visit: jax.Array, end: jax.Array, half: jax.Array) -> None:
-        """Ask for the first block of the first visit from `visit` on, ahead of `end`, that has one."""
+        """Request the first block of the first visit from `visit` on, ahead of `end`, that has blocks."""
         filled = self.scalars.filled[visit]
 
         @pl.when(filled < end)
@@ -124,7 +124,7 @@ class PageStream:
         pltpu.make_async_copy(arrived, arrived, self.arrivals.at[half]).wait()
 
     def clear(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
-        """Set to zero what the pages of a block hold out of the visit's sight: a weight of zero does not silence NaN.
+        """Zero the rows of a block that the visit does not see: a weight of zero does not silence NaN.
 
         Only the first and the last page of a visit hold such rows, and a block keeps none of another visit's.
         """
@@ -140,14 +140,14 @@ class PageStream:
             self._clear_rows(half, reach.end - begin, read)
 
     def _clear_rows(self, half: jax.Array, first: jax.Array, end: jax.Array) -> None:
-        """Zero rows from `first` to ahead of `end`, of which one is a multiple of `CLEARED_ROWS`."""
+        """Zero rows from `first` to ahead of `end`; either is a multiple of `CLEARED_ROWS`."""
 
         def clear_rows(i: jax.Array, carry: None) -> None:
             at = pl.multiple_of(i * CLEARED_ROWS, CLEARED_ROWS)
             keys = pl.ds(at, CLEARED_ROWS)
             place = at + jax.lax.broadcasted_iota(jnp.int32, (CLEARED_ROWS, 1), 0)
-            held = self.blocks[half, keys].astype(jnp.float32)
+            held = widened(self.blocks[half, keys])
             is_out = (place >= first) & (place < end)
-            self.blocks[half, keys] = jnp.where(is_out, 0.0, held).astype(self.blocks.dtype)
+            self.blocks[half, keys] = narrowed(jnp.where(is_out, 0.0, held), self.blocks.dtype)
 
         jax.lax.fori_loop(jax.lax.div(first, CLEARED_ROWS), pl.cdiv(end, CLEARED_ROWS), clear_rows, None)

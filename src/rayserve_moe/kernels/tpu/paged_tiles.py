@@ -1,4 +1,4 @@
-"""The body of the paged attention kernel: one tile of queries of one block, over the pages within its reach."""
+"""The body of the paged attention kernel: a tile of queries of a block, over the pages within its reach."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.attention import MASKED
-from rayserve_moe.kernels.tpu.flat_rows import LANES
+from rayserve_moe.kernels.tpu.byte_pairs import lanes_of_block
+from rayserve_moe.kernels.tpu.packed_rows import LANES
 from rayserve_moe.kernels.tpu.paged_sizes import ALIGNED_ROWS, TileShape
 from rayserve_moe.kernels.tpu.paged_stream import PageStream, Reach, Scalars
 from rayserve_moe.kernels.tpu.paged_writes import GroupWrites, RowWrites
@@ -216,7 +217,7 @@ def _store(tile: Tile, tokens: GroupTokens | None, scalars: Scalars, out: Any) -
 
 
 def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax.Array) -> None:
-    """Attend all rows of a tile to the block in a half of the buffer, whose first key is `first_key`."""
+    """Attend all rows of a tile to the block in a half of the buffer, with the first key `first_key`."""
     shape = tile.shape
 
     def score(i: jax.Array, carry: None, *, num_rows: int = shape.score_rows) -> None:
@@ -255,7 +256,7 @@ def _accumulate(tile: Tile, sets: range, rows: Any, block_SX: Any, is_seen_MS: j
     scores, weights = {}, {}
     for i in sets:
         queries_MK = tile.queries[0, i, rows]
-        keys_SK = block_SX[:, layout.lanes_of(i)[0]].astype(queries_MK.dtype)
+        keys_SK = lanes_of_block(block_SX, layout.lanes_of(i)[0], queries_MK.dtype)
         scores_MS = jax.lax.dot_general(
             queries_MK, keys_SK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
@@ -275,7 +276,7 @@ def _accumulate(tile: Tile, sets: range, rows: Any, block_SX: Any, is_seen_MS: j
         weights[i] = weights_MS.astype(tile.queries.dtype), shrink_ML
     for i in sets:
         weights_MS, shrink_ML = weights[i]
-        values_SV = block_SX[:, layout.lanes_of(i)[1]].astype(weights_MS.dtype)
+        values_SV = lanes_of_block(block_SX, layout.lanes_of(i)[1], weights_MS.dtype)
         added_MV = jnp.dot(weights_MS, values_SV, preferred_element_type=jnp.float32)
         sums.total[i, rows] = sums.total[i, rows] * _wide(shrink_ML, added_MV.shape[1]) + added_MV
 

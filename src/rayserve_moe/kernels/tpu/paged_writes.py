@@ -1,7 +1,8 @@
 """The new rows of single tokens on their way into the pool, which the kernel that attends them writes itself.
 
 A row of 16 bits shares registers with others, so it is put into the rows that came with its page and goes back among
-them. The page belongs to one sequence, whose tokens of the step are one visit: nothing else reads or writes these rows.
+them. The page belongs to one sequence, and its tokens of the step are a single visit: no other visit reads or writes
+these rows.
 """
 
 # B single tokens   X lanes of a row   R rows of a token block   G rows that are written at once
@@ -18,12 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.tpu.add_norm import row_of
-from rayserve_moe.kernels.tpu.flat_rows import RowLayout
+from rayserve_moe.kernels.tpu.byte_pairs import as_pairs, is_nan, is_paired, nan_bits, narrowed, widened
+from rayserve_moe.kernels.tpu.packed_rows import LANES, RowLayout
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.kernels.tpu.paged_stream import PageStream, Reach
 
 NEW_ROWS = 16
-"""Single tokens whose new rows the core's memory holds at once: whole registers of 16-bit numbers."""
+"""Number of single tokens with new rows in the core's memory at once: whole registers of 16-bit numbers."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class RowWrites:
     done: Any
 
     def begin(self) -> None:
-        """Nothing is in use."""
+        """Set the number of places in use to 0."""
         self.is_used[0] = 0
 
     def put(self, stream: PageStream, visit: jax.Array, reach: Reach, block: jax.Array, half: jax.Array) -> None:
@@ -45,10 +47,10 @@ class RowWrites:
         place = reach.end - 1 - stream.first_key(reach, block)
         first = jax.lax.div(place, CLEARED_ROWS) * CLEARED_ROWS
         keys = pl.ds(pl.multiple_of(first, CLEARED_ROWS), CLEARED_ROWS)
-        held_GX = stream.blocks[half, keys].astype(jnp.float32)
+        held_GX = widened(stream.blocks[half, keys])
         is_new_GX = jax.lax.broadcasted_iota(jnp.int32, held_GX.shape, 0) == place - first
         row_X = row_of(self.rows_RX[...], jax.lax.rem(visit, self.rows_RX.shape[0]))
-        written_GX = jnp.where(is_new_GX, row_X, held_GX).astype(self.staged_GX.dtype)
+        written_GX = narrowed(jnp.where(is_new_GX, row_X, held_GX), self.staged_GX.dtype)
         stream.blocks[half, keys] = written_GX
         self.wait()
         self.staged_GX[...] = written_GX
@@ -58,7 +60,7 @@ class RowWrites:
         self.is_used[0] = 1
 
     def wait(self) -> None:
-        """Wait until what was staged is in the pool."""
+        """Wait until staged rows are in the pool."""
 
         @pl.when(self.is_used[0] > 0)
         def _() -> None:
@@ -67,7 +69,7 @@ class RowWrites:
 
 
 AROUND = CLEARED_ROWS + 8
-"""Rows that hold those of a piece wherever they begin."""
+"""Number of rows that include the rows of a piece, whatever their first row."""
 
 
 def max_pieces(num_rows: int) -> int:
@@ -76,8 +78,10 @@ def max_pieces(num_rows: int) -> int:
 
 
 def spaced_rows(rows_BX: jax.Array) -> jax.Array:
-    """Rows of all single tokens as `GroupWrites` reads them: in float32, which is addressed row by row, with padding
-    that a piece of the first and of the last reaches into."""
+    """Return rows of all single tokens as `GroupWrites` reads them: in float32, whose rows can be addressed.
+
+    Padding at both ends is read with the pieces of the first and of the last token.
+    """
     return jnp.pad(rows_BX.astype(jnp.float32), ((CLEARED_ROWS, AROUND + -len(rows_BX) % 8), (0, 0)))
 
 
@@ -92,11 +96,11 @@ class GroupWrites:
     done: Any
 
     def begin(self) -> None:
-        """Nothing is in use."""
+        """Set the number of places in use to 0."""
         self.num_used[0] = 0
 
     def put(self, stream: PageStream, reach: Reach, block: jax.Array, half: jax.Array, *, layout: RowLayout) -> None:
-        """Put what a visit's new rows, its last keys, have in a block into it and into the pool."""
+        """Put a visit's new rows, which are its last keys, into a block and into the pool."""
         begin, first_new = stream.first_key(reach, block), self._first_new(stream, reach)
         first, end = jnp.maximum(first_new, begin), jnp.minimum(reach.end, begin + stream.num_keys)
 
@@ -104,10 +108,11 @@ class GroupWrites:
             key = pl.multiple_of(i * CLEARED_ROWS, CLEARED_ROWS)
             pl.when(key <= first_new)(self.wait)
             keys = pl.ds(pl.multiple_of(key - begin, CLEARED_ROWS), CLEARED_ROWS)
-            held_GX = stream.blocks[half, keys].astype(jnp.float32)
+            held_GX = widened(stream.blocks[half, keys])
             is_new_GX, written_GX = self._among(held_GX, key, stream, reach)
             self._send(written_GX, key, stream, reach)
-            stream.blocks[half, keys] = without_lone_nan(written_GX, is_new_GX, layout).astype(stream.blocks.dtype)
+            silence = silenced_pairs if is_paired(stream.blocks.dtype) else without_lone_nan
+            stream.blocks[half, keys] = narrowed(silence(written_GX, is_new_GX, layout), stream.blocks.dtype)
 
         end_piece = jnp.where(first < end, pl.cdiv(end, CLEARED_ROWS), 0)
         jax.lax.fori_loop(jax.lax.div(first, CLEARED_ROWS), end_piece, put_piece, None)
@@ -118,7 +123,7 @@ class GroupWrites:
     def _among(
         self, held_GX: jax.Array, key: jax.Array, stream: PageStream, reach: Reach
     ) -> tuple[jax.Array, jax.Array]:
-        """Which of the rows from `key` on are new, and all of them with those."""
+        """Return True for new rows from `key` on, and the rows with new rows put in."""
         first_new = self._first_new(stream, reach)
         key_GX = key + jax.lax.broadcasted_iota(jnp.int32, held_GX.shape, 0)
         is_new_GX = (key_GX >= first_new) & (key_GX < reach.end)
@@ -126,23 +131,23 @@ class GroupWrites:
         return is_new_GX, jnp.where(is_new_GX, new_GX, held_GX)
 
     def _send(self, rows_GX: jax.Array, key: jax.Array, stream: PageStream, reach: Reach) -> None:
-        """Ask for rows to be put into the pool, from `key` on."""
+        """Start to copy rows into the pool, from `key` on."""
         staged_GX = self.staged_NGX.at[self.num_used[0]]
-        staged_GX[...] = rows_GX.astype(self.staged_NGX.dtype)
+        staged_GX[...] = narrowed(rows_GX, self.staged_NGX.dtype)
         page, row = stream.place_of(reach, key)
         rows = pl.ds(pl.multiple_of(row, CLEARED_ROWS), CLEARED_ROWS)
         pltpu.make_async_copy(staged_GX, stream.pool.at[page, rows], self.done).start()
         self.num_used[0] = self.num_used[0] + 1
 
     def _rows_from(self, token: jax.Array) -> jax.Array:
-        """Rows of tokens from one on, which may be ahead of the first or beyond the last: float32 [G, X]."""
+        """Return rows of tokens from `token` on, which may be ahead of the first or beyond the last: float32 [G, X]."""
         place = token + CLEARED_ROWS
         begin = pl.multiple_of(jax.lax.div(place, 8) * 8, 8)
         around_WX = self.rows_RX[pl.ds(begin, AROUND), :]
         return pltpu.roll(around_WX, jax.lax.rem(AROUND - (place - begin), AROUND), 0)[:CLEARED_ROWS]
 
     def wait(self) -> None:
-        """Wait until what was staged is in the pool."""
+        """Wait until staged rows are in the pool."""
 
         def wait_for_one(_: jax.Array, carry: None) -> None:
             pltpu.make_async_copy(self.staged_NGX.at[0], self.staged_NGX.at[0], self.done).wait()
@@ -152,10 +157,32 @@ class GroupWrites:
 
 
 def without_lone_nan(rows_GX: jax.Array, is_new_GX: jax.Array, layout: RowLayout) -> jax.Array:
-    """Rows of which those that are new and have values that are no numbers have such keys instead, and zeros as values:
-    a weight of zero does not silence NaN, which is no concern of queries that do not see the row."""
-    lanes_GX = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, rows_GX.shape, 1), layout.set_lanes)
-    is_value_GX = (lanes_GX >= layout.values_at) & (lanes_GX < layout.values_at + layout.value_lanes)
+    """Return rows in which new rows with NaN among their values have zeros as values and NaN as keys instead.
+
+    A weight of zero does not silence NaN, and queries that do not see a row must not depend on it.
+    """
+    is_value_GX = _are_values(jax.lax.broadcasted_iota(jnp.int32, rows_GX.shape, 1), layout)
     none_G1 = jnp.sum(jnp.where(is_value_GX, rows_GX * 0.0, 0.0), axis=1, keepdims=True)
     is_lone_GX = is_new_GX & (none_G1 != 0)
     return jnp.where(is_lone_GX, jnp.where(is_value_GX, 0.0, jnp.nan), rows_GX)
+
+
+def silenced_pairs(rows_GX: jax.Array, is_new_GX: jax.Array, layout: RowLayout) -> jax.Array:
+    """Compute `without_lone_nan` for rows in pairs of 8 bits, as `byte_pairs.widened` has them."""
+    pairs_GX, lane_GX = rows_GX.astype(jnp.int32), jax.lax.broadcasted_iota(jnp.int32, rows_GX.shape, 1)
+    first_GX = jax.lax.div(lane_GX, LANES) * LANES + lane_GX
+    halves = [pairs_GX & 0xFF, (pairs_GX >> 8) & 0xFF]
+    are_values = [_are_values(first_GX, layout), _are_values(first_GX + LANES, layout)]
+    nan_GX = sum(
+        jnp.where(is_value_GX & is_nan(half_GX), 1.0, 0.0)
+        for half_GX, is_value_GX in zip(halves, are_values, strict=True)
+    )
+    is_lone_GX = is_new_GX & (jnp.sum(nan_GX, axis=1, keepdims=True) > 0)
+    instead = (jnp.where(is_value_GX, 0, nan_bits()) for is_value_GX in are_values)
+    return jnp.where(is_lone_GX, as_pairs(*instead), rows_GX)
+
+
+def _are_values(lanes_GX: jax.Array, layout: RowLayout) -> jax.Array:
+    """Return True for lanes that hold values."""
+    of_set_GX = jax.lax.rem(lanes_GX, layout.set_lanes)
+    return (of_set_GX >= layout.values_at) & (of_set_GX < layout.values_at + layout.value_lanes)

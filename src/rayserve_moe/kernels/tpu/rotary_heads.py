@@ -1,6 +1,6 @@
 """Norm and rotation of a layer's queries and keys in one TPU kernel, with keys and values in the order of the pool.
 
-Each is one of many small operations where XLA computes them, and a layer of a decode step has little else to do.
+XLA makes many small operations of them, and a layer of a decode step consists of little else.
 """
 
 # T tokens   D model width   H query heads * h   G KV heads * h   X heads   h head width   r = h / 2
@@ -17,44 +17,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_heads import StackedWeights, project_flat_rows, project_rows
+from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.reference.layers import Rotation, project
 from rayserve_moe.kernels.tpu.add_norm import row_of
 
 HEAD_WIDTH = 128
-MOST_ELEMENTS = 1 << 20
-"""Elements of all heads that a kernel takes whole: they lie in the core's memory several times."""
-MOST_TOKENS, LEAST_TOKENS, TILE_ELEMENTS = 256, 16, 2 << 20
-"""Tokens of a tile where all are more than that, in whole registers of 16-bit numbers: a tile has work of its own."""
+MAX_ELEMENTS = 1 << 20
+"""Maximum number of elements of all heads in a single tile; they lie in the core's memory several times."""
+MAX_TOKENS, MIN_TOKENS, TILE_ELEMENTS = 256, 16, 2 << 20
+"""Bounds of a tile's tokens if there are several tiles (whole registers of 16-bit numbers), and of its elements."""
 VMEM_BYTES = 40 << 20
 
 
-def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword)
+def project_rows_at_once(
     normed_TD: jax.Array,
     weights: Mapping[str, jax.Array],
     *,
     rotation: Rotation,
     config: AttentionConfig,
     stacked: StackedWeights | None = None,
-    is_flat: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `project_rows`, and by it where the kernel does not know a knob of the model; as `project_flat_rows` where the
-    pool's rows are flat.
+    """Compute `project_packed_rows` for heads that `unsupported_reason` accepts.
 
-    It knows heads of 128 with a norm each ahead of the rotation of all their elements, and no bias. Many tokens are
-    taken tile by tile. `interpret` (see `pallas_call`) runs it without a TPU.
+    Many tokens are computed tile by tile. `interpret` (see `pallas_call`) runs it without a TPU.
     """
-    if not is_plain(weights, rotation, config):
-        by_parts = project_flat_rows if is_flat else project_rows
-        return by_parts(normed_TD, weights, rotation=rotation, config=config)
     projected = [project(normed_TD, weights[name]) for name in ("q_LDH", "k_LDG", "v_LDG")]
     all_weights, layer = stacked or ({name: weights[name][None] for name in ("q_norm_Lh", "k_norm_Lh")}, 0)
     norms = all_weights["q_norm_Lh"], all_weights["k_norm_Lh"]
     num_tokens, tile = len(normed_TD), tile_tokens(len(normed_TD), sum(part.shape[1] for part in projected))
     num_heads, num_kv = (matrix.shape[1] // HEAD_WIDTH for matrix in projected[:2])
-    rows_shape = (1, 2 * num_kv * HEAD_WIDTH) if is_flat else (2 * num_kv, HEAD_WIDTH)
-    given = [(num_heads, HEAD_WIDTH), rows_shape]
+    given = [(num_heads, HEAD_WIDTH), (1, 2 * num_kv * HEAD_WIDTH)]
     of_tile = [(tile * rows, lanes) for rows, lanes in given]
 
     def tiles(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -69,33 +62,47 @@ def project_rows_at_once(  # noqa: PLR0913 (what the reference takes, by keyword
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *specs],
         out_specs=[tiles(shape) for shape in of_tile],
         out_shape=[jax.ShapeDtypeStruct((num_tokens * rows, lanes), normed_TD.dtype) for rows, lanes in given],
-        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in (of_tile[:1] if is_flat else of_tile)],
+        scratch_shapes=[pltpu.VMEM(of_tile[0], jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=(pltpu.PARALLEL,), vmem_limit_bytes=VMEM_BYTES),
         name="rotary_heads",
         interpret=interpret,
     )(jnp.asarray(layer, jnp.int32).reshape(1), *by_token)
-    return queries.reshape(num_tokens, -1, HEAD_WIDTH), rows if is_flat else rows.reshape(num_tokens, -1, HEAD_WIDTH)
+    return queries.reshape(num_tokens, -1, HEAD_WIDTH), rows
 
 
-def is_plain(weights: Mapping[str, jax.Array], rotation: Rotation, config: AttentionConfig) -> bool:
-    """Whether the model has no knob that the kernel does not know."""
-    knobs = AttentionConfig(HEAD_WIDTH, config.eps, config.plan, score_scale=config.score_scale, windows=config.windows)
-    has_bias = any(name in weights for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG"))
-    is_whole = 2 * rotation.cos.shape[1] == HEAD_WIDTH
-    return "q_norm_Lh" in weights and config == knobs and not has_bias and is_whole
+def unsupported_reason(
+    _: jax.Array, weights: Mapping[str, jax.Array], *, rotation: Rotation, config: AttentionConfig, **__: Any
+) -> str:
+    """Return why the kernel does not take heads of this kind; empty if it does.
+
+    It takes heads of 128 elements, all of which rotate, with a norm for each head ahead of the rotation and no bias.
+    """
+    if config.head_dim != HEAD_WIDTH:
+        return f"heads of {config.head_dim} elements, not {HEAD_WIDTH}"
+    if 2 * rotation.cos.shape[1] != HEAD_WIDTH:
+        return f"{2 * rotation.cos.shape[1]} of {HEAD_WIDTH} elements rotate"
+    if "q_norm_Lh" not in weights:
+        return "heads have no norm each"
+    if any(name in weights for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG")):
+        return "projections have biases"
+    if config.interleaved_rotation:
+        return "neighbouring elements rotate"
+    if config.norms_after_rotation:
+        return "norms follow the rotation"
+    return "" if config.clip is None else "queries, keys and values are clipped"
 
 
 def tile_tokens(num_tokens: int, num_elements: int) -> int:
-    """Tokens of `num_elements` of all heads that a kernel has at once: all, or whole registers of them."""
-    if num_tokens * num_elements <= MOST_ELEMENTS:
+    """Return the tokens of a tile, with `num_elements` of all heads each: all, or whole registers of them."""
+    if num_tokens * num_elements <= MAX_ELEMENTS:
         return num_tokens
-    most = TILE_ELEMENTS // num_elements // LEAST_TOKENS * LEAST_TOKENS
-    return min(num_tokens, max(LEAST_TOKENS, min(most, MOST_TOKENS)))
+    most = TILE_ELEMENTS // num_elements // MIN_TOKENS * MIN_TOKENS
+    return min(num_tokens, max(MIN_TOKENS, min(most, MAX_TOKENS)))
 
 
 def _turn(*refs: Any, eps: float) -> None:
-    """Head by head; in 32 bits the rows of a head can be stored between those of others, which flat rows need not."""
-    layer_1, queries, keys, values, q_norms, k_norms, cos, sin, out_queries, out_rows, wide_queries, *wide_rows = refs
+    """Compute head by head. Queries are stored between rows of other heads, which takes rows of 32 bits."""
+    layer_1, queries, keys, values, q_norms, k_norms, cos, sin, out_queries, out_rows, wide_queries = refs
     q_norm_1h, k_norm_1h = (row_of(norms[...], layer_1[0]) for norms in (q_norms, k_norms))
     num_tokens, dtype = queries.shape[0], out_queries.dtype
     num_heads, num_kv = (ref.shape[1] // HEAD_WIDTH for ref in (queries, keys))
@@ -114,10 +121,7 @@ def _turn(*refs: Any, eps: float) -> None:
         return normed_Th * cos_Th + pltpu.roll(normed_Th, HEAD_WIDTH // 2, 1) * sin_Th
 
     def put(place: int, row_Th: jax.Array) -> None:
-        if wide_rows:
-            wide_rows[0][pl.ds(place, num_tokens, stride=2 * num_kv), :] = row_Th
-        else:
-            out_rows[:, place * HEAD_WIDTH : (place + 1) * HEAD_WIDTH] = row_Th.astype(dtype)
+        out_rows[:, place * HEAD_WIDTH : (place + 1) * HEAD_WIDTH] = row_Th.astype(dtype)
 
     for i in range(num_heads):
         wide_queries[pl.ds(i, num_tokens, stride=num_heads), :] = turned(head(queries, i), q_norm_1h)
@@ -125,5 +129,3 @@ def _turn(*refs: Any, eps: float) -> None:
         put(2 * i, turned(head(keys, i), k_norm_1h))
         put(2 * i + 1, head(values, i))
     out_queries[...] = wide_queries[...].astype(dtype)
-    if wide_rows:
-        out_rows[...] = wide_rows[0][...].astype(dtype)

@@ -1,8 +1,7 @@
-"""The begin of a layer in one TPU kernel, for few tokens: the stream added up and normed, queries, keys and values
-projected, and their norms and rotation.
+"""The begin of a layer in one TPU kernel, for few tokens: residual sum, norm, and projection of queries, keys, values.
 
-Weights of a layer are read where they lie, a block of columns while the one before is multiplied; what comes of it are
-whole heads, so that their norm and rotation follow at once. Where two cores share a device, each has half of the heads.
+Weights of a layer are read in place, a block of columns while the previous block is multiplied. A block yields whole
+heads, whose norm and rotation follow at once. If two cores share a device, each computes half of the heads.
 """
 
 # T tokens   D model width   H query heads * h   G KV heads * h   h head width   W columns of a block   X lanes of a row
@@ -24,36 +23,40 @@ from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.reference.layers import Rotation
 from rayserve_moe.kernels.tpu.add_norm import row_of, scales_around, sum_and_norm
 from rayserve_moe.kernels.tpu.paged_attention import cores_of_device
-from rayserve_moe.kernels.tpu.rotary_heads import HEAD_WIDTH, MOST_ELEMENTS, is_plain
+from rayserve_moe.kernels.tpu.rotary_heads import HEAD_WIDTH, MAX_ELEMENTS
+from rayserve_moe.kernels.tpu.rotary_heads import unsupported_reason as unsupported_heads
 
 BLOCK_BYTES = 2 << 20
-"""A block of columns: what memory delivers while the block before is multiplied, with two of them in a core."""
-MOST_BUFFER_BYTES = 8 << 20
+"""Maximum size of a block of columns: as much as memory delivers while a block is multiplied. A core has two."""
+MAX_BUFFER_BYTES = 8 << 20
 VMEM_BYTES = 40 << 20
 MATRICES = ("q_LDH", "k_LDG", "v_LDG")
 
 
 @dataclass(frozen=True)
 class StreamShape:
-    """What a core computes: `num_heads` query heads and `num_kv` KV heads of `num_tokens` tokens, in blocks of columns
-    that are `block_heads` query heads."""
+    """The part of a call that a core computes."""
 
     num_cores: int
     num_tokens: int
     width: int
+    """Width of the model."""
     num_heads: int
+    """Query heads of a core."""
     num_kv: int
+    """KV heads of a core."""
     block_heads: int
+    """Query heads of a block of columns."""
     dtype: Any
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of query heads."""
+        """Return the number of blocks of query heads."""
         return self.num_heads // self.block_heads
 
     @property
     def buffer_heads(self) -> int:
-        """Heads whose columns a buffer holds."""
+        """Return the number of heads with columns in a buffer."""
         return max(self.block_heads, self.num_kv)
 
 
@@ -65,37 +68,59 @@ def norm_and_project(
     rotation: Rotation,
     config: AttentionConfig,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-    """`project_streamed` with the norms `norm_LD` of `stacked`; None where tokens are many, or the model has what the
-    kernel does not know. `interpret` (see `pallas_call`) runs it without a TPU."""
-    weights, num_tokens = stacked.of_layers, len(hidden_TD)
-    num_elements = sum(weights[name].shape[2] for name in MATRICES)
-    if max(hidden_TD.size, num_tokens * num_elements) > MOST_ELEMENTS:
-        return None
-    if not is_plain(weights, rotation, config):
-        return None
-    shape = stream_shape(num_tokens, weights, num_cores=cores_of_device(interpret))
-    if shape is None:
-        return None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute `project_streamed` with the norms `norm_LD` of `stacked`, for calls that `unsupported_reason` accepts.
+
+    `interpret` (see `pallas_call`) runs it without a TPU.
+    """
+    shape = stream_shape(len(hidden_TD), stacked.of_layers, num_cores=cores_of_device(interpret))
     return project_streamed(hidden_TD, added_TD, stacked, rotation, shape=shape, eps=config.eps, interpret=interpret)
 
 
-def stream_shape(num_tokens: int, weights: Mapping[str, jax.Array], *, num_cores: int) -> StreamShape | None:
-    """How the kernel is cut for weights [L, D, heads * h]; None where it does not fit: heads that do not divide by the
-    cores, or keys of all KV heads that take too much of a core's memory at once."""
-    (width, columns), kv_columns = weights["q_LDH"].shape[1:], weights["k_LDG"].shape[2]
-    num_heads, num_kv = columns // HEAD_WIDTH, kv_columns // HEAD_WIDTH
+def unsupported_reason(
+    hidden_TD: jax.Array,
+    _: jax.Array,
+    stacked: StackedWeights,
+    *,
+    rotation: Rotation,
+    config: AttentionConfig,
+    interpret: Any = False,
+) -> str:
+    """Return why `norm_and_project` does not take a call; empty if it does."""
+    weights, (num_tokens, width) = stacked.of_layers, hidden_TD.shape
+    num_elements = max(width, sum(weights[name].shape[2] for name in MATRICES))
+    if num_tokens * num_elements > MAX_ELEMENTS:
+        return f"{num_tokens} tokens of {num_elements} elements exceed {MAX_ELEMENTS} elements"
+    if reason := unsupported_heads(hidden_TD, weights, rotation=rotation, config=config):
+        return reason
+    return unsupported_shape(weights, num_cores=cores_of_device(interpret))
+
+
+def unsupported_shape(weights: Mapping[str, jax.Array], *, num_cores: int) -> str:
+    """Return why the cores of a device cannot share weights [L, D, heads * h]; empty if they can."""
+    num_heads, num_kv = (weights[name].shape[2] // HEAD_WIDTH for name in MATRICES[:2])
     if num_heads % num_cores or num_kv % num_cores:
-        return None
-    num_heads, num_kv, itemsize = num_heads // num_cores, num_kv // num_cores, weights["q_LDH"].dtype.itemsize
-    head_bytes = width * HEAD_WIDTH * itemsize
+        return f"{num_heads} query heads and {num_kv} KV heads do not divide over {num_cores} cores"
+    buffer_bytes = _buffer_bytes(stream_shape(1, weights, num_cores=num_cores))
+    if buffer_bytes > MAX_BUFFER_BYTES:
+        return f"the columns of a buffer take {buffer_bytes >> 20} of {MAX_BUFFER_BYTES >> 20} MiB"
+    return ""
+
+
+def stream_shape(num_tokens: int, weights: Mapping[str, jax.Array], *, num_cores: int) -> StreamShape:
+    """Return the part of each core for weights [L, D, heads * h]."""
+    (width, columns), kv_columns = weights["q_LDH"].shape[1:], weights["k_LDG"].shape[2]
+    num_heads, num_kv = columns // HEAD_WIDTH // num_cores, kv_columns // HEAD_WIDTH // num_cores
+    head_bytes = width * HEAD_WIDTH * weights["q_LDH"].dtype.itemsize
     fitting = [
         heads for heads in range(1, num_heads + 1) if num_heads % heads == 0 and heads * head_bytes <= BLOCK_BYTES
     ]
-    shape = StreamShape(
-        num_cores, num_tokens, width, num_heads, num_kv, max(fitting, default=1), weights["q_LDH"].dtype
-    )
-    return shape if shape.buffer_heads * head_bytes <= MOST_BUFFER_BYTES else None
+    return StreamShape(num_cores, num_tokens, width, num_heads, num_kv, max(fitting, default=1), weights["q_LDH"].dtype)
+
+
+def _buffer_bytes(shape: StreamShape) -> int:
+    """Return the size of a buffer of columns."""
+    return shape.buffer_heads * shape.width * HEAD_WIDTH * jnp.dtype(shape.dtype).itemsize
 
 
 def project_streamed(  # noqa: PLR0913 (arrays, by keyword)
@@ -108,8 +133,10 @@ def project_streamed(  # noqa: PLR0913 (arrays, by keyword)
     eps: float,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `add_norm.add_and_norm` adds up, and of its norm what `attention_heads.project_flat_rows` gives, for heads
-    of 128 with a norm each and no bias: the sum [T, D], queries [T, heads, h], and rows [T, X]."""
+    """Add and norm as `add_norm.add_and_norm`, then project as `attention_heads.project_packed_rows`.
+
+    Returns: the sum [T, D], queries [T, heads, h], and rows of the pool [T, X].
+    """
     weights, layer = stacked
     cos_Tr, sin_Tr = rotation
     cos_Th, sin_Th = (jnp.concatenate(pair, axis=1) for pair in ((cos_Tr, cos_Tr), (-sin_Tr, sin_Tr)))
@@ -149,7 +176,8 @@ def project_streamed(  # noqa: PLR0913 (arrays, by keyword)
 
 
 def _scratch(shape: StreamShape, dtype: Any) -> list[Any]:
-    """Two buffers of columns, the sum and its norm, queries in 32 bits and rounded, rows, arrivals, and departures."""
+    """Return the scratch: two buffers of columns, the sum and its norm, queries in 32 bits and rounded, rows of the
+    pool, and the semaphores of arrivals and departures."""
     tokens, lanes = shape.num_tokens, 2 * shape.num_kv * HEAD_WIDTH
     return [
         pltpu.VMEM((2, shape.width, shape.buffer_heads * HEAD_WIDTH), shape.dtype),
@@ -164,7 +192,7 @@ def _scratch(shape: StreamShape, dtype: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Columns of a layer in two buffers [2, D, W] or on their way there, and tokens that they are multiplied with."""
+    """Columns of a layer on their way into two buffers [2, D, W], and the tokens to multiply."""
 
     layer: jax.Array
     normed: Any
@@ -177,7 +205,7 @@ class _Stream:
         return pltpu.make_async_copy(matrix.at[self.layer, :, columns], target, self.arrivals.at[half])
 
     def heads_in(self, half: Any, num_heads: int) -> list[jax.Array]:
-        """What the columns in a buffer give, head by head [T, h], rounded as `layers.project` does."""
+        """Return the heads [T, h] of the columns in a buffer, rounded as by `layers.project`."""
         weights_DW = self.buffers[half, :, pl.ds(0, num_heads * HEAD_WIDTH)]
         projected_TW = jnp.dot(self.normed[...], weights_DW, preferred_element_type=jnp.float32)
         projected_TW = _rounded(projected_TW, self.normed.dtype)
@@ -185,7 +213,7 @@ class _Stream:
 
 
 def _project(*refs: Any, shape: StreamShape, eps: float) -> None:
-    """Blocks of queries one after the other, then keys, then values; results leave for HBM at the end."""
+    """Compute blocks of queries, then keys, then values; results are copied to HBM at the end."""
     layer_1, scales, hidden, added, q_norms, k_norms, cos, sin, queries, keys, values, *rest = refs
     out_total, out_queries, out_rows, buffers, total, normed, wide_queries, own_queries, own_rows, *rest = rest
     (arrivals, left), core = rest, pl.program_id(0)
@@ -233,7 +261,7 @@ def _project(*refs: Any, shape: StreamShape, eps: float) -> None:
 
 
 def _put(rows: Any, first: int, heads: list[jax.Array]) -> None:
-    """Keys (`first` 0) or values (1) of all heads into their places of flat rows."""
+    """Store keys (`first` 0) or values (1) of all heads in packed rows."""
     for i, head_Th in enumerate(heads):
         place = (2 * i + first) * HEAD_WIDTH
         rows[:, place : place + HEAD_WIDTH] = head_Th.astype(rows.dtype)
@@ -242,7 +270,7 @@ def _put(rows: Any, first: int, heads: list[jax.Array]) -> None:
 def _turned(
     head_Th: jax.Array, scale_1h: jax.Array, *, angles: tuple[jax.Array, jax.Array], eps: float, dtype: Any
 ) -> jax.Array:
-    """A head normed and rotated, in float32 with the roundings of the reference."""
+    """Return a head normed and rotated, in float32 with the roundings of the reference."""
     cos_Th, sin_Th = angles
     mean_T1 = jnp.mean(head_Th * head_Th, axis=-1, keepdims=True)
     normed_Th = _rounded(_rounded(head_Th * jax.lax.rsqrt(mean_T1 + eps), dtype) * scale_1h, dtype)

@@ -1,7 +1,6 @@
-"""A router in one TPU kernel: its product, its scores, and the experts that are best by them.
+"""A router in one TPU kernel: its product, its scores, and the choice of experts.
 
-By XLA these are seven or more operations, each of which costs more to start than it has to do for the tokens of a
-decode step.
+XLA makes seven or more operations of them, and each costs more to start than to compute for a decode step.
 """
 
 # T tokens   D model width   M MoE layers   E experts   K experts per token
@@ -20,15 +19,15 @@ from jax.experimental.pallas import tpu as pltpu
 from rayserve_moe.kernels.reference.layers import SCORES
 
 LANES = 128
-MOST_ELEMENTS = 1 << 20
-"""Of the tokens, and of a layer's router: the kernel has all of both in the core's memory."""
+MAX_ELEMENTS = 1 << 20
+"""Maximum number of elements of the tokens and of a layer's router, both of which the core's memory holds whole."""
 VMEM_BYTES = 32 << 20
 
 Finish = Callable[[jax.Array], jax.Array]
 
 
 class StackedRouter(NamedTuple):
-    """Float32 weights of the routers of all layers, as in `experts.routing.RouterWeights`, and which layer it is."""
+    """Float32 weights of the routers of all layers, as in `experts.routing.RouterWeights`, and the layer's number."""
 
     matrix_MDE: jax.Array
     logit_bias_ME: jax.Array | None
@@ -37,17 +36,21 @@ class StackedRouter(NamedTuple):
 
 
 def choose_experts(
-    hidden_TD: jax.Array, router: StackedRouter, *, top_k: int, score: str, finish: Finish, interpret: Any = False
-) -> tuple[jax.Array, jax.Array] | None:
-    """Ids int32 [T, K] by descending choice, ties to the smaller id, and float32 weights [T, K] of these experts.
+    hidden_TD: jax.Array,
+    router: StackedRouter,
+    *,
+    top_k: int,
+    score: str,
+    finish: Finish,
+    interpret: Any = False,
+    **_: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Return ids int32 [T, K] by descending choice, ties to the smaller id, and their float32 weights [T, K].
 
-    Scores plus the selection bias choose, `finish` makes weights of the scores of what was chosen. Scores that are NaN
-    are chosen first. None where tokens are many or experts are not in whole lanes: then XLA serves better. `interpret`
-    (see `pallas_call`) runs it without a TPU.
+    The score plus the selection bias decides the choice; NaN comes first. `finish` computes weights from the scores of
+    the chosen experts. `interpret` (see `pallas_call`) runs it without a TPU.
     """
     (num_tokens, width), num_experts = hidden_TD.shape, router.matrix_MDE.shape[2]
-    if num_experts % LANES or width * max(num_tokens, num_experts) > MOST_ELEMENTS:
-        return None
     names = [name for name in ("logit_bias_ME", "selection_bias_ME") if getattr(router, name) is not None]
     whole, of_layer = pl.BlockSpec(memory_space=pltpu.VMEM), lambda _, layer_1: (layer_1[0], 0, 0)
     call = pl.pallas_call(
@@ -71,6 +74,32 @@ def choose_experts(
     return ids_TK, weights_TK
 
 
+def unsupported_reason(
+    hidden_TD: jax.Array,
+    router: StackedRouter | None,
+    *,
+    is_forced: bool = False,
+    is_grouped: bool = False,
+    **_: Any,
+) -> str:
+    """Return why `choose_experts` does not take a call; empty if it does.
+
+    `is_forced`: the step may replace the choice. `is_grouped`: some groups of experts are excluded for each token.
+    """
+    if router is None:
+        return "the router's weights are those of one layer"
+    if is_forced:
+        return "experts may be forced"
+    if is_grouped:
+        return "experts are chosen within groups"
+    (num_tokens, width), num_experts = hidden_TD.shape, router.matrix_MDE.shape[2]
+    if num_experts % LANES:
+        return f"{num_experts} experts are no multiple of {LANES}"
+    if width * max(num_tokens, num_experts) > MAX_ELEMENTS:
+        return f"{num_tokens} tokens or {num_experts} experts of width {width} exceed {MAX_ELEMENTS} elements"
+    return ""
+
+
 def _choose(*refs: Any, names: list[str], top_k: int, score: str, finish: Finish) -> None:
     layer_1, hidden, matrix, *biases, ids, weights = refs
     bias_of = {name: ref[pl.ds(layer_1[0], 1), :] for name, ref in zip(names, biases, strict=True)}
@@ -83,7 +112,7 @@ def _choose(*refs: Any, names: list[str], top_k: int, score: str, finish: Finish
 
 
 def _best(choice_TE: jax.Array, scores_TE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """The ids of the `top_k` largest of `choice_TE`, one after the other, and their scores."""
+    """Return the ids of the `top_k` maxima of `choice_TE` in descending order, and their scores."""
     num_tokens, num_experts = choice_TE.shape
     expert_TE = jax.lax.broadcasted_iota(jnp.int32, choice_TE.shape, 1)
     place_TK = jax.lax.broadcasted_iota(jnp.int32, (num_tokens, top_k), 1)

@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 
 from rayserve_moe.experts.router_spec import one_of
-from rayserve_moe.kernels.attention_config import AttentionConfig
+from rayserve_moe.kernels.attention_config import AttentionConfig, PoolFormat
 from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.table import FLAT_ATTENTION, Kernels
-from rayserve_moe.kernels.tpu.flat_rows import LANES, flat_width
+from rayserve_moe.kernels.candidates import Candidate, Choice, choose
+from rayserve_moe.kernels.reference.layers import Rotation
+from rayserve_moe.kernels.table import GROUPED_ATTENTION, AttentionKernels, Kernels
+from rayserve_moe.kernels.tpu.packed_rows import packed_width
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
@@ -166,24 +169,19 @@ def _cut_out_of_one(specs: dict[str, ParamSpec], own: GroupedAttention) -> dict[
 def states(own: GroupedAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
     """Return the row of a token: [2 * KV heads, h] with K and V of a head adjacent, sharded by heads.
 
-    With flat rows (`kernels.tpu.flat_rows`) it is one-dimensional.
+    With packed rows (`kernels.tpu.packed_rows`) it is one-dimensional.
     """
     num_heads = own.num_kv_heads * kv_repeats(own, tensor_size)
-    if kernels.attention.has_flat_rows:
-        width = tensor_size * flat_width(num_heads // tensor_size, own.head_dim)
+    if kernels.attention.has_packed_rows:
+        width = tensor_size * packed_width(num_heads // tensor_size, own.head_dim)
         return (StateKind(STATE, "token", (ArraySpec((width,), ("kv_heads",)),)),)
     return (StateKind(STATE, "token", (ArraySpec((2 * num_heads, own.head_dim), ("kv_heads", None)),)),)
 
 
-def choose_kernels(own: GroupedAttention, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
-    """Return the kernel table with the attention kernels for these heads.
-
-    `prefers_flat` selects flat rows even if jax's kernel could serve. That kernel runs on a single core, does not write
-    rows, and reads pages once per token.
-    """
-    is_plain = not own.sinks and own.head_dim % LANES == 0 and not prefers_flat
-    found = None if is_plain else FLAT_ATTENTION.get(kernels.name)
-    return kernels if found is None else replace(kernels, attention=found)
+def attention_choice(_: GroupedAttention, kernels: Kernels, *, pool: PoolFormat) -> Choice[AttentionKernels]:
+    """Return the choice of attention for these heads and a pool."""
+    candidates = GROUPED_ATTENTION.get(kernels.name, (Candidate(kernels.name, kernels.attention),))
+    return choose(candidates, pool)
 
 
 def prepare(own: GroupedAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
@@ -207,6 +205,24 @@ def attention_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan 
     )
 
 
+def begin_choice(
+    own: GroupedAttention,
+    weights: dict[str, jax.Array],
+    stream: tuple[jax.Array, jax.Array],
+    *,
+    rotation: Rotation,
+    layer: jax.Array,
+    config: ModelConfig,
+) -> Choice[Callable[..., Any]]:
+    """Return the choice of a kernel that adds, norms and projects at once; arguments as for `begin`."""
+    at_once = config.kernels.attention.norm_and_project
+    reason = "attention has an output gate" if own.output_gate else "norms have an offset"
+    if own.output_gate or config.spec.norm_offset:
+        return Choice(None, {candidate.name: reason for candidate in at_once.candidates})
+    attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
+    return at_once.choose(*stream, stacked, rotation=rotation, config=attention)
+
+
 def begin(
     own: GroupedAttention,
     weights: dict[str, jax.Array],
@@ -220,13 +236,14 @@ def begin(
 
     Returns None if no such kernel exists for these sizes.
     """
-    at_once, step = config.kernels.attention.norm_and_project, inputs.prepared[KIND]
-    if at_once is None or own.output_gate or config.spec.norm_offset:
+    rotation = inputs.prepared[KIND].rotation
+    choice = begin_choice(own, weights, stream, rotation=rotation, layer=layer, config=config)
+    if choice.candidate is None:
         return None
     attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
     with jax.named_scope("attention/projections"):
-        projected = at_once(*stream, stacked, rotation=step.rotation, config=attention)
-    return None if projected is None else (projected[0], projected[1:])
+        hidden_TD, *projected = choice.candidate.run(*stream, stacked, rotation=rotation, config=attention)
+    return hidden_TD, tuple(projected)
 
 
 def apply(  # noqa: PLR0913 (the interface of `Mixer`)
@@ -254,4 +271,4 @@ def apply(  # noqa: PLR0913 (the interface of `Mixer`)
     )
 
 
-MIXER = Mixer(parameters, states, choose_kernels, prepare, apply, begin)
+MIXER = Mixer(parameters, states, attention_choice, prepare, apply, begin)

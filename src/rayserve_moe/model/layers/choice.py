@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from rayserve_moe.kernels.table import Kernels
+from dataclasses import replace
+
+from rayserve_moe.kernels.attention_config import PoolFormat
+from rayserve_moe.kernels.candidates import Choice
+from rayserve_moe.kernels.table import AttentionKernels, Kernels
 from rayserve_moe.model.layers.table import FFNS, MIXERS
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 
+NO_POOL_LIMITS = PoolFormat()
+"""A pool that every attention takes."""
 
-def kernels_for(spec: ModelSpec, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
-    """Return the kernel table for the mixers of a model; `prefers_flat` selects flat rows if there is a choice.
 
-    Raises: UnsupportedModelError if the platform has no kernels for a mixer.
+def attention_choices(spec: ModelSpec, kernels: Kernels, *, pool: PoolFormat) -> dict[str, Choice[AttentionKernels]]:
+    """Return the choice of attention for a pool, by kind of mixer.
+
+    Raises: UnsupportedModelError if a mixer has no attention in a table.
     """
+    choices = {}
     for own in spec.mixers:
-        try:
-            kernels = MIXERS[own.kind].kernels(own, kernels, prefers_flat=prefers_flat)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{spec.family}: {error}") from error
+        if (choice_of := MIXERS[own.kind].attention) is not None:
+            try:
+                choices[own.kind] = choice_of(own, kernels, pool=pool)
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"{spec.family}: {error}") from error
+    return choices
+
+
+def kernels_for(spec: ModelSpec, kernels: Kernels, *, pool: PoolFormat = NO_POOL_LIMITS) -> Kernels:
+    """Return the table with the attention of a model for a pool.
+
+    Raises: UnsupportedModelError with the reason of each candidate if none is usable.
+    """
+    for choice in attention_choices(spec, kernels, pool=pool).values():
+        if choice.candidate is None:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected.items())
+            raise UnsupportedModelError(f"{spec.family}: no attention of the {kernels.name} kernels: {reasons}")
+        kernels = replace(kernels, attention=choice.candidate.run)
     return kernels
 
 

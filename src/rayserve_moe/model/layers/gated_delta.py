@@ -179,11 +179,6 @@ def states(own: GatedDelta, *, kernels: Kernels, tensor_size: int) -> tuple[Stat
     return (StateKind(STATE, "entry", entry, entry_tokens=CHUNK, ring=ring),)
 
 
-def choose_kernels(own: GatedDelta, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
-    """Return the kernel table unchanged."""
-    return kernels
-
-
 class DeltaStep(NamedTuple):
     """Values derived from a step's tokens, common to all layers."""
 
@@ -290,4 +285,4 @@ def _unit(rows: jax.Array) -> jax.Array:
     return wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPS)
 
 
-MIXER = Mixer(parameters, states, choose_kernels, prepare, apply)
+MIXER = Mixer(parameters, states, None, prepare, apply)

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from rayserve_moe.experts.layer import LayerRouting
-from rayserve_moe.kernels.table import Kernels
+from rayserve_moe.kernels.candidates import Choice
+from rayserve_moe.kernels.table import AttentionKernels
 from rayserve_moe.model.model_config import Pools
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.state.kinds import StateKind
@@ -29,8 +30,8 @@ class Mixer:
     """`(own, spec, *, dtype, tensor_size)`: parameters stacked over layers of the kind, without the preceding norm."""
     states: Callable[..., tuple[StateKind, ...]]
     """`(own, *, kernels, tensor_size)`: the states that a layer keeps per sequence."""
-    kernels: Callable[..., Kernels]
-    """`(own, kernels, *, prefers_flat)`: the kernel table of this mixer."""
+    attention: Callable[..., Choice[AttentionKernels]] | None
+    """`(own, kernels, *, pool)`: the choice of attention for a pool; None if the mixer attends no keys."""
     prepare: Callable[..., Any]
     """`(own, batch, pools, *, config)`: values computed once per step for all layers, in `StepInputs.prepared`."""
     apply: Callable[..., tuple[jax.Array, Pools]]

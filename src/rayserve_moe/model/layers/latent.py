@@ -10,10 +10,12 @@ from typing import ClassVar
 
 import jax
 
+from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.candidates import Choice, choose
 from rayserve_moe.kernels.latent_attention import LatentConfig
-from rayserve_moe.kernels.table import LATENT_ATTENTION, Kernels
-from rayserve_moe.kernels.tpu.flat_rows import latent_lanes
+from rayserve_moe.kernels.table import LATENT_ATTENTION, AttentionKernels, Kernels
+from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
@@ -144,24 +146,21 @@ def parameters(
 def states(own: LatentAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
     """Return the row of a token: [1, latent and rotated key], the same on all devices of the tensor axis.
 
-    The latent serves all heads, as key (with the rotated part) and as value. With flat rows (`kernels.tpu.flat_rows`)
-    the row is one-dimensional.
+    The latent serves all heads, as key (with the rotated part) and as value. With packed rows
+    (`kernels.tpu.packed_rows`) the row is one-dimensional.
     """
-    if kernels.attention.has_flat_rows:
+    if kernels.attention.has_packed_rows:
         return (StateKind(STATE, "token", (ArraySpec((latent_lanes(own.row_width),), (None,)),)),)
     return (StateKind(STATE, "token", (ArraySpec((1, own.row_width), (None, None)),)),)
 
 
-def choose_kernels(own: LatentAttention, kernels: Kernels, *, prefers_flat: bool = False) -> Kernels:
-    """Return the kernel table with its latent attention.
-
-    Raises: UnsupportedModelError if the platform has no such kernels.
-    """
+def attention_choice(own: LatentAttention, kernels: Kernels, *, pool: PoolFormat) -> Choice[AttentionKernels]:
+    """Return the choice of latent attention for a pool; UnsupportedModelError if the table has no candidates."""
     if kernels.name not in LATENT_ATTENTION:
         raise UnsupportedModelError(
             f"the {kernels.name} kernels have no multi-head latent attention (only {', '.join(LATENT_ATTENTION)})"
         )
-    return replace(kernels, attention=LATENT_ATTENTION[kernels.name])
+    return choose(LATENT_ATTENTION[kernels.name], pool)
 
 
 def prepare(own: LatentAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
@@ -199,4 +198,4 @@ def apply(
     )
 
 
-MIXER = Mixer(parameters, states, choose_kernels, prepare, apply)
+MIXER = Mixer(parameters, states, attention_choice, prepare, apply)

@@ -53,7 +53,8 @@ def model_router(state: ApiState) -> APIRouter:
     @router.get("/get_server_info", **answers())
     async def server_info() -> Response:
         answers = await ask_all(state, "statistics")
-        about = {**_model_description(state), "version": package_version()}
+        kernels = dict(state.loop.start_report.kernels)
+        about = {**_model_description(state), "version": package_version(), "kernels": kernels}
         if (alone := answers.by_replica.get("")) is not None:
             return json_answer({**about, "statistics": alone.value})
         each = answers.values_by_replica

@@ -6,10 +6,10 @@ import math
 import re
 from dataclasses import dataclass
 
+from rayserve_moe.kernels.tpu.dispatch_sizes import GROUP_ROWS, widest_block
+from rayserve_moe.kernels.tpu.dispatch_sizes import TILE_ROWS as DISPATCH_TILE_ROWS
 from rayserve_moe.kernels.tpu.grouped_ffn import TILE_ROWS, inner_block
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
-from rayserve_moe.kernels.tpu.pushed_sizes import GROUP_ROWS, widest_block
-from rayserve_moe.kernels.tpu.pushed_sizes import TILE_ROWS as PUSHED_TILE_ROWS
 from rayserve_moe.kernels.tpu.rotary_heads import tile_tokens
 from rayserve_moe.tools.hlo_report import HBM
 from rayserve_moe.tools.hlo_text import Instruction
@@ -23,17 +23,16 @@ PARALLEL = "dimension_semantics<parallel>"
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Attention work of a layer for a kind of query rows (single tokens or prompt blocks)."""
+    """The work of a call of paged attention in one layer."""
 
     num_query_blocks: int
-    num_runs: int
-    """Pairs of a query block and a sequence."""
+    """Blocks of queries, or groups of single tokens."""
     num_visits: int
-    """Visits of key blocks."""
+    """Visits of blocks of keys, by all blocks of queries."""
     kv_bytes: int
-    """Bytes that the visits read."""
-    num_pages: int = 0
-    """Pages of the visits, which our own kernel copies individually; 0 for other kernels."""
+    """Bytes of keys and values that the visits read."""
+    num_pages: int
+    """Pages of the visits, which are copied one by one."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,9 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _grouped_product(instruction, operands, work)
         case "grouped_ffn":
             return _grouped_ffn(instruction, operands, work)
-        case "pushed_experts":
-            return _pushed_experts(instruction, operands, work)
-        case "ragged_paged_attention_kernel" | "paged_attention" | "paged_attention_of_groups":
+        case "low_latency_dispatch":
+            return _low_latency_dispatch(instruction, operands, work)
+        case "paged_attention" | "paged_attention_of_groups":
             return _paged_attention(instruction, work)
         case "streamed_heads":
             return _streamed_heads(instruction, operands)
@@ -121,7 +120,7 @@ def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: St
     return KernelWork(num_bytes, ((work.used_slots + rows / TILE_ROWS) * blocks,))
 
 
-def _pushed_experts(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
+def _low_latency_dispatch(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
     """Count the tiles (enough for all rows, plus one per used slot) and the rows that are sent out and returned.
 
     With experts in blocks, weights are read for every group of rows, and rows are in HBM: written and read on arrival,
@@ -136,7 +135,7 @@ def _pushed_experts(instruction: Instruction, operands: list[Instruction], work:
     shapes = [shape for shape in (*given, out) if shape not in weights and shape.space == HBM]
     row_bytes = work.expert_rows * out.num_bytes / math.prod(out.dims[:-1])
     num_bytes = work.used_slots * slot_bytes + sum(shape.num_bytes for shape in shapes)
-    tiles = work.used_slots + work.expert_rows / PUSHED_TILE_ROWS
+    tiles = work.used_slots + work.expert_rows / DISPATCH_TILE_ROWS
     if not here:
         return KernelWork(num_bytes, (tiles,), 2 * row_bytes)
     blocks = inner // widest_block(width, inner, itemsize)
@@ -166,7 +165,7 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     attention = work.attention.get(out.dims[0])
     if attention is None:
         return None
-    if attention.num_pages and kernel_name(instruction) == "paged_attention_of_groups":
+    if kernel_name(instruction) == "paged_attention_of_groups":
         # Like below, in a loop over groups. A group's rows are in a single piece of the pool, or sometimes two. The
         # innermost loop waits for the writes of the previous group.
         rows, num_groups = out.dims[0], attention.num_query_blocks
@@ -174,9 +173,6 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
         written = pieces * CLEARED_ROWS * pool[0].num_bytes / math.prod(pool[0].dims[:2])
         trips = (num_groups, attention.num_visits, attention.num_pages / 2, pieces)
         return KernelWork(attention.kv_bytes + written, trips)
-    if attention.num_pages:
-        # Two loops over a block's pages: each runs for some of the blocks. New rows are written back with their group.
-        written = sum(out.dims[0] * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)
-        return KernelWork(attention.kv_bytes + written, (attention.num_visits, attention.num_pages / 2))
-    trips = (attention.num_query_blocks, attention.num_runs, attention.num_visits)
-    return KernelWork(attention.kv_bytes, trips)
+    # Of the two loops over a block's pages, each runs for some of the blocks. New rows go back with their group.
+    written = sum(out.dims[0] * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)
+    return KernelWork(attention.kv_bytes + written, (attention.num_visits, attention.num_pages / 2))

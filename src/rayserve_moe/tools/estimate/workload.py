@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.execution.programs.buckets import PREFILL_BLOCK_TOKENS
 from rayserve_moe.execution.weights.placing import parameter_tree
-from rayserve_moe.kernels.tpu.attention_blocks import AttentionShape, KernelBlocks, decode_blocks, prefill_blocks
-from rayserve_moe.kernels.tpu.flat_rows import layout_of
+from rayserve_moe.kernels.tpu.packed_rows import layout_of
 from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block, tile_queries_for
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import MixerSpec, ModelSpec, ScoreShape
@@ -95,34 +94,7 @@ def _of_table(name: str, *, ties: bool) -> float:
 def _attention_work(
     model: ModelConfig, scores: ScoreShape, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
 ) -> dict[int, AttentionWork]:
-    tensor_size = model.plan.tensor_size
-    if model.kernels.attention.has_flat_rows:
-        return _paged_work(model, scores, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
-    chip = sizes.topology.split(":")[0].removeprefix("tpu")
-    shape = AttentionShape(
-        scores.num_heads // tensor_size,
-        max(1, scores.num_kv_heads // tensor_size),
-        scores.key_width,
-        sizes.page_size,
-        math.ceil(sizes.context / sizes.page_size),
-        jnp.dtype(sizes.kv_dtype).itemsize,
-    )
-    decode = _runs(decode_blocks(shape, chip=chip), shape, [sizes.context] * sizes.rows)
-    work = {sizes.places: AttentionWork(*decode, sizes.rows * sizes.context * row_bytes)}
-    if prompt_tokens:
-        blocks = prefill_blocks(shape, chip=chip)
-        length = min(sizes.context, prompt_tokens)
-        ends = [min(length, end + blocks.num_queries) for end in range(0, length, blocks.num_queries)]
-        counts = _runs(blocks, shape, ends * math.ceil(prompt_tokens / length), shares_blocks=False)
-        block_bytes = blocks.num_pages * sizes.page_size * row_bytes
-        work[prompt_tokens] = AttentionWork(*counts, counts[2] * block_bytes)
-    return work
-
-
-def _paged_work(
-    model: ModelConfig, scores: ScoreShape, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
-) -> dict[int, AttentionWork]:
-    """Return the work of our own kernel for single tokens and prompt blocks; all cores have equally many blocks."""
+    """Return the work of single tokens and of blocks of prompts; every core has equally many blocks."""
     num, cores = sizes.sequences, cores_of(model.plan.mesh)
     work = {_whole(sizes.places, cores): _visits(sizes, [sizes.context] * num, row_bytes=row_bytes)}
     if prompt_tokens:
@@ -138,7 +110,7 @@ def _visits(sizes: StepSizes, lengths: list[int], *, row_bytes: int) -> Attentio
     of_block = pages_of_a_block(sizes.page_size, row_bytes, math.ceil(sizes.context / sizes.page_size))
     pages = [math.ceil(length / sizes.page_size) for length in lengths]
     visits, num = sum(math.ceil(each / of_block) for each in pages), len(lengths)
-    return AttentionWork(num, num, visits, sum(pages) * sizes.page_size * row_bytes, sum(pages))
+    return AttentionWork(num, visits, sum(pages) * sizes.page_size * row_bytes, sum(pages))
 
 
 def _tile_queries(model: ModelConfig, scores: ScoreShape, *, row_bytes: int, sizes: StepSizes) -> int:
@@ -154,12 +126,3 @@ def _whole(num_blocks: int, cores: int) -> int:
     """Return the number of blocks rounded up to an equal number per core."""
     cores = min(num_blocks, cores)
     return -(-num_blocks // cores) * cores
-
-
-def _runs(
-    blocks: KernelBlocks, shape: AttentionShape, lengths: list[int], *, shares_blocks: bool = True
-) -> tuple[int, int, int]:
-    """Return the numbers of query blocks, runs, and visits of key blocks for runs that see `lengths` keys."""
-    keys = blocks.num_pages * shape.page_size
-    num_blocks = math.ceil(len(lengths) / blocks.num_queries) if shares_blocks else len(lengths)
-    return num_blocks, len(lengths), sum(math.ceil(length / keys) for length in lengths)

@@ -14,16 +14,17 @@ from rayserve_moe.balancing.placement import MAX_REDUNDANT, identity_placement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.config.settings import ExpertSettings, SettingsError
 from rayserve_moe.config.topology import FLAT, GENERATIONS, SMALL_CUBES, generation_name, num_chips
+from rayserve_moe.execution.kernel_report import device_shapes, expert_shapes, shaped
 from rayserve_moe.execution.memory import bytes_on_device
-from rayserve_moe.execution.served_model import check_kv_heads
 from rayserve_moe.execution.weights.migration import staging_shapes
 from rayserve_moe.execution.weights.placing import first_placement, model_config, parameter_tree, weight_shapes
-from rayserve_moe.experts.backends import choose_backend
+from rayserve_moe.experts.backends import LOW_LATENCY, choose_backend
 from rayserve_moe.experts.tokens import chunk_tokens
-from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes, lacks, usable_bytes
+from rayserve_moe.kernels.attention_config import PoolFormat
+from rayserve_moe.kernels.tpu.dispatch_sizes import unsupported_reason, usable_bytes
 from rayserve_moe.model.layers.choice import divided_sizes
 from rayserve_moe.model.model_config import ModelConfig
-from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 from rayserve_moe.model.states import states_of, windows_within
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.chips import OVERHEAD_S, Chip, chip_of
@@ -37,7 +38,6 @@ MEM_FRACTION = 0.8
 """Share of the free memory for pages, as the setting's default; the rest is for temporaries."""
 WEIGHTS_DTYPE = "bfloat16"
 SAMPLED_LAYERS, SEED = 8, 0
-PUSHED = "pushed"
 LAYER_OPS, SHARED_LAYER_OPS, PUSH_OPS, GATHER_OPS, SEND_OPS, CHUNK_OPS, REST_OPS = 4, 23, 4, 26, 44, 74, 96
 """Numbers of ops, in order:
 
@@ -150,9 +150,9 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
     try:
         plan_of_slice = plan_for(devices, data_size=split.dp)
         experts = ExpertSettings(num_redundant=split.redundant, weight_dtype=given.expert_dtype)
-        model = model_config(spec, plan_of_slice, experts=experts, may_be_flat=given.kv_dtype == "bfloat16")
-        check_kv_heads(model, kv_dtype=given.kv_dtype)
-    except SettingsError:
+        pool = PoolFormat(is_8_bit=given.kv_dtype != "bfloat16")
+        model = model_config(spec, plan_of_slice, experts=experts, pool=pool)
+    except (SettingsError, UnsupportedModelError):
         return None
     weights = _weight_bytes(model, moves=split.redundant > 0)
     row = row_bytes(model, traffic.length, kv_dtype=given.kv_dtype)
@@ -241,7 +241,7 @@ class StepCost:
     @property
     def seconds(self) -> float:
         """Return the total; ops, and links outside a kernel, are assumed not to overlap with the rest."""
-        if self.backend == PUSHED:
+        if self.backend == LOW_LATENCY:
             return max(self.flops_s, self.hbm_s, self.link_s) + self.ops_s
         return max(self.flops_s, self.hbm_s) + self.link_s + self.ops_s
 
@@ -273,16 +273,16 @@ def step_cost(
     work = step_work(model, sizes, prompt_tokens=tokens.prompt)
     row_bytes = spec.hidden_size * jnp.dtype(sizes.dtype).itemsize
     per_device = math.ceil((tokens.sequences + tokens.prompt) / plan.tensor_size)
-    backend = _backend_for(model, per_device, chip=chip)
-    exchanges, num_layers = backend in (PUSHED, "all_to_all", "fused"), len(spec.moe_layer_ids)
+    backend = _backend_for(model, tokens.sequences + tokens.prompt, chip=chip)
+    exchanges, num_layers = backend in (LOW_LATENCY, "all_to_all", "fused"), len(spec.moe_layer_ids)
     chunk = chunk_tokens(per_device, top_k=spec.router.top_k, row_bytes=row_bytes, overlapped=backend == "fused")
-    num_chunks = math.ceil(per_device / chunk) if exchanges and backend != PUSHED else 1
+    num_chunks = math.ceil(per_device / chunk) if exchanges and backend != LOW_LATENCY else 1
     expert_bytes = _expert_elements(model, sizes.dtype) * 2 * work.used_slots / model.experts.num_local_slots
-    passes = PREFILL_PASSES if num_chunks > 1 else PUSH_PASSES if backend == PUSHED else DECODE_PASSES
+    passes = PREFILL_PASSES if num_chunks > 1 else PUSH_PASSES if backend == LOW_LATENCY else DECODE_PASSES
     moved = work.expert_rows * imbalance * row_bytes * passes * num_layers
     hbm_bytes = work.hbm_bytes - _unseen_bytes(model, tokens, kv_dtype) + (num_chunks - 1) * expert_bytes + moved
     expert_flops = 2 * work.expert_rows / model.experts.num_local_slots * _expert_elements(model, sizes.dtype)
-    layer_ops = LAYER_OPS if chip.cores_per_device == 1 or backend == PUSHED else SHARED_LAYER_OPS
+    layer_ops = LAYER_OPS if chip.cores_per_device == 1 or backend == LOW_LATENCY else SHARED_LAYER_OPS
     num_ops = spec.num_layers * (layer_ops + _exchange_ops(backend, num_chunks)) + REST_OPS
     return StepCost(
         (work.flops + (imbalance - 1) * expert_flops) / chip.device_flops,
@@ -294,37 +294,20 @@ def step_cost(
 
 
 def _backend_for(model: ModelConfig, tokens: int, *, chip: Chip) -> str:
-    """Return the expert back end that `expert_backend: auto` selects (see `experts.layer.backend_for`)."""
-    spec, plan = model.spec, model.plan
-    sizes = PushSizes(
-        tokens,
-        spec.router.top_k,
-        spec.hidden_size,
-        spec.experts.intermediate_size,
-        model.experts.num_local_slots,
-        tuple(plan.mesh.shape.items()),
-        weight_dtype=model.experts.weight_dtype or "bfloat16",
-        num_cores=chip.cores_per_device,
-        in_blocks=bool(model.experts.weight_dtype) and spec.block_dtype == model.experts.weight_dtype,
-    )
-    core_bytes = usable_bytes(chip.core_vmem)
-    if plan.num_expert_ranks > 1 and not spec.experts.bias and not lacks(sizes, core_bytes=core_bytes):
-        return PUSHED
-    return choose_backend(
-        tokens,
-        ep_size=plan.num_expert_ranks,
-        tensor_size=plan.tensor_size,
-        platform="tpu",
-        top_k=spec.router.top_k,
-        row_bytes=spec.hidden_size * 2,
-    )
+    """Return the name of the expert backend for `tokens` of a data rank (`experts.backends.choose_backend`)."""
+    reason = partial(unsupported_reason, core_bytes=usable_bytes(chip.core_vmem))
+    low_latency = replace(model.kernels.experts.low_latency, unsupported_reason=reason)
+    kernels = replace(model.kernels, experts=replace(model.kernels.experts, low_latency=low_latency))
+    hidden_TD = shaped(tokens, model.spec.hidden_size, dtype="bfloat16")
+    shapes = expert_shapes(hidden_TD, device_shapes(model, dtype="bfloat16")["experts"], config=model)
+    return choose_backend(*shapes, config=replace(model.experts, kernels=kernels)).name
 
 
 def _exchange_ops(backend: str, num_chunks: int) -> int:
     """Return the number of ops of a layer's exchange, experts included."""
     if num_chunks > 1:
         return CHUNK_OPS * num_chunks
-    return {PUSHED: PUSH_OPS, "all_to_all": SEND_OPS, "fused": SEND_OPS}.get(backend, GATHER_OPS)
+    return {LOW_LATENCY: PUSH_OPS, "all_to_all": SEND_OPS, "fused": SEND_OPS}.get(backend, GATHER_OPS)
 
 
 def link_seconds(

@@ -1,4 +1,4 @@
-"""What is fixed about a call of the kernel `pushed_experts`, whether it is for that, and the arrays it works on."""
+"""Sizes of a call of the kernel `low_latency_dispatch`, the reason against unsuitable sizes, and the scratch arrays."""
 
 # T tokens   D model width   F expert width   K experts per token   N assignments = T * K   S local slots
 # X layers * S   H halves of a buffer = 2   R rows of a group
@@ -18,49 +18,53 @@ LANES, SUBLANES = 128, 8
 TILE_ROWS, CONVERTED_TOKENS = 64, 16
 """Rows that are multiplied at once; tokens that are converted at once."""
 WEIGHT_DTYPES = ("bfloat16", *NARROW)
-"""What weights may be; those of 8 bits have scales."""
+"""Dtypes of weights; weights of 8 bits have scales."""
 GROUP_ROWS = 4 * TILE_ROWS
 """Rows of a slot for which the blocks of a large expert are read once."""
 SCALAR_BYTES = (1 << 20) - (8 << 10)
 """Maximum scalar memory of a core for tables of the kernel; the compiler needs the rest."""
-WEIGHT_BYTES, SPARE_BYTES, MOST_BYTES = 24 << 20, 8 << 20, 96 << 20
-"""Of the core's memory: what weights may take; what is left for values; the most that the kernel asks for."""
+WEIGHT_BYTES, SPARE_BYTES, MAX_BYTES = 24 << 20, 8 << 20, 96 << 20
+"""Parts of the core's memory: for weights, for values, and the maximum that the kernel uses."""
 
 
 @dataclass(frozen=True)
-class PushSizes:
-    """Tokens of a device, experts of each, model width, expert width, slots of a rank, and the ranks' mesh axes.
-
-    Ranks are counted over `axes`, names with sizes, the last one fastest. Matrices of a `weight_dtype` of 8 bits have
-    scales of their columns, or where they are `in_blocks` of blocks of their rows.
-    Of a device's `num_cores` each has its part of the slots. `given_block` takes the place of `widest_block`.
-    """
+class DispatchSizes:
+    """Sizes of a call."""
 
     num_tokens: int
+    """Tokens of a device."""
     top_k: int
+    """Experts of a token."""
     width: int
+    """Width of the model."""
     inner: int
+    """Width of an expert."""
     num_slots: int
+    """Slots of a rank."""
     axes: tuple[tuple[str, int], ...]
+    """Names and sizes of the mesh axes of the ranks, the fastest axis last."""
     activation: str = "silu"
     weight_dtype: str = "bfloat16"
     num_cores: int = 1
+    """Cores of a device, each of which has a part of the slots."""
     given_block: int = 0
+    """Replaces `widest_block`; 0: it does not."""
     in_blocks: bool = False
+    """True if matrices of 8 bits have scales of blocks of rows instead of columns."""
 
     @property
-    def of_core(self) -> PushSizes:
-        """The sizes that a core has; where slots do not divide, the last core has a slot that nothing is sent to."""
+    def of_core(self) -> DispatchSizes:
+        """Return the sizes of a core; if slots do not divide, the last core has a slot without rows."""
         return replace(self, num_slots=-(-self.num_slots // self.num_cores), num_cores=1)
 
     @property
     def block(self) -> int:
-        """The part of the expert width that is read at once: all, or as much of it as fits twice; 0: none does."""
+        """Return the part of the expert width that is read at once: all, or as much as fits twice; 0: none fits."""
         return self.given_block or widest_block(self.width, self.inner, jnp.dtype(self.weight_dtype).itemsize)
 
     @property
     def is_streamed(self) -> bool:
-        """Whether experts are read in blocks; the rows of this device's slots then wait in HBM."""
+        """Return True if experts are read in blocks; the rows of this device's slots then wait in HBM."""
         return self.block < self.inner
 
     @property
@@ -73,37 +77,37 @@ class PushSizes:
 
     @property
     def row_words(self) -> int:
-        """Words of a row, in lanes: two bfloat16 numbers each."""
+        """Return the words of a row, in lanes: two bfloat16 numbers each."""
         return self.width // (2 * LANES)
 
     @property
     def num_rows(self) -> int:
-        """Rows that a device sends at most: one per assignment."""
+        """Return the maximum number of rows that a device sends: one per assignment."""
         return self.num_tokens * self.top_k
 
     @property
     def num_received(self) -> int:
-        """Rows that a device can take: all of all ranks, each slot's in whole tiles."""
+        """Return the number of rows that a device can take: all rows of all ranks, in whole tiles for each slot."""
         return self.num_ranks * self.num_rows + self.num_slots * TILE_ROWS
 
     @property
     def num_lanes(self) -> int:
-        """Slots of all ranks, in whole lanes."""
+        """Return the number of slots of all ranks, in whole lanes."""
         return -(-self.num_ranks * self.num_slots // LANES) * LANES
 
     @property
     def counted_tokens(self) -> int:
-        """Tokens in whole tiles of bfloat16."""
+        """Return the number of tokens in whole tiles of bfloat16."""
         return -(-self.num_tokens // CONVERTED_TOKENS) * CONVERTED_TOKENS
 
     @property
     def table_rows(self) -> int:
-        """Rows of `pushed_rows.table_rows`, in whole tiles."""
+        """Return the number of rows of `dispatch_rows.table_rows`, in whole tiles."""
         return -(-(3 * self.num_ranks + 2) // SUBLANES) * SUBLANES
 
     @property
     def held_weights(self) -> tuple[tuple[tuple[int, int], str], ...]:
-        """Shapes and dtypes of what belongs to an expert: gate, up and down, then their scales where they have some."""
+        """Return shapes and dtypes of an expert's arrays: gate, up and down, then their scales, if any."""
         up, down = (self.width, self.inner), (self.inner, self.width)
         matrices = tuple((shape, self.weight_dtype) for shape in (up, up, down))
         rows = (scale_rows(shape[0]) if self.in_blocks else 1 for shape in (up, up, down))
@@ -132,7 +136,7 @@ class RowRefs(NamedTuple):
     tokens: Any
     """Rows of this device's own tokens, then their sums."""
     sent: Any
-    """A row per assignment, and one more for those that go nowhere."""
+    """A row per assignment, and a further row for assignments without a slot."""
     home: Any
     """Results, as `sent`."""
     held: Any
@@ -142,16 +146,16 @@ class RowRefs(NamedTuple):
 
 
 class TableRefs(NamedTuple):
-    """Slots, counts, and what follows from them."""
+    """Slots, counts, and tables computed from them."""
 
     own_TK: Any
     """Slots of this core alone."""
     counts: Any
-    """Counts by slot, one tile for each rank."""
+    """Counts by slot, a tile for each rank."""
     table: Any
-    """See `pushed_rows.table_rows`."""
+    """See `dispatch_rows.table_rows`."""
     places: Any
-    """See `pushed_rows.places_of`."""
+    """See `dispatch_rows.places_of`."""
     table_s: Any
     """Copy of `table` for the scalar unit."""
     places_s: Any
@@ -187,17 +191,17 @@ class Refs(NamedTuple):
 
 
 def refs_of(*given: Any) -> Refs:
-    """Group what the kernel is called with: operands, results, then the scratch of `scratch_of`."""
+    """Group the references of the kernel: operands, results, then the scratch of `scratch_of`."""
     rows = RowRefs(*given[6:12])
     return Refs(OperandRefs(*given[:6]), rows, given[12], TableRefs(*given[13:21]), SemaphoreRefs(*given[21:]))
 
 
-def block_weights(sizes: PushSizes) -> tuple[tuple[tuple[int, int], str], ...]:
+def block_weights(sizes: DispatchSizes) -> tuple[tuple[tuple[int, int], str], ...]:
     """Return `held_weights` of a block; the scales of down are whole, which are read by whole tiles alone."""
     return (*replace(sizes, inner=sizes.block).held_weights[:5], *sizes.held_weights[5:])
 
 
-def vmem_bytes(sizes: PushSizes) -> int:
+def vmem_bytes(sizes: DispatchSizes) -> int:
     """Return the bytes of its memory that a core takes for a call."""
     # Of a group there are the rows, and sums in float32; tokens and sums of a grid's step are there twice.
     rows = 3 * GROUP_ROWS if sizes.is_streamed else sizes.of_core.num_received
@@ -209,7 +213,7 @@ def vmem_bytes(sizes: PushSizes) -> int:
     return rows * sizes.width * 2 + 2 * block_bytes + tables * 4 + SPARE_BYTES
 
 
-def scalar_bytes(sizes: PushSizes) -> int:
+def scalar_bytes(sizes: DispatchSizes) -> int:
     """Return the bytes of scalar memory that a core takes for a call: gates and places of tokens, and the table.
 
     Scalar memory pads every row to whole lanes.
@@ -219,10 +223,10 @@ def scalar_bytes(sizes: PushSizes) -> int:
     return 4 * (LANES * rows_of_tokens + of_core.table_rows * of_core.num_lanes)
 
 
-def lacks(sizes: PushSizes, *, interpret: bool = False, core_bytes: int | None = None) -> str:
-    """Why a call of these sizes is not for the kernel; empty where it is. An interpreted one has no tiles.
+def unsupported_reason(sizes: DispatchSizes, *, interpret: Any = False, core_bytes: int | None = None) -> str:
+    """Return why the kernel does not take a call of these sizes; empty if it does. An interpreted call has no tiles.
 
-    `core_bytes` are `usable_bytes` of a chip; without them it is asked of the one that is compiled for.
+    `core_bytes`: `usable_bytes` of the chip; None stands for the chip that is compiled for.
     """
     tile = 2 * LANES * (1 if interpret else SUBLANES)
     if sizes.width % tile:
@@ -234,13 +238,14 @@ def lacks(sizes: PushSizes, *, interpret: bool = False, core_bytes: int | None =
     if sizes.num_tokens > CONVERTED_TOKENS and sizes.num_tokens % CONVERTED_TOKENS:
         return f"{sizes.num_tokens} tokens are not a multiple of {CONVERTED_TOKENS}"
     if scalar_bytes(sizes) > SCALAR_BYTES:
-        return f"{sizes.num_tokens} tokens take {scalar_bytes(sizes) >> 10} KiB of the {SCALAR_BYTES >> 10} of scalars"
+        taken, usable = scalar_bytes(sizes) >> 10, SCALAR_BYTES >> 10
+        return f"{sizes.num_tokens} tokens take {taken} KiB of the {usable} KiB of scalar memory"
     if core_bytes is None and not interpret:
         chip = pltpu.get_tpu_info()
         core_bytes = usable_bytes(chip.vmem_capacity_bytes)
-    most, wanted = MOST_BYTES if core_bytes is None else core_bytes, vmem_bytes(sizes)
+    most, wanted = MAX_BYTES if core_bytes is None else core_bytes, vmem_bytes(sizes)
     if wanted > most:
-        return f"{wanted >> 20} MiB are wanted of the {most >> 20} MiB of a core that a kernel may have"
+        return f"{sizes.num_tokens} tokens take {wanted >> 20} MiB of the {most >> 20} MiB of a core's memory"
     return ""
 
 
@@ -252,10 +257,10 @@ def widest_block(width: int, inner: int, itemsize: int) -> int:
 
 def usable_bytes(vmem_bytes: int) -> int:
     """Return the bytes of a core's memory that the kernel may use."""
-    return min(MOST_BYTES, vmem_bytes * 3 // 4)
+    return min(MAX_BYTES, vmem_bytes * 3 // 4)
 
 
-def scratch_of(sizes: PushSizes) -> list[Any]:
+def scratch_of(sizes: DispatchSizes) -> list[Any]:
     """Return the scratch of a call, in the order of `refs_of`; rows in HBM are among its results."""
 
     def rows(number: int) -> Any:

@@ -12,8 +12,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
-from rayserve_moe.kernels.tpu.pushed_experts import push_experts
-from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes
+from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes
+from rayserve_moe.kernels.tpu.low_latency_dispatch import dispatch_experts
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.tools.hlo_report import collectives_of, kernels_of
 from tests.compile.topologies import text_of
@@ -28,10 +28,10 @@ def mesh_of(topology: str, tensor: int = 1) -> Mesh:
     return Mesh(np.asarray(devices).reshape(-1, tensor), ("data", "tensor"))
 
 
-def push(hidden_TD, slots_TK, gates_TK, *weights, sizes: PushSizes):
+def push(hidden_TD, slots_TK, gates_TK, *weights, sizes: DispatchSizes):
     held = ExpertWeights(*weights[:3], None, None, None, *weights[3:])
     of_layer = LayerExperts(held, sizes.num_slots, ProductConfig(sizes.num_slots, 8.0))
-    return push_experts(hidden_TD, slots_TK, gates_TK, of_layer, sizes=sizes)
+    return dispatch_experts(hidden_TD, slots_TK, gates_TK, of_layer, sizes=sizes)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_experts_of_few_tokens_are_one_kernel(topology, tensor, tokens, expe
     num_slots, axes = NUM_EXPERTS // mesh.devices.size, tuple(mesh.shape.items())
     weight_dtype, _, in_blocks = weight_dtype.partition(" ")
     knobs = {"weight_dtype": weight_dtype, "num_cores": cores_of(mesh), "in_blocks": bool(in_blocks)}
-    sizes = PushSizes(tokens, TOP_K, width, inner, num_slots, axes, **knobs)
+    sizes = DispatchSizes(tokens, TOP_K, width, inner, num_slots, axes, **knobs)
     shapes = [((tokens * sizes.num_ranks, size), dtype) for size, dtype in ((width, "bfloat16"), (TOP_K, "int32"))]
     shapes.append(((tokens * sizes.num_ranks, TOP_K), "float32"))
     shapes += [((LAYERS * NUM_EXPERTS, *shape), dtype) for shape, dtype in sizes.held_weights]
@@ -72,7 +72,7 @@ def test_the_experts_of_few_tokens_are_one_kernel(topology, tensor, tokens, expe
     with jax.set_mesh(mesh):
         compiled = jax.jit(run).lower(*arguments).compile()
     program = text_of(compiled)
-    assert kernels_of(program) == {"pushed_experts": 1} and not list(collectives_of(program))
+    assert kernels_of(program) == {"low_latency_dispatch": 1} and not list(collectives_of(program))
     rows_in_hbm = sizes.num_cores * sizes.of_core.num_received if sizes.is_streamed else 0
     own_rows = sizes.num_cores * tokens * TOP_K
     row_bytes = width * jnp.dtype("bfloat16").itemsize

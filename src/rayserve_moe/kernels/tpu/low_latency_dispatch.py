@@ -1,22 +1,22 @@
-"""Expert parallelism in one TPU kernel: rows are pushed to their slots' devices, multiplied, and pushed back.
+"""Expert parallelism in one TPU kernel: rows are sent to the devices of their slots, multiplied, and sent back.
 
-    share counts | place rows | for each local slot: [ push rows of a later slot, multiply, push results back ] | add up
+    share counts | place rows | for each local slot: [ send rows of a later slot, multiply, send results back ] | add up
 
-While a slot is multiplied the weights of the next one that has rows are read, and rows and results of others are on
-their way. An expert that fits into the core's memory twice is read whole, and its rows are multiplied in place: nothing
-but weights is read from HBM, for the core holds all rows of all ranks. A larger one is read in blocks of its width, and
-the products of all blocks are added up. Its rows wait in HBM and are multiplied in groups, for each of which the
-weights are read once:
+While a slot is multiplied, the weights of the next slot with rows are read, and rows and results of other slots are
+copied. An expert that fits into the core's memory twice is read whole, and its rows are multiplied in place: only
+weights are read from HBM, because the core holds all rows of all ranks. A larger expert is read in blocks of its width,
+and the products of all blocks are added up. Its rows wait in HBM and are multiplied in groups; the weights are read
+once for each group:
 
-    | block 0 | block 1 | block 2 |  of group 0, then of group 1 or of the next slot; while one is multiplied
-              | block 1 | block 2 | block 0 |                                        the next one is read
+    | block 0 | block 1 | block 2 |  of group 0, then of group 1 or of the next slot; while a block is multiplied
+              | block 1 | block 2 | block 0 |                                       the next block is read
 
-No row is ever left out, and a device's own lie in the core's memory: this is for few tokens, what a decode step has.
-Weights of 8 bits are read as such, converted on their way into the matrix unit, and scaled, they or the products
+No row is ever left out, and a device's own rows lie in the core's memory: the kernel is for few tokens, as in a decode
+step. Weights of 8 bits are converted on their way into the matrix unit, and scaled before or after the product
 (`narrow_weights`).
 
-Where two cores share a device, each has half of its slots, memory and semaphores of its own, and exchanges rows with
-the same core of the other devices: each pair of a rank and a core is a rank to the code, of those of its core.
+If two cores share a device, each has half of its slots, and its own memory and semaphores. It exchanges rows with the
+same core of the other devices. The code counts pairs of a rank and a core as ranks, among the pairs of the same core.
 """
 
 # T tokens   D model width   F expert width   B block of F   K experts per token   N assignments = T * K   R ranks, and
@@ -35,7 +35,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
 from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS, LayerExperts
-from rayserve_moe.kernels.tpu.pushed_rows import (
+from rayserve_moe.kernels.tpu.dispatch_rows import (
     as_words,
     count_slots,
     device_of,
@@ -43,51 +43,51 @@ from rayserve_moe.kernels.tpu.pushed_rows import (
     meet,
     my_rank,
     places_of,
-    push_slot,
     return_slot,
     rows_at,
+    send_slot,
     slots_of_core,
     table_rows,
     wait_for,
 )
-from rayserve_moe.kernels.tpu.pushed_sizes import (
+from rayserve_moe.kernels.tpu.dispatch_sizes import (
     CONVERTED_TOKENS,
     GROUP_ROWS,
     LANES,
     SUBLANES,
     TILE_ROWS,
-    PushSizes,
+    DispatchSizes,
     Refs,
-    lacks,
     refs_of,
     scratch_of,
+    unsupported_reason,
     vmem_bytes,
 )
 
 COLLECTIVE_ID = 1
 """Of the barrier that this kernel's ranks meet at."""
 AHEAD = 4
-"""Slots whose rows are pushed before they are wanted: ranks skip slots without rows, so some are ahead of others."""
+"""Number of slots whose rows are sent ahead: ranks skip slots without rows, so some ranks are ahead of others."""
 
 
-def push_experts(
+def dispatch_experts(
     hidden_TD: jax.Array,
     slots_TK: jax.Array,
     gates_TK: jax.Array,
     experts: LayerExperts,
     *,
-    sizes: PushSizes,
+    sizes: DispatchSizes,
     interpret: Any = False,
 ) -> jax.Array:
     """Return the sum of gate * expert over the assignments of each token, in router order: bfloat16 [T, D].
 
-    Where cores share the device each one makes such a sum over its slots, and their sums are added up.
+    If cores share the device, each computes such a sum over its slots, and their sums are added up.
 
-    Call it inside a sharded function over `sizes.axes`, on every rank. Slots are counted over all ranks, of which each
-    has `sizes.num_slots` one after the other; beyond them is an assignment that goes nowhere. `interpret` (see
-    `pallas_call`) runs the kernel where there is no TPU. AssertionError where the kernel `lacks` something for it.
+    Call it inside a sharded function over `sizes.axes`, on every rank. Slots are counted over all ranks, and each
+    has `sizes.num_slots` adjacent slots; an assignment beyond all slots is not sent. `interpret` (see
+    `pallas_call`) runs the kernel without a TPU. AssertionError for sizes with an `unsupported_reason`.
     """
-    reason = lacks(sizes, interpret=bool(interpret))
+    reason = unsupported_reason(sizes, interpret=interpret)
     assert not reason, reason
     first_1 = jnp.asarray(experts.first_slot, jnp.int32).reshape(1)
     run = _kernel_for(sizes, interpret=interpret)
@@ -98,7 +98,7 @@ def push_experts(
     return sum((other_TD.astype(jnp.float32) for other_TD in others), first_TD).astype(first_TD.dtype)
 
 
-def _kernel_for(sizes: PushSizes, *, interpret: Any) -> Callable[..., list[jax.Array]]:
+def _kernel_for(sizes: DispatchSizes, *, interpret: Any) -> Callable[..., list[jax.Array]]:
     smem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.HBM))
     cores, of_core, (num_tokens, width) = sizes.num_cores, sizes.of_core, (sizes.num_tokens, sizes.width)
     tokens, slots = (pl.BlockSpec((num_tokens, size), lambda _: (0, 0)) for size in (width, sizes.top_k))
@@ -127,12 +127,12 @@ def _kernel_for(sizes: PushSizes, *, interpret: Any) -> Callable[..., list[jax.A
             bytes_accessed=2 * sizes.num_slots * expert,
             transcendentals=sizes.num_rows * sizes.inner,
         ),
-        name="pushed_experts",
+        name="low_latency_dispatch",
         interpret=interpret,
     )
 
 
-def _kernel(*given: Any, sizes: PushSizes) -> None:
+def _kernel(*given: Any, sizes: DispatchSizes) -> None:
     refs, core = refs_of(*given), pl.program_id(0)
     refs.tables.own_TK[...] = jnp.full(refs.tables.own_TK.shape, -1, jnp.int32)
     refs.tables.own_TK[pl.ds(0, sizes.num_tokens), :] = slots_of_core(refs.operands.slots_TK[...], core, sizes)
@@ -143,23 +143,23 @@ def _kernel(*given: Any, sizes: PushSizes) -> None:
     _tell_counts(refs, sizes, me)
     begin_weights(refs, sizes, me)
     _place_rows(refs, sizes)
-    ahead = jax.lax.fori_loop(0, min(AHEAD, sizes.num_slots), partial(push_slot, refs, sizes, me), 0)
+    ahead = jax.lax.fori_loop(0, min(AHEAD, sizes.num_slots), partial(send_slot, refs, sizes, me), 0)
 
     def visit(slot: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        turn, pushed, returned = carry
-        pushed = push_slot(refs, sizes, me, slot + AHEAD, pushed)
+        turn, num_sent, returned = carry
+        num_sent = send_slot(refs, sizes, me, slot + AHEAD, num_sent)
         turn = multiply_slot(refs, sizes, me, slot, turn)
-        return turn, pushed, return_slot(refs, sizes, me, slot, returned)
+        return turn, num_sent, return_slot(refs, sizes, me, slot, returned)
 
     zero = jnp.int32(0)
-    _, pushed, returned = jax.lax.fori_loop(0, sizes.num_slots, visit, (zero, ahead, zero))
+    _, num_sent, returned = jax.lax.fori_loop(0, sizes.num_slots, visit, (zero, ahead, zero))
     _add_up(refs, sizes, me)
-    wait_for(refs.rows.sent, pushed, refs.semaphores.moved.at[0], sizes)
+    wait_for(refs.rows.sent, num_sent, refs.semaphores.moved.at[0], sizes)
     wait_for(refs.rows.here, returned, refs.semaphores.moved.at[1], sizes)
 
 
-def _tell_counts(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
-    """Count this rank's assignments by slot, tell the others, and look up from all ranks' counts where rows go."""
+def _tell_counts(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
+    """Count this rank's assignments by slot, tell the others, and find the targets of rows by all ranks' counts."""
     slots_TK = refs.tables.own_TK[...]
     counts_P = count_slots(slots_TK, sizes.num_lanes)
     refs.tables.counts[me] = jnp.broadcast_to(counts_P, (SUBLANES, sizes.num_lanes))
@@ -195,8 +195,8 @@ def _tell_counts(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
     table.wait()
 
 
-def _place_rows(refs: Refs, sizes: PushSizes) -> None:
-    """Turn tokens into words, and copy each one's row to the places of its assignments."""
+def _place_rows(refs: Refs, sizes: DispatchSizes) -> None:
+    """Turn tokens into words, and copy each token's row to the places of its assignments."""
     words, chunk = sizes.row_words, min(CONVERTED_TOKENS, sizes.num_tokens)
 
     def convert(i: jax.Array, _: None) -> None:
@@ -216,8 +216,8 @@ def _place_rows(refs: Refs, sizes: PushSizes) -> None:
     jax.lax.fori_loop(0, sizes.num_tokens, place, None)
 
 
-def _add_up(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
-    """Wait for all results, weigh those of each token and add them in router order, in float32."""
+def _add_up(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
+    """Wait for all results, and add each token's weighted results in router order, in float32."""
     words, last, chunk = sizes.row_words, sizes.num_lanes - 1, min(CONVERTED_TOKENS, sizes.num_tokens)
     # Assignments that went nowhere have the place behind all others.
     refs.rows.home[pl.ds(sizes.num_rows * words, words), :] = jnp.zeros((words, LANES), jnp.uint32)
@@ -245,8 +245,8 @@ def _add_up(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
     jax.lax.fori_loop(0, sizes.num_tokens // chunk, convert, None)
 
 
-def begin_weights(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
-    """Find the next slot with rows from each slot on, and begin to read the weights of the first one."""
+def begin_weights(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
+    """Find the next slot with rows from each slot on, and begin to read the weights of the first slot with rows."""
     refs.tables.next_s[sizes.num_slots] = sizes.num_slots
 
     def find(k: jax.Array, _: None) -> None:
@@ -258,7 +258,7 @@ def begin_weights(refs: Refs, sizes: PushSizes, me: jax.Array) -> None:
     _read_weights(refs, sizes, refs.tables.next_s[0], jnp.int32(0), half=jnp.int32(0))
 
 
-def multiply_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, turn: jax.Array) -> jax.Array:
+def multiply_slot(refs: Refs, sizes: DispatchSizes, me: jax.Array, slot: jax.Array, turn: jax.Array) -> jax.Array:
     """Multiply the rows of a slot: results take their places. Counts on how many blocks of weights were used."""
     lane = me * sizes.num_slots + slot
     num_rows, begin = (refs.tables.table_s[3 * sizes.num_ranks + row, lane] for row in (0, 1))
@@ -300,11 +300,11 @@ def _for_tiles(num_rows: jax.Array, run: Any) -> None:
 
 
 def _next_weights(
-    refs: Refs, sizes: PushSizes, slot: jax.Array, block: jax.Array, after: jax.Array, *, turn: jax.Array
+    refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, after: jax.Array, *, turn: jax.Array
 ) -> jax.Array:
-    """Wait for a block of a slot's weights and begin to read the one after it; returns the half that it is in.
+    """Wait for a block of a slot's weights and begin to read the next block; return the half that holds the block.
 
-    After the last block comes the first one of the slot `after`.
+    After the last block comes the first block of the slot `after`.
     """
     half, is_last = jax.lax.rem(turn, 2), block == sizes.num_blocks - 1
     for copy in _weight_copies(refs, sizes, slot, block, half=half):
@@ -313,8 +313,8 @@ def _next_weights(
     return half
 
 
-def _read_weights(refs: Refs, sizes: PushSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array) -> None:
-    """Begin to read a block into one of the two halves; there is nothing to read beyond the last slot."""
+def _read_weights(refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array) -> None:
+    """Begin to read a block into a half; there is nothing to read beyond the last slot."""
 
     @pl.when(slot < sizes.num_slots)
     def _() -> None:
@@ -322,7 +322,9 @@ def _read_weights(refs: Refs, sizes: PushSizes, slot: jax.Array, block: jax.Arra
             copy.start()
 
 
-def _weight_copies(refs: Refs, sizes: PushSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array) -> list[Any]:
+def _weight_copies(
+    refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array
+) -> list[Any]:
     index, semaphore = refs.tables.first_s[0] + slot, refs.semaphores.weights_in.at[half]
     part = pl.ds(pl.multiple_of(block * sizes.block, sizes.block), sizes.block)
     # Of gate and up, and of their scales, a block has columns, of down rows; the scales of down are whole.
@@ -333,7 +335,7 @@ def _weight_copies(refs: Refs, sizes: PushSizes, slot: jax.Array, block: jax.Arr
 
 
 def _multiply_tile(
-    refs: Refs, sizes: PushSizes, first: jax.Array, half: jax.Array, block: jax.Array | None = None
+    refs: Refs, sizes: DispatchSizes, first: jax.Array, half: jax.Array, block: jax.Array | None = None
 ) -> None:
     """Multiply the rows of a tile by the weights of a half: all of an expert, or a block, after the last of which the
     sums of all blocks take the rows' places.

@@ -1,6 +1,6 @@
-"""The kernel that pushes rows, interpreted on eight emulated devices, next to the product in blocks on one.
+"""Low-latency dispatch, interpreted on eight emulated devices, next to the product in blocks on one.
 
-    python -m tests.support.kernels.pushed_experts CASE ...
+    python -m tests.support.kernels.low_latency_dispatch CASE ...
 
 prints what came out of each case, as JSON. It is a process of its own: an interpreted kernel on several devices blocks
 threads of XLA's pool, which is as large as NPROC says before jax starts.
@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.checkpoints.synthetic import Drawn, write_checkpoint
-from rayserve_moe.kernels.attention_layer import attend_layer
+from rayserve_moe.kernels.candidates import Candidate
 from rayserve_moe.kernels.narrow_weights import NARROW
 from rayserve_moe.kernels.reference.expert_products import (
     ExpertWeights,
@@ -31,23 +31,20 @@ from rayserve_moe.kernels.reference.expert_products import (
     multiply_in_blocks,
     sum_results,
 )
-from rayserve_moe.kernels.table import CPU, KERNELS, AttentionKernels, Kernels, PoolKernels
-from rayserve_moe.kernels.tpu import paged_attention, pushed_experts
-from rayserve_moe.kernels.tpu.add_norm import add_and_norm
-from rayserve_moe.kernels.tpu.pushed_sizes import TILE_ROWS, PushSizes, lacks
-from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
-from rayserve_moe.kernels.tpu.streamed_heads import norm_and_project
-from rayserve_moe.kernels.tpu.top_experts import choose_experts
+from rayserve_moe.kernels.table import CPU, KERNELS, PAGED, TPU, Kernels, PoolKernels, grouped_attention
+from rayserve_moe.kernels.tpu import low_latency_dispatch, paged_attention
+from rayserve_moe.kernels.tpu.dispatch_sizes import TILE_ROWS, DispatchSizes, unsupported_reason
 from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.engine.run_requests import preempt_every, run_alone, run_together
 from tests.support.engine.workload import draw_prompt, request_for
 from tests.support.experts.moe_layer import MoeCase, MoeRun, dense, placements_for, plan_of
 from tests.support.experts.quantized_experts import random_experts
 from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, print_outcomes, run_cases
+from tests.support.kernels.interpreter import interpreted as interpreted_operation
 from tests.support.models.core import CORE_CONFIG
 from tests.support.session.xla_flags import process_flags
 
-SIZES = PushSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
+SIZES = DispatchSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
 IN_BLOCKS, ON_TWO_CORES = "in blocks: ", "on two cores: "
 """Before the name of a case: experts are read in two blocks, and rows of a slot taken in groups of one tile; a device
 has two cores, and three slots for them.
@@ -58,23 +55,19 @@ DRAWN = Drawn(scale=0.05, norm_jitter=0.2)
 OWN: dict[str, Callable[..., Any]] = {
     "attend": paged_attention.attend,
     "attend_new": paged_attention.attend_new,
-    "project": project_rows_at_once,
-    "add_norm": add_and_norm,
-    "norm_and_project": norm_and_project,
-    "choose_experts": choose_experts,
 }
 LONGEST_S, LONGEST_WHOLE_S = 300.0, 1800.0
 """Of a case, most of which take less than a tenth, and of a layer or an engine."""
 
 
-def run_pushed(*names: str) -> dict[str, Outcome]:
+def run_dispatch(*names: str) -> dict[str, Outcome]:
     """Run cases in a process of its own, which ranks that do not meet may end or hang."""
     timeout_s = sum(LONGEST_WHOLE_S if name in WHOLE else LONGEST_S for name in names)
     flags = process_flags(is_quick=False)
-    return run_cases("tests.support.kernels.pushed_experts", *names, timeout_s=timeout_s, XLA_FLAGS=flags)
+    return run_cases("tests.support.kernels.low_latency_dispatch", *names, timeout_s=timeout_s, XLA_FLAGS=flags)
 
 
-def sizes_of(name: str) -> PushSizes:
+def sizes_of(name: str) -> DispatchSizes:
     """The sizes of a case, by what is before its load and after it."""
     dtype, _, in_blocks = name.partition(", ")[2].partition(" ")
     sizes = replace(SIZES, weight_dtype=dtype or "bfloat16", in_blocks=bool(in_blocks))
@@ -83,7 +76,7 @@ def sizes_of(name: str) -> PushSizes:
     return replace(sizes, inner=256, given_block=128) if IN_BLOCKS in name else sizes
 
 
-def weights_of(sizes: PushSizes) -> ExpertWeights:
+def weights_of(sizes: DispatchSizes) -> ExpertWeights:
     """Random experts of two layers of all ranks: [ranks * 2 * slots, ...], rank after rank."""
     num_slots = 2 * sizes.num_ranks * sizes.num_slots
     if sizes.weight_dtype in NARROW:
@@ -94,7 +87,7 @@ def weights_of(sizes: PushSizes) -> ExpertWeights:
     return ExpertWeights(*(jnp.asarray(generator.standard_normal(s) / 8, sizes.weight_dtype) for s in (up, up, down)))
 
 
-def slots_of(load: str, sizes: PushSizes) -> np.ndarray:
+def slots_of(load: str, sizes: DispatchSizes) -> np.ndarray:
     """Slots of all tokens of all ranks, by what is odd about them."""
     generator, nowhere = np.random.default_rng(4), sizes.num_ranks * sizes.num_slots
     slots = generator.integers(0, nowhere, (sizes.num_ranks * sizes.num_tokens, sizes.top_k))
@@ -111,7 +104,7 @@ def slots_of(load: str, sizes: PushSizes) -> np.ndarray:
     return slots
 
 
-def outcome_of(slots: np.ndarray, sizes: PushSizes) -> Outcome:
+def outcome_of(slots: np.ndarray, sizes: DispatchSizes) -> Outcome:
     """Push the rows of all tokens to `slots`, with weights of a second layer."""
     weights, interpreter = weights_of(sizes), replace(INTERPRETED, num_cores_or_threads=sizes.num_cores)
     generator = np.random.default_rng(len(slots))
@@ -121,7 +114,7 @@ def outcome_of(slots: np.ndarray, sizes: PushSizes) -> Outcome:
 
     def on_device(hidden_TD, slots_TK, gates_TK, weights):
         of_layer = LayerExperts(weights, sizes.num_slots, ProductConfig(sizes.num_slots, 8.0))
-        push = partial(pushed_experts.push_experts, sizes=sizes, interpret=interpreter)
+        push = partial(low_latency_dispatch.dispatch_experts, sizes=sizes, interpret=interpreter)
         return push(hidden_TD, slots_TK, gates_TK, of_layer)
 
     split, (data, tensor) = PartitionSpec(("data", "tensor")), (size for _, size in sizes.axes)
@@ -137,13 +130,14 @@ def outcome_of(slots: np.ndarray, sizes: PushSizes) -> Outcome:
 
 
 def interpreted(name: str, *, traced: list[str]) -> Kernels:
-    """The kernels of CPUs with the one that pushes rows; `traced` gets the dtype of weights that it is called with."""
+    """The kernels of CPUs with low-latency dispatch; `traced` gets the dtype of weights that it is called with."""
 
-    def push(*arguments: Any, sizes: PushSizes) -> jax.Array:
+    def push(*arguments: Any, sizes: DispatchSizes) -> jax.Array:
         traced.append(sizes.weight_dtype)
-        return pushed_experts.push_experts(*arguments, sizes=sizes, interpret=INTERPRETED)
+        return low_latency_dispatch.dispatch_experts(*arguments, sizes=sizes, interpret=INTERPRETED)
 
-    experts = replace(CPU.experts, pushed_sums=push, push_lacks=partial(lacks, interpret=True))
+    low_latency = Candidate("low_latency_dispatch", push, partial(unsupported_reason, interpret=True))
+    experts = replace(CPU.experts, low_latency=low_latency)
     return replace(CPU, name=name, experts=experts)
 
 
@@ -152,7 +146,7 @@ def layer_outcome() -> Outcome:
     traced: list[str] = []
     KERNELS["interpreted"] = interpreted("interpreted", traced=traced)
     case, plan = MoeCase(num_tokens=7, width=256, inner=128, dtype="bfloat16"), plan_of(4, 2)
-    run = MoeRun(case, plan, backend="pushed", num_redundant=16, kernels="interpreted")
+    run = MoeRun(case, plan, backend="low_latency_dispatch", num_redundant=16, kernels="interpreted")
     expected, worst = dense(case, 4), 0.0
     for placement in placements_for(case, plan, 16)[1:]:
         found = run(placement)
@@ -175,12 +169,12 @@ def engine_outcome(expert_dtype: str = "bfloat16") -> Outcome:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder) / "model", config, seed=0, dtype="bfloat16")
-        for backend in ("all_to_all", "pushed"):
+        for backend in ("all_to_all", "low_latency_dispatch"):
             values = {**settings, "expert_backend": backend, "enable_return_routed_experts": True}
             runner = prepared_runner(path, mesh=(2, 2), **values)
             found[backend] = run_together(runner, card_of(path), requests, way=WAY)
     assert set(traced) == {expert_dtype}
-    pairs = [(outcome, found["pushed"][key]) for key, outcome in found["all_to_all"].items()]
+    pairs = [(outcome, found["low_latency_dispatch"][key]) for key, outcome in found["all_to_all"].items()]
     assert all(one.ids == other.ids and np.array_equal(one.rows, other.rows) for one, other in pairs)
     differences = [np.abs(np.subtract(one.logprobs, other.logprobs)).max() for one, other in pairs]
     return FAULTS_FOUND.outcome(max(differences), 1.0)
@@ -191,15 +185,16 @@ def all_interpreted(traced: list[str]) -> Kernels:
     paged_attention.cores_of_device = lambda _=None: 1
     own = {name: partial(kernel, interpret=INTERPRETED) for name, kernel in OWN.items()}
     by_our_own = {"decode": own["attend"], "prefill": own["attend"], "write_and_decode": own["attend_new"]}
-    attention = AttentionKernels(
-        partial(attend_layer, **by_our_own, project=partial(own["project"], is_flat=True)),
+    attention = replace(
+        grouped_attention(**by_our_own, project=interpreted_operation(PAGED.project)),
         describe_singles=paged_attention.describe_singles,
-        norm_and_project=own["norm_and_project"],
-        has_flat_rows=True,
+        norm_and_project=interpreted_operation(PAGED.norm_and_project),
+        has_packed_rows=True,
     )
     cpu = interpreted("cpu", traced=traced)
-    experts = replace(cpu.experts, choose=own["choose_experts"])
-    return replace(cpu, attention=attention, add_norm=own["add_norm"], experts=experts, pool=PoolKernels())
+    experts = replace(cpu.experts, choose=interpreted_operation(TPU.experts.choose))
+    add_norm = interpreted_operation(TPU.add_norm)
+    return replace(cpu, attention=attention, add_norm=add_norm, experts=experts, pool=PoolKernels())
 
 
 def laws_outcome(mesh: tuple[int, int]) -> Outcome:
@@ -215,8 +210,12 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder) / "model", config, seed=0, dtype="bfloat16")
         card = card_of(path)
-        for dtype, backend in (("float32", "all_to_all"), ("bfloat16", "all_to_all"), ("bfloat16", "pushed")):
-            if backend == "pushed":
+        for dtype, backend in (
+            ("float32", "all_to_all"),
+            ("bfloat16", "all_to_all"),
+            ("bfloat16", "low_latency_dispatch"),
+        ):
+            if backend == "low_latency_dispatch":
                 KERNELS["cpu"] = all_interpreted(traced)
             values = {**settings, "dtype": dtype, "expert_backend": backend}
             runner = prepared_runner(path, mesh=mesh, **values)
@@ -224,7 +223,7 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
         found.append(run_alone(runner, card, requests[:2], way=WAY))
         other = replace(WAY, chunk_tokens=7, intervene=preempt_every(3), caches_prefixes=False)
         found.append(run_together(runner, card, requests[1:3], way=other))
-    assert set(traced) == {"bfloat16"} and runner.config.kernels.attention.has_flat_rows
+    assert set(traced) == {"bfloat16"} and runner.config.kernels.attention.has_packed_rows
     wide, by_cpus, own, *again = found
     assert all(wide[key].ids == by_cpus[key].ids == one.ids for key, one in own.items())
     assert all(np.array_equal(one.rows, by_cpus[key].rows) for key, one in own.items())
@@ -239,65 +238,67 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
 
 
 def two_senders_to_the_same_rows() -> None:
-    table_rows = pushed_experts.table_rows
+    table_rows = low_latency_dispatch.table_rows
 
     def wrong(rank_counts, **sizes):
         rows, num_ranks = table_rows(rank_counts, **sizes), len(rank_counts)
         return [*rows[:num_ranks], *[rows[num_ranks]] * num_ranks, *rows[2 * num_ranks :]]
 
-    pushed_experts.table_rows = wrong
+    low_latency_dispatch.table_rows = wrong
 
 
 def no_wait_for_arrivals() -> None:
-    multiply_slot, wait_for = pushed_experts.multiply_slot, pushed_experts.wait_for
+    multiply_slot, wait_for = low_latency_dispatch.multiply_slot, low_latency_dispatch.wait_for
 
     def wrong(*arguments) -> Any:
-        pushed_experts.wait_for = lambda *_: None
+        low_latency_dispatch.wait_for = lambda *_: None
         turn = multiply_slot(*arguments)
-        pushed_experts.wait_for = wait_for
+        low_latency_dispatch.wait_for = wait_for
         return turn
 
-    pushed_experts.multiply_slot = wrong
+    low_latency_dispatch.multiply_slot = wrong
 
 
 def no_wait_for_rows_from_hbm() -> None:
-    pushed_experts._copy = lambda rows, to, refs: pltpu.make_async_copy(rows, to, refs.semaphores.moved.at[2]).start()
+    low_latency_dispatch._copy = lambda rows, to, refs: pltpu.make_async_copy(
+        rows, to, refs.semaphores.moved.at[2]
+    ).start()
 
 
 def both_cores_as_the_first() -> None:
-    slots_of_core = pushed_experts.slots_of_core
-    pushed_experts.slots_of_core = lambda slots, _, sizes: slots_of_core(slots, jnp.int32(0), sizes)
+    slots_of_core = low_latency_dispatch.slots_of_core
+    low_latency_dispatch.slots_of_core = lambda slots, _, sizes: slots_of_core(slots, jnp.int32(0), sizes)
 
 
 def no_barrier() -> None:
-    semaphore_wait = pushed_experts.meet.__globals__["pl"].semaphore_wait
-    pushed_experts.meet.__globals__["pl"].semaphore_wait = lambda semaphore, _: semaphore_wait(semaphore, 0)
+    semaphore_wait = low_latency_dispatch.meet.__globals__["pl"].semaphore_wait
+    low_latency_dispatch.meet.__globals__["pl"].semaphore_wait = lambda semaphore, _: semaphore_wait(semaphore, 0)
 
 
 def no_wait_for_weights() -> None:
-    weight_copies, calls = pushed_experts._weight_copies, []
+    weight_copies, calls = low_latency_dispatch._weight_copies, []
 
     def wrong(*arguments, half) -> list[Any]:
         calls.append(arguments)
         # Those that are begun first are waited for next.
         return [] if len(calls) == 2 else weight_copies(*arguments, half=half)
 
-    pushed_experts._weight_copies = wrong
+    low_latency_dispatch._weight_copies = wrong
 
 
 def scales_of_the_next_slot() -> None:
-    weight_copies = pushed_experts._weight_copies
+    weight_copies = low_latency_dispatch._weight_copies
 
     def wrong(refs, sizes, slot, block, *, half) -> list[Any]:
         own, next_ones = (weight_copies(refs, sizes, one, block, half=half) for one in (slot, slot ^ 1))
         return own[:3] + next_ones[3:]
 
-    pushed_experts._weight_copies = wrong
+    low_latency_dispatch._weight_copies = wrong
 
 
 def weights_over_those_that_are_multiplied() -> None:
-    weight_copies = pushed_experts._weight_copies
-    pushed_experts._weight_copies = lambda *arguments, half: weight_copies(*arguments, half=half * 0)
+    weight_copies = low_latency_dispatch._weight_copies
+    low_latency_dispatch._weight_copies = lambda *arguments, half: weight_copies(*arguments, half=half * 0)
 
 
 WHOLE: dict[str, Callable[[], Outcome]] = {
@@ -327,7 +328,7 @@ def case_of(name: str) -> Callable[[], Outcome]:
         FAULTS[name]()
     sizes = sizes_of(name)
     if IN_BLOCKS in name:
-        pushed_experts.GROUP_ROWS = TILE_ROWS
+        low_latency_dispatch.GROUP_ROWS = TILE_ROWS
     return partial(outcome_of, slots_of(name.partition(", ")[0].split(": ")[-1], sizes), sizes)
 
 

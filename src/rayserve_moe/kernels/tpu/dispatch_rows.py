@@ -1,7 +1,7 @@
-"""Rows of the kernel `pushed_experts`: their places by counting, and their way between ranks.
+"""Rows of the kernel `low_latency_dispatch`: their places by counting, and their way between ranks.
 
-A row is D bfloat16 numbers as [Q, LANES] words, each with a number of the lower half of the row in its lower bits and
-one of the upper half above. So a row is contiguous in memory and may be copied alone.
+A row is D bfloat16 numbers as [Q, LANES] words, each with a number of the lower half of the row in the lower bits
+and a number of the upper half above. So a row is contiguous in memory and may be copied alone.
 
 An assignment has a place among those of its device, slot after slot. At the device of its slot the rows of all
 senders are adjacent, slot after slot too, each slot's beginning at a multiple of the rows of a tile:
@@ -9,8 +9,8 @@ senders are adjacent, slot after slot too, each slot's beginning at a multiple o
     sender's rows    [ slot 0 | slot 1 | ... ]                                  of all devices
     receiver's rows  [ slot 0: from rank 0, from rank 1, ... | up to a tile | slot 1 ... ]
 
-All of that follows from how many rows each rank has for each slot, so ranks share these counts alone. They are counted
-as values of the kernel's vector unit.
+The number of rows of each rank for each slot determines all of that, so ranks share these counts only. The kernel's
+vector unit computes them.
 """
 
 # D model width   N rows   Q words of a row / LANES   T tokens, up to whole tiles   K experts per token
@@ -26,14 +26,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.tpu.pushed_sizes import LANES, PushSizes, Refs
+from rayserve_moe.kernels.tpu.dispatch_sizes import LANES, DispatchSizes, Refs
 
 UPPER = 0xFFFF0000
 Part = tuple[Any, Any, jax.Array]
-"""Rows, where they go, and how many they are."""
+"""Rows, their target, and their number."""
 
 
-def my_rank(sizes: PushSizes) -> jax.Array:
+def my_rank(sizes: DispatchSizes) -> jax.Array:
     """Return this device's rank."""
     rank = jnp.int32(0)
     for name, size in sizes.axes:
@@ -41,7 +41,7 @@ def my_rank(sizes: PushSizes) -> jax.Array:
     return rank
 
 
-def device_of(rank: jax.Array, sizes: PushSizes) -> dict[str | tuple[str, ...], int | jax.Array]:
+def device_of(rank: jax.Array, sizes: DispatchSizes) -> dict[str | tuple[str, ...], int | jax.Array]:
     """Return the mesh coordinates of a rank."""
     place: dict[str | tuple[str, ...], int | jax.Array] = {}
     for name, size in reversed(sizes.axes):
@@ -50,13 +50,13 @@ def device_of(rank: jax.Array, sizes: PushSizes) -> dict[str | tuple[str, ...], 
     return place
 
 
-def rows_at(ref: Any, first: jax.Array, number: jax.Array | int, sizes: PushSizes) -> Any:
+def rows_at(ref: Any, first: jax.Array, number: jax.Array | int, sizes: DispatchSizes) -> Any:
     """Return the words of `number` rows from row `first` on."""
     words = sizes.row_words
     return ref.at[pl.ds(pl.multiple_of(first * words, words), number * words)]
 
 
-def wait_for(ref: Any, number: jax.Array, semaphore: Any, sizes: PushSizes) -> None:
+def wait_for(ref: Any, number: jax.Array, semaphore: Any, sizes: DispatchSizes) -> None:
     """Wait until as much as `number` rows has been copied; `ref` is of the rows' form."""
 
     @pl.when(number > 0)
@@ -65,8 +65,8 @@ def wait_for(ref: Any, number: jax.Array, semaphore: Any, sizes: PushSizes) -> N
         pltpu.make_async_copy(rows, rows, semaphore).wait()
 
 
-def meet(sizes: PushSizes, me: jax.Array) -> None:
-    """Wait until this core is here on all ranks, so that what is sent to them from now on arrives in this call."""
+def meet(sizes: DispatchSizes, me: jax.Array) -> None:
+    """Wait until this core is here on all ranks, so that later copies to them arrive in this call."""
     barrier = pltpu.get_barrier_semaphore()
 
     def signal(k: jax.Array, _: None) -> None:
@@ -78,10 +78,10 @@ def meet(sizes: PushSizes, me: jax.Array) -> None:
     pl.semaphore_wait(barrier, sizes.num_ranks - 1)
 
 
-def push_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, pushed: jax.Array) -> jax.Array:
-    """Push the rows for one slot of every rank; counts on how many rows left this device.
+def send_slot(refs: Refs, sizes: DispatchSizes, me: jax.Array, slot: jax.Array, num_sent: jax.Array) -> jax.Array:
+    """Send the rows for a slot of every rank; return the number of rows sent so far.
 
-    There is nothing to push for a slot beyond the last one.
+    A slot beyond the last one has no rows.
     """
     is_slot, slot = slot < sizes.num_slots, jnp.minimum(slot, sizes.num_slots - 1)
     table_s = refs.tables.table_s
@@ -92,11 +92,13 @@ def push_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, push
         rows = rows_at(refs.rows.sent, table_s[2 * sizes.num_ranks + me, lane], number, sizes)
         return rows, rows_at(refs.rows.here, table_s[sizes.num_ranks + me, lane], number, sizes), number
 
-    return pushed + _copy_to_all(part_for, (refs.semaphores.moved.at[0], refs.semaphores.arrived_S.at[slot]), sizes, me)
+    return num_sent + _copy_to_all(
+        part_for, (refs.semaphores.moved.at[0], refs.semaphores.arrived_S.at[slot]), sizes, me
+    )
 
 
-def return_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, returned: jax.Array) -> jax.Array:
-    """Push a slot's results to where their rows came from; counts on how many rows left this device."""
+def return_slot(refs: Refs, sizes: DispatchSizes, me: jax.Array, slot: jax.Array, returned: jax.Array) -> jax.Array:
+    """Send a slot's results back to the ranks of their rows; return the number of rows sent so far."""
     lane, table_s = me * sizes.num_slots + slot, refs.tables.table_s
 
     def part_for(rank: jax.Array) -> Part:
@@ -108,9 +110,9 @@ def return_slot(refs: Refs, sizes: PushSizes, me: jax.Array, slot: jax.Array, re
 
 
 def _copy_to_all(
-    part_for: Callable[[jax.Array], Part], semaphores: tuple[Any, Any], sizes: PushSizes, me: jax.Array
+    part_for: Callable[[jax.Array], Part], semaphores: tuple[Any, Any], sizes: DispatchSizes, me: jax.Array
 ) -> jax.Array:
-    """Copy each rank's part to it, the next one's first, this one's own last; returns how many rows left this device.
+    """Copy each rank's part to it, beginning with the next rank; return the number of rows that left this device.
 
     The semaphores say that rows have left this device, and that they have arrived.
     """
@@ -150,8 +152,8 @@ def halves(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & jnp.uint32(UPPER), jnp.float32)
 
 
-def slots_of_core(slots_TK: jax.Array, core: jax.Array, sizes: PushSizes) -> jax.Array:
-    """Return a core's slots of all ranks, counted without those of other cores; -1 for all others."""
+def slots_of_core(slots_TK: jax.Array, core: jax.Array, sizes: DispatchSizes) -> jax.Array:
+    """Return a core's slots of all ranks, numbered among the core's slots; -1 for slots of other cores."""
     slots_TK = jnp.where(slots_TK < sizes.num_ranks * sizes.num_slots, slots_TK, -1)
     if sizes.num_cores == 1:
         return slots_TK
@@ -174,7 +176,7 @@ def count_slots(slots_TK: jax.Array, num_lanes: int) -> jax.Array:
 def places_of(slots_TK: jax.Array, counts_P: jax.Array, *, nowhere: int) -> jax.Array:
     """Return each assignment's place among those of this device: int32 [T, LANES], of which K columns are used.
 
-    Those of a slot are in the order of their columns, then tokens. What has no slot has the place `nowhere`.
+    Assignments of a slot are in the order of columns, then tokens. Without a slot the place is `nowhere`.
     """
     (num_tokens, top_k), num_lanes = slots_TK.shape, counts_P.shape[1]
     earlier_TT = _iota((num_tokens, num_tokens), 0) > _iota((num_tokens, num_tokens), 1)
@@ -197,8 +199,8 @@ def places_of(slots_TK: jax.Array, counts_P: jax.Array, *, nowhere: int) -> jax.
 def table_rows(rank_counts: list[jax.Array], *, num_local: int, tile_rows: int) -> list[jax.Array]:
     """Return the rows of the scalar unit's table by slot, int32 [1, P] each, from each rank's counts (float32 [1, P]).
 
-    For every rank: how many rows it has for a slot; then, where they begin at the slot's device; then, where they begin
-    at the rank. At last the rows of all ranks for a slot, and where they begin.
+    For every rank: its number of rows for a slot; then their first place at the slot's device; then their first place
+    at the rank. The last two rows are the number of all ranks' rows for a slot, and their first place.
     """
     num_lanes = rank_counts[0].shape[1]
     total_P = sum(rank_counts[1:], rank_counts[0])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.experts.pushed import FEW_TOKENS, _mine_alone
+from rayserve_moe.experts.low_latency import FEW_TOKENS, _mine_alone
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
 
 

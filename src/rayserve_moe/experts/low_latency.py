@@ -1,4 +1,4 @@
-"""Expert parallelism in one kernel, where there is one for the step: few tokens, on one slice of TPUs."""
+"""Expert parallelism in one kernel, low-latency dispatch: for few tokens, on one slice of TPUs."""
 
 # T tokens   D model width   F expert width   K experts per token
 
@@ -7,25 +7,24 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.experts.all_to_all import apply_all_to_all
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
 from rayserve_moe.kernels.narrow_weights import in_blocks
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
-from rayserve_moe.kernels.tpu.pushed_sizes import WEIGHT_DTYPES, PushSizes
+from rayserve_moe.kernels.tpu.dispatch_sizes import WEIGHT_DTYPES, DispatchSizes
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 FEW_TOKENS = 8
-"""Tokens of a data rank of which every device of its tensor group keeps all rows, most as padding: to cut them up
-costs more than to look at so few."""
+"""Maximum number of tokens that every device of a tensor group keeps whole, with the others' tokens as padding.
+
+To cut so few costs more than to compute padding.
+"""
 
 
-def apply_pushed(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> jax.Array:
-    """The MoE sum of each token [T, D], by the kernel that pushes rows; by the exchange where it lacks something."""
-    if why_not_pushed(tokens.hidden_TD, experts.weights, config):
-        return apply_all_to_all(tokens, experts, config=config)
+def apply_low_latency(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> jax.Array:
+    """Return the MoE sum of each token [T, D], for calls that `unsupported_reason` accepts."""
     plan, num_tokens = config.plan, len(tokens.valid_T)
     keeps_all = plan.tensor_size == 1 or num_tokens <= FEW_TOKENS
     part = (_mine_alone if keeps_all else take_part)(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
@@ -36,7 +35,7 @@ def apply_pushed(tokens: RoutedTokens, experts: PlacedExperts, *, config: Expert
     product = ProductConfig(sizes.num_slots, sizes.num_ranks * sizes.num_rows / config.num_slots, config.activation)
     of_layer = LayerExperts(experts.weights, experts.layer * sizes.num_slots, product)
     with jax.named_scope("experts"):
-        out_TD = config.kernels.experts.pushed_sums(part.hidden_TD, slots_TK, part.gates_TK, of_layer, sizes=sizes)
+        out_TD = config.kernels.experts.low_latency.run(part.hidden_TD, slots_TK, part.gates_TK, of_layer, sizes=sizes)
     if plan.tensor_size == 1:
         return out_TD
     with jax.named_scope("combine"):
@@ -46,28 +45,29 @@ def apply_pushed(tokens: RoutedTokens, experts: PlacedExperts, *, config: Expert
 
 
 def _mine_alone(tokens: RoutedTokens, part: jax.Array, *, num_parts: int) -> RoutedTokens:
-    """All tokens, those of other parts than `take_part` gives as padding."""
+    """Return all tokens, with padding in place of tokens outside a part (`take_part`)."""
     if num_parts == 1:
         return tokens
     part_T = jnp.arange(len(tokens.valid_T)) // -(-len(tokens.valid_T) // num_parts)
     return tokens._replace(valid_T=tokens.valid_T & (part_T == part))
 
 
-def why_not_pushed(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> str:
-    """Why a step cannot push its rows by the kernel; empty where it can."""
+def unsupported_reason(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> str:
+    """Return why `apply_low_latency` does not take a call; empty if it does."""
+    hidden_TD, weights = tokens.hidden_TD, experts.weights
     if hidden_TD.dtype != jnp.bfloat16 or weights.gate_XDF.dtype not in WEIGHT_DTYPES:
         dtypes = f"tokens are {hidden_TD.dtype} and weights {weights.gate_XDF.dtype}"
-        return f"{dtypes}, the kernel is for bfloat16, and for weights of 8 bits"
+        return f"{dtypes}, not bfloat16, or 8 bits for weights"
     if weights.gate_bias_XF is not None:
-        return "the kernel is for experts without biases"
+        return "experts have biases"
     if config.plan.num_slices > 1:
-        return "the kernel is for one slice"
-    return config.kernels.experts.push_lacks(_sizes_of(hidden_TD, weights, config))
+        return f"devices lie on {config.plan.num_slices} slices"
+    return config.kernels.experts.low_latency.unsupported_reason(_sizes_of(hidden_TD, weights, config))
 
 
-def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> PushSizes:
+def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> DispatchSizes:
     (num_tokens, width), shape = hidden_TD.shape, config.plan.mesh.shape
-    return PushSizes(
+    return DispatchSizes(
         num_tokens if num_tokens <= FEW_TOKENS else -(-num_tokens // config.plan.tensor_size),
         config.router.top_k,
         width,

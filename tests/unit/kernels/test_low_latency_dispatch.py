@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.tpu.pushed_rows import count_slots, places_of, slots_of_core, table_rows
-from rayserve_moe.kernels.tpu.pushed_sizes import PushSizes, lacks
-from tests.support.kernels.pushed_experts import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_pushed
+from rayserve_moe.kernels.tpu.dispatch_rows import count_slots, places_of, slots_of_core, table_rows
+from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes, unsupported_reason
+from tests.support.kernels.low_latency_dispatch import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_dispatch
 
 ROUNDING = 2**-7
 """Of a result in bfloat16, against the largest one: the kernel rounds as often as the reference."""
@@ -54,7 +54,7 @@ def test_what_ranks_send_lies_apart_and_in_tiles_of_one_slot():
 
 def test_every_slot_is_of_one_core_and_cores_count_alike():
     for num_slots, num_cores in ((3, 2), (4, 2), (5, 1), (1, 2)):
-        sizes = PushSizes(16, 3, 256, 128, num_slots, (("data", RANKS),), num_cores=num_cores)
+        sizes = DispatchSizes(16, 3, 256, 128, num_slots, (("data", RANKS),), num_cores=num_cores)
         of_core, all_slots = sizes.of_core.num_slots, RANKS * num_slots
         slots = np.arange(-1, all_slots + 3)[:, None]
         seen = np.zeros(len(slots), int)
@@ -67,19 +67,21 @@ def test_every_slot_is_of_one_core_and_cores_count_alike():
 
 
 def test_experts_that_do_not_fit_twice_are_read_in_blocks():
-    sizes = PushSizes(32, 8, 4096, 1536, 4, (("data", 32),), num_cores=2)
+    sizes = DispatchSizes(32, 8, 4096, 1536, 4, (("data", 32),), num_cores=2)
     assert sizes.block == 512 and replace(sizes, weight_dtype="int8").block == 768
     assert not replace(sizes, width=2048, inner=768).is_streamed
     # However many rows there may be, they are not in the core's memory.
-    assert not lacks(sizes, core_bytes=48 << 20) and sizes.of_core.num_received * sizes.width * 2 > 48 << 20
-    assert "do not fit twice" in lacks(replace(sizes, width=1 << 16), core_bytes=96 << 20)
+    assert not unsupported_reason(sizes, core_bytes=48 << 20)
+    assert sizes.of_core.num_received * sizes.width * 2 > 48 << 20
+    assert "do not fit twice" in unsupported_reason(replace(sizes, width=1 << 16), core_bytes=96 << 20)
 
 
 def test_tokens_whose_gates_and_places_exceed_scalar_memory_are_refused():
     """A row of scalars is padded to 128 words: 1,040 tokens of GLM-4.7-Flash need 1.03 MiB, of which a core has one."""
-    sizes = PushSizes(1040, 4, 2048, 1536, 8, (("data", 8),))
-    assert lacks(sizes, core_bytes=96 << 20) == "1040 tokens take 1056 KiB of the 1016 of scalars"
-    assert "scalars" not in lacks(replace(sizes, num_tokens=992), core_bytes=96 << 20)
+    sizes = DispatchSizes(1040, 4, 2048, 1536, 8, (("data", 8),))
+    reason = "1040 tokens take 1056 KiB of the 1016 KiB of scalar memory"
+    assert unsupported_reason(sizes, core_bytes=96 << 20) == reason
+    assert "scalar memory" not in unsupported_reason(replace(sizes, num_tokens=992), core_bytes=96 << 20)
 
 
 @pytest.mark.slow
@@ -87,7 +89,7 @@ def test_tokens_whose_gates_and_places_exceed_scalar_memory_are_refused():
 def test_sums_are_those_of_one_device_however_uneven_the_load(dtype):
     """On eight ranks, without a race; twice what a device sends may come to another one."""
     names = ["any", "mostly one slot", "all to one slot", "ranks without tokens or without rows", "nothing at all"]
-    for name, found in run_pushed(*(name + dtype for name in names)).items():
+    for name, found in run_dispatch(*(name + dtype for name in names)).items():
         assert not (found.error or found.has_races or found.has_rest), (name, found)
         assert found.difference <= ROUNDING * found.largest, name
 
@@ -105,7 +107,7 @@ def test_sums_are_those_of_one_device_however_uneven_the_load(dtype):
 )
 def test_sums_are_the_same_in_blocks_and_over_cores(name):
     """Of experts that are read in blocks, with more rows than a group has; and of slots that two cores share."""
-    (found,) = run_pushed(name).values()
+    (found,) = run_dispatch(name).values()
     assert not (found.error or found.has_races or found.has_rest), found
     # Each core rounds its sum, and the sum of both is rounded again.
     assert found.difference <= 2 * ROUNDING * found.largest
@@ -113,7 +115,7 @@ def test_sums_are_the_same_in_blocks_and_over_cores(name):
 
 @pytest.mark.slow
 def test_a_layer_is_the_dense_one_for_any_placement():
-    (found,) = run_pushed("a layer with placements").values()
+    (found,) = run_dispatch("a layer with placements").values()
     assert found.difference <= 2 * ROUNDING * found.largest and not (found.has_races or found.has_rest)
 
 
@@ -121,7 +123,7 @@ def test_a_layer_is_the_dense_one_for_any_placement():
 @pytest.mark.parametrize("name", ["an engine", "an engine, int8"])
 def test_an_engine_gives_the_answers_that_it_gives_by_an_exchange(name):
     """With the same routing, of prompts and single tokens, over data ranks and redundant slots."""
-    (found,) = run_pushed(name).values()
+    (found,) = run_dispatch(name).values()
     assert found.difference <= ROUNDING and not (found.has_races or found.has_rest)
 
 
@@ -130,7 +132,7 @@ def test_an_engine_gives_the_answers_that_it_gives_by_an_exchange(name):
 def test_laws_hold_by_all_kernels_of_our_own(devices):
     """Answers depend neither on the batch, nor on chunks and preemption; they are no further from float32 than twice
     those by the kernels of CPUs."""
-    (found,) = run_pushed(f"laws on {devices} devices").values()
+    (found,) = run_dispatch(f"laws on {devices} devices").values()
     assert found.difference <= 2 * found.largest and not (found.error or found.has_races or found.has_rest), found
 
 
@@ -138,5 +140,5 @@ def test_laws_hold_by_all_kernels_of_our_own(devices):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
     """A race, a number that is none or wrong, a semaphore that is left over, or ranks that do not meet."""
-    (found,) = run_pushed(fault).values()
+    (found,) = run_dispatch(fault).values()
     assert found.error or found.has_races or found.has_rest or not found.difference <= ROUNDING * found.largest

@@ -1,8 +1,8 @@
-"""Rows of the paged pool that lie flat in the lanes of a TPU: [N, page, X], where a head is a slice of whole registers.
+"""Rows of the paged pool packed into the lanes of a TPU: [N, page, X], with a head as a slice of whole registers.
 
 Heads narrower than a register share one: a set of P heads is `K .. K | V .. V`, two slices of 128 lanes, and the sets
-follow each other. So a product of one slice serves P heads, with queries that are zero beside their own head, and no
-lane of the pool is padding. Latents are one row of their own, padded with zeros to whole registers.
+follow each other. So the product of a slice serves P heads, with queries that are zero beside their own head, and no
+lane of the pool is padding. A latent is a row of its own, padded with zeros to whole registers.
 
     two heads of 64     | K0 K1 | V0 V1 | K2 K3 | V2 V3 | ..
     heads of 128        | K0 | V0 | K1 | V1 | ..
@@ -25,43 +25,47 @@ LANES = 128
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How a row holds keys and values: `num_sets` sets of `set_heads` heads of `head_dim`, with so many lanes each.
-
-    `values_at` is where a set's values begin; a latent's are part of its key.
-    """
+    """The layout of keys and values in a row."""
 
     num_sets: int
+    """Sets of heads in a row."""
     set_heads: int
+    """Heads of a set."""
     head_dim: int
+    """Elements of a head."""
     key_lanes: int
+    """Lanes of a set's keys."""
     value_lanes: int
+    """Lanes of a set's values."""
     values_at: int
+    """First lane of a set's values; values of a latent are part of its key."""
     set_lanes: int
+    """Lanes of a set."""
 
     def lanes_of(self, i: int) -> tuple[slice, slice]:
-        """Where set i has its keys and its values."""
+        """Return the lanes of the keys and of the values of set i."""
         keys, values = i * self.set_lanes, i * self.set_lanes + self.values_at
         return slice(keys, keys + self.key_lanes), slice(values, values + self.value_lanes)
 
 
 def heads_of_a_set(head_dim: int) -> int:
-    """How many heads share a register; 1 where they do not divide it."""
+    """Return the number of heads that share a register; 1 if they do not divide it."""
     return LANES // head_dim if LANES % head_dim == 0 else 1
 
 
-def flat_width(num_kv_heads: int, head_dim: int) -> int:
-    """Lanes of a row of K and V; heads are repeated until they fill sets (`repeats_of`)."""
+def packed_width(num_kv_heads: int, head_dim: int) -> int:
+    """Return the lanes of a row of K and V; heads are repeated until they fill sets (`repeats_of`)."""
     shared = heads_of_a_set(head_dim)
     return 2 * num_kv_heads * repeats_of(num_kv_heads, head_dim) // shared * _whole(shared * head_dim)
 
 
 def latent_lanes(width: int) -> int:
-    """Lanes of a row of a latent with its rotated key, `width` elements together."""
+    """Return the lanes of a row of a latent with its rotated key, `width` elements together."""
     return _whole(width)
 
 
 def repeats_of(num_kv_heads: int, head_dim: int) -> int:
-    """How often every KV head stands in a row: more than once where the heads of a device do not fill sets."""
+    """Return how often a row holds every KV head: more than once if the heads of a device do not fill sets."""
     repeats = 1
     while num_kv_heads * repeats % heads_of_a_set(head_dim):
         repeats *= 2
@@ -69,7 +73,7 @@ def repeats_of(num_kv_heads: int, head_dim: int) -> int:
 
 
 def layout_of(row_lanes: int, head_dim: int, *, latent_width: int = 0) -> RowLayout:
-    """The layout of rows of `row_lanes` for queries of `head_dim`. ValueError where they do not go together."""
+    """Return the layout of rows of `row_lanes` for queries of `head_dim`; ValueError if they do not match."""
     if latent_width:
         if row_lanes != latent_lanes(head_dim) or latent_width % LANES:
             raise ValueError(f"latents of {latent_width} of {head_dim} elements do not lie in rows of {row_lanes}")
@@ -81,8 +85,8 @@ def layout_of(row_lanes: int, head_dim: int, *, latent_width: int = 0) -> RowLay
     return RowLayout(row_lanes // (2 * lanes), shared, head_dim, lanes, lanes, lanes, 2 * lanes)
 
 
-def flat_kv(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
-    """Keys and values of each token as a row [T, X]."""
+def packed_kv(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
+    """Return keys and values of each token as a row [T, X]."""
     num_tokens, num_heads, width = keys_TGh.shape
     repeats, shared = repeats_of(num_heads, width), heads_of_a_set(width)
     pair = (jnp.repeat(heads, repeats, axis=1) for heads in (keys_TGh, values_TGh))
@@ -91,15 +95,15 @@ def flat_kv(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
     return rows.reshape(num_tokens, -1)
 
 
-def flat_latents(latents_T1h: jax.Array) -> jax.Array:
-    """Latents with their rotated keys as rows [T, X]."""
+def packed_latents(latents_T1h: jax.Array) -> jax.Array:
+    """Return latents with their rotated keys as rows [T, X]."""
     return _padded(latents_T1h[:, 0], latent_lanes(latents_T1h.shape[-1]))
 
 
 def spread_queries(queries_BQHh: jax.Array, layout: RowLayout) -> jax.Array:
-    """Queries against the keys of sets, zero where another head of the set lies: [B, C, Q, R, K].
+    """Return queries against the keys of sets, zero in lanes of other heads of the set: [B, C, Q, R, K].
 
-    ValueError where fewer query heads than KV heads fill the sets.
+    Raises: ValueError if fewer query heads than KV heads fill the sets.
     """
     num_blocks, num_queries, num_heads, width = queries_BQHh.shape
     if num_heads % (layout.num_sets * layout.set_heads):
@@ -113,7 +117,7 @@ def spread_queries(queries_BQHh: jax.Array, layout: RowLayout) -> jax.Array:
 
 
 def gather_heads(attended_BCQRV: jax.Array, layout: RowLayout, *, width: int) -> jax.Array:
-    """What each head attended, of its own lanes alone: [B, Q, H, width]."""
+    """Return the attended values of each head's own lanes: [B, Q, H, width]."""
     num_blocks, _, num_queries, _, lanes = attended_BCQRV.shape
     rows_BQHV = attended_BCQRV.transpose(0, 2, 1, 3, 4).reshape(num_blocks, num_queries, -1, lanes)
     attended = rows_BQHV[..., :width]
@@ -123,7 +127,7 @@ def gather_heads(attended_BCQRV: jax.Array, layout: RowLayout, *, width: int) ->
 
 
 def _own_heads(num_heads: int, layout: RowLayout) -> np.ndarray:
-    """Which query heads belong to each KV head of their set, bool [P, H, 1]."""
+    """Return True for query heads that belong to a KV head of their set, bool [P, H, 1]."""
     of_set = np.arange(num_heads) // (num_heads // (layout.num_sets * layout.set_heads)) % layout.set_heads
     return (of_set == np.arange(layout.set_heads)[:, None])[..., None]
 

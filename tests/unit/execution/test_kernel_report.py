@@ -1,0 +1,21 @@
+"""A server reports the kernels of its steps, the same in its log and in its start report."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.engine.host_runners import TWO_SHAPES, prepared_runner
+from tests.support.kernels.native_kernels import need_native_kernels
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "cpu_native"])
+def test_a_cpu_has_one_implementation_of_every_operation(kernels, core_checkpoint):
+    values = {"cpu_kernels": "off", "dtype": "float32"}
+    if kernels == "cpu_native":
+        need_native_kernels()
+        values = {"cpu_kernels": "native", "dtype": "bfloat16"}
+    runner = prepared_runner(core_checkpoint, **TWO_SHAPES, compile_cache="off", **values)
+    report = runner.warm_up().kernels
+    assert report["experts"] == "local"
+    assert report["add_norm"] == report["expert_product"] == ("cpu_native" if kernels == "cpu_native" else "xla")
+    assert report["attention gqa"] == kernels
