@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def head_url() -> str:
-    """The head of this cluster: on the head itself the operator leaves no address."""
+    """Return the head of this cluster; on the head itself the operator leaves no address."""
     return f"http://{os.environ.get('FQ_RAY_IP', '127.0.0.1')}:8000"
 
 

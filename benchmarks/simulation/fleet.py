@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.simulation.replica import ANSWER_ID, KEY, SimulatedReplica
 from benchmarks.simulation.workloads import Conversation, token_ids
-from rayserve_moe.engine.output_dispatch import GROUPING_S_PER_SEQUENCE, LONGEST_GROUPING_S
+from rayserve_moe.engine.output_dispatch import GROUPING_S_PER_SEQUENCE, MAX_GROUPING_S
 from rayserve_moe.fleet.choosing import Choosing, Prompt
 from rayserve_moe.fleet.load_average import LoadAverage, Report
 from rayserve_moe.fleet.page_feed import REPORT_S
@@ -210,7 +210,7 @@ class Simulation:
 
     def _take(self, name: str, got: Iterable[Sequence], ended: Iterable[Sequence], *, now: float) -> None:
         got = list(got)
-        interval = min(LONGEST_GROUPING_S, GROUPING_S_PER_SEQUENCE * len(got))
+        interval = min(MAX_GROUPING_S, GROUPING_S_PER_SEQUENCE * len(got))
         for sequence in got:
             asked = self._asked[sequence]
             if not asked.first_at:

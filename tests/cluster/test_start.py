@@ -191,7 +191,7 @@ def test_a_model_that_does_not_load_ends_the_command_with_its_sentence(folder, s
     """What can only be found out while loading is said once, not after several tries."""
     with started(folder, {**settings, "expert_backend": "local", "devices_per_host": 2}, port=free_port()) as server:
         assert server.wait() == 1
-        assert "SettingsError: expert_backend local is for one device" in server.sentences[-1], server.sentences
+        assert "SettingsError: expert_backend local needs a single device" in server.sentences[-1], server.sentences
         assert "Traceback" not in server.sentences[-1]
 
 

@@ -61,7 +61,7 @@ def test_clients_are_kept_while_hosts_are_replaced(
         assert probes(url) == (200, 503)
         while loop.statistics()["requests_live"] < 2:
             pass
-        monkeypatch.setattr(engine_loop, "LONGEST_QUEUE_S", 0.0)
+        monkeypatch.setattr(engine_loop, "MAX_QUEUE_S", 0.0)
         late = httpx.post(f"{url}/v1/completions", json=BODY)
         assert (late.status_code, late.json()["error"]["code"], late.headers["retry-after"]) == (503, "rebuilding", "5")
         executor.may_rebuild.set()

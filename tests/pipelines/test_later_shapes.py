@@ -88,7 +88,7 @@ def test_a_shape_that_does_not_compile_is_replaced_by_a_larger_one(monkeypatch, 
         assert engine.runner.later is not None
         engine.runner.later.wait()
         assert len(answers_of(engine)) == NUM_PROMPTS
-    assert "larger ones take their place: no such instruction" in caplog.text
+    assert "using a larger shape: no such instruction" in caplog.text
 
 
 def test_an_engine_that_ends_compiles_nothing_more(monkeypatch, checkpoint):

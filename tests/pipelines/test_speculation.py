@@ -233,7 +233,7 @@ def check_told(engine: Engine, speculation: Speculation, infos: list[dict[str, A
 @pytest.mark.parametrize("algorithm", list(PROPOSERS))
 def test_answers_are_those_without_drafts(speculating: Engine, algorithm: str):
     cycle = speculating.loop._cycle
-    proposer = PROPOSERS[algorithm](replace(speculating.runner.served.settings.speculation, shortest_match=1))
+    proposer = PROPOSERS[algorithm](replace(speculating.runner.served.settings.speculation, min_match=1))
     fixed = Speculation(cycle.scheduler.table, proposer, max_drafts=DRAFTS, is_fixed=True, reach=some_reach())
     plain = answers_of(speculating, speculative=False)
     with patch.object(extension_of(cycle.extensions, DraftedSteps), "speculation", fixed):

@@ -48,7 +48,7 @@ def speculating(
 def changing(speculating: Engine) -> Iterator[Engine]:
     """All steps have drafts, and some of them are right, if they are no guesses of random weights."""
     cycle = speculating.loop._cycle
-    proposer = proposer_for(replace(speculating.runner.served.settings.speculation, shortest_match=1))
+    proposer = proposer_for(replace(speculating.runner.served.settings.speculation, min_match=1))
     fixed = Speculation(cycle.scheduler.table, proposer, max_drafts=DRAFTS, is_fixed=True, reach=some_reach())
     with patch.object(extension_of(cycle.extensions, DraftedSteps), "speculation", fixed):
         yield speculating

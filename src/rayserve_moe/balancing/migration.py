@@ -136,7 +136,7 @@ class Migration:
         self._pieces = self._all_pieces(layers, version)
         return version
 
-    def start_over(self, placement: ExpertPlacement, *, hosts: int, slices: int) -> None:
+    def reset(self, placement: ExpertPlacement, *, hosts: int, slices: int) -> None:
         """Reset to `placement` without a migration, after a restart of hosts, possibly with another number."""
         self._hosts, self.num_slices = hosts, slices
         self._pieces = iter(())

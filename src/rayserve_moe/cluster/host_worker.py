@@ -80,7 +80,7 @@ class HostWorker:
         share = None if kept is None else open_share(kept)
         self._tensors = WorkerTensors(self._runner.tensors, self._reading, share=share)
         num_pages = self._runner.load(source, share=share, spread=opened_here(spread))
-        if place.parts is not None and place.parts.least < place.parts.now:
+        if place.parts is not None and place.parts.minimum < place.parts.now:
             free = free_bytes(list(plan.mesh.local_devices))
             num_pages = min(num_pages, pages_with_fewest(served, place.parts, free=free))
         num_copies, share_bytes = place.sent_copies[share is not None], self._runner.tensors.share_bytes

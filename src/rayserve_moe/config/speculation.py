@@ -51,10 +51,10 @@ def check_speculation(settings: SpeculationSettings, *, selection: str) -> None:
         raise SettingsError(
             f"speculative_num_draft_tokens {tokens} must be speculative_num_steps + 1 = {steps + 1}: drafts are a chain"
         )
-    if settings.shortest_match > settings.longest_match:
+    if settings.min_match > settings.max_match:
         raise SettingsError(
-            f"speculative_ngram_min_match_window_size {settings.shortest_match} exceeds "
-            f"speculative_ngram_max_match_window_size {settings.longest_match}"
+            f"speculative_ngram_min_match_window_size {settings.min_match} exceeds "
+            f"speculative_ngram_max_match_window_size {settings.max_match}"
         )
     if selection == "balanced":
         raise SettingsError(
@@ -64,7 +64,7 @@ def check_speculation(settings: SpeculationSettings, *, selection: str) -> None:
 
 
 def _algorithm(given: Any) -> Any:
-    """The algorithm by its own name."""
+    """Return the algorithm under its own name."""
     if given is None:
         return "off"
     named = given.upper() if isinstance(given, str) else given

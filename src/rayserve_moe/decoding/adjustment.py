@@ -1,7 +1,7 @@
-"""Changing logits before they are sampled from: biases, penalties for tokens seen before, ids that are withheld.
+"""Logit adjustment before sampling: biases, penalties for seen tokens, and withheld ids.
 
-What a row has seen is kept as one number per word: `PROMPT_MARK` if the prompt has it, plus how often it was sampled.
-So a step reads and writes the words it needs, however long the sequence is.
+A row's history is a single number per vocabulary id: `PROMPT_MARK` if the prompt contains the id, plus the number of
+times the id was sampled. The work of a step therefore does not depend on sequence lengths.
 """
 
 # R rows   S sampled rows   V vocabulary (local share)   B biases of a row   N token ids
@@ -22,27 +22,35 @@ PROMPT_MARK = 1 << 30
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AdjustmentState:
-    """What is remembered of rows that adjust their logits, int32 but for the values; stale for all others.
+    """Adjustment state of all rows; rows that adjust nothing hold stale entries.
 
-    Every device has the rows of all data ranks, rank after rank: their biases, and what they have seen of its words.
-    Biases beyond those of a row have an id that no word has; one of -inf says that the word is withheld, one of inf,
-    which come first, that only such words are not.
+    Each device holds the rows of all data ranks, in rank order.
     """
 
     seen_RV: jax.Array
+    """History of each row over the local shard of the vocabulary, int32."""
     bias_ids_RB: jax.Array
+    """Ids with a bias, int32; unused entries hold an id outside of the vocabulary."""
     bias_values_RB: jax.Array
+    """Biases, float32: -inf withholds the id, inf allows it.
+
+    If a row has an entry of inf, all ids without one are forbidden. Entries of inf come first.
+    """
 
 
 class Penalties(NamedTuple):
-    """Whether each sampled row adjusts its logits, bool [S], by which penalties, float32 [S], and whether words are
-    withheld from it, bool [S]."""
+    """Penalties of each sampled row."""
 
     is_adjusted_S: jax.Array
+    """bool; False for rows that keep their logits."""
     repetition_S: jax.Array
+    """float32; 1 has no effect."""
     presence_S: jax.Array
+    """float32; 0 has no effect."""
     frequency_S: jax.Array
+    """float32; 0 has no effect."""
     withholds_S: jax.Array
+    """bool; True while the withheld ids of the row may not be sampled."""
 
 
 @jax.named_scope("adjustment")
@@ -55,37 +63,40 @@ def adjust(
     part: VocabularyPart,
     drafted_SK: jax.Array | None = None,
 ) -> jax.Array:
-    """Adjusted float32 logits; rows that adjust nothing keep theirs to the last bit.
+    """Return the adjusted float32 logits; rows without adjustments keep theirs bit for bit.
 
-    `drafted_SK` int32 are tokens that count as outputs of a row besides those it has seen; -1: none.
+    `drafted_SK` int32 holds draft tokens that count as outputs of the row, -1 for none.
 
-    Biases are added first. Then the repetition penalty divides positive and multiplies negative logits of every word
-    seen in prompt or output; frequency is subtracted for each output of a word, presence once for any. Words that are
-    withheld get the lowest finite logit, which no probability is left of.
+    Biases are added first. Then the repetition penalty divides positive logits and multiplies negative logits of ids in
+    the prompt or output. The frequency penalty is subtracted once per output of an id, the presence penalty once in
+    total. Withheld ids get the lowest finite logit, which gives them probability 0.
     """
-    # A loop of one turn or none: unlike a branch, it copies nothing where it does nothing.
+    # A loop of 0 or 1 turns: unlike a branch, it copies nothing if it does nothing.
     num_turns = jnp.any(penalties.is_adjusted_S).astype(jnp.int32)
 
     def change(turn: jax.Array, logits_SV: jax.Array) -> jax.Array:
-        # Rows of this turn in name: XLA computes ahead of a loop what does not depend on its turn, for no turn as well.
+        # Adding `turn` keeps the work inside the loop: XLA hoists loop-invariant work, even out of a loop of 0 turns.
         return _adjust(state, rows_S + turn, penalties, part, drafted_SK, logits_SV)
 
     return jax.lax.fori_loop(0, num_turns, change, logits_SV)
 
 
 @jax.named_scope("row_update")
-def note_samples(
+def record_samples(
     seen_RV: jax.Array, ids_S: jax.Array, *, rows_S: jax.Array, penalties: Penalties, part: VocabularyPart
 ) -> jax.Array:
-    """Count the tokens that rows have sampled."""
+    """Count the tokens that the rows have sampled, and return the updated history."""
     counted_S = jnp.where(penalties.is_adjusted_S, rows_S, seen_RV.shape[0])
     return seen_RV.at[counted_S, part.places(ids_S)].add(1, mode="drop")
 
 
-def note_known(seen_V: jax.Array, ids_N: jax.Array, *, num_prompt: jax.Array, num_known: jax.Array) -> jax.Array:
-    """Take over known tokens of one row: the first `num_prompt` of its prompt, others up to `num_known` sampled.
+def record_known_tokens(
+    seen_V: jax.Array, ids_N: jax.Array, *, num_prompt: jax.Array, num_known: jax.Array
+) -> jax.Array:
+    """Return the history of a row after adding its known tokens, given in order of position.
 
-    A row's prompt has to be noted before its outputs.
+    The first `num_prompt` ids are the prompt and ids up to `num_known` are outputs. The prompt must be recorded before
+    outputs.
     """
     places_N = jnp.arange(len(ids_N))
     nowhere = len(seen_V)
@@ -119,10 +130,10 @@ def _adjust(
 
 
 def _bias_of_words(state: AdjustmentState, rows_S: jax.Array, penalties: Penalties, part: VocabularyPart) -> jax.Array:
-    """The sum of each word's biases, [S, V]; minus infinity where it is withheld now, or not among those allowed.
+    """Return the sum of each id's biases, [S, V]; minus infinity for ids that are withheld or not allowed.
 
-    As many comparisons with all words as the row with most biases has: a scatter would take one entry after the other
-    of every row, on every device.
+    Each bias is compared with all ids, in as many rounds as the row with the most biases needs: a scatter would process
+    the entries one by one on every device.
     """
     ids_SB, values_SB = (biases.at[rows_S].get(mode="clip") for biases in (state.bias_ids_RB, state.bias_values_RB))
     is_withheld_SB = jnp.isneginf(values_SB)

@@ -1,6 +1,6 @@
-"""What is reported of samples beside their own log-probabilities: those of listed ids, entropy, the model's own."""
+"""Evidence of samples besides their log-probabilities: listed ids, entropy, raw log-probs and sampling masks."""
 
-# S sampled rows   V vocabulary (local share)   W words of 32 bits   F what is asked: a distribution, then listed ids
+# S sampled rows   V vocabulary (local share)   W int32 numbers of a mask   F columns of a request
 
 from __future__ import annotations
 
@@ -27,13 +27,18 @@ from rayserve_moe.requests.columns import WANTS_MASK
 
 
 class TokenColumns(NamedTuple):
-    """What one row of logits says of a token, of the likeliest tokens and of listed ids, per row."""
+    """Columns computed from each row of logits."""
 
     logprobs_S: jax.Array
+    """Log-probability of the row's token, float32."""
     ranks_S: jax.Array
+    """Rank of the row's token, int32; 1 for the most likely token."""
     top: TopTokens
+    """Most likely tokens."""
     entropy_S: jax.Array
+    """Entropy in nats, float32."""
     listed_SL: jax.Array
+    """Log-probabilities of listed ids, float32."""
 
 
 def token_columns(  # noqa: PLR0913 (by keyword)
@@ -47,10 +52,10 @@ def token_columns(  # noqa: PLR0913 (by keyword)
     part: VocabularyPart,
     masses: Masses,
 ) -> TokenColumns:
-    """Compute all that is reported of log_softmax(logits / temperature), the same on all devices.
+    """Compute all reported columns of log_softmax(logits / temperature), the same on all devices.
 
-    `ids_S` int32 are the tokens with log-probs and ranks, `listed_SL` int32 the listed ids, -1 for none. Of `max_top`
-    likeliest tokens the first `num_wanted` are found.
+    `ids_S` int32 are the tokens whose log-probs and ranks are returned. `listed_SL` int32 are the listed ids, -1 for
+    none. The first `num_wanted` of the `max_top` most likely tokens are computed.
     """
     logprobs_SV = log_probs_of(logits_SV, temperature_S, part=part, masses=masses).logprobs_SV
     own_S = log_prob_of(logprobs_SV, ids_S, part=part)
@@ -64,10 +69,12 @@ def token_columns(  # noqa: PLR0913 (by keyword)
 
 
 class EvidenceLogits(NamedTuple):
-    """The model's own logits, float32 [S, V], and those that a sample was drawn from before truncation."""
+    """Logits before and after the changes of sampling, float32 [S, V]."""
 
     raw_SV: jax.Array
+    """The model's own logits."""
     processed_SV: jax.Array
+    """Adjusted logits that samples are drawn from, before truncation."""
 
 
 @jax.named_scope("evidence")
@@ -75,25 +82,25 @@ def with_evidence(
     sampled: Sampled,
     logits: EvidenceLogits,
     *,
-    asked_SF: jax.Array,
+    requested_SF: jax.Array,
     rows: SamplingBatch,
     part: VocabularyPart,
     masses: Masses,
 ) -> tuple[Sampled, dict[str, jax.Array]]:
     """Return the samples and the columns of evidence: `entropy` float32 [S] and `listed_logprobs` [S, L].
 
-    `asked_SF` int32 [S, F] has per row what its evidence is of, then ids, -1 for none (`columns.evidence_row`). 0
-    stands for the distribution that was sampled before truncation; 1 for the model's own, at temperature 1, which the
-    sample's log-prob, its rank and the likeliest tokens are then of as well; -1 asks for nothing.
+    `requested_SF` int32 [S, F] holds a row's distribution, then its listed ids, -1 for none (`columns.evidence_row`).
+    Distribution 0 is the sampled distribution before truncation. Distribution 1 is the model's own at temperature 1;
+    the sample's log-prob, its rank and the most likely tokens then refer to it as well. -1 requests nothing.
     """
 
     def found() -> tuple[Sampled, dict[str, jax.Array]]:
-        is_raw_S = (asked_SF[:, 0] == 1) | (asked_SF[:, 0] == 1 + WANTS_MASK)
+        is_raw_S = (requested_SF[:, 0] == 1) | (requested_SF[:, 0] == 1 + WANTS_MASK)
         of_logits = token_columns(
             jnp.where(is_raw_S[:, None], *logits),
             jnp.where(is_raw_S | (rows.temperature_S <= 0.0), 1.0, rows.temperature_S),
             ids_S=sampled.ids_S,
-            listed_SL=asked_SF[:, 1:],
+            listed_SL=requested_SF[:, 1:],
             num_wanted=jnp.max(rows.num_top_S).astype(jnp.int32),
             max_top=sampled.top.ids_SJ.shape[1],
             part=part,
@@ -103,10 +110,7 @@ def with_evidence(
             logprobs_S=jnp.where(is_raw_S, of_logits.logprobs_S, sampled.logprobs_S),
             ranks_S=jnp.where(is_raw_S, of_logits.ranks_S, sampled.ranks_S),
             top=TopTokens(
-                *(
-                    jnp.where(is_raw_S[:, None], one, other)
-                    for one, other in zip(of_logits.top, sampled.top, strict=True)
-                )
+                *(jnp.where(is_raw_S[:, None], raw, own) for raw, own in zip(of_logits.top, sampled.top, strict=True))
             ),
         )
         return reported, {
@@ -114,10 +118,10 @@ def with_evidence(
             "listed_logprobs": of_logits.listed_SL,
         }
 
-    # All devices are asked the same, and exchange numbers only then.
+    # All devices see the same requests, so they take the same branch; only this branch has collectives.
     _, columns = jax.eval_shape(found)
     zeros = {name: jnp.zeros(column.shape, column.dtype) for name, column in columns.items()}
-    return jax.lax.cond(jnp.any(asked_SF[:, 0] >= 0), found, lambda: (sampled, zeros))
+    return jax.lax.cond(jnp.any(requested_SF[:, 0] >= 0), found, lambda: (sampled, zeros))
 
 
 @jax.named_scope("evidence")
@@ -130,8 +134,10 @@ def sampling_mask(
     part: VocabularyPart,
     masses: Masses,
 ) -> tuple[jax.Array, jax.Array]:
-    """The words that truncation has left to rows that want it, as bits int32 [S, W] of the whole vocabulary (those of
-    `masks`), and the log-probs float32 [S] of the samples `ids_S` among these. The same on all devices.
+    """Return the ids that truncation keeps for rows that want them, and the log-probs of their samples.
+
+    Ids are bits, int32 [S, W] over the whole vocabulary, as in `masks`. The log-probs float32 [S] of the samples
+    `ids_S` are normalised over the kept ids. Both are the same on all devices.
     """
     num_words = mask_words(part.num_parts * part.width)
 

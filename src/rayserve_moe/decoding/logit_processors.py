@@ -1,9 +1,9 @@
-"""Functions of an operator that change logits before they are sampled from, for the rows whose requests ask for it.
+"""User-defined logit processors, applied before sampling to the rows whose requests name them.
 
-They are pure functions of arrays, computed for all rows of a step at once; each device has its part of the vocabulary.
+A processor is a pure function of arrays over all rows of a step; each device passes its shard of the vocabulary.
 """
 
-# S sampled rows   V vocabulary (local share)   K tokens of a row   L numbers of an argument   X of what a row is given
+# S sampled rows   V vocabulary (local share)   K tokens of a row   L numbers of an argument   X inputs of a row
 
 from __future__ import annotations
 
@@ -20,30 +20,34 @@ from rayserve_moe.requests.processor_arguments import NUM_RECENT, ProcessorArgum
 
 
 class ProcessedRows(NamedTuple):
-    """What a processor knows of rows: their last tokens int32 [S, NUM_RECENT], those of the prompt included, the last
-    one last, -1 where there are fewer; how many outputs they have, int32 [S]; and the values of its arguments by name,
-    float32 or int32 [S], [S, L] where they are lists. Rows that do not ask for it have its defaults."""
+    """Inputs of a processor besides the logits; rows that do not use it have its default arguments."""
 
     recent_SK: jax.Array
+    """Last tokens of prompt and output, int32 [S, NUM_RECENT], in order; -1 in front if the row has fewer."""
     num_outputs_S: jax.Array
+    """Number of outputs, int32 [S]."""
     arguments: Mapping[str, jax.Array]
+    """Arguments by name, float32 or int32, [S], or [S, L] for lists."""
 
 
 Apply = Callable[..., jax.Array]
-"""Takes float32 logits [S, V], `ProcessedRows` and the `part` of the vocabulary that a device has; returns logits."""
+"""Takes float32 logits [S, V], `ProcessedRows` and the vocabulary shard as `part`; returns logits."""
 
 
 @dataclass(frozen=True)
 class LogitProcessor:
-    """A function with the arguments that a request can give it, which come by name with their defaults.
-
-    A default is a number, or a list of numbers, whose length lists have then; float32 where one is a float, else int32.
-    A request that gives any argument has its rows processed. `digest` tells the source of its module.
-    """
+    """A logit processor and its declared arguments; it applies to a row if the request sets any argument."""
 
     apply: Apply = field(repr=False)
+    """Called for all rows of a step."""
     arguments: Any
+    """Default by name when constructed, then a tuple of `ProcessorArgument`.
+
+    A default is a number or a list of numbers; a list fixes the length. The dtype is float32 if a default is a float,
+    otherwise int32.
+    """
     digest: str = ""
+    """Identifies the source of its module."""
 
     def __post_init__(self) -> None:
         if isinstance(self.arguments, Mapping):
@@ -60,10 +64,10 @@ def allowed_logits(
     processors: Sequence[LogitProcessor],
     part: VocabularyPart,
 ) -> jax.Array:
-    """Logits of the words that a mask allows (`masked`), changed by the processors that rows ask for, in their order.
+    """Return the masked logits (`masked`), changed by the processors of each row in their order.
 
-    `given_SX` int32 has of every row what `SampleRules.processed` says, then the number of its outputs and its last
-    tokens. A row keeps its own logits where processors would leave it no word, or where these were not finite before.
+    `given_SX` int32 has, per row, `SampleRules.processed`, the number of outputs, and the last tokens. A row keeps its
+    own logits if processors would leave no id to sample. Entries that were not finite before stay as they are.
     """
     plain_SV = masked(logits_SV, mask_SW, part=part)
     if given_SX is None or not processors:
@@ -74,25 +78,25 @@ def allowed_logits(
         num_outputs_S, recent_SK = given_SX[:, -NUM_RECENT - 1], given_SX[:, -NUM_RECENT:]
         changed_SV, first = logits_SV, 0
         for processor in processors:
-            is_asked_S, arguments = given_SX[:, first] > 0, {}
+            is_requested_S, arguments = given_SX[:, first] > 0, {}
             first += 1
             for argument in processor.arguments:
                 arguments[argument.name] = _values(given_SX[:, first : first + argument.size], argument)
                 first += argument.size
             rows = ProcessedRows(recent_SK, num_outputs_S, arguments)
             next_SV = processor.apply(changed_SV, rows, part=part)
-            changed_SV = jnp.where(is_asked_S[:, None], next_SV, changed_SV)
+            changed_SV = jnp.where(is_requested_S[:, None], next_SV, changed_SV)
         changed_SV = jnp.where(jnp.isfinite(logits_SV), jnp.maximum(changed_SV, lowest), logits_SV)
         changed_SV = masked(changed_SV, mask_SW, part=part)
         (best_PS,) = part.gather(changed_SV.max(axis=-1))
         return jnp.where((best_PS.max(axis=0) <= lowest)[:, None], plain_SV, changed_SV)
 
-    # Every device is given the same, and exchanges numbers only then.
+    # All devices see the same inputs, so they take the same branch; only this branch has collectives.
     return jax.lax.cond(jnp.any(given_SX[:, -NUM_RECENT - 1] >= 0), change, lambda: plain_SV)
 
 
 def processed_size(processors: Sequence[LogitProcessor]) -> int:
-    """X of `given_SX`."""
+    """Return X of `given_SX`."""
     return row_size([processor.arguments for processor in processors]) + 1 + NUM_RECENT
 
 

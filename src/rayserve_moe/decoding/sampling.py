@@ -1,15 +1,16 @@
-"""Choosing the next token on the device: the samples, and which samples of drafted tokens count.
+"""Sampling of the next token on the device, and acceptance of draft tokens.
 
-By the Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample of their softmax. The noise of a
-token is a function of (seed, choice index, position) alone, from a counter-based generator (Threefry), and is added to
-the log-probabilities that survive truncation. So it depends on no other row of the batch.
+Samples are drawn by the Gumbel-max trick: the argmax of log-probabilities plus Gumbel noise is a sample of their
+softmax. The noise of a token is a function of seed, choice index and position, from a counter-based generator
+(Threefry). It is added to the log-probabilities that survive truncation, so a sample does not depend on other rows of
+the batch.
 
-A sequence whose drafts are verified has several samples next to each other: after its last token, then after each
-draft, as if all drafts before it were its own tokens. Samples count up to the first draft that differs from the sample
-before it. As noise depends on the position alone, these are the samples of the sequence without drafts.
+A sequence with drafts has several consecutive samples: after its last token, then after each draft, as if all drafts
+before it were accepted. Samples count up to the first draft that differs from the sample before it. Since noise depends
+on the position, these equal the samples of the sequence without drafts.
 """
 
-# S sampled rows   V vocabulary (local share)   P parts   J likeliest tokens   K most drafts of a row
+# S sampled rows   V vocabulary (local share)   P parts   J likeliest tokens   K maximum number of drafts of a row
 
 from __future__ import annotations
 
@@ -27,39 +28,47 @@ from rayserve_moe.kernels.reference.layers import best_of, gumbel_noise, masses_
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 Noise = Callable[..., jax.Array]
-"""`layers.gumbel_noise`, or a kernel in its place."""
+"""`layers.gumbel_noise`, or a kernel with the same interface."""
 Choose = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-"""A kernel that finds the best of what is kept with its noise, instead of noise: `cpu_native.calls.choose`."""
+"""Kernel that returns the best kept token including its noise, in place of `Noise`: `cpu_native.calls.choose`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Parameters per sampled row: float32 [S] and uint32 [S]; `position_S` is where the new token will stand.
-
-    `num_top_S` is how many of the likeliest tokens are wanted.
-    """
+    """Sampling parameters of each sampled row, [S]."""
 
     temperature_S: jax.Array
+    """float32; 0 is greedy."""
     limits: Limits
+    """Truncation limits."""
     seed_S: jax.Array
+    """uint32."""
     choice_S: jax.Array
+    """Choice index, uint32."""
     position_S: jax.Array
+    """Position of the new token."""
     num_top_S: jax.Array
+    """Number of most likely tokens to return."""
 
 
 class Sampled(NamedTuple):
-    """What `sample` returns, per row."""
+    """Result of `sample`, [S]."""
 
     ids_S: jax.Array
+    """int32."""
     logprobs_S: jax.Array
+    """Log-probability of each sample before truncation, float32."""
     finite_S: jax.Array
+    """bool; False if a logit of the row is not finite. Ids and log-probabilities of such rows are meaningless."""
     top: TopTokens
+    """Most likely tokens of the same distribution."""
     ranks_S: jax.Array
+    """Rank of each sample, int32; 1 for the most likely token."""
 
 
 class _Drawn(NamedTuple):
-    """Tokens with their log-probabilities, and their places among all."""
+    """Drawn tokens with their log-probabilities and ranks."""
 
     ids_S: jax.Array
     logprobs_S: jax.Array
@@ -77,13 +86,12 @@ def sample(  # noqa: PLR0913 (the kernels are by keyword)
     masses: Masses = masses_of,
     choose: Choose | None = None,
 ) -> Sampled:
-    """Sample one token per row from float32 logits of the words of each device; the same on all devices.
+    """Sample a token per row from each device's float32 logits; the result is the same on all devices.
 
-    Temperature 0 is greedy (ties to the smaller id). Truncation order: top-k, then top-p of what is left, then min-p
-    against the likeliest token (`last_kept`). Returns token ids int32 [S], their log-probabilities under
-    log_softmax(logits / temperature) before truncation (temperature 0 counts as 1), and whether the row's logits
-    were all finite; ids and log-probabilities of rows that were not are meaningless. With them come the likeliest
-    tokens of the same distribution, of all rows as many as any row wants, up to `max_top`, and int32 ranks.
+    Temperature 0 is greedy, ties to the smaller id. Truncation applies top-k, then top-p to the remaining tokens, then
+    min-p relative to the most likely token (`last_kept`). Log-probabilities are those of log_softmax(logits /
+    temperature) before truncation, with temperature 1 for greedy rows. All rows get as many top tokens as the largest
+    request, up to `max_top`.
     """
     greedy_S = rows.temperature_S <= 0.0
     found = log_probs_of(logits_SV, jnp.where(greedy_S, 1.0, rows.temperature_S), part=part, masses=masses)
@@ -93,7 +101,7 @@ def sample(  # noqa: PLR0913 (the kernels are by keyword)
         best_here = partial(_chosen_here, found, rows, choose, part)
     draw = partial(_draw, found.logprobs_SV, best_here, part)
     drawn = jax.lax.cond(jnp.all(greedy_S), lambda: best, draw)
-    chosen = _Drawn(*(jnp.where(greedy_S, one, other) for one, other in zip(best, drawn, strict=True)))
+    chosen = _Drawn(*(jnp.where(greedy_S, first, second) for first, second in zip(best, drawn, strict=True)))
     num_wanted = jnp.max(rows.num_top_S).astype(jnp.int32)
     top = likeliest(found.logprobs_SV, num_wanted=num_wanted, max_top=max_top, part=part)
     return Sampled(chosen.ids_S, chosen.logprobs_S, found.finite_S, top, chosen.ranks_S)
@@ -112,7 +120,7 @@ def _draw(
 def _best_here(
     logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return a device's word that scores best with its noise: score, id, log-probability."""
+    """Return the token of the local shard with the highest score, noise included: score, id, log-probability."""
     score_S, id_S = best_of(_noisy(logprobs_SV, rows, noise, part), part.ids())
     return score_S, id_S, jnp.sum(logprobs_SV, axis=-1, where=part.ids() == id_S[:, None])
 
@@ -120,7 +128,7 @@ def _best_here(
 def _chosen_here(
     found: LogProbs, rows: SamplingBatch, choose: Choose, part: VocabularyPart
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the same by one kernel."""
+    """Return the same as `_best_here`, computed by a single kernel."""
     last = _last_kept(found.logprobs_SV, rows, part)
     of_noise = rows.seed_S, rows.choice_S, rows.position_S
     num_places = part.num_parts * part.width
@@ -128,7 +136,7 @@ def _chosen_here(
 
 
 def _noisy(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart) -> jax.Array:
-    """Return the log-probabilities that survive truncation, minus infinity for others, with noise."""
+    """Return the log-probabilities that survive truncation plus noise, minus infinity for the others."""
     last = _last_kept(logprobs_SV, rows, part)
     kept_SV = jnp.where(is_kept(logprobs_SV, last, part=part), logprobs_SV, -jnp.inf)
     return kept_SV + noise(rows.seed_S, rows.choice_S, rows.position_S, first=part.first, size=part.width)
@@ -140,20 +148,20 @@ def _last_kept(logprobs_SV: jax.Array, rows: SamplingBatch, part: VocabularyPart
 
 
 class Drafts(NamedTuple):
-    """The token that each sample is taken after, int32 [S], and whether that is a draft, bool [S].
-
-    `drafted_SK` int32 are the drafts among its tokens, the last one first; -1: none.
-    """
+    """The tokens that samples are taken after."""
 
     ids_S: jax.Array
+    """int32."""
     is_draft_S: jax.Array
+    """bool; True if the token is a draft."""
     drafted_SK: jax.Array
+    """Drafts up to and including the token, latest first, int32; -1 for none."""
 
 
 def drafts_of(rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array, *, max_drafts: int) -> Drafts:
     """Find the drafts among the tokens `ids_S` that samples are taken after.
 
-    A token is a draft where the sample before it is of the same row and of the position before.
+    A token is a draft if the previous sample is of the same row and of the position before.
     """
     follows_S = (rows_S == jnp.roll(rows_S, 1)) & (positions_S == jnp.roll(positions_S, 1) + 1)
     is_draft_S = follows_S & (jnp.arange(len(rows_S)) > 0)
@@ -165,10 +173,10 @@ def drafts_of(rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array, *, ma
 
 
 def accepted(sampled_S: jax.Array, drafts: Drafts) -> tuple[jax.Array, jax.Array]:
-    """Return the samples that count, and the last one of each row that does; both bool [S]."""
+    """Return the samples that count, and the last counted sample of each row; both bool [S]."""
     is_right_S = drafts.ids_S == jnp.roll(sampled_S, 1)
     counts_S = jnp.ones_like(is_right_S)
     for _ in range(drafts.drafted_SK.shape[1]):
         counts_S = ~drafts.is_draft_S | (is_right_S & jnp.roll(counts_S, 1))
-    goes_on_S = jnp.roll(drafts.is_draft_S & counts_S, -1)
-    return counts_S, counts_S & ~goes_on_S
+    has_next_S = jnp.roll(drafts.is_draft_S & counts_S, -1)
+    return counts_S, counts_S & ~has_next_S

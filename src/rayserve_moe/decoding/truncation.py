@@ -1,7 +1,8 @@
-"""Which tokens may be sampled: top-k, then top-p of what is left, then min-p, by binary search instead of a sort.
+"""Truncation by top-k, top-p and min-p, in this order, by binary search instead of a sort.
 
-Each of the three keeps the beginning of a row's tokens in falling order of log-probability, ties to the smaller id. So
-what all of them keep ends with one token. Probabilities are added up as integers, which is exact in whatever order.
+Each limit keeps a prefix of the row's tokens in descending order of log-probability, ties to the smaller id. Their
+intersection is therefore described by its last token. Probabilities are summed as integers, which is exact in any
+order.
 """
 
 # S sampled rows   V vocabulary (local share)   P parts   C candidates of a round   X sums
@@ -16,12 +17,12 @@ import jax.numpy as jnp
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 MASS_OF_ONE = 1 << 30
-"""Mass of probability 1; a token's is rounded to whole units."""
+"""Mass of probability 1; each token's mass is rounded to an integer."""
 
 DIGIT_BITS = 2
-"""Bits of a threshold that a round of the search finds: by as many sums as a digit has values, but for 0."""
+"""Bits of a threshold that each search round finds; a round computes a sum for each nonzero digit."""
 
-LEAST, MOST = -(2**31), 2**31 - 1
+MIN_INT32, MAX_INT32 = -(2**31), 2**31 - 1
 
 
 class Limits(NamedTuple):
@@ -36,24 +37,26 @@ class Limits(NamedTuple):
 
 
 class LastKept(NamedTuple):
-    """The last token that is kept of each row, int32 [S]: key of its log-probability, and place among ties."""
+    """The last kept token of each row, int32 [S]."""
 
     key_S: jax.Array
+    """Key of its log-probability (`_keys`)."""
     place_S: jax.Array
+    """Tie-break between equal keys (`_places`)."""
 
 
 def are_limited(limits: Limits) -> jax.Array:
-    """Return for each row whether it has a limit, bool [S]."""
+    """Return True for each row with a limit, bool [S]."""
     return (limits.top_k_S > 0) | (limits.top_p_S < 1.0) | (limits.min_p_S > 0.0)
 
 
 def keep_all(num_rows: int) -> LastKept:
-    """Return the entry that keeps every token, for `num_rows` rows."""
-    return LastKept(jnp.full(num_rows, LEAST, jnp.int32), jnp.zeros(num_rows, jnp.int32))
+    """Return the entries that keep every token, for `num_rows` rows."""
+    return LastKept(jnp.full(num_rows, MIN_INT32, jnp.int32), jnp.zeros(num_rows, jnp.int32))
 
 
 def is_kept(logprobs_SV: jax.Array, last: LastKept, *, part: VocabularyPart) -> jax.Array:
-    """Whether a token comes no later than the last that is kept, bool [S, V]."""
+    """Return True for each token up to the last kept token of its row, bool [S, V]."""
     return _is_within(_keys(logprobs_SV), last, part)
 
 
@@ -63,42 +66,42 @@ def _is_within(keys_SV: jax.Array, last: LastKept, part: VocabularyPart) -> jax.
 
 
 def last_kept(logprobs_SV: jax.Array, limits: Limits, *, part: VocabularyPart) -> LastKept:
-    """Return the last token of each row that top-k, top-p and min-p keep; at least the likeliest is kept.
+    """Return the last token of each row that top-k, top-p and min-p all keep; the most likely token is always kept.
 
-    Top-k keeps `top_k` tokens (0: all). Of the mass of these, top-p keeps a token if the mass of those before it is
-    less than `top_p` times the whole, computed in float32 (1: all). Min-p keeps the tokens down to the last whose
-    probability is at least `min_p` times that of the likeliest.
+    Top-k keeps `top_k` tokens (0: all). Top-p keeps a token if the mass of the tokens before it is less than `top_p`
+    times the mass that top-k kept, computed in float32 (1: all). Min-p keeps tokens whose probability is at least
+    `min_p` times the maximum.
     """
     keys_SV, probs_SV = _keys(logprobs_SV), jnp.exp(logprobs_SV)
     masses_SV = jnp.round(probs_SV * MASS_OF_ONE).astype(jnp.int32)
-    most_S = jnp.where(limits.top_k_S == 0, MOST, jnp.minimum(limits.top_k_S, MOST)).astype(jnp.int32)
+    max_S = jnp.where(limits.top_k_S == 0, MAX_INT32, jnp.minimum(limits.top_k_S, MAX_INT32)).astype(jnp.int32)
 
     def cut(is_top_p: jax.Array, last: LastKept) -> LastKept:
         left_SV = jnp.where(_is_within(keys_SV, last, part), jnp.where(is_top_p, masses_SV, 1), 0)
         share_S = jnp.ceil(limits.top_p_S * part.sum(left_SV.sum(-1)).astype(jnp.float32)).astype(jnp.int32)
-        share_S = jnp.where(limits.top_p_S < 1.0, jnp.maximum(share_S, 1), MOST)
-        return _earlier(last, _prefix(keys_SV, left_SV, limit_S=jnp.where(is_top_p, share_S, most_S), part=part))
+        share_S = jnp.where(limits.top_p_S < 1.0, jnp.maximum(share_S, 1), MAX_INT32)
+        return _earlier(last, _prefix(keys_SV, left_SV, limit_S=jnp.where(is_top_p, share_S, max_S), part=part))
 
-    # One loop of two turns, top-k and top-p: the search is compiled once.
+    # A loop of two turns, top-k and top-p, compiles the search only once.
     last = jax.lax.fori_loop(0, 2, cut, keep_all(len(logprobs_SV)))
     (largest_PS,) = part.gather(probs_SV.max(-1))
     largest_S = largest_PS.max(0)
     min_prob_S = limits.min_p_S * largest_S
     is_likely_SV = probs_SV >= min_prob_S[:, None]
-    (floor_PS,) = part.gather(jnp.min(keys_SV, axis=-1, where=is_likely_SV, initial=MOST))
+    (floor_PS,) = part.gather(jnp.min(keys_SV, axis=-1, where=is_likely_SV, initial=MAX_INT32))
     floor_S = floor_PS.min(0)
     return _earlier(last, LastKept(floor_S, jnp.zeros_like(floor_S)))
 
 
-def _earlier(one: LastKept, other: LastKept) -> LastKept:
-    is_one_S = (one.key_S > other.key_S) | ((one.key_S == other.key_S) & (one.place_S > other.place_S))
-    return LastKept(*(jnp.where(is_one_S, a, b) for a, b in zip(one, other, strict=True)))
+def _earlier(first: LastKept, second: LastKept) -> LastKept:
+    is_first_S = (first.key_S > second.key_S) | ((first.key_S == second.key_S) & (first.place_S > second.place_S))
+    return LastKept(*(jnp.where(is_first_S, a, b) for a, b in zip(first, second, strict=True)))
 
 
 def _prefix(keys_SV: jax.Array, masses_SV: jax.Array, *, limit_S: jax.Array, part: VocabularyPart) -> LastKept:
-    """The last token with less than `limit_S` mass before it; MOST is no limit."""
-    is_limited = jnp.any(limit_S < MOST)
-    key_S = _threshold(keys_SV, masses_SV, limit_S, lowest=LEAST, num_bits=32 * is_limited, part=part)
+    """Return the last token with less than `limit_S` mass before it; MAX_INT32 is no limit."""
+    is_limited = jnp.any(limit_S < MAX_INT32)
+    key_S = _threshold(keys_SV, masses_SV, limit_S, lowest=MIN_INT32, num_bits=32 * is_limited, part=part)
     is_tie_SV = keys_SV == key_S[:, None]
     before_S = jnp.sum(masses_SV, axis=-1, where=keys_SV > key_S[:, None])
     masses_SV = jnp.where(is_tie_SV, masses_SV, 0)
@@ -119,10 +122,10 @@ def _threshold(
     num_bits: jax.Array,
     part: VocabularyPart,
 ) -> jax.Array:
-    """The largest threshold at or above which values have a mass of `limit_S`, int32 [S]; `lowest` where none has.
+    """Return the largest threshold such that values at or above it have a mass of `limit_S`, int32 [S]; else `lowest`.
 
-    It is found digit by digit from `lowest` up to `2**num_bits` above it; with no bits the loop has no round. Parts of
-    the vocabulary exchange their masses above a round's candidates.
+    It is found digit by digit from `lowest` up to `2**num_bits` above it; with 0 bits the loop has no rounds.
+    Vocabulary shards exchange the masses above a round's candidates.
     """
     digits_C = jnp.arange(1, 1 << DIGIT_BITS, dtype=jnp.int32)
     num_rounds = (num_bits + DIGIT_BITS - 1) // DIGIT_BITS
@@ -139,11 +142,11 @@ def _threshold(
 
 
 def _keys(logprobs_SV: jax.Array) -> jax.Array:
-    """Integers in the order of the floats."""
+    """Return integers in the same order as the floats."""
     bits_SV = jax.lax.bitcast_convert_type(logprobs_SV, jnp.int32)
-    return jnp.where(bits_SV < 0, bits_SV ^ MOST, bits_SV)
+    return jnp.where(bits_SV < 0, bits_SV ^ MAX_INT32, bits_SV)
 
 
 def _places(part: VocabularyPart) -> jax.Array:
-    """Falling with the id, so that the earlier of ties has the larger, int32 [V]."""
+    """Return tie-breaks that decrease with the id, int32 [V], so that the smaller id is kept first."""
     return part.num_parts * part.width - 1 - part.ids()

@@ -1,4 +1,4 @@
-"""Which requests the engine can serve at all, and whether it takes another one now, decided before they are queued."""
+"""Admission checks: whether a model can serve a request at all, and whether the engine accepts another request now."""
 
 from __future__ import annotations
 
@@ -19,36 +19,38 @@ from rayserve_moe.requests.records import (
 from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS
 
 FORCED = "forced_routed_experts"
-MOST_HIDDEN_NUMBERS = 1 << 24
-"""Of the hidden states that one request can have returned: 64 MiB."""
+MAX_HIDDEN_NUMBERS = 1 << 24
+"""Maximum number of float32 hidden state values returned for a request: 64 MiB."""
 
 
 class EngineBusyError(RuntimeError):
-    """Too many requests wait already; ask again later."""
+    """Raised if too many requests wait or run; the client may retry later."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many requests an engine takes, with those that it has."""
+    """Limit on the number of live requests of an engine."""
 
     live: Sized
-    most: int
+    """Requests that wait or run."""
+    max_live: int
+    """Maximum number of live requests."""
 
     def check_size(self, wanted: int) -> None:
-        """RequestError where so many requests would never be taken."""
-        if wanted > self.most:
-            raise RequestError(f"{wanted} prompts are more than the {self.most} that a replica takes at once", "prompt")
+        """Raise RequestError if `wanted` requests exceed the limit even of an idle engine."""
+        if wanted > self.max_live:
+            raise RequestError(f"{wanted} prompts exceed the {self.max_live} live requests of a replica", "prompt")
 
     def check(self, wanted: int = 1) -> None:
-        """EngineBusyError where so many more requests would not be taken now; from any thread."""
-        if wanted and (number := len(self.live)) + wanted > self.most:
+        """Raise EngineBusyError if `wanted` more requests exceed the limit now. May be called from any thread."""
+        if wanted and (number := len(self.live)) + wanted > self.max_live:
             raise EngineBusyError(f"{number} requests are waiting or running; try again later")
 
 
-def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) -> None:
-    """Raise RequestError for a request that no amount of waiting can serve.
+def check_request(request: GenerationRequest, card: ModelCard, *, max_tokens: int) -> None:
+    """Raise RequestError if the engine can never serve the request.
 
-    `longest` is the number of tokens that one sequence can hold in the page pool.
+    `max_tokens` is the number of tokens of a sequence that fit into the page pool.
     """
     prompt, sampling = request.prompt_ids, request.sampling
     if len(prompt) == 0:
@@ -64,8 +66,8 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
             f"{card.max_model_len} tokens",
             "prompt" if len(prompt) > card.max_model_len else "max_tokens",
         )
-    if total > longest:
-        raise RequestError(f"{total} tokens exceed the KV page pool of {longest} tokens", "max_tokens")
+    if total > max_tokens:
+        raise RequestError(f"{total} tokens exceed the KV page pool of {max_tokens} tokens", "max_tokens")
     if request.return_routed_experts and not card.returns_routing:
         raise RequestError(
             "routed experts are not captured by this server: start it with enable_return_routed_experts: true",
@@ -86,7 +88,7 @@ def check_request(request: GenerationRequest, card: ModelCard, *, longest: int) 
 
 
 def _check_fields(record: SamplingParams | GenerationRequest) -> None:
-    """Hold single values against those that fields are declared with; NaN is outside of every range."""
+    """Raise RequestError if a field is outside of its declared values; NaN is outside of every range."""
     for field in declared(type(record)):
         value = getattr(record, field.name)
         if value is None or isinstance(value, tuple):
@@ -96,16 +98,19 @@ def _check_fields(record: SamplingParams | GenerationRequest) -> None:
         except ValueError as error:
             raise RequestError(f"{field.param} {error}", field.param) from error
         if not is_read:
-            raise RequestError(f"{field.param} should be in the form of the engine", field.param)
+            raise RequestError(f"{field.param} is not in the normal form of its field", field.param)
 
 
 def ending_ids(sampling: SamplingParams, card: ModelCard) -> frozenset[int]:
-    """Ids that `min_new_tokens` holds back: all that could end a choice, asked for or not."""
+    """Return the ids that `min_new_tokens` withholds: all stop ids and ends of sequence, even with `ignore_eos`."""
     return frozenset(i for i in (*sampling.stop_token_ids, *card.eos_token_ids) if 0 <= i < card.vocab_size)
 
 
 def processed_of(sampling: SamplingParams, card: ModelCard) -> np.ndarray | None:
-    """What logit processors are given for a request (`processed_row`). RequestError for what none takes."""
+    """Return the processor arguments of a request as a row (`processed_row`).
+
+    Raises: RequestError for arguments that no processor accepts.
+    """
     try:
         return processed_row(dict(sampling.processor_arguments), card.processors)
     except ValueError as error:
@@ -121,7 +126,7 @@ def _check_ends(request: GenerationRequest, card: ModelCard) -> None:
     if not all(0 <= n <= sampling.max_new_tokens for n in (sampling.min_new_tokens, sampling.stop_strings_after)):
         raise RequestError("must lie in [0, max_tokens]", "min_tokens")
     if sampling.min_new_tokens and len(ending_ids(sampling, card)) > MAX_WITHHELD_IDS:
-        raise RequestError(f"at most {MAX_WITHHELD_IDS} ids that end a choice go with min_tokens", "stop_token_ids")
+        raise RequestError(f"min_tokens allows at most {MAX_WITHHELD_IDS} ids that end a choice", "stop_token_ids")
 
 
 def _check_logit_bias(request: GenerationRequest, card: ModelCard) -> None:
@@ -133,7 +138,7 @@ def _check_logit_bias(request: GenerationRequest, card: ModelCard) -> None:
 
 
 def _check_allowed(request: GenerationRequest, card: ModelCard) -> None:
-    """Check allowed ids; one must be left before `min_new_tokens` too."""
+    """Raise RequestError for invalid allowed ids, or if `min_new_tokens` would withhold all of them."""
     sampling = request.sampling
     allowed, name = frozenset(sampling.allowed_token_ids), "allowed_token_ids"
     if not all(0 <= token_id < card.vocab_size for token_id in allowed):
@@ -141,7 +146,7 @@ def _check_allowed(request: GenerationRequest, card: ModelCard) -> None:
     if len(allowed) + len(sampling.logit_bias) > MAX_LOGIT_BIASES:
         raise RequestError(f"at most {MAX_LOGIT_BIASES} tokens can be allowed or biased", name)
     if allowed and sampling.min_new_tokens and allowed <= ending_ids(sampling, card):
-        raise RequestError("all of them end a choice, which min_tokens forbids", name)
+        raise RequestError("all of these ids end a choice, which min_tokens forbids", name)
 
 
 def _check_scoring(request: GenerationRequest, card: ModelCard) -> None:
@@ -161,10 +166,10 @@ def _check_probe(request: GenerationRequest, card: ModelCard) -> None:
             "hidden states stay on the devices of this server: start it with enable_return_hidden_states: true", name
         )
     num_states = (len(request.prompt_ids) if wanted == "all" else 1) + request.sampling.max_new_tokens
-    if wanted and num_states * request.sampling.n * card.hidden_size > MOST_HIDDEN_NUMBERS:
+    if wanted and num_states * request.sampling.n * card.hidden_size > MAX_HIDDEN_NUMBERS:
         raise RequestError(
-            f"states of {card.hidden_size} numbers at up to {num_states} tokens are more than {MOST_HIDDEN_NUMBERS} "
-            "together: ask for fewer tokens, or for `last`",
+            f"states of {card.hidden_size} numbers at up to {num_states} tokens are more than {MAX_HIDDEN_NUMBERS} "
+            "together: request fewer tokens, or `last`",
             name,
         )
     if listed is None:
@@ -172,13 +177,13 @@ def _check_probe(request: GenerationRequest, card: ModelCard) -> None:
     name = "listed_in_prompt"
     ids, num_scored, size = listed.ids, len(request.prompt_ids) - 1, card.vocab_size
     if not 0 <= listed.start <= num_scored - len(ids):
-        raise RequestError(f"the prompt has {num_scored} positions with a token behind them", name)
+        raise RequestError(f"positions must lie in [0, {num_scored}): the last prompt token has no next token", name)
     if ids.shape[1] > MAX_LISTED_IDS or (ids.size and not -1 <= ids.min() <= ids.max() < size):
-        raise RequestError(f"up to {MAX_LISTED_IDS} token ids in [0, {size}) are listed for a position", name)
+        raise RequestError(f"a position lists at most {MAX_LISTED_IDS} token ids in [0, {size})", name)
 
 
 def _check_forced_routing(request: GenerationRequest, card: ModelCard) -> None:
-    """Raise RequestError for rows that are not those of a whole prompt from `start` on, or that no router selects."""
+    """Raise RequestError unless rows cover the prompt from `start` on and hold ids that a router can select."""
     forced, layout, prompt_len, name = request.forced_routing, card.routing, len(request.prompt_ids), FORCED
     assert forced is not None, "routing is forced"
     if not card.takes_forced_routing:
@@ -195,7 +200,7 @@ def _check_forced_routing(request: GenerationRequest, card: ModelCard) -> None:
             f"rows must be whole numbers of shape {list(layout.row_shape)}: MoE layers, experts per token", name
         )
     if forced.start < 0 or len(rows) not in (prompt_len - forced.start, prompt_len - 1 - forced.start):
-        raise RequestError("there must be a row for every prompt token from the start on; the last may lack one", name)
+        raise RequestError("needs a row for every prompt token from the start on; only the last may have none", name)
     if len(rows) and (rows.min() < 0 or rows.max() >= layout.num_experts):
         raise RequestError(f"expert ids must lie in [0, {layout.num_experts})", name)
     if (np.diff(np.sort(rows, axis=-1), axis=-1) == 0).any():

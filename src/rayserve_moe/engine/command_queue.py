@@ -1,4 +1,4 @@
-"""Commands of other threads to the engine thread: run between two steps, in order."""
+"""Queue of commands from other threads; the engine thread runs them between two steps, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EngineStoppedError(RuntimeError):
 
 
 class CommandQueue:
-    """Queues commands until the engine thread runs them. While `lock` is held no other thread can add any."""
+    """Queue of commands for the engine thread. While a thread holds `lock`, no other thread can add commands."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -38,7 +38,7 @@ class CommandQueue:
     def call(self, command: Callable[[], Result]) -> Future[Result]:
         """Queue a command and return the future of its result.
 
-        It fails with EngineStoppedError where the engine stops first; a command that raises makes the engine fail.
+        The future fails with EngineStoppedError if the engine stops first. If the command raises, the engine fails.
         """
         future: Future[Result] = Future()
 
@@ -60,7 +60,7 @@ class CommandQueue:
             self._commands.popleft()()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Sleep until there is a command or the queue is closed; False on timeout."""
+        """Sleep until a command is queued or the queue is closed; return False on timeout."""
         with self.lock:
             return self._changed.wait_for(lambda: bool(self._commands) or self.is_closed, timeout_s)
 
@@ -70,13 +70,16 @@ class CommandQueue:
             raise EngineStoppedError(self._closed_because)
 
     def close(self, reason: str) -> None:
-        """Refuse calls from now on, for the first reason that is given."""
+        """Reject calls from now on. Only the first `reason` is kept."""
         with self.lock:
             self._closed_because = self._closed_because or reason
             self._changed.notify()
 
     def give_up(self) -> None:
-        """Fail all pending calls with EngineStoppedError. The queue is closed, and its thread has ended."""
+        """Fail all pending calls with EngineStoppedError.
+
+        Call once the queue is closed and the engine thread has ended.
+        """
         with self.lock:
             for future in self._calls:
                 if not future.done():

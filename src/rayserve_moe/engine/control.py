@@ -40,9 +40,10 @@ ABORTED = FinishReason("abort")
 
 
 class EngineControl:
-    """Commands that take effect between two steps, from any thread. Updates of weights run one at a time.
+    """Commands for a running engine, which take effect between two steps. All may be called from any thread.
 
-    A pause lets the step in flight finish. New requests wait until `resume`. `card` is the model being served.
+    Weight updates run one at a time. A pause lets the step in flight finish; new requests wait until `resume`. `card`
+    describes the current model.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class EngineControl:
         self.num_updates = 0
         self.card = card
         between = BetweenSteps(
-            self._hold_experts, eplb.resume, self._swap, self.note_loss, lambda: self.card.weight_version
+            self._hold_experts, eplb.resume, self._swap, self.record_loss, lambda: self.card.weight_version
         )
         self.tensors = TensorUpdates(executor, commands, between=between, updates=self._updates)
         self.staged = StagedUpdates(executor, commands, between, self.tensors, self._updates)
@@ -78,19 +79,21 @@ class EngineControl:
         return self._cycle.losses.generation
 
     def pause(self, mode: str) -> Future[None]:
-        """Run no steps until `resume`; the future is done once none is in flight.
+        """Run no steps until `resume`; the future is done once no step is in flight.
 
-        `abort` ends all requests, `retract` preempts them, so that they are recomputed, `in_place` leaves them as they
-        are. Repeating the current mode has no effect. RequestError for an unknown mode.
+        Mode `abort` ends all requests. `retract` preempts them, so that they are recomputed. `in_place` keeps their
+        pages. Repeating the current mode has no effect.
+
+        Raises: RequestError for an unknown mode.
         """
         if mode not in PAUSE_MODES:
             raise RequestError(f"`mode` must be one of {', '.join(PAUSE_MODES)}", "mode")
         return self._commands.call(partial(self._pause, mode))
 
     def admit(self, choices: list[Sequence], *, resumes: bool = True) -> None:
-        """Queue the choices of a request, in the engine thread; or keep them until the next pause or its end.
+        """Queue the choices of a request, or hold them until the next pause begins or ends. Call in the engine thread.
 
-        Unless the request `resumes`, none of them has outputs.
+        Without `resumes`, no choice has outputs.
         """
         if self._held is not None:
             self._held.append(choices)
@@ -100,24 +103,25 @@ class EngineControl:
             self._cycle.scheduler.add(choices)
 
     def hold_new(self) -> Future[None]:
-        """Let no request begin until a pause begins or ends: those that run come to their end."""
+        """Hold new requests until a pause begins or ends; running requests continue to their end."""
         return self._commands.call(partial(self._hold_new, True))
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for the next pause, or for its end."""
+        """Return the number of unfinished requests held by `hold_new`."""
         return len([choices for choices in self._held or () if any(each.finish is None for each in choices)])
 
     def resume(self) -> Future[None]:
-        """End a pause, if there is one."""
+        """End a pause, if any."""
         return self._commands.call(self._resume)
 
     def update_weights(self, order: WeightOrder) -> Future[WeightOutcome]:
-        """Have every host read and check a checkpoint while steps run on, then switch to it between two steps.
+        """Stage a checkpoint on every host while steps continue, then switch to it between two steps.
 
-        If a host refuses it the old weights stay, and the outcome says why. So too where a host is lost
-        before all serve the new ones; where hosts are not replaced the engine fails, and so does the future.
-        RequestError for a path that is neither absolute nor a URL.
+        The old weights stay if a host rejects the checkpoint or is lost before all hosts have switched; the outcome
+        gives the reason. If hosts cannot be replaced, the loss fails the engine and the future.
+
+        Raises: RequestError for a path that is neither absolute nor a URL.
         """
         if not (Path(order.model_path).is_absolute() or is_url(order.model_path)):
             raise RequestError("`model_path` must be an absolute path or a URL", "model_path")
@@ -125,13 +129,13 @@ class EngineControl:
         return self.staged.run(order)
 
     def rename_weights(self, weight_version: str, *, aborts_requests: bool = False) -> Future[None]:
-        """Call the weights that serve by another version: what is computed from the next step on has it."""
+        """Change the version of the current weights; results of later steps report it."""
         return self._commands.call(partial(self._rename, weight_version, aborts_requests))
 
     def flush(self, *, retracts: bool = False) -> Future[bool]:
-        """Flush the prefix cache, and return whether that was done: not while requests run, or are about to.
+        """Flush the prefix cache unless requests run or are about to run; the future tells if it was flushed.
 
-        Requests that wait for the end of a pause hold no pages. `retracts` preempts those that run.
+        Requests that wait for the end of a pause hold no pages. `retracts` preempts running requests first.
         """
         return self._commands.call(partial(self._flush, retracts))
 
@@ -141,13 +145,16 @@ class EngineControl:
             if sequence.finish is None:
                 self._outputs.publish(NO_ROWS, [self._cycle.end(sequence, reason)], now=time.monotonic())
 
-    def note_loss(self, failure: ExecutorFailure, *, generation: int | None = None) -> None:
-        """Have the hosts of `generation` replaced, which were lost outside of a step. Call in the engine thread."""
+    def record_loss(self, failure: ExecutorFailure, *, generation: int | None = None) -> None:
+        """Replace the hosts after a loss outside of a step. Call in the engine thread.
+
+        Nothing happens if hosts of a `generation` other than the current are reported.
+        """
         if generation in (None, self._generation):
             self._outputs.publish(*self._cycle.on_executor_failure(failure), now=time.monotonic())
 
     def close(self) -> None:
-        """Start no further update."""
+        """Start no further updates."""
         self.tensors.close()
         self._updates.shutdown(wait=False, cancel_futures=True)
 
@@ -209,7 +216,7 @@ class EngineControl:
         return WeightOutcome(True, "the new weights serve", version, num_paused, _since(started))
 
     def _hold_experts(self) -> tuple[np.ndarray | None, int]:
-        """Keep experts where they are; return their placement (None if they never move) and the generation of hosts."""
+        """Stop moving experts; return their placement (None if experts never move) and the generation of the hosts."""
         if not self._eplb.moves_experts:
             return None, self._generation
         self._drain()
@@ -232,14 +239,17 @@ def _since(started: float) -> float:
 
 
 def replace_lost(control: EngineControl, recovery: Recovery) -> None:
-    """Have hosts replaced whose loss was noticed outside of a step, unless others serve already."""
+    """Replace hosts whose loss was noticed outside of a step, unless they are replaced already."""
     if (failure := recovery.loss) is not None:
-        control.note_loss(failure)
+        control.record_loss(failure)
 
 
 @dataclass
 class StagedUpdates:
-    """Weight updates from a checkpoint, in two phases. Calls may come from any thread; the update thread runs them."""
+    """Weight updates from a checkpoint, in two phases.
+
+    Calls may come from any thread; the update thread runs them.
+    """
 
     executor: Executor
     commands: CommandQueue
@@ -247,13 +257,14 @@ class StagedUpdates:
     tensors: TensorUpdates
     updates: ThreadPoolExecutor
     _generation: int | None = None
+    """Generation of the hosts that staged a checkpoint; None without a staged checkpoint."""
 
     def run(self, order: WeightOrder) -> Future[WeightOutcome]:
         """Stage a checkpoint, then serve it."""
         return self.updates.submit(self._run, order)
 
     def stage(self, model_path: str) -> Future[str]:
-        """Have every host read and check a checkpoint; the result is the reason of a refusal, empty if it is staged."""
+        """Have every host read and check a checkpoint; the result is empty on success, else the reason."""
         return self.updates.submit(self._stage, model_path)
 
     def swap(self, order: WeightOrder) -> Future[WeightOutcome]:
@@ -288,7 +299,7 @@ class StagedUpdates:
         try:
             self.executor.stage_weights(model_path, expert_of_slot)
         except ExecutorFailure as failure:
-            self.commands.call(partial(self.between.note_loss, failure, generation=generation)).result()
+            self.commands.call(partial(self.between.record_loss, failure, generation=generation)).result()
             raise WeightsRefusedError(LOST_WHILE_READING) from failure
 
     def _swap(self, order: WeightOrder) -> WeightOutcome:
@@ -308,4 +319,4 @@ class StagedUpdates:
 
     def _release(self) -> None:
         with suppress(EngineStoppedError):
-            self.commands.call(self.between.let_go)
+            self.commands.call(self.between.release)

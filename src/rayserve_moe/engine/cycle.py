@@ -31,10 +31,10 @@ NO_ROWS = np.zeros(0, np.int64)
 
 
 class StepCycle:
-    """Drives scheduler and executor step by step; knows nothing of clients, and of features only their hooks.
+    """Step cycle over scheduler and executor, without clients; features take part through `StepExtension` hooks.
 
-    With an overlapping `pace` the devices run a step while the host commits the previous one and plans the next. No
-    step is planned while `is_paused`. `losses` has lost hosts replaced; without it, ExecutorFailure passes through.
+    With an overlapping `pace`, devices run a step while the host commits the previous step and plans the next. No step
+    is planned while `is_paused`. `losses` replaces lost hosts; without it, ExecutorFailure propagates.
     """
 
     def __init__(
@@ -63,7 +63,10 @@ class StepCycle:
         return (self.scheduler.has_work and not self.is_paused) or self._in_flight is not None
 
     def run(self) -> Commit:
-        """Plan and submit a step, and commit the previous one, as `Scheduler.commit`; ended sequences are released."""
+        """Plan and submit a step and commit the previous step.
+
+        Return as `Scheduler.commit`, with ended sequences released.
+        """
         if self.losses.trial_is_over:
             if self._in_flight is not None:
                 return self.drain()
@@ -80,25 +83,33 @@ class StepCycle:
         return committed if pace.overlaps or self._in_flight is None else self.drain()
 
     def drain(self) -> Commit:
-        """Commit the step in flight, if there is one, and plan none: then nothing runs."""
+        """Commit the step in flight, if any, without planning another; afterwards nothing runs."""
         if self._in_flight is None:
             return NO_ROWS, []
         return self._exchange(self._completed(empty_schedule(self.scheduler.empty_plan())))
 
     def retract(self) -> None:
-        """Preempt everything that runs; it waits in the order it ran in. Call after `drain`."""
+        """Preempt all running sequences; they wait in their former order. Call after `drain`."""
         for sequence in reversed(self.scheduler.running):
             self.scheduler.preempt(sequence)
 
     def on_executor_failure(self, failure: ExecutorFailure, schedule: Schedule | None = None) -> Commit:
-        """Give up what is submitted, and `schedule`, and replace all hosts, or raise; commits the end of a culprit."""
+        """Drop submitted steps and `schedule`, and replace all hosts.
+
+        Returns the commit of sequences that caused the failure.
+
+        Raises: ExecutorFailure if hosts are not replaced.
+        """
         lost, self._in_flight = (self._in_flight, schedule), None
         plans = [each.plan for each in lost if each]
-        blamed = self.losses.start_over(failure, plans, retract=self.retract, reset=self._reset)
+        blamed = self.losses.recover(failure, plans, retract=self.retract, reset=self._reset)
         return NO_ROWS, [self.end(*each) for each in blamed]
 
     def take_staged_weights(self, weight_version: str, *, are_sent: bool = False) -> bool:
-        """Switch to staged weights, read or `are_sent`; False if a host was lost meanwhile. Call after `drain`."""
+        """Switch to staged weights; return False if a host was lost meanwhile. Call after `drain`.
+
+        `are_sent` is True for weights from a trainer, False for a checkpoint.
+        """
         assert self._in_flight is None, "a step is in flight"
         try:
             self._executor.execute(replace(self.scheduler.empty_plan(), takes_staged_weights=True))
@@ -110,17 +121,17 @@ class StepCycle:
         return True
 
     def rename_weights(self, weight_version: str) -> None:
-        """Call the current weights by another version. Call after `drain`."""
+        """Change the version of the current weights. Call after `drain`."""
         rename_weights(self.scheduler, weight_version)
         self._reset(RenamedWeights(weight_version))
 
     def end(self, sequence: Sequence, reason: FinishReason) -> Sequence:
-        """End a sequence between steps and free its pages; returns it."""
+        """End a sequence between steps, free its pages, and return it."""
         self.scheduler.end(sequence, reason)
         return self._release(sequence)
 
     def statistics(self) -> dict[str, float]:
-        """Return pages, running sequences, and the totals of the step clock and of extensions, by field name."""
+        """Return pages, running sequences, and totals of the step clock and of extensions, by field name."""
         found = scheduler_statistics(self.scheduler) | {"paused": float(self.is_paused)}
         found |= {name: float(value) for name, value in asdict(self._clock).items()}
         for each in self.extensions:
@@ -128,18 +139,18 @@ class StepCycle:
         return found
 
     def _completed(self, schedule: Schedule) -> Schedule:
-        """Return the schedule with what extensions add."""
+        """Return the schedule with the additions of extensions."""
         for plan in self._plan:
             schedule = plan(schedule, self._in_flight)
         return schedule
 
     def _record(self, schedule: Schedule) -> None:
-        """Tell extensions of a step whose start positions are known."""
+        """Call the `submitted` hooks for a step whose start positions are known."""
         for submitted in self._submitted:
             submitted(schedule)
 
     def _exchange(self, schedule: Schedule) -> Commit:
-        """Submit a step, and commit the step in flight."""
+        """Submit a step and commit the step in flight."""
         failed = [self.end(*each) for each in schedule.endings]
         submitted = time.perf_counter()
         try:
@@ -164,13 +175,13 @@ class StepCycle:
         if schedule.is_awaited:
             self._in_flight = resolve_awaited(self.scheduler.table, schedule, before=finished, result=result)
             self._record(self._in_flight)
-        self._clock.note(finished, result, num_sampled=len(rows), commit_s=time.perf_counter() - returned)
+        self._clock.record(finished, result, num_sampled=len(rows), commit_s=time.perf_counter() - returned)
         for committed in self._committed:
             committed(finished, len(rows))
         return rows, [*ended, *failed]
 
     def _release(self, sequence: Sequence) -> Sequence:
-        """Let extensions finish with an ended sequence, then free its pages."""
+        """Call the `released` hooks for an ended sequence, then free its pages."""
         for released in self._released:
             released(sequence)
         self.scheduler.release(sequence)
@@ -185,7 +196,7 @@ class Pace(NamedTuple):
     """Pace of the next step."""
 
     draft: Draft | None = None
-    """Proposes drafts for the step; None: it has none."""
+    """Proposes drafts for the step; None for a step without drafts."""
     overlaps: bool = True
     """True if the step is submitted before the step in flight is committed."""
     drains: bool = False
@@ -193,7 +204,7 @@ class Pace(NamedTuple):
 
 
 class SteadyPace:
-    """The pace of steps without drafts, always the same."""
+    """Constant pace of steps without drafts."""
 
     def __init__(self, *, overlaps: bool = True) -> None:
         self._pace = Pace(overlaps=overlaps)
@@ -204,7 +215,7 @@ class SteadyPace:
 
 
 class Pacing(Protocol):
-    """Decides how steps follow each other (`SteadyPace`, `DraftedSteps`)."""
+    """Policy that decides when steps overlap (`SteadyPace`, `DraftedSteps`)."""
 
     def next_step(self, in_flight: Schedule | None) -> Pace:
         """Return the pace of the step that is planned now."""
@@ -212,23 +223,23 @@ class Pacing(Protocol):
 
 
 class Losses(Protocol):
-    """Has lost hosts replaced (`StepLosses`)."""
+    """Replacement of lost hosts (`StepLosses`)."""
 
     @property
     def generation(self) -> int:
-        """Number of times that hosts were replaced."""
+        """Return the number of times that hosts were replaced."""
         ...
 
     @property
     def trial_is_over(self) -> bool:
-        """True if all sequences on trial have ended or passed the position of the error."""
+        """Return True if all sequences on trial have ended or passed the position of the error."""
         ...
 
     def try_next(self, retract: Callable[[], object]) -> None:
-        """Let the next suspects run alone, or all that waits if there are no more."""
+        """Start a trial of the next suspects, or admit all waiting sequences if no suspects are left."""
         ...
 
-    def start_over(
+    def recover(
         self,
         failure: ExecutorFailure,
         lost: list[StepPlan],
@@ -236,21 +247,21 @@ class Losses(Protocol):
         retract: Callable[[], object],
         reset: Callable[[ReplacedHosts], object],
     ) -> tuple[Ending, ...]:
-        """Drop `lost` steps, the oldest first, `retract` all that runs, replace the hosts and `reset` all features.
+        """Drop the `lost` steps (oldest first), call `retract`, replace the hosts, and call `reset`.
 
-        Returns the sequences to blame for it, if they are known. Raises if hosts are not replaced.
+        Returns the sequences that caused the failure, if known. Raises: ExecutorFailure if hosts are not replaced.
         """
         ...
 
 
 class NoReplacement:
-    """Losses of an executor whose hosts cannot be replaced: every failure passes through."""
+    """Losses of an executor without host replacement: every failure propagates."""
 
     generation, trial_is_over = 0, False
 
     def try_next(self, retract: Callable[[], object]) -> None:
-        """Do nothing: there is no trial."""
+        """Do nothing: no trial exists."""
 
-    def start_over(self, failure: ExecutorFailure, lost: list[StepPlan], **_: object) -> tuple[Ending, ...]:
+    def recover(self, failure: ExecutorFailure, lost: list[StepPlan], **_: object) -> tuple[Ending, ...]:
         """Raise the failure."""
         raise failure

@@ -1,4 +1,4 @@
-"""What the engine needs of whatever runs its steps, and how that fails."""
+"""Interface between the engine and the executor of its steps, and the failure of an executor."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
 class ExecutorFailure(RuntimeError):
-    """The executor lost a host or a device: no further step can run on it before its hosts are replaced.
-
-    `in_step`: every host lives, and one raised an error in a step, which may be the fault of what the step computes.
-    Where it is no loss, the executor can have more hosts than it has now. `is_final`: the weights that served are
-    nowhere, unless someone keeps them in this moment.
-    """
+    """Raised if the executor lost a host or a device: no step can run before its hosts are replaced."""
 
     def __init__(self, message: str, *, in_step: bool = False, is_loss: bool = True, is_final: bool = False) -> None:
         super().__init__(message)
-        self.in_step, self.is_loss, self.is_final = in_step, is_loss, is_final
+        self.in_step = in_step
+        """True if every host lives and an error was raised in a step, which the step's content may have caused."""
+        self.is_loss = is_loss
+        """False if no host is lost, but the executor can have more hosts than it has now."""
+        self.is_final = is_final
+        """True if no host has the current weights, unless another process keeps them."""
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """What the hosts of an executor serve as; one that does without hosts has fewer data ranks and expert ranks."""
+    """Layout of an executor's hosts; with missing hosts it has fewer data ranks and expert ranks."""
 
     num_data_ranks: int = 1
     num_expert_ranks: int = 1
@@ -38,74 +38,76 @@ class GroupLayout:
 
 
 class TensorReceiver(Protocol):
-    """Takes weights that are sent, beside the steps, one call at a time and none beside `Executor.stage_weights`.
+    """Receiver of sent weights, used beside the steps, one call at a time and never beside `Executor.stage_weights`.
 
-    WeightsRefusedError where a host cannot use them. A plan with `takes_staged_weights` puts to use what is `finish`ed.
+    Calls raise WeightsRefusedError if a host cannot use the weights. After `finish`, a plan with `takes_staged_weights`
+    activates them.
     """
 
     def begin(self, expert_of_slot: np.ndarray | None) -> None:
-        """Forget what is staged, and begin an update. Experts go where `expert_of_slot` says, as in `stage_weights`."""
+        """Drop staged weights and begin an update. Experts are placed by `expert_of_slot`, as in `stage_weights`."""
         ...
 
     def stage(self, tensors: Sequence[SentTensor]) -> None:
-        """Give every host its share of some tensors, or changes of them."""
+        """Give every host its share of some tensors, or of their changes."""
         ...
 
     def wanted(self, heads: Heads) -> list[list[WantedTensor]]:
-        """What every host wants of some tensors, for a sender that cuts them itself."""
+        """Return the parts of some tensors that each host wants, for a sender that cuts them itself."""
         ...
 
     def stage_shares(self, shares: SentShares) -> None:
-        """Give every host what its sender has cut for it, all that is wanted of the tensors in it."""
+        """Give every host the parts that the sender has cut for it: all that it wants of these tensors."""
         ...
 
     def finish(self) -> None:
-        """Have every host lay out what has come, with the weights that serve where nothing has."""
+        """Have every host lay out the staged weights; tensors that were not sent keep their current weights."""
         ...
 
     def keep(self) -> None:
-        """Have the weights that serve kept for hosts that follow, where they are not yet; experts lie still."""
+        """Keep the current weights for hosts that start later, unless they are kept already. Experts must not move."""
         ...
 
     def drop(self) -> None:
-        """Forget the update."""
+        """Drop the update."""
         ...
 
 
 class Executor(Protocol):
-    """Runs steps: in this process (`execution.runner`) or on other hosts (`cluster.step_transport`).
+    """Runner of steps: in this process (`execution.runner`) or on other hosts (`cluster.step_transport`).
 
-    Calls come from one thread, but for `stage_weights` and those of `tensors`. After `ExecutorFailure` only `shutdown`
-    may follow, or a `Rebuilder.rebuild` of the same object (`engine.recovery.hosts`).
+    Calls come from a single thread, except for `stage_weights` and `tensors`. After `ExecutorFailure` only `shutdown`
+    may follow, or `Rebuilder.rebuild` of the same object (`engine.recovery.hosts`).
     """
 
     def start(self) -> StartReport:
-        """Load weights, allocate pages, compile every step and run it once."""
+        """Load weights, allocate pages, compile every step program and run it once."""
         ...
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Hand a step to the devices, then wait for the result of the one before; None where there is none.
+        """Submit a step to the devices, then wait for the result of the previous step; None without a previous step.
 
-        So the devices find their next step waiting. A plan without chunks computes nothing.
+        The devices thus find their next step waiting. A plan without chunks computes nothing.
         """
         ...
 
     def stage_weights(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
-        """Have every host read and check its share of a checkpoint, while steps run; one call at a time.
+        """Have every host read and check its share of a checkpoint while steps run; one call at a time.
 
-        Experts go where `expert_of_slot` [MoE layers, slots] says, None: where they were at the start. A plan with
-        `takes_staged_weights` puts them to use. WeightsRefusedError where a host cannot use them, or has not read them
-        in time: then none keeps any.
+        Experts are placed by `expert_of_slot` [MoE layers, slots]; None is the placement of the start. A plan with
+        `takes_staged_weights` activates the weights.
+
+        Raises: WeightsRefusedError if a host cannot use them or has not read them in time; then no host keeps any.
         """
         ...
 
     @property
     def tensors(self) -> TensorReceiver:
-        """Takes weights that are sent."""
+        """Return the receiver of sent weights."""
         ...
 
     def release(self) -> None:
-        """Give back what costs CPU while no request is running; the next `execute` takes it again."""
+        """Release resources that cost CPU while no request runs; the next `execute` takes them again."""
         ...
 
     def shutdown(self) -> None:

@@ -16,7 +16,7 @@ from rayserve_moe.scheduling.step_plan import StepResult
 
 @dataclass(frozen=True)
 class NewWeights:
-    """Other weights serve from the next step on."""
+    """Cause of a reset: other weights are active from the next step on."""
 
     weight_version: str
     are_sent: bool = False
@@ -25,26 +25,26 @@ class NewWeights:
 
 @dataclass(frozen=True)
 class RenamedWeights:
-    """The same weights have another version from the next step on."""
+    """Cause of a reset: the same weights have another version from the next step on."""
 
     weight_version: str
 
 
 @dataclass(frozen=True)
 class ReplacedHosts:
-    """Other hosts serve, with nothing of what was submitted before."""
+    """Cause of a reset: other hosts run, without any of the previously submitted steps."""
 
     layout: GroupLayout
 
 
 Reset = NewWeights | RenamedWeights | ReplacedHosts
-"""Why an extension starts anew. No step is in flight."""
+"""Cause of a reset. No step is in flight."""
 
 
 class StepExtension:
-    """Base class of a feature that takes part in steps. A hook that it does not override costs nothing.
+    """Base class of a feature that takes part in steps. A hook that is not overridden costs nothing.
 
-    All hooks run in the engine thread, each for all extensions in their order.
+    All hooks run in the engine thread. Each is called for all extensions, in their order.
     """
 
     def plan(self, schedule: Schedule, before: Schedule | None) -> Schedule:
@@ -55,25 +55,25 @@ class StepExtension:
         return schedule
 
     def submitted(self, schedule: Schedule) -> None:
-        """Record where the tokens of a step belong, before their rows can change hands.
+        """Record which sequences own the tokens of a step, before its rows can change owners.
 
         It is called once all start positions of the step are known.
         """
 
     def returned(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
-        """Take over the result of a step before it is committed.
+        """Process the result of a step before it is committed.
 
-        `counts` bool [S] are the samples that become tokens; None: all do.
+        `counts` bool [S] marks the samples that become tokens; None: all do.
         """
 
     def committed(self, schedule: Schedule, num_tokens: int) -> None:
         """Record that a step was committed with this number of new tokens."""
 
     def released(self, sequence: Sequence) -> None:
-        """Finish with an ended sequence, which still has its pages."""
+        """Finish an ended sequence, which still has its pages."""
 
     def reset(self, cause: Reset) -> None:
-        """Start anew for a `cause`."""
+        """Reset for a `cause`."""
 
     def statistics(self) -> dict[str, float]:
         """Return totals by field name."""

@@ -1,4 +1,4 @@
-"""Guides of requests (grammars, reasoning budgets, forbidden words), and their masks for the samples of steps."""
+"""Guides of requests (grammars, reasoning budgets, banned words), and their masks for the samples of steps."""
 
 from __future__ import annotations
 
@@ -45,9 +45,11 @@ def vocabulary_of(tokenizer: Tokenizer, num_ids: int, *, eos_ids: Several[int]) 
 def guides_of(
     request: GenerationRequest, compiler: ConstraintCompiler | None, *, num_ids: int
 ) -> Several[Guide | None]:
-    """Return one guide per choice of a request, or one None per choice if the request restricts no answers.
+    """Return a guide for each choice of a request; None for choices without restrictions.
 
-    Waits until the constraint is compiled. Raises: RequestError if it cannot be compiled or structured output is off.
+    Waits until the constraint is compiled.
+
+    Raises: RequestError if it cannot be compiled or structured output is off.
     """
     constraint, sampling, words = request.constraint, request.sampling, request.bad_word_ids
     guides: list[Guide | None] = [None] * sampling.n
@@ -86,13 +88,13 @@ def _wanting(request: GenerationRequest) -> str | None:
 
 
 class TimedGuide(ABC):
-    """Follows the outputs of one choice, as a `scheduling.sequence.Guide`."""
+    """Guide of a choice (`scheduling.sequence.Guide`) that measures its own time."""
 
     last_ms = 0.0
-    """Milliseconds of this thread for the last mask, those of the guide within included."""
+    """Thread milliseconds of the last mask, inner guides included."""
 
     def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
-        """Return bits int32 [W] of what may follow `output_ids` int32 [T]; or how the choice ends, as nothing may."""
+        """Return bits int32 [W] of ids that may follow `output_ids` int32 [T], or the finish reason if none may."""
         begun = time.thread_time()
         mask = self._mask(output_ids)
         self.last_ms = 1e3 * (time.thread_time() - begun)
@@ -103,7 +105,7 @@ class TimedGuide(ABC):
 
 
 class ThinkingBudget(TimedGuide):
-    """Guide that limits the reasoning tokens of one choice, within the mask of an `inner` guide.
+    """Guide that limits the reasoning tokens of a choice, within the mask of an `inner` guide.
 
     Tokens count from the start of the output if the prompt has begun reasoning, else from the marker that begins it.
     """
@@ -129,7 +131,7 @@ class ThinkingBudget(TimedGuide):
             return within
         if span.num_outputs - span.begun_at < self._limit.num_tokens:
             return within
-        # A started marker is completed: broken off, it would be reasoning beyond the limit.
+        # Continue a partly written marker: otherwise its tokens would be reasoning beyond the limit.
         forced = self._limit.markers.end_ids[span.num_written_of_end]
         if self._allowed_ids and forced not in self._allowed_ids:
             return EMPTY
@@ -137,7 +139,7 @@ class ThinkingBudget(TimedGuide):
 
 
 class WordBans(TimedGuide):
-    """Guide that forbids words in one choice, within the mask of an `inner` guide."""
+    """Guide that bans words in a choice, within the mask of an `inner` guide."""
 
     def __init__(
         self,
@@ -170,16 +172,16 @@ class WordBans(TimedGuide):
 
 
 BUDGET_MS = 30.0
-"""Budget for the masks of a step, which all running requests wait for. Beyond it no further mask is begun."""
+"""Budget for all masks of a step. Once it is spent, no further mask is computed, because all running requests wait."""
 OVER_BUDGET = FinishReason(
-    "error", message="the constraints that run at once take too long, this one most of all", source="constraint"
+    "error", message="the constraints of running requests take too long; this is among the slowest", source="constraint"
 )
 
 
 class DeferredSampling(StepExtension):
-    """Gives every plan the masks for the deferred samples of the step in flight.
+    """Extension that adds masks to each plan for the deferred samples of the step in flight.
 
-    All tokens before that step have been committed, so that guides know them.
+    All tokens before that step have been committed, so guides know them.
     """
 
     def __init__(self, table: RowTable) -> None:
@@ -187,7 +189,7 @@ class DeferredSampling(StepExtension):
         self._seconds = 0.0
 
     def plan(self, schedule: Schedule, before: Schedule | None) -> Schedule:
-        """Add masks for the samples of `before`, and the endings of sequences that cannot go on."""
+        """Add masks for the samples of `before`, and endings of sequences that cannot continue."""
         if before is None or not before.plan.holds_samples:
             return schedule
         started = time.perf_counter()
@@ -201,10 +203,10 @@ class DeferredSampling(StepExtension):
 
 
 def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list[Ending]]:
-    """Return masks and requested evidence for the deferred samples of a step, and the sequences that cannot go on.
+    """Return masks and requested evidence for the deferred samples of a step, and sequences that cannot continue.
 
-    All tokens before the step must have been committed. Samples of rows with another owner by now may be any token.
-    The fastest guides come first, so that those beyond the budget are the slow ones.
+    All tokens before the step must have been committed. Samples of rows whose owner has changed are not restricted.
+    Fast guides run first, so that only slow guides exceed the budget.
     """
     samples, bits, endings, spent_ms = [], [], [], 0.0
     held = list(_held(table, schedule))
@@ -220,10 +222,10 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
             bits.append(mask)
     stacked = np.stack(bits) if bits else np.zeros((0, 0), np.int32)
     masks = SampleMasks(np.asarray(samples, np.intp), stacked)
-    asking = [(sample, asked) for sample, sequence in held if (asked := sequence.rules.asked) is not None]
-    if asking:
-        of_samples, asked = zip(*asking, strict=True)
-        masks = replace(masks, asking=np.asarray(of_samples, np.intp), asked=np.stack(asked))
+    requesting = [(sample, row) for sample, sequence in held if (row := sequence.rules.requested) is not None]
+    if requesting:
+        of_samples, requested = zip(*requesting, strict=True)
+        masks = replace(masks, evidence_samples=np.asarray(of_samples, np.intp), requested=np.stack(requested))
     processing = [
         (sample, _processed(sequence, given))
         for sample, sequence in held
@@ -236,7 +238,7 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
 
 
 def _processed(sequence: Sequence, given: np.ndarray) -> np.ndarray:
-    """Return the input of processors for a sequence: arguments of its request, number of outputs, latest tokens."""
+    """Return the processor inputs of a sequence: arguments of its request, number of outputs, latest tokens."""
     recent = np.full(NUM_RECENT, -1, np.int32)
     known = sequence.token_ids[max(0, sequence.num_tokens - NUM_RECENT) : sequence.num_tokens]
     recent[NUM_RECENT - len(known) :] = known

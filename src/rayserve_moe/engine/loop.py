@@ -1,4 +1,4 @@
-"""The engine thread: runs commands of clients, then steps, and dispatches their outputs."""
+"""Engine thread: runs commands of clients, then steps, and dispatches outputs."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from rayserve_moe.scheduling.step_plan import StartReport
 
 log = logging.getLogger(__name__)
 Outputs = Collection[ChoiceResult]
-LONGEST_QUEUE_S = 5.0
-"""Seconds after a loss during which new requests wait for other hosts. Later they are refused."""
+MAX_QUEUE_S = 5.0
+"""Seconds after a loss during which new requests are queued; later they are rejected until the hosts are replaced."""
 _PART = re.compile(r"([_-]\d+)?")
 
 
 class EngineRebuildingError(RuntimeError):
-    """Hosts have been under replacement for too long to queue for them; ask again later."""
+    """Raised if hosts have been under replacement for too long to queue requests; the client may retry later."""
 
 
 class EngineLoop:
-    """Owns the engine thread. All public methods may be called from any thread.
+    """Owner of the engine thread. All public methods may be called from any thread.
 
-    Commands take effect between steps. After a failure every request ends with an error, and no further request is
-    accepted. With a `rebuilder`, which replaces the hosts of the executor, requests survive lost hosts.
+    Commands take effect between steps. After a failure all requests end with an error and no more are accepted. With a
+    `rebuilder`, which replaces the hosts of the executor, requests survive lost hosts.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class EngineLoop:
     ) -> None:
         self._executor, self._settings = executor, settings
         self.constraints = constraints
-        """Compiles the constraints of requests, and closes with the loop."""
-        bounds = RebuildBounds(settings.cluster.most_rebuilds_in_10_minutes, settings.cluster.most_rebuilds_in_hour)
+        """Compiles the constraints of requests; closed with the loop."""
+        bounds = RebuildBounds(settings.cluster.max_rebuilds_in_10_minutes, settings.cluster.max_rebuilds_in_hour)
         self.recovery = None if rebuilder is None else Recovery(rebuilder, bounds)
-        """Has lost hosts replaced."""
+        """Replaces lost hosts; None without a rebuilder."""
         self._commands = CommandQueue()
         self._state = _ThreadState()
         self.has_failed: Future[bool] = Future()
-        """Done once every client has its end: True if the thread ended by a failure."""
+        """Done once all requests have ended; True if the thread ended by a failure."""
         self.start_report = executor.start()
         _log_start(self.start_report)
         self.eplb = eplb_steps_for(
@@ -101,8 +101,8 @@ class EngineLoop:
             end=self._cycle.end,
         )
         self.request_metrics = self._outputs.metrics
-        most = max_live_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size)
-        self.capacity = Capacity(self._outputs, most)
+        max_live = max_live_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size)
+        self.capacity = Capacity(self._outputs, max_live)
         self.control = EngineControl(
             self._cycle, executor, eplb=self.eplb, outputs=self._outputs, commands=self._commands, card=card
         )
@@ -114,7 +114,7 @@ class EngineLoop:
             config=planning,
             layer_ids=card.routing.layer_ids,
         )
-        """Follows the planner that `planner_for` makes, if experts move."""
+        """Sends readings to the planner that `planner_for` returns, if experts move."""
         if rebuilder is not None and self.recovery is not None:
             rebuilder.on_loss = partial(self._commands.post, partial(replace_lost, self.control, self.recovery))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -122,21 +122,23 @@ class EngineLoop:
 
     @property
     def card(self) -> ModelCard:
-        """The model being served, as it is now."""
+        """Return the description of the current model."""
         return self.control.card
 
     def submit(self, request: GenerationRequest, sink: Sink, *, committed: Outputs = ()) -> list[Sequence]:
         """Queue a request and return its choices, for `abort`.
 
-        `sink` gets the outputs that follow `committed` ones, from the engine thread, and must not block. The id of a
-        request may be used again once it has ended. Raises: RequestError if it cannot be served, EngineBusyError if too
-        many wait, EngineRebuildingError, EngineStoppedError.
+        `sink` receives the outputs after the `committed` outputs, in the engine thread, and must not block. A request
+        id may be reused once its request has ended.
+
+        Raises: RequestError if the request cannot be served, EngineBusyError if too many requests are live,
+            EngineRebuildingError, EngineStoppedError.
         """
         progress = None if self.recovery is None else self.recovery.progress
-        if progress is not None and progress.seconds > LONGEST_QUEUE_S:
+        if progress is not None and progress.seconds > MAX_QUEUE_S:
             raise EngineRebuildingError(f"hosts are being replaced: {progress.phase}, {progress.seconds:.0f} s so far")
-        longest = (self.start_report.num_pages - 1) * self._settings.cache.page_size  # page 0 is of no sequence
-        check_request(request, self.card, longest=longest)
+        max_tokens = (self.start_report.num_pages - 1) * self._settings.cache.page_size  # page 0 holds padding
+        check_request(request, self.card, max_tokens=max_tokens)
         guides: Several[Guide | None] = [None] * request.sampling.n
         if request.is_guided or request.wants_evidence or request.sampling.processor_arguments:
             guides = guides_of(request, self.constraints, num_ids=self.card.vocab_size)
@@ -153,29 +155,29 @@ class EngineLoop:
         return sequences
 
     def abort(self, choices: Iterable[Sequence]) -> None:
-        """End those of the choices that have not ended, with finish reason `abort`."""
+        """End the unfinished choices among `choices` with finish reason `abort`."""
         self._commands.post(partial(self.control.end, choices, ABORTED))
 
     def abort_stem(self, stem: str, *, is_prefix: bool = False) -> None:
         """Abort the requests with the id `stem`, or `stem_0`, `stem_1`, ..., or `stem-0`, ...
 
-        With `is_prefix`, abort all whose ids begin with it.
+        With `is_prefix`, abort all requests whose ids begin with `stem`.
         """
         self._abort_named(
             lambda name: name.startswith(stem) and (is_prefix or _PART.fullmatch(name, len(stem)) is not None)
         )
 
     def abort_all(self) -> None:
-        """Abort all requests that were submitted before."""
+        """Abort all requests submitted so far."""
         self._abort_named(lambda _: True)
 
     def flush(self) -> None:
-        """Flush the prefix cache before later requests; running ones keep their pages."""
+        """Flush the prefix cache before later requests; running requests keep their pages."""
         self._commands.post(self._cycle.scheduler.flush)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is waiting or running."""
+        """Return True if no request is waiting or running."""
         return len(self._outputs) == 0
 
     def statistics(self) -> dict[str, float]:
@@ -194,19 +196,19 @@ class EngineLoop:
 
     @property
     def drafts(self) -> tuple[str, DraftTotals] | None:
-        """Name of the proposer and totals of its drafts; None without speculation."""
+        """Return the proposer's name and the totals of its drafts; None without speculation."""
         drafted = extension_of(self._cycle.extensions, DraftedSteps)
         return None if drafted is None else (drafted.speculation.proposer.name, drafted.speculation.totals)
 
     def check_health(self) -> None:
-        """Raise EngineStoppedError when the engine is dead, or a step has taken longer than it may."""
+        """Raise EngineStoppedError if the engine is dead or a step exceeds the step timeout."""
         self._commands.check_open()
         started = step_start(self._state.step_started_at, self.recovery)
         if started is not None and time.monotonic() - started > self._settings.cluster.step_timeout_s:
             raise EngineStoppedError(f"a step has been running for over {self._settings.cluster.step_timeout_s} s")
 
     def check_integrity(self) -> None:
-        """Assert, between two steps, that pages and rows add up against an independent count."""
+        """Assert, between two steps, that pages and rows agree with an independent count."""
         fault = self._commands.call(partial(_fault_of, self._cycle.scheduler)).result(
             self._settings.cluster.step_timeout_s
         )
@@ -214,7 +216,7 @@ class EngineLoop:
             raise fault
 
     def shutdown(self, ending: FinishReason = ABORTED) -> None:
-        """End what runs, stop the thread and the executor. May be called twice."""
+        """End all requests and stop the thread and the executor. May be called twice."""
         self._state.ending = ending
         self.eplb_control.stop()
         self._commands.close("the engine is shut down")
@@ -243,7 +245,7 @@ class EngineLoop:
         self.has_failed.set_result(False)
 
     def _take_commands(self) -> bool:
-        """Run queued commands; with no work, sleep. False once the engine is to stop."""
+        """Run queued commands; sleep while idle. Return False once the engine must stop."""
         while not self._commands.is_closed:
             self._state.step_started_at = time.monotonic()
             self._commands.run_all()
@@ -256,13 +258,13 @@ class EngineLoop:
         return False
 
     def _abort_named(self, is_meant: Callable[[str], bool]) -> None:
-        """Abort the requests that have such an id now; later ones may have the same."""
+        """Abort the current requests with a matching id; later requests may reuse the id."""
         with self._commands.lock:
             names = filter(is_meant, self._outputs.request_ids)
             self.abort([choice for name in names for choice in self._outputs.unfinished(name)])
 
     def _fail(self, message: str) -> None:
-        """Refuse everything from now on and end what runs with an error."""
+        """Close the engine and end all requests with an error."""
         with self._commands.lock:
             self._commands.close(f"the engine has failed: {message}")
             self._state.step_started_at = None
@@ -276,13 +278,13 @@ class _ThreadState:
     """State of the engine thread that other threads read or set."""
 
     step_started_at: float | None = None
-    """When the running step or command began, monotonic; None between them."""
+    """Monotonic start time of the running step or command; None between them."""
     ending: FinishReason = ABORTED
-    """Reason by which requests end that still run at the shutdown."""
+    """Finish reason of requests that still run at the shutdown."""
 
 
 def _end_all(outputs: OutputDispatch, reason: FinishReason) -> None:
-    """End all requests; a sink that raises does not keep the others from their end."""
+    """End all requests; if a sink raises, the others still end."""
     while len(outputs):
         try:
             outputs.end_all(reason)
@@ -300,7 +302,7 @@ def _fault_of(scheduler: Scheduler) -> AssertionError | None:
 
 
 def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[Guide | None]) -> list[Sequence]:
-    """Build one sequence per choice, all with the request's seed or one random seed.
+    """Build a sequence per choice, all with the request's seed or a shared random seed.
 
     With a constraint, the guide withholds end tokens, and the end of sequence stops a choice even with `ignore_eos`.
     """
@@ -327,7 +329,7 @@ def _log_start(report: StartReport) -> None:
 
 
 def scheduler_for(settings: Settings, card: ModelCard, *, started: StartReport) -> Scheduler:
-    """Return the scheduler of an engine whose executor has `started`."""
+    """Return the scheduler of an engine whose executor has started."""
     scheduler, cache = settings.scheduler, settings.cache
     limits = StepLimits(
         num_rows=scheduler.max_running_requests,
@@ -378,7 +380,7 @@ def cycle_with(  # noqa: PLR0913 (features, by keyword)
     losses: StepLosses | None = None,
     overlaps: bool = True,
 ) -> StepCycle:
-    """Return the step cycle with these features; None: without."""
+    """Return the step cycle with these features; None leaves a feature out."""
     drafted = (
         None
         if speculation is None
@@ -387,7 +389,7 @@ def cycle_with(  # noqa: PLR0913 (features, by keyword)
     tally = None if eplb is None else SelectionTally(eplb.migration)
     features = (drafted, eplb, DeferredSampling(scheduler.table), capture, tally, losses)
     if capture is not None:
-        # A request that finds a cached prefix may want rows that another request computed.
+        # A request with a cached prefix may want the routing rows of the request that computed it.
         scheduler.captures_all = scheduler.caches_prefixes
         scheduler.on_preemption = capture.preempted
     return StepCycle(
@@ -400,4 +402,4 @@ def cycle_with(  # noqa: PLR0913 (features, by keyword)
 
 
 def _no_routing(sequence: Sequence) -> None:
-    """Stand for the streamed rows of a server that does not capture routing."""
+    """Return no rows: stands for `StreamedRouting` in a server that does not capture routing."""

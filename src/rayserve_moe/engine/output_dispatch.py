@@ -1,4 +1,4 @@
-"""Dispatches outputs to clients: first tokens at once, later ones grouped, and the end of a choice with all it has."""
+"""Output dispatch to clients: first tokens at once, later tokens grouped, and a final update per choice."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import Sequence, prompt_columns
 
 Sink = Callable[[list[ChoiceResult]], Iterable[int] | None]
-"""Takes updates of one request; returns the choices that a stop string has completed, so that they end here."""
+"""Takes updates of a request; returns the indices of choices that a stop string has completed, so that they end."""
 StreamedRouting = Callable[[Sequence], RoutedExperts | None]
-"""Returns the rows of a running sequence that its client does not have yet; None where they are not streamed."""
+"""Returns the routing rows of a running sequence that its client does not have yet; None if they are not streamed."""
 End = Callable[[Sequence, FinishReason], object]
 """Ends a sequence between steps."""
 
 STOPPED = FinishReason("stop")
-"""How a choice ends that a stop string has completed; the text layer knows which one."""
+"""Finish reason of a choice that a stop string has completed; the text layer knows the string."""
 GROUPING_S_PER_SEQUENCE = 0.01
-LONGEST_GROUPING_S = 0.13
-"""The least seconds between two updates of a choice: none when alone, more with the load. With the step in flight an
-update comes within 150 ms."""
+MAX_GROUPING_S = 0.13
+"""Minimum seconds between two updates of a choice: GROUPING_S_PER_SEQUENCE per updated sequence, up to this.
+
+Together with the step in flight, an update arrives within 150 ms.
+"""
 
 
 def _no_routing(_: Sequence) -> None:
@@ -39,9 +41,9 @@ def _only_marked(sequence: Sequence, reason: FinishReason) -> None:
 
 
 class OutputDispatch:
-    """The requests in the engine and their sinks; `metrics` measures them where outputs are dispatched.
+    """Live requests and their sinks; `metrics` measures them at dispatch.
 
-    `publish` is called after every step from the engine thread; sinks must not block. `add` may be called from any
+    `publish` is called after every step in the engine thread; sinks must not block. `add` may be called from any
     thread.
     """
 
@@ -49,7 +51,7 @@ class OutputDispatch:
         self, table: RowTable, *, streamed_routing: StreamedRouting = _no_routing, end: End = _only_marked
     ) -> None:
         self._table, self._streamed_routing, self._end = table, streamed_routing, end
-        # By request id its choices, their sink, and the choices whose end was not dispatched yet.
+        # By request id: choices, sink, and indices of choices whose end is not dispatched yet.
         self._requests: dict[str, tuple[list[Sequence], Sink, set[int]]] = {}
         self.metrics = RequestMetrics()
 
@@ -66,26 +68,26 @@ class OutputDispatch:
 
     @property
     def request_ids(self) -> list[str]:
-        """Ids of the requests that have not ended."""
+        """Return the ids of the live requests."""
         return list(self._requests)
 
     @property
     def num_unfinished(self) -> int:
-        """Choices whose end was not dispatched yet."""
+        """Return the number of choices whose end is not dispatched yet."""
         return sum(len(unfinished) for _, _, unfinished in list(self._requests.values()))
 
     def unfinished(self, request_id: str) -> list[Sequence]:
-        """The choices of a request that have not ended; none for an unknown one."""
+        """Return the unfinished choices of a request; none for an unknown id."""
         sequences, _, _ = self._requests.get(request_id, ([], None, None))
         return [sequence for sequence in sequences if sequence.finish is None]
 
     def publish(self, rows: np.ndarray, ended: list[Sequence], *, now: float) -> None:
-        """Send the updates that are due: of rows that got a token, once for each, and of choices that have ended.
+        """Send the due updates of `rows` that got a token, and the final updates of `ended` choices.
 
-        Choices that a stop string completes end too, before another step is planned.
+        Choices that a stop string completes end too, before the next step is planned.
         """
         updates: dict[str, list[ChoiceResult]] = {}
-        note_tokens(self.metrics, self._table, rows=rows, now=now)
+        record_tokens(self.metrics, self._table, rows=rows, now=now)
         for row in self._due(rows, now).tolist():
             sequence = self._table.sequences[row]
             if sequence is not None:
@@ -93,7 +95,7 @@ class OutputDispatch:
                 updates.setdefault(sequence.request.request_id, []).append(_update_of(sequence, routing))
         for sequence in ended:
             assert sequence.finish is not None, "an ended sequence has a finish reason"
-            note_end(self.metrics, sequence, kind=sequence.finish.kind, now=now)
+            record_end(self.metrics, sequence, kind=sequence.finish.kind, now=now)
             updates.setdefault(sequence.request.request_id, []).append(_last_update_of(sequence))
         complete = [sequence for request_id, news in updates.items() for sequence in self._send(request_id, news)]
         for sequence in complete:
@@ -102,30 +104,30 @@ class OutputDispatch:
             self.publish(NO_ROWS, complete, now=now)
 
     def end_all(self, reason: FinishReason) -> None:
-        """Send every client what it has not got yet, and the end of its unfinished choices.
+        """Send every client its remaining outputs, and end its unfinished choices with `reason`.
 
-        What a sink raises passes through: call it again for those that are left.
+        An exception of a sink propagates; call again for the remaining requests.
         """
         while self._requests:
             _, (sequences, sink, choices) = self._requests.popitem()
             unfinished = [sequences[choice] for choice in sorted(choices)]
             updates = [_update_of(sequence, None) for sequence in unfinished]
             for sequence, update in zip(unfinished, updates, strict=True):
-                note_end(self.metrics, sequence, kind=reason.kind, now=time.monotonic())
+                record_end(self.metrics, sequence, kind=reason.kind, now=time.monotonic())
                 update.finish = reason
             sink(updates)
 
     def _due(self, rows: np.ndarray, now: float) -> np.ndarray:
-        """Rows whose clients want updates and have waited long enough; the first token is due at once."""
+        """Return the rows whose clients want updates and have waited long enough; the first token is due at once."""
         wants, published_at = self._table.wants, self._table.times.published_at
         rows = _each_once(rows)
-        interval = min(LONGEST_GROUPING_S, GROUPING_S_PER_SEQUENCE * len(rows))
+        interval = min(MAX_GROUPING_S, GROUPING_S_PER_SEQUENCE * len(rows))
         due = rows[wants.is_incremental[rows] & (now - published_at[rows] >= interval)]
         published_at[due] = now
         return due
 
     def _send(self, request_id: str, updates: list[ChoiceResult]) -> list[Sequence]:
-        """Send updates of one request; returns its unfinished choices that a stop string has completed."""
+        """Send updates of a request; return its unfinished choices that a stop string has completed."""
         sequences, sink, unfinished = self._requests[request_id]
         unfinished.difference_update(update.choice_index for update in updates if update.finish is not None)
         if not unfinished:
@@ -135,12 +137,12 @@ class OutputDispatch:
 
 
 def _each_once(rows: np.ndarray) -> np.ndarray:
-    """Rows in their order, those that follow on themselves once."""
+    """Return the rows in order, without consecutive repeats."""
     return rows[np.append(True, rows[1:] != rows[:-1])] if len(rows) else rows
 
 
 def _update_of(sequence: Sequence, routing: RoutedExperts | None) -> ChoiceResult:
-    """What a sequence has generated since its last update."""
+    """Return the tokens that a sequence has generated since its last update."""
     state, evidence, num_prompt = sequence.state, sequence.evidence, sequence.num_prompt_tokens
     first, last = sequence.published.num_tokens, sequence.num_tokens
     sequence.published.num_tokens = last
@@ -165,25 +167,27 @@ def _last_update_of(sequence: Sequence) -> ChoiceResult:
     return update
 
 
-def note_tokens(metrics: RequestMetrics, table: RowTable, *, rows: np.ndarray, now: float) -> None:
-    """Measure that each of `rows` has got a token: its first one, or one more, or several, which share the time since
-    the last. `now` is of the monotonic clock."""
+def record_tokens(metrics: RequestMetrics, table: RowTable, *, rows: np.ndarray, now: float) -> None:
+    """Record a new token of each of `rows` in the metrics; `now` is of the monotonic clock.
+
+    A row that is repeated got several tokens, which share the time since its last token.
+    """
     if not len(rows):
         return
     times = table.times
     gaps = (now - times.token_at[rows]) / np.bincount(rows)[rows]
     times.token_at[rows] = now
-    longest = gaps.max()
-    if gaps.min() == longest:  # all got one with the step before too, and none is a first one, whose gap is NaN
-        metrics.inter_token.add(float(longest), len(gaps))
+    max_gap = gaps.max()
+    if gaps.min() == max_gap:  # no first tokens, whose gap is NaN, and all rows got a token in the previous step
+        metrics.inter_token.add(float(max_gap), len(gaps))
         return
     is_first = np.isnan(gaps)
     metrics.time_to_first_token.add_all(now - times.accepted_at[rows[is_first]])
     metrics.inter_token.add_all(gaps[~is_first])
 
 
-def note_end(metrics: RequestMetrics, sequence: Sequence, *, kind: str, now: float) -> None:
-    """Measure that a choice has ended, and how (`FinishReason.kind`)."""
+def record_end(metrics: RequestMetrics, sequence: Sequence, *, kind: str, now: float) -> None:
+    """Record the end of a choice in the metrics, with the `kind` of its finish reason."""
     times = sequence.times
     metrics.finished[kind] += 1
     metrics.end_to_end.add(now - times.accepted_at)

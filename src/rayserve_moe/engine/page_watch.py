@@ -1,4 +1,4 @@
-"""Lets another thread follow what the prefix cache of a running engine holds."""
+"""Access of other threads to the prefix cache and load of a running engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from rayserve_moe.scheduling.sequence import Sequence
 
 
 class PageWatch:
-    """Without a call of `start` nothing is recorded. `num_data_ranks`, `num_pages`, `page_size` and
-    `num_rows` are the engine's."""
+    """Prefix cache and load of an engine. Nothing is recorded before `start`.
+
+    `num_data_ranks`, `num_pages`, `page_size` and `num_rows` are the engine's.
+    """
 
     def __init__(self, cycle: StepCycle, commands: CommandQueue) -> None:
         self._cycle, self._commands = cycle, commands
@@ -23,20 +25,23 @@ class PageWatch:
         self.page_size, self.num_rows = table.page_size, len(table.sequences)
 
     def load(self) -> tuple[int, int]:
-        """Requests in progress, in choices, and prompt tokens that are still to be computed; from any thread, about."""
+        """Return the live requests, counted in choices, and the prompt tokens not computed yet.
+
+        May be called from any thread; the numbers are approximate.
+        """
         scheduler, queued = self._cycle.scheduler, self._queued()
         num_tokens = sum(max(0, sequence.num_tokens - sequence.num_computed) for sequence in queued)
         return len(list(scheduler.waiting)) + len(scheduler.running), num_tokens
 
     def tokens_without_pages(self) -> int:
-        """Prompt tokens for which no page is held yet; from any thread, about."""
+        """Return the number of prompt tokens without a page. May be called from any thread; approximate."""
         return sum(max(0, each.num_tokens - len(each.pages) * self.page_size) for each in self._queued())
 
     def start(self, events: PageEvents) -> Future[None]:
-        """Record the pages that can be found now, and every change from now on, in place of any recorder before."""
+        """Record the cached pages, and all changes from now on, replacing any earlier recorder."""
         return self._commands.call(partial(watch_pages, self._cycle.scheduler, events))
 
     def _queued(self) -> list[Sequence]:
-        """Sequences whose known tokens are not all computed."""
+        """Return the sequences whose known tokens are not all computed."""
         scheduler = self._cycle.scheduler
         return [*scheduler.waiting, *(sequence for rank in scheduler.ranks for sequence in list(rank.prefilling))]

@@ -1,4 +1,4 @@
-"""Numbers that an engine adds up over its steps: seconds, tokens, and assignments to slots of limited capacity."""
+"""Totals over the steps of an engine: seconds, tokens, and assignments to expert slots of limited capacity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayserve_moe.scheduling.step_plan import StepResult
 
 @dataclass
 class StepClock:
-    """Where the seconds of all steps so far went, and how much they computed."""
+    """Seconds by phase of all steps so far, and their numbers of tokens."""
 
     steps: int = 0
     tokens_computed: int = 0
@@ -26,8 +26,8 @@ class StepClock:
     device_s: float = 0.0
     commit_s: float = 0.0
 
-    def note(self, finished: Schedule, result: StepResult, *, num_sampled: int, commit_s: float) -> None:
-        """Add a step that is committed."""
+    def record(self, finished: Schedule, result: StepResult, *, num_sampled: int, commit_s: float) -> None:
+        """Add a committed step."""
         self.steps += 1
         self.tokens_computed += finished.plan.num_tokens
         self.tokens_sampled += num_sampled if finished.plan.chunks.max_drafts else len(finished.sampling_rows)
@@ -38,7 +38,7 @@ class StepClock:
 
 
 def scheduler_statistics(scheduler: Scheduler) -> dict[str, float]:
-    """Pages of all data ranks, and what runs, as of now."""
+    """Return pages of all data ranks, and running sequences, as of now."""
     ranks, running = scheduler.open_ranks, scheduler.running
     return {
         "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
@@ -51,7 +51,7 @@ def scheduler_statistics(scheduler: Scheduler) -> dict[str, float]:
 
 
 class SelectionTally(StepExtension):
-    """Sum of the tallies of all steps, in servers whose expert slots have limited capacity."""
+    """Sum of the tallies of all steps, for servers whose expert slots have limited capacity."""
 
     def __init__(self, migration: Migration) -> None:
         self._migration = migration
@@ -68,9 +68,9 @@ class SelectionTally(StepExtension):
 
 
 def selection_statistics(tally: np.ndarray | None, *, num_ranks: int) -> dict[str, float]:
-    """What the capacity of slots did to the assignments of all steps (`StepResult.tally`); empty without limits.
+    """Return the effect of slot capacities on expert assignments (`StepResult.tally`); empty without limits.
 
-    `rank_imbalance` is the hottest rank of each layer and step over the mean one, weighted by assignments.
+    `rank_imbalance` is the load of the busiest rank of each layer and step over the mean, weighted by assignments.
     """
     if tally is None:
         return {}

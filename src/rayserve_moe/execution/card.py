@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are read."""
+"""Description of a model before its weights are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rayserve_moe.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """A model's card and tokenizer, and the settings of its runners, with its directory."""
+    """Card and tokenizer of a model, and the settings of its runners with the resolved checkpoint path."""
 
     card: ModelCard
     tokenizer: Tokenizer
@@ -30,15 +30,16 @@ class DescribedModel:
 
 
 def describe_model(settings: Settings) -> DescribedModel:
-    """Read config and tokenizer of the checkpoint; a synthetic one is created if it does not exist, and of a remote one
-    these files are copied.
+    """Read config and tokenizer of the checkpoint.
 
-    Raises ValueError with what is missing or unsupported.
+    A synthetic checkpoint is created if it does not exist. Of a remote checkpoint, these small files are copied.
+
+    Raises: ValueError with the missing file or unsupported value.
     """
     kept = default_cache_directory()
     place = located(settings.model.path, cache_directory=kept)
     path = with_small_files(place, cache_directory=kept)
-    # The config first: a tokenizer's loader reads it too, and would call itself unusable for a value of the model.
+    # The config first: the tokenizer's loader also reads it, and reports unsupported model values as its own error.
     spec = spec_from_config(read_config(path))
     model, tokenizer = dataclasses.replace(settings.model, path=place), Tokenizer(path)
     card = model_card(
@@ -56,7 +57,7 @@ def describe_model(settings: Settings) -> DescribedModel:
     settings = dataclasses.replace(settings, speculation=speculation)
     processors = load_processors(settings.structured.processors)
     card = dataclasses.replace(card, processors=tuple(each.arguments for each in processors))
-    card = dataclasses.replace(card, longest_constraint=settings.structured.max_bytes)
+    card = dataclasses.replace(card, max_constraint_bytes=settings.structured.max_bytes)
     runner = dataclasses.replace(runner_settings(settings, model), processors_digest=digest_of(processors))
     return DescribedModel(card, tokenizer, runner)
 
@@ -70,7 +71,7 @@ def model_card(
     eos_token_ids: tuple[int, ...],
     experts: ExpertSettings | None = None,
 ) -> ModelCard:
-    """Describe a model under the settings it is served with; `name` is used where none was given."""
+    """Describe a model under the settings of its server; `name` is the default for the served name."""
     return ModelCard(
         name=model.served_name or name,
         max_model_len=max_model_len(model, spec.max_position_embeddings),
@@ -87,9 +88,9 @@ def model_card(
 
 
 def check_tensors(files: CheckpointFiles) -> None:
-    """Hold the tensors that a checkpoint's headers list to its config, as a load does before it reads any of them.
+    """Check the tensors listed in a checkpoint's headers against its config, without reading any tensor.
 
-    CheckpointError as in `names.verify`, UnsupportedModelError for the config.
+    Raises: CheckpointError as in `names.verify`, UnsupportedModelError for the config.
     """
     family, tree = family_of(files.config), parameter_specs(spec_from_config(files.config), dtype="float32")
     verify(files, tree, rules=family.CHECKPOINT_RULES, ignored=getattr(family, "IGNORED", ()))

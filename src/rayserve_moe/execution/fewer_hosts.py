@@ -1,4 +1,4 @@
-"""What a group settles before a host is lost: how it computes with fewer, and memory for them, and for kept weights."""
+"""Provisions for lost hosts: settings that suit fewer hosts, and memory for them and for kept weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 
 
 class Parts(NamedTuple):
-    """Slices, or emulated hosts, that a group has now, and the fewest that it serves with."""
+    """Slices, or emulated hosts, of a group."""
 
     now: int
-    least: int
+    """Current number."""
+    minimum: int
+    """Minimum number with which the group continues."""
 
 
 def settings_of_any_size(settings: RunnerSettings, *, spec: ModelSpec, plan: ParallelPlan) -> RunnerSettings:
-    """Settings under which a model is computed alike on this mesh and on one of fewer hosts.
+    """Return settings that compute a model in the same way on this mesh and on a mesh of fewer hosts.
 
-    An expert slot is added to each of as many ranks as it takes for slots to divide by them, and CPU kernels are those
-    that several devices have, also where one is left.
+    Expert slots are added until slots divide by the ranks. CPU kernels are those for several devices, even if only a
+    single device is left.
     """
     experts, compiling = settings.experts, settings.compile
     divides = -spec.router.num_experts % plan.num_expert_ranks
@@ -36,16 +38,18 @@ def settings_of_any_size(settings: RunnerSettings, *, spec: ModelSpec, plan: Par
 
 
 def pages_with_fewest(served: ServedModel, parts: Parts, *, free: int) -> int:
-    """KV pages of a data rank where as few parts serve as may be, if devices have `free` bytes beside their share now.
+    """Return the KV pages of a data rank that fit when only the minimum number of parts is left.
 
-    SettingsError where the experts of all leave no memory for two pages.
+    `free` are the bytes that a device has beside its current share.
+
+    Raises: SettingsError if the experts leave no memory for two pages.
     """
     plan = served.config.plan
     devices = list(plan.mesh.devices.flat)
     fewer = plan_for(
-        devices[: len(devices) * parts.least // parts.now],
-        data_size=plan.data_size * parts.least // parts.now,
-        num_slices=max(1, plan.num_slices * parts.least // parts.now),
+        devices[: len(devices) * parts.minimum // parts.now],
+        data_size=plan.data_size * parts.minimum // parts.now,
+        num_slices=max(1, plan.num_slices * parts.minimum // parts.now),
     )
     spec = served.config.spec
     settings = settings_of_any_size(served.settings, spec=spec, plan=fewer)
@@ -55,10 +59,11 @@ def pages_with_fewest(served: ServedModel, parts: Parts, *, free: int) -> int:
 
 
 def pages_beside_copies(served: ServedModel, num_pages: int, *, num_copies: int, share_bytes: int) -> int:
-    """KV pages of a data rank, up to `num_pages`, that leave host memory for `num_copies` of this host's share.
+    """Return the KV pages of a data rank that leave host memory for `num_copies` of this host's share.
 
-    The weights are loaded. SettingsError where memory does not hold as many copies, beside the pages on a CPU. Other
-    hosts of this machine are not looked at.
+    At most `num_pages` are returned. The weights must be loaded. Other hosts of this machine are not considered.
+
+    Raises: SettingsError if memory does not hold the copies (on a CPU, beside the pages).
     """
     if num_copies <= 0:
         return num_pages
@@ -66,16 +71,14 @@ def pages_beside_copies(served: ServedModel, num_pages: int, *, num_copies: int,
     devices = list(mesh.local_devices)
     if platform_of(mesh) == "cpu" and free > 0:
         num_pages = min(num_pages, served.num_pages_within(rounded_down(free // len(devices))))
-        if served.pool.cache.num_pages:  # not those that fit
+        if served.pool.cache.num_pages:  # an explicit number may not fit
             free -= bytes_on_device(served.state(num_pages)) * len(devices)
     if free < 0:
-        what = (
-            f"{num_copies} copies of {share_bytes} bytes take {-free} bytes more than host memory has beside KV pages"
-        )
-        raise SettingsError(f"keep_sent_weights: {what}; take auto, which keeps what fits, or off")
+        excess = f"{num_copies} copies of {share_bytes} bytes exceed host memory beside KV pages by {-free} bytes"
+        raise SettingsError(f"keep_sent_weights: {excess}; set auto, which keeps as many as fit, or off")
     return num_pages
 
 
 def _held(served: ServedModel) -> int:
-    """Bytes of a device's share of the weights, and of its staging area."""
+    """Return the bytes of a device's share of the weights and of its staging area."""
     return bytes_on_device(served.weights) + bytes_on_device(served.staging)

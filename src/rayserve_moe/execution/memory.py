@@ -1,4 +1,4 @@
-"""How many KV pages fit into the memory that is free."""
+"""Memory sizing: number of KV pages and state entries that fit into free memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from rayserve_moe.state.kinds import StateKind
 
 @dataclass(frozen=True)
 class EntrySizes:
-    """An entry kind of a model, and the bytes that it takes on one device, in all layers."""
+    """An entry kind of a model, and its bytes on a device, over all layers."""
 
     kind: StateKind
     entry_bytes: int
     ring_bytes: int
-    """What one row keeps besides its entries."""
+    """Bytes of a row besides its entries."""
     page_bytes: int
-    """One page of all token kinds."""
+    """Bytes of a page of all token kinds."""
 
     def group(self, num_pages: int, *, scheduler: SchedulerSettings, cache: CacheSettings) -> EntryGroup:
-        """Return the entries beside `num_pages` pages of a data rank: two for each row, and those of cached prefixes.
+        """Return the entries beside `num_pages` pages of a data rank: two for each row, and entries of cached prefixes.
 
         The latter take `state_fraction` of the memory that they share with pages.
         """
@@ -78,8 +78,10 @@ class PoolSizes:
         )
 
     def num_pages_within(self, free: int, *, layer_page_bytes: int, longest: int, extra_page_bytes: int = 0) -> int:
-        """`num_pages_that_fit` for sequences of up to `longest` tokens; a page of a layer takes `layer_page_bytes`, and
-        besides one of a sequence `extra_page_bytes`."""
+        """Return `num_pages_that_fit` for sequences of up to `longest` tokens.
+
+        A page of a layer takes `layer_page_bytes`. A page of a sequence takes `extra_page_bytes` in addition.
+        """
         return num_pages_that_fit(
             self.cache,
             bytes_of=lambda num_pages: (
@@ -88,53 +90,55 @@ class PoolSizes:
                 + self.entry_bytes(num_pages)
             ),
             free=free,
-            most_useful=max_useful_pages(self.scheduler, self.cache, max_tokens=longest),
+            max_useful=max_useful_pages(self.scheduler, self.cache, max_tokens=longest),
         )
 
 
 def page_bytes(states: Iterable[KeptState], *, page_size: int, dtype: str, plan: ParallelPlan) -> int:
-    """Return the bytes that one page of all layers takes on one device; `dtype` is that of the KV cache."""
+    """Return the bytes of a page of all layers on a device; `dtype` is the dtype of the KV cache."""
     return sum(state.num_layers * page_size * state.row_bytes(plan, dtype=dtype) for state in states)
 
 
 def bytes_on_device(tree: object) -> int:
-    """Bytes that the arrays of a tree of shapes take on one device."""
+    """Return the bytes on a device of the arrays in a tree of shapes."""
     return sum(local_elements(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def local_elements(leaf: Any) -> int:
-    """Elements of an array, or of its shape, that lie on one device."""
+    """Return the number of elements of an array, or of its shape, on a device."""
     return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
 def free_bytes(devices: list[jax.Device]) -> int:
-    """Free memory of the fullest local device; emulated devices share what the host has available, rounded down.
+    """Return the free memory of the fullest local device.
 
-    What a host has available differs from start to start, and programs are found only for the same number of pages.
+    Emulated devices share the host's available memory, rounded down: it differs from start to start, and compiled
+    programs are only found for the same number of pages.
     """
     free = _bytes_beyond("bytes_in_use", devices)
     return free if all(device.memory_stats() for device in devices) else rounded_down(free)
 
 
 def rounded_down(number: int) -> int:
-    """To its four leading bits: by an eighth at most."""
+    """Return a number rounded down to its four leading bits, by at most an eighth."""
     return number >> (bits := max(0, number.bit_length() - 4)) << bits
 
 
 def spare_bytes(devices: list[jax.Device]) -> int:
-    """Memory of the fullest local device that no step so far has needed; for emulated devices all that is free."""
+    """Return the memory of the fullest local device that no step has needed; for emulated devices all free memory."""
     return _bytes_beyond("peak_bytes_in_use", devices)
 
 
-def num_pages_that_fit(cache: CacheSettings, *, bytes_of: Callable[[int], int], free: int, most_useful: int) -> int:
-    """Pages for `mem_fraction` of `free` bytes, at most `most_useful`; an explicit `num_pages` is taken as it is.
+def num_pages_that_fit(cache: CacheSettings, *, bytes_of: Callable[[int], int], free: int, max_useful: int) -> int:
+    """Return the pages for `mem_fraction` of `free` bytes, at most `max_useful`; an explicit `num_pages` is kept.
 
     `bytes_of(n)` are the bytes of the pool of all layers for n pages of sequences; it grows with n.
-    Raises SettingsError when fewer than two pages fit: one of them holds padding.
+
+    Raises: SettingsError if fewer than two pages fit; the first holds padding.
     """
     if cache.num_pages:
         return cache.num_pages
-    fitting = bisect_right(range(most_useful + 1), int(free * cache.mem_fraction), key=bytes_of) - 1
+    fitting = bisect_right(range(max_useful + 1), int(free * cache.mem_fraction), key=bytes_of) - 1
     if fitting < 2:
         raise SettingsError(
             f"mem_fraction {cache.mem_fraction}: no two KV pages of {bytes_of(1)} bytes fit into {free} free bytes"
@@ -143,15 +147,15 @@ def num_pages_that_fit(cache: CacheSettings, *, bytes_of: Callable[[int], int], 
 
 
 def memory_available() -> int:
-    """Bytes of host memory that can be had without swapping."""
+    """Return the bytes of host memory that are available without swapping."""
     meminfo = Path("/proc/meminfo").read_text()
     return next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable")) * 1024
 
 
 def give_back_freed() -> None:
-    """Give memory of arrays that are gone back to the system, some seconds later: XLA's threads let go of them late.
+    """Return the memory of deleted arrays to the system, after some seconds, because XLA's threads hold it for a while.
 
-    What jax has copied to devices it keeps until the next garbage collection; malloc of glibc keeps what is freed.
+    jax keeps host copies until the next garbage collection, and malloc of glibc keeps freed memory.
     """
     for wait_s in (1.0, 10.0, 30.0):
         time.sleep(wait_s)
@@ -161,7 +165,7 @@ def give_back_freed() -> None:
 
 
 def _bytes_beyond(used: str, devices: list[jax.Device]) -> int:
-    """The least that a device has beyond `used`, a name of its statistics; one without that statistic has nothing."""
+    """Return the minimum over devices of memory beyond `used`, a name of their statistics; 0 without that statistic."""
     stats = [device.memory_stats() for device in devices]
     if all(stats):
         return min(s["bytes_limit"] - s.get(used, s["bytes_limit"]) for s in stats if s)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def kernels_in_words(kernels: Kernels) -> str:
-    """Return the name of a table of kernels, of native ones with the level of instructions that they use."""
+    """Return the name of a kernel table; for native kernels with their instruction level."""
     return f"{kernels.name} ({loaded_level()})" if kernels is CPU_NATIVE else kernels.name
 
 
@@ -31,9 +31,11 @@ def choose_kernels(
     compiling: CompileSettings,
     cache: CacheSettings | None = None,
 ) -> Kernels:
-    """The kernels of a model on a mesh. SettingsError where native ones are asked for and cannot be had.
+    """Return the kernels for a model on a mesh.
 
-    Where `auto` falls back to those of the platform although the processor could do better, that is a warning.
+    If `auto` falls back to the platform's kernels although the processor supports native ones, a warning is logged.
+
+    Raises: SettingsError if native kernels are requested and unavailable.
     """
     wanted, platform = compiling.cpu_kernels, platform_of(plan.mesh)
     of_platform = KERNELS[platform]
@@ -46,14 +48,14 @@ def choose_kernels(
             raise SettingsError(f"cpu_level {level}: {error}") from error
     try:
         if cache and cache.kv_dtype == "fp8":
-            raise NativeKernelsUnavailable("they keep keys and values in bfloat16, and kv_cache_dtype is fp8")
-        if reason := _why_not(spec, plan, dtype=model.dtype, is_asked_for=wanted == "native"):
+            raise NativeKernelsUnavailable("they store keys and values in bfloat16, and kv_cache_dtype is fp8")
+        if reason := _unsupported_reason(spec, plan, dtype=model.dtype, is_requested=wanted == "native"):
             raise NativeKernelsUnavailable(reason)
         register_native_kernels(compiling.cpu_level)
     except NativeKernelsUnavailable as error:
         if wanted == "native":
-            raise SettingsError(f"cpu_kernels native: {error}; take auto") from error
-        is_loss = _has_instructions(level) and not _is_float32(spec, dtype=model.dtype, is_asked_for=False)
+            raise SettingsError(f"cpu_kernels native: {error}; set auto") from error
+        is_loss = _has_instructions(level) and not _is_float32(spec, dtype=model.dtype, is_requested=False)
         log.log(logging.WARNING if is_loss else logging.INFO, "native CPU kernels are not used: %s", error)
         return of_platform
     return CPU_NATIVE
@@ -68,23 +70,23 @@ def _has_instructions(requested: str) -> bool:
 
 
 def dtype_for(spec: ModelSpec, plan: ParallelPlan, *, model: ModelSettings, kernels: Kernels) -> str:
-    """What a model is computed in: the only dtype of its kernels, where they have only one."""
+    """Return the compute dtype of a model: the only dtype of its kernels, or the setting's."""
     return kernels.dtype or derive.compute_dtype(
         model.dtype, platform=platform_of(plan.mesh), checkpoint_dtype=spec.checkpoint_dtype
     )
 
 
-def _is_float32(spec: ModelSpec, *, dtype: str, is_asked_for: bool) -> bool:
-    """Whether a model is to be computed in float32: by the settings, or by its files unless bfloat16 is asked for."""
-    return dtype == "float32" or (dtype == "auto" and spec.checkpoint_dtype == "float32" and not is_asked_for)
+def _is_float32(spec: ModelSpec, *, dtype: str, is_requested: bool) -> bool:
+    """Return True if the settings or the checkpoint select float32; `is_requested`: native kernels are requested."""
+    return dtype == "float32" or (dtype == "auto" and spec.checkpoint_dtype == "float32" and not is_requested)
 
 
-def _why_not(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_asked_for: bool) -> str | None:
-    """What about a model the kernels cannot do, None where there is nothing."""
+def _unsupported_reason(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_requested: bool) -> str | None:
+    """Return why the native kernels cannot compute a model, or None if they can."""
     if platform_of(plan.mesh) != "cpu":
-        return "the devices are no CPUs"
-    if _is_float32(spec, dtype=dtype, is_asked_for=is_asked_for):
+        return "the devices are not CPUs"
+    if _is_float32(spec, dtype=dtype, is_requested=is_requested):
         return "they compute in bfloat16, and the model in float32"
     if any(own.kind == "gated_delta" for own in spec.mixers):
-        return "they have no recurrent layers"
+        return "they do not support recurrent layers"
     return shape_problem(summed_widths(spec, plan.tensor_size))

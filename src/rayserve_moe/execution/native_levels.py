@@ -1,4 +1,4 @@
-"""Levels of instructions that the native CPU kernels are compiled for, and which of them a processor has."""
+"""Instruction levels that the native CPU kernels are compiled for, and the choice of a level for a processor."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ AUTO = "auto"
 
 
 class NativeKernelsUnavailable(Exception):
-    """This machine cannot build or run the kernels; says why."""
+    """Raised with the reason if this machine cannot build or run the kernels."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """Instructions that one library needs."""
+    """Instruction level of a kernel library."""
 
     name: str
     flags: tuple[str, ...]
-    """Names in /proc/cpuinfo that the processor must have."""
+    """Required flags in /proc/cpuinfo."""
     options: tuple[str, ...]
     """Options of GCC and Clang."""
 
@@ -47,33 +47,36 @@ LEVELS: dict[str, tuple[Level, ...]] = {
         Level("neon", ("asimd",), ("-march=armv8-a",)),
     ),
 }
-"""By the machine's name, the fastest first. Sums are formed in the same order, and have the same bits, on avx512, avx2
-and neon; amx, avx512_bf16 and neon_bf16 round pairs of products otherwise, each in its own way."""
+"""Levels by machine name, the fastest first.
+
+avx512, avx2 and neon form sums in the same order, with the same bits. amx, avx512_bf16 and neon_bf16 round pairs of
+products, each in its own way.
+"""
 
 
 def processor_flags(cpuinfo: Path = CPUINFO) -> set[str]:
-    """Return the instructions that the processor names, empty if the system does not say."""
+    """Return the processor's instruction flags; empty if the system does not list them."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     named = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
     return set(next(named, ()))
 
 
 def choose_level(requested: str = AUTO, *, machine: str = "", cpuinfo: Path = CPUINFO) -> Level:
-    """Return the requested level, or for `auto` the fastest that the processor has.
+    """Return the requested level, or for `auto` the fastest that the processor supports.
 
-    Raises: NativeKernelsUnavailable if there is none, or the processor lacks instructions of the requested one.
+    Raises: NativeKernelsUnavailable if no level fits, or the processor lacks instructions of the requested level.
     """
     machine = machine or platform.machine()
     levels, flags = LEVELS.get(machine, ()), processor_flags(cpuinfo)
     if not levels:
-        raise NativeKernelsUnavailable(f"there are no kernels for processors of the kind {machine}")
+        raise NativeKernelsUnavailable(f"no kernels exist for {machine} processors")
     if requested == AUTO:
         candidates = levels
     else:
         candidates = tuple(level for level in levels if level.name == requested)
         if not candidates:
             known = ", ".join(level.name for level in levels)
-            raise NativeKernelsUnavailable(f"{machine} has no level {requested}: take one of {known}")
+            raise NativeKernelsUnavailable(f"{machine} has no level {requested}: choose from {known}")
     for level in candidates:
         if flags.issuperset(level.flags):
             return level

@@ -1,4 +1,4 @@
-"""The library of native CPU kernels of a level: shipped with the package, built before, or built now."""
+"""Library of native CPU kernels at a level: shipped with the package, built earlier, or built now."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from rayserve_moe.observability.progress import report
 
 SOURCES = Path(next(iter(cpu_native.__path__)))
 SHIPPED = SOURCES / "built"
-"""Libraries that a wheel brings along: they need no compiler."""
+"""Libraries included in a wheel, which need no compiler."""
 COMPILERS = ("clang++", "c++", "g++")
-"""Clang first: its code for AVX2 is up to 1.2 times as fast as GCC's on prompts."""
+"""Clang first: its AVX2 code is up to 1.2 times as fast as GCC's on prompts."""
 OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fwrapv", "-ffp-contract=off", "-w")
 BUILD_TIMEOUT_S = 900.0
 log = logging.getLogger(__name__)
 _LOADING = Lock()
 _loaded: list[Level] = []
-"""The level that this process computes at, once it has loaded a library."""
+"""The level of this process, once a library is loaded."""
 
 
 def requested_level(setting: str = AUTO) -> str:
-    """Return the level that a setting names; for `auto` the one that the environment names, or `auto`."""
+    """Return the level of a setting; for `auto` the environment's level, or `auto`."""
     return (environment_setting("cpu_level") or AUTO) if setting == AUTO else setting
 
 
 def register_native_kernels(setting: str = AUTO) -> Level:
-    """Load the library of the level that `cpu_level` is set to, once in a process; returns it.
+    """Load the library of the level that `cpu_level` selects, once per process; return the level.
 
     Raises: NativeKernelsUnavailable if the machine cannot, or the process has loaded another level.
     """
@@ -54,20 +54,20 @@ def register_native_kernels(setting: str = AUTO) -> Level:
             _loaded.append(level)
         elif level != _loaded[0]:
             raise NativeKernelsUnavailable(
-                f"this process computes at level {_loaded[0].name} already: another one takes a process of its own"
+                f"this process already uses level {_loaded[0].name}: another level needs another process"
             )
         return level
 
 
 def _load(level: Level, directory: Path) -> None:
-    """Load a level's library; one in `directory` that cannot be loaded is built anew."""
+    """Load a level's library; if a library in `directory` cannot be loaded, it is rebuilt."""
     library = find_or_build(level, directory)
     try:
         _register(library)
     except NativeKernelsUnavailable as error:
         if library.parent != directory:
             raise
-        log.warning("%s; it is built anew", error)
+        log.warning("%s; rebuilding it", error)
         _register(build(level, directory))
 
 
@@ -81,14 +81,14 @@ def _register(library: Path) -> None:
 
 
 def loaded_level() -> str:
-    """Return the name of the level that this process computes at; empty before a library is loaded."""
+    """Return the level of this process; empty before a library is loaded."""
     return _loaded[0].name if _loaded else ""
 
 
 def find_or_build(level: Level, directory: Path) -> Path:
     """Return the path of a level's library: shipped, in `directory`, or built there now.
 
-    Raises: NativeKernelsUnavailable, also if another user could have written what is in `directory`.
+    Raises: NativeKernelsUnavailable, also if another user could have written to `directory`.
     """
     name = library_name(level)
     if (SHIPPED / name).exists():
@@ -105,7 +105,7 @@ def find_or_build(level: Level, directory: Path) -> Path:
 
 
 def library_name(level: Level) -> str:
-    """Return a name that changes with the sources and how they are compiled, but not with the compiler."""
+    """Return a file name that depends on the sources and compile options, but not on the compiler."""
     recipe = hashlib.sha256(repr((OPTIONS, level.options, DEFINITIONS)).encode())
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in {".cc", ".h"}:
@@ -119,15 +119,15 @@ def find_compilers() -> list[str]:
 
 
 def build(level: Level, directory: Path, *, compiler: str | None = None, options: tuple[str, ...] = ()) -> Path:
-    """Compile a level's library into `directory`, which has to exist; each source on a core of its own.
+    """Compile a level's library into the existing `directory`, each source on its own core; return the library's path.
 
-    Compilers of this machine are tried one after the other unless one is named; they take the `options` in addition.
-    Returns the library's path.
+    The compilers of this machine are tried in turn unless `compiler` is given. `options` are added to the command.
+
     Raises: NativeKernelsUnavailable with the last line of the last compiler.
     """
     compilers = find_compilers() if compiler is None else [compiler]
     if not compilers:
-        raise NativeKernelsUnavailable(f"there is no C++ compiler ({', '.join(COMPILERS)})")
+        raise NativeKernelsUnavailable(f"no C++ compiler was found ({', '.join(COMPILERS)})")
     report("building native kernels", detail=f"{level.name}, once; tens of seconds")
     for number, each in enumerate(compilers, 1):
         try:
@@ -135,7 +135,7 @@ def build(level: Level, directory: Path, *, compiler: str | None = None, options
         except NativeKernelsUnavailable as error:
             if number == len(compilers):
                 raise
-            log.warning("%s; the next compiler is tried", error)
+            log.warning("%s; trying the next compiler", error)
     raise AssertionError("the last compiler returns or raises")
 
 

@@ -1,4 +1,4 @@
-"""Loads the logit processors that an operator names by a setting: a Python module, never anything from a request."""
+"""Loader of the logit processors that the operator's setting names: a Python module, never code from a request."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _TRIED = VocabularyPart(64, 64)
 
 @cache
 def load_processors(setting: str, *, digest: str = "") -> tuple[LogitProcessor, ...]:
-    """The processors that the module of a setting lists: a file ending in `.py`, or a name to import; () for none.
+    """Return the processors listed by the module of a setting: a file ending in `.py`, or a module name; () if empty.
 
-    SettingsError for a module that cannot be loaded, lists none, or lists something else than pure functions of arrays;
-    and where the source is not that of the `digest`, which other hosts have.
+    Raises: SettingsError if the module cannot be loaded, lists anything but pure functions of arrays, or its source
+        does not match `digest`, which other hosts have.
     """
     if not setting:
         return ()
     module = _module(setting)
     source = hashlib.sha256(Path(module.__file__ or "").read_bytes()).hexdigest()
     if digest and source != digest:
-        raise SettingsError(f"logit_processors: {setting} is another file on this host than on the replica's")
+        raise SettingsError(f"logit_processors: the file {setting} differs between this host and the replica's")
     listed = getattr(module, LISTED, None)
     if not isinstance(listed, list | tuple) or not all(isinstance(each, LogitProcessor) for each in listed):
-        raise SettingsError(f"logit_processors: {setting} should have a list of LogitProcessor called {LISTED}")
+        raise SettingsError(f"logit_processors: {setting} must define {LISTED}, a list of LogitProcessor")
     found = tuple(replace(each, digest=source) for each in listed)
     _check(found)
     return found
 
 
 def digest_of(processors: Sequence[LogitProcessor]) -> str:
-    """What tells the source of processors apart; empty where there are none."""
+    """Return the digest of the processors' source; empty without processors."""
     return processors[0].digest if processors else ""
 
 
@@ -63,10 +63,10 @@ def _module(setting: str) -> ModuleType:
 
 
 def _check(processors: Sequence[LogitProcessor]) -> None:
-    """Hold names apart, and try each function on the shapes of a step."""
+    """Check that argument names are unique, and trace each function with the shapes of a step."""
     names = [argument.name for processor in processors for argument in processor.arguments]
     if len(set(names)) != len(names) or not all(processor.arguments for processor in processors):
-        raise SettingsError("logit_processors: every processor needs arguments, by names that no other one has")
+        raise SettingsError("logit_processors: every processor needs arguments, with names that no other one uses")
     for processor in processors:
         sizes = ((2, 64), jnp.float32), ((2, mask_words(64)), jnp.int32), ((2, processed_size([processor])), jnp.int32)
         shapes = [jax.ShapeDtypeStruct(*each) for each in sizes]
@@ -78,6 +78,8 @@ def _check(processors: Sequence[LogitProcessor]) -> None:
             found = jax.eval_shape(run, *shapes)
         except (TypeError, ValueError, LookupError, AttributeError, jax.errors.JAXTypeError) as error:
             name, message = processor.arguments[0].name, str(error).partition("\n")[0]
-            raise SettingsError(f"logit_processors: that of {name} is no function of arrays: {message}") from error
+            raise SettingsError(
+                f"logit_processors: the processor of {name} is not a function of arrays: {message}"
+            ) from error
         if (found.shape, found.dtype) != (shapes[0].shape, shapes[0].dtype):
-            raise SettingsError("logit_processors: logits should keep their shape, and be float32")
+            raise SettingsError("logit_processors: logits must keep their shape and be float32")

@@ -1,4 +1,4 @@
-"""One host's share of the model: loads it, compiles its steps, runs them."""
+"""Host runner: loads a host's share of the model, compiles its steps and runs them."""
 
 from __future__ import annotations
 
@@ -57,48 +57,51 @@ from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
 class HostRunner:
-    """Runs step plans on the devices of a mesh; in a multi-host group every host runs the same plans.
+    """Runner of step plans on the devices of a mesh; in a multi-host group every host runs the same plans.
 
-    `load`, then `prepare`, then `execute` from one thread; `staged` reads other weights, from any other thread.
+    Call `load`, then `prepare`, then `execute` from a single thread. `staged` reads other weights, from any other
+    thread.
     """
 
     def __init__(self, settings: RunnerSettings, plan: ParallelPlan) -> None:
         self._files = open_model(settings.model)
         spec = spec_from_config(self._files.config)
         self._draft = open_draft(settings.speculation, spec, files=self._files, model=settings.model)
-        """Files of the model that drafts, None if none does."""
+        """Files of the draft model, or None."""
         self.served = served_model(spec, plan, settings=settings, draft=spec_of(self._draft))
         self.weights = ModelWeights({}, None)
-        """Weights that serve; empty until `load`."""
+        """Current weights; empty until `load`."""
         self.staged = _staging_for(self.served)
-        """Weights that will serve next."""
+        """Weights that replace the current weights next."""
         self.tensors = TensorStaging(self.staged, self.served, config=self._files.config, weights=lambda: self.weights)
-        """Puts weights that are sent into `staged`."""
+        """Writes sent weights into `staged`."""
         self._mover = _mover_for(self.served)
-        """Moves experts between slots, None in a server whose experts lie still."""
+        """Moves experts between slots; None on a server whose experts never move."""
         self._packer = _packer_for(self.served)
         self._block_inputs = {s: BlockInputSource(s, self.config) for s in self.served.shapes if s.num_blocks}
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None
         self.later: LaterShapes | None = None
-        """Compiles beside the steps what `compile` leaves out."""
+        """Compiles the shapes that `compile` leaves out, beside the steps."""
         self._compilations = CompilationCount()
         self._launches = _Launches.of(plan)
         self._report = self.tensors.unstarted()
 
     @property
     def config(self) -> ModelConfig:
-        """The model, laid out on its mesh."""
+        """Return the model's layout on its mesh."""
         return self.served.config
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Placement of the experts at the start."""
+        """Return the placement of the experts at the start."""
         return self.served.placement
 
     def load(self, source: str = "", *, share: WeightShare | None = None, spread: Sequence[AnyShare] = ()) -> int:
-        """Load the weights, out of a `share`, or those of a group of another size as `spread`, else of a `source` in
-        place of the model's own; return how many KV pages each data rank can have beside them on devices of this host.
+        """Load the weights; return the number of KV pages of a data rank that fit beside them on this host's devices.
+
+        They come from a `share`, or from `spread`, the shares of a group of another size, or from the checkpoint
+        `source` in place of the model's own.
         """
         started = time.perf_counter()
         kept = read_share(share, self.served) if share else read_spread(spread, self.served) if spread else None
@@ -116,12 +119,12 @@ class HostRunner:
         )
 
     def prepare(self, num_pages: int) -> StartReport:
-        """Allocate the pool, compile every step shape, and run each once: all that one host does before its steps."""
+        """Allocate the pool, compile every step shape, and run each once."""
         self.compile(num_pages)
         return self.warm_up()
 
     def compile(self, num_pages: int) -> None:
-        """Allocate the pool, and compile what steps need and is not found on disk. It waits for no other host."""
+        """Allocate the pool and compile all programs that are not found on disk. Waits for no other host."""
         self._state = allocate(self.served.state(num_pages))
         kept = kept_programs(self.served.settings.compile, self.config.plan)
         shapes = first_shapes(self.served)
@@ -145,42 +148,42 @@ class HostRunner:
         """Run every shape once as a real step of padding, at the same time as all other hosts."""
         started = time.perf_counter()
         self._run_each_once()
-        self._compilations.start_over()
-        assert self.later is not None, "nothing is compiled yet"
+        self._compilations.reset()
+        assert self.later is not None, "no programs are compiled yet"
         self.later.begin(self._packer.use)
         return replace(self._report, first_run_s=time.perf_counter() - started)
 
     @property
     def programs(self) -> CompiledPrograms:
-        """The compiled programs; only after `compile`."""
-        assert self._programs is not None, "nothing is compiled yet"
+        """Return the compiled programs; only after `compile`."""
+        assert self._programs is not None, "no programs are compiled yet"
         return self._programs
 
     @property
     def state(self) -> DeviceState:
-        """What the devices keep between steps; only after `compile`."""
-        assert self._state is not None, "nothing is allocated yet"
+        """Return the state on the devices; only after `compile`."""
+        assert self._state is not None, "no state is allocated yet"
         return self._state
 
     @property
     def num_compilations_since_start(self) -> int:
-        """Programs compiled in this process after `prepare`; anything but zero is a fault."""
+        """Return the number of programs compiled in this process after `prepare`; must be zero."""
         return self._compilations.total
 
     def expert_counts(self) -> np.ndarray:
-        """Tokens per MoE layer and expert since the start, int [M, E]; padding is not counted. Call while idle."""
+        """Return tokens per MoE layer and expert since the start, without padding, int [M, E]. Call while idle."""
         counts = np.asarray(self.state.expert_counts_ME)
         return counts.reshape(self.config.plan.data_size, -1, counts.shape[1]).sum(axis=0)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Launch a step, where the plan has one, then wait for the one before and return its result, if there is."""
+        """Launch the plan's step, if any; then wait for the previous step, if any, and return its result."""
         launches = self._launches
         assert plan.num_chunks or plan.migration is None, "a piece of a migration goes with a step"
         if num_drafts := plan.chunks.max_drafts:
             max_drafts = self.served.settings.speculation.max_drafts
             assert num_drafts <= max_drafts, "steps are compiled for fewer drafts"
         if plan.takes_staged_weights:
-            assert launches.step is None, "weights change while no step is under way"
+            assert launches.step is None, "weights change while no step is in flight"
             self.weights = self.staged.take(self.weights)
             threading.Thread(target=memory.give_back_freed, daemon=True).start()
             return None
@@ -192,11 +195,11 @@ class HostRunner:
         return before() if before is not None else None
 
     def move_experts(self, piece: MigrationPiece) -> None:
-        """Run a piece of a migration that goes with no step. Call while idle."""
+        """Run a piece of a migration without a step. Call while idle."""
         self._move(vectors_of(piece))
 
     def _launch_step(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Launch a step; returns a call that waits for its result. Nothing of the plan is kept: a channel reuses it."""
+        """Launch a step and return a call that waits for its result. The plan is not kept: a channel reuses it."""
         started = time.perf_counter()
         fits = self._packer.fits(plan)
         packed = self._packer.pack(plan, with_changes=fits)
@@ -259,7 +262,7 @@ class HostRunner:
 
     def _move(self, vectors: MigrationVectors) -> None:
         programs = self.programs.migration
-        assert self._mover is not None and programs is not None, "placements do not change in this server"
+        assert self._mover is not None and programs is not None, "experts do not move on this server"
         self.weights = self._mover.move(self.weights, vectors, programs=programs)
 
     def _collect(self, launched: Launched, *, packed: PackedStep, pack_s: float, later: _Later) -> StepResult:
@@ -272,7 +275,7 @@ class HostRunner:
         return result if later.drafting is None else _with_drafts(result, output, later.drafting)
 
     def _run_each_once(self) -> None:
-        """Run a real step of every shape on page 0, which belongs to no sequence, then reset its counts."""
+        """Run a real step of every shape on page 0, which belongs to no sequence, then reset the expert counts."""
         self._state = self.programs.copy(self.programs.adjust(self.state, no_adjustment()), no_copies())
         if self._mover is not None:
             self._move(MigrationVectors(*idle_vectors(self.config, slots_per_step=self._mover.slots_per_step)))
@@ -281,8 +284,8 @@ class HostRunner:
         for shape in self._packer.shapes:
             is_probed = shape.num_blocks > 0 or shows_hidden
             plan = filling_plan(shape, max_model_len=self.served.longest, num_rows=num_rows, is_probed=is_probed)
-            for one in (plan, *(held_plans(plan) if self.served.settings.structured.enabled else ())):
-                self.execute(one)
+            for each in (plan, *(held_plans(plan) if self.served.settings.structured.enabled else ())):
+                self.execute(each)
         self.execute(StepPlan(step_id=-1))
         for size in draft_sizes(self.served):
             self._draft_ahead(np.full((self.config.plan.data_size, size), num_rows, np.int32))
@@ -292,15 +295,15 @@ class HostRunner:
 
 @dataclass
 class _Launches:
-    """How steps are launched, and the ones that were launched last."""
+    """Launch function of steps, and the last launched step."""
 
     launch: Launch
     copies_to_host: bool
-    """Whether results are copied to the host; on CPUs they are in host memory."""
+    """True if results are copied to the host; on CPUs they are in host memory."""
     step: Callable[[], StepResult] | None = None
-    """Waits for the result of the step launched last, None if it is collected."""
+    """Waits for the result of the step launched last; None if it is collected."""
     held: HeldSamples | None = None
-    """Samples of the step launched last that wait for their masks."""
+    """Deferred samples of the step launched last."""
 
     @classmethod
     def of(cls, plan: ParallelPlan) -> _Launches:
@@ -308,7 +311,7 @@ class _Launches:
 
 
 class _Later(NamedTuple):
-    """What follows a step: samples that wait for masks, drafts, and probes of its tokens."""
+    """Work after a step: deferred samples, drafts, and probes of its tokens."""
 
     held: HeldSamples | None
     drafting: DraftRows | None
@@ -349,7 +352,7 @@ def _drafting(plan: StepPlan, served: ServedModel) -> DraftRows | None:
 
 def _with_drafts(result: StepResult, output: StepOutput, drafting: DraftRows) -> StepResult:
     """Wait for the drafts of a step and return its result with them."""
-    assert output.drafts_NSK is not None, "drafts were asked for"
+    assert output.drafts_NSK is not None, "drafts were requested"
     begun = time.perf_counter()
     return replace(result, drafts=drafts_of(output.drafts_NSK, drafting.places), draft_s=time.perf_counter() - begun)
 

@@ -1,4 +1,4 @@
-"""A model laid out for serving: how it is computed, and shapes of all that lies on devices, of which none is needed."""
+"""A model laid out for serving: its computation, and the shapes of all device arrays. No devices are needed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from rayserve_moe.state.entries import ENTRY_COLUMNS
 
 @dataclass(frozen=True)
 class RunnerSettings:
-    """The sections a host runner works from."""
+    """Sections of the settings that a host runner uses."""
 
     model: ModelSettings
     scheduler: SchedulerSettings
@@ -60,7 +60,7 @@ class RunnerSettings:
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     structured: StructuredSettings = field(default_factory=StructuredSettings)
     processors_digest: str = ""
-    """Of the source of the logit processors, the same on every host."""
+    """Digest of the source of the logit processors, equal on every host."""
 
     @property
     def pool_format(self) -> PoolFormat:
@@ -69,7 +69,7 @@ class RunnerSettings:
 
 
 def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
-    """The sections of a host runner that serves `model`."""
+    """Return the sections for a host runner that serves `model`."""
     return RunnerSettings(
         model,
         settings.scheduler,
@@ -87,10 +87,10 @@ def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What follows from settings, model and mesh; the devices may be those of a topology that is not there.
+    """Layout derived from settings, model and mesh; the devices may belong to a topology that is not present.
 
-    `placement` says where experts lie at the start, `shapes` are those that steps are compiled for. Weights, staging
-    area and state are shapes with shardings.
+    `placement` is the initial placement of experts. `shapes` are the step shapes to compile. Weights, staging area and
+    state are shapes with shardings.
     """
 
     settings: RunnerSettings
@@ -103,27 +103,27 @@ class ServedModel:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the maximum number of tokens of a sequence."""
         return derive.max_model_len(self.settings.model, self.config.spec.max_position_embeddings)
 
     @property
     def kv_dtype(self) -> str:
-        """What keys and values are kept in."""
+        """Return the dtype of keys and values."""
         return derive.kv_dtype(self.settings.cache, dtype=self.dtype)
 
     @property
     def expert_dtype(self) -> str:
-        """What the matrices of experts are kept in."""
+        """Return the storage dtype of expert weights."""
         return derive.expert_dtype(self.settings.experts, dtype=self.dtype)
 
     @property
     def num_rows(self) -> int:
-        """Rows of a data rank."""
+        """Return the number of rows of a data rank."""
         return self.settings.scheduler.max_running_requests
 
     @cached_property
     def pool(self) -> PoolSizes:
-        """Return how memory divides between layers and states."""
+        """Return the division of memory between layers and states."""
         kinds = layer_kinds(self.config, max_tokens=self.longest)
         return PoolSizes(kinds, self.settings.scheduler, self.settings.cache, self._entry_sizes())
 
@@ -156,13 +156,13 @@ class ServedModel:
 
     @cached_property
     def staging(self) -> SlotArrays | None:
-        """Where experts wait that move, None where they do not."""
+        """Return the staging area for moving experts, or None if they never move."""
         return staging_shapes(self.config, dtype=self.dtype) if self.moves_experts else None
 
     def num_pages_within(self, free: int) -> int:
-        """Return the pages of a data rank where a device has `free` bytes beside weights and staging area.
+        """Return the pages of a data rank if a device has `free` bytes beside weights and staging area.
 
-        Raises: SettingsError if too few fit.
+        Raises: SettingsError if fewer than two fit.
         """
         size, plan = self.settings.cache.page_size, self.config.plan
         of = partial(page_bytes, page_size=size, dtype=self.kv_dtype, plan=plan)
@@ -181,7 +181,7 @@ class ServedModel:
 
     @property
     def _num_ahead(self) -> int:
-        """Drafts of a row that the draft model reads to draft further."""
+        """Return the number of a row's drafts that the draft model reads to draft further."""
         return self.settings.speculation.max_drafts - 1
 
     def step_config(self, num_pages: int) -> StepConfig:
@@ -227,7 +227,10 @@ class ServedModel:
 
 
 def draft_sizes(served: ServedModel) -> tuple[int, ...]:
-    """Numbers of rows that drafts are made for at once, ascending; the last holds all. None without a draft model."""
+    """Return the numbers of rows that draft programs are compiled for, ascending up to all rows.
+
+    () without a draft model.
+    """
     if served.draft is None:
         return ()
     sizes = {shape.num_singles for shape in served.shapes if not shape.num_blocks}
@@ -235,7 +238,7 @@ def draft_sizes(served: ServedModel) -> tuple[int, ...]:
 
 
 def probed_sizes(served: ServedModel) -> tuple[int, ...]:
-    """Return the numbers of tokens of a data rank whose steps leave hidden states to probe, ascending.
+    """Return the numbers of tokens of a data rank in steps that return hidden states to probe, ascending.
 
     These are the steps with prefill blocks, and all steps if clients may request hidden states.
     """
@@ -246,8 +249,10 @@ def probed_sizes(served: ServedModel) -> tuple[int, ...]:
 def served_model(
     spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSettings, draft: DraftSpec | None = None
 ) -> ServedModel:
-    """Lay a model out on a mesh, with the one that drafts for it. SettingsError or UnsupportedModelError where they do
-    not go together."""
+    """Lay out a model on a mesh, with its draft model.
+
+    Raises: SettingsError or UnsupportedModelError if they do not fit together.
+    """
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
     config = model_config(spec, plan, experts=settings.experts, kernels=kernels, pool=settings.pool_format)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
@@ -262,12 +267,12 @@ def served_model(
 
 
 def num_columns(config: ModelConfig) -> int:
-    """Return the number of values of states that a row has behind its page tables."""
+    """Return the number of state values of a row after its page tables."""
     return ENTRY_COLUMNS * len(entry_states(config))
 
 
 def _check_entries(served: ServedModel) -> None:
-    """Raise SettingsError if pages or intervals do not end where entries of recurrent layers do."""
+    """Raise SettingsError if page size or state interval do not align with the entries of recurrent layers."""
     cache = served.settings.cache
     for state in entry_states(served.config):
         tokens = state.kind.entry_tokens
@@ -281,7 +286,11 @@ def _check_entries(served: ServedModel) -> None:
 
 
 def sampler_sizes(served: ServedModel) -> list[tuple[int, bool]]:
-    """Of every program that draws held samples how many single tokens a step has, and whether it finds evidence too;
-    none where no samples are held."""
+    """Return the sizes of the programs that draw deferred samples.
+
+    Number of single tokens, and whether evidence is computed.
+
+    The list is empty if no samples are deferred.
+    """
     sizes = sorted({shape.num_singles for shape in served.shapes})
     return [(size, finds) for size in sizes for finds in (False, True)] if served.settings.structured.enabled else []

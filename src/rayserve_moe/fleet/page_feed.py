@@ -56,7 +56,7 @@ class PageFeed:
 
     @property
     def address(self) -> dict[str, Any]:
-        sizes = {"page_size": self._pages.page_size, "max_requests": self._capacity.most}
+        sizes = {"page_size": self._pages.page_size, "max_requests": self._capacity.max_live}
         return {METADATA: {"host": self._host, "port": self._port, **sizes}}
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Chunks that take prefill blocks however short they are: their routing is forced, or their tokens are scored."""
+"""Extra work of chunks that must use prefill blocks at any length: forced routing, or a token probe."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from rayserve_moe.scheduling.token_probe import PromptProbe
 
 
 class ChunkDemand(NamedTuple):
-    """Extra work of the chunk that begins at position `start`; `forced_rows` apply from position `forced_from` on."""
+    """Extra work of a chunk."""
 
     start: int
+    """Position of the chunk's first token."""
     forced_from: int = 0
+    """Position of the first forced row."""
     forced_rows: np.ndarray | None = None
+    """Experts of consecutive positions; None without forced routing."""
 
 
 def demand_of(start: int, stop: int, *, probe: PromptProbe | None, forced: RoutedExperts | None) -> ChunkDemand | None:
@@ -29,8 +32,10 @@ def demand_of(start: int, stop: int, *, probe: PromptProbe | None, forced: Route
 
 
 def block_work_of(demands: list[tuple[ChunkDemand | None, np.ndarray, np.ndarray]]) -> BlockWork:
-    """Join the extra work of a plan's chunks; each entry also has the rows of the chunks it stands for, and their
-    tokens."""
+    """Join the extra work of a plan's chunks.
+
+    Each entry holds a demand, the table rows of the chunks it belongs to, and their tokens.
+    """
     chunks, forced_tokens, forced_rows = [], [np.zeros(0, np.intp)], []
     first_chunk = first_token = 0
     for demand, rows_of_chunks, token_ids in demands:

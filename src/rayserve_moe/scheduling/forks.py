@@ -1,4 +1,4 @@
-"""The other choices of a request: they fork off its prompt once it is computed, or wait to find it cached."""
+"""Choices of a request after the first: they fork off its computed prompt, or wait until the prompt is cached."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
 
 
 def fork_followers(step: RankStep, *, page_size: int) -> None:
-    """Let those who follow a prompt that ends in this step sample after it too, as far as there are rows, and pages for
-    where it ends inside one. The others follow on."""
+    """Fork the followers of prompts that end in this step, so that they also sample after the prompt.
+
+    A fork needs a free row, and a page if the prompt ends inside a page. The other followers remain.
+    """
     rank = step.rank
     for leader, _ in list(step.completed):
         group = leader.group
@@ -27,7 +29,7 @@ def fork_followers(step: RankStep, *, page_size: int) -> None:
 
 
 def _fork(step: RankStep, sequence: Sequence, *, leader: Sequence, own_pages: np.ndarray) -> None:
-    """Start a choice after the leader's prompt; `own_pages` are for where that ends inside one."""
+    """Start a choice after the leader's prompt; `own_pages` is for the last, partial page of the prompt."""
     _take_row(step.rank, sequence, leader=leader, own_pages=own_pages)
     sequence.record_start(leader.num_prompt_tokens)
     step.new_sequences.append(sequence)
@@ -47,9 +49,9 @@ def _fork(step: RankStep, sequence: Sequence, *, leader: Sequence, own_pages: np
 
 
 def _take_row(rank: DataRank, sequence: Sequence, *, leader: Sequence, own_pages: np.ndarray) -> None:
-    """Make a sequence the youngest running one of a rank, with the whole pages of the leader's prompt and its own.
+    """Make a sequence the youngest running sequence of a rank, with the leader's prompt pages and `own_pages`.
 
-    What of those is not cached yet has no lock until it is.
+    Shared pages that are not cached yet have no lock until they are.
     """
     table, position = rank.table, leader.num_prompt_tokens
     row, shared = rank.free_rows.pop(), leader.pages[: position // table.page_size]
@@ -71,7 +73,7 @@ def _take_row(rank: DataRank, sequence: Sequence, *, leader: Sequence, own_pages
 
 
 def release_followers(leader: Sequence, waiting: deque[Sequence]) -> None:
-    """Queue the other choices of a request, to find its prompt cached: after those that have run before."""
+    """Queue the other choices of a request, which then find the prompt cached. Preempted sequences stay ahead."""
     group = leader.group
     followers, group.followers = [f for f in group.followers if f.finish is None], []
     if followers:
@@ -82,8 +84,11 @@ def release_followers(leader: Sequence, waiting: deque[Sequence]) -> None:
 
 
 def cache_with_forks(rank: DataRank, sequence: Sequence, *, num_tokens: int) -> None:
-    """Add the whole pages of the first `num_tokens` of a sequence to the prefix cache, also for the choices that share
-    them without a lock: those that have forked off in a step that is not committed yet."""
+    """Add the whole pages of the first `num_tokens` of a sequence to the prefix cache.
+
+    This is also done for choices that share the pages without a lock, because they forked off in a step that is not
+    committed yet.
+    """
     rank.cache_computed(sequence, num_tokens)
     for other in sequence.group.choices:
         if other is not sequence and other.row != NO_ROW and other.data_rank == rank.index:

@@ -1,6 +1,6 @@
-"""What changes in the prefix trees of an engine, in order, for a reader in another thread.
+"""Ordered changes of an engine's prefix trees, for a reader in another thread.
 
-Recording is all that happens in the engine's thread; what a page is called outside is the reader's work.
+The engine's thread only records; the reader computes the pages' external names.
 """
 
 from __future__ import annotations
@@ -11,34 +11,35 @@ from typing import NamedTuple
 
 import numpy as np
 
-MOST_RECORDS = 1 << 18
-"""Changes that wait for their reader; one that is further behind has died, and is given up."""
+MAX_RECORDS = 1 << 18
+"""Maximum number of unread changes; a reader further behind counts as dead and is dropped."""
 
 
 class PagesAdded(NamedTuple):
-    """Pages int32 that can be matched from now on, in a namespace, after page `above` (NULL_PAGE: from the start).
-
-    `run` are their int32 token ids as bytes.
-    """
+    """Pages that can be matched from now on."""
 
     namespace: Hashable
+    """Namespace of the prefix."""
     above: int
+    """Page before the first; NULL_PAGE at the start of a prompt."""
     run: bytes
+    """Int32 token ids as bytes."""
     page_ids: np.ndarray
+    """int32 [n]."""
 
 
 class PagesRemoved(NamedTuple):
-    """Pages int32 that cannot be matched any more."""
+    """Pages int32 that can no longer be matched."""
 
     page_ids: np.ndarray
 
 
 class PagesCleared(NamedTuple):
-    """No page can be matched any more, locked ones included."""
+    """No page can be matched any more, including locked pages."""
 
 
 class WeightsNamed(NamedTuple):
-    """Pages that are added from now on are of these weights."""
+    """Weight version of all pages that are added from now on."""
 
     version: str
 
@@ -48,9 +49,9 @@ PageWatcher = Callable[[PageChange], None]
 
 
 class PageEvents:
-    """Changes of all data ranks, each with its rank; `wake` is called, in the engine's thread, for the first one.
+    """Changes of all data ranks, each with its rank. `wake` is called in the engine's thread for the first change.
 
-    Once `is_overrun`, nothing is recorded any more, and what was recorded is not whole.
+    Once `is_overrun`, nothing more is recorded, and the recorded changes are incomplete.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -59,8 +60,8 @@ class PageEvents:
         self.is_overrun = False
 
     def record(self, data_rank: int, change: PageChange) -> None:
-        """Note a change; in the engine's thread."""
-        if len(self._changes) >= MOST_RECORDS or self.is_overrun:
+        """Record a change. Call in the engine's thread."""
+        if len(self._changes) >= MAX_RECORDS or self.is_overrun:
             self.is_overrun = True
             self._changes.clear()
             return
@@ -68,9 +69,9 @@ class PageEvents:
         if len(self._changes) == 1:
             self._wake()
 
-    def take(self, most: int) -> list[tuple[int, PageChange]]:
-        """Remove and return the oldest changes; in the reader's thread, which takes until none is left."""
+    def take(self, max_changes: int) -> list[tuple[int, PageChange]]:
+        """Remove and return up to `max_changes` of the oldest changes. Call in the reader's thread until empty."""
         taken = []
-        while self._changes and len(taken) < most:
+        while self._changes and len(taken) < max_changes:
             taken.append(self._changes.popleft())
         return taken

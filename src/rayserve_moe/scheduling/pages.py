@@ -1,4 +1,4 @@
-"""The KV page pool: which pages are free, how many holders refer to each, and which allocation each belongs to."""
+"""KV page pool: free pages, reference counts, and a generation number per allocation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ NULL_PAGE = 0
 
 
 class PageAllocator:
-    """Hands out pages with reference counts.
+    """Allocator of pages with reference counts.
 
-    Page 0 is never allocated: padding writes there. Every allocation of a page gets a new generation number, never
-    used before, so that data kept elsewhere by KV slot can be matched to its owner. Page ids travel as int32 arrays.
-    `states` learn of every page that is allocated or freed.
+    Page 0 is never allocated: padding writes there. Every allocation of a page gets a new generation number that is
+    never reused, so that data kept elsewhere by KV slot can be matched to its owner. Page ids are int32 arrays.
+    `states` are notified of every page that is allocated or freed.
     """
 
     def __init__(self, num_pages: int, *, states: tuple[SequenceState, ...] = ()) -> None:
         if num_pages < 2:
-            raise ValueError(f"num_pages {num_pages}: at least 2 are needed, page {NULL_PAGE} holds padding")
+            raise ValueError(f"num_pages {num_pages} must be at least 2: page {NULL_PAGE} holds padding")
         self.num_pages = num_pages
         self._states = states
         self.generations = np.zeros(num_pages, np.int64)
@@ -39,7 +39,7 @@ class PageAllocator:
 
     @property
     def num_usable(self) -> int:
-        """Return the number of pages that can be held at all."""
+        """Return the number of pages that can be allocated at all."""
         return self.num_pages - 1
 
     def allocate(self, count: int) -> np.ndarray | None:
@@ -65,7 +65,7 @@ class PageAllocator:
         self._references[index] = self._counts_in_use(index, "is free") + 1
 
     def release(self, page_ids: np.ndarray) -> None:
-        """Drop one reference from each of `page_ids` [n], distinct pages; one without references is free again."""
+        """Drop a reference from each of `page_ids` [n], distinct pages; pages without references become free."""
         index = page_ids.astype(np.intp)
         counts = self._counts_in_use(index, "is released twice") - 1
         self._references[index] = counts
@@ -81,9 +81,9 @@ class PageAllocator:
         return self._references[page_ids]
 
     def check_integrity(self, holders: Iterable[np.ndarray | list[int]]) -> None:
-        """Assert that the counts equal an independent count over all `holders`, and that free pages have none."""
+        """Assert that the counts equal an independent count over `holders`, and that free pages have no references."""
         held = np.concatenate([np.zeros(0, np.int64), *(np.asarray(page_ids, np.int64) for page_ids in holders)])
-        assert ((held >= 0) & (held < self.num_pages)).all(), "a page is held that does not exist"
+        assert ((held >= 0) & (held < self.num_pages)).all(), "a held page does not exist"
         counted = np.bincount(held, minlength=self.num_pages)
         for page in np.flatnonzero(self._references != counted):
             raise AssertionError(f"page {page}: {self._references[page]} != {counted[page]}")
@@ -91,7 +91,10 @@ class PageAllocator:
         assert np.array_equal(np.sort(self._free[: self._num_free]), expected_free), "free list is wrong"
 
     def _counts_in_use(self, index: np.ndarray, complaint: str) -> np.ndarray:
-        """Return the references of the pages at `index`; all must be in use, and different: a repeat would be lost."""
+        """Return the references of the pages at `index`, which must be in use and distinct.
+
+        A repeated page would be counted only once.
+        """
         counts = self._references[index]
         assert np.count_nonzero(counts) == len(index), f"page {index[counts.argmin()]} {complaint}"
         order = self._counting[: len(index)]

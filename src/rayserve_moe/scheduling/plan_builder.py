@@ -1,4 +1,4 @@
-"""One step's plan for all hosts, frozen from what each data-parallel rank computes in it."""
+"""Builder of a step's plan for all hosts from the steps of the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NO_RUN = ChunkRun(
 
 
 Ending = tuple[Sequence, FinishReason]
-"""A sequence that ends, and the reason."""
+"""A sequence that ends, and its finish reason."""
 
 
 class Probed(NamedTuple):
@@ -51,15 +51,15 @@ class Probed(NamedTuple):
 
     sequence: Sequence
     generation: int
-    """Of its row."""
+    """Generation of its row."""
     position: int
-    """Of the first token."""
+    """Position of the first token."""
     count: int
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A step: its plan, and what is needed to commit its result."""
+    """Plan of a step, with the records needed to commit its result."""
 
     plan: StepPlan
     sampling_rows: np.ndarray
@@ -69,15 +69,15 @@ class Schedule:
     num_departures: int
     """Number of sequences that had left a row when the step was planned."""
     completed: tuple[tuple[Sequence, int], ...] = ()
-    """Sequences whose last known token a longer chunk of this step computes, with the generation of their row."""
+    """Sequences whose last known token is computed by a longer chunk of this step, with the generation of their row."""
     probed: tuple[Probed, ...] = ()
     """Sequences with tokens to probe, in the order of the plan."""
     is_awaited: bool = False
-    """True if only the devices know where some chunks start, because drafts have not come back."""
+    """True if start positions of some chunks are only known to the devices, because drafts have not come back."""
     verifies: bool = False
-    """True if some chunks are drafts or awaited, so that samples may not count (`samples_that_count`)."""
+    """True if some chunks are drafts or awaited, so that samples may be rejected (`samples_that_count`)."""
     endings: tuple[Ending, ...] = ()
-    """Sequences that end before the step is submitted, because nothing may follow their last token."""
+    """Sequences that end before the step is submitted, because no token may follow."""
 
 
 def empty_schedule(plan: StepPlan) -> Schedule:
@@ -88,8 +88,10 @@ def empty_schedule(plan: StepPlan) -> Schedule:
 def build_schedule(
     step_id: int, steps: list[RankStep], *, table: RowTable, captures_all: bool, max_drafts: int = 0
 ) -> Schedule:
-    """Join the parts of all ranks, in their order; the plan wants routing where a sequence of it does, or where
-    `captures_all`."""
+    """Join the steps of all ranks, in rank order.
+
+    The plan requests routing if a sequence of it does, or if `captures_all`.
+    """
     whole, *others = steps
     for other in others:
         whole.extend(other)
@@ -160,12 +162,12 @@ def _pages(changes: list[PageTableChanges]) -> PageTableChanges:
 
 
 def _columns(table: RowTable, rows: np.ndarray) -> tuple[str, ...]:
-    """Return the columns that every step computes and that the samples of `rows` want."""
+    """Return the columns that the samples of `rows` want and that every step computes."""
     return names_in(int(np.bitwise_or.reduce(table.wants.columns[rows], initial=0)), source="step")
 
 
 def _probe(table: RowTable, chunks: ChunkRun) -> tuple[TokenProbe | None, tuple[Probed, ...]]:
-    """Return the probe of a plan with these chunks, and the sequences that it is for."""
+    """Return the probe of a plan with these chunks, and its sequences."""
     rows, starts, lengths = chunks.rows, chunks.starts, chunks.lengths
     firsts, parts, probed = np.cumsum(lengths) - lengths, [], []
     columns: dict[str, None] = {}
@@ -186,7 +188,7 @@ def _probe(table: RowTable, chunks: ChunkRun) -> tuple[TokenProbe | None, tuple[
 
 
 def _pending(sequence: Sequence, start: int, stop: int) -> Iterator[ProbedTokens]:
-    """Yield the tokens at positions `[start, stop)` to be probed: of the prompt, then the states of outputs."""
+    """Yield the tokens at positions `[start, stop)` to be probed: prompt tokens, then outputs (hidden states)."""
     evidence, num_prompt_tokens = sequence.evidence, sequence.num_prompt_tokens
     probe = evidence.probe
     assert probe is not None, "the sequence is probed"
@@ -201,7 +203,7 @@ NO_IDS = np.zeros(0, np.int32)
 
 
 def row_sampling_of(sequences: list[Sequence]) -> RowSampling:
-    """Sampling parameters of sequences that have just taken their rows."""
+    """Return the sampling parameters of sequences that have just taken their rows."""
     if not sequences:
         return NO_NEW_ROWS
     floats = [[getattr(s.request.sampling, name) for name in RowFloats._fields] for s in sequences]
@@ -213,7 +215,7 @@ def row_sampling_of(sequences: list[Sequence]) -> RowSampling:
 
 
 def adjustments_of(sequences: list[Sequence]) -> tuple[RowAdjustment, ...]:
-    """What the logits of those are adjusted by whose requests ask for it: all known tokens count as seen."""
+    """Return the logit adjustments of the sequences that request some; all known tokens count as seen."""
     return tuple(_adjustment(s) for s in sequences if _adjusts(s.request.sampling) or _first_end(s))
 
 
@@ -234,7 +236,7 @@ def _adjustment(sequence: Sequence) -> RowAdjustment:
 
 
 def _first_end(sequence: Sequence) -> int:
-    """First position where withheld ids may stand; 0 where nothing is withheld any more."""
+    """Return the first position at which withheld ids may be sampled; 0 if no ids are withheld any more."""
     position = sequence.num_prompt_tokens + sequence.request.sampling.min_new_tokens
     return position if sequence.rules.withheld_ids and sequence.num_tokens < position else 0
 
@@ -255,4 +257,4 @@ _INTEGERS = RowIntegers(
     num_top=lambda sequence: sequence.request.num_top_logprobs,
     first_end=_first_end,
 )
-"""Where a sequence has the values of the columns."""
+"""Values of the integer columns, from a sequence."""

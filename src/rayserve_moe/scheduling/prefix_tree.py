@@ -1,6 +1,6 @@
-"""The prefix cache: a radix tree from token ids to KV pages with LRU eviction, as in SGLang's RadixAttention.
+"""Prefix cache: a radix tree from token ids to KV pages with LRU eviction, as in SGLang's RadixAttention.
 
-It knows pages and token ids only; the caller decides when to evict.
+It handles pages and token ids only; the caller decides when to evict.
 """
 
 from __future__ import annotations
@@ -18,33 +18,36 @@ from rayserve_moe.scheduling.pages import NULL_PAGE, PageAllocator
 
 @dataclass(slots=True, eq=False)
 class CachedPrefix:
-    """A cached run of whole pages, as the node of the tree where it ends; sure to stay only while locked.
-
-    The node adds `own_page_ids` int32 with the tokens `run` to what `parent` holds; a root has no parent and adds
-    nothing. `run` is the int32 token ids as bytes, so that a prompt is matched by comparing memory. `key` is the node's
-    place among its parent's children. `num_pages` are those from the root on, below 0 once it was evicted. `num_locks`
-    counts the locks on this node and below, `num_own_locks` those that end here.
-    """
+    """Cached run of whole pages, represented by its last node. It is only guaranteed to stay while locked."""
 
     key: Any = None
+    """Key in the parent's `children`."""
     parent: CachedPrefix | None = None
+    """None for a root."""
     run: bytes = b""
+    """Token ids of `own_page_ids`, int32 as bytes, so that matching compares memory."""
     own_page_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Pages that this node adds to its parent's, int32; none for a root."""
     num_pages: int = 0
+    """Pages from the root on; negative once evicted."""
     last_used: int = 0
+    """Clock of the tree at the last use."""
     children: dict[Any, CachedPrefix] = field(default_factory=dict)
     num_locks: int = 0
+    """Locks on this node and its descendants."""
     num_own_locks: int = 0
+    """Locks that end at this node."""
     is_queued: bool = False
+    """True if it has an entry in the `LeafQueue`."""
 
     @property
     def page_ids(self) -> np.ndarray:
-        """All its pages in the order of the tokens, int32 [num_pages]."""
+        """Return all pages in token order, int32 [num_pages]."""
         return pages_of(reversed(list(self.path_up())))
 
     @property
     def last_page(self) -> int:
-        """The page that it ends with; NULL_PAGE for a root."""
+        """Return the last page; NULL_PAGE for a root."""
         return int(self.own_page_ids[-1]) if len(self.own_page_ids) else NULL_PAGE
 
     @property
@@ -52,14 +55,14 @@ class CachedPrefix:
         return not self.children and not self.num_locks and self.parent is not None
 
     def path_up(self) -> Iterator[CachedPrefix]:
-        """This node and all above it, without the root."""
+        """Yield this node and its ancestors, without the root."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
     def below(self) -> Iterator[CachedPrefix]:
-        """All nodes under this one, each after its parent."""
+        """Yield all descendants, each after its parent."""
         stack = list(self.children.values())
         while stack:
             node = stack.pop()
@@ -68,7 +71,7 @@ class CachedPrefix:
 
 
 class LeafQueue:
-    """Leaves by their last use, as a heap with lazy deletion: an entry is checked when it is popped."""
+    """Leaves by last use, as a heap with lazy deletion: entries are checked when they are popped."""
 
     def __init__(self, nodes: Iterable[CachedPrefix] = ()) -> None:
         self._heap: list[tuple[int, int, CachedPrefix]] = []  # last use when queued, tie-break, node
@@ -77,13 +80,13 @@ class LeafQueue:
             self.add(node)
 
     def add(self, node: CachedPrefix) -> None:
-        """Queue a node where it can be evicted, once."""
+        """Queue a node if it is evictable and not queued yet."""
         if node.is_evictable and not node.is_queued:
             node.is_queued = True
             heappush(self._heap, (node.last_used, id(node), node))
 
     def pop(self) -> CachedPrefix | None:
-        """Take out the evictable leaf that was used least recently, if there is one."""
+        """Remove and return the least recently used evictable leaf, or None."""
         while self._heap:
             last_used, _, node = heappop(self._heap)
             node.is_queued = False
@@ -93,7 +96,7 @@ class LeafQueue:
         return None
 
     def check_integrity(self, cached: list[CachedPrefix]) -> None:
-        """Assert that each evictable node of `cached` is queued, once, and by no later time than its last use."""
+        """Assert that each evictable node of `cached` is queued once, with a time not later than its last use."""
         queued = {node for _, _, node in self._heap}
         assert len(queued) == len(self._heap) and queued <= set(cached), "a node is queued twice, or after its end"
         assert queued == {node for node in cached if node.is_queued}, "a node has lost its place in the queue"
@@ -102,7 +105,7 @@ class LeafQueue:
 
 
 def pages_of(nodes: Iterable[CachedPrefix]) -> np.ndarray:
-    """The own pages of nodes, one after the other, int32."""
+    """Return the own pages of nodes in order, int32."""
     return np.concatenate([np.zeros(0, np.int32), *(node.own_page_ids for node in nodes)])
 
 
@@ -110,45 +113,45 @@ TOKEN_BYTES = 4
 
 
 class PrefixTree:
-    """A radix tree over whole pages that keeps one reference of its own to every page in it.
+    """Radix tree over whole pages, with its own reference to every page in it.
 
-    Namespaces are separate. A holder of pages of the tree has a lock on their prefix, or releases them before the next
-    `evict`; therefore `num_evictable` is exact. `num_cached_pages` counts what can be matched.
-    Pages from before a `clear` are not to be inserted after it.
+    Namespaces are separate. A holder of tree pages locks their prefix, or releases the pages before the next `evict`;
+    therefore `num_evictable` is exact. `num_cached_pages` counts pages that can be matched. Pages computed before a
+    `clear` must not be inserted after it.
     """
 
     def __init__(self, allocator: PageAllocator, *, page_size: int) -> None:
         if page_size < 1:
-            raise ValueError(f"page_size {page_size}: a page holds at least 1 token")
+            raise ValueError(f"page_size {page_size} must be at least 1 token")
         self._allocator = allocator
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._root = CachedPrefix()
-        self._cleared = CachedPrefix()  # above the paths that were cleared while they were locked
+        self._cleared = CachedPrefix()  # root of paths that were cleared while locked
         self._queue = LeafQueue()
         self._clock = 0
         self._watcher: PageWatcher | None = None
         self.num_cached_pages = self.num_evictable = 0
 
     def match(self, namespace: Hashable, token_ids: np.ndarray) -> CachedPrefix:
-        """The longest cached run of whole pages at the start of `token_ids` int32 [T]; marks it as used now."""
+        """Return the longest cached prefix of `token_ids` int32 [T] in whole pages, marked as used now."""
         return self._use(self._end_at(namespace, token_ids))
 
     def match_length(self, namespace: Hashable, token_ids: np.ndarray) -> int:
-        """How many tokens `match` would find, without marking anything as used."""
+        """Return the number of tokens that `match` would find, without marking them as used."""
         node, num_pages = self._find(namespace, token_ids)
         return (node.num_pages - len(node.own_page_ids) + num_pages) * self._page_size
 
     def matching_pages(self, namespace: Hashable, token_ids: np.ndarray) -> np.ndarray:
-        """The pages that `match` would find, int32, without marking anything as used."""
+        """Return the pages that `match` would find, int32, without marking them as used."""
         node, num_pages = self._find(namespace, token_ids)
         return node.page_ids[: node.num_pages - len(node.own_page_ids) + num_pages]
 
     def insert(self, namespace: Hashable, token_ids: np.ndarray, *, page_ids: np.ndarray) -> CachedPrefix:
-        """Cache `token_ids` int32 [n * page_size], whose keys and values lie in `page_ids` int32 [n]; used now.
+        """Cache `token_ids` int32 [n * page_size] with their pages `page_ids` int32 [n], and return the prefix.
 
-        Where a run is cached already, the tree keeps its own pages: the prefix returned names those. The caller keeps
-        its references.
+        It is marked as used now. For runs that are already cached, the tree keeps its own pages, and the returned
+        prefix names these. The caller keeps its references.
         """
         assert len(token_ids) == len(page_ids) * self._page_size, "only whole pages can be cached"
         node = self._end_at(namespace, token_ids)
@@ -166,7 +169,7 @@ class PrefixTree:
         return self._use(node)
 
     def lock(self, prefix: CachedPrefix) -> None:
-        """Keep everything on the way to the end of `prefix` until as many calls of `unlock`."""
+        """Lock `prefix` and its ancestors until the same number of `unlock` calls."""
         assert prefix.num_pages >= 0, "the prefix was evicted"
         prefix.num_own_locks += 1
         for passed in prefix.path_up():
@@ -175,7 +178,7 @@ class PrefixTree:
             passed.num_locks += 1
 
     def unlock(self, prefix: CachedPrefix) -> None:
-        """Take back one `lock`; pages that were cleared meanwhile go with their last lock."""
+        """Remove a lock; pages that were cleared meanwhile are freed with their last lock."""
         assert prefix.num_own_locks > 0, "a prefix is unlocked more often than it was locked"
         prefix.num_own_locks -= 1
         path = list(prefix.path_up())
@@ -189,14 +192,17 @@ class PrefixTree:
             self._queue.add(prefix)
 
     def evict(self, num_pages: int) -> int:
-        """Drop what was used least recently until `num_pages` became free, or all that can; returns how many did."""
+        """Drop the least recently used pages until `num_pages` became free, or all evictable ones.
+
+        Return the number freed.
+        """
         num_free = self._allocator.num_free
         while (missing := num_free + num_pages - self._allocator.num_free) > 0 and (leaf := self._queue.pop()):
             self._shorten(leaf, min(missing, len(leaf.own_page_ids)))
         return self._allocator.num_free - num_free
 
     def clear(self, namespace: Hashable = None) -> None:
-        """Remove a namespace, or all of them for None. Locked pages are freed by their last unlock."""
+        """Remove a namespace, or all namespaces for None. Locked pages are freed by their last unlock."""
         tops = [node for key, node in self._root.children.items() if namespace is None or key[0] == namespace]
         if self._watcher is not None:
             gone = (PagesRemoved(node.own_page_ids) for top in tops for node in (top, *top.below()))
@@ -205,7 +211,7 @@ class PrefixTree:
         unlocked: list[CachedPrefix] = []
         for top in tops:
             del self._root.children[top.key]
-            # A key of its own: the same prefix may come here again while this one still waits.
+            # A unique key: the same prefix may be cleared again while this node still waits.
             top.key, top.parent = object(), self._cleared
             self._cleared.children[top.key] = top
             for node in (top, *top.below()):
@@ -218,7 +224,7 @@ class PrefixTree:
             self._queue = LeafQueue(self._root.below())
 
     def watch(self, watcher: PageWatcher) -> None:
-        """Report what can be matched now, and every change of it from now on."""
+        """Report the cached pages, and all changes from now on."""
         self._watcher = watcher
         for (namespace, _), top in self._root.children.items():
             for node in (top, *top.below()):
@@ -226,7 +232,7 @@ class PrefixTree:
                 watcher(PagesAdded(namespace, above.last_page, node.run, node.own_page_ids))
 
     def held_page_ids(self) -> np.ndarray:
-        """Every page the tree holds a reference to, int32, with those that wait for their last unlock."""
+        """Return all pages with a reference of the tree, int32, including cleared pages that are still locked."""
         return pages_of([*self._root.below(), *self._cleared.below()])
 
     def check_integrity(self) -> None:
@@ -234,11 +240,11 @@ class PrefixTree:
         cached, waiting = list(self._root.below()), list(self._cleared.below())
         for node in (*cached, *waiting):
             above, num_locks_below = node.parent, sum(child.num_locks for child in node.children.values())
-            assert above is not None and above.children.get(node.key) is node, "a node is not where its parent has it"
+            assert above is not None and above.children.get(node.key) is node, "a node is not a child of its parent"
             assert len(node.run) == len(node.own_page_ids) * self._page_bytes > 0, "tokens and pages of a node differ"
-            assert node.num_pages == above.num_pages + len(node.own_page_ids), "a node ends elsewhere"
-            assert above.parent is None or node.key == node.run[: self._page_bytes], "a node goes by another page"
-            assert above.parent is None or node.last_used <= above.last_used, "a node was used without the way to it"
+            assert node.num_pages == above.num_pages + len(node.own_page_ids), "the pages of a node are miscounted"
+            assert above.parent is None or node.key == node.run[: self._page_bytes], "a node has a wrong key"
+            assert above.parent is None or node.last_used <= above.last_used, "a node was used without its parent"
             assert node.num_locks == node.num_own_locks + num_locks_below, "locks are miscounted"
         assert all(node.num_locks for node in waiting), "a cleared page waits without a lock"
         page_ids, held = pages_of(cached), self.held_page_ids()
@@ -249,7 +255,7 @@ class PrefixTree:
         self._queue.check_integrity(cached)
 
     def _find(self, namespace: Hashable, token_ids: np.ndarray) -> tuple[CachedPrefix, int]:
-        """The node in which the longest cached start of `token_ids` ends, and how many of its pages belong to it."""
+        """Return the node in which the longest cached prefix of `token_ids` ends, and its number of matching pages."""
         run = np.asarray(token_ids, np.int32).tobytes()
         node, place, width = self._root, 0, self._page_bytes
         child = node.children.get((namespace, run[:width]))
@@ -262,17 +268,17 @@ class PrefixTree:
         return node, len(node.own_page_ids)
 
     def _end_at(self, namespace: Hashable, token_ids: np.ndarray) -> CachedPrefix:
-        """The node that ends where the longest cached start of `token_ids` ends, split off if need be."""
+        """Return the node at the end of the longest cached prefix of `token_ids`, splitting a node if necessary."""
         node, num_pages = self._find(namespace, token_ids)
         return node if num_pages == len(node.own_page_ids) else self._split(node, num_pages)
 
     def _split(self, node: CachedPrefix, num_pages: int) -> CachedPrefix:
-        """Move the first `num_pages` pages of a node into one above it, and return that.
+        """Move the first `num_pages` pages of a node into a new parent, and return the parent.
 
-        The lower half stays the end of every prefix that knows it, so that locks are taken back along the same way.
+        The lower half stays the end of all prefixes that refer to it, so that locks are removed along the same path.
         """
         above, cut, pages = node.parent, num_pages * self._page_bytes, node.own_page_ids
-        assert above is not None and num_pages < len(pages), "there is nothing to split"
+        assert above is not None and num_pages < len(pages), "the node cannot be split"
         end = node.num_pages - len(pages) + num_pages
         head = CachedPrefix(node.key, above, node.run[:cut], pages[:num_pages].copy(), end, node.last_used)
         head.num_locks = node.num_locks
@@ -283,7 +289,7 @@ class PrefixTree:
         return head
 
     def _use(self, node: CachedPrefix) -> CachedPrefix:
-        """Mark everything on the way to `node` as used now."""
+        """Mark `node` and its ancestors as used now."""
         self._clock += 1
         for passed in node.path_up():
             passed.last_used = self._clock
@@ -294,7 +300,7 @@ class PrefixTree:
         """Free the last `count` pages of an unlocked leaf."""
         kept = len(leaf.own_page_ids) - count
         above = self._split(leaf, kept) if kept else leaf.parent
-        assert above is not None, "a root is no leaf"
+        assert above is not None, "a root is not a leaf"
         if self._watcher is not None:
             self._watcher(PagesRemoved(leaf.own_page_ids))
         self.num_cached_pages -= count

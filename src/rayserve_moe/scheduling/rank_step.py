@@ -1,4 +1,4 @@
-"""Planning one data-parallel rank's part of one step, and which waiting sequence to admit next."""
+"""Planning of a data-parallel rank's part of a step, and the choice of the next sequence to admit."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MAX_PASSED_OVER = 16
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Limits of one step on each data-parallel rank, and of what a rank can keep."""
+    """Limits of a step on each data-parallel rank, and of the rank's memory."""
 
     num_rows: int
     """Sequences."""
     step_tokens: int
     """Prompt tokens of a step."""
     chunk_tokens: int
-    """Prompt tokens of one sequence in a step."""
+    """Prompt tokens of a sequence in a step."""
     page_size: int
     """Tokens of a page."""
     num_pages: int
@@ -42,9 +42,9 @@ class StepLimits:
     """Tokens of a sequence."""
     num_data_ranks: int = 1
     caches_prefixes: bool = True
-    """False: only the choices of one request share pages."""
+    """False: only the choices of the same request share pages."""
     page_groups: tuple[PageGroup, ...] = ()
-    """Groups of layers that share a page table; empty if there is one table, of the pages of the rank."""
+    """Groups of layers that share a page table; empty for a single table of the rank's pages."""
     entry_groups: tuple[EntryGroup, ...] = ()
     """Groups of layers with entries."""
     verify_rows: int = 0
@@ -52,7 +52,7 @@ class StepLimits:
 
 
 class ChunkRun(NamedTuple):
-    """Chunks that follow each other in a step: those of all sequences that decode, or one chunk of a prompt."""
+    """Consecutive chunks of a step: all decoding sequences, or a single prompt chunk."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -65,10 +65,10 @@ class ChunkRun(NamedTuple):
 
 
 class RankStep:
-    """Collects what a rank computes in one step: first `add_running`, then any number of `admit`.
+    """Chunks that a rank computes in a step: first `add_running`, then any number of `admit`.
 
-    Where it `defers_decoding`, sequences that decode are left to `add_singles` after that. Where pages run out,
-    `preempt` is called with the rank's youngest sequence.
+    If it `defers_decoding`, decoding sequences are left to `add_singles` afterwards. When pages run out, `preempt` is
+    called with the rank's youngest sequence.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RankStep:
 
     @property
     def is_full(self) -> bool:
-        """Whether the token budget of the step is spent."""
+        """Return True if the token budget of the step is spent."""
         return self._budget < PREFILL_BLOCK_TOKENS
 
     @property
@@ -108,7 +108,7 @@ class RankStep:
         return any(sequence.group.followers for sequence, _ in self.completed)
 
     def extend(self, other: RankStep) -> None:
-        """Append what a rank after this one computes."""
+        """Append the step of the next rank."""
         self.runs += other.runs
         self.num_forks += other.num_forks
         self.has_demands |= other.has_demands
@@ -118,9 +118,10 @@ class RankStep:
         self.completed += other.completed
 
     def add_running(self) -> None:
-        """Add the running sequences: chunks of prompts, oldest first, then one token of each that decodes.
+        """Add the running sequences: chunks of prompts, oldest first, then a token of each decoding sequence.
 
-        A victim is not in the plan yet: it is younger than the prompts that are, and decoding ones come last.
+        A preemption victim is not in the plan yet: it is younger than the prompts that are, and decoding sequences come
+        last.
         """
         self._advance_states()
         num_running = len(self.rank.running)
@@ -136,7 +137,7 @@ class RankStep:
             table.num_computed[rows] = starts + 1
 
     def decoding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Decoding rows that still have a token to compute, and its position. One token each: the last."""
+        """Return the decoding rows that still have a token to compute, and its position."""
         table, rows = self.rank.table, self.rank.decoding_rows
         starts = table.num_computed[rows]
         is_active = starts < table.targets[rows]
@@ -145,13 +146,13 @@ class RankStep:
         return rows[is_active], starts[is_active]
 
     def add_singles(self, rows: np.ndarray, starts: np.ndarray, *, token_ids: np.ndarray, verifies: bool) -> None:
-        """Add chunks of one token each that sample; `verifies` if some are drafts or awaited."""
+        """Add chunks of a single token each that sample; `verifies` if some are drafts or awaited."""
         lengths, samples = np.ones(len(rows), np.int32), np.ones(len(rows), np.bool_)
         self.runs.append(ChunkRun(rows, starts, lengths=lengths, token_ids=token_ids, samples=samples))
         self.verifies |= verifies
 
     def admit(self, sequence: Sequence) -> bool:
-        """Start a waiting sequence if there are pages for all its known tokens, and budget for some of them."""
+        """Start a waiting sequence if pages for all its known tokens are available, and budget for some of them."""
         prefix = self.rank.lock_prefix(sequence)
         num_cached = prefix.num_pages * self._limits.page_size
         length = self._chunk_length(sequence, num_cached)
@@ -178,14 +179,14 @@ class RankStep:
                 self.pages.append(PageTableChanges(rows, changes.columns + column, changes.values))
 
     def _advance_states(self) -> None:
-        """Move the states to the position of the next query of each row, the first one where drafts are awaited."""
+        """Move the states to the position of each row's next query, or of its first query if drafts are awaited."""
         for state in self.rank.states:
             of_rank, table = slice(self.rank.rows.start, self.rank.rows.stop), self.rank.table
             positions = np.minimum(table.num_computed[of_rank], table.num_tokens[of_rank])
             state.advance(positions, table.state.page_ids[of_rank])
 
     def _grow_decoding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Give every decoding sequence the page its next token needs; returns what `decoding` does."""
+        """Give every decoding sequence the page that its next token needs; return as `decoding`."""
         rank, table = self.rank, self.rank.table
         while True:
             rows, starts = self.decoding()
@@ -228,8 +229,10 @@ class RankStep:
             self._budget -= -(-length // PREFILL_BLOCK_TOKENS) * PREFILL_BLOCK_TOKENS
 
     def _chunk_length(self, sequence: Sequence, start: int) -> int:
-        """Known tokens from position `start` that this step computes: a single token always fits, others take whole
-        blocks."""
+        """Return the number of known tokens from position `start` that this step computes.
+
+        A single token always fits; longer chunks occupy whole blocks.
+        """
         wanted = min(sequence.num_tokens - start, self._limits.chunk_tokens)
         if wanted == 1 and chunk_demand(sequence, start, stop=start + 1) is None:
             return 1
@@ -237,9 +240,9 @@ class RankStep:
         return self._whole_entries(sequence, start, length) if self.rank.entry_tokens else length
 
     def _whole_entries(self, sequence: Sequence, start: int, length: int) -> int:
-        """Shorten a chunk so that a kept entry is the last one that it writes, and that it ends where an entry does.
+        """Shorten a chunk so that it ends with an entry, and writes no entry after a kept entry.
 
-        The devices write a row's entry with the first token behind it. The last entry of the known tokens needs no cut.
+        The devices write a row's entry with the first token after it. The last entry of the known tokens needs no cut.
         """
         grid, stop = self.rank.entry_tokens, start + length
         last = (sequence.num_tokens - 1) // grid * grid
@@ -251,7 +254,7 @@ class RankStep:
         return stop - start
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
-        """Give `sequence` pages for `length` more tokens; False where it was itself preempted."""
+        """Give `sequence` pages for `length` more tokens; return False if it was itself preempted."""
         rank, held = self.rank, len(sequence.pages)
         missing = -(-(sequence.num_computed + length) // self._limits.page_size) - held
         while (pages := rank.take_pages(max(missing, 0))) is None:
@@ -281,7 +284,7 @@ class RankStep:
 
 
 def queue_by_priority(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Queue a sequence behind those of its priority, and of smaller ones."""
+    """Queue a sequence after all sequences whose priority number is not larger."""
     priority = sequence.request.priority
     num_behind = sum(1 for _ in takewhile(lambda other: other.request.priority > priority, reversed(waiting)))
     waiting.insert(len(waiting) - num_behind, sequence)
@@ -290,9 +293,9 @@ def queue_by_priority(waiting: deque[Sequence], sequence: Sequence) -> None:
 def next_to_admit(waiting: Queued[Sequence], *, cached_tokens: Callable[[Sequence], int]) -> int:
     """Return the index in `waiting` (not empty) of the sequence to admit next.
 
-    It is the first of those with the most cached tokens (longest prefix match, as in SGLang), of the priority of the
-    front. To prevent starvation the front is admitted once it was passed over MAX_PASSED_OVER times, or when it was
-    preempted.
+    Among the sequences with the priority of the front, it is the first with the most cached tokens (longest prefix
+    match, as in SGLang). To prevent starvation, the front is admitted once it was passed over MAX_PASSED_OVER times, or
+    if it was preempted.
     """
     front, queue = waiting[0], waiting[0].queue
     if len(waiting) == 1 or queue.num_to_recompute or queue.num_passed_over >= MAX_PASSED_OVER:

@@ -1,4 +1,4 @@
-"""Scheduling after a loss: steps are taken back, suspects run first, and choices go on after known outputs."""
+"""Scheduling after a loss: dropped steps, trials of suspects, and requests that continue after known outputs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rayserve_moe.scheduling.step_plan import AWAITED, StepPlan
 
 
 def give_up_step(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
-    """Take back a submitted step and return its sequences. Preempt all that runs afterwards.
+    """Undo a submitted step and return its sequences. All running sequences must be preempted afterwards.
 
-    Awaited chunks follow chunks of another step, which is taken back as well.
+    Awaited chunks follow chunks of another step, which is undone as well.
     """
     table, chunks = scheduler.table, plan.chunks
     is_known = chunks.starts > AWAITED
@@ -25,22 +25,22 @@ def give_up_step(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
 
 
 def hold_back_all_but(scheduler: Scheduler, kept: list[Sequence]) -> None:
-    """Admit only `kept`, and requests that are yet to come, until `admit_all`. Without any, admit all."""
+    """Admit only `kept` and new requests until `admit_all`. If `kept` is empty, admit all."""
     if kept:
         scheduler.held += [each for each in scheduler.waiting if each not in kept]
         scheduler.waiting = deque(each for each in scheduler.waiting if each in kept)
 
 
 def admit_all(scheduler: Scheduler) -> None:
-    """Let the sequences that were held back wait ahead of all others."""
+    """Return held sequences to the front of the queue."""
     scheduler.waiting.extendleft(reversed(scheduler.held))
     scheduler.held = []
 
 
 def use_ranks(scheduler: Scheduler, num_ranks: int) -> None:
-    """Admit to the first `num_ranks` data ranks only, because devices of others are gone or have come back.
+    """Admit only to the first `num_ranks` data ranks, after devices were lost or have returned.
 
-    Nothing may run.
+    No sequence may be running.
     """
     assert not scheduler.running and 0 < num_ranks <= len(scheduler.ranks), f"{num_ranks} data ranks"
     scheduler.open_ranks = scheduler.ranks[:num_ranks]
@@ -49,7 +49,7 @@ def use_ranks(scheduler: Scheduler, num_ranks: int) -> None:
 def add_choices(scheduler: Scheduler, choices: list[Sequence]) -> None:
     """Queue the choices of a request.
 
-    If some have outputs or have ended elsewhere, each of the others runs by itself: it finds the prompt cached, or
+    If some have outputs or have ended elsewhere, each of the others runs independently: it finds the prompt cached, or
     computes it.
     """
     left = [choice for choice in choices if choice.finish is None]

@@ -1,4 +1,4 @@
-"""The rows of device state and the sequences in them, as arrays over all rows."""
+"""Table of the sequences in all rows of device state, as arrays over rows."""
 
 from __future__ import annotations
 
@@ -26,44 +26,45 @@ NO_TOKEN = -1
 
 @dataclass(slots=True)
 class RowWants:
-    """What the sequence in each row wants, and how many rows in use want it."""
+    """Requirements of the sequence in each row, and the number of rows in use with each requirement."""
 
     stop_ids: np.ndarray
-    """Ids that end it, int32 [rows, N], NO_TOKEN behind them."""
+    """Ids that end the sequence, int32 [rows, N], padded with NO_TOKEN."""
     is_incremental: np.ndarray
-    """Its client wants updates, bool [rows]."""
+    """True if the client wants updates, bool [rows]."""
     routing: np.ndarray
-    """It wants routing rows, bool [rows]."""
+    """True if the client wants routing rows, bool [rows]."""
     columns: np.ndarray
-    """Bit i is set if it wants column i of `OUTPUT_COLUMNS`, int64 [rows]."""
+    """Bit i is set if the client wants column i of `OUTPUT_COLUMNS`, int64 [rows]."""
     are_held: np.ndarray
-    """Its samples are held, bool [rows]."""
+    """True if sampling is deferred, bool [rows]."""
     are_probed: np.ndarray
-    """Its tokens may be probed, bool [rows]."""
+    """True if tokens may have to be probed, bool [rows]."""
     num_with_stop_ids: int = 0
-    """Rows in use whose sequence ends at some id."""
+    """Rows in use with stop ids."""
     num_with_routing: int = 0
-    """Rows in use whose sequence wants routing rows."""
+    """Rows in use with routing rows."""
     num_with_columns: int = 0
-    """Rows in use whose sequence wants some column."""
+    """Rows in use with columns."""
     num_held: int = 0
-    """Rows in use whose samples are held."""
+    """Rows in use with deferred sampling."""
     num_probed: int = 0
-    """Rows in use whose tokens may be probed."""
+    """Rows in use whose tokens may have to be probed."""
 
 
 class RowTimes(NamedTuple):
-    """Times of the sequences in the rows, of the monotonic clock, float64 [rows]."""
+    """Monotonic times of the sequences in the rows, float64 [rows]."""
 
     accepted_at: np.ndarray
+    """Arrival of the request."""
     token_at: np.ndarray
-    """When it got its last token; NaN before the first."""
+    """Time of the last token; NaN before the first."""
     published_at: np.ndarray
-    """When its client got the last update in this row; -inf before the first."""
+    """Time of the last update to the client in this row; -inf before the first."""
 
 
 class SingleChunks(NamedTuple):
-    """Constants for chunks that go on from the token sampled last, [rows]."""
+    """Constant arrays for chunks that continue after the last sampled token, [rows]."""
 
     lengths: np.ndarray
     token_ids: np.ndarray
@@ -71,7 +72,7 @@ class SingleChunks(NamedTuple):
 
 
 class RowTable:
-    """State of the sequence in each row, [rows] or [rows, ...]."""
+    """State of the sequences in all rows, as arrays [rows] or [rows, ...]."""
 
     def __init__(self, *, num_rows: int, max_tokens: int, page_size: int) -> None:
         pages_per_row = -(-max_tokens // page_size)
@@ -79,10 +80,12 @@ class RowTable:
         self.page_size = page_size
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.generations = np.arange(num_rows, dtype=np.int64)
-        """Owner of each row, int64 [rows]: a step planned for one owner does not count for the next. A sequence that
-        changes rows is another owner, so no number comes twice in the table."""
+        """Owner of each row, int64 [rows]; a result for a former owner is dropped.
+
+        A sequence that changes rows counts as another owner, so no number repeats in the table.
+        """
         self.num_departures = 0
-        """How often any row was left."""
+        """Number of times that any row was left."""
         self.state = RowArrays(
             counters.T,
             token_ids=np.zeros((num_rows, max_tokens), np.int32),
@@ -95,7 +98,7 @@ class RowTable:
         self.num_pages, self.targets, self.limits = counters[NUM_PAGES], counters[TARGET], counters[LIMIT]
         """The counters of all rows, each int64 [rows]."""
         self.capacities = np.zeros(num_rows, np.int64)
-        """Tokens that the pages of each row hold."""
+        """Tokens that fit into the pages of each row."""
         self.wants = RowWants(
             np.full((num_rows, 1), NO_TOKEN, np.int32),
             is_incremental=np.zeros(num_rows, np.bool_),
@@ -128,7 +131,7 @@ class RowTable:
         self.sequences[row], sequence.row = sequence, row
 
     def leave(self, sequence: Sequence) -> None:
-        """Move a sequence out of its row; tokens still on their way are given up."""
+        """Move a sequence out of its row; tokens in flight are dropped."""
         row, state = sequence.row, sequence.state
         num_tokens, num_pages = int(state.counters[NUM_TOKENS]), int(state.counters[NUM_PAGES])
         sequence.state = RowArrays(
@@ -151,13 +154,13 @@ class RowTable:
         wants.num_probed -= bool(wants.are_probed[row])
 
     def end_probe(self, row: int) -> None:
-        """Record that nothing is left to be probed of the sequence in a row."""
+        """Record that no tokens of the sequence in a row remain to be probed."""
         wants = self.wants
         wants.num_probed -= bool(wants.are_probed[row])
         wants.are_probed[row] = False
 
     def add_pages(self, rows: np.ndarray, page_ids: np.ndarray, *, generations: np.ndarray) -> np.ndarray:
-        """Append one page to each of `rows` (all different); returns the index it took in each."""
+        """Append a page to each of `rows` (all different); return its index in each row."""
         indices = self.num_pages[rows]
         state = self.state
         state.page_ids[rows, indices] = page_ids
@@ -167,7 +170,7 @@ class RowTable:
         return indices
 
     def extend(self, row: int, page_ids: np.ndarray, *, generations: np.ndarray) -> None:
-        """Append several pages to one row."""
+        """Append several pages to a row."""
         first = int(self.num_pages[row])
         last = first + len(page_ids)
         state = self.state
@@ -177,13 +180,13 @@ class RowTable:
         self.capacities[row] = last * self.page_size
 
     def places(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """KV slots of positions, and the allocations that they belong to; all [N]."""
+        """Return KV slots and page generations of positions; all [N]."""
         indices, offsets = np.divmod(positions, self.page_size)
         state = self.state
         return state.page_ids[rows, indices] * self.page_size + offsets, state.page_generations[rows, indices]
 
     def _record_wants(self, row: int, sequence: Sequence) -> None:
-        """Record what the new sequence of a row wants."""
+        """Record the requirements of the new sequence of a row."""
         wants, request, stop_ids = self.wants, sequence.request, sequence.rules.stop_token_ids
         missing = len(stop_ids) - wants.stop_ids.shape[1]
         if missing > 0:

@@ -1,4 +1,4 @@
-"""Decides what each step computes: which sequences run, how much of each prompt, who waits, who is preempted."""
+"""Scheduler: decides which sequences run in each step, the size of prompt chunks, admission and preemption."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rayserve_moe.scheduling.page_events import PageEvents, WeightsNamed
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits, next_to_admit, queue_by_priority
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, note_weights
+from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, record_weights
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_probe, commit_tokens
 from rayserve_moe.scheduling.token_probe import probe_for
@@ -26,21 +26,20 @@ from rayserve_moe.scheduling.verify_rows import Draft, add_decoding
 
 @dataclass(frozen=True)
 class Preemption:
-    """A preempted sequence, with the rank, pages and origins of what it had computed.
-
-    The sequence itself may already run on another rank.
-    """
+    """A preempted sequence and its state at that moment; the sequence may already run on another rank."""
 
     sequence: Sequence
     data_rank: int
     num_computed: int
+    """Positions that were computed."""
     pages: np.ndarray
     page_generations: np.ndarray
     origins: tuple[tuple[int, int, str], ...]
+    """As `CacheState.origins`."""
 
 
 Commit = tuple[np.ndarray, list[Sequence]]
-"""Rows with a new token, once per token, and the sequences that ended, which still hold their pages."""
+"""Rows with a new token, repeated per token, and ended sequences, which still hold their pages."""
 
 
 class Scheduler:
@@ -81,7 +80,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """All sequences that have a row, oldest first within a rank."""
+        """Return all sequences that have a row, oldest first within a rank."""
         return [sequence for rank in self.ranks for sequence in rank.running]
 
     @property
@@ -98,7 +97,7 @@ class Scheduler:
         return bool(self.waiting or self.held) or any(rank.running for rank in self.ranks)
 
     def add(self, choices: list[Sequence]) -> None:
-        """Queue the choices of a request; those after the first follow its prompt."""
+        """Queue the choices of a request; the others follow the prompt of the first."""
         leader, *followers = choices
         leader.group.followers = followers
         request = leader.request
@@ -107,11 +106,11 @@ class Scheduler:
             sequence.group.choices = choices
             sequence.cache.namespace = self._namespace(request)
             sequence.evidence.probe = probe
-            note_weights(sequence, self.weight_version)
+            record_weights(sequence, self.weight_version)
         queue_by_priority(self.waiting, leader)
 
     def schedule(self, *, draft: Draft | None = None) -> Schedule:
-        """Plan the next step. Its plan is empty when all that runs is on its way.
+        """Plan the next step. The plan is empty if all running sequences wait for a step in flight.
 
         A step with `draft` follows a committed step, or a step after which the devices draft. In the latter case
         `resolve_awaited` completes it.
@@ -126,11 +125,11 @@ class Scheduler:
                     fork_followers(step, page_size=limits.page_size)
             while self._admit_next(steps):
                 pass
-        most = 0 if draft is None else add_decoding(steps, draft, limits=limits)
+        max_drafts = 0 if draft is None else add_decoding(steps, draft, limits=limits)
         for step in steps:
             step.add_state_values()
         schedule = build_schedule(
-            self._next_step_id, steps, table=self.table, captures_all=self.captures_all, max_drafts=most
+            self._next_step_id, steps, table=self.table, captures_all=self.captures_all, max_drafts=max_drafts
         )
         self._next_step_id += 1
         for sequence, _ in schedule.completed:
@@ -138,12 +137,15 @@ class Scheduler:
         return schedule
 
     def empty_plan(self) -> StepPlan:
-        """A plan that computes nothing; it fetches the result of the step before it."""
+        """Return a plan that computes nothing; it fetches the result of the previous step."""
         self._next_step_id += 1
         return StepPlan(self._next_step_id - 1)
 
     def commit(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None = None) -> Commit:
-        """Append the sampled tokens of a step that count, to the sequences that are still in their row."""
+        """Append the accepted samples of a step to the sequences that are still in their row.
+
+        `counts` None accepts all.
+        """
         rows, endings = commit_tokens(self.table, schedule, result=result, counts=counts)
         if schedule.probed:
             ended, failed_rows = {row for row, _ in endings}, commit_probe(self.table, schedule, result=result)
@@ -177,7 +179,7 @@ class Scheduler:
             release_followers(sequence, self.waiting)
 
     def release(self, sequence: Sequence) -> None:
-        """Release the pages of an ended sequence; whole ones stay cached until they are evicted."""
+        """Release the pages of an ended sequence; whole pages stay cached until they are evicted."""
         assert sequence.finish is not None, "only ended sequences are released"
         self._give_up_pages(sequence)
         if self._is_private(sequence.request) and all(choice.finish for choice in sequence.group.choices):
@@ -202,7 +204,7 @@ class Scheduler:
             rank.flush()
 
     def check_integrity(self) -> None:
-        """Assert that rows and pages add up against an independent count. Call between steps."""
+        """Assert that rows and pages agree with an independent count. Call between steps."""
         for rank in self.ranks:
             rank.check_integrity()
         owners = [id(sequence) for sequence in self.table.sequences if sequence is not None]
@@ -211,7 +213,7 @@ class Scheduler:
             assert sequence.row == NO_ROW and len(sequence.pages) == 0, "a waiting sequence has a row or pages"
 
     def _admit_next(self, steps: list[RankStep]) -> bool:
-        """Move one waiting sequence into a row of the rank with most of it cached. Return False if none fits.
+        """Admit a waiting sequence to the rank with most of it cached; return False if none fits.
 
         A sequence waits a step for that rank rather than being recomputed on another.
         """
@@ -234,7 +236,7 @@ class Scheduler:
         return False
 
     def _give_up_pages(self, sequence: Sequence) -> None:
-        """Release the pages of a sequence without a row, and cache its computed tokens, submitted steps included.
+        """Release the pages of a sequence without a row, and cache its computed tokens, including submitted steps.
 
         After a failure nothing is cached, since its keys and values may be wrong.
         """
@@ -248,7 +250,7 @@ class Scheduler:
         rank.release_pages(sequence)
 
     def _namespace(self, request: GenerationRequest) -> Hashable:
-        """The namespace of the cached prefixes of a request."""
+        """Return the namespace of the cached prefixes of a request."""
         if self._is_private(request):
             return request.request_id
         return (request.cache_salt,)
@@ -259,23 +261,23 @@ class Scheduler:
 
 
 def _ignore(preemption: Preemption) -> None:
-    """Keep nothing of a preemption."""
+    """Do nothing."""
 
 
 def unfinished(scheduler: Scheduler) -> list[Sequence]:
-    """Return all choices that have not ended: running, waiting, or followers of another."""
+    """Return all choices that have not ended: running, waiting, or followers of another choice."""
     known = (*scheduler.running, *scheduler.waiting, *scheduler.held)
     found = {id(choice): choice for sequence in known for choice in sequence.group.choices}
     return [choice for choice in found.values() if choice.finish is None]
 
 
 def change_weights(scheduler: Scheduler, weight_version: str) -> None:
-    """Switch to other weights, between steps, with none in flight.
+    """Switch to other weights, between steps, with no step in flight.
 
-    The prefix cache is flushed, whatever the weights are called. A sequence whose prompt is not computed yet, or not
-    computed anew after a preemption, starts over, so that no row of a prompt comes from keys and values of other
-    weights; one that was sampling continues from the keys and values that it holds. If it is recomputed later, its
-    routing rows are of older weights than its keys, so that its pages are not shared.
+    The prefix cache is flushed, even if the version stays the same. Sequences whose prompt is not entirely computed are
+    preempted, so that all rows of a prompt come from the same weights. Sequences that are sampling continue with their
+    keys and values. If such a sequence is recomputed later, its routing rows are older than its keys, so its pages are
+    not shared.
     """
     _name_weights(scheduler, weight_version)
     for sequence in reversed(scheduler.running):
@@ -283,7 +285,7 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
             scheduler.preempt(sequence)
     scheduler.flush()
     for sequence in unfinished(scheduler):
-        note_weights(sequence, weight_version)
+        record_weights(sequence, weight_version)
         if sequence.num_outputs and sequence.request.return_routed_experts:
             sequence.cache.num_cacheable = sequence.num_prompt_tokens
         if (probe := sequence.evidence.probe) is not None:
@@ -291,14 +293,14 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
 
 
 def rename_weights(scheduler: Scheduler, weight_version: str) -> None:
-    """Name the same weights differently from the next step on; nothing computed before is lost."""
+    """Change the version of the same weights from the next step on; all computed state stays."""
     _name_weights(scheduler, weight_version)
     for sequence in unfinished(scheduler):
-        note_weights(sequence, weight_version)
+        record_weights(sequence, weight_version)
 
 
 def watch_pages(scheduler: Scheduler, events: PageEvents) -> None:
-    """Record the content of the prefix cache, and every change of it from now on."""
+    """Record the content of the prefix cache, and all changes from now on."""
     scheduler.page_events = events
     events.record(0, WeightsNamed(scheduler.weight_version))
     for rank in scheduler.ranks:

@@ -1,4 +1,4 @@
-"""One choice of one request while it is being generated: the only mutable view of it."""
+"""Mutable state of a choice of a request during generation."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from rayserve_moe.scheduling.token_probe import PromptProbe
 
 NO_ROW = -1
 NUM_TOKENS, NUM_COMPUTED, NUM_PAGES, TARGET, LIMIT = range(5)
-"""Places in `RowArrays.counters`."""
+"""Indices in `RowArrays.counters`."""
 
 NUM_COUNTERS = 5
 
 
 class KnownRows(NamedTuple):
-    """Routing rows of positions `start ...`: arrays [N, ...] whose entries mean something where `is_known`.
-
-    `versions` int32 and `kinds` int8 are numbers that only the capture of routing understands.
-    """
+    """Routing rows of positions `start ...`, as arrays [N, ...] that are valid for entries with `is_known`."""
 
     start: int
+    """First position."""
     is_known: np.ndarray
+    """bool [N]."""
     rows: np.ndarray
+    """Routing rows [N, MoE layers, k]."""
     versions: np.ndarray
+    """Weight version, int32 [N]; a number of the routing capture."""
     kinds: np.ndarray
+    """Source of the row, int8 [N]; a number of the routing capture."""
 
     @property
     def end(self) -> int:
@@ -43,20 +45,23 @@ class KnownRows(NamedTuple):
 
 
 class Guide(Protocol):
-    """Says which words may follow the outputs of one choice; `last_ms` is what that took last."""
+    """Constraint on the outputs of a choice."""
 
     last_ms: float
+    """Milliseconds of the last mask."""
 
     def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
-        """Return bits int32 [W] as in `SampleMasks`, given all outputs so far, which begin with those given before; or
-        why none may follow. They hold until the next call."""
+        """Return the bits int32 [W] of ids that may follow, as in `SampleMasks`, or the finish reason if none may.
+
+        `output_ids` are all outputs so far and extend those of earlier calls. The result is valid until the next call.
+        """
         ...
 
 
 class RowArrays(NamedTuple):
     """State of a sequence that a step reads and writes for all running sequences at once.
 
-    While a sequence has a row, its arrays are views of the row in the `RowTable`, and longer than what is known.
+    While a sequence has a row, its arrays are views of the row in the `RowTable`, longer than the known data.
     """
 
     counters: np.ndarray
@@ -70,7 +75,7 @@ class RowArrays(NamedTuple):
     page_ids: np.ndarray
     """int32, by page index."""
     page_generations: np.ndarray
-    """Allocation that each page belongs to, int64, by page index."""
+    """Generation of each page's allocation, int64, by page index."""
 
 
 @dataclass(slots=True)
@@ -78,77 +83,79 @@ class SampleRules:
     """Rules for the tokens that a sequence samples, and for its end."""
 
     stop_token_ids: frozenset[int]
-    """It ends at one of these ids."""
+    """Ids that end the sequence."""
     withheld_ids: frozenset[int]
-    """None of its first `min_new_tokens` tokens is one of these ids."""
+    """Ids that may not be among the first `min_new_tokens` tokens."""
     guide: Guide | None
-    """Restricts its samples."""
+    """Restricts the samples."""
     processed: np.ndarray | None = None
-    """Arguments of its request for logit processors, int32 [X] (`processed_row`)."""
-    asked: np.ndarray | None = None
-    """Evidence that its request wants of samples, int32 [F] (`evidence_row`)."""
+    """Arguments for logit processors, int32 [X] (`processed_row`)."""
+    requested: np.ndarray | None = None
+    """Requested evidence of samples, int32 [F] (`evidence_row`)."""
 
 
 @dataclass(slots=True)
 class ChoiceGroup:
-    """The choices of a request, as one of them sees them."""
+    """The choices of a request, as held by each of them."""
 
     choices: list[Sequence]
-    """All choices, itself among them."""
+    """All choices, including itself."""
     followers: list[Sequence] = field(default_factory=list)
     """Choices that wait for its prompt."""
 
 
 @dataclass(slots=True)
 class QueueState:
-    """What the queue knows of a sequence."""
+    """State of a sequence in the waiting queue."""
 
     num_passed_over: int = 0
-    """Times that others were admitted before it while it was at the front."""
+    """Number of times that others were admitted before it while it was at the front."""
     num_to_recompute: int = 0
-    """Positions that were computed before it was preempted."""
+    """Positions that were computed before a preemption."""
 
 
 @dataclass(slots=True)
 class CacheState:
-    """What a sequence shares with the prefix cache of its rank."""
+    """Relation of a sequence to the prefix cache of its rank."""
 
     namespace: Hashable
-    """Of the prefixes that it may find."""
+    """Namespace of prefixes that it may match."""
     num_cacheable: int
-    """Tokens whose rows and keys come from the same weights, and may be found by others."""
+    """Tokens whose rows and keys come from the same weights, so that others may match them."""
     prefix: CachedPrefix | None = None
-    """Locked for it while it has pages."""
+    """Its locked prefix while it has pages."""
     num_flushes: int = 0
-    """Flushes of the rank before it got its row."""
+    """Number of flushes of the rank before it got its row."""
     num_cached: int = 0
-    """Tokens that it found cached at its first start."""
+    """Tokens found cached at its first start."""
     kept_positions: tuple[int, ...] = ()
-    """Positions, ascending, after which its states with entries shall be found by others."""
+    """Positions, ascending, whose state entries are kept for other sequences."""
     origins: tuple[tuple[int, int, str], ...] = ()
-    """Ranges `(from, to, "cached" or "recomputed")` of positions that it found cached, or computed once more; a later
-    range outranks earlier ones."""
+    """Ranges `(from, to, "cached" or "recomputed")` of positions that were found cached or recomputed.
+
+    Later ranges take precedence.
+    """
 
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """Times of the monotonic clock."""
+    """Monotonic times of a sequence."""
 
     accepted_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
     """When it first got a row."""
     token_at: float = math.nan
-    """When it got its last token; while it has a row, the `RowTable` has the time."""
+    """Time of its last token; while it has a row, the `RowTable` has the time."""
 
 
 @dataclass(slots=True)
 class Published:
-    """What the client of a sequence has."""
+    """Outputs that the client of a sequence has."""
 
     num_tokens: int
-    """Tokens that it knows, the prompt included."""
+    """Published tokens, including the prompt."""
     num_routing_rows: int
-    """Routing rows that it has, or does not want."""
+    """Routing rows that it has or does not want."""
 
 
 @dataclass(slots=True)
@@ -156,7 +163,7 @@ class SequenceRouting:
     """Routing rows that a sequence holds itself."""
 
     kept: KnownRows | None = None
-    """Rows that outlive a preemption."""
+    """Rows kept over a preemption."""
     final: RoutedExperts | None = None
     """At its end, the rows that its client does not have."""
 
@@ -166,22 +173,22 @@ class Evidence:
     """Records of the tokens of a sequence besides ids, log-probs and ranks."""
 
     columns: ColumnLog
-    """Entries of its outputs that its request wants."""
+    """Requested columns of its outputs."""
     weight_versions: tuple[tuple[int, str], ...] = ()
-    """Weights of its outputs, as in `ChoiceResult`."""
+    """Weight versions of its outputs, as in `ChoiceResult`."""
     drafts: DraftCounts = field(default_factory=DraftCounts)
     probe: PromptProbe | None = None
-    """What was found at its prompt; shared by all choices."""
+    """Results at prompt positions; shared by all choices."""
     output_states: list[np.ndarray] = field(default_factory=list)
-    """Hidden states at its outputs."""
+    """Hidden states of its outputs."""
 
 
 class Sequence:
-    """Tokens, pages and row of one choice.
+    """Tokens, pages and row of a choice.
 
-    Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, or
-    will once the submitted steps have run; `num_tokens` tokens are known, while that of a submitted step may be on its
-    way. A sequence samples when the last of its tokens is computed.
+    Positions fall into `[computed | known, not computed | free]`. `num_computed` positions have their KV in `pages`, at
+    the latest once the submitted steps have run. `num_tokens` tokens are known; the token of a submitted step may be in
+    flight. A sequence samples when its last token is computed.
     """
 
     def __init__(
@@ -202,7 +209,7 @@ class Sequence:
         self.num_prompt_tokens = prompt_len
         self.data_rank, self.row = 0, NO_ROW
         self.finish: FinishReason | None = None
-        """How it has ended."""
+        """Finish reason; None while unfinished."""
         self.state = RowArrays(
             np.array([prompt_len, 0, 0, max(prompt_len, limit - 1), limit], np.int64),
             token_ids=np.asarray(request.prompt_ids, np.int32),
@@ -211,8 +218,8 @@ class Sequence:
             page_ids=np.zeros(0, np.int32),
             page_generations=np.zeros(0, np.int64),
         )
-        asked = evidence_row(request, widths) if widths or request.raw_logprobs else None
-        self.rules = SampleRules(stop_token_ids, withheld_ids, guide=guide, asked=asked)
+        requested = evidence_row(request, widths) if widths or request.raw_logprobs else None
+        self.rules = SampleRules(stop_token_ids, withheld_ids, guide=guide, requested=requested)
         self.group = ChoiceGroup([self])
         self.queue = QueueState()
         self.cache = CacheState(request.cache_salt, num_cacheable=limit)
@@ -223,19 +230,19 @@ class Sequence:
 
     @property
     def is_held(self) -> bool:
-        """Whether its samples are drawn by a program of their own."""
+        """Return True if its sampling is deferred to a separate program."""
         rules = self.rules
-        return not (rules.guide is None and rules.asked is None and rules.processed is None)
+        return not (rules.guide is None and rules.requested is None and rules.processed is None)
 
     @property
     def is_probed(self) -> bool:
-        """Return True if tokens that it computes may still have to be probed."""
+        """Return True if its tokens may still have to be probed."""
         probe = self.evidence.probe
         return probe is not None and (probe.wants_hidden or not probe.is_complete)
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether its tokens may be verified several at a time."""
+        """Return True if its tokens may be verified several at a time."""
         return self.request.speculative and not self.is_held and not self.request.return_hidden_states
 
     @property
@@ -248,7 +255,7 @@ class Sequence:
 
     @property
     def limit(self) -> int:
-        """Prompt tokens and all that may be generated."""
+        """Return the number of prompt tokens plus the maximum number of new tokens."""
         return int(self.state.counters[LIMIT])
 
     @property
@@ -257,22 +264,22 @@ class Sequence:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Tokens by position, int32; the first `num_tokens` are known."""
+        """Return tokens by position, int32; the first `num_tokens` are known."""
         return self.state.token_ids
 
     @property
     def pages(self) -> np.ndarray:
-        """Pages held, int32, by page index."""
+        """Return the pages held, int32, by page index."""
         state = self.state
         return state.page_ids[: state.counters[NUM_PAGES]]
 
     @property
     def page_generations(self) -> np.ndarray:
-        """Allocations of the pages held, int64, by page index."""
+        """Return the generations of the pages held, int64, by page index."""
         return self.state.page_generations
 
     def record_start(self, num_cached: int) -> None:
-        """Record that it starts to run after `num_cached` cached tokens, for the first time or once more."""
+        """Record that it starts or restarts after `num_cached` cached tokens."""
         num_known, cache, times = self.queue.num_to_recompute, self.cache, self.times
         if num_known == 0:
             cache.num_cached = num_cached
@@ -283,15 +290,15 @@ class Sequence:
         cache.origins += tuple(origin for origin in ranges if origin[0] < origin[1])
 
     def release_pages(self) -> np.ndarray:
-        """Drop all pages, and with them everything computed; returns the pages."""
+        """Drop all pages, and with them everything computed; return the pages."""
         pages = self.pages.copy()
         counters = self.state.counters
         counters[NUM_PAGES] = counters[NUM_COMPUTED] = 0
         return pages
 
 
-def note_weights(sequence: Sequence, weight_version: str) -> None:
-    """Note which weights the next output of a sequence is sampled under."""
+def record_weights(sequence: Sequence, weight_version: str) -> None:
+    """Record the weight version that the next output of a sequence is sampled under."""
     evidence, position = sequence.evidence, sequence.num_tokens
     before = tuple(known for known in evidence.weight_versions if known[0] < position)
     if not before or before[-1][1] != weight_version:
@@ -300,7 +307,7 @@ def note_weights(sequence: Sequence, weight_version: str) -> None:
 
 
 def prompt_columns(sequence: Sequence) -> PromptColumns | None:
-    """Return what was found at the tokens that the request of a sequence has probed; None if it wants nothing."""
+    """Return the results of a sequence's probe; None without a probe."""
     evidence = sequence.evidence
     if evidence.probe is None:
         return None
@@ -316,9 +323,9 @@ def chunk_demand(sequence: Sequence, start: int, *, stop: int) -> ChunkDemand | 
 
 
 def restore(choices: Iterable[Sequence], committed: Iterable[ChoiceResult]) -> None:
-    """Give new choices the outputs that they have had elsewhere: they go on as after a preemption, or have ended.
+    """Give new choices their outputs from elsewhere: they continue as after a preemption, or have ended.
 
-    Their seed has to be the same, and their client has what is committed. Where nothing is, they are as new.
+    The seed must be the same. Their client has all committed outputs. Choices without outputs are unchanged.
     """
     for sequence, outputs in zip(choices, committed, strict=False):
         _restore(sequence, outputs)

@@ -1,23 +1,25 @@
-"""The plan of one step for all hosts, and its result.
+"""Plan of a step for all hosts, and its result.
 
-Both are small frozen records of numpy arrays: they travel to every host each step, so a plan holds only what
-changed. A plan without chunks computes nothing and only collects the result of the step before it.
+Both are small frozen records of numpy arrays. They are sent to every host each step, so a plan holds only changes. A
+plan without chunks computes nothing and only collects the result of the previous step.
 
-A chunk is a run of tokens of one sequence: `rows[c]` of `Chunks` is its row, its tokens sit at positions
-`starts[c] .. starts[c] + lengths[c] - 1`, and the tokens of all chunks follow each other in `token_ids`. Where
-`samples[c]`, the chunk ends at the last expected token and the next one is sampled. A token id of LAST_SAMPLED stands
-for the token that was sampled last in that row: it may not have left the device yet.
-A choice that forks off another has a chunk of no tokens behind the one that ends their prompt: it samples there too.
-Where that is inside a page, the page of the other's row is copied to its own after the step.
-A sequence whose drafts are verified has 1 + n chunks of one token each, next to each other: its last token, then the
-drafts, each one position after the chunk before it. All sample, each as if the drafts before it were sampled tokens,
-and count while those are.
-Where the step before has drafts of that sequence too, and has not come back, only the devices know where it has got to:
-such chunks are awaited. Their starts are AWAITED - d, for d behind the token that counts last, and a draft's id is
-DRAFTED, for what the draft model has said of the row.
+A chunk is a run of tokens of a sequence: `rows[c]` of `Chunks` is its row, its tokens have positions `starts[c] ..
+starts[c] + lengths[c] - 1`, and the tokens of all chunks are concatenated in `token_ids`. If `samples[c]`, a token is
+sampled after the chunk. The token id LAST_SAMPLED stands for the last token sampled in that row, which may still be on
+the device.
+
+A choice that forks off another has a chunk of no tokens after the chunk that ends their prompt: it samples there too.
+If the prompt ends inside a page, this page is copied to the fork's own page after the step.
+
+A sequence with drafts has 1 + n consecutive chunks of a single token each, at consecutive positions: its last token,
+then the drafts. All sample, each as if the drafts before it were accepted. A sample counts only if they are.
+
+If the previous step also has drafts of that sequence and has not come back, only the devices know its position: such
+chunks are awaited. Their starts are AWAITED - d, for d tokens after the last accepted token. A draft's id is DRAFTED,
+for the draft that the draft model has left in the row.
 
 Rows are numbered over all data-parallel ranks: rank r has the rows `r * rows_per_rank .. (r + 1) * rows_per_rank - 1`.
-The chunks of a rank stand together, ranks in order.
+The chunks of a rank are consecutive, in rank order.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ LAST_SAMPLED = -1
 DRAFTED = AWAITED = -2
 
 PREFILL_BLOCK_TOKENS = 32
-"""Chunks of more than one token, and those of which more is asked, take up whole blocks of this many tokens."""
+"""Block size in tokens. Chunks of several tokens, and chunks with extra work (`BlockWork`), occupy whole blocks."""
 
 MAX_WITHHELD_IDS = 128
-"""Ids that one request can withhold from its first tokens."""
+"""Maximum number of ids that a request can withhold from its first tokens."""
 WITHHELD = -np.inf
-"""The bias of an id that is withheld."""
+"""Bias of a withheld id."""
 
 ALLOWED = np.inf
-"""The bias of an id that is allowed where others are not."""
+"""Bias of an allowed id; other ids are then forbidden."""
 
 
 def _empty(dtype: type, columns: int | None = None) -> np.ndarray:
@@ -56,10 +58,10 @@ def _empty(dtype: type, columns: int | None = None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PageTableChanges:
-    """Entries to set: row `rows[i]` keeps page `page_ids[i]` at index `indices[i]`. All integer [P].
+    """Entries to set in page tables: row `rows[i]` gets page `page_ids[i]` at index `indices[i]`. All integer [P].
 
-    Page i of a sequence stands at index i. With G page tables (`PageGroup`), page i of table g stands at index
-    i * G + g. Entries of pages that a state has released stay as they were: no query sees them.
+    Page i of a sequence has index i. With G page tables (`PageGroup`), page i of table g has index i * G + g. Entries
+    of released pages stay unchanged, because no query reads them.
     """
 
     rows: np.ndarray = field(default_factory=lambda: _empty(np.intp))
@@ -68,7 +70,7 @@ class PageTableChanges:
 
 
 class RowFloats(NamedTuple):
-    """Columns of float parameters, of one row or of several; as in `SamplingParams`, by default without effect."""
+    """Columns of float parameters, for a row or several; as in `SamplingParams`, with defaults that have no effect."""
 
     temperature: Any = 0.0
     top_p: Any = 1.0
@@ -79,18 +81,17 @@ class RowFloats(NamedTuple):
 
 
 class RowIntegers(NamedTuple):
-    """Columns of integer parameters, of one row or of several.
-
-    `adjusts`: whether logits are adjusted at all positions; `num_top`: likeliest tokens returned; `first_end`: the
-    first position where withheld ids may stand.
-    """
+    """Columns of integer parameters, for a row or several."""
 
     top_k: Any = 0
     seed: Any = 0
     choice: Any = 0
     adjusts: Any = 0
+    """True if logits are adjusted at all positions."""
     num_top: Any = 0
+    """Number of most likely tokens to return."""
     first_end: Any = 0
+    """First position at which withheld ids may be sampled."""
 
 
 NUM_FLOATS, NUM_INTEGERS = len(RowFloats._fields), len(RowIntegers._fields)
@@ -98,23 +99,22 @@ NUM_FLOATS, NUM_INTEGERS = len(RowFloats._fields), len(RowIntegers._fields)
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of rows taken by new sequences.
-
-    `rows` int32 [S]; `floats` float32 [S, F] has the columns of `RowFloats`, `integers` uint32 [S, I] those of
-    `RowIntegers`.
-    """
+    """Sampling parameters of rows taken by new sequences."""
 
     rows: np.ndarray = field(default_factory=lambda: _empty(np.int32))
+    """int32 [S]."""
     floats: np.ndarray = field(default_factory=lambda: _empty(np.float32, NUM_FLOATS))
+    """Columns of `RowFloats`, float32 [S, F]."""
     integers: np.ndarray = field(default_factory=lambda: _empty(np.uint32, NUM_INTEGERS))
+    """Columns of `RowIntegers`, uint32 [S, I]."""
 
 
 @dataclass(frozen=True)
 class RowAdjustment:
-    """What a new row's logits are adjusted by: the tokens that penalties count, int32, and biases by token id.
+    """Logit adjustments of a new row: tokens that penalties count, int32, and biases by token id.
 
-    A bias of WITHHELD counts up to the first position where withheld ids may stand. Those of ALLOWED come first: where
-    there are any, no other ids are sampled.
+    A bias of WITHHELD applies up to the first position at which withheld ids may be sampled. Biases of ALLOWED come
+    first; if there are any, no other ids are sampled.
     """
 
     row: int
@@ -126,9 +126,10 @@ class RowAdjustment:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Chunks that take prefill blocks however short they are, and forced routing of some of their tokens."""
+    """Chunks that occupy prefill blocks at any length, and forced routing of some of their tokens."""
 
     chunks: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    """Indices of chunks in the plan."""
     forced_tokens: np.ndarray = field(default_factory=lambda: _empty(np.intp))
     """Indices of tokens in the plan."""
     forced_rows: np.ndarray | None = None
@@ -137,22 +138,25 @@ class BlockWork:
 
 @dataclass(frozen=True)
 class SampleMasks:
-    """The words that samples of a plan may be: `samples` intp [N] says which, in the plan's order; the others may be
-    any. `bits` int32 [N, W] has bit i % 32 of number i // 32 for id i. Of the samples `asking` intp [M] evidence is
-    `asked`, int32 [M, F], as `SampleRules.asked` has it. Those of `processing` intp [O] are given to logit processors
-    with `processed` int32 [O, X], what `allowed_logits` takes."""
+    """Restrictions, requested evidence and processor inputs of samples, given by their index in the plan's samples."""
 
     samples: np.ndarray
+    """Restricted samples, intp [N]."""
     bits: np.ndarray
-    asking: np.ndarray = field(default_factory=lambda: _empty(np.intp))
-    asked: np.ndarray = field(default_factory=lambda: _empty(np.int32, 1 + MAX_LISTED_IDS))
+    """Allowed ids of the restricted samples, int32 [N, W]: id i is bit i % 32 of number i // 32."""
+    evidence_samples: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    """Samples with requested evidence, intp [M]."""
+    requested: np.ndarray = field(default_factory=lambda: _empty(np.int32, 1 + MAX_LISTED_IDS))
+    """Their evidence, int32 [M, F], as `SampleRules.requested`."""
     processing: np.ndarray = field(default_factory=lambda: _empty(np.intp))
+    """Samples with logit processors, intp [O]."""
     processed: np.ndarray = field(default_factory=lambda: _empty(np.int32, 0))
+    """Their processor inputs, int32 [O, X], as `allowed_logits` takes them."""
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of a plan, and the tokens of all of them."""
+    """Chunks of a plan and their tokens."""
 
     rows: np.ndarray = field(default_factory=lambda: _empty(np.intp))
     """Row of each chunk, [chunks]."""
@@ -171,7 +175,7 @@ class Chunks:
 
     @property
     def sources(self) -> np.ndarray:
-        """Which chunk computes what each samples after, intp [chunks]: itself, or the one that it forks off."""
+        """Return the chunk that computes each chunk's last token, intp [chunks]: itself, or its leader's for a fork."""
         return np.maximum.accumulate(np.where(self.lengths > 0, np.arange(len(self.rows)), 0))
 
 
@@ -180,7 +184,7 @@ NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK, NO_CHUNKS = PageTableChanges(), Row
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step for all hosts."""
+    """Plan of a step for all hosts."""
 
     step_id: int
     chunks: Chunks = NO_CHUNKS
@@ -188,33 +192,32 @@ class StepPlan:
     sampling: RowSampling = NO_NEW_ROWS
     """Parameters of rows that new sequences have taken."""
     wants_routing: bool = False
-    """Some row of this step is requested."""
+    """True if routing rows of some token of this step are requested."""
     adjustments: tuple[RowAdjustment, ...] = ()
-    """Of the rows of `sampling` whose logits are adjusted."""
+    """Adjustments of new rows."""
     block_work: BlockWork = NO_BLOCK_WORK
     columns: tuple[str, ...] = ()
     """Names of the columns that some sample wants."""
     migration: MigrationPiece | None = None
-    """Runs ahead of the step, on every host of the group; only with chunks, on a server that may move experts."""
+    """Runs before the step, on every host of the group; only with chunks, on a server that may move experts."""
     wants_expert_counts: bool = False
-    """Only with chunks, on a server that may move experts."""
+    """True to return expert counts; only with chunks, on a server that may move experts."""
     takes_staged_weights: bool = False
-    """Every host replaces the weights that it serves by those that it has staged. Only for a plan without chunks that
-    follows another such plan."""
+    """True to activate the staged weights on every host. Only in a plan without chunks after another such plan."""
     holds_samples: bool = False
-    """The step does not sample: the plan after it has the `masks` for that."""
+    """True if sampling is deferred: the `masks` for it come with the next plan."""
     masks: SampleMasks | None = None
-    """For the samples of the step before, whose tokens they take to be filled."""
+    """Masks for the deferred samples of the previous step."""
     wants_drafts: bool = False
-    """A draft model drafts what may follow the samples."""
+    """True if a draft model drafts the tokens after the samples."""
     next_ids: np.ndarray | None = None
-    """Known tokens behind chunks, int32 [chunks], -1 for none, if the draft model wants them."""
+    """Known token after each chunk, int32 [chunks], -1 for none, if the draft model needs them."""
     probe: TokenProbe | None = None
-    """Tokens that are probed after the step."""
+    """Tokens to probe after the step."""
 
     @property
     def has_blocks(self) -> bool:
-        """Whether some chunk takes blocks."""
+        """Return True if some chunk occupies blocks."""
         chunks = self.chunks
         is_longer = (chunks.lengths > 1).any() if chunks.num_forks else len(chunks.token_ids) != len(chunks.rows)
         return bool(is_longer) or len(self.block_work.chunks) > 0
@@ -230,7 +233,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step sampled, one entry per sampling chunk of its plan, in the order of the plan."""
+    """Samples of a step, an entry per sampling chunk, in the order of the plan."""
 
     step_id: int
     token_ids: np.ndarray
@@ -240,38 +243,44 @@ class StepResult:
     ranks: np.ndarray
     """int32; 0 for logits that were not finite."""
     routing: np.ndarray | None = None
-    """Rows of all tokens of the plan, [tokens, MoE layers, k], if some were wanted."""
+    """Routing rows of all tokens of the plan, [tokens, MoE layers, k], if requested."""
     pack_s: float = 0.0
     device_s: float = 0.0
-    """Seconds that the host of rank 0 spent on the step."""
+    """Seconds that the host of rank 0 spent packing the step and waiting for the devices."""
     columns: Columns = field(default_factory=dict)
-    """What else was wanted of the samples, by name of `OUTPUT_COLUMNS`; as wide as the widest request."""
+    """Other requested columns of samples, by name of `OUTPUT_COLUMNS`; as wide as the widest request."""
     probed: Columns = field(default_factory=dict)
-    """What was found at the tokens of the plan's `probe`, by name of `PROBED_COLUMNS`, and `IS_FINITE`."""
+    """Results at the tokens of the plan's `probe`, by name of `PROBED_COLUMNS`, and `IS_FINITE`."""
     expert_counts: np.ndarray | None = None
-    """Tokens since the start, this step's too, int32 [MoE layers, experts], if wanted. They wrap around."""
+    """Tokens per expert since the start, including this step, int32 [MoE layers, experts], if requested.
+
+    May wrap around.
+    """
     tally: np.ndarray | None = None
-    """Set if slots have a capacity, int64 [4]: assignments over all layers that were wanted, that got their own best
-    expert, that got any, and those of the rank that got most."""
+    """Assignment counts over all layers, int64 [4], if slots have a capacity.
+
+    They count requested assignments, assignments that got their first choice, assignments that got any expert, and
+    assignments on the busiest rank.
+    """
     failed_fetch: FailedFetch | None = None
     """Set in every result until another migration begins."""
     drafts: np.ndarray | None = None
-    """Drafts of a draft model for every row that has sampled, int32 [rows, max drafts], if wanted."""
+    """Drafts of a draft model for every row that has sampled, int32 [rows, max drafts], if requested."""
     draft_s: float = 0.0
-    """Seconds of waiting for the drafts beyond the step."""
+    """Seconds of waiting for the drafts after the step."""
 
     @property
     def finite(self) -> np.ndarray:
-        """Return for each sample whether its logits were finite, bool."""
+        """Return True for each sample with finite logits, bool."""
         return self.ranks > 0
 
 
 @dataclass(frozen=True)
 class StartReport:
-    """The result of starting an executor."""
+    """Report of a started executor."""
 
     num_pages: int
-    """KV pages of one data rank."""
+    """KV pages of a data rank."""
     load_s: float = 0.0
     compile_s: float = 0.0
     """Wall-clock seconds of compilation."""
@@ -281,7 +290,7 @@ class StartReport:
     """Seconds of running every program once."""
     num_programs: int = 0
     num_programs_found: int = 0
-    """Programs that are read from disk instead of compiled."""
+    """Programs that were read from disk instead of compiled."""
     num_expert_ranks: int = 1
     num_redundant_experts: int = 0
     page_groups: tuple[PageGroup, ...] = ()
@@ -291,7 +300,7 @@ class StartReport:
     dtype: str = ""
     """Dtype of all weights except `float32_tensors`."""
     float32_tensors: tuple[str, ...] = ()
-    """Names of float32 tensors, in which `*` stands for a number."""
+    """Names of float32 tensors; `*` stands for a number."""
     placement: ExpertPlacement | None = None
     """Placement of the experts; None for their own order."""
     kernels: Mapping[str, str] = field(default_factory=dict)
@@ -317,7 +326,7 @@ class StartReport:
 def slowest_start(reports: Sequence[StartReport]) -> StartReport:
     """Combine the reports of hosts that started in parallel: the worst of each number.
 
-    All hosts serve the same model by the same plan, so the other fields are those of any report.
+    All hosts run the same model by the same plan, so the other fields are equal in all reports.
     """
     return replace(
         reports[0],

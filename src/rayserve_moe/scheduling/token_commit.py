@@ -1,4 +1,4 @@
-"""Writes the results of a step into the row table, for all rows at once, and into columns of sequences."""
+"""Commit of step results into the row table, for all rows at once, and into columns of sequences."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ NOT_FINITE = FinishReason("error", message="the model produced logits that are n
 
 
 MAX_MASK_IDS = 4096
-"""Tokens that truncation may leave to a sample whose sampling mask is returned."""
-_WIDE = f"truncation left more than {MAX_MASK_IDS} tokens to a sample: lower top_k, or top_p"
+"""Maximum number of ids in a returned sampling mask."""
+_WIDE = f"a sampling mask has more than {MAX_MASK_IDS} tokens: lower top_k or top_p"
 TOO_WIDE = FinishReason("error", message=_WIDE, source="return_sampling_mask")
 
 
 def commit_tokens(
     table: RowTable, schedule: Schedule, *, result: StepResult, counts: np.ndarray | None = None
 ) -> tuple[np.ndarray, list[tuple[int, FinishReason]]]:
-    """Append each sampled token to its row, unless the row has another owner since the step was planned.
+    """Append each sampled token to its row, unless the row has changed its owner since the step was planned.
 
-    Of the samples only those that `counts` says become tokens, where it is given. Returns the rows that got a token,
-    int [N], several times where they got several, and the rows whose sequence ends, with the reason. A row whose logits
-    were not finite gets no token, and ends.
+    `counts` bool [S] marks the samples that become tokens; None: all do. A row whose logits were not finite gets no
+    token, and ends.
+
+    Returns: rows that got a token, int [N], repeated per token, and rows whose sequence ends, with the reason.
     """
     rows, ids, logprobs = schedule.sampling_rows, result.token_ids, result.logprobs
     ranks, columns = result.ranks, result.columns
@@ -69,7 +70,7 @@ def commit_tokens(
 
 
 def _places_in_runs(rows: np.ndarray) -> np.ndarray:
-    """How far each entry is into its run of equal rows."""
+    """Return the index of each entry within its run of equal rows."""
     places = np.arange(len(rows))
     begins = np.ones(len(rows), np.bool_)
     begins[1:] = rows[1:] != rows[:-1]
@@ -77,7 +78,7 @@ def _places_in_runs(rows: np.ndarray) -> np.ndarray:
 
 
 def _drop_rejected(table: RowTable, schedule: Schedule) -> None:
-    """After the tokens of a step with drafts: what was computed of the sequences ends before their last token."""
+    """Reset the computed counts of sequences with drafts to end before their last token."""
     rows = schedule.sampling_rows[table.generations[schedule.sampling_rows] == schedule.sampling_generations]
     drafted = rows[1:][rows[1:] == rows[:-1]]
     table.num_computed[drafted] = table.num_tokens[drafted] - 1
@@ -95,7 +96,7 @@ def _append_columns(table: RowTable, rows: np.ndarray, columns: Columns) -> Iter
 
 
 def commit_probe(table: RowTable, schedule: Schedule, *, result: StepResult) -> Iterator[int]:
-    """Store what a step found at probed tokens; yield the rows of sequences for which that is not finite."""
+    """Store a step's results at probed tokens; yield the rows of sequences whose results are not finite."""
     runs = runs_of([probed.count for probed in schedule.probed])
     for (sequence, generation, position, _), run in zip(schedule.probed, runs, strict=True):
         probe = sequence.evidence.probe
@@ -108,7 +109,7 @@ def commit_probe(table: RowTable, schedule: Schedule, *, result: StepResult) -> 
         elif position < sequence.num_prompt_tokens:
             probe.take(position, found)
             if not sequence.is_probed:
-                for choice in sequence.group.choices:  # they share the probe, and may have taken rows before it ended
+                for choice in sequence.group.choices:  # they share the probe, and may have taken rows before
                     if choice.row != NO_ROW:
                         table.end_probe(choice.row)
         elif is_own:

@@ -1,6 +1,6 @@
-"""Token probe: which tokens of a step are probed after it, for whom, and what was found at positions of a prompt.
+"""Token probe: selects tokens of a step whose logits or hidden states are returned, and stores the prompt's results.
 
-A probed token is computed even if its keys are cached. What was found of it survives a preemption.
+A probed token is computed even if its keys are cached. Its results survive a preemption.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ NO_ID = -1
 
 @dataclass(frozen=True)
 class TokenProbe:
-    """The tokens of a plan that are probed after its step."""
+    """Tokens of a plan that are probed after its step."""
 
     tokens: np.ndarray
-    """Their indices in the plan, intp [P]."""
+    """Indices in the plan, intp [P]."""
     targets: np.ndarray
-    """The known token after each whose log-prob is requested, int32 [P], or -1."""
+    """Token after each whose log-prob is requested, int32 [P]; -1 for none."""
     listed: np.ndarray
-    """Ids whose log-probs after each are requested, int32 [P, L], -1 for none."""
+    """Ids whose log-probs are requested, int32 [P, L]; -1 for none."""
     num_top: int = 0
-    """Likeliest tokens requested after each."""
+    """Number of most likely tokens requested."""
     columns: tuple[str, ...] = ()
-    """Names of `PROBED_COLUMNS` that are requested of some token."""
+    """Names of `PROBED_COLUMNS` that are requested for some token."""
 
 
 class ProbedTokens(NamedTuple):
     """Probed tokens of one sequence at consecutive positions."""
 
     position: int
-    """Of the first one."""
+    """Position of the first."""
     targets: np.ndarray
     listed: np.ndarray
 
     @property
     def end(self) -> int:
-        """The position after the last one."""
+        """Return the position after the last."""
         return self.position + len(self.targets)
 
 
 def probe_for(request: GenerationRequest, weight_version: str) -> PromptProbe | None:
-    """Return the probe of a request's prompt, or None if the request wants nothing of it."""
+    """Return the probe of a request's prompt, or None if the request needs none."""
     spans = {}
     for name, column in PROBED_COLUMNS.items():
         if (span := column.span(request)) is not None and column.width(request) is not None:
@@ -60,10 +60,7 @@ def probe_for(request: GenerationRequest, weight_version: str) -> PromptProbe | 
 
 
 class PromptProbe:
-    """What was found so far at positions of a prompt, shared by the choices of its request.
-
-    All of it is of the same weights.
-    """
+    """Results at positions of a prompt, shared by the choices of its request and all of the same weights."""
 
     def __init__(
         self, request: GenerationRequest, spans: dict[str, tuple[int, int]], *, weight_version: str = ""
@@ -83,12 +80,12 @@ class PromptProbe:
 
     @property
     def frontier(self) -> int:
-        """First position that still has to be computed for the probe; a cached prefix may reach up to it."""
+        """Return the first position that the probe still needs; a cached prefix may extend up to it."""
         return self._end if self.is_complete else self._first + int(np.argmin(self._is_found))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the requested columns."""
+        """Return the names of the requested columns."""
         return tuple(self._spans)
 
     def pending(self, start: int, stop: int) -> ProbedTokens | None:
@@ -99,9 +96,10 @@ class PromptProbe:
         return ProbedTokens(first, self._targets(first, last), self._listed(first, last))
 
     def needs_block(self, start: int, stop: int) -> bool:
-        """Return True if a chunk over `[start, stop)` has to take prefill blocks, whose hidden states leave every step.
+        """Return True if a chunk over `[start, stop)` must occupy prefill blocks, whose hidden states are available.
 
-        Positions that are probed for hidden states alone are in servers where those of single tokens leave it too.
+        A probe for hidden states alone needs no blocks: servers that return hidden states also return those of single
+        tokens.
         """
         spans = [span for name, span in self._spans.items() if name != "hidden"]
         if not spans:
@@ -110,7 +108,7 @@ class PromptProbe:
         return max(start, self.frontier, first) < min(stop, end)
 
     def take(self, position: int, found: Columns) -> None:
-        """Store what was found at consecutive positions from `position` on."""
+        """Store the results at consecutive positions from `position` on."""
         for name in self._spans:
             values = found[name]
             assert not isinstance(values, Ragged), "probed columns have one width"
@@ -122,7 +120,7 @@ class PromptProbe:
         self._is_found[self._places(position, len(found[IS_FINITE]))] = True
 
     def result(self, states: Values | None = None) -> PromptColumns:
-        """Return all columns up to the first position without a result; `states` go on behind the prompt's."""
+        """Return all columns up to the first position without a result; `states` of outputs follow the prompt's."""
         columns: Columns = {}
         for name, (first, end) in self._spans.items():
             end = max(first, min(end, self.frontier))
@@ -135,7 +133,7 @@ class PromptProbe:
         return PromptColumns(columns, {name: first for name, (first, _) in self._spans.items()}, self.weight_version)
 
     def change_weights(self, weight_version: str) -> None:
-        """Discard what was found on a change of weights, unless all is."""
+        """Discard incomplete results after a change of weights."""
         if not self.is_complete:
             self._is_found[:] = False
             self.weight_version = weight_version
@@ -162,10 +160,10 @@ class PromptProbe:
 
 
 def join_probes(parts: list[tuple[int, ProbedTokens]], *, columns: tuple[str, ...], num_top: int) -> TokenProbe:
-    """Return the probe of a plan; each part comes with the index in the plan of its first token."""
+    """Return the probe of a plan; each part comes with the index of its first token in the plan."""
     indices = [first + np.arange(len(tokens.targets)) for first, tokens in parts]
     width = max(tokens.listed.shape[1] for _, tokens in parts)
-    assert width <= MAX_LISTED_IDS, "more ids are listed than the devices take"
+    assert width <= MAX_LISTED_IDS, "the devices take fewer listed ids"
     listed = [
         np.pad(tokens.listed, ((0, 0), (0, width - tokens.listed.shape[1])), constant_values=NO_ID)
         for _, tokens in parts
@@ -175,7 +173,7 @@ def join_probes(parts: list[tuple[int, ProbedTokens]], *, columns: tuple[str, ..
 
 
 def runs_of(counts: list[int]) -> Iterator[slice]:
-    """Yield the slices of runs of these lengths that follow each other."""
+    """Yield the slices of consecutive runs with these lengths."""
     end = 0
     for count in counts:
         yield slice(end, end + count)

@@ -1,4 +1,4 @@
-"""Drafts of decoding sequences: their rows in a step, and which of the samples that come back count."""
+"""Verification of drafts: their chunks in a step, and the samples that count in its result."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, StepResult
 
 Draft = Callable[[np.ndarray], Mapping[int, np.ndarray]]
-"""Return by row the drafts that may follow its known tokens, int32 [N], given the rows that decode."""
+"""Returns, by row, the drafts that may follow its known tokens, int32 [N], given the decoding rows."""
 
 NO_DRAFTS = np.zeros(0, np.int32)
 
 
 def add_decoding(steps: list[RankStep], draft: Draft, *, limits: StepLimits) -> int:
-    """Add to each rank's step the sequences that decode, each with its drafts; return the maximum number of drafts.
+    """Add the decoding sequences to each rank's step, with their drafts; return the maximum number of drafts.
 
     The number of drafts is limited by the single tokens and samples of a rank, by the limit of each sequence, and by
-    pages that it has or that are free. No sequence is preempted for drafts.
+    its pages and free pages. No sequence is preempted for drafts.
     """
     has_prompts = any(not is_single for step in steps for is_single, _ in _chunks(step))
-    most_singles = limits.num_rows if has_prompts else max(limits.num_rows, limits.verify_rows)
+    max_singles = limits.num_rows if has_prompts else max(limits.num_rows, limits.verify_rows)
     rows_of_ranks = [step.decoding() for step in steps]
     drafts = draft(np.concatenate([rows for rows, _ in rows_of_ranks]))
-    most = 0
+    max_drafts = 0
     for step, (rows, starts) in zip(steps, rows_of_ranks, strict=True):
-        free = most_singles - len(rows) - sum(is_single or samples for is_single, samples in _chunks(step))
+        free = max_singles - len(rows) - sum(is_single or samples for is_single, samples in _chunks(step))
         found: dict[int, np.ndarray] = {}
         for i in range(len(rows)) if drafts else ():
             row = int(rows[i])
@@ -42,21 +42,21 @@ def add_decoding(steps: list[RankStep], draft: Draft, *, limits: StepLimits) -> 
                 count = _grow(step, row, max(0, min(len(drafted), free, room)), page_size=limits.page_size)
                 found[row] = drafted[: max(0, count)]
                 free -= len(found[row])
-        most = max([most, *map(len, found.values())])
+        max_drafts = max([max_drafts, *map(len, found.values())])
         _add(step, rows, starts, found=found)
-    return most
+    return max_drafts
 
 
 def _chunks(step: RankStep) -> Iterator[tuple[bool, bool]]:
-    """Of the chunks of prompts in a step, whether each is a single token, and whether it samples."""
+    """Yield, for each prompt chunk of a step, whether it is a single token and whether it samples."""
     for run in step.runs:
         yield bool(run.lengths[0] == 1 and run.demand is None), bool(run.samples[0])
 
 
 def _grow(step: RankStep, row: int, count: int, *, page_size: int) -> int:
-    """Give a decoding row a page for up to `count` drafts beyond its next token; returns how many lie on pages.
+    """Give a decoding row a page for up to `count` drafts after its next token; return the number of drafts that fit.
 
-    One page at most: states are sized for that.
+    At most a single page is added, because states are sized for that.
     """
     rank, table = step.rank, step.rank.table
     used, held = int(table.num_computed[row]) + 1, int(table.num_pages[row])
@@ -91,9 +91,9 @@ def _add(step: RankStep, rows: np.ndarray, starts: np.ndarray, *, found: Mapping
 
 
 def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResult) -> np.ndarray:
-    """Return which samples of a step with drafts or awaited chunks become tokens, bool [S].
+    """Return the samples of a step with drafts or awaited chunks that become tokens, bool [S].
 
-    They are of sequences still in their row. A sample after a draft counts if the sample before it counts, equals the
+    They belong to sequences still in their row. A sample after a draft counts if the previous sample counts, equals the
     draft, and does not end the sequence.
     """
     chunks = schedule.plan.chunks
@@ -109,7 +109,7 @@ def samples_that_count(table: RowTable, schedule: Schedule, *, result: StepResul
 
 
 def resolve_awaited(table: RowTable, schedule: Schedule, *, before: Schedule, result: StepResult) -> Schedule:
-    """Return the schedule with start positions and drafts filled in after the step `before` is committed.
+    """Return the schedule with start positions and drafts filled in from the committed step `before`.
 
     Its plan and the `num_computed` of `table`, which this updates, are as if the step had been planned after the
     commit. Samples of sequences that have left their rows do not count (`samples_that_count`).
@@ -128,7 +128,7 @@ def resolve_awaited(table: RowTable, schedule: Schedule, *, before: Schedule, re
     tokens = (np.cumsum(chunks.lengths) - 1)[awaited]
     is_draft = token_ids[tokens] == DRAFTED
     if is_draft.any():
-        assert result.drafts is not None, "drafts were asked for"
+        assert result.drafts is not None, "drafts were requested"
         locations = np.zeros(len(generations), np.intp)
         drafted = before.sampling_rows
         of_drafted = drafted[np.concatenate([[True], drafted[1:] != drafted[:-1]])]
@@ -139,7 +139,7 @@ def resolve_awaited(table: RowTable, schedule: Schedule, *, before: Schedule, re
 
 
 def tokens_that_count(schedule: Schedule, counts: np.ndarray) -> np.ndarray:
-    """Which tokens of a plan belong to their sequences, bool [num_tokens]; `counts` is of its samples."""
+    """Return the tokens of a plan that belong to their sequences, bool [num_tokens]; `counts` is for its samples."""
     chunks = schedule.plan.chunks
     belongs = np.ones(len(chunks.token_ids), np.bool_)
     belongs[_last_tokens(chunks.lengths, chunks.samples)] = counts
@@ -147,17 +147,17 @@ def tokens_that_count(schedule: Schedule, counts: np.ndarray) -> np.ndarray:
 
 
 def follows(rows: np.ndarray) -> np.ndarray:
-    """Which samples are taken after a draft: those of the same row as the one before, bool [S]."""
+    """Return True for samples taken after a draft, whose row equals the previous sample's, bool [S]."""
     after = np.zeros(len(rows), np.bool_)
     after[1:] = rows[1:] == rows[:-1]
     return after
 
 
 def is_awaited(table: RowTable, rows: np.ndarray) -> np.ndarray:
-    """Whether the devices alone know what decoding rows have got to, bool [N]: their last step has not come back."""
+    """Return True for decoding rows whose last step has not come back, bool [N]; only devices know their position."""
     return table.num_computed[rows] >= table.num_tokens[rows]
 
 
 def _last_tokens(lengths: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Where in a plan the last tokens of the chunks stand that sample."""
+    """Return the indices in a plan of the last tokens of sampling chunks."""
     return (np.cumsum(lengths) - 1)[samples]

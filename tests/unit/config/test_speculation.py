@@ -31,7 +31,7 @@ def test_drafts_are_counted_as_steps_or_as_rows():
 
 def test_settings_of_vllm_are_those_of_sglang():
     given = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 3}
-    expected = SpeculationSettings("NGRAM", num_steps=5, shortest_match=3, longest_match=4)
+    expected = SpeculationSettings("NGRAM", num_steps=5, min_match=3, max_match=4)
     assert speculation(speculative_config=given) == expected
     assert speculation(speculative_config=None) == SpeculationSettings()
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.decoding.adjustment import AdjustmentState, Penalties, adjust, note_known, note_samples
+from rayserve_moe.decoding.adjustment import AdjustmentState, Penalties, adjust, record_known_tokens, record_samples
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.requests.records import SamplingParams
 from tests.support.engine.sampling_reference import adjusted_by_definition
@@ -17,7 +17,7 @@ from tests.support.engine.sampling_reference import adjusted_by_definition
 VOCABULARY, NUM_ROWS, NUM_BIASES = 24, 5, 6
 WHOLE = VocabularyPart(VOCABULARY, VOCABULARY)
 compiled_adjust = jax.jit(partial(adjust, part=WHOLE))
-compiled_note = jax.jit(partial(note_samples, part=WHOLE))
+compiled_note = jax.jit(partial(record_samples, part=WHOLE))
 
 
 def state_of(prompts: dict[int, list[int]], outputs: dict[int, list[int]], biases: dict[int, list]) -> AdjustmentState:
@@ -26,7 +26,9 @@ def state_of(prompts: dict[int, list[int]], outputs: dict[int, list[int]], biase
     ids, values = np.full((2, NUM_ROWS, NUM_BIASES), 3, np.float32)
     for row, prompt in prompts.items():
         known = np.asarray([*prompt, *outputs[row]], np.int32)
-        seen[row] = note_known(jnp.zeros(VOCABULARY, jnp.int32), known, num_prompt=len(prompt), num_known=len(known))
+        seen[row] = record_known_tokens(
+            jnp.zeros(VOCABULARY, jnp.int32), known, num_prompt=len(prompt), num_known=len(known)
+        )
         ids[row], values[row] = VOCABULARY, 0
         for i, (token_id, value) in enumerate(biases.get(row, [])):
             ids[row, i], values[row, i] = token_id, value
@@ -127,7 +129,7 @@ def test_a_sample_counts_from_the_next_step_on():
 def test_known_tokens_may_come_in_pieces(piece: int):
     generator = np.random.default_rng(3)
     ids, num_prompt = generator.integers(0, VOCABULARY, 40).astype(np.int32), 25
-    note = jax.jit(note_known)
+    note = jax.jit(record_known_tokens)
     whole = note(np.zeros(VOCABULARY, np.int32), ids, num_prompt=num_prompt, num_known=40)
     seen = np.zeros(VOCABULARY, np.int32)
     for first in range(0, 40, piece):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.decoding.adjustment import PROMPT_MARK, AdjustmentState, Penalties, adjust, note_samples
+from rayserve_moe.decoding.adjustment import PROMPT_MARK, AdjustmentState, Penalties, adjust, record_samples
 from rayserve_moe.decoding.log_probs import log_prob_of, log_probs_of, ranks_of
 from rayserve_moe.decoding.sampling import SamplingBatch, sample
 from rayserve_moe.decoding.truncation import Limits
@@ -135,7 +135,7 @@ def test_adjusted_logits_and_counts_are_those_of_the_whole_to_the_last_bit(layou
         penalties, biases = whole
         of_rows = {"rows_S": rows, "penalties": penalties, "part": part}
         state = AdjustmentState(seen, *biases)
-        return adjust(logits, state, **of_rows), note_samples(seen, jnp.asarray(new), **of_rows)
+        return adjust(logits, state, **of_rows), record_samples(seen, jnp.asarray(new), **of_rows)
 
     whole = (Penalties(is_adjusted | withholds, *factors, withholds), (ids, values))
     expected, found = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.admission import MOST_HIDDEN_NUMBERS, check_request
+from rayserve_moe.engine.admission import MAX_HIDDEN_NUMBERS, check_request
 from rayserve_moe.requests.records import GenerationRequest, RequestError, RoutedExperts, RoutingLayout, SamplingParams
 from tests.support.devices.counting_executor import CARD
 
@@ -33,9 +33,9 @@ REFUSED = {
     "endless temperature": (request(temperature=float("inf")), "temperature", "finite"),
     "temperature that is no number": (request(temperature=float("nan")), "temperature", "finite"),
     "negative top_k": (request(top_k=-5), "top_k", "top_k should be"),
-    "top_k as it is only given": (request(top_k=-1), "top_k", "form of the engine"),
+    "top_k as it is only given": (request(top_k=-1), "top_k", "normal form of its field"),
     "too many choices": (request(n=129), "n", r"\[1, 128\]"),
-    "a seed of more than 32 bits": (request(seed=2**40), "seed", "form of the engine"),
+    "a seed of more than 32 bits": (request(seed=2**40), "seed", "normal form of its field"),
     "a salt without end": (replace(request(), cache_salt="x" * 257), "cache_salt", "to 256 characters"),
     "top_k beyond 32 bits": (request(top_k=2**40), "top_k", "top_k should be"),
     "top_p of zero": (request(top_p=0.0), "top_p", r"\(0, 1\]"),
@@ -89,14 +89,14 @@ NO_ROUTING = {
 @pytest.mark.parametrize(("refused", "message"), NO_ROUTING.values(), ids=NO_ROUTING.keys())
 def test_routing_that_no_router_selects_is_refused(refused, message):
     with pytest.raises(RequestError, match=message) as caught:
-        check_request(refused, ROUTED, longest=LONGEST)
+        check_request(refused, ROUTED, max_tokens=LONGEST)
     assert caught.value.param == "forced_routed_experts"
 
 
 @pytest.mark.parametrize(("rows", "start"), [(ROWS, 0), (ROWS[:2], 0), (ROWS[:1], 2), (ROWS[:0], 2), (ROWS[:1], 1)])
 def test_routing_of_the_prompt_from_some_position_on_is_served(rows, start):
     for dtype in (np.uint8, np.int16, np.int64):
-        check_request(forcing(rows.astype(dtype), start=start), ROUTED, longest=LONGEST)
+        check_request(forcing(rows.astype(dtype), start=start), ROUTED, max_tokens=LONGEST)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,14 @@ def test_routing_of_the_prompt_from_some_position_on_is_served(rows, start):
 )
 def test_scores_of_what_is_not_there_are_refused(changes, param):
     with pytest.raises(RequestError) as caught:
-        check_request(replace(request(), **changes), CARD, longest=LONGEST)
+        check_request(replace(request(), **changes), CARD, max_tokens=LONGEST)
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize(("refused", "param", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_it_is_refused_by_name(refused, param, message):
     with pytest.raises(RequestError, match=message) as caught:
-        check_request(refused, CARD, longest=LONGEST)
+        check_request(refused, CARD, max_tokens=LONGEST)
     assert caught.value.param == param
 
 
@@ -134,29 +134,29 @@ def test_it_is_refused_by_name(refused, param, message):
     ],
 )
 def test_the_limits_themselves_are_served(accepted):
-    check_request(accepted, CARD, longest=LONGEST)
+    check_request(accepted, CARD, max_tokens=LONGEST)
 
 
 def test_a_server_with_routing_serves_it():
-    check_request(request(routing=True), replace(CARD, returns_routing=True), longest=LONGEST)
+    check_request(request(routing=True), replace(CARD, returns_routing=True), max_tokens=LONGEST)
 
 
 def test_nobody_forces_routing_on_a_balanced_selection():
     forced = RoutedExperts(np.zeros((3, 1, 1), np.int32))
     wanted = replace(request(), forced_routing=forced)
-    check_request(wanted, CARD, longest=LONGEST)
+    check_request(wanted, CARD, max_tokens=LONGEST)
     with pytest.raises(RequestError, match="expert_selection: replicas_only") as error:
-        check_request(wanted, replace(CARD, takes_forced_routing=False), longest=LONGEST)
+        check_request(wanted, replace(CARD, takes_forced_routing=False), max_tokens=LONGEST)
     assert error.value.param == "forced_routed_experts"
 
 
 def test_states_are_bounded_together():
     """Of all tokens of all choices, or of the last one of the prompt and the outputs."""
-    card = replace(CARD, hidden_size=MOST_HIDDEN_NUMBERS // 16)
+    card = replace(CARD, hidden_size=MAX_HIDDEN_NUMBERS // 16)
     fits = replace(request(max_new_tokens=13), return_hidden_states="all")
-    check_request(fits, card, longest=LONGEST)
-    check_request(replace(request(range(60), max_new_tokens=15), return_hidden_states="last"), card, longest=LONGEST)
+    check_request(fits, card, max_tokens=LONGEST)
+    check_request(replace(request(range(60), max_new_tokens=15), return_hidden_states="last"), card, max_tokens=LONGEST)
     for beyond in (request(max_new_tokens=14), request(n=2, max_new_tokens=13)):
-        with pytest.raises(RequestError, match="ask for fewer tokens") as refused:
-            check_request(replace(beyond, return_hidden_states="all"), card, longest=LONGEST)
+        with pytest.raises(RequestError, match="request fewer tokens") as refused:
+            check_request(replace(beyond, return_hidden_states="all"), card, max_tokens=LONGEST)
         assert refused.value.param == "return_hidden_states"

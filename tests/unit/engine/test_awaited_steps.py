@@ -131,7 +131,7 @@ class Losses:
     def __init__(self, target: Scheduler) -> None:
         self._target = target
 
-    def start_over(self, failure: Exception, lost: list[StepPlan], *, retract: Callable[[], object], **_: Any) -> Any:
+    def recover(self, failure: Exception, lost: list[StepPlan], *, retract: Callable[[], object], **_: Any) -> Any:
         for plan in lost:
             give_up_step(self._target, plan)
         assert (self._target.table.num_computed >= 0).all()
@@ -267,9 +267,9 @@ def test_what_needs_each_token_on_the_host_is_found_before_it_runs():
     within = CANDIDATES + 1
     for place, expected in ((within + 1, False), (within, True)):
         each = target.waiting[place]
-        each.rules.asked = np.zeros(1, np.int32)
+        each.rules.requested = np.zeros(1, np.int32)
         assert needs_host_tokens(target) == expected
-        each.rules.asked = None
-    target.waiting[0].rules.asked = np.zeros(1, np.int32)
+        each.rules.requested = None
+    target.waiting[0].rules.requested = np.zeros(1, np.int32)
     target.schedule()
     assert target.table.wants.num_held == 1 and needs_host_tokens(target)

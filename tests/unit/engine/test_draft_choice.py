@@ -70,6 +70,6 @@ def test_a_row_comes_to_its_own_share_and_a_new_owner_starts_from_that_of_all(sh
     acceptance, rows, owner = Acceptance(4), np.array([2]), np.array([1])
     acceptance.of(rows, owner)
     for i in range(60):
-        acceptance.note(rows, np.array([1]), right=np.array([int(share * i) != int(share * (i + 1))]))
+        acceptance.record(rows, np.array([1]), right=np.array([int(share * i) != int(share * (i + 1))]))
     assert acceptance.of(rows, owner)[0] == pytest.approx(share, abs=0.25)
     assert acceptance.of(rows, owner + 1)[0] == pytest.approx(share, abs=0.25)

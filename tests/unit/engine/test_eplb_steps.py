@@ -88,7 +88,7 @@ def test_plans_for_ranks_that_are_gone_are_dropped(was_wanted: bool) -> None:
     if was_wanted:
         eplb.set_target(random_placement(START, seed=1))
     generation = eplb.reading.generation
-    eplb.start_over(GroupLayout(num_expert_ranks=3, num_redundant_experts=3, num_hosts=3))
+    eplb.restart(GroupLayout(num_expert_ranks=3, num_redundant_experts=3, num_hosts=3))
     now = eplb.migration.placement
     assert (now.ep_size, now.num_slots, now.num_experts) == (3, START.num_experts + 3, START.num_experts)
     assert eplb.state() is not None and eplb.reading.generation > generation

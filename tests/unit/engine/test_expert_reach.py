@@ -30,7 +30,7 @@ def test_rows_that_choose_apart_reach_as_many_as_were_counted(num_rows: int):
 def test_rows_that_resemble_each_other_reach_as_many_as_captured_routing_says():
     reach, alike = ExpertReach(EXPERTS, TOP_K), 8
     for seed in range(60 * LOOK_EVERY):
-        reach.note(drawn(6, alike, seed) if seed % LOOK_EVERY == 0 else drawn(1))
+        reach.record(drawn(6, alike, seed) if seed % LOOK_EVERY == 0 else drawn(1))
     for num_rows in (2, 4, 16):
         assert reach.distinct(num_rows) == pytest.approx(reached(drawn(num_rows, alike)), rel=0.05)
 
@@ -38,5 +38,5 @@ def test_rows_that_resemble_each_other_reach_as_many_as_captured_routing_says():
 def test_rows_of_one_choice_reach_no_more_than_it():
     reach, same = ExpertReach(EXPERTS, TOP_K), np.repeat(drawn(1), 8, axis=0)
     for _ in range(100 * LOOK_EVERY):
-        reach.note(same)
+        reach.record(same)
     assert reach.distinct(64) == pytest.approx(TOP_K, rel=0.05)

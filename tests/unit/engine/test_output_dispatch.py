@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.output_dispatch import GROUPING_S_PER_SEQUENCE, LONGEST_GROUPING_S, OutputDispatch
+from rayserve_moe.engine.output_dispatch import GROUPING_S_PER_SEQUENCE, MAX_GROUPING_S, OutputDispatch
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.row_table import RowTable
@@ -89,11 +89,11 @@ def test_the_more_run_the_longer_tokens_are_kept_back_up_to_a_bound(clients: Cli
     groups = [clients.begin(f"r{i}") for i in range(NUM_ROWS)]
     everybody = [sequence for group in groups for sequence in group]
     clients.sample(*everybody, now=0.0)
-    clients.sample(*everybody, now=0.9 * LONGEST_GROUPING_S)
+    clients.sample(*everybody, now=0.9 * MAX_GROUPING_S)
     assert all(len(heard) == 1 for heard in clients.heard.values())
-    clients.sample(*everybody, now=LONGEST_GROUPING_S)
+    clients.sample(*everybody, now=MAX_GROUPING_S)
     assert clients.tokens("r7") == [[3], [4, 5]]
-    clients.sample(everybody[0], now=LONGEST_GROUPING_S + ALONE_S)
+    clients.sample(everybody[0], now=MAX_GROUPING_S + ALONE_S)
     assert len(clients.tokens("r0")) == 3, "with the others gone it waits no longer than alone"
 
 

@@ -45,15 +45,15 @@ def at_every_loss(change: Callable[[Sequence], object]) -> Plant:
     """A fault in what is kept of the sequences that a loss meets."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        start_over = StepLosses.start_over
+        recover = StepLosses.recover
 
         def planted(self: StepLosses, *arguments: object, **named: object) -> object:
             for sequence in unfinished(self._scheduler):
                 if sequence.num_outputs:
                     change(sequence)
-            return start_over(self, *arguments, **named)
+            return recover(self, *arguments, **named)
 
-        monkeypatch.setattr(StepLosses, "start_over", planted)
+        monkeypatch.setattr(StepLosses, "recover", planted)
 
     return plant
 
@@ -134,7 +134,7 @@ def test_the_last_plan_believed_after_a_rebuild_is_noticed(believes: bool) -> No
     after = CountedSteps(eplb, np.ones((3, 12)), tokens_per_step=10)
     after.experts, after.shares = start.expert_of_slot.copy(), start.share_of_slot.copy()
     if not believes:
-        eplb.start_over(GroupLayout(num_expert_ranks=4, num_redundant_experts=4, num_hosts=2))
+        eplb.restart(GroupLayout(num_expert_ranks=4, num_redundant_experts=4, num_hosts=2))
     after.run(60)
     assert np.array_equal(after.experts, eplb.migration.placement.expert_of_slot) is not believes
     assert eplb.migration.placement is wanted

@@ -46,7 +46,7 @@ def recovering(
         scheduler=SchedulerSettings(**{"max_running_requests": 4, **scheduler}, overlap_steps=overlaps),
         cache=CacheSettings(page_size=4),
         cluster=ClusterSettings(
-            idle_release_s=0.01, most_rebuilds_in_10_minutes=most, most_rebuilds_in_hour=1000, step_timeout_s=TIMEOUT_S
+            idle_release_s=0.01, max_rebuilds_in_10_minutes=most, max_rebuilds_in_hour=1000, step_timeout_s=TIMEOUT_S
         ),
     )
     loop = EngineLoop(executor, CARD_WITH_ROWS, settings=wanted, rebuilder=executor)
@@ -186,7 +186,7 @@ def test_requests_queue_for_new_hosts_and_are_refused_once_that_takes_long(monke
         loop.check_health()
         progress = progress_of(loop.recovery)
         assert progress is not None and progress.phase == "starting"
-        monkeypatch.setattr("rayserve_moe.engine.loop.LONGEST_QUEUE_S", 0.0)
+        monkeypatch.setattr("rayserve_moe.engine.loop.MAX_QUEUE_S", 0.0)
         with pytest.raises(EngineRebuildingError, match="starting"):
             loop.submit(request("c"), Listener().receive)
         executor.may_rebuild.set()
@@ -298,7 +298,7 @@ def test_an_update_that_a_loss_meets_is_not_done_and_says_so(when: str) -> None:
             executor.losses = frozenset([executor.num_calls + 1])
         executor.may_stage.set()
         outcome = update.result(TIMEOUT_S)
-        assert not outcome.success and "a host was lost" in outcome.message and "old ones serve" in outcome.message
+        assert not outcome.success and "a host was lost" in outcome.message and "old weights stay" in outcome.message
         assert (outcome.weight_version, loop.card.weight_version, executor.serving) == ("0", "0", "first")
         assert executor.num_rebuilds == 1
         executor.losses = frozenset()

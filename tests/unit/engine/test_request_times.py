@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.engine.output_dispatch import note_end, note_tokens
+from rayserve_moe.engine.output_dispatch import record_end, record_tokens
 from rayserve_moe.observability.metrics import RequestMetrics
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.row_table import RowTable
@@ -38,10 +38,10 @@ def total(histogram):
 def test_first_tokens_and_gaps_are_told_apart(table, metrics):
     table.take(0, sequence_at(1.0))
     table.take(2, sequence_at(2.0))
-    note_tokens(metrics, table, rows=np.array([0]), now=4.0)
-    note_tokens(metrics, table, rows=np.array([0, 2]), now=5.0)
-    note_tokens(metrics, table, rows=np.array([0, 2]), now=5.5)
-    note_tokens(metrics, table, rows=np.zeros(0, np.int64), now=9.0)
+    record_tokens(metrics, table, rows=np.array([0]), now=4.0)
+    record_tokens(metrics, table, rows=np.array([0, 2]), now=5.0)
+    record_tokens(metrics, table, rows=np.array([0, 2]), now=5.5)
+    record_tokens(metrics, table, rows=np.zeros(0, np.int64), now=9.0)
     assert total(metrics.time_to_first_token) == (2, 3.0 + 3.0)
     assert total(metrics.inter_token) == (3, 1.0 + 0.5 + 0.5)
 
@@ -49,12 +49,12 @@ def test_first_tokens_and_gaps_are_told_apart(table, metrics):
 def test_a_preempted_choice_goes_on_from_its_last_token(table, metrics):
     sequence = sequence_at(0.0)
     table.take(1, sequence)
-    note_tokens(metrics, table, rows=np.array([1]), now=1.0)
+    record_tokens(metrics, table, rows=np.array([1]), now=1.0)
     table.leave(sequence)
     table.take(1, sequence_at(1.5))
-    note_tokens(metrics, table, rows=np.array([1]), now=2.0)
+    record_tokens(metrics, table, rows=np.array([1]), now=2.0)
     table.take(3, sequence)
-    note_tokens(metrics, table, rows=np.array([3]), now=4.0)
+    record_tokens(metrics, table, rows=np.array([3]), now=4.0)
     assert total(metrics.time_to_first_token) == (2, 1.0 + 0.5)
     assert total(metrics.inter_token) == (1, 3.0)
 
@@ -62,8 +62,8 @@ def test_a_preempted_choice_goes_on_from_its_last_token(table, metrics):
 def test_a_choice_that_ends_is_counted_once_and_its_prompt_with_the_first(metrics):
     first, second = sequence_at(1.0), sequence_at(1.0, index=1)
     first.times.started_at, first.cache.num_cached = 3.0, 2
-    note_end(metrics, first, kind="stop", now=6.0)
-    note_end(metrics, second, kind="abort", now=6.0)
+    record_end(metrics, first, kind="stop", now=6.0)
+    record_end(metrics, second, kind="abort", now=6.0)
     assert metrics.finished == {"stop": 1, "abort": 1}
     assert total(metrics.queue_time) == (1, 2.0) and total(metrics.end_to_end) == (2, 10.0)
     assert total(metrics.prompt_tokens) == (1, 3.0) and total(metrics.output_tokens) == (2, 0.0)

@@ -30,7 +30,7 @@ from tests.support.engine.run_requests import speculation_of
 from tests.support.engine.schedulers import choices, one, scheduler, some_reach
 
 LENGTH, FIRST = 400, 100
-SETTINGS = SpeculationSettings("NGRAM", shortest_match=1)
+SETTINGS = SpeculationSettings("NGRAM", min_match=1)
 
 
 def by_position(device: SimulatedDevice, spot: Spot) -> tuple[int, bool]:

@@ -38,7 +38,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(params=[True, False], ids=["overlapping", "one by one"])
 def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineLoop]:
     """Its clients hear of every token at once; more is asked of it than it runs, or takes."""
-    monkeypatch.setattr(output_dispatch, "LONGEST_GROUPING_S", 0.0)
+    monkeypatch.setattr(output_dispatch, "MAX_GROUPING_S", 0.0)
     limits = SchedulerSettings(max_running_requests=8, max_waiting_requests=16, overlap_steps=request.param)
     cluster = ClusterSettings(idle_release_s=0.01)
     settings = Settings(scheduler=limits, cache=CacheSettings(page_size=4), cluster=cluster)

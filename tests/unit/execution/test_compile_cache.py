@@ -22,7 +22,7 @@ from rayserve_moe.config.settings import (
     SettingsError,
 )
 from rayserve_moe.execution.programs import cache as compile_cache
-from rayserve_moe.execution.programs.cache import KeptPrograms, kept_programs, signature_of, without_cache_of_jax
+from rayserve_moe.execution.programs.cache import KeptPrograms, kept_programs, program_key, without_cache_of_jax
 from rayserve_moe.execution.programs.files import ProgramFiles
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
@@ -69,12 +69,12 @@ def compile_something(cache: str, *, factor: float = 2.0, plan: ParallelPlan | N
     plan = plan or plan_of()
     kept, run = kept_programs(CompileSettings(cache), plan), partial(scaled, factor=factor)
     like = jax.ShapeDtypeStruct((3,), np.float32, sharding=plan.replicated())
-    found = kept and kept.find(signature_of(run, like))
+    found = kept and kept.find(program_key(run, like))
     if not found:
         with without_cache_of_jax():
             compiled = jax.jit(run).lower(like).compile()
         if kept:
-            kept.keep(signature_of(run, like), compiled)
+            kept.keep(program_key(run, like), compiled)
     array = jax.device_put(np.ones(3, np.float32), plan.replicated())
     np.testing.assert_allclose((found or compiled)(array), factor * np.sin(1.0), rtol=1e-6)
     return bool(found)
@@ -150,11 +150,11 @@ def test_what_the_cache_of_jax_brings_is_not_kept(tmp_path):
 def test_a_program_that_cannot_be_loaded_is_compiled_again_and_replaced(tmp_path, caplog):
     compile_something(str(tmp_path))
     (path,) = files(tmp_path)
-    written = ProgramFiles(tmp_path / DIRECTORY, most_bytes=1 << 30)
+    written = ProgramFiles(tmp_path / DIRECTORY, max_bytes=1 << 30)
     for payload in (b"no pickle", pickle.dumps((b"no program", None, None)), pickle.dumps(("too", "short"))):
         written.write(path.name, payload)
         assert not compile_something(str(tmp_path))
-        assert "cannot be loaded, and is compiled again" in caplog.text
+        assert "cannot be loaded, recompiling it" in caplog.text
         assert compile_something(str(tmp_path))
         caplog.clear()
 
@@ -172,7 +172,7 @@ CHANGES = {
 
 
 def key_in(directory: Path) -> str:
-    return KeptPrograms(ProgramFiles(directory / "programs", most_bytes=1), plan_of())._key("something")
+    return KeptPrograms(ProgramFiles(directory / "programs", max_bytes=1), plan_of())._key("something")
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -202,14 +202,14 @@ def test_programs_are_told_apart_by_what_they_are_called_with_and_made_for():
     like = {plan: jax.ShapeDtypeStruct((3,), np.float32, sharding=plan.replicated()) for plan in plans.values()}
     plan = plans[0, 1]
     signatures = [
-        signature_of(partial(scaled, factor=2.0), like[plan]),
-        signature_of(partial(scaled, factor=3.0), like[plan]),
-        signature_of(partial(scaled, factor=2.0, of=signature_of), like[plan]),
-        signature_of(partial(scaled, factor=2.0, of=kept_programs), like[plan]),
-        signature_of(partial(scaled, factor=2.0), like[plans[0, 2]]),
-        signature_of(partial(scaled, factor=2.0), jax.ShapeDtypeStruct((4,), np.float32, sharding=plan.replicated())),
-        signature_of(partial(scaled, factor=2.0), jax.ShapeDtypeStruct((3,), np.int32, sharding=plan.replicated())),
-        signature_of(partial(scaled, factor=2.0), x=like[plan]),
+        program_key(partial(scaled, factor=2.0), like[plan]),
+        program_key(partial(scaled, factor=3.0), like[plan]),
+        program_key(partial(scaled, factor=2.0, of=program_key), like[plan]),
+        program_key(partial(scaled, factor=2.0, of=kept_programs), like[plan]),
+        program_key(partial(scaled, factor=2.0), like[plans[0, 2]]),
+        program_key(partial(scaled, factor=2.0), jax.ShapeDtypeStruct((4,), np.float32, sharding=plan.replicated())),
+        program_key(partial(scaled, factor=2.0), jax.ShapeDtypeStruct((3,), np.int32, sharding=plan.replicated())),
+        program_key(partial(scaled, factor=2.0), x=like[plan]),
     ]
     assert len(set(signatures)) == len(signatures)
     assert not any(" at 0x" in signature for signature in signatures), "an address is another one at the next start"

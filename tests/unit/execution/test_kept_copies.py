@@ -56,5 +56,5 @@ def test_what_does_not_fit_is_refused_at_the_start(monkeypatch: pytest.MonkeyPat
     available(monkeypatch, pool + SHARE)
     assert pages_beside_copies(asked, 100, num_copies=1, share_bytes=SHARE) == 100
     available(monkeypatch, pool + SHARE - 1)
-    with pytest.raises(SettingsError, match="take 1 bytes more"):
+    with pytest.raises(SettingsError, match="by 1 bytes"):
         pages_beside_copies(asked, 100, num_copies=1, share_bytes=SHARE)

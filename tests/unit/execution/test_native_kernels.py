@@ -49,7 +49,7 @@ def test_kernels_that_keep_bfloat16_alone_are_not_taken_for_fp8(caplog):
     with caplog.at_level(logging.INFO):
         assert choose_kernels(spec_with(), plan, compiling=CompileSettings(), **settings) is CPU
     assert "kv_cache_dtype is fp8" in caplog.text
-    with pytest.raises(SettingsError, match="cpu_kernels native: they keep keys and values in bfloat16"):
+    with pytest.raises(SettingsError, match="cpu_kernels native: they store keys and values in bfloat16"):
         choose_kernels(spec_with(), plan, compiling=CompileSettings(cpu_kernels="native"), **settings)
 
 
@@ -68,7 +68,7 @@ def test_without_the_library_xla_computes(caplog):
     with caplog.at_level(logging.INFO):
         assert chosen("auto") is CPU
     assert "no C++ compiler" in caplog.text
-    with pytest.raises(SettingsError, match=r"cpu_kernels native: there is no C\+\+ compiler; take auto"):
+    with pytest.raises(SettingsError, match=r"cpu_kernels native: there is no C\+\+ compiler; set auto"):
         chosen("native")
 
 

@@ -45,7 +45,7 @@ def fake_compiler(directory: Path, script: str, name: str = "c++") -> None:
 
 def test_without_a_compiler_the_reason_names_those_that_were_looked_for(monkeypatch, tmp_path, cache):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NativeKernelsUnavailable, match=r"no C\+\+ compiler \(clang\+\+, c\+\+, g\+\+\)"):
+    with pytest.raises(NativeKernelsUnavailable, match=r"no C\+\+ compiler was found \(clang\+\+, c\+\+, g\+\+\)"):
         build(LEVEL, cache)
 
 
@@ -95,7 +95,7 @@ def test_a_compiler_that_fails_leaves_the_work_to_the_next(monkeypatch, tmp_path
     fake_compiler(tmp_path, 'for last; do :; done; echo built > "$last"', "g++")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build(LEVEL, cache).read_text() == "built\n"
-    assert "no header; the next compiler is tried" in caplog.text
+    assert "no header; trying the next compiler" in caplog.text
 
 
 def test_a_directory_that_cannot_be_written_is_no_disaster(tmp_path):
@@ -152,7 +152,7 @@ def test_a_process_computes_at_one_level(monkeypatch):
     )
     monkeypatch.delenv("RAYSERVE_MOE_CPU_LEVEL", raising=False)
     assert register_native_kernels() == register_native_kernels(first.name) == first
-    with pytest.raises(NativeKernelsUnavailable, match=f"computes at level {first.name} already"):
+    with pytest.raises(NativeKernelsUnavailable, match=f"already uses level {first.name}"):
         register_native_kernels(other.name)
 
 

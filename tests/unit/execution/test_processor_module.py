@@ -22,11 +22,11 @@ FAULTS = {
     "no_such_module_at_all": "",
     "cannot be loaded": "import nothing_of_this_name",
     "called LOGIT_PROCESSORS": "x = 1",
-    "should have a list": "LOGIT_PROCESSORS = [len]",
+    "must define LOGIT_PROCESSORS, a list": "LOGIT_PROCESSORS = [len]",
     "the default of": HEAD + "LOGIT_PROCESSORS = [LogitProcessor(plus, {'plus': 'x'})]",
-    "by names that no other one has": HEAD + "LOGIT_PROCESSORS = [LogitProcessor(plus, {'plus': 1.0})] * 2",
+    "with names that no other one uses": HEAD + "LOGIT_PROCESSORS = [LogitProcessor(plus, {'plus': 1.0})] * 2",
     "needs arguments": HEAD + "LOGIT_PROCESSORS = [LogitProcessor(plus, {})]",
-    "is no function of arrays": HEAD
+    "is not a function of arrays": HEAD
     + "LOGIT_PROCESSORS = [LogitProcessor(lambda l, r, part: l + r.arguments['y'], {'x': 1})]",
     "if logits are read": HEAD
     + "LOGIT_PROCESSORS = [LogitProcessor(lambda l, r, part: l if l.sum() > 0 else -l, {'x': 1})]",
@@ -59,7 +59,7 @@ def test_another_source_than_that_of_other_hosts_is_refused(tmp_path: Path):
     setting = write(tmp_path, HEAD + "LOGIT_PROCESSORS = [LogitProcessor(plus, {'plus': 1.0})]")
     digest = digest_of(load_processors(setting))
     assert load_processors(setting, digest=digest)
-    with pytest.raises(SettingsError, match="another file"):
+    with pytest.raises(SettingsError, match="differs between this host"):
         load_processors(setting, digest="0" * 64)
 
 

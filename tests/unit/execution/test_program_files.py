@@ -14,8 +14,8 @@ PAYLOADS = {f"{i:064x}": bytes([i]) * 5000 for i in range(6)}
 KEY, OTHER = list(PAYLOADS)[:2]
 
 
-def files_in(path: Path, *, most_bytes: int = 1 << 30) -> ProgramFiles:
-    return ProgramFiles(path / "programs", most_bytes=most_bytes)
+def files_in(path: Path, *, max_bytes: int = 1 << 30) -> ProgramFiles:
+    return ProgramFiles(path / "programs", max_bytes=max_bytes)
 
 
 def test_what_is_written_is_read_by_every_later_start_and_by_nobody_else(tmp_path: Path) -> None:
@@ -91,11 +91,11 @@ def test_links_pipes_and_files_that_others_can_write_to_are_not_read(
     assert caplog.text.count("is not used") == 3
     (tmp_path / "linked").symlink_to(tmp_path / "programs")
     with pytest.raises(PermissionError):
-        ProgramFiles(tmp_path / "linked", most_bytes=1)
+        ProgramFiles(tmp_path / "linked", max_bytes=1)
 
 
 def test_what_was_not_used_for_the_longest_time_is_dropped(tmp_path: Path) -> None:
-    files = files_in(tmp_path, most_bytes=4 * 5100)
+    files = files_in(tmp_path, max_bytes=4 * 5100)
     left_behind = tmp_path / "programs" / "left-by-an-interrupted-process"
     left_behind.write_bytes(b"x" * 5000)
     os.utime(left_behind, (0, 0))
@@ -124,7 +124,7 @@ def test_many_writers_and_readers_leave_whole_files(tmp_path: Path, caplog: pyte
     done, wrong = threading.Event(), []
 
     def write(key: str) -> None:
-        files = files_in(tmp_path, most_bytes=3 * 5100)
+        files = files_in(tmp_path, max_bytes=3 * 5100)
         for _ in range(20):
             files.write(key, PAYLOADS[key])
 

@@ -86,6 +86,6 @@ def test_where_memory_does_not_hold_both_nothing_is_kept(
 ) -> None:
     monkeypatch.setattr(tensor_staging, "memory_available", lambda: runner.staged.bytes_per_device)
     assert runner.tensors.share("a") is None
-    assert "end with their host" in caplog.text
+    assert "lost with their host" in caplog.text
     monkeypatch.setattr(tensor_staging, "memory_available", lambda: PLENTY)
     assert runner.tensors.share("a") is not None

@@ -65,7 +65,7 @@ def test_llm_has_every_sampling_parameter_of_vllm() -> None:
 
 def test_what_is_built_from_nothing_is_admitted() -> None:
     for dialect in SCHEMAS:
-        check_request(build_request(PROMPT, {}, dialect=dialect, card=CARD), CARD, longest=200)
+        check_request(build_request(PROMPT, {}, dialect=dialect, card=CARD), CARD, max_tokens=200)
 
 
 @pytest.mark.parametrize(

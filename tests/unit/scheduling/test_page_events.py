@@ -75,7 +75,7 @@ def test_one_wake_covers_all_that_waits():
 
 
 def test_a_reader_that_has_died_costs_bounded_memory(monkeypatch):
-    monkeypatch.setattr(page_events, "MOST_RECORDS", 4)
+    monkeypatch.setattr(page_events, "MAX_RECORDS", 4)
     events = PageEvents(lambda: None)
     for _ in range(9):
         events.record(0, PagesCleared())

@@ -1,6 +1,6 @@
-"""Controls expert balancing of one engine: counts go to the planner, valid plans to the engine's steps.
+"""Control of expert balancing: sends expert counts to the planner, and valid plans to the engine's steps.
 
-Planning has a thread of its own. If it fails, steps run on under the current placement.
+Planning runs in its own thread. If it fails, steps continue under the current placement.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from rayserve_moe.engine.eplb.steps import EplbSteps
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-MOST_RECORDS = 64
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+MAX_RECORDS = 64
+"""Number of migrations in the history."""
 UNDER_WAY, FINISHED, REPLACED, FAILED = "under way", "finished", "replaced", "failed"
 
 
 class EplbControl:
-    """Feeds a planner with the readings of `eplb`, and has the engine follow its plans; without one it only counts.
+    """Connection between `eplb` and a planner; without a planner it only counts.
 
-    A planner that fails is asked again after a pause, which doubles with every failure. `layer_ids` are the numbers of
-    the layers that have experts. `view` may be called from any thread.
+    After a planner failure, the next request follows a pause, which doubles with every failure. `layer_ids` are the
+    numbers of the layers with experts. `view` may be called from any thread.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class EplbControl:
             self._thread.start()
 
     def stop(self) -> None:
-        """Follow no further plan; the thread ends once its planner has answered. May be called twice."""
+        """Follow no further plans; the thread ends once the planner has answered. May be called twice."""
         self._is_stopping = True
         self._news.set()
 
     def view(self) -> BalancingView:
-        """Loads, placements and past migrations, as of now."""
+        """Return loads, placements and past migrations, as of now."""
         tokens, migration = self._take_reading(), self._eplb.migration
         now, before = migration.placement, self._before
         loads_now, loads_before = (rank_loads(each, tokens, dispatch=self._config.dispatch) for each in (now, before))
@@ -90,13 +91,13 @@ class EplbControl:
         )
 
     def _take_reading(self) -> np.ndarray:
-        """Add the last reading to the window; returns the tokens per layer and expert in it."""
+        """Add the last reading to the window; return the window's tokens per layer and expert."""
         with self._window_lock:
             self._window.add(self._eplb.reading)
             return self._window.totals()
 
     def _run(self) -> None:
-        assert self._planner is not None, "without a planner there is no thread"
+        assert self._planner is not None, "the thread runs only with a planner"
         while not self._is_stopping:
             self._take_reading()
             if not self.retry.rest_of_pause_s:
@@ -107,20 +108,20 @@ class EplbControl:
     def _ask(self, planner: Planner) -> None:
         try:
             is_due = planner.observe(self._eplb.reading)
-            self.retry.note_answer()
+            self.retry.record_answer()
             if is_due:
                 self._follow_plan(planner)
         except PlanFailure as failure:
-            self.retry.note_failure(failure)
+            self.retry.record_failure(failure)
 
     def _follow_plan(self, planner: Planner) -> None:
-        """Ask for a plan; the engine migrates to it if it fits the placement and counts of that moment."""
+        """Request a plan; the engine migrates to it if it fits the current placement and counts."""
         state = self._eplb.state()
         if state is None:
             return
-        asked = time.perf_counter()
+        began = time.perf_counter()
         proposal = planner.propose(state)
-        self.planning_s += time.perf_counter() - asked
+        self.planning_s += time.perf_counter() - began
         if proposal is None or self._is_stopping:
             return
         try:
@@ -130,16 +131,16 @@ class EplbControl:
             placement = checked_placement(proposal, now)
         except RefusedPlanError as error:
             self.retry.refused[error.reason] += 1
-            log.warning("a plan is refused as %s: %s", error.reason, error)
+            log.warning("rejected an expert plan (%s): %s", error.reason, error)
             return
         self._before = now.placement
         self.history.begin(proposal, placement, step=self._eplb.reading.step)
-        with suppress(PlacementError):  # hosts were lost meanwhile: the plan is for ranks that are gone
+        with suppress(PlacementError):  # hosts were lost meanwhile, so the plan has the wrong number of ranks
             self._eplb.set_target(placement)
 
 
 class PlannerRetry:
-    """When a planner that failed is asked again, how often it was lost and found, and refused plans by reason."""
+    """Retry state of a planner: pauses after failures, restarts, and rejected plans by reason."""
 
     def __init__(self) -> None:
         self.refused = Counter[str]()
@@ -149,48 +150,48 @@ class PlannerRetry:
 
     @property
     def rest_of_pause_s(self) -> float | None:
-        """Seconds until the next try after a failure, 0 where it is due; None while the planner answers."""
+        """Return the seconds until the next retry, 0 if it is due; None while the planner answers."""
         return None if self._is_reached else max(0.0, self._resume_at - time.monotonic())
 
-    def note_answer(self) -> None:
-        """Reset the pause."""
+    def record_answer(self) -> None:
+        """Record an answer, which resets the pause."""
         if self._is_lost:
             self._num_losses_made_up += 1
-            log.info("experts are planned for again")
+            log.info("the expert planner answers again")
         self._is_reached, self._was_reached, self._is_lost, self._pause_s = True, True, False, 0.0
 
-    def note_failure(self, failure: PlanFailure) -> None:
-        """Begin the next pause, twice as long as the one before."""
+    def record_failure(self, failure: PlanFailure) -> None:
+        """Record a failure and begin the next pause, twice as long as the previous pause."""
         if failure.reason == "lost":
             self._is_lost = self._was_reached
         else:
             self.refused[failure.reason] += 1
             self._is_lost |= failure.reason == "late"
         self._is_reached = False
-        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s or FIRST_PAUSE_S)
+        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s or FIRST_PAUSE_S)
         self._resume_at = time.monotonic() + self._pause_s
-        log.warning("no plan of experts, next try in %.1f s: %s", self._pause_s, failure)
+        log.warning("the expert planner failed, retrying in %.1f s: %s", self._pause_s, failure)
 
     def view(self, *, is_running: bool) -> ActorView:
-        """Its state for users; without a running thread the planner counts as gone."""
+        """Return the state of the planner; without a running thread it is not alive."""
         return ActorView(is_running and self._is_reached, self._num_losses_made_up, dict(self.refused))
 
 
 class MigrationHistory:
     """Outcomes of the last migrations; may be read from any thread.
 
-    `totals` counts migrations `begun`, `finished`, `replaced` and `failed`, and slots `moved`, over all time.
+    `totals` counts migrations `begun`, `finished`, `replaced` and `failed`, and slots `moved`, since the start.
     """
 
     def __init__(self, migration: Migration) -> None:
         self.totals = Counter[str]()
         self._migration = migration
-        self._records: deque[MigrationRecord] = deque(maxlen=MOST_RECORDS)
+        self._records: deque[MigrationRecord] = deque(maxlen=MAX_RECORDS)
         self._target: ExpertPlacement | None = None
         self._lock = threading.Lock()
 
     def begin(self, proposal: Proposal, target: ExpertPlacement, *, step: int) -> None:
-        """Record that the engine was asked to migrate to `target`, which becomes its next version."""
+        """Record the start of a migration to `target`, which becomes the next version of the placement."""
         record = MigrationRecord(
             proposal.version,
             step,
@@ -234,7 +235,7 @@ class MigrationHistory:
 
 
 def _in_expert_order(tokens: np.ndarray, ep_size: int) -> np.ndarray:
-    """Return tokens per rank [layers, ranks] of experts in their own order over the ranks, without replicas."""
+    """Return tokens per rank [layers, ranks] with experts in their own order over the ranks, without replicas."""
     loads = np.zeros((len(tokens), ep_size))
     np.add.at(loads.T, np.arange(tokens.shape[1]) * ep_size // tokens.shape[1], tokens.T)
     return loads

@@ -1,4 +1,4 @@
-"""Expert balancing in the step cycle: steps carry pieces of a migration, and bring expert counts back."""
+"""Expert balancing in the step cycle: steps carry pieces of a migration and return expert counts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rayserve_moe.scheduling.step_plan import StartReport, StepResult
 log = logging.getLogger(__name__)
 
 COUNTS_EVERY = 16
-"""Steps from one reading of the devices' counts to the next."""
+"""Steps between two readings of the devices' expert counts."""
 COUNTS_EVERY_UNPLANNED = 64
-"""The same in servers whose experts never move. There readings are only shown, and each costs a small launch."""
+"""The same for servers whose experts never move. Readings are only displayed there, and each costs a small launch."""
 
 
 def eplb_steps_for(
     layout: RoutingLayout, report: StartReport, *, settings: BalancingSettings, parallel: ParallelSettings
 ) -> EplbSteps:
-    """Return the extension of a server that has just started."""
+    """Return the extension for a server that has just started."""
     own_order = identity_placement(
         len(layout.layer_ids),
         layout.num_experts,
@@ -46,10 +46,10 @@ def eplb_steps_for(
 
 
 class EplbSteps(StepExtension):
-    """Adds the pieces of `migration` to step plans, at most one each, and reads the expert counts of their results.
+    """Extension that adds pieces of `migration` to step plans, at most one per step, and reads expert counts.
 
-    The plan of a step carries its piece, so that every host runs the same piece with the same step. `set_target`,
-    `state`, `reading` and `migration.progress` may be used from any thread, all else from the engine thread.
+    A piece travels in the plan of its step, so that every host runs it in the same step. `set_target`, `state`,
+    `reading` and `migration.progress` may be used from any thread, all else only from the engine thread.
     """
 
     def __init__(
@@ -70,11 +70,13 @@ class EplbSteps(StepExtension):
         self._counts_every, self._num_steps = counts_every, 0
         self._steps_with_pieces = set[int]()
         self._is_held = False
-        self.first, self._own_order = start, own_order or start
-        """Placements of hosts that start now, and of experts in their own order."""
+        self.first = start
+        """Placement of hosts that start now."""
+        self._own_order = own_order or start
+        """Placement of experts in their own order."""
 
     def state(self) -> PlacementState | None:
-        """Return the input of a plan that is made now, or None while a migration runs or is requested."""
+        """Return the input for planning now, or None while a migration runs or is requested."""
         progress = self.migration.progress
         if self._wanted or not progress.is_done:
             return None
@@ -87,15 +89,15 @@ class EplbSteps(StepExtension):
         self.on_reading()
 
     def set_target(self, placement: ExpertPlacement) -> None:
-        """Have the next steps move experts to `placement`, which replaces any running or requested migration.
+        """Have the next steps move experts to `placement`, replacing any running or requested migration.
 
-        Raises: PlacementError if it has other layers, slots or ranks; then nothing changes.
+        Raises: PlacementError if layers, slots or ranks differ; then nothing changes.
         """
         self.migration.check(placement)
         self._wanted.append(placement)
 
     def hold(self) -> ExpertPlacement:
-        """Keep experts where they are until `resume`; return their placement. Call while no step is in flight."""
+        """Stop moving experts until `resume`; return their placement. Call while no step is in flight."""
         self._is_held = True
         return self.migration.placement
 
@@ -115,16 +117,16 @@ class EplbSteps(StepExtension):
         self.forget_counts()
 
     def reset(self, cause: Reset) -> None:
-        """Restart for other weights or hosts."""
+        """Restart for new weights or replaced hosts."""
         if isinstance(cause, NewWeights):
             self.change_weights(are_sent=cause.are_sent)
         elif isinstance(cause, ReplacedHosts):
-            self.start_over(cause.layout)
+            self.restart(cause.layout)
 
-    def start_over(self, layout: GroupLayout) -> None:
-        """Start again on other hosts, whose experts lie as at their start, and move them to the former target.
+    def restart(self, layout: GroupLayout) -> None:
+        """Restart on other hosts, which begin with the placement `first`, and migrate them to the former target.
 
-        If the number of ranks has changed, experts stay in their own order until a plan for these ranks comes.
+        If the number of ranks has changed, experts stay in their own order until a plan for these ranks arrives.
         """
         target, first = self._wanted.pop() if self._wanted else self.migration.target, self.first
         if layout.num_expert_ranks != first.ep_size:
@@ -134,7 +136,7 @@ class EplbSteps(StepExtension):
                 ep_size=layout.num_expert_ranks,
                 num_redundant=layout.num_redundant_experts,
             )
-        self.migration.start_over(first, hosts=layout.num_hosts, slices=layout.num_slices)
+        self.migration.reset(first, hosts=layout.num_hosts, slices=layout.num_slices)
         self._steps_with_pieces.clear()
         none = np.zeros_like(self.reading.counts)
         self.reading = LoadReading(self.reading.generation + 1, self._num_steps, none)
@@ -156,17 +158,17 @@ class EplbSteps(StepExtension):
         return replace(schedule, plan=replace(schedule.plan, migration=piece, wants_expert_counts=wants_counts))
 
     def returned(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
-        """Take over a result's expert counts, if any, and whether a fetch failed."""
+        """Record a result's expert counts, if any, and a failed fetch."""
         self._steps_with_pieces.discard(result.step_id)
         if result.failed_fetch is not None and result.failed_fetch.version > self.migration.given_up_version:
-            log.error("experts could not be fetched: those of layers from %d on stay", result.failed_fetch.layer)
+            log.error("an expert fetch failed: layers from %d on keep their placement", result.failed_fetch.layer)
             self.migration.give_up(result.failed_fetch)
         if result.expert_counts is not None:
             self.reading = LoadReading(self.reading.generation, self._num_steps, result.expert_counts)
             self.on_reading()
 
     def _next_piece(self) -> MigrationPiece | None:
-        """Return the next piece, or None. A migration begins after the results of all pieces of the previous one."""
+        """Return the next piece, or None. A migration begins once all pieces of the previous one have returned."""
         if self._is_held:
             return None
         if not self._wanted:
@@ -175,8 +177,8 @@ class EplbSteps(StepExtension):
             return None
         try:
             self.migration.begin(self._wanted.pop())
-        except PlacementError as error:  # made for ranks that were gone when it came
-            log.warning("a plan is not followed: %s", error)
+        except PlacementError as error:  # the plan was made before hosts were lost
+            log.warning("ignored an expert plan: %s", error)
         return self.migration.next_piece()
 
 

@@ -1,4 +1,4 @@
-"""Replacement of lost hosts: what is kept of their steps, and which sequence raises errors on any host."""
+"""Replacement of lost hosts, and the search for a sequence that makes steps fail."""
 
 from __future__ import annotations
 
@@ -23,47 +23,51 @@ from rayserve_moe.scheduling.step_plan import StepPlan
 log = logging.getLogger(__name__)
 
 SHORT_S, LONG_S = 600.0, 3600.0
+"""Windows in which rebuilds are counted: 10 minutes and an hour."""
 WAITS_S = (0.0, 1.0, 5.0)
-"""Seconds before a rebuild, by how many there were since a token was committed."""
+"""Seconds before a rebuild, indexed by the number of rebuilds since the last committed token."""
 
 
 class Rebuilder(Protocol):
-    """An executor whose hosts can be replaced. It calls `on_loss`, from any thread, where it notices a loss itself.
-
-    `phase` is what it does now, `phase_seconds` what all of its rebuilds took by phase, `layout` what it serves as.
-    It calls `on_loss` too where it could have more hosts than it has: then `loss` says so.
-    """
+    """Executor whose hosts can be replaced."""
 
     on_loss: Callable[[], object]
+    """Called, from any thread, if the executor notices a loss itself, or could have more hosts than it has."""
 
     @property
-    def layout(self) -> GroupLayout: ...
-
-    @property
-    def phase(self) -> str: ...
-
-    @property
-    def loss(self) -> ExecutorFailure | None:
-        """What it has noticed of the hosts that serve now."""
+    def layout(self) -> GroupLayout:
+        """Return the layout of the current hosts."""
         ...
 
     @property
-    def phase_seconds(self) -> Mapping[str, float]: ...
+    def phase(self) -> str:
+        """Return the current phase of a rebuild."""
+        ...
+
+    @property
+    def loss(self) -> ExecutorFailure | None:
+        """Return the loss that caused `on_loss`, or None."""
+        ...
+
+    @property
+    def phase_seconds(self) -> Mapping[str, float]:
+        """Return the seconds of all rebuilds, by phase."""
+        ...
 
     def rebuild(self) -> None:
-        """End all hosts and start others, with as many pages and the weights that served last; `layout` may differ.
+        """End all hosts and start others with the same number of pages and the latest weights; `layout` may change.
 
-        ExecutorFailure where that fails; it may be called again.
+        Raises: ExecutorFailure if that fails; it may be called again.
         """
         ...
 
     def cancel(self) -> None:
-        """Have a rebuild that runs in another thread, and all later ones, fail soon."""
+        """Make a rebuild that runs in another thread, and all later rebuilds, fail soon."""
         ...
 
 
 class RebuildProgress(NamedTuple):
-    """What a rebuild is doing, and the seconds since the loss."""
+    """Phase of a rebuild, and the seconds since the loss."""
 
     phase: str
     seconds: float
@@ -71,22 +75,22 @@ class RebuildProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class RebuildBounds:
-    """Rebuilds within 10 minutes, and within an hour; beyond either the engine fails."""
+    """Maximum numbers of rebuilds within 10 minutes and within an hour; beyond either the engine fails."""
 
-    most_in_10_minutes: int = 3
-    most_in_hour: int = 10
+    max_in_10_minutes: int = 3
+    max_in_hour: int = 10
 
     def allow(self, begun: deque[float], *, now: float) -> bool:
-        """Whether another may begin `now`, after those that have `begun`, in seconds of one clock."""
+        """Return True if another rebuild may begin `now`, given the start times `begun` (seconds of the same clock)."""
         recent = sum(1 for at in begun if now - at < SHORT_S)
-        return recent < self.most_in_10_minutes and sum(1 for at in begun if now - at < LONG_S) < self.most_in_hour
+        return recent < self.max_in_10_minutes and sum(1 for at in begun if now - at < LONG_S) < self.max_in_hour
 
 
 class Recovery:
-    """Has an executor replace its hosts, in the engine thread. `generation` counts the groups of hosts.
+    """Host replacement in the engine thread. `generation` counts the groups of hosts.
 
-    What a step found out under one generation is worth nothing under the next. `progress`, `ended_at` and the counts
-    may be read from any thread.
+    Step results of a generation are invalid in the next. `progress`, `ended_at` and the counts may be read from any
+    thread.
     """
 
     def __init__(self, rebuilder: Rebuilder, bounds: RebuildBounds) -> None:
@@ -102,12 +106,12 @@ class Recovery:
 
     @property
     def progress(self) -> RebuildProgress | None:
-        """How far a rebuild is; None while none runs."""
+        """Return the progress of the running rebuild, or None."""
         lost_at = self._lost_at
         return None if lost_at is None else RebuildProgress(self._rebuilder.phase, time.monotonic() - lost_at)
 
     def statistics(self) -> dict[str, float]:
-        """Rebuilds, choices that went on after one, and seconds in all."""
+        """Return the number of rebuilds, of choices that survived them, total seconds, and missing hosts."""
         carried, seconds = float(self.num_carried), sum(self._rebuilder.phase_seconds.values())
         return {
             "rebuilds": float(self.num_rebuilds),
@@ -118,26 +122,26 @@ class Recovery:
 
     @property
     def layout(self) -> GroupLayout:
-        """What the hosts serve as."""
+        """Return the layout of the current hosts."""
         return self._rebuilder.layout
 
     @property
     def loss(self) -> ExecutorFailure | None:
-        """What was noticed of the hosts that serve now."""
+        """Return the loss that the executor has noticed itself, or None."""
         return self._rebuilder.loss
 
     @property
     def phase_seconds(self) -> Mapping[str, float]:
-        """Seconds of all rebuilds, by phase."""
+        """Return the seconds of all rebuilds, by phase."""
         return self._rebuilder.phase_seconds
 
     def rebuild(self, failure: ExecutorFailure, *, num_carried: int, counts: bool = True) -> None:
-        """Replace all hosts after a failure. One that does not `count` is not held against the bounds.
+        """Replace all hosts after a failure. If not `counts`, the first rebuild does not count towards the bounds.
 
-        Raises the last failure where the bounds are reached, after `stop`, or the second in a row that is final.
+        Raises: ExecutorFailure if the bounds are reached, after `stop`, or after two final failures in a row.
         """
         self._lost_at, counts = time.monotonic(), counts and failure.is_loss
-        log.error("%d choices wait for other hosts: %s", num_carried, failure)
+        log.error("replacing the hosts while %d choices wait: %s", num_carried, failure)
         try:
             while True:
                 self._await_turn(failure, counts=counts)
@@ -157,12 +161,15 @@ class Recovery:
             self._lost_at, self.ended_at = None, time.monotonic()
 
     def stop(self) -> None:
-        """Begin no further rebuild, and end the one that runs."""
+        """Begin no further rebuild, and cancel the running rebuild."""
         self._is_stopped.set()
         self._rebuilder.cancel()
 
     def _await_turn(self, failure: ExecutorFailure, *, counts: bool) -> None:
-        """Begin a generation, after the wait that is due. Raises the failure where no other may begin."""
+        """Begin a generation after the due wait.
+
+        Raises: ExecutorFailure if no further rebuild may begin.
+        """
         now = time.monotonic()
         if counts and not self._bounds.allow(self._begun, now=now):
             raise ExecutorFailure(f"{failure} ({len(self._begun)} rebuilds have not helped)") from failure
@@ -181,7 +188,7 @@ def progress_of(recovery: Recovery | None) -> RebuildProgress | None:
 
 
 def step_start(started_at: float | None, recovery: Recovery | None) -> float | None:
-    """Return when the running step began, or the last rebuild ended if later; None without a step or in a rebuild."""
+    """Return the start of the running step, or the end of the last rebuild if later; None if neither applies."""
     if started_at is None or recovery is None:
         return started_at
     return None if recovery.progress is not None else max(started_at, recovery.ended_at)
@@ -230,11 +237,11 @@ class Blame:
 
 
 class StepLosses(StepExtension):
-    """Recovery of the step cycle: committed results stay, all else is dropped, as after a preemption of everything.
+    """Recovery of the step cycle: committed results stay, all else is dropped and recomputed.
 
-    Tokens, log-probs, scores and rows of committed tokens stay with their sequences. Keys, values and cached prefixes
-    are dropped, and experts lie as at the start. A group that continues with fewer hosts has fewer data ranks.
-    Sequences on trial for a step that raised an error run alone.
+    Tokens, log-probs, scores and routing rows of committed tokens stay with their sequences. Keys, values and cached
+    prefixes are dropped, and experts return to their initial placement. A group that continues with fewer hosts has
+    fewer data ranks. Sequences on trial for a step that raised an error run alone.
     """
 
     def __init__(self, recovery: Recovery, scheduler: Scheduler) -> None:
@@ -242,14 +249,14 @@ class StepLosses(StepExtension):
 
     @property
     def generation(self) -> int:
-        """Number of times that hosts were replaced."""
+        """Return the number of times that hosts were replaced."""
         return self._recovery.generation
 
     @property
     def trial_is_over(self) -> bool:
         return bool(self._scheduler.held) and self._recovery.blame.is_cleared
 
-    def start_over(
+    def recover(
         self,
         failure: ExecutorFailure,
         lost: list[StepPlan],
@@ -257,17 +264,17 @@ class StepLosses(StepExtension):
         retract: Callable[[], object],
         reset: Callable[[ReplacedHosts], object],
     ) -> tuple[Ending, ...]:
-        """Drop `lost` steps, the oldest first, `retract` all that runs, replace the hosts and `reset` all features.
+        """Drop the `lost` steps (oldest first), call `retract`, replace the hosts, and call `reset`.
 
-        Returns the sequence to blame for it, if it is known, with the reason that ends it. Raises if hosts are not
-        replaced.
+        Returns the sequence that caused the failure, if known, with its finish reason. Raises: ExecutorFailure if hosts
+        are not replaced.
         """
         scheduler, blame = self._scheduler, self._recovery.blame
         computed = dict.fromkeys(sequence for plan in lost for sequence in give_up_step(scheduler, plan))
         retract()
         admit_all(scheduler)
         scheduler.flush()
-        counts = not blame.trial  # halving ends by itself
+        counts = not blame.trial  # a bisection ends by itself
         culprit = blame.record_error(list(computed)) if failure.in_step else None
         self._recovery.rebuild(failure, num_carried=len(unfinished(scheduler)), counts=counts)
         layout = self._recovery.layout
@@ -279,12 +286,12 @@ class StepLosses(StepExtension):
         return ((culprit, FinishReason("error", message=f"every step with this request fails: {failure}")),)
 
     def try_next(self, retract: Callable[[], object]) -> None:
-        """After a trial: have the next suspects run alone, or all that waits where there are no more."""
+        """Start a trial of the next suspects, or admit all waiting sequences if no suspects are left."""
         self._recovery.blame.move_on()
         retract()
         admit_all(self._scheduler)
         hold_back_all_but(self._scheduler, self._recovery.blame.trial)
 
     def committed(self, schedule: Schedule, num_tokens: int) -> None:
-        """Record that the hosts work."""
+        """Reset the wait before rebuilds: the hosts work."""
         self._recovery.num_since_commit = 0

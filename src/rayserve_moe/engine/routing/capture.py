@@ -1,4 +1,4 @@
-"""Routing capture: rows go from step results into the store, and from there to the sequences that want them."""
+"""Routing capture: moves routing rows from step results into the store, and from there to sequences."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from rayserve_moe.scheduling.verify_rows import tokens_that_count
 SOURCES = ("computed", "cached", "recomputed")
 NO_VERSION = -1
 Places = tuple[np.ndarray, np.ndarray]
-"""Slots of the store, and the stamps that their rows have."""
+"""Slots of the store, and the stamps of their rows."""
 
 
 class RoutingCapture(StepExtension):
-    """Owner of the routing store. The rows of a step are due with its result, which may come after the next step is
-    submitted.
+    """Owner of the routing store. Rows of a step arrive with its result, possibly after the next step is submitted.
 
-    Rows survive preemption: they stay with the sequence. Rows of sampled tokens belong to log-probs that are known, so
-    they replace what the recomputation finds; rows of the prompt stand in until it is computed again. Every row
-    remembers the weight version that it was computed under.
+    Rows survive preemption: they stay with the sequence. Rows of sampled tokens belong to log-probs that are published,
+    so they replace recomputed rows. Rows of the prompt are only used until it is recomputed. Every row stores the
+    weight version that it was computed under.
     """
 
     def __init__(
@@ -49,18 +48,18 @@ class RoutingCapture(StepExtension):
         self._num_data_ranks = num_data_ranks
         self._versions = [weight_version]
         self._submitted: dict[int, Callable[..., None]] = {}
-        """By step: stores its rows where they belong."""
+        """Function that stores the rows of a step, by step id."""
         self._preempted: list[Preemption] = []
-        """Preemptions with rows that are due."""
+        """Preemptions whose rows are still in flight."""
         self._has_kept = False
 
     @property
     def weight_version(self) -> str:
-        """Version of the weights of steps that are submitted from now on."""
+        """Return the weight version of steps that are submitted from now on."""
         return self._versions[-1]
 
     def submitted(self, schedule: Schedule) -> None:
-        """Record where the rows of a step belong, before its rows can change hands."""
+        """Record the locations of a step's rows, before its table rows can change owners."""
         plan, table = schedule.plan, self._table
         if not plan.wants_routing:
             return
@@ -77,7 +76,7 @@ class RoutingCapture(StepExtension):
         self._submitted[plan.step_id] = partial(self._store_rows, places=places, version=under, kept=kept, forks=forks)
 
     def returned(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
-        """Store the rows that came with the result of a step. Rows that never come stay missing."""
+        """Store the rows of a step's result. Rows that never arrive stay missing."""
         store_rows = self._submitted.pop(result.step_id, None)
         if store_rows is not None and result.routing is not None:
             store_rows(result.routing, belongs=slice(None) if counts is None else tokens_that_count(schedule, counts))
@@ -97,7 +96,7 @@ class RoutingCapture(StepExtension):
             sequence.routing.final = self._published(sequence)
 
     def reset(self, cause: Reset) -> None:
-        """Expect no more rows of lost hosts, or name the weights of all steps that are submitted from now on."""
+        """Discard pending rows of lost hosts, or set the weight version of later steps."""
         if isinstance(cause, ReplacedHosts):
             self._submitted.clear()
             self._preempted.clear()
@@ -136,8 +135,10 @@ class RoutingCapture(StepExtension):
         return routing
 
     def _retain(self, preemption: Preemption) -> None:
-        """Keep with a preempted sequence the rows that its client wants and does not have, and all of its sampled
-        tokens except those that no output followed."""
+        """Keep the rows of a preempted sequence that its client wants and does not have, and all rows of outputs.
+
+        The row of the last token is excluded, since no output followed it.
+        """
         sequence = preemption.sequence
         if sequence.request.return_routed_experts:
             start = min(sequence.published.num_routing_rows, sequence.num_prompt_tokens)

@@ -1,4 +1,4 @@
-"""Drafts of a draft model: they come back with the step that sampled what they follow."""
+"""Proposer for draft models, whose drafts arrive with the result of the step that they follow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_DRAFTS = np.zeros(0, np.int32)
 
 
 def with_drafting(schedule: Schedule, table: RowTable, *, wants_drafts: bool) -> Schedule:
-    """A step that tells a draft model what follows the parts of prompts in it, and asks for drafts or not."""
+    """Return the schedule with drafting on or off, and the tokens that follow prompt chunks for the draft model."""
     plan, next_ids = schedule.plan, None
     if plan.has_blocks:
         chunks = plan.chunks
@@ -31,23 +31,23 @@ def with_drafting(schedule: Schedule, table: RowTable, *, wants_drafts: bool) ->
 
 
 class ModelProposer:
-    """Keeps what a draft model said of each sequence until it has more tokens."""
+    """Proposer that keeps the drafts of a draft model until their sequence has more tokens."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._kept: dict[int, tuple[int, np.ndarray]] = {}
 
     def propose(self, sequence: Sequence, count: int) -> np.ndarray:
-        """What was said after its last token."""
+        """Return the drafts after the last token of a sequence, if any."""
         num_tokens, drafts = self._kept.get(id(sequence), (0, NO_DRAFTS))
         return drafts[:count] if num_tokens == sequence.num_tokens else NO_DRAFTS
 
     def end(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
+        """Drop the drafts of a sequence."""
         self._kept.pop(id(sequence), None)
 
     def keep(self, schedule: Schedule, result: StepResult, *, table: RowTable) -> None:
-        """Take over the drafts of a step whose samples are committed."""
+        """Keep the drafts of a step whose samples are committed."""
         if result.drafts is None:
             return
         rows = schedule.sampling_rows
@@ -59,7 +59,7 @@ class ModelProposer:
 
 
 def proposer_for(settings: SpeculationSettings) -> Proposer:
-    """What drafts by `speculative_algorithm`."""
+    """Return the proposer of `speculative_algorithm`."""
     if settings.algorithm in DRAFT_MODELS:
         return ModelProposer(settings.algorithm.lower())
     return PROPOSERS[settings.algorithm](settings)

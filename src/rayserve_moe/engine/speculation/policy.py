@@ -1,4 +1,4 @@
-"""Decides when sequences get drafts and how many, by expected gain and measured step times; counts acceptance."""
+"""Speculation policy: decides when sequences get drafts and how many, by expected gain and measured step times."""
 
 from __future__ import annotations
 
@@ -20,39 +20,45 @@ from rayserve_moe.scheduling.step_plan import DRAFTED, StepResult
 from rayserve_moe.scheduling.verify_rows import follows, is_awaited
 
 REST = 4
-"""Steps without drafts, overlapped, before and between looks at whether drafts would pay."""
-LOOKS_BEFORE_BACKOFF, MOST_DOUBLINGS = 4, 3
-"""Looks in a row that find that those of a draft model would not pay; each one after them doubles the rest."""
+"""Overlapped steps without drafts before and between estimates of whether drafts would pay."""
+LOOKS_BEFORE_BACKOFF, MAX_DOUBLINGS = 4, 3
+"""Unfavourable estimates in a row for a draft model after which the rest doubles with each further estimate.
+
+The rest doubles at most MAX_DOUBLINGS times.
+"""
 FRUITLESS_STEPS = 2
-"""Steps in a row without drafts that end trying."""
-FIRST_CREDIT, MOST_CREDIT, TRYING_CREDIT = 3.0, 8.0, 1.0
-"""What trying drafts may lose, in plain steps: at the start, at most after gains, and what it takes to begin again."""
+"""Consecutive steps without drafts that end a trial."""
+FIRST_CREDIT, MAX_CREDIT, TRYING_CREDIT = 3.0, 8.0, 1.0
+"""Credit in plain steps that trying drafts may lose: initial, maximum, and required to begin again."""
 CREDIT_OF_STEP = 0.01
-"""What every step adds to that."""
+"""Credit added by every step."""
 FORGETTING_STEPS = 256
-"""Plain steps in a row after which times of steps with drafts are measured anew."""
+"""Consecutive plain steps after which the times of steps with drafts are measured anew."""
 NO_DRAFTS: dict[int, np.ndarray] = {}
 
 
 @dataclass
 class DraftTotals:
-    """What became of drafts so far: verified chains, their drafts and the right ones among them, and the seconds that
-    proposing took."""
+    """Totals of drafts since the start."""
 
     chains: int = 0
+    """Verified chains of drafts."""
     drafted: int = 0
+    """Drafts in them."""
     accepted: int = 0
+    """Accepted drafts."""
     draft_s: float = 0.0
+    """Seconds of proposing drafts."""
 
 
 class Speculation:
-    """Decides before every step whether it has drafts. Those of one step follow on tokens that are on the host, so
-    steps do not overlap while it `is_on`, unless a draft model leaves chains on the devices (`overlaps`).
+    """Decision before every step whether it has drafts.
 
-    It is off to begin with, and where drafts do not pay. What trying them loses is kept within a credit of a few plain
-    steps, that every step adds a hundredth to. While it is off, drafts are still proposed now and then, and compared
-    with what follows: it goes on where they promise more tokens per second by `choose_drafts`. Where it `is_fixed` it
-    decides nothing.
+    Drafts follow tokens that are on the host, so steps do not overlap while it `is_on`, unless a draft model keeps its
+    drafts on the devices (`overlaps`). Speculation begins switched off, and switches off if drafts do not pay: losses
+    are limited by a credit of a few plain steps, to which every step adds a hundredth. While it is off, drafts are
+    still proposed now and then and compared with the tokens that follow. It switches on if `choose_drafts` expects more
+    tokens per second. `is_fixed` disables these decisions.
     """
 
     def __init__(
@@ -67,64 +73,69 @@ class Speculation:
         self.proposer = proposer
         self.totals = DraftTotals()
         self._table = table
-        self._most = max_drafts
+        self._max_drafts = max_drafts
         """Maximum number of drafts of a sequence and step."""
         self._fixed = is_fixed
-        """Whether all steps have all drafts."""
-        self._reach, self._plain, self._verifying = reach, StepTimes(), StepTimes()
-        """Seconds of steps without and with drafts, and the cost of more rows than were measured."""
+        """True if all steps have the maximum number of drafts."""
+        self._reach = reach
+        """Estimates the cost of numbers of rows that were not measured."""
+        self._plain, self._verifying = StepTimes(), StepTimes()
+        """Seconds of steps without and with drafts."""
         self._acceptance = Acceptance(len(table.sequences))
         self._trial = Trial()
-        """Whether the next step has drafts."""
+        """Decides whether the next step has drafts."""
         self._on_devices = np.full(max_drafts, DRAFTED, np.int32)
-        """Stands for drafts whose ids are on the devices only."""
+        """Placeholder for drafts whose ids are only on the devices."""
         self._newest: tuple[Schedule, StepResult] | None = None
-        """The step that is committed next, or was last."""
+        """The step that is committed next, or was committed last."""
         self._watched: list[WatchedDrafts] = []
+        """Drafts that are compared with the tokens that follow, without a step that verifies them."""
 
     @property
     def is_on(self) -> bool:
-        """Whether the next step is planned with `draft`."""
+        """Return True if the next step is planned with `draft`."""
         return self._fixed or self._trial.rest <= 0
 
     @property
     def overlaps(self) -> bool:
-        """Whether drafts are on the devices as well, so that a step may follow before they are known here."""
+        """Return True if drafts stay on the devices, so that a step may follow before they reach the host."""
         return isinstance(self.proposer, ModelProposer)
 
     def draft(self, rows: np.ndarray) -> Mapping[int, np.ndarray]:
-        """The drafts of decoding rows whose requests allow it and that no guide limits; none where they are not worth
-        it."""
+        """Return the drafts of decoding rows, without rows that have a guide or disallow drafts.
+
+        None if they would not pay.
+        """
         begun = time.perf_counter()
         found = self._proposed(rows, is_awaited(self._table, rows) if self.overlaps else None)
-        most = self._most if self._fixed else self._chosen(len(rows), found)
+        count = self._max_drafts if self._fixed else self._chosen(len(rows), found)
         self.totals.draft_s += time.perf_counter() - begun
-        self._trial.num_fruitless = 0 if most else self._trial.num_fruitless + 1
-        return {row: drafts[:most] for row, drafts in found.items()} if most else NO_DRAFTS
+        self._trial.num_fruitless = 0 if count else self._trial.num_fruitless + 1
+        return {row: drafts[:count] for row, drafts in found.items()} if count else NO_DRAFTS
 
-    def asking(self, schedule: Schedule, in_flight: Schedule | None) -> Schedule:
-        """The next step, as a draft model needs it: drafts are there too when they are looked at."""
+    def with_drafting(self, schedule: Schedule, in_flight: Schedule | None) -> Schedule:
+        """Return the next step with the inputs of a draft model; drafts are also requested before an estimate."""
         if not isinstance(self.proposer, ModelProposer):
             return schedule
         is_looked_at = self._trial.rest == (1 if in_flight is None else 2)
         return with_drafting(schedule, self._table, wants_drafts=self.is_on or is_looked_at)
 
-    def absorb(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
-        """Note what came of a step, before it is committed; `counts`: which samples do, where it has drafts."""
+    def record_result(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
+        """Record the result of a step before it is committed; `counts` are its accepted samples, if it has drafts."""
         self._newest = schedule, result
         self.totals.draft_s += result.draft_s
         if result.routing is not None and not schedule.plan.has_blocks:
-            self._reach.note(result.routing)
+            self._reach.record(result.routing)
         if counts is not None and schedule.plan.chunks.max_drafts:
             self.record_drafts(schedule, counts)
 
     def record_drafts(self, schedule: Schedule, counts: np.ndarray) -> None:
-        """Note which samples of a step count (`samples_that_count`), before they are committed."""
+        """Record the accepted samples of a step (`samples_that_count`), before they are committed."""
         rows = schedule.sampling_rows
         is_draft = follows(rows) & (self._table.generations[rows] == schedule.sampling_generations)
         verified, drafted = np.unique(rows[is_draft], return_counts=True)
         right = np.bincount(rows[counts & is_draft], minlength=len(self._table.sequences))[verified]
-        self._acceptance.note(verified, drafted, right=right)
+        self._acceptance.record(verified, drafted, right=right)
         self.totals.chains += len(verified)
         self.totals.drafted += int(drafted.sum())
         self.totals.accepted += int(right.sum())
@@ -136,9 +147,9 @@ class Speculation:
                 )
 
     def record_time(self, schedule: Schedule, num_tokens: int, *, seconds: float) -> None:
-        """Note how long a step took that gave `num_tokens` tokens; those with prompts are left out.
+        """Record the seconds of a step with `num_tokens` tokens, unless it has prompts.
 
-        The step is committed: what a draft model said after it is kept.
+        The step is committed; the drafts of a draft model after it are kept.
         """
         if isinstance(self.proposer, ModelProposer) and self._newest is not None:
             self.proposer.keep(*self._newest, table=self._table)
@@ -146,7 +157,7 @@ class Speculation:
         if schedule.plan.has_blocks or not num_tokens or began_before_rest:
             return
         trial = self._trial
-        trial.credit = min(trial.credit + CREDIT_OF_STEP, MOST_CREDIT)
+        trial.credit = min(trial.credit + CREDIT_OF_STEP, MAX_CREDIT)
         if not self.is_on:
             self._plain.add(schedule.plan.num_tokens, seconds)
             trial.rest -= 1
@@ -163,19 +174,19 @@ class Speculation:
         trial.gain(num_tokens / num_rows - seconds / alone)
 
     def end(self, sequence: Sequence) -> None:
-        """Note that a sequence has ended."""
+        """Drop the drafts of a sequence that has ended."""
         self.proposer.end(sequence)
 
     def _proposed(self, rows: np.ndarray, are_awaited: np.ndarray | None = None) -> dict[int, np.ndarray]:
-        """What is drafted for rows, by row; of awaited ones that is on the devices."""
+        """Return the drafts of rows, by row; drafts of awaited rows are placeholders."""
         found = {}
         awaited = [False] * len(rows) if are_awaited is None else are_awaited.tolist()
         for row, is_there in zip(rows.tolist(), awaited, strict=True):
             sequence = self._table.sequences[row]
             if sequence is not None and sequence.takes_drafts:
-                drafts = self._on_devices if is_there else self.proposer.propose(sequence, self._most)
+                drafts = self._on_devices if is_there else self.proposer.propose(sequence, self._max_drafts)
                 if len(drafts):
-                    found[row] = drafts[: self._most]
+                    found[row] = drafts[: self._max_drafts]
         return found
 
     def _chosen(self, num_rows: int, found: Mapping[int, np.ndarray]) -> int:
@@ -192,10 +203,10 @@ class Speculation:
             verifying=self._verifying.known(),
             reach=self._reach,
         )
-        return min(self._most, chosen)
+        return min(self._max_drafts, chosen)
 
     def _consider(self, rows: np.ndarray) -> None:
-        """Go on if drafts promise to pay for the rows that decode, else look again soon."""
+        """Switch on if drafts promise to pay for the decoding rows; otherwise schedule the next estimate."""
         begun = time.perf_counter()
         self._compare()
         if self._trial.num_plain >= FORGETTING_STEPS:
@@ -207,7 +218,7 @@ class Speculation:
         self.totals.draft_s += time.perf_counter() - begun
 
     def _compare(self) -> None:
-        """Note what the drafts that were only watched would have come to."""
+        """Record how many of the watched drafts the following tokens have confirmed."""
         outcomes = []
         for row, generation, start, drafts in self._watched:
             sequence = self._table.sequences[row]
@@ -217,16 +228,16 @@ class Speculation:
                 outcomes.append((row, len(followed), int(is_right.sum())))
         if outcomes:
             rows, drafted, right = np.array(outcomes).T
-            self._acceptance.note(rows, drafted, right=right)
+            self._acceptance.record(rows, drafted, right=right)
         self._watched = []
 
 
 class WatchedDrafts(NamedTuple):
-    """Drafts of a row that no step verifies: they are compared with the tokens that follow."""
+    """Drafts of a row that no step verifies; they are compared with the tokens that follow."""
 
     row: int
     generation: int
-    """Generation of the row, which tells whether its sequence is still the same."""
+    """Generation of the row, to detect a change of its sequence."""
     start: int
     """Tokens of the sequence before the drafts."""
     drafts: np.ndarray
@@ -234,21 +245,21 @@ class WatchedDrafts(NamedTuple):
 
 @dataclass
 class Trial:
-    """When drafts are tried, so that trying them loses a few plain steps at most."""
+    """State that decides when drafts are tried, limiting the loss to a few plain steps."""
 
     rest: int = REST
-    """Steps without drafts until the next look; at 0 or below steps have drafts."""
+    """Steps without drafts until the next estimate; at 0 or below steps have drafts."""
     credit: float = FIRST_CREDIT
-    """What trying drafts may lose, in plain steps."""
+    """Plain steps that trying drafts may lose."""
     num_fruitless: int = 0
-    """Steps in a row that could have had drafts and had none."""
+    """Consecutive steps that could have had drafts and had none."""
     num_plain: int = 0
-    """Steps in a row without drafts."""
+    """Consecutive steps without drafts."""
     num_declined: int = 0
-    """Looks in a row that found that drafts would not pay."""
+    """Consecutive estimates by which drafts would not pay."""
 
     def gain(self, num_steps: float) -> None:
-        """Add what a step with drafts gained, in plain steps, and rest if the credit is used up or drafts are rare."""
+        """Add the gain of a step with drafts, in plain steps, and rest if the credit is used up or drafts are rare."""
         self.credit += num_steps
         if self.credit < 0:
             self.rest = int((TRYING_CREDIT - self.credit) / CREDIT_OF_STEP)
@@ -256,14 +267,14 @@ class Trial:
             self.rest = REST
 
     def starts(self, *, pays: bool, backs_off: bool) -> bool:
-        """Return True if drafts begin because a look found that they would pay; otherwise rest.
+        """Return True if an estimate favours drafts, so that steps with drafts begin; otherwise rest.
 
-        Rests grow with the number of such looks in a row if the proposer `backs_off`.
+        Rests grow with the number of unfavourable estimates in a row if the proposer `backs_off`.
         """
         self.num_fruitless = 0
         self.num_declined = 0 if pays else self.num_declined + 1
         if not pays:
-            doublings = min(max(self.num_declined - LOOKS_BEFORE_BACKOFF, 0), MOST_DOUBLINGS)
+            doublings = min(max(self.num_declined - LOOKS_BEFORE_BACKOFF, 0), MAX_DOUBLINGS)
             self.rest = REST << doublings if backs_off else REST
         return pays
 
@@ -278,7 +289,10 @@ MARGIN = 1.02
 
 
 class Acceptance:
-    """Share of right drafts of each row, among drafts with right predecessors; a new row has the mean of all rows."""
+    """Acceptance rate of drafts per row, counting drafts whose predecessors were accepted.
+
+    A new row has the mean rate of all rows.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self._right, self._tried = np.zeros(num_rows), np.zeros(num_rows)
@@ -286,15 +300,15 @@ class Acceptance:
         self._right_of_all, self._tried_of_all = 0.5 * PRIOR_TRIALS, PRIOR_TRIALS
 
     def of(self, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
-        """Return the share of each row, float [N]. A changed generation makes a row new."""
+        """Return the rate of each row, float [N]. A changed generation makes a row new."""
         is_new = self._owners[rows] != generations
         self._right[rows[is_new]] = self._tried[rows[is_new]] = 0.0
         self._owners[rows] = generations
         mean = self._right_of_all / self._tried_of_all
         return (self._right[rows] + PRIOR_TRIALS * mean) / (self._tried[rows] + PRIOR_TRIALS)
 
-    def note(self, rows: np.ndarray, drafted: np.ndarray, *, right: np.ndarray) -> None:
-        """Record the drafts and right drafts of each row; drafts after the first wrong one do not count."""
+    def record(self, rows: np.ndarray, drafted: np.ndarray, *, right: np.ndarray) -> None:
+        """Record the drafts and accepted drafts of each row; drafts after the first rejected draft do not count."""
         tried = right + (right < drafted)
         self._right[rows] = FORGETTING * self._right[rows] + right
         self._tried[rows] = FORGETTING * self._tried[rows] + tried
@@ -311,14 +325,14 @@ def choose_drafts(
     verifying: Mapping[int, float],
     reach: ExpertReach,
 ) -> int:
-    """Return the number of drafts per sequence with the most tokens per second, from LADDER or 0.
+    """Return the number of drafts per sequence, from LADDER or 0, that maximises tokens per second.
 
-    `num_rows` sequences decode. N of them have drafts: `available` int [N], each right with probability `acceptance`
+    `num_rows` sequences decode. N of them have drafts: `available` int [N], each accepted with probability `acceptance`
     float [N]. `plain` and `verifying` are the known seconds of steps without and with drafts by number of rows; `plain`
     is not empty.
 
     Only the first number of drafts that exceeds the largest verified step is considered, so unmeasured sizes are tried
-    in small increments. Such a step is expected to take as long as the size before it until two sizes are measured,
+    in small increments. Such a step is expected to take as long as the previous size until two sizes are measured,
     because part of the cost is common to all of them.
     """
     alone, largest, at = seconds_of(num_rows, plain, reach=reach), max(verifying, default=0), rounded(num_rows)

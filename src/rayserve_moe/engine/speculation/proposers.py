@@ -1,4 +1,4 @@
-"""Proposers of drafts from a sequence's own tokens, or from other answers to its prompt; the index of tokens."""
+"""Draft proposers that use a sequence's own tokens or other answers to its prompt, and their token index."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy as np
 from rayserve_moe.config.settings import SpeculationSettings
 from rayserve_moe.scheduling.sequence import Sequence
 
-MOST_PROMPTS = 256
-MOST_ANSWERS = 64
-"""Prompts whose finished answers are kept, and answers kept of each; the oldest go first."""
+MAX_PROMPTS = 256
+"""Maximum number of prompts whose finished answers are kept; the oldest are dropped first."""
+MAX_ANSWERS = 64
+"""Maximum number of finished answers kept for a prompt."""
 
 
 class Proposer(Protocol):
-    """Drafts tokens for sequences. Any drafts are right to give: wrong ones only cost time."""
+    """Source of draft tokens. Wrong drafts only cost time."""
 
     name: str
 
@@ -27,12 +28,12 @@ class Proposer(Protocol):
         ...
 
     def end(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
+        """Forget a sequence that has ended."""
         ...
 
 
 class NgramProposer:
-    """Drafts what followed the last tokens of a sequence before, in its prompt or output (prompt lookup decoding)."""
+    """Proposer that continues an earlier occurrence of a sequence's last tokens (prompt lookup decoding)."""
 
     name = "ngram"
 
@@ -40,31 +41,31 @@ class NgramProposer:
         self._settings = settings
 
     def propose(self, sequence: Sequence, count: int) -> np.ndarray:
-        """Return the continuation of its longest end that occurs earlier."""
+        """Return the continuation of the longest suffix that occurs earlier."""
         known = sequence.token_ids[: sequence.num_tokens]
         return continuation(
             known,
             known,
             count=count,
-            shortest=self._settings.shortest_match,
-            longest=self._settings.longest_match,
+            min_length=self._settings.min_match,
+            max_length=self._settings.max_match,
         )
 
     def end(self, sequence: Sequence) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
 
 class _Group(NamedTuple):
-    """The answers to a prompt, and its sequences that run."""
+    """Indexed answers to a prompt, and its running sequences."""
 
     index: TokenIndex
     running: set[Sequence]
 
 
 class SiblingProposer:
-    """Drafts from other answers to the same prompt, running or finished, else from the sequence itself.
+    """Proposer that drafts from other answers to the same prompt, running or finished, else from the sequence itself.
 
-    While sequences of a prompt run, its answers are indexed.
+    The answers of a prompt are indexed while sequences of it run.
     """
 
     name = "siblings"
@@ -76,31 +77,31 @@ class SiblingProposer:
         self._groups: dict[Hashable, _Group] = {}
 
     def propose(self, sequence: Sequence, count: int) -> np.ndarray:
-        """Return the continuation of its longest end in an answer, or else in its prompt."""
+        """Return the continuation of the sequence's longest suffix in an answer, else in its own tokens."""
         index = self._group(_prompt_of(sequence), sequence).index
         index.extend(sequence, self._answer(sequence))
         drafts = index.continuation(sequence, count)
         return drafts if len(drafts) else self._own.propose(sequence, count)
 
     def end(self, sequence: Sequence) -> None:
-        """Keep its answer for those that come after it, unless it failed."""
+        """Keep the answer for later sequences with the same prompt, unless it failed."""
         prompt = _prompt_of(sequence)
         if group := self._groups.get(prompt):
             group.running.discard(sequence)
             if not group.running:
                 del self._groups[prompt]
         if sequence.finish is None or sequence.finish.kind != "error":
-            answers = self._finished.setdefault(prompt, deque(maxlen=MOST_ANSWERS))
+            answers = self._finished.setdefault(prompt, deque(maxlen=MAX_ANSWERS))
             answers.append(self._answer(sequence).copy())
             self._finished.move_to_end(prompt)
-            while len(self._finished) > MOST_PROMPTS:
+            while len(self._finished) > MAX_PROMPTS:
                 self._finished.popitem(last=False)
 
     def _group(self, prompt: Hashable, sequence: Sequence) -> _Group:
-        """The group of a prompt, with `sequence`; made anew where it has become too large."""
+        """Return the group of a prompt, with `sequence`; it is rebuilt if it has too many answers."""
         group = self._groups.get(prompt)
-        if group is None or len(group.index) > 2 * MOST_ANSWERS + len(group.running):
-            index = TokenIndex(shortest=self._settings.shortest_match, longest=self._settings.longest_match)
+        if group is None or len(group.index) > 2 * MAX_ANSWERS + len(group.running):
+            index = TokenIndex(min_length=self._settings.min_match, max_length=self._settings.max_match)
             group = _Group(index, group.running if group else set())
             for place, answer in enumerate(self._finished.get(prompt, ())):
                 group.index.extend(place, answer, is_whole=True)
@@ -109,34 +110,36 @@ class SiblingProposer:
         return group
 
     def _answer(self, sequence: Sequence) -> np.ndarray:
-        """The outputs of a sequence, after as much of its prompt as an end can reach into."""
-        first = max(0, sequence.num_prompt_tokens - self._settings.longest_match)
+        """Return the outputs of a sequence, after the end of its prompt that a match can reach into."""
+        first = max(0, sequence.num_prompt_tokens - self._settings.max_match)
         return sequence.token_ids[first : sequence.num_tokens]
 
 
 def _prompt_of(sequence: Sequence) -> Hashable:
-    """What answers are kept under: those of another salt are none of its business."""
+    """Return the key of a prompt's answers; the cache salt separates them."""
     request = sequence.request
     return request.cache_salt, request.prompt_ids.tobytes()
 
 
 PROPOSERS = {"NGRAM": NgramProposer, "SIBLINGS": SiblingProposer}
-"""By `speculative_algorithm`."""
+"""Proposers by `speculative_algorithm`."""
 
 
 NO_DRAFTS = np.zeros(0, np.int32)
 
 
-def continuation(token_ids: np.ndarray, text: np.ndarray, *, count: int, shortest: int, longest: int) -> np.ndarray:
+def continuation(
+    token_ids: np.ndarray, text: np.ndarray, *, count: int, min_length: int, max_length: int
+) -> np.ndarray:
     """Return the continuation of the end of `token_ids` in `text`, int32 [`count` or fewer].
 
-    The longest end of `token_ids` that occurs in `text` is matched, with at most `longest` tokens. The result is empty
-    if the match is shorter than `shortest`. The latest match with `count` following tokens is taken, otherwise the
-    latest match. `text` may be `token_ids` itself: then the end does not match itself, and a continuation that reaches
-    the end of the text repeats, as in a loop.
+    The longest suffix of `token_ids` that occurs in `text` is matched, with at most `max_length` tokens. The result is
+    empty if the match is shorter than `min_length`. The latest match with `count` following tokens is taken, otherwise
+    the latest match. `text` may be `token_ids` itself: then the suffix does not match itself, and a continuation that
+    reaches the end of the text repeats, as in a loop.
     """
-    ends, matched = _match_ends(token_ids, text, longest=longest)
-    if not len(ends) or matched < shortest:
+    ends, matched = _match_ends(token_ids, text, max_length=max_length)
+    if not len(ends) or matched < min_length:
         return NO_DRAFTS
     with_enough = ends[ends + count < len(text)]
     end = with_enough[-1] if len(with_enough) else ends[-1]
@@ -144,15 +147,15 @@ def continuation(token_ids: np.ndarray, text: np.ndarray, *, count: int, shortes
     return np.resize(following, count) if text is token_ids else following
 
 
-def _match_ends(token_ids: np.ndarray, text: np.ndarray, *, longest: int) -> tuple[np.ndarray, int]:
-    """Return the indices in `text` at which the longest matching end of `token_ids` ends, and its length.
+def _match_ends(token_ids: np.ndarray, text: np.ndarray, *, max_length: int) -> tuple[np.ndarray, int]:
+    """Return the indices in `text` at which the longest matching suffix of `token_ids` ends, and its length.
 
     The last token of `text` is not matched.
     """
     ends, matched = np.flatnonzero(text[:-1] == token_ids[-1]), 1
     if not len(ends):
         return ends, 0
-    while matched < min(longest, len(token_ids)):
+    while matched < min(max_length, len(token_ids)):
         longer = ends[ends >= matched]
         longer = longer[text[longer - matched] == token_ids[-1 - matched]]
         if not len(longer):
@@ -161,54 +164,57 @@ def _match_ends(token_ids: np.ndarray, text: np.ndarray, *, longest: int) -> tup
     return ends, matched
 
 
-MOST_PLACES = 64
-"""Latest places of an end that are looked at; a longer match before them is not found."""
+MAX_PLACES = 64
+"""Latest occurrences that are compared; a longer match before them is not found."""
 FIRST_PLACES = 64
-"""Of a text that grows; when it outgrows them, twice as many as it has tokens."""
+"""Minimum reserved size of a growing text; a text that outgrows it reserves twice its size."""
 FEW = 8
-"""Tokens that are added one by one; more at once by arrays."""
+"""Up to this many tokens are added in a loop; more tokens are added by array operations."""
 NOTHING, NOWHERE = -1, -1
 FACTOR, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-"""Of the hash of a run: the sum of its tokens by powers of FACTOR, modulo 2^64."""
+"""Hash of a run: the sum of its tokens times powers of FACTOR, modulo 2^64."""
 
 
 class TokenIndex:
-    """Texts by name in one array, and for each run of `shortest` tokens a chain of the places where it ends, latest
-    first, as in LZ77.
+    """Index of texts, with a chain of end positions, latest first, for each run of `min_length` tokens, as in LZ77.
 
-    `[guard | text | free, guard | text | ...]`: what is not known is NOTHING, so no match reaches into another text.
+    All texts lie in a single array: `[guard | text | free, guard | text | ...]`. Unused entries are NOTHING, so no
+    match reaches into another text.
     """
 
-    def __init__(self, *, shortest: int, longest: int) -> None:
-        self._shortest, self._longest = shortest, longest
-        self._tokens, self._before = array("i", [NOTHING] * longest), array("i", [NOWHERE] * longest)
+    def __init__(self, *, min_length: int, max_length: int) -> None:
+        self._min_length, self._max_length = min_length, max_length
+        self._tokens, self._before = array("i", [NOTHING] * max_length), array("i", [NOWHERE] * max_length)
         self._latest: dict[int, int] = {}
         self._spans: dict[Hashable, tuple[int, int, int, int]] = {}
-        self._powers = np.array([pow(FACTOR, i, 1 << 64) for i in range(shortest)], np.uint64)
+        self._powers = np.array([pow(FACTOR, i, 1 << 64) for i in range(min_length)], np.uint64)
 
     def __len__(self) -> int:
-        """Number of texts."""
+        """Return the number of texts."""
         return len(self._spans)
 
     def extend(self, name: Hashable, token_ids: np.ndarray, *, is_whole: bool = False) -> None:
-        """Take over a new text, or what one has grown by: int32 `token_ids` are all of it. It grows no more if it
-        `is_whole`, else it goes on after its last tokens elsewhere where it finds no more place."""
+        """Add a text, or the new tokens of a known text; `token_ids` int32 is the entire text.
+
+        A text that `is_whole` does not grow. A growing text that outgrows its space continues elsewhere, after a copy
+        of its last tokens.
+        """
         begin, end, reserved, first = self._spans.get(name, (0, 0, 0, 0))
         if begin + len(token_ids) - first > reserved:
-            first = max(0, first + end - begin - self._longest)
+            first = max(0, first + end - begin - self._max_length)
             begin = end = len(self._tokens)
             reserved = begin + (len(token_ids) - first if is_whole else max(FIRST_PLACES, 2 * len(token_ids)))
             for places in (self._tokens, self._before):
-                places.extend(array("i", [NOTHING]) * (reserved - begin + self._longest))
+                places.extend(array("i", [NOTHING]) * (reserved - begin + self._max_length))
         stop = begin + len(token_ids) - first
         if stop == end:
             return
         added = np.ascontiguousarray(token_ids[first + end - begin :], np.int32)
         self._tokens[end:stop] = array("i", added.tobytes())
         self._spans[name] = (begin, stop, reserved, first)
-        places = range(max(end, begin + self._shortest - 1), stop)
+        places = range(max(end, begin + self._min_length - 1), stop)
         if len(places) > FEW:
-            self._note_many(np.arange(places.start, places.stop))
+            self._add_many(np.arange(places.start, places.stop))
             return
         for place in places:
             run = self._hash(place)
@@ -218,18 +224,18 @@ class TokenIndex:
     def continuation(self, name: Hashable, count: int) -> np.ndarray:
         """Return up to `count` tokens, int32, that follow another occurrence of the end of a text.
 
-        The longest end that is found counts, of `longest` tokens at most and `shortest` at least. Of several places the
-        last with `count` following tokens is taken, otherwise the last. A continuation that reaches the end of the text
-        itself repeats, as in a loop.
+        The longest suffix that is found counts, with at most `max_length` and at least `min_length` tokens. Among
+        several occurrences, the last with `count` following tokens is taken, otherwise the last. A continuation that
+        reaches the end of the text itself repeats, as in a loop.
         """
         begin, end, _, _ = self._spans[name]
-        tokens, best = self._tokens, (self._shortest, False, 0)
-        for place in self._places_of_end(end - 1) if end - begin >= self._shortest else ():
+        tokens, best = self._tokens, (self._min_length, False, 0)
+        for place in self._places_of_end(end - 1) if end - begin >= self._min_length else ():
             if tokens[place + 1] != NOTHING:
                 has_enough = place + count < len(tokens) and tokens[place + count] != NOTHING
                 rank = (self._length_of_match(place, end - 1), has_enough, place)
                 best = max(best, rank)
-                if rank[:2] == (self._longest, True):
+                if rank[:2] == (self._max_length, True):
                     break
         place = best[2]
         if not place:
@@ -241,16 +247,16 @@ class TokenIndex:
         return np.array(known, np.int32)
 
     def _length_of_match(self, place: int, other: int) -> int:
-        """How many tokens are the same up to two places, at most `longest`."""
+        """Return the number of equal tokens that end at two places, at most `max_length`."""
         tokens, length = self._tokens, 0
-        while length < self._longest and tokens[place - length] == tokens[other - length] != NOTHING:
+        while length < self._max_length and tokens[place - length] == tokens[other - length] != NOTHING:
             length += 1
         return length
 
     def _places_of_end(self, end: int) -> list[int]:
-        """Where else a run ends that has the hash of that which ends at `end`: the latest MOST_PLACES."""
+        """Return the latest MAX_PLACES other places with the same run hash as the run that ends at `end`."""
         at, before, found = self._latest.get(self._hash(end), NOWHERE), self._before, []
-        while at != NOWHERE and len(found) < MOST_PLACES:
+        while at != NOWHERE and len(found) < MAX_PLACES:
             if at != end:
                 found.append(at)
             at = before[at]
@@ -258,14 +264,14 @@ class TokenIndex:
 
     def _hash(self, place: int) -> int:
         found = 0
-        for token in self._tokens[place - self._shortest + 1 : place + 1]:
+        for token in self._tokens[place - self._min_length + 1 : place + 1]:
             found = (found * FACTOR + token) & MASK
         return found
 
-    def _note_many(self, places: np.ndarray) -> None:
-        """Put the runs that end at ascending `places` at the front of their chains."""
+    def _add_many(self, places: np.ndarray) -> None:
+        """Add the runs that end at ascending `places` to the front of their chains."""
         tokens, before = (np.frombuffer(of_all, np.int32) for of_all in (self._tokens, self._before))
-        windows = tokens[places[:, None] - np.arange(self._shortest)].astype(np.uint64)
+        windows = tokens[places[:, None] - np.arange(self._min_length)].astype(np.uint64)
         runs = (windows * self._powers).sum(axis=1, dtype=np.uint64)
         order = np.argsort(runs, kind="stable")
         runs, places = runs[order], places[order]

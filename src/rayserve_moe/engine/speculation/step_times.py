@@ -1,6 +1,6 @@
-"""Seconds of steps by number of rows: measured, and expected of other numbers by the experts that rows reach.
+"""Step times by number of rows: measured, or estimated from the number of distinct experts that the rows reach.
 
-Most of a small step is reading the weights of its experts.
+Most of the time of a small step goes into reading the weights of its experts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from statistics import median
 import numpy as np
 
 OWN_WORK = 0.1
-"""What a row takes of its own, for attention and products, of a step that has it alone."""
+"""Share of a single-row step that scales with rows instead of experts, such as attention."""
 LOOK_EVERY = 16
-"""Steps between looks at captured routing."""
+"""Steps between two updates from captured routing."""
 FORGETTING = 0.9
 HALVINGS = 20
 KEPT_TIMES = 9
@@ -35,14 +35,14 @@ class StepTimes:
         self._doubted: set[int] = set()
 
     def add(self, num_rows: int, seconds: float, *, known: Mapping[int, float] | None = None) -> float:
-        """Record one step and return its seconds, or a limit if they exceed it: then the excess is an outside delay.
+        """Record a step and return its seconds, or a limit if they exceed it: then the excess is an outside delay.
 
         The limit is the minimum over all recorded and `known` sizes of SLACK times their seconds, scaled up to
         `num_rows`. The first measurement of a size is not recorded if it exceeds the limit.
         """
         size = rounded(num_rows)
         of_others = {**self._known, **(known or {})}.items()
-        max_s = min((SLACK * one * max(1.0, num_rows / rows) for rows, one in of_others), default=seconds)
+        max_s = min((SLACK * each_s * max(1.0, num_rows / rows) for rows, each_s in of_others), default=seconds)
         if seconds > max_s and size not in self._known and size not in self._doubted:
             self._doubted.add(size)
             return max_s
@@ -63,7 +63,7 @@ def seconds_of(num_rows: int, known: Mapping[int, float], *, reach: ExpertReach)
     """Return the expected seconds of a step, from the seconds by rounded number of rows in `known`.
 
     They are interpolated by the work that `reach` gives for a number of rows. Larger steps continue the slope of the
-    last two sizes; smaller ones take as long as the first size. `known` is ascending and not empty.
+    last two sizes; smaller steps take as long as the first size. `known` is ascending and not empty.
     """
     sizes, size = list(known), rounded(num_rows)
     above = bisect_left(sizes, size)
@@ -80,8 +80,11 @@ def seconds_of(num_rows: int, known: Mapping[int, float], *, reach: ExpertReach)
 
 
 class ExpertReach:
-    """Distinct experts of a layer that `n` rows reach: E (1 - (1 - k / E)^n), where rows choose `top_k` of E alike and
-    apart. Rows that resemble each other choose as among fewer: E is what captured routing tells, at first all."""
+    """Estimate of the distinct experts per layer that `n` rows reach: E (1 - (1 - k / E)^n).
+
+    The formula holds for rows that choose k of E experts uniformly and independently. Similar rows choose as if from
+    fewer experts: E is fitted to captured routing, and begins with the number of experts.
+    """
 
     def __init__(self, num_experts: int, top_k: int) -> None:
         self._num_experts, self._top_k = num_experts, top_k
@@ -93,14 +96,14 @@ class ExpertReach:
         return self._effective * (1 - (1 - self._top_k / self._effective) ** num_rows)
 
     def work(self, num_rows: int) -> float:
-        """What a step of so many rows takes, in steps of one, but for what all steps take alike."""
+        """Return the work of a step with `num_rows` rows in units of a single-row step, without the constant part."""
         if num_rows not in self._work:
             experts = self.distinct(num_rows) / self._top_k
             self._work[num_rows] = (1 - OWN_WORK) * experts + OWN_WORK * num_rows
         return self._work[num_rows]
 
-    def note(self, routing: np.ndarray) -> None:
-        """Take captured rows [T, layers, k] of one step into account, now and then."""
+    def record(self, routing: np.ndarray) -> None:
+        """Update the estimate from captured rows [T, layers, k] of a step, every LOOK_EVERY steps."""
         self._num_steps += 1
         if len(routing) > 1 and self._num_steps % LOOK_EVERY == 1:
             found = self._effective_of(routing)
@@ -108,7 +111,7 @@ class ExpertReach:
             self._work.clear()
 
     def _effective_of(self, routing: np.ndarray) -> float:
-        """Of how many experts as many rows that choose apart would have reached as many, by halving."""
+        """Return the number of experts for which independent rows reach as many experts as `routing`, by bisection."""
         num_rows, num_layers, _ = routing.shape
         reached = np.zeros((num_layers, self._num_experts), np.bool_)
         reached[np.arange(num_layers)[:, None], routing.swapaxes(0, 1).reshape(num_layers, -1)] = True

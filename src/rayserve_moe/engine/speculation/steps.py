@@ -1,4 +1,4 @@
-"""Steps with drafts: how they follow each other, and what speculation learns from them."""
+"""Steps with drafts: when they overlap, and the measurements that speculation takes from them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rayserve_moe.scheduling.step_plan import StepResult
 
 
 class DraftedSteps(StepExtension):
-    """Speculation as a part of the step cycle, and the pace of its steps.
+    """Extension and pace of steps with speculation.
 
-    With `overlaps` a step is submitted while the drafts of the previous step are still on the devices, if a draft model
-    leaves chains there and no sequence needs its tokens on the host. Otherwise a step with drafts follows a committed
+    With `overlaps` a step is submitted while the drafts of the previous step are still on the devices. This requires a
+    draft model, and that no sequence needs its tokens on the host. Otherwise a step with drafts follows a committed
     step.
     """
 
@@ -29,7 +29,7 @@ class DraftedSteps(StepExtension):
         self.speculation, self._scheduler, self._overlaps = speculation, scheduler, overlaps
         self._started_at = 0.0
         self._drains = False
-        """True if the step in flight and the next step have different modes. Its time is not recorded."""
+        """True if the step in flight and the next step have different modes. Then its time is not recorded."""
         self._committed_at: float | None = None
         """When the last step was committed, if work was left; None otherwise."""
 
@@ -44,12 +44,12 @@ class DraftedSteps(StepExtension):
         return Pace(self.speculation.draft if drafts else None, overlaps, drains=self._drains)
 
     def plan(self, schedule: Schedule, before: Schedule | None) -> Schedule:
-        """Add what a draft model needs."""
-        return self.speculation.asking(schedule, before)
+        """Add the inputs of a draft model."""
+        return self.speculation.with_drafting(schedule, before)
 
     def returned(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
-        """Count the right drafts of a step."""
-        self.speculation.absorb(schedule, result, counts=counts)
+        """Count the accepted drafts of a step."""
+        self.speculation.record_result(schedule, result, counts=counts)
 
     def committed(self, schedule: Schedule, num_tokens: int) -> None:
         """Record the seconds of a step: since the previous commit, or since its own start if nothing ran before."""
@@ -61,7 +61,7 @@ class DraftedSteps(StepExtension):
         self._committed_at = now if self._scheduler.has_work else None
 
     def released(self, sequence: Sequence) -> None:
-        """Forget the drafts of an ended sequence."""
+        """Drop the drafts of an ended sequence."""
         self.speculation.end(sequence)
 
     def _modes(self, in_flight: Schedule | None) -> tuple[bool, bool]:

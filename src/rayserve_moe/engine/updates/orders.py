@@ -1,37 +1,38 @@
-"""What is ordered of an update of weights, and what came of it."""
+"""Orders and outcomes of weight updates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-LOST_WHILE_READING = "a host was lost while hosts read the new weights: the old ones serve on"
-LOST_WHILE_CHANGING = "a host was lost before all served the new weights: the old ones serve on"
+LOST_WHILE_READING = "a host was lost while hosts read the new weights: the old weights stay"
+LOST_WHILE_CHANGING = "a host was lost before all hosts had the new weights: the old weights stay"
 
-NOTHING_STAGED = "no weights are staged: the old ones serve on"
+NOTHING_STAGED = "no weights are staged: the old weights stay"
 
 
 @dataclass(frozen=True)
 class WeightOrder:
-    """The checkpoint to take weights from: a directory that every host sees at the same absolute path, or a URL.
-
-    Empty where weights are sent. Without `weight_version` the number after the last one is taken. `aborts_requests`
-    aborts all requests when the weights change.
-    """
+    """Request to change the weights."""
 
     model_path: str
+    """Checkpoint directory, at the same absolute path on every host, or URL; empty for sent weights."""
     weight_version: str | None = None
+    """Version of the new weights; None for the number after the last version."""
     aborts_requests: bool = False
+    """True to abort all requests when the weights change."""
 
 
 @dataclass(frozen=True)
 class WeightOutcome:
-    """Whether the weights have changed, a sentence about it, and how many choices a pause holds.
-
-    `weight_version` is that of the current weights, `gap_s` how long no step could run.
-    """
+    """Result of a weight update."""
 
     success: bool
+    """True if the weights have changed or a bucket is staged."""
     message: str
+    """Sentence for the caller."""
     weight_version: str
+    """Version of the current weights."""
     num_paused: int = 0
+    """Number of choices that a pause holds."""
     gap_s: float = 0.0
+    """Seconds during which no step could run."""

@@ -1,4 +1,4 @@
-"""Weights that a trainer sends in buckets: each is staged beside the steps, and the last one has all of them serve."""
+"""Weights sent by a trainer in buckets: each bucket is staged beside the steps, the last bucket activates all."""
 
 from __future__ import annotations
 
@@ -22,53 +22,61 @@ from rayserve_moe.requests.records import WeightsRefusedError
 log = logging.getLogger(__name__)
 
 IDLE_S = 600.0
-"""Longest time between two buckets of an update; after it what has come is forgotten."""
-MOST_REMEMBERED = 256
-"""Ids of updates that have ended: what is left of one of them must not begin another."""
+"""Maximum seconds between two buckets of an update; then its staged weights are dropped."""
+MAX_REMEMBERED = 256
+"""Number of ended updates whose ids are remembered, so that a late bucket does not begin another update."""
 
 
 class UpdateConflictError(ValueError):
-    """A bucket that does not follow what was sent before, or a delta of other weights than those that serve."""
+    """Raised for a bucket out of order, or for a delta against weights other than the current."""
 
 
 @dataclass(frozen=True)
 class BucketOrder:
-    """One bucket of the update `update_id`; `number`, from 0, is its place among them, where the sender says it.
-
-    With the last one the weights change as `order` says, unless it `waits` for `TensorUpdates.swap`.
-    """
+    """A bucket of an update."""
 
     update_id: str
+    """Identifies the update."""
     order: WeightOrder
+    """How the weights change with the last bucket."""
     number: int | None = None
+    """Index of the bucket, from 0; None if the sender does not number buckets."""
     is_last: bool = False
     waits: bool = False
+    """True if the weights change by `TensorUpdates.swap` instead of with the last bucket."""
 
 
 @dataclass(frozen=True)
 class BetweenSteps:
-    """What happens in the engine thread: experts held and let go, weights swapped as for a checkpoint, losses noted."""
+    """Commands that run in the engine thread."""
 
     hold: Callable[[], tuple[np.ndarray | None, int]]
-    let_go: Callable[[], None]
+    """Stop moving experts; return their placement and the generation of the hosts."""
+    release: Callable[[], None]
+    """Let experts move again."""
     swap: Callable[[WeightOrder, int], WeightOutcome]
-    note_loss: Callable[..., None]
+    """Activate the staged weights, as for a checkpoint."""
+    record_loss: Callable[..., None]
+    """Record the loss of a host."""
     version: Callable[[], str]
+    """Return the current weight version."""
 
 
 @dataclass
 class _Open:
-    """The update that is being sent, and the generation of the hosts that it is sent to."""
+    """The update that is being sent."""
 
     update_id: str
     generation: int
+    """Generation of the hosts that it is sent to."""
     num_buckets: int = 0
 
 
 class TensorUpdates:
-    """At most one update is open; another id, an update from disk, or `idle_s` without a bucket ends it.
+    """Updates by sent weights; at most a single update is open.
 
-    What is refused ends its update too: nothing has changed then.
+    Another id, an update from a checkpoint, or `idle_s` without a bucket ends the open update. So does a rejected
+    bucket; the current weights then stay.
     """
 
     def __init__(
@@ -76,52 +84,54 @@ class TensorUpdates:
     ) -> None:
         self._executor, self._commands, self._between, self._updates = executor, commands, between, updates
         self._open: _Open | None = None
-        self._ended: deque[str] = deque(maxlen=MOST_REMEMBERED)
+        self._ended: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._timer: threading.Timer | None = None
         self.idle_s = IDLE_S
 
     def wanted(self, heads: Heads, order: BucketOrder, *, base_version: str | None) -> Future[list[list[WantedTensor]]]:
-        """What every host wants of the tensors of a bucket, before that is cut; begins its update if need be.
+        """Return the parts that each host wants of a bucket's tensors, before it is cut.
 
-        The future fails with UpdateConflictError as in `stage`, and with WeightsRefusedError.
+        Begins the update if necessary.
+
+        The future fails with UpdateConflictError as in `stage`, or with WeightsRefusedError.
         """
         self._commands.check_open()
         return self._updates.submit(self._wanted, heads, order, base_version)
 
     def stage(self, bucket: SentBucket | SentShares, order: BucketOrder) -> Future[WeightOutcome]:
-        """Stage a bucket; the outcome says whether that succeeded, and with the last one whether all of it serves.
+        """Stage a bucket. The outcome tells if it is staged, or for the last bucket if the new weights are active.
 
-        The future fails with UpdateConflictError for a bucket out of its order.
+        The future fails with UpdateConflictError for a bucket out of order.
         """
         self._commands.check_open()
         return self._updates.submit(self._stage, bucket, order)
 
     def swap(self, update_id: str, order: WeightOrder) -> Future[WeightOutcome]:
-        """Have an update serve whose last bucket `waits`."""
+        """Activate an update whose last bucket `waits`."""
         return self._updates.submit(self._swap, update_id, order)
 
     def num_staged(self, update_id: str) -> int:
-        """Buckets of an update that are staged."""
+        """Return the number of staged buckets of an update."""
         opened = self._open
         return opened.num_buckets if opened is not None and opened.update_id == update_id else 0
 
     def drop(self, update_id: str) -> Future[bool]:
-        """Forget an update; returns whether it was open. No bucket of it is taken any more."""
+        """Drop an update, and reject its later buckets; the future tells if it was open."""
         self._commands.check_open()
         return self._updates.submit(self._drop, update_id)
 
     def end_open(self) -> None:
-        """Forget the update that is open, in the thread of updates."""
+        """Drop the open update. Call in the update thread."""
         self.close()
         if self._open is not None:
             self._ended.append(self._open.update_id)
             self._open = None
             self._executor.tensors.drop()
             with suppress(EngineStoppedError):
-                self._commands.call(self._between.let_go)
+                self._commands.call(self._between.release)
 
     def close(self) -> None:
-        """Wait for no further bucket."""
+        """Cancel the timer for the next bucket."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -176,34 +186,37 @@ class TensorUpdates:
             self._keep_soon()
 
     def _keep_soon(self) -> None:
-        """Have what serves now kept, and end the update, after the answer to it; experts are held until then."""
-        with suppress(RuntimeError):  # no further update is taken
+        """Have the current weights kept and end the update, once the caller has its answer; experts stay until then."""
+        with suppress(RuntimeError):  # the update thread is shut down
             self._updates.submit(self._keep)
 
     def _keep(self) -> None:
         try:
             self._reach(self._executor.tensors.keep)
         except WeightsRefusedError as refusal:
-            log.warning("sent weights are not kept, and end with their hosts: %s", refusal)
+            log.warning("the sent weights are not kept, and are lost with their hosts: %s", refusal)
         finally:
             self.end_open()
 
     def _check_order(self, order: BucketOrder) -> None:
-        """UpdateConflictError where a bucket neither goes on with the open update nor begins one."""
+        """Raise UpdateConflictError if a bucket neither continues the open update nor begins an update."""
         if order.update_id in self._ended:
-            raise UpdateConflictError("this update has ended: begin one with another update_id")
+            raise UpdateConflictError("this update has ended: begin another with a new update_id")
         opened = self._open
         if opened is not None and opened.update_id == order.update_id:
             if order.number not in (None, opened.num_buckets):
                 self.end_open()
                 raise UpdateConflictError(f"bucket {opened.num_buckets} is missing: the update has ended")
         elif order.number not in (None, 0):
-            raise UpdateConflictError("this update has no bucket before this one here: begin with bucket 0")
+            raise UpdateConflictError("the previous buckets of this update are missing here: begin with bucket 0")
 
     def _go_on(self, update_id: str, base_version: str | None) -> _Open:
-        """Return the update that is open by now. UpdateConflictError for a delta of other weights."""
+        """Return the update of this id, opened if necessary.
+
+        Raises: UpdateConflictError for a delta against other weights.
+        """
         if base_version not in (None, self._between.version()):
-            raise UpdateConflictError("`base_version` of the delta is not the version that serves")
+            raise UpdateConflictError("`base_version` of the delta is not the current weight version")
         if self._open is None or self._open.update_id != update_id:
             self.end_open()
             expert_of_slot, generation = self._commands.call(self._between.hold).result()
@@ -226,15 +239,19 @@ class TensorUpdates:
         return self._commands.call(partial(self._between.swap, order.order, opened.generation)).result()
 
     def _reach(self, call: Callable[[], None]) -> None:
-        """Call hosts; WeightsRefusedError where one is lost."""
+        """Call the hosts.
+
+        Raises: WeightsRefusedError if a host is lost.
+        """
         assert self._open is not None, "an update is open"
         try:
             call()
         except ExecutorFailure as failure:
             generation = self._open.generation
-            self._commands.call(partial(self._between.note_loss, failure, generation=generation)).result()
+            self._commands.call(partial(self._between.record_loss, failure, generation=generation)).result()
             raise WeightsRefusedError(LOST_WHILE_READING) from failure
 
     def _end_idle(self, update_id: str) -> None:
-        with suppress(RuntimeError):  # no further update is taken
+        """Drop an update that has received no bucket for `idle_s`."""
+        with suppress(RuntimeError):  # the update thread is shut down
             self._updates.submit(self._drop, update_id)

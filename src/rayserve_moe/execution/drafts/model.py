@@ -1,4 +1,4 @@
-"""A draft model beside its target: which it is, how it lies on the mesh, and reading its weights."""
+"""Draft models: selection, layout on the target's mesh, and loading of weights."""
 
 from __future__ import annotations
 
@@ -44,25 +44,27 @@ EVERYTHING = ("*",)
 
 @dataclass(frozen=True)
 class OpenedDraft:
-    """Files that hold a draft model, what it is, and which of their tensors are its."""
+    """Draft model whose files are open."""
 
     spec: DraftSpec
     files: CheckpointFiles
     rules: Mapping[str, str]
+    """Names of its tensors in the files."""
     ignored: tuple[str, ...]
+    """Patterns of tensors that it does not use."""
 
 
 def open_draft(
     settings: SpeculationSettings, target: ModelSpec, *, files: CheckpointFiles, model: ModelSettings
 ) -> OpenedDraft | None:
-    """The draft model that the settings name for a target out of `files`; None where they name none.
+    """Open the draft model that the settings name for a target with `files`; return None if they name none.
 
-    SettingsError, CheckpointError or UnsupportedModelError where it cannot be served.
+    Raises: SettingsError, CheckpointError or UnsupportedModelError if it cannot be served.
     """
     if settings.algorithm not in DRAFT_MODELS:
         return None
     if target.has_windows:
-        raise SettingsError(f"speculative_algorithm {settings.algorithm} is not for models with sliding windows")
+        raise SettingsError(f"speculative_algorithm {settings.algorithm} does not support models with sliding windows")
     path = settings.draft_model_path
     opened = open_checkpoint(path, cache=checkpoint_cache(model.checkpoint_cache)) if path else files
     if settings.algorithm != "NEXTN":
@@ -72,14 +74,14 @@ def open_draft(
     if found is None:
         layer = target.num_layers
         raise SettingsError(
-            f"speculative_algorithm NEXTN: the checkpoint has no layer {layer} that predicts further tokens "
+            f"speculative_algorithm NEXTN: the checkpoint has no multi-token prediction layer {layer} "
             "(model.layers.N.eh_proj.weight)"
         )
     return found
 
 
 def opened_prediction(files: CheckpointFiles, target: ModelSpec) -> OpenedDraft | None:
-    """The layer for multi-token prediction behind the last one of a checkpoint, if it has one."""
+    """Return the multi-token prediction layer after the last layer of a checkpoint, or None."""
     rules = prediction_rules(family_of(files.config).CHECKPOINT_RULES, target.num_layers)
     if rules["fc"] not in files.tensors:
         return None
@@ -96,7 +98,7 @@ def draft_config(draft: DraftSpec, target: ModelConfig, *, pool: PoolFormat = NO
     kernels = kernels_for(spec, KERNELS[target.kernels.name], pool=pool)
     depths = summed_widths(spec, plan.tensor_size)
     if kernels.name == CPU_NATIVE.name and (problem := shape_problem(depths)):
-        raise SettingsError(f"cpu_kernels native cannot compute the draft model: {problem}; take cpu_kernels off")
+        raise SettingsError(f"cpu_kernels native cannot compute the draft model: {problem}; set cpu_kernels off")
     if any(size % plan.tensor_size for size in divided_sizes(spec, plan.tensor_size).values()):
         raise SettingsError(f"heads or MLP of the draft model do not divide over {plan.tensor_size} devices")
     experts = replace(
@@ -111,7 +113,7 @@ def draft_config(draft: DraftSpec, target: ModelConfig, *, pool: PoolFormat = NO
 
 
 def draft_tree(config: DraftConfig, *, dtype: str) -> dict[str, dict[str, ParamSpec]]:
-    """Every parameter of a draft model as it lies on the devices."""
+    """Return the parameters of a draft model as laid out on the devices."""
     plan = config.layer.plan
     tree = draft_parameters(
         config.draft,
@@ -124,7 +126,7 @@ def draft_tree(config: DraftConfig, *, dtype: str) -> dict[str, dict[str, ParamS
 
 
 def draft_shapes(config: DraftConfig, *, dtype: str) -> Parameters:
-    """Shapes of all that `load_draft` returns."""
+    """Return the shapes of the parameters that `load_draft` returns."""
     plan = config.layer.plan
     params = {
         group: {
@@ -139,19 +141,22 @@ def draft_shapes(config: DraftConfig, *, dtype: str) -> Parameters:
 
 
 def spec_of(opened: OpenedDraft | None) -> DraftSpec | None:
-    """What was opened, if anything."""
+    """Return the opened draft's spec, or None without a draft model."""
     return None if opened is None else opened.spec
 
 
 def draft_of(opened: OpenedDraft | None, config: DraftConfig | None, *, dtype: str) -> Parameters | None:
-    """The weights of the draft model, where there is one."""
+    """Return the weights of the draft model, or None without a draft model."""
     return None if opened is None or config is None else cast(Parameters, load_draft(opened, config, dtype=dtype))
 
 
 def load_draft(
     opened: OpenedDraft, config: DraftConfig, *, dtype: str, in_host_memory: bool = False, num_threads: int = 0
 ) -> dict[str, Any]:
-    """Read a draft model's weights, laid out as its target's. CheckpointError."""
+    """Read a draft model's weights, laid out as its target's.
+
+    Raises: CheckpointError.
+    """
     plan = config.layer.plan
     params = load_parameters(
         WeightSource(opened.files, opened.rules, None, opened.ignored),
@@ -167,12 +172,12 @@ def load_draft(
 
 
 def _target_ids(opened: OpenedDraft, *, num_words: int) -> np.ndarray:
-    """The target's words that stand for the draft's, int32; files have the differences."""
+    """Return the target's id of each id of the draft, int32; files store the differences."""
     name = next(name for name in opened.files.tensors if name == MAP)
     offsets = opened.files.read_integers(name)
     ids_V = np.arange(opened.spec.layer.vocab_size) + offsets
     if offsets.shape != (opened.spec.layer.vocab_size,) or ids_V.min() < 0 or ids_V.max() >= num_words:
-        raise CheckpointError(f"{opened.files.directory}: {name} does not give a word of the target for every word")
+        raise CheckpointError(f"{opened.files.directory}: {name} does not map every id to an id of the target")
     return ids_V.astype(np.int32)
 
 
@@ -186,8 +191,10 @@ def draft_state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
     num_drafts: int,
     dtypes: tuple[str, str],
 ) -> DraftState:
-    """Return the shapes of a draft's state for pages and rows of every data rank; `dtypes` are those of features, and
-    of the KV cache."""
+    """Return the shapes of a draft's state for pages and rows of every data rank.
+
+    `dtypes` are the dtypes of features and of the KV cache.
+    """
     plan, spec = config.layer.plan, config.draft.layer
     dtype, kv_dtype = dtypes
     num_pages += num_rows * scratch_pages(num_ahead, page_size)

@@ -1,6 +1,6 @@
-"""Parts of drafting: page tables with scratch pages, noise, and the weights and state of a draft model."""
+"""Helpers of drafting: page tables with scratch pages, noise, and access to the draft model's weights and state."""
 
-# S rows that draft   P page-table width   V words of the draft's head
+# S rows that draft   P page-table width   V ids of the draft's head
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rayserve_moe.model.transformer import Parameters
 
 
 def scratch_pages(num_ahead: int, page_size: int) -> int:
-    """Pages of a row for `num_ahead` drafts of which no step knows yet."""
+    """Return the number of scratch pages of a row for `num_ahead` drafts that are not verified yet."""
     return -(-num_ahead // page_size)
 
 
 def with_scratch(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Array, num_scratch: int) -> jax.Array:
-    """The page tables of rows, with pages of their own behind that of their last position."""
+    """Return the page tables of rows, with the row's scratch pages after the page of its last position."""
     num_pages, page_size = jax.tree.leaves(draft_of(state).pools)[0].shape[:2]
     first_scratch = num_pages - len(state.last_tokens_R) * num_scratch
     table_SP = state.page_table_RP.at[rows_S].get(mode="clip")
@@ -33,7 +33,7 @@ def with_scratch(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Arra
 
 
 def noise_for(weights: ModelWeights, config: DraftConfig) -> tuple[Callable[..., jax.Array], jax.Array | None]:
-    """The target's noise of the draft's words, and which words of the target they are where they are others."""
+    """Return the target's noise for the draft's ids, and the target's id of each draft id if they differ."""
     words = weights_of_both(weights)[1]["draft"].get("target_ids_V")
     return config.target.kernels.sampling.noise if words is None else partial(_noise_of_words, words), words
 
@@ -41,18 +41,18 @@ def noise_for(weights: ModelWeights, config: DraftConfig) -> tuple[Callable[...,
 def _noise_of_words(
     words_V: jax.Array, seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, first: jax.Array, size: int
 ) -> jax.Array:
-    """The noise of the target's words that stand for the draft's, from `first` on."""
+    """Return the noise of the target's ids for the draft's ids, from `first` on."""
     ids_V = words_V.at[first + jnp.arange(size)].get(mode="clip")
     return gumbel_noise_of(ids_V, seed_S, choice_S, position_S)
 
 
 def weights_of_both(weights: ModelWeights) -> tuple[Parameters, Parameters]:
-    """Those of the target and of the draft model."""
-    assert weights.draft is not None, "there is no draft model"
+    """Return the weights of the target and of the draft model."""
+    assert weights.draft is not None, "no draft model is loaded"
     return weights.params, weights.draft
 
 
 def draft_of(state: DeviceState) -> DraftState:
-    """What the draft model keeps."""
-    assert state.draft is not None, "there is no draft model"
+    """Return the state of the draft model."""
+    assert state.draft is not None, "no draft model is loaded"
     return state.draft

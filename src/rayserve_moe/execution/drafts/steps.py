@@ -1,4 +1,4 @@
-"""Device computation of a draft model: its features in every step, and on demand the drafts after the step.
+"""Device computation of a draft model: its features in every step, and drafts after a step on demand.
 
 Its pool has the pages of the target's pool, so a cached prefix of the target is cached here too. Scratch pages per row
 follow, which hold the keys and values of drafts before a step verifies them.
@@ -27,7 +27,7 @@ from rayserve_moe.parallel.sharding import gather_rows
 
 ROW_AXES: tuple[str | None, ...] = ("data_ranks", None)
 ARRAY_AXES = (ROW_AXES, ROW_AXES[:1], ROW_AXES)
-"""Logical axes of the arrays of a draft's state behind its pools, over all data ranks."""
+"""Logical axes of the row arrays of a draft's state, over all data ranks."""
 
 
 def extended(
@@ -39,17 +39,16 @@ def extended(
     own: OwnSamples,
     config: DraftConfig,
 ) -> DraftState:
-    """On one device: the draft's state after a step, of whose tokens each is followed by the next or what is sampled.
+    """Return the draft's state after a step, on a device; each token is followed by the next token or its sample.
 
-    What a prompt of which a single token is computed goes on with is not known here: its next is taken to be itself.
-    Where several choices sample after one token, the first one's sample follows it for all of them, which costs the
-    others right drafts at most.
+    The token after a prompt chunk of a single token is not known here, so the token itself takes its place. If several
+    choices sample after the same token, the first sample follows it for all of them. Both only make some drafts wrong.
     """
     batch, places_S = step.batch, step.sample_places_S
     both, draft = weights_of_both(weights), draft_of(state)
     num_rows, num_tokens = len(state.last_tokens_R), len(batch.token_ids_T)
-    goes_on_T = jnp.roll(batch.positions_T, -1) == batch.positions_T + 1
-    next_T = jnp.where(goes_on_T, jnp.roll(batch.token_ids_T, -1), batch.token_ids_T)
+    is_followed_T = jnp.roll(batch.positions_T, -1) == batch.positions_T + 1
+    next_T = jnp.where(is_followed_T, jnp.roll(batch.token_ids_T, -1), batch.token_ids_T)
     is_fork_S = (places_S == jnp.roll(places_S, 1)) & (jnp.arange(len(places_S)) > 0)
     sampled_S = jnp.where((step.sample_rows_S < num_rows) & ~is_fork_S, places_S, num_tokens)
     next_T = next_T.at[sampled_S].set(own.ids_S, mode="drop")
@@ -148,6 +147,6 @@ def _chain(
 
 
 def draft_partitions(config: DraftConfig) -> DraftState:
-    """Return the tree of a draft's state with partitions for arrays."""
+    """Return the tree of a draft's state with partitions in place of arrays."""
     of_rows = (cast(jax.Array, config.layer.plan.partition(axes)) for axes in ARRAY_AXES)
     return DraftState(pool_partitions(config.layer), *of_rows)

@@ -1,4 +1,4 @@
-"""Choice of the step shapes to compile, and of the shape that a plan runs in.
+"""Choice of the step shapes to compile, and of the shape for a plan.
 
 The choice weighs seconds lost to padding against seconds spent on compiling.
 """
@@ -22,27 +22,27 @@ from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, Chunks, Step
 from rayserve_moe.scheduling.token_probe import NO_ID, TokenProbe
 
 Seconds = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Seconds of a step of `real` items in a shape that holds `size` of them, elementwise and broadcast."""
+"""Returns the seconds of a step with `real` items in a shape of size `size`, elementwise and broadcast."""
 
 ROUND_BITS = 3
 
 
 @dataclass(frozen=True)
 class Device:
-    """Throughput of a device, and the cost of one more compiled shape."""
+    """Throughput of a device, and the cost of an additional compiled shape."""
 
     bytes_per_s: float
     """Memory bandwidth."""
     flops: float
     """Floating-point operations per second."""
     block_s: float
-    """Seconds of an attention block in one layer, padding or not."""
+    """Seconds of an attention block in a layer, padding or not."""
     compile_s: float
-    """Seconds that one more shape adds to the start while others compile in parallel."""
+    """Seconds that another shape adds to the start while others compile in parallel."""
     horizon_s: float
     """Seconds of steps within which a shape has to save its `compile_s`."""
     fills_blocks: bool = False
-    """True if an expert computes whole blocks of rows, each as large as its mean load in a full step."""
+    """True if experts compute whole blocks of rows, each as large as the mean load of an expert in a full step."""
     min_singles: int = 1
     """Minimum number of single tokens of a step, padding included."""
 
@@ -66,7 +66,7 @@ TPUS = {
     "v6e": _TPU(1.64e12, 9.18e14),
     "7x": _TPU(3.69e12, 1.153e15),
 }
-"""Memory bandwidth and bfloat16 peak as Google publishes them for each generation; a 7x chip is two devices.
+"""Memory bandwidth and bfloat16 peak as published by Google for each generation; a 7x chip is two devices.
 
 A step of a whole model compiles in about a minute, four steps at a time. For a single row XLA rewrites the matrix
 products, with six more operations in a layer than for two rows.
@@ -75,7 +75,7 @@ products, with six more operations in a layer than for two rows.
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost model for the steps of one model, per data rank.
+    """Cost model for the steps of a model, per data rank.
 
     A step takes the maximum of the seconds of reading weights and of multiplying, plus the seconds of its attention
     blocks. Padding is multiplied with all dense weights, and single-token padding with the head. Experts compute
@@ -90,7 +90,7 @@ class StepCost:
     head_weights: float
     """Weights that only single tokens are multiplied with."""
     expert_weights: float
-    """Weights of one expert."""
+    """Weights of an expert."""
     num_experts: int
     top_k: int
     itemsize: int
@@ -128,7 +128,7 @@ class StepCost:
         expert_rows = num_real * self.top_k / self.tensor_size
         if self.device.fills_blocks:
             block_rows = num_tokens * self.data_size * chance
-            # Where an expert needs several blocks, the last one is half full on average.
+            # The last of several blocks of an expert is half full on average.
             expert_rows = np.maximum(num_touched * block_rows, expert_rows + num_touched * block_rows / 2)
         dense, head = self.dense_weights / self.tensor_size, self.head_weights / self.tensor_size
         products = num_tokens * dense + num_singles * head + expert_rows * self.expert_weights
@@ -174,7 +174,7 @@ def choose_sizes(
     best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
     for size in sizes:
         lost = num_steps[:size] * (seconds(real[:size], np.asarray(size)) - unpadded[:size])
-        # lost_above[n]: what the steps of more than n items lose in this size.
+        # lost_above[n]: seconds that steps of more than n items lose in this size
         lost_above = np.append(np.cumsum(lost[::-1])[::-1], 0.0)
         best[size] = min(
             (total + float(lost_above[below]) + compile_s, count + 1, (*chosen, size))
@@ -212,9 +212,8 @@ def step_shapes(
     """Return all shapes to compile by `cost`, smallest first.
 
     Decode-only shapes come first. The largest holds every row, unless the settings list the sizes; on a TPU each has at
-    least two rows. Further decode-only shapes for drafts reach up to `verify_rows`, each at most twice the previous
-    one. Then follow mixed shapes with every row as a single token beside prefill blocks, up to the token budget of a
-    step.
+    least two rows. Further decode-only shapes for drafts reach up to `verify_rows`, each at most twice the previous.
+    Then follow mixed shapes with every row as a single token beside prefill blocks, up to the token budget of a step.
     """
     rows, block, device = scheduler.max_running_requests, PREFILL_BLOCK_TOKENS, cost.device
     decode_sizes = scheduler.decode_batch_sizes or choose_sizes(
@@ -242,10 +241,10 @@ FIRST_TOKEN = TokenProbe(
 
 
 def filling_plan(shape: StepShape, *, max_model_len: int, num_rows: int, is_probed: bool = False) -> StepPlan:
-    """Return a plan that needs exactly this shape: one chunk per prefill block, else single tokens of up to all rows.
+    """Return a plan that needs exactly this shape: a chunk per prefill block, or single tokens of up to all rows.
 
     Single tokens after the first are padding: rows without a sequence share the null page, and a kernel that writes
-    rows itself must not receive two tokens of one page. If `is_probed`, the plan probes its first token.
+    rows itself must not receive two tokens of the same page. If `is_probed`, the plan probes its first token.
     """
     blocks = [min(shape.block_tokens, max_model_len)] * shape.num_blocks
     lengths = np.asarray(blocks or [1] * min(shape.num_singles, num_rows), np.int32)

@@ -1,7 +1,7 @@
 """Compiled programs on disk, found by a key of all that determines them.
 
-A program is found without tracing it, so its key holds what tracing would have shown: the source of every package that
-a program can be built from, its arguments, and the config that it is specialised for.
+A program is found without tracing it, so its key covers everything that tracing would depend on: the source of all
+packages that a program can be built from, its arguments, and the config that it is specialised for.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-MOST_BYTES = 2 << 30
-"""Of one rank."""
+MAX_BYTES = 2 << 30
+"""Maximum bytes of a rank's programs."""
 PACKAGES_ABOVE = (
     "cli.py",
     "serving",
@@ -45,29 +45,29 @@ PACKAGES_ABOVE = (
     "engine",
     "text",
 )
-"""Packages that nothing which is compiled can import."""
+"""Packages that compiled code cannot import."""
 CACHE_OF_JAX = "jax_enable_compilation_cache"
 NOT_IN_PROGRAMS = ("cache", "dump", "log", "timeout")
-"""Settings of jax with these in their names leave programs as they are."""
+"""Settings of jax whose names contain these strings do not affect programs."""
 NOT_PORTABLE = (
     *(jax.errors.JaxRuntimeError, NotImplementedError, pickle.PickleError, ImportError),
     *(ValueError, TypeError, LookupError, AttributeError),
 )
-"""Raised by a program, or a file, that cannot be written or loaded."""
+"""Errors raised for a program or a file that cannot be written or loaded."""
 _COMPILING = Lock()
-"""Held where settings of jax are changed that belong to the whole process."""
+"""Held while process-wide settings of jax are changed."""
 
 
 class KeptPrograms:
-    """Programs for the devices of `plan`, this process's part of them, in `files`."""
+    """Programs on disk for the devices of `plan`, as compiled by this process."""
 
     def __init__(self, files: ProgramFiles, plan: ParallelPlan) -> None:
         self._files, self._devices = files, list(plan.mesh.devices.flat)
         self._surroundings = "\n".join(_surroundings(plan))
 
-    def find(self, signature: str) -> Any | None:
-        """The program that was kept under this signature, ready to be called; None where there is none."""
-        payload = self._files.read(self._key(signature))
+    def find(self, key: str) -> Any | None:
+        """Return the program with this key, loaded; None if it is not on disk."""
+        payload = self._files.read(self._key(key))
         if payload is None:
             return None
         try:
@@ -75,27 +75,28 @@ class KeptPrograms:
                 *pickle.loads(payload), backend=self._devices[0].client, execution_devices=self._devices
             )
         except NOT_PORTABLE as error:
-            log.warning("a program on disk cannot be loaded, and is compiled again: %s", error)
+            log.warning("a program on disk cannot be loaded, recompiling it: %s", error)
             return None
 
-    def keep(self, signature: str, compiled: Any) -> None:
+    def keep(self, key: str, compiled: Any) -> None:
         """Write a program for later starts."""
         try:
             payload = pickle.dumps(serialize_executable.serialize(compiled))
         except NOT_PORTABLE as error:
             log.warning("a compiled program is not kept: %s", error)
             return
-        self._files.write(self._key(signature), payload)
+        self._files.write(self._key(key), payload)
 
-    def _key(self, signature: str) -> str:
-        return hashlib.sha256(f"{self._surroundings}\n{signature}".encode()).hexdigest()
+    def _key(self, key: str) -> str:
+        return hashlib.sha256(f"{self._surroundings}\n{key}".encode()).hexdigest()
 
 
 def kept_programs(settings: CompileSettings, plan: ParallelPlan) -> KeptPrograms | None:
-    """Where programs for `plan` are kept, None where they are not.
+    """Return the store of programs for `plan`, or None if programs are not kept.
 
-    SettingsError for a directory that was asked for and cannot be written, or that others can write to; where `auto`
-    finds none, programs are compiled anew at every start.
+    With `auto`, an unusable directory means that programs are compiled at every start.
+
+    Raises: SettingsError if the configured directory cannot be written, or others can write to it.
     """
     if settings.cache == "off":
         return None
@@ -103,7 +104,7 @@ def kept_programs(settings: CompileSettings, plan: ParallelPlan) -> KeptPrograms
     root = default_cache_directory() if is_ours else Path(settings.cache).expanduser()
     directory = root / "executables" / f"{jax.process_index()}-of-{jax.process_count()}"
     try:
-        return KeptPrograms(ProgramFiles(directory, most_bytes=MOST_BYTES), plan)
+        return KeptPrograms(ProgramFiles(directory, max_bytes=MAX_BYTES), plan)
     except OSError as error:
         if not is_ours:
             raise SettingsError(f"compile_cache {settings.cache}: {error}") from error
@@ -113,9 +114,10 @@ def kept_programs(settings: CompileSettings, plan: ParallelPlan) -> KeptPrograms
 
 @contextmanager
 def without_cache_of_jax() -> Generator[None]:
-    """Compile inside, one caller at a time, without jax's own cache: programs from it cannot be kept.
+    """Disable jax's own compilation cache inside the context; a single thread enters at a time.
 
-    A CPU program that came out of it can be written and loaded, and fails when it is called.
+    Programs from that cache cannot be kept: a CPU program that came out of it can be written and loaded, but fails when
+    it is called.
     """
     with _COMPILING, ExitStack() as undo:
         undo.callback(_switch_cache_of_jax, jax.config.values[CACHE_OF_JAX])
@@ -128,8 +130,8 @@ def _switch_cache_of_jax(is_on: bool) -> None:
     compilation_cache.reset_cache()  # jax decides once whether it has one
 
 
-def signature_of(function: partial[Any], *args: Any, **named: Any) -> str:
-    """What identifies a program of this server: a partial function, and shapes and shardings of its arguments."""
+def program_key(function: partial[Any], *args: Any, **named: Any) -> str:
+    """Return the cache key of a program: function, shapes and shardings."""
     leaves, tree = jax.tree.flatten((args, named))
     shapes = [(leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False), leaf.sharding) for leaf in leaves]
     fixed = {name: _name(value) if callable(value) else value for name, value in sorted(function.keywords.items())}
@@ -141,7 +143,7 @@ def _name(function: Any) -> str:
 
 
 def _surroundings(plan: ParallelPlan) -> Iterator[str]:
-    """All that determines a program besides its signature, one after the other."""
+    """Yield all that determines a program besides its key."""
     devices = list(plan.mesh.devices.flat)
     yield f"{FORMAT} {jax.__version__} {jaxlib.__version__} {devices[0].client.platform_version}"
     yield f"process {jax.process_index()} of {jax.process_count()}"
@@ -155,7 +157,7 @@ def _surroundings(plan: ParallelPlan) -> Iterator[str]:
 
 @cache
 def source_digest() -> str:
-    """A hash over the source of everything that a program can be built from, native kernels too."""
+    """Return a hash over the source of everything that a program can be built from, including native kernels."""
     digest, root = hashlib.sha256(), Path(__file__).parents[2]
     for path in sorted(root.rglob("*")):
         inside = path.relative_to(root)
@@ -165,7 +167,7 @@ def source_digest() -> str:
 
 
 def _cpu_features() -> str:
-    """How many processors share the work of a program, and what they can do."""
+    """Return the number and the features of the processors that run programs."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     kinds = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
     return f"{len(os.sched_getaffinity(0))} of {kinds}"

@@ -1,9 +1,9 @@
-"""The compiled programs of a server, at its start and beside its steps. The only place that compiles.
+"""Compilation of a server's programs, at its start and beside its steps. The only place that compiles.
 
-A server may start with the smallest and the largest shape of each kind: together they hold every step. The others save
-padding. They are compiled behind the steps, one after the other, and are used once all of their programs are there.
-That is for native kernels on one host, whose rows have the same bits in every shape; hosts of a group have to choose
-the same shape, and start with all of them.
+A server may start with the smallest and the largest shape of each kind: together they hold every step. The other shapes
+save padding. They compile beside the steps, in sequence, and are used once all of their programs are ready. This
+applies to native kernels on a single host, whose rows have the same bits in every shape. Hosts of a group must choose
+the same shape, and start with all shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax.monitoring
 import numpy as np
 
 from rayserve_moe.config.load import unset_compiler_options
-from rayserve_moe.execution.programs.cache import KeptPrograms, signature_of, without_cache_of_jax
+from rayserve_moe.execution.programs.cache import KeptPrograms, program_key, without_cache_of_jax
 from rayserve_moe.execution.programs.specs import (
     ADJUST,
     COPY,
@@ -56,71 +56,79 @@ log = logging.getLogger(__name__)
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 NUM_THREADS = 4
 NICENESS = 10
-"""Niceness of the compiling thread: steps come first, and it still progresses beside them."""
+"""Niceness of the compiling thread: steps take precedence, and it still progresses beside them."""
 CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
 """Takes ModelWeights, DeviceState, `vectors_NW` and `blocks`."""
 CompiledDraft = Callable[..., tuple[DeviceState, jax.Array]]
 """Takes ModelWeights, DeviceState and `rows_NS`."""
 CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
 Launched = Callable[[], StepOutput]
-"""Waits for a call that was launched; returns what it returned, or raises what it raised."""
+"""Waits for a launched call; returns its result or raises its error."""
 Launch = Callable[[Callable[[], StepOutput]], Launched]
-"""Runs calls one after the other, in the order in which they were given."""
+"""Runs calls in the order in which they are given."""
 
 
 @dataclass(frozen=True)
 class CompileTimes:
-    """What compiling took: by the wall, and added up over programs by the clock of each; how many were on disk."""
+    """Times and numbers of compilation."""
 
     wall_s: float
+    """Wall-clock seconds."""
     sum_s: float
+    """Sum of the seconds of all programs."""
     num_programs: int
+    """Number of programs."""
     num_found: int
+    """Number of programs that were found on disk."""
 
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Everything that runs on the devices: steps, changes of rows, of their logits, of pages, and drafts by rows.
+    """Everything that runs on the devices.
 
-    `samplers` draw held samples, if any are held, by the single tokens of a step and whether they find evidence too.
-    `gathers` take the probed tokens of a step, by its number of tokens, and `probe` says what the model makes of them.
     Steps, samplers and gathers may lack shapes, which `compile_shape` adds later.
     """
 
     steps: dict[StepShape, CompiledStep]
     samplers: dict[tuple[int, bool], CompiledSampler]
+    """Programs that draw deferred samples, by the number of single tokens and whether they compute evidence."""
     update: CompiledUpdate
+    """Changes rows."""
     adjust: CompiledUpdate
+    """Changes the logit adjustments of rows."""
     copy: CompiledUpdate
+    """Copies pages."""
     read_counts: Callable[[jax.Array], jax.Array]
     migration: MigrationPrograms | None
     drafts: dict[int, CompiledDraft]
+    """Draft programs by number of rows."""
     gathers: dict[int, Gather]
+    """Programs that gather probed tokens, by the number of tokens of a step."""
     probe: Probe
+    """Computes the columns of probed tokens."""
     times: CompileTimes
 
     @property
     def changes(self) -> tuple[CompiledUpdate, CompiledUpdate]:
-        """What changes rows ahead of a step (`updates_of`)."""
+        """Return the programs that change rows before a step (`updates_of`)."""
         return self.update, self.adjust
 
 
 class CompilationCount:
-    """Counts the programs that this process compiles, including those of other callers, but for threads that compile
-    as planned."""
+    """Number of programs compiled in this process by any caller, except in threads that compile as planned."""
 
     def __init__(self) -> None:
         self.total = 0
         self._planned: set[int] = set()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
 
-    def start_over(self) -> None:
-        """Count from zero again."""
+    def reset(self) -> None:
+        """Reset the count to zero."""
         self.total = 0
 
     @contextmanager
     def planned(self) -> Generator[None]:
-        """Do not count what this thread compiles inside."""
+        """Exclude compilations of this thread inside the context."""
         thread = threading.get_ident()
         self._planned.add(thread)
         try:
@@ -135,19 +143,19 @@ class CompilationCount:
 def compile_programs(
     programs: Sequence[Program], compile_one: Callable[[Program], Any], *, num_threads: int = NUM_THREADS
 ) -> dict[str, Any]:
-    """What `compile_one` makes of every program, by name; several at a time, and without jax's own cache."""
+    """Return the results of `compile_one` for all programs, by name; several run at a time, without jax's own cache."""
     with without_cache_of_jax(), ThreadPoolExecutor(max_workers=num_threads) as pool:
         return dict(zip([each.name for each in programs], pool.map(compile_one, programs), strict=True))
 
 
 def lowered(program: Program, plan: ParallelPlan) -> jax.stages.Lowered:
-    """A program as XLA is given it."""
+    """Return a program lowered for XLA."""
 
     def run(*args: Any, **named: Any) -> Any:
         return program.run(*args, **named)
 
-    run.__name__ = program.name  # a profile, and what the compiler writes, name it so
-    # Kernels ask the current mesh which chip they are compiled for.
+    run.__name__ = program.name  # shown in profiles and compiler output
+    # Kernels find the chip that they are compiled for in the current mesh.
     with jax.set_mesh(plan.mesh):
         return jax.jit(run, donate_argnums=program.donated).lower(*program.arguments, **program.inputs)
 
@@ -155,7 +163,7 @@ def lowered(program: Program, plan: ParallelPlan) -> jax.stages.Lowered:
 def optimized(
     lowered: jax.stages.Lowered, plan: ParallelPlan, *, kernels: Kernels | None = None
 ) -> jax.stages.Compiled:
-    """Return the program for the devices of `plan`, compiled as its `kernels` want it.
+    """Return the program compiled for the devices of `plan`, with the options of its `kernels`.
 
     Raises: JaxRuntimeError with the compiler's reason.
     """
@@ -171,8 +179,10 @@ def compile_served(
     kept: KeptPrograms | None = None,
     shapes: Sequence[StepShape] | None = None,
 ) -> CompiledPrograms:
-    """Compile a server's programs but those that are `kept`. Of steps, and what goes with them, it compiles those of
-    `shapes`; None: all."""
+    """Compile a server's programs, except for programs found in `kept`.
+
+    Steps, and the programs that depend on their shape, are only compiled for `shapes`; None: all.
+    """
     started, compiler = time.perf_counter(), _Compiler(served, kept)
     programs = programs_of(served, num_pages=num_pages)
     if shapes is not None:
@@ -195,7 +205,7 @@ def compile_served(
 def compile_shape(
     shape: StepShape, programs: CompiledPrograms, *, served: ServedModel, num_pages: int, kept: KeptPrograms | None
 ) -> CompileTimes:
-    """Compile what `programs` lack for steps of a shape, one after the other, and add it."""
+    """Compile the programs that are missing for steps of a shape, in sequence, and add them to `programs`."""
     started, compiler = time.perf_counter(), _Compiler(served, kept)
     present = {step_name(each) for each in programs.steps} | {sampler_name(*size) for size in programs.samplers}
     present |= {gather_name(size) for size in programs.gathers}
@@ -213,10 +223,10 @@ def compile_shape(
 
 
 def launch_for(devices: list[jax.Device]) -> Launch:
-    """How to start programs on the local `devices`.
+    """Return the function that starts programs on the local `devices`.
 
-    A call returns before its program has run, so it is made at once. But on several emulated CPU devices a second
-    call waits for the first program: there a thread makes the calls.
+    A call returns before its program has run, so it is made directly. But on several emulated CPU devices a second call
+    waits for the first program, so a thread makes the calls.
     """
     if devices[0].platform == "cpu" and len(devices) > 1:
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="launch")
@@ -230,7 +240,7 @@ def launch_for(devices: list[jax.Device]) -> Launch:
 
 
 def first_shapes(served: ServedModel) -> tuple[StepShape, ...]:
-    """Return the shapes that a server needs before it serves, in the order of `served.shapes`."""
+    """Return the shapes that a server needs at its start, in the order of `served.shapes`."""
     if served.config.kernels is not CPU_NATIVE or jax.process_count() > 1:
         return served.shapes
     decode = [shape for shape in served.shapes if not shape.num_blocks]
@@ -240,7 +250,7 @@ def first_shapes(served: ServedModel) -> tuple[StepShape, ...]:
 
 
 class LaterShapes:
-    """Compiles the shapes that `programs` lack in a thread of its own, the smallest first."""
+    """Compiles the shapes that `programs` lack in a separate thread, the smallest first."""
 
     def __init__(
         self,
@@ -256,27 +266,27 @@ class LaterShapes:
         self._thread: threading.Thread | None = None
 
     def begin(self, use: Callable[[Sequence[StepShape]], None]) -> None:
-        """Begin to compile; `use` gets all shapes that can run, whenever there is another one."""
+        """Start compiling; `use` receives all usable shapes whenever another shape is ready."""
         missing = [shape for shape in self._served.shapes if shape not in self._programs.steps]
         if not missing or self._thread is not None:
             return
         self._thread = threading.Thread(target=self._run, args=(missing, use), name="later-shapes", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # XLA may not be in the middle of a program when its process ends
+        atexit.register(self.stop)  # XLA must not be compiling when its process ends
 
     def wait(self) -> None:
-        """Wait until every shape is there, or `stop` was called."""
+        """Wait until every shape is ready, or `stop` was called."""
         if self._thread is not None:
             self._thread.join()
 
     def stop(self) -> None:
-        """Compile no further program; returns when the one under way is done."""
+        """Compile no further programs; return when the current compilation is done."""
         self._stops.set()
         self.wait()
         atexit.unregister(self.stop)
 
     def _run(self, missing: Sequence[StepShape], use: Callable[[Sequence[StepShape]], None]) -> None:
-        with suppress(OSError):  # a sandbox may refuse it
+        with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         started, num_programs, num_found = time.perf_counter(), 0, 0
         for shape in missing:
@@ -286,9 +296,7 @@ class LaterShapes:
                 with self._count.planned():
                     times = self._compile(shape)
             except jax.errors.JaxRuntimeError as error:
-                log.warning(
-                    "steps of %d tokens do not compile, larger ones take their place: %s", shape.num_tokens, error
-                )
+                log.warning("steps of %d tokens do not compile, using a larger shape: %s", shape.num_tokens, error)
                 continue
             num_programs, num_found = num_programs + times.num_programs, num_found + times.num_found
             use(tuple(each for each in self._served.shapes if each in self._programs.steps))
@@ -300,7 +308,7 @@ class LaterShapes:
 
 
 class _Compiler:
-    """Compiles for the devices of a model what is not `kept`, and records the seconds of every program."""
+    """Compiles programs for a model's devices, unless they are `kept`, and records the seconds of every program."""
 
     def __init__(self, served: ServedModel, kept: KeptPrograms | None) -> None:
         self.seconds: list[float] = []
@@ -311,12 +319,12 @@ class _Compiler:
 
     def compile(self, program: Program) -> Any:
         begun = time.perf_counter()
-        signature = f"{signature_of(program.run, *program.arguments, **program.inputs)}\n{program.donated}"
-        compiled = None if self._kept is None else self._kept.find(signature)
+        key = f"{program_key(program.run, *program.arguments, **program.inputs)}\n{program.donated}"
+        compiled = None if self._kept is None else self._kept.find(key)
         if compiled is None:
             compiled = optimized(lowered(program, self._plan), self._plan, kernels=self._kernels)
             if self._kept is not None:
-                self._kept.keep(signature, compiled)
+                self._kept.keep(key, compiled)
         else:
             self.num_found += 1
         self.seconds.append(time.perf_counter() - begun)

@@ -1,6 +1,7 @@
-"""Compiled programs as files that only this user can write: each is read whole, or not at all.
+"""Compiled programs as files that only this user can write; each is read entirely or not at all.
 
-Loading a program runs what its file says, so a directory or a file that another user could have written is refused.
+Loading a program executes the content of its file, so files and directories that another user could have written are
+rejected.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ProgramFiles:
-    """Payloads by key in a directory; beyond `most_bytes` those go first that were not used for the longest time.
+    """Payloads by key in a directory; beyond `max_bytes` the least recently used are deleted.
 
-    Any number of processes may read and write at once. OSError where the directory cannot be made; PermissionError
-    where others can write to it.
+    Any number of processes may read and write at once.
+
+    Raises: OSError if the directory cannot be made, PermissionError if others can write to it.
     """
 
-    def __init__(self, directory: Path, *, most_bytes: int) -> None:
-        self._directory, self._most_bytes = directory, most_bytes
+    def __init__(self, directory: Path, *, max_bytes: int) -> None:
+        self._directory, self._max_bytes = directory, max_bytes
         make_private(directory)
         with tempfile.TemporaryFile(dir=directory):
-            pass  # a directory that takes no file says so now
+            pass  # fail now if the directory is not writable
 
     def read(self, key: str) -> bytes | None:
-        """What was written under this key; None where there is nothing, or something that cannot be trusted."""
+        """Return the payload of a key; None if it is missing or cannot be trusted."""
         path = self._directory / key
         try:
             with open(path, "rb", opener=_open_here) as file:
@@ -47,12 +49,12 @@ class ProgramFiles:
             return None
         payload = stored[DIGEST_BYTES:]
         if stored[:DIGEST_BYTES] != _digest(key, payload):
-            log.warning("a program on disk is damaged, and compiled again: %s", path)
+            log.warning("a program on disk is damaged, recompiling it: %s", path)
             return None
         return payload
 
     def write(self, key: str, payload: bytes) -> None:
-        """Put a payload in place of what is there, at once; a disk that takes none is logged."""
+        """Replace the payload of a key atomically; write errors are logged."""
         try:
             with tempfile.NamedTemporaryFile(dir=self._directory, prefix=f"{key}-", delete=False) as file:
                 partial = Path(file.name)
@@ -67,9 +69,9 @@ class ProgramFiles:
             log.warning("a compiled program is not kept: %s", error)
 
     def _drop_oldest(self) -> None:
-        """Keep to the bound; what interrupted processes left counts, and grows old, like everything else."""
+        """Delete the oldest files beyond the bound, including partial files of interrupted processes."""
         files = sorted(self._stats(), key=lambda found: found[1].st_mtime_ns)
-        excess = sum(status.st_size for _, status in files) - self._most_bytes
+        excess = sum(status.st_size for _, status in files) - self._max_bytes
         for path, status in files:
             if excess <= 0:
                 break
@@ -85,7 +87,10 @@ class ProgramFiles:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only this user can write to. OSError where that is not possible, or others can write."""
+    """Make a directory that only this user can write to.
+
+    Raises: OSError if that is not possible, or others can write to it.
+    """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
@@ -93,7 +98,7 @@ def make_private(directory: Path) -> None:
 
 
 def _open_here(path: str, flags: int) -> int:
-    """Open no link, and wait for no writer."""
+    """Open a file without following links or waiting for a writer."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 

@@ -1,4 +1,4 @@
-"""Everything that a server compiles, before it is compiled: functions, and shapes of what they are called with."""
+"""Programs of a server before compilation: functions, and shapes of their arguments."""
 
 from __future__ import annotations
 
@@ -38,25 +38,29 @@ from rayserve_moe.requests.fields import MAX_LISTED_IDS
 
 DRAFT, GATHER, PROBE = "draft", "gather", "probe"
 UPDATE, ADJUST, COPY, READ_COUNTS = "update_rows", "adjust_rows", "copy_pages", "read_counts"
+"""Names of programs other than steps."""
 FETCH, SWAP = "fetch_slots", "swap_layer"
-"""Names of the programs that are no steps."""
+"""Names of the programs of a migration."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """One of a server's programs before it is compiled: a function, shapes of what it is called with, positional
-    `arguments` and `inputs` by name, and which of the arguments it takes for its own; of a step its shape."""
+    """A program of a server before compilation."""
 
     name: str
     run: partial[Any]
     arguments: tuple[Any, ...]
+    """Shapes of positional arguments."""
     inputs: dict[str, Any]
+    """Shapes of keyword arguments."""
     donated: int | None = None
+    """Index of the donated argument."""
     shape: StepShape | None = None
+    """Shape of a step; None for other programs."""
 
 
 def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
-    """Everything that a server compiles, the largest steps first. Nothing else runs on its devices."""
+    """Return all programs of a server, the largest steps first. Nothing else runs on its devices."""
     config, state, weights = served.step_config(num_pages), served.state(num_pages), served.weights
     largest_first = sorted(served.shapes, key=lambda shape: -shape.num_tokens)
     steps = [_step_program(shape, served, config=config, state=state) for shape in largest_first]
@@ -89,12 +93,12 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
 
 
 def step_name(shape: StepShape) -> str:
-    """Name of the step of a shape, by the tokens of a data rank."""
+    """Return the name of the step of a shape, by the tokens of a data rank."""
     return f"prefill_{shape.num_blocks * shape.block_tokens}" if shape.num_blocks else f"decode_{shape.num_singles}"
 
 
 def sampler_name(num_singles: int, has_evidence: bool) -> str:
-    """Return the name of the program that draws held samples of a step with `num_singles` single tokens."""
+    """Return the name of the program that draws deferred samples of a step with `num_singles` single tokens."""
     return f"evidence_{num_singles}" if has_evidence else f"sample_{num_singles}"
 
 
@@ -104,7 +108,7 @@ def gather_name(num_tokens: int) -> str:
 
 
 def names_for(shape: StepShape, served: ServedModel) -> set[str]:
-    """Return the names of all programs that a plan in this shape may run, but for those that every shape shares."""
+    """Return the names of all programs that a plan in this shape may run, except for programs shared by all shapes."""
     samplers = {sampler_name(*size) for size in sampler_sizes(served) if size[0] == shape.num_singles}
     gathers = {gather_name(size) for size in probed_sizes(served) if size == shape.num_tokens}
     return {step_name(shape), *samplers, *gathers}
@@ -116,7 +120,7 @@ def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, 
         served.num_rows,
         served.num_tables,
         tells_nexts=served.draft is not None,
-        most_together=config.most_together,
+        max_together=config.max_together,
         num_columns=config.num_columns,
     )
     vectors = _integers(served, config.model.plan.data_size, len(layout.padding))
@@ -142,7 +146,7 @@ def _sample_program(size: tuple[int, bool], served: ServedModel, *, config: Step
 
 
 def _draft_program(size: int, served: ServedModel, *, config: StepConfig, state: DeviceState) -> Program:
-    assert config.draft is not None, "there is no draft model"
+    assert config.draft is not None, "no draft model is configured"
     partitions = weight_partitions(config.model, config.draft), state_partitions(config.model, config.draft)
     run = partial(draft_ahead, config=config.draft, num_drafts=config.max_drafts, partitions=partitions)
     inputs = {"rows_NS": _integers(served, config.model.plan.data_size, size)}
@@ -169,5 +173,5 @@ def _probe_program(served: ServedModel, *, config: StepConfig) -> Program:
 
 
 def _integers(served: ServedModel, *shape: int) -> jax.ShapeDtypeStruct:
-    """The shape of int32 numbers that every device gets."""
+    """Return the shape of an int32 array that is replicated on all devices."""
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=served.config.plan.replicated())

@@ -1,4 +1,4 @@
-"""Arrays that stay on the devices between steps: the state, and block inputs that ask for nothing."""
+"""Arrays that stay on the devices between steps: the state, and idle block inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
 
 
 def allocate(shapes: DeviceState) -> DeviceState:
-    """Zeros of the shapes, on their devices."""
+    """Return zeros of the shapes, on their devices."""
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shapes)
 
 
@@ -38,10 +38,10 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
     num_entries: int = 0,
     num_columns: int = 0,
 ) -> DeviceState:
-    """Return the shapes of the pools, of counts and rows: `num_rows` rows on every data rank, and `num_pages` pages of
-    every layer, or as many as `layer_pages` says. `dtype` is that of the KV cache.
+    """Return the shapes of the state of all data ranks, with `num_rows` rows each.
 
-    Layers with entries have `num_entries`; a row has `num_columns` values of states behind its page tables.
+    Every layer has `num_pages` pages, or the pages given by `layer_pages`. `dtype` is the dtype of the KV cache. Layers
+    with entries have `num_entries`. A row has `num_columns` state values after its page tables.
     """
     spec, plan = config.spec, config.plan
     ranks, words = plan.data_size, words_of(config)
@@ -70,25 +70,28 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
 
 
 class BlockInputSource:
-    """Makes the block inputs of one shape; what is not asked for costs no transfer."""
+    """Source of the block inputs of a shape; steps without forced routing need no transfer."""
 
     def __init__(self, shape: StepShape, config: ModelConfig) -> None:
         self._arrays = block_input_shapes(shape, config)
 
     @cached_property
     def nothing(self) -> BlockInputs:
-        """Asks for nothing. It comes from the host: a program that fills an array would be compiled under a step."""
+        """Return inputs without forced routing.
+
+        They come from the host: a program that fills an array would be compiled during a step.
+        """
         return BlockInputs(*(_like(array, np.full(array.shape, -1, array.dtype)) for array in self._arrays))
 
     def inputs(self, packed: PackedBlocks | None) -> BlockInputs:
-        """The inputs of a step."""
+        """Return the inputs of a step."""
         if packed is None or packed.forced is None:
             return self.nothing
         return BlockInputs(_like(self.nothing.forced_NMXK, packed.forced))
 
 
 def block_input_shapes(shape: StepShape, config: ModelConfig) -> BlockInputs:
-    """Shapes, dtypes and shardings of the block inputs of a shape, for all data ranks."""
+    """Return shapes, dtypes and shardings of the block inputs of a shape, for all data ranks."""
     plan, layout = config.plan, config.spec.routing_layout
     num_tokens, (num_layers, top_k) = shape.num_blocks * shape.block_tokens, layout.row_shape
     forced = (plan.data_size, num_layers, num_tokens, top_k)
@@ -98,5 +101,5 @@ def block_input_shapes(shape: StepShape, config: ModelConfig) -> BlockInputs:
 
 
 def _like(array: jax.Array | jax.ShapeDtypeStruct, values: np.ndarray) -> jax.Array:
-    """The values that every host has, spread over the devices as `array` is."""
+    """Return values that every host has as an array with the sharding of `array`."""
     return jax.make_array_from_callback(array.shape, array.sharding, lambda index: values[index])

@@ -1,4 +1,4 @@
-"""The step as a pure function over the whole mesh: unpack, forward, head, sampling."""
+"""Step as a pure function over the whole mesh: unpacking, forward pass, head and sampling."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def run_step(
     layout: InputLayout,
     config: StepConfig,
 ) -> tuple[DeviceState, StepOutput]:
-    """Compute one step on every device of the mesh; returns a StepOutput, the same on all of them.
+    """Compute a step on every device of the mesh; return a StepOutput that is the same on all of them.
 
-    `blocks` comes with shapes that have prefill blocks, and with no others.
+    `blocks` is given for shapes with prefill blocks, and None otherwise.
     """
     plan = config.model.plan
 
@@ -72,7 +72,7 @@ def run_step(
             sample_places_S=step.sample_places_S,
             forced_MXK=blocks and blocks.forced_NMXK[0],
             config=config.model,
-            asked=config.asked_layers,
+            asked=config.aux_layers,
         )
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
         state = replace(state, pools=out.pools, expert_counts_ME=counts_ME)
@@ -114,7 +114,7 @@ def _samples_of(step: DeviceInput) -> SampleInput:
 def sample_step(
     state: DeviceState, logits_AV: jax.Array, *, held: HeldInputs, config: StepConfig
 ) -> tuple[DeviceState, StepOutput]:
-    """Sample what a step has held (`sample_held`) on every device of the mesh; the output has samples alone."""
+    """Draw a step's deferred samples (`sample_held`) on every device of the mesh; the output has samples only."""
     plan, whole, parts = config.model.plan, PartitionSpec(), state_partitions(config.model, config.draft)
 
     def on_device(state: DeviceState, logits_AV: jax.Array, held: HeldInputs) -> tuple[DeviceState, StepOutput]:
@@ -130,7 +130,7 @@ def sample_step(
 
 
 def _captured_routing(out: ForwardOutput, config: StepConfig) -> jax.Array | None:
-    """Routing of the tokens of all data ranks in the store's dtype, [M, T, K]; None where it is not captured."""
+    """Return the routing of the tokens of all data ranks in the store's dtype, [M, T, K]; None if not captured."""
     if not config.capture_routing:
         return None
     with jax.named_scope("routing_capture"):
@@ -148,7 +148,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
     forced_MXK: jax.Array | None = None,
     asked: tuple[int, ...] = (),
 ) -> tuple[ForwardOutput, jax.Array]:
-    """On one device: forward, then float32 logits [A, V] of the tokens at `sample_places_S` of every data rank."""
+    """Run the forward pass on a device, then return float32 logits [A, V] of `sample_places_S` of all data ranks."""
     out = forward(
         weights.params,
         pools,
@@ -163,13 +163,13 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
 
 
 def update_rows(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> DeviceState:
-    """Take over changes of rows (`apply_update`) on every device of the mesh."""
+    """Apply changes of rows (`apply_update`) on every device of the mesh."""
     plan = config.model.plan
     return _on_all_devices(lambda *given: apply_update(*given, data_rank=plan.data_rank()), state, vector, config)
 
 
 def adjust_rows(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> DeviceState:
-    """Take over what adjusts a row (`apply_adjustment`) on every device of the mesh."""
+    """Apply a row's logit adjustments (`apply_adjustment`) on every device of the mesh."""
     part = words_of(config.model)
     return _on_all_devices(lambda *given: apply_adjustment(*given, part=part), state, vector, config)
 
@@ -202,7 +202,7 @@ def _on_all_devices(
 
 
 def state_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> DeviceState:
-    """The tree of a DeviceState with partitions for arrays."""
+    """Return the tree of a DeviceState with partitions in place of arrays."""
 
     def partition(axes: tuple[str | None, ...]) -> jax.Array:
         return cast(jax.Array, config.plan.partition(axes))
@@ -222,14 +222,14 @@ def state_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> D
 
 
 def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockInputs | None:
-    """The tree of `blocks` with partitions for arrays: forced routing goes where its tokens are."""
+    """Return the tree of `blocks` with partitions in place of arrays: forced routing is sharded as its tokens."""
     if blocks is None:
         return None
     return BlockInputs(cast(jax.Array, config.plan.partition(("data_ranks",))))
 
 
 def weight_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> ModelWeights:
-    """The tree of ModelWeights with partitions for arrays; the maps are the same on every device."""
+    """Return the tree of ModelWeights with partitions in place of arrays; the maps are replicated."""
 
     def partitions(tree: dict[str, dict[str, ParamSpec]]) -> Parameters:
         return cast(

@@ -1,4 +1,4 @@
-"""The one vector per data rank that a step is called with: its sections, and what the device makes of them."""
+"""Input vector of a step, a single int32 vector per data rank: its sections, and unpacking on the device."""
 
 # S single tokens, and sampled rows   B prefill blocks   Q tokens per block   C page changes   R rows   T tokens
 # F, I sampling parameters
@@ -24,57 +24,65 @@ from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, Ro
 
 
 class Sections(NamedTuple):
-    """The int32 sections of the vector, in its order; of lengths S, S, S, B, B, B, B * Q, S, S, C, C, C, B or 0.
-
-    A single token has a row, a position (-1: padding) and an id; a block a row, the position of its first token and
-    how many of its tokens are real; a sample the place (in T) that it is taken after, and its row; a change of the
-    page table a row, an index and a page; the next of a block is the known token behind its last, or -1. Rows are the
-    data rank's own; a row that does not exist marks padding.
-    """
+    """Sections of the int32 vector, in order. Rows are the data rank's own; a row that does not exist marks padding."""
 
     single_rows: slice
+    """Row of each single token, [S]."""
     single_positions: slice
+    """Position of each single token, [S]; -1 marks padding."""
     single_ids: slice
+    """Id of each single token, [S]."""
     block_rows: slice
+    """Row of each block, [B]."""
     block_starts: slice
+    """Position of each block's first token, [B]."""
     block_counts: slice
+    """Number of real tokens of each block, [B]."""
     block_ids: slice
+    """Token ids of blocks, [B * Q]."""
     sample_places: slice
+    """Index in T of the token that each sample is taken after, [S]."""
     sample_rows: slice
+    """Row of each sample, [S]."""
     change_rows: slice
+    """Row of each page table change, [C]."""
     change_indices: slice
+    """Index of each page table change, [C]."""
     change_pages: slice
+    """Page of each page table change, [C]."""
     block_nexts: slice
+    """Known token after each block, [B] or [0]; -1 if unknown."""
 
 
 class DeviceInput(NamedTuple):
-    """A step's tokens, where samples are taken (places in T) and for which rows, how, and by what they are adjusted.
-
-    `block_nexts_B`: the known tokens behind blocks, -1: none, if a draft model wants them.
-    """
+    """Unpacked input of a step."""
 
     batch: TokenBatch
     sample_places_S: jax.Array
+    """Indices in T of the tokens that samples are taken after."""
     sample_rows_S: jax.Array
+    """Rows of samples."""
     sampling: SamplingBatch
     penalties: Penalties
     block_nexts_B: jax.Array
+    """Known token after each block, -1 for none, if a draft model needs them."""
 
 
 @dataclass(frozen=True)
 class InputLayout:
-    """Where the sections of a step of `shape` lie, for ranks with `num_rows` rows and `num_tables` tables of pages.
-
-    `tells_nexts`: a draft model wants to know what follows a block. `most_together`: of `TokenBatch`. `num_columns`:
-    values of states behind the page tables of a row.
-    """
+    """Layout of the input vector for steps of a shape."""
 
     shape: StepShape
     num_rows: int
+    """Rows of a data rank."""
     num_tables: int = 1
+    """Page tables of a row."""
     tells_nexts: bool = False
-    most_together: int = 1
+    """True if a draft model needs the token after each block."""
+    max_together: int = 1
+    """As in `TokenBatch`."""
     num_columns: int = 0
+    """State values of a row after its page tables."""
 
     @cached_property
     def slices(self) -> Sections:
@@ -93,13 +101,15 @@ class InputLayout:
 
     @property
     def num_changes(self) -> int:
-        """Page-table entries that fit into the vector: one per row that decodes, and table; prompts send theirs
-        ahead."""
+        """Return the number of page table changes that fit: one per decoding row and table.
+
+        Prompts send theirs ahead of the step.
+        """
         return 0 if self.shape.num_blocks else self.shape.num_singles * self.num_tables
 
     @cached_property
     def padding(self) -> np.ndarray:
-        """The vector of a step that does nothing, int32 [W]."""
+        """Return the vector of a step that does nothing, int32 [W]."""
         vector = np.zeros(self.slices.block_nexts.stop, np.int32)
         vector[self.slices.block_nexts] = -1
         vector[self.slices.single_positions] = -1
@@ -110,7 +120,7 @@ class InputLayout:
 
 @jax.named_scope("row_update")
 def change_pages(state: DeviceState, vector_W: jax.Array, *, layout: InputLayout) -> jax.Array:
-    """On one device: the page table with the changes that came with a step."""
+    """Return the page table after a step's changes, on a device."""
     at = layout.slices
     entries = (vector_W[at.change_rows], vector_W[at.change_indices])
     return state.page_table_RP.at[entries].set(vector_W[at.change_pages], mode="drop")
@@ -125,7 +135,7 @@ def unpack(
     page_size: int,
     layer_pages: tuple[LayerPages, ...] = (),
 ) -> DeviceInput:
-    """On one device: the step that `vector_W` and its rows describe; the page table is up to date already."""
+    """Return the step that `vector_W` and the state of its rows describe, on a device; the page table is up to date."""
     at, shape = layout.slices, layout.shape
     block_rows = vector_W[at.block_rows]
     offsets_BQ = jnp.broadcast_to(jnp.arange(shape.block_tokens), (shape.num_blocks, shape.block_tokens))
@@ -163,8 +173,8 @@ def unpack(
         rows_B=rows_B,
         entries_B3=entries_B3,
     )
-    if layout.most_together > 1:
-        batch = replace(batch, sequences_U=single_rows, most_together=layout.most_together)
+    if layout.max_together > 1:
+        batch = replace(batch, sequences_U=single_rows, max_together=layout.max_together)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
     sampling, penalties = sampling_of(state, rows_S, positions_S=positions_T[places_S] + 1)
     nexts_B = vector_W[at.block_nexts]
@@ -174,7 +184,7 @@ def unpack(
 def _awaited(
     draft: DraftState, rows_S: jax.Array, positions_S: jax.Array, ids_S: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Positions and ids of single tokens, those that the plan awaits by what rows have computed and have for drafts."""
+    """Return positions and ids of single tokens, with awaited entries filled in from the draft's state."""
     depths_S = AWAITED - positions_S
     ahead_S = draft.positions_R[rows_S] + 1 + depths_S
     drafts_S = draft.drafts_RK[rows_S, jnp.maximum(depths_S - 1, 0)]
@@ -182,8 +192,10 @@ def _awaited(
 
 
 def sampling_of(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Array) -> tuple[SamplingBatch, Penalties]:
-    """How each sample of `rows_S` at `positions_S` is drawn, and by what it is adjusted; padding is greedy and adjusts
-    nothing."""
+    """Return the sampling parameters and penalties of samples of `rows_S` at `positions_S`.
+
+    Padding is greedy and has no penalties.
+    """
     is_real_S = rows_S < state.last_tokens_R.shape[0]
     floats = RowFloats(*jnp.where(is_real_S[:, None], state.sampling_floats_RF[rows_S], jnp.array(RowFloats())).T)
     integers = RowIntegers(*jnp.where(is_real_S[:, None], state.sampling_integers_RI[rows_S], 0).T)

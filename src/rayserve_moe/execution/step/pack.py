@@ -1,4 +1,4 @@
-"""From a StepPlan to the padded vectors of a compiled shape. The only place where plans become device input."""
+"""Packing of a StepPlan into the padded vectors of a compiled shape. The only place where plans become device input."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ class PackedBlocks:
     """Forced routing of tokens in prefill blocks."""
 
     forced: np.ndarray | None
-    """int16 [ranks, MoE layers, block tokens, k], -1 for tokens that the router decides; None if it decides all."""
+    """int16 [ranks, MoE layers, block tokens, k], -1 for tokens left to the router; None without forced routing."""
 
 
 @dataclass(frozen=True)
 class PackedStep:
-    """A step ready to run, and the way back. It shares no memory with its plan.
-
-    `vectors` int32 [data ranks, W]. `token_places[i]` is where the plan's i-th token stands among the tokens of all
-    ranks, padding included; `sample_places[s]` where its s-th sample comes out among the samples of all ranks. `blocks`
-    is what is asked of tokens in prefill blocks, where something is. `held` is what `sample_held` is given for samples
-    that are held, int32 [data ranks, 3, S]; then the vectors have none. `copies` are vectors of pages to copy after it.
-    `num_probed` tokens are probed.
-    """
+    """A step ready to run, with the mapping back to its plan. It shares no memory with the plan."""
 
     step_id: int
     shape: StepShape
     vectors: np.ndarray
+    """Input vectors, int32 [data ranks, W]."""
     token_places: np.ndarray
+    """Index of each token of the plan among the tokens of all ranks, padding included."""
     sample_places: np.ndarray
+    """Index of each sample of the plan among the samples of all ranks."""
     blocks: PackedBlocks | None = None
+    """Forced routing, or None."""
     held: np.ndarray | None = None
+    """Inputs of deferred samples, int32 [data ranks, 3, S] (`sample_held`); the vectors then have no samples."""
     num_probed: int = 0
+    """Number of probed tokens."""
     copies: tuple[np.ndarray, ...] = ()
+    """Vectors of pages to copy after the step."""
 
 
 class Packer:
-    """Lays out plans for ranks of `rows_per_rank` rows in one of the compiled `shapes`."""
+    """Packer of plans for ranks of `rows_per_rank` rows into the compiled `shapes`."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Packer:
         self._places = np.arange(max(shape.num_singles for shape in shapes))
 
     def use(self, shapes: Sequence[StepShape]) -> None:
-        """Choose from these shapes from now on: some of those that it was made with. Any thread may call."""
+        """Restrict the choice to these of its shapes from now on. May be called from any thread."""
         decode = [self.layouts[shape] for shape in shapes if shape.num_blocks == 0]
         self._decode_layouts = sorted(decode, key=lambda layout: layout.shape.num_singles)
         self.shapes = tuple(shapes)
 
     def fits(self, plan: StepPlan) -> bool:
-        """Whether the changes of a plan fit beside its tokens; otherwise they have to go ahead of it."""
+        """Return True if the plan's changes fit beside its tokens; otherwise they must be applied before the step."""
         if len(plan.sampling.rows) or plan.has_blocks:
             return False
         if self._num_ranks == 1:
@@ -80,7 +80,7 @@ class Packer:
         return bool((changes <= singles * self._num_tables).all())
 
     def pack(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
-        """Lay out the plan's chunks: on each rank single tokens first, then every longer chunk in whole blocks."""
+        """Pack the plan's chunks: on each rank single tokens first, then every longer chunk in whole blocks."""
         packed = self._packed(plan, with_changes=with_changes)
         if plan.probe is not None:
             packed = replace(packed, num_probed=len(plan.probe.tokens))
@@ -99,8 +99,8 @@ class Packer:
         singles_before, num_singles = self._on_ranks(is_single, ranks)
         blocks_before, num_blocks = self._on_ranks(blocks, ranks)
         samples_before, num_samples = self._on_ranks(planned.samples, ranks)
-        most_singles = max(*num_singles, *num_samples)
-        shape = choose_shape(self.shapes, num_singles=most_singles, num_blocks=max(num_blocks))
+        max_singles = max(*num_singles, *num_samples)
+        shape = choose_shape(self.shapes, num_singles=max_singles, num_blocks=max(num_blocks))
         layout, at = self.layouts[shape], self.layouts[shape].slices
         vectors = np.repeat(layout.padding[None], self._num_ranks, axis=0)
 
@@ -130,12 +130,12 @@ class Packer:
         if with_changes:
             self._fill_changes(vectors, plan.pages, at=at)
         sample_places = ranks[chunks] * shape.num_singles + samples_before[chunks]
-        asked = _pack_blocks(plan.block_work, token_places, shape, self._num_ranks)
+        packed_blocks = _pack_blocks(plan.block_work, token_places, shape, self._num_ranks)
         copies = tuple(copy_vectors(plan, rows_per_rank=self.rows_per_rank)) if planned.num_forks else ()
-        return PackedStep(plan.step_id, shape, vectors, token_places, sample_places, asked, copies=copies)
+        return PackedStep(plan.step_id, shape, vectors, token_places, sample_places, packed_blocks, copies=copies)
 
     def _pack_singles(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
-        """The common case, decoding on one rank: what `pack` does, in few calls."""
+        """Pack a decode step of a single rank, the common case, in few calls."""
         chunks = plan.chunks
         count, rows = len(chunks.rows), chunks.rows
         layout = next(layout for layout in self._decode_layouts if layout.shape.num_singles >= count)
@@ -156,7 +156,7 @@ class Packer:
         return PackedStep(plan.step_id, layout.shape, vectors, places, self._places[:num_samples])
 
     def _held(self, plan: StepPlan, packed: PackedStep) -> PackedStep:
-        """The step without its samples, and what they are drawn by later."""
+        """Return the step without its samples, and with the inputs to draw them later."""
         places = packed.sample_places
         held = np.zeros((3, self._num_ranks * packed.shape.num_singles), np.int32)
         held[0] = self.rows_per_rank
@@ -164,7 +164,7 @@ class Packer:
         samples = np.flatnonzero(chunks.samples)
         rows, lengths = chunks.rows[samples], chunks.lengths
         last = np.cumsum(lengths)[samples] - 1 if plan.has_blocks or chunks.num_forks else samples
-        assert (chunks.starts[samples] >= 0).all(), "held samples are drawn at positions that the host knows"
+        assert (chunks.starts[samples] >= 0).all(), "deferred samples need positions that the host knows"
         held[0, places] = rows if self._num_ranks == 1 else rows % self.rows_per_rank
         held[1, places] = chunks.starts[samples] + lengths[samples]
         held[2, places] = chunks.token_ids[last]
@@ -173,7 +173,7 @@ class Packer:
         return replace(packed, held=by_rank)
 
     def _on_ranks(self, counts: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of what chunks count: over those before each chunk on its rank, and over all chunks of each rank."""
+        """Return the sums of `counts` over the previous chunks of the same rank, and over all chunks of each rank."""
         totals = np.concatenate([[0], np.cumsum(counts)])
         borders = totals[np.searchsorted(ranks, np.arange(self._num_ranks + 1))]
         return totals[:-1] - borders[ranks], np.diff(borders)
@@ -199,12 +199,12 @@ def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks:
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:
-    """Of the elements of runs of these lengths, how far each is into its run."""
+    """Return the index of each element within its run, for runs of these lengths."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _pack_blocks(work: BlockWork, token_places: np.ndarray, shape: StepShape, num_ranks: int) -> PackedBlocks | None:
-    """Lay out forced routing; `token_places` are those of the plan's tokens."""
+    """Pack forced routing; `token_places` are the locations of the plan's tokens."""
     if len(work.chunks) == 0:
         return None
     num_tokens = shape.num_blocks * shape.block_tokens

@@ -1,4 +1,4 @@
-"""Copying the last page of a prompt to the choices that have forked off it, in the pools of all layers."""
+"""Copies of the last page of a prompt for the choices that fork off it, in the pools of all layers."""
 
 # C copies   L layers   G page tables of a row
 
@@ -20,12 +20,16 @@ from rayserve_moe.scheduling.step_plan import StepPlan
 MAX_COPIES = 16
 COPY_FIELDS = 4
 COPIES_SIZE = MAX_COPIES * COPY_FIELDS
-"""A vector of copies: of each the rank, the row that is copied from, the row that it goes to, both the rank's own, and
-where their prompt ends: a page that ends there, too, is not copied. A rank of -1 marks padding."""
+"""Size of a vector of copies.
+
+Each copy has a rank (-1 marks padding), the source row, the target row, both the rank's own, and the end of the prompt.
+
+A prompt that ends with a page needs no copy of it.
+"""
 
 
 def copy_vectors(plan: StepPlan, *, rows_per_rank: int) -> Iterator[np.ndarray]:
-    """Cut what is copied after the step of a plan with forks into vectors int32 [COPIES_SIZE]."""
+    """Yield the copies after the step of a plan with forks, as vectors int32 [COPIES_SIZE]."""
     chunks = plan.chunks
     forks = np.flatnonzero(chunks.lengths == 0)
     ranks, rows = np.divmod(chunks.rows[forks], rows_per_rank)
@@ -39,7 +43,7 @@ def copy_vectors(plan: StepPlan, *, rows_per_rank: int) -> Iterator[np.ndarray]:
 
 
 def no_copies() -> np.ndarray:
-    """A vector that copies nothing."""
+    """Return a vector without copies."""
     vector = np.zeros(COPIES_SIZE, np.int32)
     vector[::COPY_FIELDS] = -1
     return vector
@@ -54,10 +58,10 @@ def apply_copies(
     copy: Kernel,
     num_rings: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> DeviceState:
-    """Copy the pages and rings of this data rank on one device, with `kv_pool.copy_pages` or another such kernel.
+    """Copy the pages and rings of this data rank on a device, by `kv_pool.copy_pages` or an equivalent kernel.
 
-    `layer_pages` says, by kind of state, where each layer has its pages. `num_rings` are, by kind of state, the number
-    of layers, and of their arrays that rows have a part of: the last ones.
+    `layer_pages` gives, by state kind, the page ranges of its layers. `num_rings` gives, by state kind, the number of
+    layers and the number of row arrays, which come last.
     """
     page_size, num_groups = state.pools[next(iter(layer_pages))][0].shape[1], max(map(num_tables, layer_pages.values()))
     ranks_C, sources_C, targets_C, ends_C = vector.reshape(MAX_COPIES, COPY_FIELDS).T
@@ -99,6 +103,6 @@ def apply_copies(
 
 
 def equal_pages(pools: tuple[jax.Array, ...], num_layers: int) -> tuple[LayerPages, ...]:
-    """Return where layers have their pages that share pools equally, and have one page table."""
+    """Return the page ranges of layers that share pools equally and have a single page table."""
     size = len(pools[0]) // num_layers
     return tuple(LayerPages(0, layer * size, size) for layer in range(num_layers))

@@ -1,8 +1,8 @@
-"""The token probe: what the model says after tokens of a step, found by programs that run behind it.
+"""Token probe: columns for tokens of a step, computed by programs that run after it.
 
     hidden states of the step [T, D] --gather--> normed states of the probed tokens [P, D] --head--> columns
 
-The head runs for MAX_PROBED tokens at a time whatever the step was, so that what is found does not depend on its shape.
+The head always runs for MAX_PROBED tokens, so that results do not depend on the shape of the step.
 """
 
 # T tokens of a data rank   P probed tokens   D model width   L listed ids   J likeliest tokens
@@ -29,7 +29,7 @@ from rayserve_moe.requests.fields import MAX_LISTED_IDS, MAX_TOP_LOGPROBS
 from rayserve_moe.scheduling.token_probe import IS_FINITE, NO_ID, TokenProbe
 
 MAX_PROBED = 128
-"""Tokens of one run of the programs; more take several runs."""
+"""Tokens of a run of the programs; more tokens take several runs."""
 Gather = Callable[..., tuple[jax.Array, jax.Array]]
 """Compiled `gather_tokens`."""
 Probe = Callable[..., dict[str, jax.Array]]
@@ -38,7 +38,7 @@ Probe = Callable[..., dict[str, jax.Array]]
 
 @dataclass(frozen=True)
 class ProbeRun:
-    """Inputs of one run for up to MAX_PROBED tokens, and the columns that it is for."""
+    """Inputs of a run for up to MAX_PROBED tokens, and the requested columns."""
 
     places_P: np.ndarray
     targets_P: np.ndarray
@@ -70,10 +70,10 @@ class ProbeRun:
 def gather_tokens(
     weights: ModelWeights, hidden_TD: jax.Array, *, places_P: jax.Array, config: StepConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the states [P, D] of tokens after the last layer and the final norm, and whether each is finite, bool [P].
+    """Return the states [P, D] of tokens after the final norm, and whether each is finite, bool [P].
 
-    `hidden_TD` are those that a step has left, of all data ranks, `places_P` int32 indices of tokens among them, -1 for
-    none. The result is the same on every device of the mesh.
+    `hidden_TD` are the states that a step has left, of all data ranks. `places_P` int32 are indices of tokens among
+    them, -1 for none. The result is the same on every device of the mesh.
     """
     plan, whole = config.model.plan, PartitionSpec()
 
@@ -84,7 +84,7 @@ def gather_tokens(
         scale_D = weights.params["embedding"]["final_norm_D"]
         normed_PD = norm_rows(hidden_TD[jnp.where(is_here_P1[:, 0], local_P, 0)], scale_D, config.model)
         normed_PD = jnp.where(is_here_P1, normed_PD, 0)
-        if plan.data_size > 1:  # one rank has a token, the others add zeros
+        if plan.data_size > 1:  # the ranks without the token add zeros
             normed_PD = jax.lax.psum(normed_PD, DATA)
         return normed_PD, jnp.isfinite(normed_PD).all(axis=1)
 
@@ -106,13 +106,13 @@ def probe_tokens(
     num_top: jax.Array,
     config: StepConfig,
 ) -> dict[str, jax.Array]:
-    """Return what the model itself says after tokens with these normed states, the same on every device of the mesh.
+    """Return the model's own columns after tokens with these normed states, the same on every device of the mesh.
 
-    `targets_P` int32 are the tokens that follow, -1 for none, `listed_PL` int32 the listed ids, -1 for none. At
-    temperature 1, without penalty or bias.
+    `targets_P` int32 are the following tokens, -1 for none. `listed_PL` int32 are the listed ids, -1 for none. The
+    temperature is 1, without penalties or biases.
 
-    Returns: log-probs float32 [P] and ranks int32 [P] of the targets, the `num_top` likeliest tokens int32 [P, J] and
-    their log-probs, and the log-probs of listed ids float32 [P, L], by name of `PROBED_COLUMNS`.
+    Returns: log-probs float32 [P] and ranks int32 [P] of the targets, the `num_top` most likely tokens int32 [P, J] and
+        their log-probs, and the log-probs of listed ids float32 [P, L], by name of `PROBED_COLUMNS`.
     """
     plan, whole, part = config.model.plan, PartitionSpec(), words_of(config.model)
 

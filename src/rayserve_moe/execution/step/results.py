@@ -1,4 +1,4 @@
-"""From what a step leaves on the devices to its result, in the order of its plan."""
+"""Conversion of a step's outputs on the devices into its result, in the order of its plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rayserve_moe.scheduling.token_probe import IS_FINITE
 
 
 def wanted_outputs(plan: StepPlan) -> frozenset[str]:
-    """Return the names of the fields of StepOutput, and of its columns, that the plan of a step wants on the host."""
+    """Return the names of the StepOutput fields and columns that a plan wants on the host."""
     wanted = {
         "sampled_N3S": True,
         "topk_ids_MTK": plan.wants_routing,
@@ -36,7 +36,7 @@ def only_wanted(output: StepOutput, wanted: frozenset[str]) -> StepOutput:
 
 
 def start_copies(output: StepOutput, *, is_needed: bool) -> StepOutput:
-    """Have all arrays copied to the host as soon as they are there, if they are not there anyway; returns them."""
+    """Start copying all arrays to the host, if they are not in host memory already; return the output."""
     for array in jax.tree.leaves(output) if is_needed else ():
         array.copy_to_host_async()
     return output
@@ -45,7 +45,7 @@ def start_copies(output: StepOutput, *, is_needed: bool) -> StepOutput:
 def step_result(
     output: StepOutput, *, packed: PackedStep, pack_s: float, device_s: float, failed_fetch: FailedFetch | None
 ) -> StepResult:
-    """Wait for the copies, and put what they hold into the plan's order."""
+    """Wait for the copies and return their values in the plan's order."""
     sampled = np.asarray(output.sampled_N3S).transpose(1, 0, 2).reshape(3, -1)
     ids, logprob_bits, ranks = sampled[:, packed.sample_places]
     routing = None

@@ -1,4 +1,4 @@
-"""Bringing larger changes of rows to the devices: new owners, page tables of prompts, and what adjusts logits."""
+"""Larger changes of rows on the devices: new owners, page tables of prompts, and logit adjustments."""
 
 # U page-table entries   V new rows, of X fields each   F, I sampling parameters   R rows   P page-table width
 # Of an adjustment: N token ids of one vector   B biases   V vocabulary (local share)
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.decoding.adjustment import note_known
+from rayserve_moe.decoding.adjustment import record_known_tokens
 from rayserve_moe.execution.step.pytrees import DeviceState
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.requests.fields import MAX_LOGIT_BIASES
@@ -23,7 +23,9 @@ MAX_NEW_ROWS = 64
 ENTRY_FIELDS = 4
 ROW_FIELDS = 2 + NUM_FLOATS + NUM_INTEGERS
 VECTOR_SIZE = MAX_ENTRIES * ENTRY_FIELDS + MAX_NEW_ROWS * ROW_FIELDS
-"""A vector of changes: per entry rank, row, index, page; per new row rank, row, its floats as bits, its integers.
+"""Size of a vector of changes. An entry has rank, row, index and page.
+
+A new row has rank, row, floats as bits and integers.
 
 A rank of -1 marks padding. Rows are the rank's own.
 """
@@ -32,8 +34,12 @@ HEADER_FIELDS = 6
 MAX_IDS = 4096
 MAX_BIASES = MAX_LOGIT_BIASES + MAX_WITHHELD_IDS
 ADJUSTMENT_SIZE = HEADER_FIELDS + MAX_IDS + 2 * MAX_BIASES
-"""A vector for one row: rank, row, whether it is the row's first, prompt ids, ids, biases (all counts); the ids; ids of
-biases; their values as bits. A rank of -1 marks padding. The row is the rank's own.
+"""Size of a vector that adjusts a row.
+
+The header has rank, row, whether it is the row's first vector, and the numbers of prompt ids, ids and biases.
+
+The ids follow, then the ids of biases, then their values as bits. A rank of -1 marks padding. The row is the rank's
+own.
 """
 
 
@@ -41,7 +47,7 @@ Update = Callable[[DeviceState, np.ndarray], DeviceState]
 
 
 def update_vectors(plan: StepPlan, *, rows_per_rank: int) -> Iterator[np.ndarray]:
-    """Cut the changes of a plan into vectors int32 [VECTOR_SIZE]."""
+    """Yield the changes of a plan as vectors int32 [VECTOR_SIZE]."""
     pages, sampling = plan.pages, plan.sampling
     entries = np.stack([*np.divmod(pages.rows, rows_per_rank), pages.indices, pages.page_ids], axis=1)
     new_rows = np.concatenate(
@@ -66,7 +72,7 @@ def update_vectors(plan: StepPlan, *, rows_per_rank: int) -> Iterator[np.ndarray
 def updates_of(
     plan: StepPlan, changes: tuple[Update, Update], *, rows_per_rank: int
 ) -> Iterator[tuple[Update, np.ndarray]]:
-    """Programs that go ahead of a step, of those for rows and for what adjusts them, with their vectors."""
+    """Yield the programs of `changes` (rows, adjustments) that run before a step, with their vectors."""
     update, adjust = changes
     for vector in update_vectors(plan, rows_per_rank=rows_per_rank):
         yield update, vector
@@ -76,7 +82,7 @@ def updates_of(
 
 
 def empty_vector() -> np.ndarray:
-    """A vector that changes nothing."""
+    """Return a vector without changes."""
     vector = np.zeros(VECTOR_SIZE, np.int32)
     vector[: MAX_ENTRIES * ENTRY_FIELDS : ENTRY_FIELDS] = -1
     vector[MAX_ENTRIES * ENTRY_FIELDS :: ROW_FIELDS] = -1
@@ -84,7 +90,7 @@ def empty_vector() -> np.ndarray:
 
 
 def apply_update(state: DeviceState, vector: jax.Array, *, data_rank: jax.Array) -> DeviceState:
-    """On one device: take over the changes that are this data rank's."""
+    """Apply the changes for this data rank, on a device."""
     entries_U4 = vector[: MAX_ENTRIES * ENTRY_FIELDS].reshape(MAX_ENTRIES, ENTRY_FIELDS)
     new_VX = vector[MAX_ENTRIES * ENTRY_FIELDS :].reshape(MAX_NEW_ROWS, ROW_FIELDS)
     nowhere = state.last_tokens_R.shape[0]
@@ -101,7 +107,7 @@ def apply_update(state: DeviceState, vector: jax.Array, *, data_rank: jax.Array)
 
 
 def adjustment_vectors(adjustment: RowAdjustment, *, rows_per_rank: int) -> Iterator[np.ndarray]:
-    """Cut what adjusts a row into vectors int32 [ADJUSTMENT_SIZE]; the first of them makes the row forget all else."""
+    """Yield a row's adjustments as vectors int32 [ADJUSTMENT_SIZE]; the first resets the row."""
     token_ids = np.concatenate([adjustment.prompt_ids, adjustment.output_ids])
     num_prompt, num_biases = len(adjustment.prompt_ids), len(adjustment.bias_ids)
     rank, row = divmod(adjustment.row, rows_per_rank)
@@ -117,20 +123,20 @@ def adjustment_vectors(adjustment: RowAdjustment, *, rows_per_rank: int) -> Iter
 
 
 def no_adjustment() -> np.ndarray:
-    """A vector that changes nothing."""
+    """Return a vector without changes."""
     vector = np.zeros(ADJUSTMENT_SIZE, np.int32)
     vector[0] = -1
     return vector
 
 
 def apply_adjustment(state: DeviceState, vector: jax.Array, *, part: VocabularyPart) -> DeviceState:
-    """On one device: take over what adjusts a row of any data rank, of its tokens those that are the device's."""
+    """Apply the adjustments of a row of any data rank, on a device, for the ids of the device's shard."""
     rank, row, is_first, num_prompt, num_known, num_biases = vector[:HEADER_FIELDS]
     num_rows = len(state.seen_RV)
     row = jnp.where(rank >= 0, rank * len(state.last_tokens_R) + row, num_rows)
     before_V = jnp.where(is_first > 0, 0, state.seen_RV.at[row].get(mode="clip"))
     places_N = part.places(vector[HEADER_FIELDS : HEADER_FIELDS + MAX_IDS])
-    seen_V = note_known(before_V, places_N, num_prompt=num_prompt, num_known=num_known)
+    seen_V = record_known_tokens(before_V, places_N, num_prompt=num_prompt, num_known=num_known)
     ids_B, bits_B = vector[HEADER_FIELDS + MAX_IDS :].reshape(2, MAX_BIASES)
     ids_B = jnp.where(jnp.arange(MAX_BIASES) < num_biases, ids_B, part.num_words)
     values_B = jax.lax.bitcast_convert_type(bits_B, jnp.float32)

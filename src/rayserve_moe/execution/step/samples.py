@@ -1,4 +1,4 @@
-"""Sampling in a step, and what rows remember of it; at once, or held until masks have come from the host."""
+"""Sampling in a step and its updates of rows; immediate, or deferred until masks arrive from the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.decoding.adjustment import Penalties, adjust, note_samples
+from rayserve_moe.decoding.adjustment import Penalties, adjust, record_samples
 from rayserve_moe.decoding.evidence import EvidenceLogits, sampling_mask, with_evidence
 from rayserve_moe.decoding.log_probs import TopTokens
 from rayserve_moe.decoding.logit_processors import LogitProcessor, allowed_logits, processed_size
@@ -28,37 +28,42 @@ from rayserve_moe.requests.processor_arguments import NOT_PROCESSED, NUM_RECENT
 from rayserve_moe.scheduling.step_plan import SampleMasks, StepPlan
 
 NO_MASKS = SampleMasks(np.zeros(0, np.intp), np.zeros((0, 0), np.int32))
-"""Any word may be sampled, and nothing is asked."""
+"""No restrictions and no requested evidence."""
 CompiledSampler = Callable[..., tuple[DeviceState, StepOutput]]
-"""Draws held samples: `sample_held`, compiled. Takes DeviceState, `logits_AV` of a step and `held`."""
+"""Compiled `sample_held`: takes DeviceState, a step's `logits_AV` and `held`."""
 
 
 class SampleInput(NamedTuple):
-    """Of a data rank's samples: its own rows (one that does not exist marks padding), how they are drawn, by what they
-    are adjusted, and the tokens that they are taken after, int32 [S]."""
+    """Inputs of a data rank's samples."""
 
     rows_S: jax.Array
+    """Rows of the rank; a row that does not exist marks padding."""
     sampling: SamplingBatch
     penalties: Penalties
     ids_S: jax.Array
+    """Tokens that the samples are taken after, int32."""
 
 
 class HeldInputs(NamedTuple):
-    """What held samples are drawn by, int32: their rows, the positions where the new tokens will stand and the tokens
-    before them; the words that they may be; what evidence is asked, None where none is; what logit processors are
-    given, where there are some."""
+    """Inputs of deferred samples, int32."""
 
     samples_N3S: Any
+    """Row, position of the new token, and previous token of each sample."""
     mask_AW: Any
-    asked_AF: Any = None
+    """Bits of allowed ids."""
+    requested_AF: Any = None
+    """Requested evidence; None if no sample has any."""
     processed_AX: Any = None
+    """Inputs of logit processors; None without processors."""
 
 
 class OwnSamples(NamedTuple):
-    """What a data rank has sampled, ids int32 [S], and for which of its rows each is the last that counts, [S]."""
+    """Samples of a data rank."""
 
     ids_S: jax.Array
+    """int32."""
     rows_S: jax.Array
+    """Row of each sample that is its row's last accepted sample; other entries are out of range."""
 
 
 def sample_rows(
@@ -69,10 +74,11 @@ def sample_rows(
     config: StepConfig,
     allow: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[Sampled, OwnSamples, jax.Array, DeviceState]:
-    """Sample for all data ranks, from what `allow` leaves of their logits, and record of the rows what they have
-    sampled: of drafts up to the first wrong one. With the samples come those of this rank, and the logits, before that.
+    """Sample for all data ranks from the logits that `allow` returns, and update rows with their accepted samples.
 
-    Where samples may be held, a step that has none does not sample.
+    With deferred sampling, a step without samples skips drawing.
+
+    Returns: samples, samples of this rank, adjusted logits, state.
     """
     plan, part, num_rows = config.model.plan, words_of(config.model), len(state.last_tokens_R)
     nowhere = len(state.seen_RV)
@@ -105,13 +111,13 @@ def sample_rows(
         counted_A = jnp.where(counts_A, rows_A, nowhere)
         own_rows_S = jnp.where(is_last_A.reshape(plan.data_size, -1)[plan.data_rank()], own_rows_S, num_rows)
     last_tokens_R = state.last_tokens_R.at[own_rows_S].set(own_ids_S, mode="drop")
-    seen_RV = note_samples(state.seen_RV, sampled.ids_S, rows_S=counted_A, penalties=penalties, part=part)
+    seen_RV = record_samples(state.seen_RV, sampled.ids_S, rows_S=counted_A, penalties=penalties, part=part)
     state = replace(state, last_tokens_R=last_tokens_R, seen_RV=seen_RV)
     return sampled, OwnSamples(own_ids_S, own_rows_S), adjusted_AV, state
 
 
 def draw_where(has_samples: jax.Array, draw: Callable[[], Sampled]) -> Sampled:
-    """What `draw` returns, or zeros; `has_samples` is the same on all devices, which exchange numbers to draw."""
+    """Return the result of `draw`, or zeros; `has_samples` is the same on all devices, as `draw` has collectives."""
     nothing = jax.eval_shape(draw)
     return jax.lax.cond(has_samples, draw, lambda: jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), nothing))
 
@@ -119,7 +125,7 @@ def draw_where(has_samples: jax.Array, draw: Callable[[], Sampled]) -> Sampled:
 def sample_held(
     state: DeviceState, logits_AV: jax.Array, *, held: HeldInputs, config: StepConfig
 ) -> tuple[DeviceState, StepOutput]:
-    """On one device: sample what a step has held, and find the columns that are asked of it (`with_evidence`)."""
+    """Draw the deferred samples of a step, on a device, with their requested columns (`with_evidence`)."""
     plan, part = config.model.plan, words_of(config.model)
     rows_S, positions_S, ids_S = held.samples_N3S[plan.data_rank()]
     samples = SampleInput(rows_S, *sampling_of(state, rows_S, positions_S=positions_S), ids_S)
@@ -128,35 +134,39 @@ def sample_held(
     )
     sampled, _, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
     columns: dict[str, Any] = {}
-    if held.asked_AF is not None:
+    if held.requested_AF is not None:
         logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
         masses = config.model.kernels.sampling.masses
-        wants_S = held.asked_AF[:, 0] >= WANTS_MASK
+        wants_S = held.requested_AF[:, 0] >= WANTS_MASK
         columns["mask"] = sampling_mask(
             logits.processed_SV, sampled.ids_S, wants_S=wants_S, rows=rows, part=part, masses=masses
         )
-        sampled, found = with_evidence(sampled, logits, asked_SF=held.asked_AF, rows=rows, part=part, masses=masses)
+        sampled, found = with_evidence(
+            sampled, logits, requested_SF=held.requested_AF, rows=rows, part=part, masses=masses
+        )
         columns |= found
     columns["top"] = top_bits(sampled.top, plan.data_size)
     return state, StepOutput(sampled_bits(sampled, plan.data_size), columns)
 
 
 def sampled_bits(sampled: Sampled, num_ranks: int) -> jax.Array:
-    """Ids, bits of the log-probs, and ranks, 0 where logits were not finite: int32 [N, 3, S]."""
+    """Return ids, bits of log-probs, and ranks (0 for logits that were not finite), int32 [N, 3, S]."""
     bits_A = jax.lax.bitcast_convert_type(sampled.logprobs_S, jnp.int32)
     joined_PA = jnp.stack([sampled.ids_S, bits_A, jnp.where(sampled.finite_S, sampled.ranks_S, 0)])
     return jnp.moveaxis(joined_PA.reshape(3, num_ranks, -1), 1, 0)
 
 
 def top_bits(top: TopTokens, num_ranks: int) -> jax.Array:
-    """Ids, and bits of the log-probs, int32 [N, 2, S, J]."""
+    """Return ids and bits of log-probs, int32 [N, 2, S, J]."""
     joined_PAJ = jnp.stack([top.ids_SJ, jax.lax.bitcast_convert_type(top.logprobs_SJ, jnp.int32)])
     return jnp.moveaxis(joined_PAJ.reshape(2, num_ranks, -1, joined_PAJ.shape[-1]), 1, 0)
 
 
 def held_plans(plan: StepPlan) -> list[StepPlan]:
-    """The same step with its samples held, and the plan that has them drawn; and both with evidence asked."""
-    nothing = replace(NO_MASKS, asking=np.zeros(1, np.intp), asked=np.full((1, 1 + MAX_LISTED_IDS), -1, np.int32))
+    """Return a step with deferred samples and the plan that draws them, then both again with evidence."""
+    nothing = replace(
+        NO_MASKS, evidence_samples=np.zeros(1, np.intp), requested=np.full((1, 1 + MAX_LISTED_IDS), -1, np.int32)
+    )
     held = replace(plan, holds_samples=True)
     drawn = (StepPlan(step_id=plan.step_id, masks=masks) for masks in (NO_MASKS, nothing))
     return [each for draws in drawn for each in (held, draws)]
@@ -164,7 +174,7 @@ def held_plans(plan: StepPlan) -> list[StepPlan]:
 
 @dataclass
 class HeldSamples:
-    """Samples of a step that wait for their masks, which come with the plan of the next step."""
+    """Deferred samples of a step, whose masks come with the next plan."""
 
     packed: PackedStep
     wants_top: bool = False
@@ -172,36 +182,36 @@ class HeldSamples:
     wants_mask: bool = False
     num_processed: int = 0
     logits: jax.Array | None = None
-    """Logits that the step has left, until they are drawn from."""
+    """Logits of the step, until they are used."""
     drawn: Callable[[], StepOutput] | None = None
     """Waits for the samples."""
 
     def inputs(self, masks: SampleMasks | None, *, num_words: int) -> HeldInputs:
-        """What the samples of all data ranks are drawn by, with masks of `num_words`."""
+        """Return the inputs of the samples of all data ranks; `num_words` is the number of int32 numbers of a mask."""
         held, places = self.packed.held, self.packed.sample_places
         assert held is not None, "the step has sampled"
-        assert masks is not None, "masks follow a step that holds its samples"
-        count, asked = held.shape[0] * held.shape[2], None
+        assert masks is not None, "masks follow a step with deferred samples"
+        count, requested = held.shape[0] * held.shape[2], None
         mask = np.full((count, num_words), -1, np.int32)
         if len(masks.samples):
             mask[places[masks.samples]] = masks.bits
-        self.wants_evidence = len(masks.asking) > 0
+        self.wants_evidence = len(masks.evidence_samples) > 0
         if self.wants_evidence:
-            asked = np.full((count, 1 + MAX_LISTED_IDS), -1, np.int32)
-            asked[places[masks.asking]] = masks.asked
-            self.wants_mask = bool((masks.asked[:, 0] >= WANTS_MASK).any())
+            requested = np.full((count, 1 + MAX_LISTED_IDS), -1, np.int32)
+            requested[places[masks.evidence_samples]] = masks.requested
+            self.wants_mask = bool((masks.requested[:, 0] >= WANTS_MASK).any())
         processed = None
         if self.num_processed:
             processed = np.zeros((len(mask), self.num_processed), np.int32)
             processed[:, -1 - NUM_RECENT] = NOT_PROCESSED
             if len(masks.processing):
                 processed[places[masks.processing]] = masks.processed
-        return HeldInputs(held, mask, asked, processed)
+        return HeldInputs(held, mask, requested, processed)
 
     def draw(
         self, samplers: Mapping[tuple[int, bool], CompiledSampler], state: DeviceState, *, inputs: HeldInputs
     ) -> tuple[DeviceState, StepOutput]:
-        """Run the program that samples, after the step; the output has what is wanted of it."""
+        """Run the sampling program after the step; the output has the requested columns."""
         logits, self.logits = self.logits, None
         sampler = samplers[self.packed.shape.num_singles, self.wants_evidence]
         state, output = sampler(state, logits, held=inputs)
@@ -210,12 +220,12 @@ class HeldSamples:
         return state, only_wanted(output, frozenset({"sampled_N3S", *wanted}))
 
     def complete(self, output: StepOutput) -> StepOutput:
-        """Wait for the samples; the step's output with them."""
-        assert self.drawn is not None, "a plan with masks follows one that holds its samples"
+        """Wait for the samples and return the step's output with them."""
+        assert self.drawn is not None, "a plan with masks follows a step with deferred samples"
         drawn = self.drawn()
         return replace(output, sampled_N3S=drawn.sampled_N3S, columns=drawn.columns)
 
 
 def held_of(packed: PackedStep, plan: StepPlan, *, processors: Sequence[LogitProcessor]) -> HeldSamples:
-    """Return the deferred samples of a step; a server with `processors` gives them what is asked of them."""
+    """Return the deferred samples of a step, with inputs for the server's `processors`."""
     return HeldSamples(packed, "top_ids" in plan.columns, num_processed=processed_size(processors) if processors else 0)

@@ -1,5 +1,7 @@
-"""Arrays of CPU devices on pages of 2 MiB: a decode step reads all its weights, and with pages of 4 KiB it waits for
-the translation of their addresses as well."""
+"""Huge pages of 2 MiB for arrays of CPU devices.
+
+A decode step reads all its weights. With pages of 4 KiB it also waits for the translation of their addresses.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ import jax
 
 HUGE_PAGE_BYTES = 2 << 20
 ADVICE = {"MADV_HUGEPAGE": 14, "MADV_COLLAPSE": 25}
-"""What the kernel is advised of each array, in this order: to allow the pages, and to make them now (Linux 6.1)."""
+"""Advice to the kernel for each array, in order: to allow huge pages, and to make them now (Linux 6.1)."""
 log = logging.getLogger(__name__)
 
 
 def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
-    """Move what `arrays` hold in host memory to huge pages; returns how many bytes were moved, or had been before.
+    """Move the host memory of `arrays` to huge pages; return the number of bytes on huge pages.
 
-    Contents and addresses stay. A kernel that does not have the advice or no such pages leaves arrays as they are.
+    Contents and addresses stay. If the kernel does not support the advice or has no such pages, arrays stay unchanged.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -34,7 +36,7 @@ def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
 
 
 def _whole_pages(arrays: Iterable[jax.Array]) -> Iterator[tuple[int, int]]:
-    """Addresses of the huge pages that lie wholly within an array."""
+    """Yield the address ranges of the huge pages that lie entirely within an array."""
     for array in arrays:
         for shard in array.addressable_shards:
             address, size = shard.data.unsafe_buffer_pointer(), shard.data.nbytes

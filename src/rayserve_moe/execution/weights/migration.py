@@ -1,4 +1,4 @@
-"""Moving experts as programs over the whole mesh, and the int32 vector that is the input of such a program."""
+"""Programs that move experts over the whole mesh, and the int32 vectors that they take."""
 
 # L layers   P slots of all ranks   S slots of a rank in a layer   E experts   R ranks   B slots fetched per rank
 # W words of a vector
@@ -27,7 +27,7 @@ NO_LAYER = -1
 
 
 def staging_shapes(config: ModelConfig, *, dtype: str) -> SlotArrays:
-    """A staging area for a layer's slots on every device: fetched slots wait there until their layer is swapped."""
+    """Return the shapes of the staging area, in which fetched slots of a layer wait for its swap."""
     shapes = {
         name: jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype, sharding=config.plan.sharding(spec.axes[1:]))
         for name, spec in parameter_tree(config, dtype=dtype)["experts"].items()
@@ -37,22 +37,25 @@ def staging_shapes(config: ModelConfig, *, dtype: str) -> SlotArrays:
 
 
 class MigrationPrograms(NamedTuple):
-    """Compiled: `fetch` and `swap`. The first takes the staging area for its own, the second weights."""
+    """Compiled programs of a migration."""
 
     fetch: Callable[..., SlotArrays]
+    """Compiled `fetch`; donates the staging area."""
     swap: Callable[..., ExpertState]
+    """Compiled `swap`; donates the weights."""
 
 
 class MigrationVectors(NamedTuple):
-    """A piece of the migration of a version as the vectors of the programs that do it; None is not done."""
+    """Program inputs for a piece of a migration; None for a program that does not run."""
 
     fetch: np.ndarray | None
     swap: np.ndarray | None
     version: int = 0
+    """Version of the migration."""
 
 
 def idle_vectors(config: ModelConfig, *, slots_per_step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors of the lengths that fetch and swap take, with which they leave everything as it is."""
+    """Return inputs of fetch and swap with which they change nothing."""
     num_ranks, experts = config.plan.num_expert_ranks, config.experts
     fetch_words = 1 + 2 * num_ranks * slots_per_step
     swap_words = 1 + 3 * experts.num_slots + experts.router.num_experts * num_ranks
@@ -60,14 +63,14 @@ def idle_vectors(config: ModelConfig, *, slots_per_step: int) -> tuple[np.ndarra
 
 
 def expert_state(weights: ModelWeights, *, config: ModelConfig) -> ExpertState:
-    """The part of the weights that a migration moves; they must have maps."""
-    assert weights.maps is not None, "without maps experts stay where they are"
+    """Return the weights that a migration changes; they must have maps."""
+    assert weights.maps is not None, "experts only move with maps"
     experts = weights.params["experts"]
     return ExpertState({name: experts[name] for name in _slot_specs(config)}, weights.maps)
 
 
 class MigrationRunner:
-    """Runs pieces of migrations; of one whose fetch has failed it runs no further piece, and says so until the next."""
+    """Runner of migration pieces. After a failed fetch it skips the rest of the migration, and reports the failure."""
 
     def __init__(self, config: ModelConfig, *, dtype: str, slots_per_step: int) -> None:
         self._config, self._dtype = config, dtype
@@ -75,10 +78,12 @@ class MigrationRunner:
         self.failed_fetch: FailedFetch | None = None
 
     def move(self, weights: ModelWeights, vectors: MigrationVectors, *, programs: MigrationPrograms) -> ModelWeights:
-        """Run a piece; the weights are donated, and those that replace them are returned.
+        """Run a piece: donates the weights and returns their replacement.
 
-        A fetch that cannot be launched, for want of memory say, leaves the weights as they are and ends the migration.
-        RuntimeError where the devices are those of several hosts: the others wait for a fetch that this one cannot do.
+        A fetch that cannot be launched, for example for lack of memory, leaves the weights unchanged and ends the
+        migration.
+
+        Raises: RuntimeError for that on several hosts, because the others wait for the fetch.
         """
         if self.failed_fetch is not None and self.failed_fetch.version == vectors.version:
             return weights
@@ -103,13 +108,13 @@ class MigrationRunner:
 
 
 def allocate_staging(config: ModelConfig, *, dtype: str) -> SlotArrays:
-    """The staging area, zeroed."""
+    """Return the staging area, zeroed."""
     shapes = staging_shapes(config, dtype=dtype)
     return {name: jnp.zeros(shape.shape, shape.dtype, device=shape.sharding) for name, shape in shapes.items()}
 
 
 def fetch(held: ExpertState, staging: SlotArrays, *, vector: jax.Array, config: ModelConfig) -> SlotArrays:
-    """Fetch what `fetch_vector` says; returns the staging area, [P, ...] over all devices."""
+    """Fetch the slots of a `fetch_vector`; return the staging area, [P, ...] over all devices."""
 
     def on_device(weights: SlotArrays, staging: SlotArrays, vector: jax.Array) -> SlotArrays:
         layer, moves = vector[0], vector[1:].reshape(2, config.plan.num_expert_ranks, -1)
@@ -124,7 +129,7 @@ def fetch(held: ExpertState, staging: SlotArrays, *, vector: jax.Array, config: 
 
 
 def swap(held: ExpertState, staging: SlotArrays, *, vector: jax.Array, config: ModelConfig) -> ExpertState:
-    """Swap the layer that `swap_vector` says; returns all weights and maps."""
+    """Swap the layer of a `swap_vector`; return all weights and maps."""
 
     def on_device(held: ExpertState, staging: SlotArrays, vector: jax.Array) -> ExpertState:
         swapped = _swapped(vector, held.maps)
@@ -143,13 +148,13 @@ def swap(held: ExpertState, staging: SlotArrays, *, vector: jax.Array, config: M
 
 @jax.named_scope("expert_counts")
 def read_counts(counts_ME: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Tokens per MoE layer and expert, those of all data ranks added up: int32 [M, E] on every device."""
+    """Return tokens per MoE layer and expert, summed over data ranks, int32 [M, E] on every device."""
     by_rank = counts_ME.reshape(config.plan.data_size, -1, counts_ME.shape[1])
     return jax.lax.with_sharding_constraint(jnp.sum(by_rank, axis=0, dtype=jnp.int32), config.plan.replicated())
 
 
 def vectors_of(piece: MigrationPiece) -> MigrationVectors:
-    """The vectors of a piece, which share no memory with it."""
+    """Return the vectors of a piece, which share no memory with it."""
     fetch, swap = piece.fetch, piece.swap
     return MigrationVectors(
         None if fetch is None else fetch_vector(fetch), None if swap is None else swap_vector(swap), piece.version
@@ -157,12 +162,12 @@ def vectors_of(piece: MigrationPiece) -> MigrationVectors:
 
 
 def fetch_vector(fetch: SlotFetch) -> np.ndarray:
-    """Layer, sources, places: int32 [1 + 2 * R * B]."""
+    """Return layer, sources and places, int32 [1 + 2 * R * B]."""
     return np.concatenate([[fetch.layer], fetch.sources.reshape(-1), fetch.places.reshape(-1)]).astype(np.int32)
 
 
 def swap_vector(swap: LayerSwap) -> np.ndarray:
-    """Layer, which slots have moved, and the rows of the layer's maps: int32 [1 + 3 * P + E * R]."""
+    """Return the layer, its moved slots, and the rows of its maps, int32 [1 + 3 * P + E * R]."""
     maps = placement_arrays(swap.placement)
     rows = (np.asarray(array).reshape(-1) for array in (maps.bounds_LP, maps.slots_LP, maps.slot_for_LER))
     return np.concatenate([[swap.layer], swap.is_moved, *rows]).astype(np.int32)
@@ -179,11 +184,11 @@ def _flat(weights: SlotArrays) -> SlotArrays:
 
 
 def _partitions(config: ModelConfig, *, num_dropped: int) -> SlotArrays:
-    """How the arrays of expert slots lie on the mesh, without their first `num_dropped` dimensions."""
+    """Return the partitions of the arrays of expert slots, without their first `num_dropped` dimensions."""
     parts = {name: config.plan.partition(spec.axes[num_dropped:]) for name, spec in _slot_specs(config).items()}
     return cast(SlotArrays, parts)
 
 
 def _slot_specs(config: ModelConfig) -> dict[str, ParamSpec]:
-    """All arrays that move with an expert: the scales of quantised ones too."""
+    """Return the specs of all arrays that move with an expert, including scales of quantised weights."""
     return slot_specs(config.spec, expert_dtype=config.experts.weight_dtype)

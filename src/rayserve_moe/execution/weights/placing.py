@@ -1,4 +1,4 @@
-"""Placing a checkpoint on the devices: the config it is computed by, and its weights in their slots."""
+"""Layout of a model on a mesh, and loading of its weights into their slots."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model_config(
     """
     _check_divisible(spec, plan)
     if experts.backend == "local" and plan.num_expert_ranks > 1:
-        raise SettingsError(f"expert_backend local is for one device, there are {plan.num_expert_ranks}; take auto")
+        raise SettingsError(f"expert_backend local needs a single device, not {plan.num_expert_ranks}; set auto")
     try:
         num_redundant = lowered_redundancy(
             spec.router.num_experts, ep_size=plan.num_expert_ranks, wanted=experts.num_redundant
@@ -71,7 +71,7 @@ def model_config(
 
 
 def first_placement(config: ModelConfig) -> ExpertPlacement:
-    """Where experts lie at the start: in their own order, redundant slots filled from the front."""
+    """Return the initial placement: experts in their own order, redundant slots filled from the front."""
     spec = config.spec
     return identity_placement(
         len(spec.moe_layer_ids),
@@ -82,16 +82,18 @@ def first_placement(config: ModelConfig) -> ExpertPlacement:
 
 
 def open_model(model: ModelSettings) -> CheckpointFiles:
-    """Open the checkpoint that is served; what is read of a remote one is kept where `checkpoint_cache` says."""
+    """Open the served checkpoint; data read from a remote checkpoint is cached by `checkpoint_cache`."""
     return open_checkpoint(model.path, cache=checkpoint_cache(model.checkpoint_cache))
 
 
 def load_weights(
     files: CheckpointFiles, config: ModelConfig, *, dtype: str, placement: ExpertPlacement, may_change: bool = False
 ) -> ModelWeights:
-    """Load this host's share of the weights, experts into the slots that `placement` names. Raises CheckpointError.
+    """Load this host's share of the weights, with experts in the slots of `placement`.
 
-    There are maps where the placement needs them, and in any case where it `may_change`.
+    Maps are included if the placement needs them, or if it `may_change`.
+
+    Raises: CheckpointError.
     """
     tree, slots = parameter_tree(config, dtype=dtype), placement.expert_of_slot
     params = read_parameters(files, tree, plan=config.plan, expert_of_slot=slots)
@@ -99,7 +101,7 @@ def load_weights(
 
 
 def maps_on_devices(placement: ExpertPlacement, plan: ParallelPlan, *, may_change: bool) -> PlacementArrays | None:
-    """Maps where the placement needs them, and in any case where it `may_change`."""
+    """Return the maps if the placement needs them or `may_change`, else None."""
     maps = _maps_of(placement, may_change=may_change)
     return jax.tree.map(lambda array: jax.device_put(array, plan.replicated()), maps)
 
@@ -107,7 +109,7 @@ def maps_on_devices(placement: ExpertPlacement, plan: ParallelPlan, *, may_chang
 def weight_shapes(
     config: ModelConfig, *, dtype: str, placement: ExpertPlacement, may_change: bool = False
 ) -> ModelWeights:
-    """Shapes of all that `load_weights` and `with_capacity` return."""
+    """Return the shapes of the weights that `load_weights` and `with_capacity` return."""
     plan, tree = config.plan, parameter_tree(config, dtype=dtype)
     params = {
         group: {
@@ -147,7 +149,7 @@ def read_parameters(
 
 
 def with_capacity(weights: ModelWeights, factor: float, *, config: ModelConfig) -> ModelWeights:
-    """Add the capacity factor of slots, where the config limits capacity."""
+    """Add the capacity factor of slots if the config limits capacity."""
     if not config.experts.limits_capacity:
         return weights
     return replace(weights, capacity_factor=jax.device_put(np.float32(factor), config.plan.replicated()))
@@ -161,7 +163,7 @@ def _selection(experts: ExpertSettings, *, num_redundant: int) -> str:
 
 
 def parameter_tree(config: ModelConfig, *, dtype: str) -> dict[str, dict[str, ParamSpec]]:
-    """Every parameter of a model as it lies on the devices of its mesh."""
+    """Return the parameters of a model as laid out on the devices of its mesh."""
     tree = parameter_specs(
         config.spec,
         dtype=dtype,
@@ -174,7 +176,7 @@ def parameter_tree(config: ModelConfig, *, dtype: str) -> dict[str, dict[str, Pa
 
 
 def laid_out(tree: dict[str, dict[str, ParamSpec]], config: ModelConfig) -> dict[str, dict[str, ParamSpec]]:
-    """Parameters padded, and laid out in memory, as the kernels of a model take them."""
+    """Return the parameters padded and laid out in memory for the model's kernels."""
     layouts = {**config.kernels.parameters.layouts}
     layouts["table_VD" if config.spec.tie_embeddings else "head_VD"] = layouts.pop("head", "")
     multiples = {
@@ -190,7 +192,7 @@ def laid_out(tree: dict[str, dict[str, ParamSpec]], config: ModelConfig) -> dict
 
 
 def _maps_of(placement: ExpertPlacement, *, may_change: bool) -> PlacementArrays | None:
-    """The maps, in host memory; None where every expert lies in the slot of its own number for good."""
+    """Return the maps in host memory; None if every expert stays in the slot of its own number."""
     if (
         not may_change
         and placement.num_redundant == 0

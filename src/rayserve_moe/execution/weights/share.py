@@ -1,6 +1,6 @@
-"""This host's share of the weights in a file of memory: it stays when this process ends, for the one that follows it.
+"""This host's share of the weights in a memory file, which outlives the process for its successor.
 
-where the table begins | arrays, each at a multiple of ALIGNMENT | table as JSON: token, arrays with checksums
+offset of the table | arrays, each at a multiple of ALIGNMENT | table as JSON: token, arrays with checksums
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from rayserve_moe.parallel.mesh import platform_of
 ALIGNMENT = 4096
 NUMBER_BYTES = 8
 Path = tuple[str, str]
-"""Of an array: its group, its name."""
+"""Group and name of an array."""
 
 
 class ShareError(RuntimeError):
-    """A share that is damaged, or not of the weights that are wanted."""
+    """Raised for a share that is damaged or of other weights."""
 
 
 def write_share(token: str, weights: ModelWeights, *, staged: dict[str, Any]) -> WeightShare:
-    """The share of `weights` with the parameters in the tree `staged` in their places. OSError without memory for it.
+    """Write the share of `weights`, with parameters of the tree `staged` in place of current ones.
 
-    Of what several devices of this host hold there is one copy. Where experts lie is part of it.
+    Data on several devices of this host is written once. The placement of experts is included.
+
+    Raises: OSError without memory for it.
     """
     with written_share(token) as share:
         entries, end = [], ALIGNMENT
@@ -57,9 +59,9 @@ def write_share(token: str, weights: ModelWeights, *, staged: dict[str, Any]) ->
 
 
 def read_share(share: WeightShare, served: ServedModel) -> ModelWeights:
-    """Copy a share to the devices of this host, laid out as those that it was written from.
+    """Copy a share to the devices of this host, with the layout that it was written from.
 
-    ShareError where it is of other weights than its token says, of other parameters, or damaged.
+    Raises: ShareError if it is damaged, or of other weights or parameters.
     """
     held = _Held(share)
     params = _laid_out(
@@ -71,10 +73,12 @@ def read_share(share: WeightShare, served: ServedModel) -> ModelWeights:
 
 
 def read_spread(shares: Sequence[AnyShare], served: ServedModel) -> ModelWeights:
-    """Copy this host's part of the shares of all hosts of a group of another size to its devices.
+    """Copy this host's part of the shares of a group of another size to its devices.
 
-    Experts and the vocabulary lie over other devices then; experts as at a start. Of what several shares have the
-    first is read. ShareError where one is damaged, or they have not all parameters.
+    Experts and the vocabulary move to other devices; experts get their initial placement. If several shares have the
+    same data, the first is read.
+
+    Raises: ShareError if a share is damaged, or parameters are missing.
     """
     held, placement = [_Held(share) for share in shares], served.placement
     slots_MP = _slots_before(held[0], placement.expert_of_slot)
@@ -88,7 +92,7 @@ def read_spread(shares: Sequence[AnyShare], served: ServedModel) -> ModelWeights
 
 
 def _laid_out(served: ServedModel, read: Callable[[Path, ParamSpec, list[Region]], Iterable[np.ndarray]]) -> Parameters:
-    """All parameters on the devices of this host, of which `read` returns the values of regions."""
+    """Return all parameters on the devices of this host; `read` returns the values of regions."""
     plan, params = served.config.plan, dict[str, dict[str, jax.Array]]()
     for (group, name), spec in walk(parameter_tree(served.config, dtype=served.dtype)):
         sharding = plan.sharding(spec.axes)
@@ -101,7 +105,7 @@ def _laid_out(served: ServedModel, read: Callable[[Path, ParamSpec, list[Region]
 
 
 def _slots_before(held: _Held, expert_of_slot_MP: np.ndarray) -> np.ndarray:
-    """Where each slot's expert lay when the shares were written: the first of its slots there, int [M, P]."""
+    """Return the slot of each slot's expert when the shares were written (the first of several), int [M, P]."""
     if not held.names("maps"):
         return expert_of_slot_MP
     experts_MP, slots_MP = (
@@ -115,7 +119,7 @@ def _slots_before(held: _Held, expert_of_slot_MP: np.ndarray) -> np.ndarray:
 def _gathered(
     shares: list[_Held], path: Path, *, spec: ParamSpec, regions: list[Region], slots_MP: np.ndarray | None
 ) -> list[np.ndarray]:
-    """The values of regions of a parameter, of each shard what lies in them. Padding is zeros in both."""
+    """Return the values of a parameter's regions, gathered from the overlapping shards. Padding is zero in both."""
     if spec.layout:
         raise ShareError(f"{'.'.join(path)} is packed for the kernels of one device, and cannot be cut")
     blocks = [np.zeros([stop - start for start, stop in region], jax.numpy.dtype(spec.dtype)) for region in regions]
@@ -126,14 +130,17 @@ def _gathered(
         values = held.take(path, found, dtype=spec.dtype) if any(cuts) else np.empty(0)
         for block, (to, taken) in ((block, cut) for block, cut in zip(blocks, cuts, strict=False) if cut):
             block[to] = values[taken]
-    least = math.prod((len(spec.layers) or 1, spec.num_experts or 1, *spec.filled_shape))
-    if sum(math.prod(stop - start for start, stop in each) for each in seen) < least:
+    min_values = math.prod((len(spec.layers) or 1, spec.num_experts or 1, *spec.filled_shape))
+    if sum(math.prod(stop - start for start, stop in each) for each in seen) < min_values:
         raise ShareError(f"no share has all of {'.'.join(path)}")
     return blocks
 
 
 def _cut(found: Region, region: Region, *, slots_MP: np.ndarray | None) -> tuple[Any, Any] | None:
-    """Where a shard has something of a region: the places there, and in the shard. Layers are all in either."""
+    """Return the overlap of a shard and a region, as indices in the region and in the shard; None without overlap.
+
+    Both contain all layers.
+    """
     if slots_MP is not None:
         (first, stop), at_MP = found[1], slots_MP[:, slice(*region[1])]
         layers, slots = np.nonzero((at_MP >= first) & (at_MP < stop))
@@ -147,9 +154,9 @@ def _within(part: Iterable[tuple[int, int]], region: Region) -> tuple[slice, ...
 
 
 class _Held:
-    """The arrays of a share, out of its bytes: copies, since devices of a CPU may compute on what they are given.
+    """Arrays read from the bytes of a share. They are copies, since CPU devices may compute on the given memory.
 
-    ShareError where it is damaged, or of other weights than its token says.
+    Raises: ShareError if it is damaged, or of other weights than its token.
     """
 
     def __init__(self, share: AnyShare) -> None:
@@ -165,19 +172,19 @@ class _Held:
             raise ShareError(f"a share is of the weights {found}, not of {share.token}")
 
     def names(self, group: str) -> list[str]:
-        """The arrays of a group."""
+        """Return the names of the arrays of a group."""
         return [path[1] for path, _ in self._entries if path[0] == group]
 
     def regions(self, path: Path) -> list[Region]:
-        """The shards that there are of an array."""
+        """Return the regions of the shards of an array."""
         return [region for found, region in self._entries if found == path]
 
     def whole(self, path: Path, dtype: str) -> np.ndarray:
-        """An array of which there is one shard."""
+        """Return an array with a single shard."""
         return self.take(path, self.regions(path)[0], dtype=dtype)
 
     def take(self, path: Path, region: Region, *, dtype: str) -> np.ndarray:
-        """A copy of a shard."""
+        """Return a copy of a shard."""
         shape = tuple(stop - start for start, stop in region)
         if (path, region) not in self._entries:
             raise ShareError(f"a share has no part {region} of {'.'.join(path)}")
@@ -190,7 +197,7 @@ class _Held:
 
 
 def _blocks(weights: ModelWeights, staged: dict[str, Any]) -> Iterator[tuple[Path, Region, np.ndarray]]:
-    """All shards of this host, each once: with its path, where it lies in its array, and its values."""
+    """Yield all shards of this host, each once: path, region in its array, values."""
     for group, parameters in cast(dict[str, Any], weights.params).items():
         for name, serving in parameters.items():
             for region, values in _shards_of(staged.get(group, {}).get(name, serving)).items():

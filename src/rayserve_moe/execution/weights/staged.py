@@ -1,4 +1,4 @@
-"""Reading other weights beside the steps, in a thread that no step waits for, and staging them until they serve."""
+"""Staged weights: read beside the steps in a separate thread, until they replace the current weights."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from rayserve_moe.requests.records import WeightsRefusedError
 log = logging.getLogger(__name__)
 
 SPARE_SHARE = 1.25
-"""Free memory of a device over the bytes of its weights, from which on it holds the new ones beside the old."""
-MOST_STUCK = 4
-"""Readings that were given up and still run, as on a disk that does not answer; beyond that none is begun."""
+"""Minimum free memory of a device, relative to its weights, to hold new weights beside the current ones."""
+MAX_STUCK = 4
+"""Maximum number of cancelled reads that still run, for example on an unresponsive disk; beyond it no read begins."""
 OF_FILES = ("checkpoint_dtype", "block_dtype")
-"""Of a ModelSpec: how its files hold weights, which may be another way than those that serve."""
+"""Fields of ModelSpec that describe the storage of weights in files, which may differ from the served weights."""
 DRAFT = "draft"
-"""Where the parameters of a draft model wait beside those of their target."""
+"""Key of the draft model's parameters beside the target's."""
 GIVEN_UP = "reading was given up"
 
 
 class StagedWeights:
-    """Weights that this host has read and does not serve yet, laid out for its devices as those that it serves.
+    """Weights that this host has read and not activated yet, laid out for its devices as the current weights.
 
-    A prediction layer that comes with them takes the place of the one that drafts; otherwise that stays as it is.
-    They lie on the devices where both fit, and `take` then costs nothing. Otherwise they wait in host
-    memory, and `take` frees one parameter on the devices before it copies the next one there.
+    If a prediction layer comes with them, it replaces the draft model; otherwise the draft model stays. If both fit,
+    the staged weights lie on the devices, and `take` costs nothing. Otherwise they wait in host memory, and `take`
+    frees each parameter on the devices before it copies its replacement.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StagedWeights:
 
     @property
     def bytes_per_device(self) -> int:
-        """What the weights take on one device."""
+        """Return the bytes of the weights on a device."""
         sharding_of = self._config.plan.sharding
         shards = ((spec, sharding_of(spec.axes).shard_shape(spec.shape)) for _, spec in walk(self._tree))
         return sum(math.prod(shape) * jax.numpy.dtype(spec.dtype).itemsize for spec, shape in shards)
@@ -83,11 +83,14 @@ class StagedWeights:
         spare: int | None = None,
         given_up: threading.Event | None = None,
     ) -> None:
-        """Read a checkpoint's share of this host, experts into the slots that `expert_of_slot` says.
+        """Read this host's share of a checkpoint, with experts in the slots of `expert_of_slot`; None.
 
-        None stands for the placement at the start. What was staged before is dropped. `spare` is the free memory of a
-        device, None to measure it. WeightsRefusedError, on one line, for anything wrong with the checkpoint, or once
-        `given_up` is set; then nothing is staged.
+        Initial placement.
+
+        Previously staged weights are dropped. `spare` is the free memory of a device, None to measure it.
+
+        Raises: WeightsRefusedError, in a single line, for any fault of the checkpoint, or once `given_up` is set; then
+            no weights are staged.
         """
         self.drop()
         reach = Reach(self._roots, given_up or threading.Event())
@@ -96,7 +99,10 @@ class StagedWeights:
         self.hold(ready, given_up=reach.given_up)
 
     def hold(self, ready: dict[str, Any], *, given_up: threading.Event) -> None:
-        """Stage parameters: the whole tree, or those that change. WeightsRefusedError once `given_up` is set."""
+        """Stage parameters: the whole tree, or the changed ones.
+
+        Raises: WeightsRefusedError once `given_up` is set.
+        """
         with self._changing:
             if given_up.is_set():
                 raise WeightsRefusedError(GIVEN_UP)
@@ -104,12 +110,12 @@ class StagedWeights:
 
     @property
     def ready(self) -> dict[str, Any]:
-        """The parameters that wait, in their tree; empty where none do."""
+        """Return the tree of staged parameters; empty without any."""
         with self._changing:
             return self._ready or {}
 
     def take(self, serving: ModelWeights) -> ModelWeights:
-        """Return the staged weights on the devices, under the maps that serve; those that served are given away."""
+        """Return the staged weights on the devices, with the current maps; the current weights are deleted."""
         assert self._ready is not None, "nothing is staged"
         ready, self._ready = self._ready, None
         draft = serving.draft
@@ -118,7 +124,7 @@ class StagedWeights:
         return dataclasses.replace(serving, params=cast(Parameters, _put(ready, serving.params)), draft=draft)
 
     def drop(self) -> None:
-        """Forget what is staged."""
+        """Drop the staged weights."""
         with self._changing:
             self._ready = None
 
@@ -131,7 +137,7 @@ class StagedWeights:
         free = spare_bytes(list(plan.mesh.local_devices)) if spare is None else spare
         is_full = free < SPARE_SHARE * self.bytes_per_device
         slots = self._first_placement.expert_of_slot if expert_of_slot is None else expert_of_slot
-        # On a CPU the steps need the cores.
+        # On a CPU, the other cores are left to the steps.
         num_threads = 1 if platform_of(plan.mesh) == "cpu" else 0
         ready = read_parameters(
             files, self._tree, plan=plan, expert_of_slot=slots, in_host_memory=is_full, num_threads=num_threads
@@ -147,23 +153,23 @@ class StagedWeights:
 
 @contextmanager
 def refusing(directory: str = "") -> Generator[None]:
-    """Turn whatever is wrong with weights into a WeightsRefusedError of one line, without the path of a checkpoint."""
+    """Turn any fault of weights into a WeightsRefusedError of a single line, without the path of a checkpoint."""
     try:
         yield
     except (CheckpointError, UnsupportedModelError) as error:
         message = _without_place(str(error), directory) if directory else str(error)
         raise WeightsRefusedError(one_line(message)) from error
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        raise WeightsRefusedError("a host has no memory for the new weights beside the old ones") from error
+        raise WeightsRefusedError("a host has no memory for the new weights beside the old weights") from error
     except Exception as error:
         log.exception("a checkpoint could not be read")
         raise WeightsRefusedError(f"the checkpoint cannot be read ({type(error).__name__})") from error
 
 
 def _put(ready: Any, serving: Any) -> Any:
-    """The arrays of a tree, those that are still in host memory in the place of those that serve.
+    """Return a tree of device arrays; staged parameters in host memory replace the current ones.
 
-    What is not in the tree serves on.
+    Parameters that are not in the tree keep their current value.
     """
     if isinstance(ready, dict):
         return {key: _put(ready[key], node) if key in ready else node for key, node in serving.items()}
@@ -174,7 +180,7 @@ def _put(ready: Any, serving: Any) -> Any:
 
 
 def _check_alike(found: ModelSpec, served: ModelSpec) -> None:
-    """Raise CheckpointError with the names of what differs; weights of another dtype are converted."""
+    """Raise CheckpointError with the names of differing fields; weights of another dtype are converted."""
     here, there = (dict(_knobs(spec)) for spec in (found, served))
     differing = [name for name in here | there if here.get(name) != there.get(name)]
     if differing:
@@ -182,7 +188,7 @@ def _check_alike(found: ModelSpec, served: ModelSpec) -> None:
 
 
 def _knobs(spec: ModelSpec) -> Iterator[tuple[str, Any]]:
-    """Yield what weights depend on, by name; knobs of mixers by their own names."""
+    """Yield the fields that weights depend on, by name; fields of mixers by their own names."""
     for part in dataclasses.fields(spec):
         if part.name == "mixers":
             for mixer in spec.mixers:
@@ -192,7 +198,7 @@ def _knobs(spec: ModelSpec) -> Iterator[tuple[str, Any]]:
 
 
 def _without_place(message: str, directory: str) -> str:
-    """A message without the path that the client gave, plain or as Python quotes it."""
+    """Return a message without the path that the client gave, plain or in Python's quoting."""
     place = directory.rstrip("/") if is_url(directory) else str(Path(directory))
     for spelled in (place, repr(place)[1:-1]):
         message = message.replace(f"{spelled}/", "").replace(spelled, "the checkpoint")
@@ -201,15 +207,16 @@ def _without_place(message: str, directory: str) -> str:
 
 @dataclass
 class _Reading:
-    """One checkpoint being read. `refusal` is empty where it can be used, and counts once it is `done`."""
+    """Reading of a checkpoint."""
 
     given_up: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     refusal: str = ""
+    """Reason of a rejection, empty on success; valid once it is `done`."""
 
 
 class WeightReading:
-    """Reads one checkpoint after the other into `StagedWeights`. One that is given up delays none that follow."""
+    """Reads checkpoints in sequence into `StagedWeights`. A cancelled read does not delay later reads."""
 
     def __init__(self, staged: StagedWeights) -> None:
         self._staged = staged
@@ -218,16 +225,16 @@ class WeightReading:
         self._current.done.set()
 
     def begin(self, model_path: str, expert_of_slot: np.ndarray | None) -> None:
-        """Read a checkpoint, as `StagedWeights.read` does; an earlier one is given up."""
+        """Read a checkpoint as `StagedWeights.read`; an earlier read is cancelled."""
         self.give_up()
         self.run(lambda given_up: self._staged.read(model_path, expert_of_slot, given_up=given_up))
 
     def run(self, call: Callable[[threading.Event], None]) -> None:
-        """Run what raises WeightsRefusedError, or is given up by the event; nothing else runs by now."""
+        """Run a call that may raise WeightsRefusedError or be cancelled by the event; no other call may be running."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._current = reading = _Reading()
-        if len(self._threads) >= MOST_STUCK:
-            reading.refusal = f"{len(self._threads)} earlier readings hang in their files"
+        if len(self._threads) >= MAX_STUCK:
+            reading.refusal = f"{len(self._threads)} earlier reads still hang"
             reading.done.set()
             return
         thread = threading.Thread(target=_run, args=(reading, call), name="weights", daemon=True)
@@ -235,12 +242,12 @@ class WeightReading:
         thread.start()
 
     def outcome(self, timeout_s: float = 0.0) -> str | None:
-        """Wait for the reading: None where it still runs, empty once it is staged, else why it is refused."""
+        """Wait for the read and return its rejection, empty if the weights are staged; None if it still runs."""
         reading = self._current
         return reading.refusal if reading.done.wait(timeout_s) else None
 
     def give_up(self) -> None:
-        """Give up the current reading and drop what it staged."""
+        """Cancel the current read and drop its staged weights."""
         reading = self._current
         reading.given_up.set()
         self._staged.drop()
@@ -258,5 +265,5 @@ def _run(reading: _Reading, call: Callable[[threading.Event], None]) -> None:
 
 
 def too_late(timeout_s: float) -> WeightsRefusedError:
-    """The refusal of weights that were not read within `staging_timeout_s`."""
+    """Return the rejection of weights that were not read within `staging_timeout_s`."""
     return WeightsRefusedError(f"the weights were not read within staging_timeout_s = {timeout_s:g} s")

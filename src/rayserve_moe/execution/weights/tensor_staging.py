@@ -1,4 +1,4 @@
-"""Weights that arrive tensor by tensor, staged on this host until they serve as those of a checkpoint do."""
+"""Sent weights, staged on this host tensor by tensor until they are activated like those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ NOT_BEGUN = "no update has begun on this host"
 
 
 class TensorStaging:
-    """One update at a time: `begin`, then `wanted` and `add` for its tensors, then `finish`, or `drop`.
+    """Staging of an update: `begin`, then `wanted` and `add` for its tensors, then `finish`, or `drop`.
 
-    `config` is that of the checkpoint; `weights` returns those that serve, on the devices. All methods raise
-    WeightsRefusedError, on one line.
+    `config` is the checkpoint's. `weights` returns the current weights on the devices. All methods raise
+    WeightsRefusedError, in a single line.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TensorStaging:
         self._sent: SentParameters | None = None
 
     def unstarted(self) -> StartReport:
-        """What is known of a start before anything is loaded: how experts are spread, and what weights are held in."""
+        """Return the start report before anything is loaded: expert layout and dtypes."""
         served, rules = self._served, self._family.CHECKPOINT_RULES
         specs = (spec for _, spec in walk(parameter_tree(served.config, dtype=served.dtype)) if not spec.is_scale)
         roles = dict.fromkeys(spec.role for spec in specs if spec.dtype == "float32" != served.dtype)
@@ -64,7 +64,7 @@ class TensorStaging:
         )
 
     def begin(self, expert_of_slot: np.ndarray | None) -> None:
-        """Begin an update, and forget an earlier one."""
+        """Begin an update, dropping an earlier one."""
         self.drop()
         served = self._served
         slots = served.placement.expert_of_slot if expert_of_slot is None else np.array(expert_of_slot)
@@ -79,12 +79,12 @@ class TensorStaging:
             )
 
     def wanted(self, heads: Heads) -> list[WantedTensor]:
-        """What of some tensors is in this host's share."""
+        """Return the parts of some tensors that this host wants."""
         with refusing():
             return [self._begun().wanted(name, shape) for name, shape in heads]
 
     def add(self, pieces: Sequence[SentPiece]) -> None:
-        """Put pieces into their places: all that is wanted of the tensors that they are of."""
+        """Store pieces: all parts that this host wants of their tensors."""
         by_name: dict[str, list[SentPiece]] = {}
         for piece in pieces:
             by_name.setdefault(piece.name, []).append(piece)
@@ -93,7 +93,7 @@ class TensorStaging:
                 self._begun().add(name, of_tensor)
 
     def finish(self, given_up: threading.Event) -> None:
-        """Stage what has come: on the devices where there is memory, else in that of the host."""
+        """Stage the received weights: on the devices if memory suffices, else in host memory."""
         sent, self._sent = self._begun(), None
         mesh = self._served.config.plan.mesh
         devices = list(mesh.local_devices)
@@ -111,21 +111,21 @@ class TensorStaging:
 
     @property
     def share_bytes(self) -> int:
-        """What this host's share takes on its devices."""
+        """Return the bytes of this host's share on its devices."""
         return self._staged.bytes_per_device * len(self._served.config.plan.mesh.local_devices)
 
     def share(self, token: str) -> WeightShare | None:
-        """This host's share of the weights as they are with what is staged; None where memory does not hold it too."""
+        """Return this host's share of the current weights with the staged changes; None without memory for it."""
         try:
             if self.share_bytes * SPARE_SHARE > memory_available():
                 raise MemoryError(f"{self.share_bytes} bytes")
             return write_share(token, self._weights(), staged=self._staged.ready)
         except (OSError, MemoryError) as error:
-            log.warning("sent weights are not kept, and end with their host: %s", error)
+            log.warning("the sent weights are not kept, and are lost with their host: %s", error)
             return None
 
     def drop(self) -> None:
-        """Forget the update, staged or not."""
+        """Drop the update, staged or not."""
         self._sent = None
         self._staged.drop()
 

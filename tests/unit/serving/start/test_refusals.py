@@ -211,7 +211,7 @@ def test_tensors_that_do_not_fit_the_config_are_one_sentence(tmp_path, way):
 
 def test_what_no_library_is_needed_for_is_refused_at_once(refused, tmp_path):
     elsewhere = "avx2" if platform.machine() == "aarch64" else "neon"
-    assert f"has no level {elsewhere}: take one of" in refused(
+    assert f"has no level {elsewhere}: choose from" in refused(
         config(applications__0__args={**ARGS, "cpu_level": elsewhere})
     )
     assert "no such model; available: calculator" in refused(
