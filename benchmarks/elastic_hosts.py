@@ -169,7 +169,7 @@ def main() -> None:
     values = {"max_model_len": 256, "max_running_requests": 48, "precompile_bs_paddings": [48], "max_step_tokens": 128}
     hosts = {"num_hosts": NUM_HOSTS, "data_parallel_size": NUM_HOSTS, "cpus_per_host": NUM_CPUS, **EPLB}
     elastic = {"elastic_after_s": arguments.after, "enable_return_routed_experts": True}
-    bounds = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000}
+    bounds = {"max_rebuilds_in_10_minutes": 1000, "max_rebuilds_in_hour": 1000}
     path = checkpoint_of("tiny")
     with tempfile.TemporaryDirectory() as folder:
         programs = arguments.programs or folder

@@ -42,8 +42,8 @@ SETTINGS: dict[str, Any] = {
     "precompile_bs_paddings": [4],
     "structured_output": False,
     "num_hosts": 1,
-    "most_rebuilds_in_10_minutes": 1000,
-    "most_rebuilds_in_hour": 1000,
+    "max_rebuilds_in_10_minutes": 1000,
+    "max_rebuilds_in_hour": 1000,
 }
 
 

@@ -181,7 +181,7 @@ def main() -> None:
     path = checkpoint_of("tiny")
     values = {"max_model_len": 256, "max_running_requests": 48, "precompile_bs_paddings": [48], "max_step_tokens": 128}
     hosts = {"num_hosts": 2, "cpus_per_host": NUM_CPUS, "standby_workers": False, "enable_return_routed_experts": True}
-    bounds = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000}
+    bounds = {"max_rebuilds_in_10_minutes": 1000, "max_rebuilds_in_hour": 1000}
     engine = start_replica_engine(settings_from({"model_path": str(path), **values, **hosts, **bounds}))
     try:
         for name in arguments.faults:

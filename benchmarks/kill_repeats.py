@@ -39,7 +39,7 @@ from rayserve_moe.checkpoints.model_path import SYNTHETIC_PREFIX, resolve_model_
 from rayserve_moe.config.load import default_cache_directory
 
 POLL_S = 0.2
-BOUNDS = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000}
+BOUNDS = {"max_rebuilds_in_10_minutes": 1000, "max_rebuilds_in_hour": 1000}
 COUNTED = ("lost", "tokens", "logprobs", "rows", "crossed")
 HEADINGS = {"logprobs": "log-probs", "crossed": "crossed an update"}
 WORKER = "ray::HostWorker"

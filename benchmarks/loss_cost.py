@@ -38,7 +38,7 @@ LIMIT_S = 300.0
 
 def replica(*, watches: bool) -> ReplicaEngine:
     """A replica whose worker is watched and can be replaced, or neither."""
-    own = {"standby_workers": True} if watches else {"most_rebuilds_in_10_minutes": 0}
+    own = {"standby_workers": True} if watches else {"max_rebuilds_in_10_minutes": 0}
     model_path = resolve_model_path(SETTINGS["model_path"], cache_directory=default_cache_directory())
     engine = start_replica_engine(settings_from({**SETTINGS, "model_path": str(model_path), "num_hosts": 1, **own}))
     group = engine.executor._group

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def head_url() -> str:
-    """The head of this cluster: on the head itself the operator leaves no address."""
+    """Return the head of this cluster; on the head itself the operator leaves no address."""
     return f"http://{os.environ.get('FQ_RAY_IP', '127.0.0.1')}:8000"
 
 
@@ -57,7 +57,7 @@ def wait_until_idle(
 
 
 def requests_in(url: str, api_key: str) -> int | None:
-    """Requests that run or wait; None where nobody answers for the application.
+    """Return the number of requests that run or wait; None if nobody answers for the application.
 
     An answer without a number, such as a refused key, counts as a request: better to wait than to cut one short.
     """

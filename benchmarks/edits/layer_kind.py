@@ -76,11 +76,6 @@ def states(own: RunningMean, *, kernels: Kernels, tensor_size: int) -> tuple[Sta
     return (StateKind(KIND, "token", (ArraySpec((own.width,), (None,)),)),)
 
 
-def choose_kernels(own: RunningMean, kernels: Kernels, *, prefers_flat: bool) -> Kernels:
-    """Return the table: XLA computes the mean."""
-    return kernels
-
-
 def prepare(own: RunningMean, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> Any:
     """Return the positions [T, W] that each token takes the mean of, and the block [T] that it belongs to."""
     positions_TW = batch.positions_T[:, None] - jnp.arange(own.num_tokens)
@@ -112,7 +107,7 @@ def apply(
     return out_TD.astype(normed_TD.dtype), {**pools, KIND: (pool,)}
 
 
-MIXER = Mixer(parameters, states, choose_kernels, prepare, apply)
+MIXER = Mixer(parameters, states, None, prepare, apply)
 ''',
         "model/families/toy_hybrid.py": '''"""Toy: Mixtral with running means for attention in two of three layers."""
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 TIMEOUT_S = 300.0
 CPUS = 5
 """Of a node of these tests alone: no other node of the cluster will do for its hosts."""
-ELASTIC = {"elastic_after_s": 1.0, "cpus_per_host": CPUS, "devices_per_host": 1, "most_rebuilds_in_10_minutes": 1000}
+ELASTIC = {"elastic_after_s": 1.0, "cpus_per_host": CPUS, "devices_per_host": 1, "max_rebuilds_in_10_minutes": 1000}
 
 
 @pytest.fixture(scope="module")

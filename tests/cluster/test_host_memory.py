@@ -26,7 +26,7 @@ from tests.cluster.test_hosts import assert_same, complete
 from tests.cluster.test_rebuild import TIMEOUT_S, pids, send_all
 
 pytestmark = pytest.mark.slow
-BOUNDS = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000}
+BOUNDS = {"max_rebuilds_in_10_minutes": 1000, "max_rebuilds_in_hour": 1000}
 TEMPORARY = ("/dev/shm/", "/tmp/")
 PROGRAMS = {"executables", "native"}
 

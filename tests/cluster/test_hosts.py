@@ -119,7 +119,7 @@ def loop_over(
         settings,
         balancing=balancing or settings.balancing,
         parallel=replace(settings.parallel, data_parallel_size=num_data_ranks, num_hosts=2),
-        cluster=replace(settings.cluster, idle_release_s=0.2, most_rebuilds_in_10_minutes=1000),
+        cluster=replace(settings.cluster, idle_release_s=0.2, max_rebuilds_in_10_minutes=1000),
     )
     return EngineLoop(executor, card, settings=wanted, rebuilder=rebuilder)
 

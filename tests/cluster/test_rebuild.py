@@ -28,7 +28,7 @@ from tests.support.experts.placements import random_placement
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 300.0
-MANY = {"most_rebuilds_in_10_minutes": 1000, "most_rebuilds_in_hour": 1000, "devices_per_host": 2}
+MANY = {"max_rebuilds_in_10_minutes": 1000, "max_rebuilds_in_hour": 1000, "devices_per_host": 2}
 
 
 @pytest.fixture(scope="module")

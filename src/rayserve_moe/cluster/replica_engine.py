@@ -92,7 +92,7 @@ def start_replica_engine(
             settings=settings,
             constraints=constraint_compiler(described.tokenizer, described.card, settings=settings.structured),
             planner_for=LocalPlanner if find_balancer is None else lambda _: RemotePlanner(find_balancer),
-            rebuilder=executor if settings.cluster.most_rebuilds_in_10_minutes else None,
+            rebuilder=executor if settings.cluster.max_rebuilds_in_10_minutes else None,
         )
         undo.pop_all()
     return ReplicaEngine(loop, described.tokenizer, executor)

@@ -54,7 +54,7 @@ class GroupPlaces:
             return None
         num_parts = units_of_loss(self._cluster, self._whole)
         now = num_parts * self.parallel.num_hosts // self._whole.num_hosts
-        return Parts(now, num_parts - self._cluster.elastic_most_lost)
+        return Parts(now, num_parts - self._cluster.elastic_max_lost)
 
     @property
     def are_back(self) -> bool:

@@ -73,10 +73,10 @@ def group_sizes(cluster: ClusterSettings, parallel: ParallelSettings) -> tuple[P
     """
     if not cluster.elastic_after_s:
         return (parallel,)
-    units, most_lost = units_of_loss(cluster, parallel), cluster.elastic_most_lost
-    if units <= most_lost:
+    units, max_lost = units_of_loss(cluster, parallel), cluster.elastic_max_lost
+    if units <= max_lost:
         raise SettingsError(
-            f"elastic_after_s: elastic_most_lost {most_lost} leaves none of {units} slices or emulated hosts"
+            f"elastic_after_s: elastic_max_lost {max_lost} leaves none of {units} slices or emulated hosts"
         )
     ranks, rest = divmod(parallel.data_parallel_size, units)
     if rest:
@@ -92,7 +92,7 @@ def group_sizes(cluster: ClusterSettings, parallel: ParallelSettings) -> tuple[P
             num_slices=min(left, parallel.num_slices),
             data_parallel_size=ranks * left,
         )
-        for left in range(units, units - most_lost - 1, -1)
+        for left in range(units, units - max_lost - 1, -1)
     )
 
 

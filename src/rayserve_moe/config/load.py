@@ -61,7 +61,7 @@ def settings_from(values: Mapping[str, Any], *, on_tpu: bool = False) -> Setting
     """
     keys = _keys()
     merged = {key: os.environ[variable] for variable, key in ENVIRONMENT_KEYS.items() if os.environ.get(variable)}
-    merged = in_own_terms({**merged, **values})
+    merged = in_own_terms(_current_names({**merged, **values}))
     is_single = not merged.get("tpu_topology") and all(merged.get(n, 1) == 1 for n in ("num_hosts", "devices_per_host"))
     sections: dict[str, dict[str, Any]] = {}
     given: dict[_Key, str] = {}
@@ -191,6 +191,27 @@ def _keys() -> dict[str, _Key]:
 def _nearest(name: str, known: list[str]) -> str:
     matches = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {matches[0]!r}?" if matches else f"; known settings: {', '.join(sorted(known))}"
+
+
+RENAMED_KEYS = {
+    "most_rebuilds_in_10_minutes": "max_rebuilds_in_10_minutes",
+    "most_rebuilds_in_hour": "max_rebuilds_in_hour",
+    "elastic_most_lost": "elastic_max_lost",
+}
+"""Keys that the next release does not take any more, with the keys that it takes."""
+
+
+def _current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings under their current keys, with a warning for each renamed key."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        current = RENAMED_KEYS.get(name, name)
+        if current != name:
+            log.warning("%s is named %s: the next release does not take the old name", name, current)
+        if current in found:
+            raise SettingsError(f"{name} and {current} name the same setting: give only one of them")
+        found[current] = value
+    return found
 
 
 RENAMED_VALUES = {"expert_backend": {"pushed": "low_latency_dispatch"}}

@@ -13,7 +13,7 @@ from rayserve_moe.config.setting_fields import DAY_S
 from rayserve_moe.config.setting_fields import choice as _choice
 from rayserve_moe.config.setting_fields import named as _named
 from rayserve_moe.config.setting_fields import number as _number
-from rayserve_moe.requests.fields import LONGEST_CONSTRAINT
+from rayserve_moe.requests.fields import MAX_CONSTRAINT_BYTES
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class StructuredSettings:
     """Threads that compile constraints; further constraints wait."""
     timeout_s: float = _number(5.0, (0.1, 600), "structured_output_timeout_s")
     """Seconds until an uncompiled constraint is rejected, including the wait for a thread."""
-    max_bytes: int = _number(LONGEST_CONSTRAINT, (64, 1 << 24), "structured_output_max_bytes")
+    max_bytes: int = _number(MAX_CONSTRAINT_BYTES, (64, 1 << 24), "structured_output_max_bytes")
     """Maximum size of a schema, expression or grammar, as UTF-8 without spaces."""
     max_alternatives: int = _number(4096, (1, 1 << 20), "structured_output_max_alternatives")
     """Maximum number of choices, and of `enum` values in a schema in total."""
@@ -314,15 +314,15 @@ class ClusterSettings:
     """Maximum time of loading and compiling."""
     step_timeout_s: float = _number(120.0, (1, DAY_S))
     """Maximum time of a step, and of a collective's wait for a peer between emulated hosts."""
-    most_rebuilds_in_10_minutes: int = _number(3, (0, 1_000_000))
+    max_rebuilds_in_10_minutes: int = _number(3, (0, 1_000_000))
     """Maximum number of times that a replica replaces lost hosts in 10 minutes; beyond it the replica ends. 0 ends it
     at the first loss."""
-    most_rebuilds_in_hour: int = _number(10, (0, 1_000_000))
+    max_rebuilds_in_hour: int = _number(10, (0, 1_000_000))
     """The same maximum within an hour."""
     elastic_after_s: float = _number(0.0, (0, DAY_S))
     """Seconds after which the group continues without lost hosts (lost slices of TPUs). All experts are spread over the
     other hosts until the lost hosts have been back for the same time. 0: the group waits for them."""
-    elastic_most_lost: int = _number(1, (1, 1024))
+    elastic_max_lost: int = _number(1, (1, 1024))
     """Maximum number of slices, or emulated hosts, without which the group continues."""
     standby_workers: bool = False
     """Keep a second process per host, with libraries loaded, to replace a lost worker: about 200 MB each."""

@@ -64,7 +64,7 @@ def check_speculation(settings: SpeculationSettings, *, selection: str) -> None:
 
 
 def _algorithm(given: Any) -> Any:
-    """The algorithm by its own name."""
+    """Return the algorithm under its own name."""
     if given is None:
         return "off"
     named = given.upper() if isinstance(given, str) else given

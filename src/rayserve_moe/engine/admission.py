@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+import secrets
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from rayserve_moe.requests.records import (
     RequestError,
     SamplingParams,
 )
+from rayserve_moe.scheduling.sequence import Guide, Sequence
 from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS
 
 FORCED = "forced_routed_experts"
@@ -205,3 +207,23 @@ def _check_forced_routing(request: GenerationRequest, card: ModelCard) -> None:
         raise RequestError(f"expert ids must lie in [0, {layout.num_experts})", name)
     if (np.diff(np.sort(rows, axis=-1), axis=-1) == 0).any():
         raise RequestError("no expert may appear twice in a row", name)
+
+
+def sequences_of(request: GenerationRequest, card: ModelCard, *, guides: Iterable[Guide | None]) -> list[Sequence]:
+    """Build a sequence per choice, all with the request's seed or a shared random seed.
+
+    With a constraint, the guide withholds end tokens, and the end of sequence stops a choice even with `ignore_eos`.
+    """
+    sampling = request.sampling
+    seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
+    is_guided = request.constraint is not None
+    ends = sampling.ignore_eos and not is_guided
+    stops = frozenset(sampling.stop_token_ids) | frozenset(() if ends else card.eos_token_ids)
+    withheld = ending_ids(sampling, card) if sampling.min_new_tokens and not is_guided else frozenset()
+    sequences = [
+        Sequence(request, i, seed=seed, stop_token_ids=stops, withheld_ids=withheld, guide=guide)
+        for i, guide in enumerate(guides)
+    ]
+    for sequence in sequences if sampling.processor_arguments else ():
+        sequence.rules.processed = processed_of(sampling, card)
+    return sequences

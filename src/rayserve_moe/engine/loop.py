@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -17,7 +16,7 @@ from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfi
 from rayserve_moe.config.derive import max_live_requests, prefill_chunk_tokens, verify_rows
 from rayserve_moe.config.settings import Settings, SpeculationSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
-from rayserve_moe.engine.admission import Capacity, check_request, ending_ids, processed_of
+from rayserve_moe.engine.admission import Capacity, check_request, sequences_of
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
 from rayserve_moe.engine.cycle import SteadyPace, StepCycle
@@ -72,7 +71,7 @@ class EngineLoop:
         self._executor, self._settings = executor, settings
         self.constraints = constraints
         """Compiles the constraints of requests; closed with the loop."""
-        bounds = RebuildBounds(settings.cluster.most_rebuilds_in_10_minutes, settings.cluster.most_rebuilds_in_hour)
+        bounds = RebuildBounds(settings.cluster.max_rebuilds_in_10_minutes, settings.cluster.max_rebuilds_in_hour)
         self.recovery = None if rebuilder is None else Recovery(rebuilder, bounds)
         """Replaces lost hosts; None without a rebuilder."""
         self._commands = CommandQueue()
@@ -147,7 +146,7 @@ class EngineLoop:
             self.capacity.check()
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
-            sequences = _sequences_of(request, self.card, guides)
+            sequences = sequences_of(request, self.card, guides=guides)
             if committed:
                 restore(sequences, committed)
             self._outputs.add(sequences, sink)
@@ -301,26 +300,6 @@ def _fault_of(scheduler: Scheduler) -> AssertionError | None:
     return None
 
 
-def _sequences_of(request: GenerationRequest, card: ModelCard, guides: Iterable[Guide | None]) -> list[Sequence]:
-    """Build a sequence per choice, all with the request's seed or a shared random seed.
-
-    With a constraint, the guide withholds end tokens, and the end of sequence stops a choice even with `ignore_eos`.
-    """
-    sampling = request.sampling
-    seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
-    is_guided = request.constraint is not None
-    ends = sampling.ignore_eos and not is_guided
-    stops = frozenset(sampling.stop_token_ids) | frozenset(() if ends else card.eos_token_ids)
-    withheld = ending_ids(sampling, card) if sampling.min_new_tokens and not is_guided else frozenset()
-    sequences = [
-        Sequence(request, i, seed=seed, stop_token_ids=stops, withheld_ids=withheld, guide=guide)
-        for i, guide in enumerate(guides)
-    ]
-    for sequence in sequences if sampling.processor_arguments else ():
-        sequence.rules.processed = processed_of(sampling, card)
-    return sequences
-
-
 def _log_start(report: StartReport) -> None:
     """Log the numbers of a start, and the chosen kernels line by line."""
     log.info("started: %s", report)
@@ -381,8 +360,7 @@ def cycle_with(  # noqa: PLR0913 (features, by keyword)
     overlaps: bool = True,
 ) -> StepCycle:
     """Return the step cycle with these features; None leaves a feature out."""
-    overlaps_drafts = overlaps and not scheduler.has_entries
-    drafted = None if speculation is None else DraftedSteps(speculation, scheduler, overlaps=overlaps_drafts)
+    drafted = None if speculation is None else DraftedSteps(speculation, scheduler, overlaps=overlaps)
     tally = None if eplb is None else SelectionTally(eplb.migration)
     features = (drafted, eplb, DeferredSampling(scheduler.table), capture, tally, losses)
     if capture is not None:

@@ -57,7 +57,7 @@ def describe_model(settings: Settings) -> DescribedModel:
     settings = dataclasses.replace(settings, speculation=speculation)
     processors = load_processors(settings.structured.processors)
     card = dataclasses.replace(card, processors=tuple(each.arguments for each in processors))
-    card = dataclasses.replace(card, longest_constraint=settings.structured.max_bytes)
+    card = dataclasses.replace(card, max_constraint_bytes=settings.structured.max_bytes)
     runner = dataclasses.replace(runner_settings(settings, model), processors_digest=digest_of(processors))
     return DescribedModel(card, tokenizer, runner)
 

@@ -90,7 +90,7 @@ class PoolSizes:
                 + self.entry_bytes(num_pages)
             ),
             free=free,
-            most_useful=max_useful_pages(self.scheduler, self.cache, max_tokens=longest),
+            max_useful=max_useful_pages(self.scheduler, self.cache, max_tokens=longest),
         )
 
 
@@ -129,8 +129,8 @@ def spare_bytes(devices: list[jax.Device]) -> int:
     return _bytes_beyond("peak_bytes_in_use", devices)
 
 
-def num_pages_that_fit(cache: CacheSettings, *, bytes_of: Callable[[int], int], free: int, most_useful: int) -> int:
-    """Return the pages for `mem_fraction` of `free` bytes, at most `most_useful`; an explicit `num_pages` is kept.
+def num_pages_that_fit(cache: CacheSettings, *, bytes_of: Callable[[int], int], free: int, max_useful: int) -> int:
+    """Return the pages for `mem_fraction` of `free` bytes, at most `max_useful`; an explicit `num_pages` is kept.
 
     `bytes_of(n)` are the bytes of the pool of all layers for n pages of sequences; it grows with n.
 
@@ -138,7 +138,7 @@ def num_pages_that_fit(cache: CacheSettings, *, bytes_of: Callable[[int], int], 
     """
     if cache.num_pages:
         return cache.num_pages
-    fitting = bisect_right(range(most_useful + 1), int(free * cache.mem_fraction), key=bytes_of) - 1
+    fitting = bisect_right(range(max_useful + 1), int(free * cache.mem_fraction), key=bytes_of) - 1
     if fitting < 2:
         raise SettingsError(
             f"mem_fraction {cache.mem_fraction}: no two KV pages of {bytes_of(1)} bytes fit into {free} free bytes"

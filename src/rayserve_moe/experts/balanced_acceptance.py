@@ -117,8 +117,8 @@ def _first_open(keys_NB: jax.Array, order: SlotOrder, *, limit_N: jax.Array) -> 
     num_slots, num_tokens = keys_NB.shape
     is_open_NB = limit_N[:, None] > jnp.arange(num_tokens, dtype=jnp.int32)
     open_NB = jnp.where(is_open_NB, keys_NB, NOT_ELIGIBLE)
-    most_B = jnp.max(open_NB, axis=0)
-    is_best_NB = (open_NB == most_B) & (open_NB > NOT_ELIGIBLE)
+    max_B = jnp.max(open_NB, axis=0)
+    is_best_NB = (open_NB == max_B) & (open_NB > NOT_ELIGIBLE)
     place_B = jnp.min(jnp.where(is_best_NB, order.place_NB, NO_PLACE), axis=0)
     return jnp.where(place_B < NO_PLACE, jax.lax.rem(place_B, num_slots), num_slots)
 

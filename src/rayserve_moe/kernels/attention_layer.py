@@ -36,7 +36,7 @@ class TokenBatch:
     `token_ids_T`, `positions_T` (-1: padding) and `kv_slots_T` are int32 [T]; `page_table_BP` int32 holds the pages
     of each block's sequence. `num_singles` is U. If layers have different page tables, slots and tables have a further
     dimension ahead, and `layer_pages` assigns them to layers. If several single tokens may belong to the same sequence,
-    `sequences_U` int32 holds the sequence of each, with at most `most_together` per sequence (`Together`). `rows_B`
+    `sequences_U` int32 holds the sequence of each, with at most `max_together` per sequence (`Together`). `rows_B`
     int32 are the data rank's rows of single tokens and blocks; rows of padding are arbitrary.
     """
 
@@ -47,7 +47,7 @@ class TokenBatch:
     num_singles: int = field(metadata={"static": True})
     layer_pages: tuple[LayerPages, ...] = field(default=(), metadata={"static": True})
     sequences_U: jax.Array | None = None
-    most_together: int = field(default=1, metadata={"static": True})
+    max_together: int = field(default=1, metadata={"static": True})
     rows_B: jax.Array | None = None
     entries_B3: jax.Array | None = None
     """The entries of those rows, int32, if layers keep entries (`reference.gated_delta.RowEntries`)."""
@@ -55,7 +55,7 @@ class TokenBatch:
     @property
     def together(self) -> Together | None:
         """Return the sequences of single tokens; None if no two share a sequence."""
-        return None if self.sequences_U is None else Together(self.sequences_U, self.most_together)
+        return None if self.sequences_U is None else Together(self.sequences_U, self.max_together)
 
     @property
     def num_prefill_blocks(self) -> int:

@@ -105,7 +105,7 @@ def build_request(
     if dialect != SGLANG and options.get("return_hidden_states"):  # other dialects return only the last state
         options["return_hidden_states"] = "last"
     restrictions = _named(_CONSTRAINTS, given)
-    constraint = constraint_of(restrictions, longest=card.longest_constraint) if restrictions else None
+    constraint = constraint_of(restrictions, longest=card.max_constraint_bytes) if restrictions else None
     options |= _evidence(given, options, dialect=dialect, card=card, differs=constraint or _is_processed(sampling))
     return GenerationRequest(
         request_id or uuid.uuid4().hex,

@@ -10,7 +10,7 @@ from typing import Any
 from rayserve_moe.requests.fields import (
     ANY_OBJECT,
     LONG_TEXT,
-    LONGEST_CONSTRAINT,
+    MAX_CONSTRAINT_BYTES,
     OBJECT_OR_TEXT,
     PATTERN,
     TEXTS,
@@ -63,7 +63,7 @@ class ConstraintFields:
     """A `format`, or `structures` with `begin`, `schema` and `end`, begun by `triggers` in free text."""
 
 
-def constraint_of(given: Given, *, longest: int = LONGEST_CONSTRAINT) -> Constraint | None:
+def constraint_of(given: Given, *, longest: int = MAX_CONSTRAINT_BYTES) -> Constraint | None:
     """Return the constraint in validated values, by the names of `ConstraintFields`; None without a constraint.
 
     A text several times longer than `longest` is rejected unread, because parsing blocks all other requests.

@@ -18,7 +18,7 @@ SGLANG, OPENAI, VLLM = "sglang", "openai", "vllm"
 INT32_MAX = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 """Maximum number of likeliest tokens that the devices return per position."""
-LONGEST_CONSTRAINT = 131_072
+MAX_CONSTRAINT_BYTES = 131_072
 """Default maximum bytes of a schema, an expression or a grammar."""
 MAX_LISTED_IDS = 128
 """Maximum number of tokens whose log-probs a request can list."""
@@ -233,9 +233,9 @@ SEED = whole(-(2**63), 2**63 - 1, convert=lambda seed: (int(seed) ^ (int(seed) >
 class Repetition(NamedTuple):
     """Token pattern repeated at the end of the output."""
 
-    most_size: int
+    max_size: int
     """Maximum tokens of the pattern."""
-    least_size: int
+    min_size: int
     """Minimum tokens of the pattern."""
     count: int
     """Number of consecutive occurrences."""

@@ -12,7 +12,7 @@ NUM_RECENT = 64
 """Number of last tokens of a sequence that a processor sees."""
 NOT_PROCESSED = -1
 """Marks rows without processors."""
-MOST_NUMBERS = 256
+MAX_NUMBERS = 256
 """Maximum numbers of an argument."""
 
 
@@ -59,8 +59,8 @@ def argument_of(name: str, default: object) -> ProcessorArgument:
     """
     is_list = isinstance(default, list | tuple)
     values = list(default) if isinstance(default, list | tuple) else [default]
-    if not 0 < len(values) <= MOST_NUMBERS or not all(isinstance(value, Real) for value in values):
-        raise ValueError(f"the default of `{name}` should be a number, or a list of 1 to {MOST_NUMBERS}")
+    if not 0 < len(values) <= MAX_NUMBERS or not all(isinstance(value, Real) for value in values):
+        raise ValueError(f"the default of `{name}` should be a number, or a list of 1 to {MAX_NUMBERS}")
     is_float = any(isinstance(value, float) for value in values)
     empty = ProcessorArgument(name, (0,) * len(values), is_float, is_list)
     return empty._replace(default=tuple(empty.bits(values if is_list else values[0]).tolist()))

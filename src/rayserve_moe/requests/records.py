@@ -19,7 +19,7 @@ from rayserve_moe.requests.fields import (
     INT32_MAX,
     LISTED_IDS,
     LOGPROBS_MODE,
-    LONGEST_CONSTRAINT,
+    MAX_CONSTRAINT_BYTES,
     MAX_LOGIT_BIASES,
     MAX_TOP_LOGPROBS,
     PROCESSED,
@@ -273,7 +273,7 @@ class ModelCard:
     metadata: dict[str, str] = field(default_factory=dict)
     takes_forced_routing: bool = True
     logprobs_mode: str = PROCESSED
-    longest_constraint: int = LONGEST_CONSTRAINT
+    max_constraint_bytes: int = MAX_CONSTRAINT_BYTES
     """Maximum bytes of a schema, an expression or a grammar of a request."""
     routing_by_default: str = "off"
     """Form in which OpenAI's routes return routing if a request does not set it; `off` for none."""

@@ -88,11 +88,6 @@ class Scheduler:
         return self._limits.caches_prefixes
 
     @property
-    def has_entries(self) -> bool:
-        """Return True if layers keep entries: drafts at unknown positions could then write one."""
-        return bool(self._limits.entry_groups)
-
-    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.held) or any(rank.running for rank in self.ranks)
 

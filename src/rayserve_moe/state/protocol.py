@@ -66,7 +66,7 @@ class SequenceState(Protocol):
     def leave(self, row: int, page_ids: np.ndarray, *, positions: tuple[int, int]) -> None:
         """Release the state of a row; `page_ids` are all pages of its sequence.
 
-        Its next query is at a position from the first to the last of `positions`, which differ while drafts are awaited.
+        Its next query is from the first to the last of `positions`, which differ while drafts are awaited.
         """
         ...
 

@@ -218,8 +218,8 @@ class RepetitionDetector:
 
     def __init__(self, wanted: Repetition) -> None:
         self._wanted = wanted
-        self._sizes = np.arange(wanted.least_size, wanted.most_size + 1)
-        self._latest = np.full(wanted.most_size, -1, np.int64)
+        self._sizes = np.arange(wanted.min_size, wanted.max_size + 1)
+        self._latest = np.full(wanted.max_size, -1, np.int64)
         # Index: pattern size. Number of last tokens that equal the token `size` positions earlier.
         self._num_equal = np.zeros(len(self._sizes), np.int64)
 

@@ -74,7 +74,7 @@ def test_emulated_hosts_block_and_tpu_hosts_poll(setting, topology, transport):
     [
         ({}, {"num_hosts": 4}, [(4, 1, 1)]),
         (
-            {"elastic_after_s": 5, "elastic_most_lost": 2},
+            {"elastic_after_s": 5, "elastic_max_lost": 2},
             {"num_hosts": 4, "data_parallel_size": 8},
             [(4, 1, 8), (3, 1, 6), (2, 1, 4)],
         ),
@@ -84,7 +84,7 @@ def test_emulated_hosts_block_and_tpu_hosts_poll(setting, topology, transport):
             [(6, 3, 3), (4, 2, 2)],
         ),
         (
-            {"elastic_after_s": 5, "elastic_most_lost": 1},
+            {"elastic_after_s": 5, "elastic_max_lost": 1},
             {"num_hosts": 4, "num_slices": 2, "data_parallel_size": 2},
             [(4, 2, 2), (2, 1, 1)],
         ),

@@ -121,7 +121,7 @@ WRONG = {
     ),
     "a single host that may be lost": (
         {"elastic_after_s": 5},
-        "elastic_after_s: elastic_most_lost 1 leaves none of 1 slices or emulated hosts",
+        "elastic_after_s: elastic_max_lost 1 leaves none of 1 slices or emulated hosts",
     ),
     "data ranks over two hosts that may be lost": (
         {"elastic_after_s": 5, "num_hosts": 4, "data_parallel_size": 2},
@@ -280,6 +280,14 @@ def test_the_cache_lies_where_the_desktop_says(monkeypatch, tmp_path):
 
 def test_the_only_value_of_a_fixed_setting_changes_nothing():
     assert settings_from({"model_path": "m", "elastic_programs": "on_loss"}) == settings_from({"model_path": "m"})
+
+
+def test_the_old_name_of_a_key_is_taken_with_a_warning_and_not_beside_the_new_one(caplog):
+    settings = settings_from({"model_path": "m", "most_rebuilds_in_hour": 7})
+    assert settings.cluster.max_rebuilds_in_hour == 7
+    assert "most_rebuilds_in_hour is named max_rebuilds_in_hour" in caplog.text
+    with pytest.raises(SettingsError, match="most_rebuilds_in_hour and max_rebuilds_in_hour name the same setting"):
+        settings_from({"model_path": "m", "max_rebuilds_in_hour": 7, "most_rebuilds_in_hour": 7})
 
 
 def test_the_old_name_of_a_value_is_taken_with_a_warning(caplog):

@@ -46,7 +46,7 @@ def recovering(
         scheduler=SchedulerSettings(**{"max_running_requests": 4, **scheduler}, overlap_steps=overlaps),
         cache=CacheSettings(page_size=4),
         cluster=ClusterSettings(
-            idle_release_s=0.01, most_rebuilds_in_10_minutes=most, most_rebuilds_in_hour=1000, step_timeout_s=TIMEOUT_S
+            idle_release_s=0.01, max_rebuilds_in_10_minutes=most, max_rebuilds_in_hour=1000, step_timeout_s=TIMEOUT_S
         ),
     )
     loop = EngineLoop(executor, CARD_WITH_ROWS, settings=wanted, rebuilder=executor)

@@ -46,9 +46,9 @@ def test_a_page_holds_every_kind_of_state_with_its_own_dtype():
     assert found == 16 * (3 * 2 * 8 * 2 + 2 * 8 * 4)
 
 
-def fit(free: int, *, num_pages: int = 0, mem_fraction: float = 0.5, most_useful: int = 1000) -> int:
+def fit(free: int, *, num_pages: int = 0, mem_fraction: float = 0.5, max_useful: int = 1000) -> int:
     cache = CacheSettings(num_pages=num_pages, mem_fraction=mem_fraction)
-    return memory.num_pages_that_fit(cache, bytes_of=lambda count: 100 * count, free=free, most_useful=most_useful)
+    return memory.num_pages_that_fit(cache, bytes_of=lambda count: 100 * count, free=free, max_useful=max_useful)
 
 
 def test_pages_take_their_fraction_of_what_is_free():
@@ -58,7 +58,7 @@ def test_pages_take_their_fraction_of_what_is_free():
 
 
 def test_no_more_pages_than_are_of_use():
-    assert fit(10_000, most_useful=7) == 7
+    assert fit(10_000, max_useful=7) == 7
 
 
 def test_a_given_number_of_pages_is_taken_as_it_is():

@@ -50,7 +50,7 @@ def test_late_rows_of_one_sequence_see_each_other():
         tables = batch.page_table_BP[jnp.asarray([0, 0, 0, 3, 4, 4, 4, 4])]
         slots = jnp.where(places >= 0, tables[jnp.arange(8), places // PAGE] * PAGE + places % PAGE, 0)
         batch = replace(batch, kv_slots_T=slots, page_table_BP=tables)
-        step = step._replace(batch=replace(batch, sequences_U=together, most_together=4))
+        step = step._replace(batch=replace(batch, sequences_U=together, max_together=4))
         kernels = PagedKernels(attend, attend, writing).with_knobs(config=ScoreConfig())
         attended, written = attend_blocks(queries, write_early(pool, step), step, kernels=kernels)
         found.append((attended, written[FIRST_PAGE + 1 :]))

@@ -26,7 +26,9 @@ class DraftedSteps(StepExtension):
     """
 
     def __init__(self, speculation: Speculation, scheduler: Scheduler, *, overlaps: bool = True) -> None:
-        self.speculation, self._scheduler, self._overlaps = speculation, scheduler, overlaps
+        self.speculation, self._scheduler = speculation, scheduler
+        # A token at an unknown position may be the one that writes an entry of a recurrent layer.
+        self._overlaps = overlaps and not scheduler.ranks[0].entry_tokens
         self._started_at = 0.0
         self._drains = False
         """True if the step in flight and the next step have different modes. Then its time is not recorded."""

@@ -120,7 +120,7 @@ def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, 
         served.num_rows,
         served.num_tables,
         tells_nexts=served.draft is not None,
-        most_together=config.most_together,
+        max_together=config.max_together,
         num_columns=config.num_columns,
     )
     vectors = _integers(served, config.model.plan.data_size, len(layout.padding))

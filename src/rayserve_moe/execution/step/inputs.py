@@ -79,7 +79,7 @@ class InputLayout:
     """Page tables of a row."""
     tells_nexts: bool = False
     """True if a draft model needs the token after each block."""
-    most_together: int = 1
+    max_together: int = 1
     """As in `TokenBatch`."""
     num_columns: int = 0
     """State values of a row after its page tables."""
@@ -173,8 +173,8 @@ def unpack(
         rows_B=rows_B,
         entries_B3=entries_B3,
     )
-    if layout.most_together > 1:
-        batch = replace(batch, sequences_U=single_rows, most_together=layout.most_together)
+    if layout.max_together > 1:
+        batch = replace(batch, sequences_U=single_rows, max_together=layout.max_together)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
     sampling, penalties = sampling_of(state, rows_S, positions_S=positions_T[places_S] + 1)
     nexts_B = vector_W[at.block_nexts]

@@ -54,7 +54,7 @@ class StepConfig:
     """State values of a row after its page tables."""
 
     @property
-    def most_together(self) -> int:
+    def max_together(self) -> int:
         """Return the maximum number of single tokens of a sequence in a step (`TokenBatch`); 1 if kernels ignore it."""
         return 1 + self.max_drafts if self.model.kernels.attention.has_packed_rows else 1
 
