@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 def kernels_in_words(kernels: Kernels) -> str:
     """Return the name of a kernel table; for native kernels with their instruction level."""
-    return f"{kernels.name} ({loaded_level()})" if kernels is CPU_NATIVE else kernels.name
+    return f"{kernels.name} ({loaded_level()})" if kernels.name == CPU_NATIVE.name else kernels.name
 
 
 def choose_kernels(

@@ -303,7 +303,7 @@ class StartReport:
     """Names of float32 tensors; `*` stands for a number."""
     placement: ExpertPlacement | None = None
     """Placement of the experts; None for their own order."""
-    kernels: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Chosen kernel by operation, with the reasons against the ones preferred to it."""
 
     def __str__(self) -> str:

@@ -241,7 +241,7 @@ def launch_for(devices: list[jax.Device]) -> Launch:
 
 def first_shapes(served: ServedModel) -> tuple[StepShape, ...]:
     """Return the shapes that a server needs at its start, in the order of `served.shapes`."""
-    if served.config.kernels is not CPU_NATIVE or jax.process_count() > 1:
+    if served.config.kernels.name != CPU_NATIVE.name or jax.process_count() > 1:
         return served.shapes
     decode = [shape for shape in served.shapes if not shape.num_blocks]
     mixed = [shape for shape in served.shapes if shape.num_blocks]
