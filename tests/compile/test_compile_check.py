@@ -225,6 +225,8 @@ PUBLISHED = {
     "qwen1.5-moe-a2.7b": (14, 3),
     "qwen3-235b-a22b": (235, 22),
     "qwen3-30b-a3b": (31, 3),
+    "qwen3-next-80b-a3b": (80, 4),
+    "qwen3.5-35b-a3b": (35, 3),
 }
 """Parameters of each preset, and of one token's path with the embedding and the head, in units of 1e9."""
 

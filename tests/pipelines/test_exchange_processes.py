@@ -20,7 +20,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"XLA_FLAGS": flags_of_children()}
 
 
-@pytest.mark.parametrize("program", ["ragged_cases", pytest.param("expert_cases", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "program", ["kernels.ragged_exchange", pytest.param("experts.moe_layer", marks=pytest.mark.slow)]
+)
 def test_two_processes_get_what_the_definition_says(program, environment):
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", f"tests.support.{program}", address]

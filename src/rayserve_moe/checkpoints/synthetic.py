@@ -317,7 +317,7 @@ def _gpt_oss(sizes: dict[str, Any], **more: Any) -> SyntheticModel:
 
 
 FAMILY_PRESETS = {
-    # Three recurrent layers, then gated attention: 2.0 M, 112 M and 1.0 B
+    # Three recurrent layers, then gated attention: 2.1 M, 122 M and 1.01 B
     "qwen3.5-tiny": SyntheticModel(
         _QWEN3_5 | _TINY | {
             "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 64, "num_experts": 16,

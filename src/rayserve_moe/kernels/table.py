@@ -19,7 +19,7 @@ import jax
 from rayserve_moe.kernels import kv_pool
 from rayserve_moe.kernels.attention_heads import project_packed_rows, project_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
-from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, Operation, operation
+from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, Operation, operation, supports_all
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
@@ -175,8 +175,29 @@ class Kernels:
 
 def products(*candidates: Function) -> tuple[Operation, Operation]:
     """Return `results` and `sums` of `ExpertKernels` by candidates for the product of `results`."""
-    sums = (replace(each, run=partial(expert_products.sum_results, multiply=each.run)) for each in candidates)
+    sums = (
+        replace(
+            each,
+            run=partial(expert_products.sum_results, multiply=each.run),
+            unsupported_reason=each.unsupported_reason
+            if each.unsupported_reason is supports_all
+            else partial(_reason_against_sums, each.unsupported_reason),
+        )
+        for each in candidates
+    )
     return Operation(candidates), Operation(tuple(sums))
+
+
+def _reason_against_sums(
+    reason: Callable[..., str],
+    hidden_TD: jax.Array,
+    slots_TK: jax.Array,
+    gates_TK: jax.Array,
+    experts: expert_products.LayerExperts,
+    **named: Any,
+) -> str:
+    """Return why the product of a sum does not take its call; gates do not matter to it."""
+    return reason(hidden_TD, slots_TK, experts, **named)
 
 
 def grouped_attention(*, project: Operation, **paged: Callable[..., Any]) -> AttentionKernels:

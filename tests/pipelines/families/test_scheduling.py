@@ -38,10 +38,10 @@ In float64, rounding the result of every product to float32 moves this one by 3.
 against float64 one device is off by 9.8e-6, four by 3.1e-6 and transformers in float32 by 1.2e-6.
 """
 
-RECURRENT_TOLERANCE = 5e-5
+RECURRENT_TOLERANCE = 1e-4
 """Log-probs of recurrent layers if devices add parts of sums in another order: states carry the rounding on.
 
-Measured: 2.6e-5 at most for qwen3_next-0. Its logits in float32 are 4.5e-5 of their spread away from transformers.
+Measured: 5.2e-5 at most for qwen3_next-0. Its logits in float32 are 4.5e-5 of their spread away from transformers.
 """
 
 

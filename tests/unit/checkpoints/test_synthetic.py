@@ -32,6 +32,7 @@ NUM_PARAMETERS = {
     "tiny": 1.9e6, "small": 114e6, "mid": 972e6,
     "olmoe-tiny": 1.98e6, "olmoe-small": 117e6, "olmoe-mid": 990e6,
     "deepseek-v3-tiny": 1.7e6, "deepseek-v3-small": 113e6, "deepseek-v3-mid": 1.01e9,
+    "qwen3.5-tiny": 2.08e6, "qwen3.5-small": 122e6, "qwen3.5-mid": 1013e6,
     "gpt-oss-tiny": 1.93e6, "gpt-oss-small": 115e6, "gpt-oss-mid": 970e6,
 }  # fmt: skip
 
