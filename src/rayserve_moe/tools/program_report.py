@@ -214,7 +214,7 @@ def pieces_of(served: ServedModel, state: DeviceState) -> list[Piece]:
     for kept in states_of(model):
         for pool in state.pools[kept.kind.name]:
             per_layer = local_elements(pool) // kept.num_layers
-            rows = pool.sharding.shard_shape(pool.shape)[2:]
+            rows = pool.sharding.shard_shape(pool.shape)[2 if kept.kind.per == "token" else 1 :]
             pieces.append(Piece(kept.kind.name, _hlo_dtype(str(pool.dtype)), rows, per_layer // 2, is_written=True))
     return pieces
 

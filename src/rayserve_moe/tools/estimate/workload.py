@@ -16,7 +16,7 @@ from rayserve_moe.kernels.tpu.packed_rows import layout_of
 from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block, tile_queries_for
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import MixerSpec, ModelSpec, ScoreShape
-from rayserve_moe.model.states import states_of
+from rayserve_moe.model.states import entry_states, token_states
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
 
@@ -69,7 +69,7 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
                 used, rows = _of_table(name, ties=spec.tie_embeddings), sizes.rows * plan.data_size
             weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
             flops += 2 * elements * rows * (1 if used else 0)
-    states, attention = states_of(model), {}
+    states, attention = token_states(model), {}
     seen = sizes.rows * sizes.context + prompt_tokens * min(sizes.context, max(prompt_tokens, 1)) / 2
     for mixer, shape in _scoring(spec):
         row_bytes = states[0].row_bytes(plan, dtype=sizes.kv_dtype)
@@ -78,6 +78,12 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
         flops += 2 * heads * (shape.key_width + shape.value_width) * seen * num_layers
     kept = sizes.sequences * sizes.context + prompt_tokens
     state_bytes = sum(state.row_bytes(plan, dtype=sizes.kv_dtype) * kept * state.num_layers for state in states)
+    # A sequence reads its entry, and half of its ring on average.
+    state_bytes += sizes.sequences * sum(
+        (state.row_bytes(plan, dtype=sizes.kv_dtype) + state.ring_bytes(plan, dtype=sizes.kv_dtype) // 2)
+        * state.num_layers
+        for state in entry_states(model)
+    )
     return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + state_bytes)
 
 

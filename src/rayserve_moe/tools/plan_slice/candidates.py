@@ -25,7 +25,7 @@ from rayserve_moe.kernels.tpu.dispatch_sizes import unsupported_reason, usable_b
 from rayserve_moe.model.layers.choice import divided_sizes
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
-from rayserve_moe.model.states import states_of, windows_within
+from rayserve_moe.model.states import entry_states, token_states, windows_within
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.chips import OVERHEAD_S, Chip, chip_of
 from rayserve_moe.tools.estimate.links import Slice
@@ -183,11 +183,19 @@ def candidate(spec: ModelSpec, split: Split, *, traffic: Traffic, given: Assumpt
 
 
 def row_bytes(model: ModelConfig, length: int, *, kv_dtype: str) -> int:
-    """Return the bytes on a device that a sequence of `length` tokens keeps: layers with a window keep only that."""
-    return sum(
+    """Return the bytes on a device that a sequence of `length` tokens keeps.
+
+    Layers with a window keep only that, and recurrent layers two entries and a ring.
+    """
+    of_tokens = sum(
         state.row_bytes(model.plan, dtype=kv_dtype)
         * sum(window or length for window in windows_within(state.windows, max_tokens=length))
-        for state in states_of(model)
+        for state in token_states(model)
+    )
+    return of_tokens + sum(
+        state.num_layers
+        * (2 * state.row_bytes(model.plan, dtype=kv_dtype) + state.ring_bytes(model.plan, dtype=kv_dtype))
+        for state in entry_states(model)
     )
 
 
@@ -350,5 +358,5 @@ def _unseen_bytes(model: ModelConfig, tokens: StepTokens, kv_dtype: str) -> floa
     return tokens.sequences * sum(
         state.row_bytes(model.plan, dtype=kv_dtype)
         * sum(tokens.context - window for window in windows_within(state.windows, max_tokens=tokens.context) if window)
-        for state in states_of(model)
+        for state in token_states(model)
     )
