@@ -59,7 +59,7 @@ fmt: $(TEST)
 check: $(TEST)
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/ty check --python .venv
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -q -m "not scratch" tests/architecture/test_limits.py tests/architecture/test_budgets.py tests/architecture/test_edits.py
+	$(BIN)/pytest -q -m "not scratch" tests/architecture/test_limits.py tests/architecture/test_budgets.py tests/architecture/test_edits.py tests/architecture/test_language.py
 
 test: $(TEST)
 	$(BIN)/pytest $(SHARED) -m "not slow and not parity and not emulated and not published"

@@ -23,8 +23,8 @@ Given = Mapping[str, Any]
 _OBJECT_SCHEMA = {"type": "object"}
 _OPTIONS = {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "disable_fallback"}
 _KINDS = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
-_LONGEST_PATTERN = 256
-_MOST_SPACES = 4
+_MAX_PATTERN = 256
+_MAX_SPACES = 4
 """Maximum length of a schema with spaces, as a multiple of the limit without spaces."""
 _EMPTY = "it is empty: leave it out for an answer that keeps to nothing"
 _SGLANG_ANY = "$$ANY$$"
@@ -72,7 +72,7 @@ def constraint_of(given: Given, *, longest: int = MAX_CONSTRAINT_BYTES) -> Const
     """
     for name, value in given.items():
         texts = value.values() if isinstance(value, Mapping) else (value,)
-        if any(isinstance(text, str) and len(text) > _MOST_SPACES * longest for text in texts):
+        if any(isinstance(text, str) and len(text) > _MAX_SPACES * longest for text in texts):
             raise RequestError(f"it is longer than {longest} bytes", name)
     stated = {name: value for name, value in given.items() if value != "" or name not in _EMPTY_IS_NONE}
     found = [read for name in _READERS if (value := stated.get(name)) is not None and (read := _read(name, value))]
@@ -204,8 +204,8 @@ def _structured_outputs(value: Any, param: str) -> Constraint:
         content = _closed(json.loads(schema_text(content, param=param)))
     constraint = _OF_KIND[kind](content, param)
     pattern = "" if given.get("disable_any_whitespace") else given.get("whitespace_pattern")
-    if pattern is not None and (not isinstance(pattern, str) or len(pattern) > _LONGEST_PATTERN):
-        raise RequestError(f"`whitespace_pattern` should be a string of at most {_LONGEST_PATTERN} characters", param)
+    if pattern is not None and (not isinstance(pattern, str) or len(pattern) > _MAX_PATTERN):
+        raise RequestError(f"`whitespace_pattern` should be a string of at most {_MAX_PATTERN} characters", param)
     return with_whitespace(constraint, pattern)
 
 

@@ -190,8 +190,8 @@ def _read_arguments(value: object) -> tuple[tuple[str, Any], ...]:
     """Return sorted pairs of name and value, with lists as tuples. Such pairs are also accepted."""
     if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
         value = dict(value)
-    if not isinstance(value, Mapping) or len(value) > _MOST_ARGUMENTS or not all(isinstance(k, str) for k in value):
-        raise ValueError(f"should be an object of at most {_MOST_ARGUMENTS} arguments by name")
+    if not isinstance(value, Mapping) or len(value) > _MAX_ARGUMENTS or not all(isinstance(k, str) for k in value):
+        raise ValueError(f"should be an object of at most {_MAX_ARGUMENTS} arguments by name")
     given = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items() if each is not None}
     numbers = [one for each in given.values() for one in (each if isinstance(each, tuple) else [each])]
     if not all(isinstance(one, Real) for one in numbers):
@@ -199,11 +199,11 @@ def _read_arguments(value: object) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(given.items()))
 
 
-_MOST_ARGUMENTS = 64
+_MAX_ARGUMENTS = 64
 _NUMBER = {"type": ["number", "boolean"]}
 _ARGUMENT = {"anyOf": [{"type": ["number", "boolean", "null"]}, {"type": "array", "items": _NUMBER}]}
 ARGUMENTS = Values(
-    {"type": "object", "additionalProperties": _ARGUMENT, "maxProperties": _MOST_ARGUMENTS}, _read_arguments
+    {"type": "object", "additionalProperties": _ARGUMENT, "maxProperties": _MAX_ARGUMENTS}, _read_arguments
 )
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 LOGPROBS_MODE = Values(
@@ -251,16 +251,16 @@ def _read_repetition(value: object) -> Repetition | None:
     most, least, count = (COUNT.read(value.get(name) or 0) for name in names)
     if not (most or least or count):
         return None
-    if not (1 <= most <= _MOST_PATTERN_TOKENS and least <= most and count >= LEAST_REPEATS):
+    if not (1 <= most <= _MAX_PATTERN_TOKENS and least <= most and count >= MIN_REPEATS):
         raise ValueError(
-            f"should have a `max_pattern_size` in [1, {_MOST_PATTERN_TOKENS}], no larger `min_pattern_size`, "
-            f"and a `min_count` of at least {LEAST_REPEATS}"
+            f"should have a `max_pattern_size` in [1, {_MAX_PATTERN_TOKENS}], no larger `min_pattern_size`, "
+            f"and a `min_count` of at least {MIN_REPEATS}"
         )
     return Repetition(most, max(1, least), count)
 
 
-LEAST_REPEATS = 2
-_MOST_PATTERN_TOKENS = 1024
+MIN_REPEATS = 2
+_MAX_PATTERN_TOKENS = 1024
 _SIZE = {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
 REPETITION = Values(
     {

@@ -24,7 +24,7 @@ from rayserve_moe.serving.responses.request_streams import open_streams
 from rayserve_moe.serving.responses.streaming import json_answer
 from rayserve_moe.serving.schemas.control import AbortBody, PauseBody, ResetOptions, UpdateWeightsBody
 
-LONGEST_PROBE_S = 20.0
+MAX_PROBE_S = 20.0
 
 
 def control_router(state: ApiState) -> APIRouter:
@@ -136,7 +136,7 @@ async def _generate_one_token(state: ApiState) -> None:
     )
     streams = await open_streams(state, [request])
     try:
-        (result,) = await asyncio.wait_for(streams.results(), LONGEST_PROBE_S)
+        (result,) = await asyncio.wait_for(streams.results(), MAX_PROBE_S)
     except (TimeoutError, ApiError) as error:
         raise ApiError(503, "the engine generates nothing", code="nothing_generated") from error
     finally:

@@ -43,7 +43,7 @@ _PARAM_NAMES = {
     "rid": "request_id",
     ROW_START: f"sampling_params.{START}",
 }
-_MOST_UINT8_EXPERTS, _MOST_INT16_EXPERTS = 2**8, 2**15
+_MAX_UINT8_EXPERTS, _MAX_INT16_EXPERTS = 2**8, 2**15
 _SKYRL = "/skyrl/v1/generate"
 """SkyRL's route; its client reads uint8 and int16, never uint16."""
 
@@ -60,7 +60,7 @@ def token_router(state: ApiState) -> APIRouter:
         container = rollout_type(request, stream=body.stream)
         streams = await open_streams(state, [await _request(state, body, request)], param_names=_PARAM_NAMES)
         dtype = body.routed_experts_dtype
-        if request.url.path.endswith(_SKYRL) and state.card.routing.num_experts > _MOST_UINT8_EXPERTS:
+        if request.url.path.endswith(_SKYRL) and state.card.routing.num_experts > _MAX_UINT8_EXPERTS:
             dtype = "int16"
         routing = _routing_writer(state, body, streams.request_of_choice, dtype=dtype, in_container=bool(container))
         writer = TokenWriter(state.card, body, request_of_choice=streams.request_of_choice, routing=routing)
@@ -76,7 +76,7 @@ async def _request(state: ApiState, body: TokenBody, http_request: Request) -> G
     prompts = await prompt_ids_of(
         state, [body.token_ids], param="token_ids", request=http_request, truncation=truncation
     )
-    if body.routed_experts_dtype and state.card.routing.num_experts > _MOST_INT16_EXPERTS:
+    if body.routed_experts_dtype and state.card.routing.num_experts > _MAX_INT16_EXPERTS:
         raise ApiError(400, "`routed_experts_dtype` cannot hold the expert ids", param="routed_experts_dtype")
     (rows,) = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=False)
     with refusals_named(_PARAM_NAMES):

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rayserve_moe.config.given_files import is_url
 from rayserve_moe.serving.schemas.field_types import MAX_CHOICES, RequestBody, RequestId, fault
 
-_LONGEST_PATH = 4096
+_MAX_PATH = 4096
 
 
 def _absolute(path: str) -> str:
@@ -70,7 +70,7 @@ class WeightNameBody(RequestBody):
 
 CheckpointPath = Annotated[
     str,
-    Field(max_length=_LONGEST_PATH, json_schema_extra={"pattern": r"^(/|[a-z][a-z0-9+.-]*://)[^\x00]*$"}),
+    Field(max_length=_MAX_PATH, json_schema_extra={"pattern": r"^(/|[a-z][a-z0-9+.-]*://)[^\x00]*$"}),
     AfterValidator(_absolute),
 ]
 

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from rayserve_moe.requests.fields import INT32_MAX, LISTED_IDS, LOGPROBS_MODE, MAX_TOP_LOGPROBS, RequestField, declared
 
 MAX_CHOICES = 4096
-LONGEST_RID = 256
+MAX_RID = 256
 _JSON_DIALECTS = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "array"}]}
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -23,7 +23,7 @@ NumTopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 ListedIds = Annotated[Any, PlainValidator(LISTED_IDS.read), WithJsonSchema(dict(LISTED_IDS.schema))]
 LogprobsMode = Annotated[Any, PlainValidator(LOGPROBS_MODE.read), WithJsonSchema(dict(LOGPROBS_MODE.schema))]
 MaxTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
-RequestId = Annotated[str, Field(min_length=1, max_length=LONGEST_RID)]
+RequestId = Annotated[str, Field(min_length=1, max_length=MAX_RID)]
 RoutingFormat = Literal["sglang", "nested", "npy", "packed"]
 ForcedRouting = Annotated[Any, WithJsonSchema(_JSON_DIALECTS)]
 """Routing to replay, in any JSON dialect; a batch has a list with an entry per prompt, null for none."""

@@ -20,7 +20,7 @@ from rayserve_moe.requests.fields import (
 )
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.schemas.field_types import (
-    LONGEST_RID,
+    MAX_RID,
     RequestBody,
     RoutingFields,
     RoutingFormat,
@@ -32,8 +32,8 @@ from rayserve_moe.serving.schemas.prompt_types import MAX_PROMPTS, IdsBatch, Pro
 
 def _check_rids(value: object) -> str | list[str]:
     rids = value if isinstance(value, list) else [value]
-    if not all(isinstance(rid, str) and 0 < len(rid) <= LONGEST_RID for rid in rids) or len(rids) > MAX_PROMPTS:
-        raise fault(f"should be a string of 1 to {LONGEST_RID} characters or a list of such")
+    if not all(isinstance(rid, str) and 0 < len(rid) <= MAX_RID for rid in rids) or len(rids) > MAX_PROMPTS:
+        raise fault(f"should be a string of 1 to {MAX_RID} characters or a list of such")
     if len(set(rids)) != len(rids):
         raise fault("should not hold the same id twice")
     return value if isinstance(value, list) else str(value)
@@ -75,7 +75,7 @@ Listed = Annotated[Any, _reader(LISTED_IDS, takes_lists=True), _schema(LISTED_ID
 States = Annotated[Any, _reader(HIDDEN_STATES), _schema(HIDDEN_STATES)]
 Salts = Annotated[Any, _reader(_SALT), _schema(_SALT)]
 
-_RID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": LONGEST_RID}
+_RID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_RID}
 _RIDS_SCHEMA = {"type": "array", "items": _RID_SCHEMA, "maxItems": MAX_PROMPTS, "uniqueItems": True}
 
 Rids = Annotated[

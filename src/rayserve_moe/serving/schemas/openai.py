@@ -23,7 +23,7 @@ from rayserve_moe.serving.schemas.prompt_types import Prompts, TokenIds
 from rayserve_moe.serving.schemas.template_fields import TemplateFields
 
 MAX_TOOLS = 1024
-_LONGEST_NAME = 256
+_MAX_NAME = 256
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 _CHOICES = ("none", "auto", "required")
 _NAMED = {
@@ -37,7 +37,7 @@ _NAMED = {
 _FUNCTION = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "minLength": 1, "maxLength": _LONGEST_NAME},
+        "name": {"type": "string", "minLength": 1, "maxLength": _MAX_NAME},
         "parameters": {"type": ["object", "null"]},
     },
     "required": ["name"],
@@ -70,7 +70,7 @@ def _is_function(tool: object) -> bool:
         return False
     function = tool["function"]
     name, parameters = function.get("name"), function.get("parameters")
-    is_named = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME
+    is_named = isinstance(name, str) and 0 < len(name) <= _MAX_NAME
     return is_named and (parameters is None or isinstance(parameters, dict))
 
 
