@@ -47,6 +47,8 @@ class Reference:
     greedy_ids: list[list[int]]
     scored: list[Scored]
     selection_bias: np.ndarray
+    max_difference: float = MAX_RELATIVE_DIFFERENCE
+    """Of float32 logits, by the largest of them."""
 
     @property
     def size(self) -> float:
@@ -54,15 +56,15 @@ class Reference:
         return max(float(np.abs(one.logits).max()) for one in self.scored)
 
 
-def reference_of(
-    reference: FamilyReference | LingReference, *, seed: int, lengths: Sequence[int] = PROMPT_LENGTHS
-) -> Reference:
-    """Run the reference over prompts of these lengths."""
+def reference_of(reference: FamilyReference | LingReference, *, seed: int, is_recurrent: bool = False) -> Reference:
+    """Run the reference over prompts of PROMPT_LENGTHS, or of RECURRENT_LENGTHS for recurrent layers."""
+    lengths = RECURRENT_LENGTHS if is_recurrent else PROMPT_LENGTHS
     generator = np.random.default_rng([seed, 78])
     prompts = [generator.integers(3, reference.vocab_size, size).tolist() for size in lengths]
     greedy_ids = [reference.greedy(prompt, count=NUM_NEW_TOKENS) for prompt in prompts]
     scored = [reference.score([*prompt, *ids[:-1]]) for prompt, ids in zip(prompts, greedy_ids, strict=True)]
-    return Reference(prompts, greedy_ids, scored, reference.selection_bias())
+    max_difference = MAX_RECURRENT_DIFFERENCE if is_recurrent else MAX_RELATIVE_DIFFERENCE
+    return Reference(prompts, greedy_ids, scored, reference.selection_bias(), max_difference)
 
 
 def logit_difference(engine: Engine, reference: Reference) -> float:
@@ -85,13 +87,13 @@ def answers_of(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[st
 
 
 def assert_same_answers(answers: list[dict[str, Any]], reference: Reference) -> None:
-    """Ids are equal, and log-probs follow from logits that differ by MAX_RELATIVE_DIFFERENCE."""
+    """Ids are equal, and log-probs follow from logits that differ by the reference's `max_difference`."""
     assert [answer["output_ids"] for answer in answers] == reference.greedy_ids
     for answer, one in zip(answers, reference.scored, strict=True):
         logits = one.logits[-NUM_NEW_TOKENS:].astype(np.float64)
         wanted = logits.max(-1) - np.logaddexp.reduce(logits, axis=-1)
         found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=2 * MAX_RELATIVE_DIFFERENCE * reference.size)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2 * reference.max_difference * reference.size)
 
 
 def differing_rows(answers: list[dict[str, Any]], reference: Reference, spec: ModelSpec) -> tuple[int, int]:

@@ -27,9 +27,9 @@ class Served:
 
     def __init__(self, case: FamilyCase, directory: Path, *, running: ExitStack) -> None:
         model = live.reference_model(case)
-        self.family, self.path = case.family, model.save(directory)
-        lengths = comparison.RECURRENT_LENGTHS if case.family in comparison.RECURRENT else comparison.PROMPT_LENGTHS
-        self.reference = comparison.reference_of(model, seed=case.variant, lengths=lengths)
+        self.path = model.save(directory)
+        is_recurrent = case.family in comparison.RECURRENT
+        self.reference = comparison.reference_of(model, seed=case.variant, is_recurrent=is_recurrent)
         self._running, self._engines = running, {}
 
     def engine(self, **settings: Any) -> Engine:
@@ -61,8 +61,7 @@ def assert_same(served: Served, engine: Engine, record_property: Record) -> None
 def test_logits_are_those_of_the_reference(served: Served, record_property: Record):
     difference = comparison.logit_difference(served.engine(), served.reference)
     record_property("logit difference", difference)
-    is_recurrent = served.family in comparison.RECURRENT
-    assert difference <= (comparison.MAX_RECURRENT_DIFFERENCE if is_recurrent else comparison.MAX_RELATIVE_DIFFERENCE)
+    assert difference <= served.reference.max_difference
 
 
 def test_greedy_ids_and_routing_are_those_of_the_reference(served: Served, record_property: Record):
