@@ -19,7 +19,7 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.step.function import step_logits
 from rayserve_moe.execution.step.pytrees import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.model.states import pool_shapes
+from rayserve_moe.model.states import PoolCounts, pool_shapes
 
 USUAL_SCALE = 0.02
 """Deviation of weights as they are initialised. At a few times that, a random network decides as a trained one does."""
@@ -122,7 +122,7 @@ def served_distributions(runner: HostRunner, *, longest: int) -> Callable[[np.nd
     num_blocks = -(-longest // PAGE)
     shape = StepShape(0, num_blocks, PAGE)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
-    pools = pool_shapes(config, num_pages=num_blocks + 1, page_size=PAGE, dtype=runner.served.dtype)
+    pools = pool_shapes(config, PoolCounts(num_blocks + 1), page_size=PAGE, dtype=runner.served.dtype)
 
     def everywhere(weights: ModelWeights, batch: TokenBatch, forced_MTK: jax.Array) -> jax.Array:
         places, empty = jnp.arange(shape.num_tokens), jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), pools)
