@@ -32,7 +32,7 @@ class LayerSwap:
 
     layer: int
     placement: ExpertPlacement
-    """Of this layer only."""
+    """Placement of the experts of this layer."""
     is_moved: np.ndarray
     """Slots that take fetched weights, bool [slots]."""
 
@@ -59,7 +59,7 @@ class MigrationProgress:
     """Progress of a migration."""
 
     version: int
-    """Of the placement that it leads to."""
+    """Version of the resulting placement."""
     num_layers: int = 0
     """Layers that change."""
     num_layers_done: int = 0

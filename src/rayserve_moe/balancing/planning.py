@@ -138,9 +138,9 @@ class PlacementState:
     """The input of a plan."""
 
     generation: int
-    """Of the counts."""
+    """Generation of the counts."""
     version: int
-    """Of the placement."""
+    """Version of the placement."""
     placement: ExpertPlacement
     """The current placement."""
     num_slices: int = 1
@@ -152,11 +152,11 @@ class Proposal:
     """A proposed placement, as unchecked arrays."""
 
     version: int
-    """Version that it would become."""
+    """Version of this placement if it is accepted."""
     made_from: int
-    """Version of the placement that it was planned from."""
+    """Version of the placement from which it was planned."""
     generation: int
-    """Of the counts that it was planned from."""
+    """Generation of the counts from which it was planned."""
     expert_of_slot: np.ndarray
     share_of_slot: np.ndarray
     imbalance_before: float

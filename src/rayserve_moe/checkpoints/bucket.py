@@ -101,9 +101,9 @@ class WantedTensor:
     """A host's share of a sent tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor in files."""
+    """Shape of the whole tensor in files."""
     regions: tuple[Region, ...]
-    """The host's regions of it."""
+    """Regions in the host's share."""
 
 
 class _Memory:

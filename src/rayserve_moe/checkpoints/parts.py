@@ -135,7 +135,7 @@ def columns_of_piece(columns: np.ndarray) -> slice | np.ndarray:
 
 
 def as_held(spec: ParamSpec, read: np.ndarray, *, columns: slice | np.ndarray) -> np.ndarray:
-    """Return the held columns of a piece of a file, as they are held; booleans have no offset."""
+    """Return the columns of a piece of a file in the orientation of the parameter; booleans have no offset."""
     read = read.reshape(read.shape[spec.num_leading_dims :])
     held = read.T if spec.file.transposed else read
     held = held[columns] if spec.column_dim == 0 else held[..., columns]

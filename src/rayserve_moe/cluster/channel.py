@@ -95,7 +95,7 @@ class Channel:
         return self._read(length)
 
     def shutdown(self) -> None:
-        """End pending and later sends and receives, also those of other threads."""
+        """End pending and later sends and receives of all threads."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 

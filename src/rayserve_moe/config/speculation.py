@@ -12,7 +12,7 @@ NOT_SERVED = ("STANDALONE", "DFLASH", "DSPARK", "UNO")
 """Algorithms of SGLang that take other draft models."""
 VLLM = "speculative_config"
 METHODS_OF_VLLM = {"ngram": "NGRAM", "eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
-"""Of the last there are others, by the family of the target, that end in `_mtp`."""
+"""SGLang's algorithm by vLLM's method. Methods that end in `_mtp`, with the family of the target ahead, mean `mtp`."""
 KEYS_OF_VLLM = {
     "model": "speculative_draft_model_path",
     "num_speculative_tokens": NUM_STEPS,
@@ -22,8 +22,10 @@ KEYS_OF_VLLM = {
 
 
 def in_own_terms(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat settings with null for `off`, and vLLM's `speculative_config` under SGLang's names. SettingsError for
-    what is not served, and for what is given twice."""
+    """Return flat settings with null for `off`, and vLLM's `speculative_config` under SGLang's names.
+
+    Raises: SettingsError for an unsupported method or key, and for a setting under two names.
+    """
     flat = dict(values)
     given = flat.pop(VLLM, None)
     if given is not None:

@@ -43,7 +43,7 @@ otherwise emit whitespace up to its token limit."""
 MAX_DEPTH = 64
 """Maximum nesting depth of a schema."""
 NOTHING_FORCED = '%llguidance {"no_forcing": true}\n'
-"""Grammar option by which the model samples every token, including those of fixed text."""
+"""Grammar option by which the model samples every token, fixed text included."""
 ENGINE_OPTIONS = "x-guidance"
 """Schema key that sets options of the grammar engine."""
 

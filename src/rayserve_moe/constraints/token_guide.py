@@ -90,8 +90,9 @@ class AfterText:
 class TokenGuide:
     """Guide of a choice with a matcher of its own; implements `scheduling.sequence.Guide`.
 
-    All other choices wait for its masks. The choice has an allowance of `max_mask_ms` thread time, of which every mask
-    regains a tenth; if it is used up, the choice ends with an error. `last_ms` starts at the compile-time measurement.
+    All other choices wait for its masks. The choice has an allowance of `max_mask_ms` of thread time. Every mask
+    restores a tenth of the allowance; a choice without allowance ends with an error. `last_ms` starts at the
+    compile-time measurement.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def sample(  # noqa: PLR0913 (the kernels are by keyword)
     """Sample a token per row from each device's float32 logits; the result is the same on all devices.
 
     Temperature 0 is greedy, ties to the smaller id. Truncation applies top-k, then top-p to the remaining tokens, then
-    min-p relative to the most likely token (`last_kept`). Log-probabilities are those of log_softmax(logits /
+    min-p relative to the most likely token (`last_kept`). Log-probabilities are log_softmax(logits /
     temperature) before truncation, with temperature 1 for greedy rows. All rows get as many top tokens as the largest
     request, up to `max_top`.
     """

@@ -79,7 +79,7 @@ def choose_backend(tokens: RoutedTokens, experts: PlacedExperts, *, config: Expe
     """Return the choice of a backend for these tokens: by `config.backend`, or by `EXPERT_BACKENDS` if that is `auto`.
 
     All-to-all takes the calls that low-latency dispatch does not. Only shapes and dtypes count.
-    Raises: KeyError if there is no backend of that name.
+    Raises: KeyError for an unknown name.
     """
     if config.backend == "auto":
         return choose(EXPERT_BACKENDS, tokens, experts, config=config)

@@ -113,7 +113,7 @@ def take_one(
 
 
 def _first_open(keys_NB: jax.Array, order: SlotOrder, *, limit_N: jax.Array) -> jax.Array:
-    """Return the slot that each token prefers among slots with a limit above its number [B]; N if there is none."""
+    """Return the slot that each token prefers among slots with a limit above its number [B]; N without such a slot."""
     num_slots, num_tokens = keys_NB.shape
     is_open_NB = limit_N[:, None] > jnp.arange(num_tokens, dtype=jnp.int32)
     open_NB = jnp.where(is_open_NB, keys_NB, NOT_ELIGIBLE)

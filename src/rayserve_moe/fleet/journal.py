@@ -5,7 +5,7 @@
 Replicas prove that they know the key, RAYSERVE_MOE_JOURNAL_KEY in the environment of both.
 
 It depends on no model, no Ray and no HTTP; records are opaque bytes. It keeps everything in memory: if it ends, the
-entries are lost, and replicas send those of running requests to the next journal.
+entries are lost, and replicas send the entries of running requests to the next journal.
 """
 
 from __future__ import annotations

@@ -80,11 +80,11 @@ class Operation:
     """In order of preference. The last candidate supports every call, unless the operation is fused."""
 
     def choose(self, *arguments: Any, **named: Any) -> Choice[Callable[..., Any]]:
-        """Return the choice for a call with these arguments, of which only shapes and dtypes count."""
+        """Return the choice for a call with these arguments; only shapes and dtypes count."""
         return choose(self.candidates, *arguments, **named)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Run the chosen candidate; AssertionError if there is none."""
+        """Run the chosen candidate; AssertionError if no candidate takes the call."""
         choice = self.choose(*arguments, **named)
         assert choice.candidate is not None, f"no candidate takes this call: {choice}"
         return choice.candidate.run(*arguments, **named)

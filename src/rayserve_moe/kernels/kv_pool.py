@@ -1,7 +1,7 @@
 """The layout of keys and values in the paged pool, and writes to it.
 
 XLA:CPU computes a scatter of a float narrower than 32 bits in float32: it converts the whole pool, twice, at every
-layer. So the pool of such a platform holds the bits of bfloat16 as uint16, those of float8_e4m3fn as uint8. Only
+layer. So the pool of such a platform holds the bits of bfloat16 as uint16, and of float8_e4m3fn as uint8. Only
 copies of rows that are read are converted.
 """
 

@@ -122,7 +122,7 @@ def exchange_by_gather(
     axis_name: str | tuple[str, ...],
     axis_index_groups: Groups | None = None,
 ) -> jax.Array:
-    """Exchange rows by operations that every platform has; parameters are those of the primitive."""
+    """Exchange rows by operations that every platform has; parameters are as for the primitive."""
     gather = partial(jax.lax.all_gather, axis_name=axis_name, axis_index_groups=axis_index_groups)
     *from_sender, _ = (part.astype(jnp.int32) for part in slices)
     groups = axis_index_groups or (tuple(range(jax.lax.axis_size(axis_name))),)

@@ -54,7 +54,7 @@ MAX_INTEGERS = {
     "linear_conv_kernel_dim": 64,
     "full_attention_interval": 512,
 }
-"""Maximum value of each integer: several times that of published models."""
+"""Maximum value of each integer: several times the value of published models."""
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e12
 """Bounds of numbers that are not integers: products with them stay within float32."""
 

@@ -58,7 +58,7 @@ def draft_features(
     *,
     config: DraftConfig,
 ) -> Rows:
-    """Return the draft's features [T, D] and its pools; `weights` are those of the target and the draft.
+    """Return the draft's features [T, D] and its pools; `weights` belong to the target and the draft.
 
     Each token of `batch` follows the position at which it is placed; `features_TD` belong to these positions.
     """

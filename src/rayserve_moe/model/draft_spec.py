@@ -44,7 +44,7 @@ PREDICTION_TENSORS = {
     "fc": "eh_proj.weight",
     "draft_norm": "shared_head.norm.weight",
 }
-"""Tensors of a prediction layer beyond those of an ordinary layer."""
+"""Tensors of a prediction layer that an ordinary layer lacks."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DraftSpec:
 
     algorithm: str
     layer: ModelSpec
-    """Its decoder layer; `vocab_size` is that of the draft's head."""
+    """Its decoder layer; `vocab_size` counts the ids of the draft's head."""
     aux_layers: tuple[int, ...] = ()
     """Target layers whose inputs are concatenated into the feature; empty: the target's normed last hidden state."""
     norms_residual: bool = False
@@ -155,7 +155,7 @@ def prediction_rules(rules: Mapping[str, str], layer: int) -> dict[str, str]:
 
 
 def draft_parameters(draft: DraftSpec, *, dtype: str, **held: Any) -> dict[str, dict[str, ParamSpec]]:
-    """Return the parameters of a draft model; keywords are those of `parameter_specs`.
+    """Return the parameters of a draft model; keywords are as for `parameter_specs`.
 
     Its projections are replicated on every device. The target's embedding, final norm and shared head are not included.
     """

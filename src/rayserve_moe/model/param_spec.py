@@ -101,12 +101,12 @@ class ParamSpec:
 
     @property
     def num_leading_dims(self) -> int:
-        """Return the number of file dimensions before those of a piece, for experts or the row."""
+        """Return the number of file dimensions before the dimensions of a piece, for experts or the row."""
         return int(self.file.has_all_experts or self.file.is_row)
 
     @property
     def num_file_columns(self) -> int:
-        """Return the number of columns of a tensor in the file, including those of other parameters."""
+        """Return the number of columns of a tensor in the file, columns of other parameters included."""
         num_groups = self.filled_shape[self.column_dim] // (self.file.repeat_width * self.file.repeats)
         return self.file.num_columns or num_groups * (self.file.period or self.file.repeat_width)
 

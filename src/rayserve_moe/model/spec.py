@@ -157,7 +157,7 @@ class ModelSpec:
     checkpoint_dtype: str
     """Dtype of the weights in the files."""
     norm_offset: float = one_of(0.0, 1.0)
-    """Added to the scales of norms in files; with 1 the sums are held in float32."""
+    """Added to the scales of norms in files; with 1 the sums are stored in float32."""
     block_dtype: str = ""
     """8-bit dtype of weights with scales per 128 x 128 block in the files; empty if none."""
     factors: FactorSpec = FactorSpec()

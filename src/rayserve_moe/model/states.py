@@ -31,7 +31,7 @@ class KeptState(NamedTuple):
         return len(self.windows)
 
     def row_bytes(self, plan: ParallelPlan, *, dtype: str) -> int:
-        """Return the bytes of a token's row, or of an entry, per layer and device; `dtype` is that of the KV cache."""
+        """Return the bytes of a token's row, or of an entry, per layer and device; `dtype` belongs to the KV cache."""
         return _num_bytes(self.kind.entry, plan, dtype=dtype)
 
     def ring_bytes(self, plan: ParallelPlan, *, dtype: str) -> int:
@@ -136,7 +136,7 @@ def pool_partitions(config: ModelConfig) -> Pools:
 
 
 def _num_bytes(arrays: Iterable[ArraySpec], plan: ParallelPlan, *, dtype: str) -> int:
-    """Return the bytes of a row of arrays on a device; `dtype` is that of the KV cache."""
+    """Return the bytes of a row of arrays on a device; `dtype` belongs to the KV cache."""
     return sum(
         math.prod(plan.sharding(array.axes).shard_shape(array.shape)) * jnp.dtype(array.dtype or dtype).itemsize
         for array in arrays

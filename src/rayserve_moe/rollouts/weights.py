@@ -29,7 +29,7 @@ class HeldDtypes:
 
     dtype: str
     float32_tensors: tuple[str, ...] = ()
-    """Patterns of names that are held in float32."""
+    """Patterns of names that are stored in float32."""
 
     def of(self, name: str) -> np.dtype:
         is_float32 = any(fnmatchcase(name, pattern) for pattern in self.float32_tensors)

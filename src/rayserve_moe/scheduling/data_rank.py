@@ -180,8 +180,8 @@ class DataRank:
     def _kept_positions(self, sequence: Sequence, num_cached: int) -> tuple[int, ...]:
         """Return the positions after `num_cached` tokens at which entries of a sequence stay to be found, ascending.
 
-        They are the last entry of its known tokens, for siblings and retries; the last one of the cached pages that it
-        shares with others, for those who begin alike; and those of an interval, if there is one.
+        They are the last entry of its known tokens, for siblings and retries; the last entry of the cached pages that
+        it shares, for sequences with the same beginning; and the multiples of a configured interval.
         """
         grid, shared = self._kept_tokens, self.tree.match_length(sequence.cache.namespace, sequence.token_ids)
         last = (sequence.num_tokens - 1) // grid * grid

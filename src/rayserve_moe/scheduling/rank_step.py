@@ -208,7 +208,7 @@ class RankStep:
                 self._add_chunk(sequence, length)
 
     def _add_chunk(self, sequence: Sequence, length: int) -> None:
-        """Compute the next `length` known tokens of `sequence`; after the last of them, sample if it may go on."""
+        """Compute the next `length` known tokens of `sequence`; after the last token, sample if it may continue."""
         table, row, start = self.rank.table, sequence.row, sequence.num_computed
         stop = start + length
         is_last = stop == sequence.num_tokens

@@ -53,7 +53,8 @@ class Guide(Protocol):
     def next_mask(self, output_ids: np.ndarray) -> np.ndarray | FinishReason:
         """Return the bits int32 [W] of ids that may follow, as in `SampleMasks`, or the finish reason if none may.
 
-        `output_ids` are all outputs so far and extend those of earlier calls. The result is valid until the next call.
+        `output_ids` are all outputs so far and extend the outputs of earlier calls. The result is valid until the next
+        call.
         """
         ...
 

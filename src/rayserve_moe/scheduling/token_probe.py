@@ -98,8 +98,8 @@ class PromptProbe:
     def needs_block(self, start: int, stop: int) -> bool:
         """Return True if a chunk over `[start, stop)` must occupy prefill blocks, whose hidden states are available.
 
-        A probe for hidden states alone needs no blocks: servers that return hidden states also return those of single
-        tokens.
+        A probe for hidden states alone needs no blocks: servers that return hidden states return them for single tokens
+        too.
         """
         spans = [span for name, span in self._spans.items() if name != "hidden"]
         if not spans:

@@ -198,7 +198,7 @@ def hand_over(journal: JournalClient) -> int:
 
 
 async def take_over(journal: JournalClient, identity: bytes, *, told: int | list[int], capacity: Capacity) -> Resumed:
-    """Take ownership of a request of which the client has received `told`.
+    """Take ownership of a request; its client has received `told` tokens.
 
     A connection that still runs here is ended first.
 

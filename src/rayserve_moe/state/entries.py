@@ -50,7 +50,7 @@ class EntryState:
         self._kept: dict[int, tuple[int, ...]] = {}
         """Positions by row after which the state shall be found by others."""
         self._changed: dict[int, None] = {}
-        """Rows of which the devices do not know the entries yet."""
+        """Rows with entries that the devices do not know yet."""
 
     @property
     def num_kept(self) -> int:

@@ -13,7 +13,7 @@ class RowValues(NamedTuple):
 
     rows: np.ndarray
     columns: np.ndarray
-    """Which value of a row, from 0 to the number of columns of its state."""
+    """Index of the value in its row: less than the number of columns of the state."""
     values: np.ndarray
     """int32."""
 

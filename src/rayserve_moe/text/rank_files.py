@@ -287,7 +287,7 @@ def ranked_tokenizer(ranked: RankedTokens) -> Tokenizer:
     """Return a byte-level BPE with the ids of tiktoken, which knows ranks alone.
 
     Every split of a token into two others is a merge. Inside a token BPE takes the same steps in every text, so a text
-    uses a single merge per token: the last step from the token's bytes. Hence the ids equal those of tiktoken.
+    uses a single merge per token: the last step from the token's bytes. Hence the ids equal tiktoken's.
 
     Raises: GivenFileError if a special token is empty, or spelled like another token.
     """

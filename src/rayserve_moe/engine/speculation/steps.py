@@ -27,7 +27,7 @@ class DraftedSteps(StepExtension):
 
     def __init__(self, speculation: Speculation, scheduler: Scheduler, *, overlaps: bool = True) -> None:
         self.speculation, self._scheduler = speculation, scheduler
-        # A token at an unknown position may be the one that writes an entry of a recurrent layer.
+        # A token at an unknown position may write an entry of a recurrent layer.
         self._overlaps = overlaps and not scheduler.ranks[0].entry_tokens
         self._started_at = 0.0
         self._drains = False

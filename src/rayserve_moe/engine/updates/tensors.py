@@ -38,7 +38,7 @@ class BucketOrder:
     update_id: str
     """Identifies the update."""
     order: WeightOrder
-    """How the weights change with the last bucket."""
+    """Change of the weights after the last bucket."""
     number: int | None = None
     """Index of the bucket, from 0; None if the sender does not number buckets."""
     is_last: bool = False

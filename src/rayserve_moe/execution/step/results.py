@@ -69,7 +69,7 @@ def step_result(
 
 
 def _columns(found: Mapping[str, Any], places: np.ndarray) -> Columns:
-    """Return the columns of samples at `places` among those of all data ranks."""
+    """Return the columns of samples at `places` among the samples of all data ranks."""
     columns: Columns = {}
     for name, values in found.items():
         if name == "top":

@@ -1,4 +1,4 @@
-"""Sent weights, staged on this host tensor by tensor until they are activated like those of a checkpoint."""
+"""Sent weights, staged on this host tensor by tensor until they are activated like a checkpoint."""
 
 from __future__ import annotations
 

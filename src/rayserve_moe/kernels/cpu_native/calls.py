@@ -56,7 +56,7 @@ LAYOUT_OF = MappingProxyType(
         **dict.fromkeys(("head", "v_b_LHC"), "packed_columns"),
     }
 )
-"""How the parameters lie that the kernels read as the right side of a product (`layout.LAYOUTS`)."""
+"""Memory layout of the parameters that are right operands of a product (`layout.LAYOUTS`)."""
 MULTIPLES = MappingProxyType(dict.fromkeys(("expert_inner", "dense_inner", "vocabulary"), PANEL))
 """Axes that are padded to whole panels. Zeros add nothing to gate, up and down, and their logits are cut off."""
 

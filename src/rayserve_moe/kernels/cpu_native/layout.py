@@ -1,8 +1,8 @@
 """Shapes that the native CPU kernels take, and the memory layout of their weights.
 
-[K, N] lies as panels of 32 columns, in each the pairs of neighbouring k, those of 8 bits by halves of the columns;
-`products.h` explains it. A packed array keeps its shape, so code that moves, shards or counts weights by their leading
-dimensions is not concerned.
+[K, N] lies as panels of 32 columns, in each the pairs of neighbouring k; weights of 8 bits lie by halves of the
+columns. `products.h` explains it. A packed array keeps its shape, so code that moves, shards or counts weights by their
+leading dimensions is not concerned.
 """
 
 # K depth   N columns   V vocabulary   D model width   T tokens

@@ -1,4 +1,4 @@
-"""Paged causal attention in plain jnp: the definition that every other attention kernel is held to.
+"""Paged causal attention in plain jnp: the definition of every other attention kernel.
 
 Blocks are computed in sequence. Each visits its keys in spans of a fixed number of positions with an online
 softmax (Milakov and Gimelshein, arXiv:1805.02867), from the first key within its reach to its own last position. So the
@@ -25,7 +25,7 @@ MASKED = -1e30
 
 @dataclass(frozen=True)
 class ScoreConfig:
-    """Which keys a query sees besides causality, and how scores are formed. Without arguments: full attention.
+    """Visible keys of a query besides causality, and the scaling of scores. The default is full causal attention.
 
     `window` > 0: only the last `window` positions, its own among them. `scale` None stands for h ** -0.5. `soft_cap` >
     0 turns a score s into soft_cap * tanh(s / soft_cap). ValueError for negative numbers.
@@ -97,7 +97,7 @@ def attend(
     sinks_H: jax.Array | None = None,
     latent_width: int = 0,
 ) -> jax.Array:
-    """Attend each query to the keys of its block's sequence at positions up to its own, as far as `config` lets it see.
+    """Attend each query to the keys of its block's sequence at positions up to its own, within the window of `config`.
 
     `kv_pages` is [N, page, 2 * G, h], K and V of a head next to each other, in a dtype of `kv_pool`. With a
     `latent_width` of v it is [N, page, G, h]: keys, with values as their first v elements. A query at position -1 is
@@ -121,7 +121,7 @@ def attend_new(
 ) -> tuple[jax.Array, jax.Array]:
     """Write the rows of single tokens at their positions into the pool, then attend it: [B, H, v], and the pool.
 
-    Padding writes into page 0, which no sequence owns. `knobs` are those of `attend`.
+    Padding writes into page 0, which no sequence owns. `knobs` are keywords of `attend`.
     """
     (rows_BX, first_page), (page_table_BP, positions_B1, *_), page_size = new, places, kv_pages.shape[1]
     pages_B1 = jnp.take_along_axis(page_table_BP + first_page, jnp.maximum(positions_B1, 0) // page_size, axis=1)

@@ -236,7 +236,7 @@ class _Product(NamedTuple):
 
 
 def _products(weights: ExpertWeights) -> tuple[tuple[_Product, _Product], _Product]:
-    """Return the scales of gate and up, and those of down."""
+    """Return the scales of gate and up, and of down."""
     gate = _Product(weights.gate_XDF, weights.gate_scale_XZF, weights.gate_bias_XF)
     up = _Product(weights.up_XDF, weights.up_scale_XZF, weights.up_bias_XF)
     return (gate, up), _Product(weights.down_XFD, weights.down_scale_XZD, weights.down_bias_XD)

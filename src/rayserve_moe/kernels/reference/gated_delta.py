@@ -30,13 +30,13 @@ CHUNK = 64
 PIECE = 8
 """Tokens that are computed together."""
 WINDOW_ROWS = 16
-"""Inputs of the convolution that a row keeps: those of a chain of drafts, and of the tokens that they read."""
+"""Inputs of the convolution that a row keeps: enough for a chain of drafts and the tokens that they read."""
 
 _dot = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 class DeltaPools(NamedTuple):
-    """What layers of one kind keep, float32: entries, and a ring for each row; [layers * entries or rows, ...]."""
+    """Pools of the layers of a kind, float32: entries, and a ring for each row; [layers * entries or rows, ...]."""
 
     state_EHdv: jax.Array
     """States after multiples of CHUNK tokens."""
@@ -47,7 +47,7 @@ class DeltaPools(NamedTuple):
     decay_RCHx: jax.Array
     """Sums of g since the entry."""
     inputs_RJKW: jax.Array
-    """Inputs of the convolution, that of position p at p % WINDOW_ROWS."""
+    """Inputs of the convolution; position p lies at p % WINDOW_ROWS."""
 
 
 class RowEntries(NamedTuple):
@@ -72,7 +72,7 @@ class Pieces(NamedTuple):
     count: jax.Array
     """Number of new tokens; 0 for padding."""
     token: jax.Array
-    """Index of the first new token among those of the step."""
+    """Index of the first new token in the step."""
     entries: RowEntries
 
 
@@ -87,11 +87,11 @@ class DeltaTokens(NamedTuple):
     beta_TH: jax.Array
     """Float32."""
     inputs_TKW: jax.Array
-    """What the convolution reads."""
+    """Inputs of the convolution."""
 
 
 class History(NamedTuple):
-    """Where the convolution finds the tokens before each token, [T, taps - 1]; the nearest is the last."""
+    """Locations of the tokens before each token that the convolution reads, [T, taps - 1]; the nearest is the last."""
 
     token: jax.Array
     """Index of the token in the step."""
@@ -101,7 +101,7 @@ class History(NamedTuple):
     position: jax.Array
     rows_T: jax.Array
     entries: RowEntries
-    """Of each token."""
+    """Entries of the row of each token."""
 
 
 def cut_pieces(
@@ -109,7 +109,7 @@ def cut_pieces(
 ) -> Pieces:
     """Cut single tokens [U], then blocks of `block_tokens` tokens, into pieces; positions are -1 for padding.
 
-    `rows_B` and `entries` are those of single tokens and blocks. The tokens of a block are adjacent.
+    `rows_B` and `entries` belong to single tokens and blocks. The tokens of a block are adjacent.
     """
     singles, blocks = slice(None, num_singles), slice(num_singles, None)
     position_U = positions_T[singles]
@@ -147,7 +147,7 @@ def cut_pieces(
 
 
 def find_history(positions_T: jax.Array, rows_T: jax.Array, entries: RowEntries, *, num_taps: int) -> History:
-    """Find the tokens that the convolution reads before each token; `entries` are those of tokens."""
+    """Find the tokens that the convolution reads before each token; `entries` has a row per token."""
     back_n = jnp.arange(num_taps - 1, 0, -1)
     position_Tn = positions_T[:, None] - back_n
     token_Tn = jnp.maximum(jnp.arange(len(positions_T))[:, None] - back_n, 0)
@@ -321,7 +321,7 @@ class _Decays(NamedTuple):
 def _scores_of(
     decays: _Decays, keys_NHd: jax.Array, past_keys_CHd: jax.Array
 ) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
-    """Return two functions of rows [N, H, d]: their decayed products with past keys, and with those of the piece."""
+    """Return two functions of rows [N, H, d]: their decayed products with past keys, and with keys of the piece."""
     decay_NHx, before_Hx, past_decay_CHx, is_past_C11 = decays
     index = jnp.arange(PIECE)
     is_lower = index[:, None] >= index

@@ -1,4 +1,4 @@
-"""Rows of the pool in 8 bits: two numbers in an int16, so that rows are written as rows of 16 bits are.
+"""Rows of the pool in 8 bits: two numbers in an int16, so that rows are written like rows of 16 bits.
 
 No core addresses single rows of 8 bits. A row of X lanes takes X / 2 elements. Lanes are paired by whole registers: of
 two neighbouring registers, the first has the low bytes and the second the high bytes. Heads of 128 have keys in low
@@ -6,7 +6,7 @@ bytes and values in high bytes.
 
     8 bits    | K0 | V0 | K1 | V1 |          in 16 bits    | V0 K0 | V1 K1 |
 
-Numbers are those of float8_e4m3fn. Cores before tpu7x convert e4m3b11fnuz instead, in which the same bits stand for a
+Numbers are float8_e4m3fn. Cores before tpu7x convert e4m3b11fnuz instead, in which the same bits stand for a
 16th of a number, and the bits of a negative zero for NaN: there a negative zero is stored as zero, and NaN as its bits.
 """
 
@@ -70,7 +70,7 @@ def paired_rows(rows_TX: jax.Array) -> jax.Array:
 
 
 def product_dtype(pool: jax.Array, queries: jax.Array) -> jnp.dtype:
-    """Return the dtype of products with keys and values: that of the pool, or that of queries if it has pairs."""
+    """Return the dtype of products with keys and values: the dtype of the pool, or of queries if the pool has pairs."""
     return queries.dtype if is_paired(pool.dtype) else pool.dtype
 
 
@@ -93,8 +93,8 @@ def lanes_of_block(block_SX: Any, lanes: slice, dtype: jnp.dtype) -> jax.Array:
 def _decoded(pairs: jax.Array, *, is_high: bool) -> jax.Array:
     """Return the float32 numbers of the low or the high bytes of pairs.
 
-    Viewed as 8 bits, a register of pairs has rows of low and of high bytes in turn. Their bfloat16 numbers, which an
-    instruction converts, then are the two halves of words, and a bfloat16 is the upper half of a float32.
+    Viewed as 8 bits, a register of pairs alternates between rows of low and of high bytes. Their bfloat16 numbers,
+    which an instruction converts, then are the two halves of words, and a bfloat16 is the upper half of a float32.
     """
     dtype, unit = (jnp.float8_e4m3fn, 1.0) if has_e4m3() else (jnp.float8_e4m3b11fnuz, UNIT)
     words = pltpu.bitcast(pltpu.bitcast(pairs, dtype).astype(jnp.bfloat16), jnp.int32)

@@ -3,8 +3,8 @@
 A row is D bfloat16 numbers as [Q, LANES] words, each with a number of the lower half of the row in the lower bits
 and a number of the upper half above. So a row is contiguous in memory and may be copied alone.
 
-An assignment has a place among those of its device, slot after slot. At the device of its slot the rows of all
-senders are adjacent, slot after slot too, each slot's beginning at a multiple of the rows of a tile:
+An assignment has a place among the assignments of its device, slot after slot. At the device of its slot the rows of
+all senders are adjacent, slot after slot too, each slot's beginning at a multiple of the rows of a tile:
 
     sender's rows    [ slot 0 | slot 1 | ... ]                                  of all devices
     receiver's rows  [ slot 0: from rank 0, from rank 1, ... | up to a tile | slot 1 ... ]
@@ -174,7 +174,7 @@ def count_slots(slots_TK: jax.Array, num_lanes: int) -> jax.Array:
 
 
 def places_of(slots_TK: jax.Array, counts_P: jax.Array, *, nowhere: int) -> jax.Array:
-    """Return each assignment's place among those of this device: int32 [T, LANES], of which K columns are used.
+    """Return the place of each assignment on this device: int32 [T, LANES], with K columns in use.
 
     Assignments of a slot are in the order of columns, then tokens. Without a slot the place is `nowhere`.
     """

@@ -46,7 +46,7 @@ class DispatchSizes:
     activation: str = "silu"
     weight_dtype: str = "bfloat16"
     num_cores: int = 1
-    """Cores of a device, each of which has a part of the slots."""
+    """Cores of a device; each has a part of the slots."""
     given_block: int = 0
     """Replaces `widest_block`; 0: it does not."""
     in_blocks: bool = False

@@ -104,8 +104,8 @@ def _padded(num_rows: int) -> int:
 def _visits(slots_P: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
     """Return the first row of each slot, and the slot of the weights in its step: int32 [S + 1] each.
 
-    A slot with rows has its own weights, a slot without rows those of the next slot with rows. After the last slot with
-    rows, number i, the second array holds 2 * S - i.
+    A slot with rows has its own weights, a slot without rows the weights of the next slot with rows. After the last
+    slot with rows, number i, the second array holds 2 * S - i.
     """
     slots = np.arange(num_slots + 1, dtype=np.int32)[:, None]
     held = jnp.where(slots_P >= slots, slots_P, 2 * num_slots - slots_P)

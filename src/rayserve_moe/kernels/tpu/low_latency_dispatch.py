@@ -65,7 +65,7 @@ from rayserve_moe.kernels.tpu.dispatch_sizes import (
 )
 
 COLLECTIVE_ID = 1
-"""Of the barrier that this kernel's ranks meet at."""
+"""Identifies the barrier of the kernel's ranks."""
 AHEAD = 4
 """Number of slots whose rows are sent ahead: ranks skip slots without rows, so some ranks are ahead of others."""
 
@@ -314,7 +314,7 @@ def _next_weights(
 
 
 def _read_weights(refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array) -> None:
-    """Begin to read a block into a half; there is nothing to read beyond the last slot."""
+    """Begin to read a block into a half; nothing is read beyond the last slot."""
 
     @pl.when(slot < sizes.num_slots)
     def _() -> None:
@@ -337,8 +337,9 @@ def _weight_copies(
 def _multiply_tile(
     refs: Refs, sizes: DispatchSizes, first: jax.Array, half: jax.Array, block: jax.Array | None = None
 ) -> None:
-    """Multiply the rows of a tile by the weights of a half: all of an expert, or a block, after the last of which the
-    sums of all blocks take the rows' places.
+    """Multiply the rows of a tile by the weights of a half: a whole expert, or a block of it.
+
+    After the last block the sums of all blocks replace the rows.
     """
     words, rows = sizes.row_words, refs.rows.here if block is None else refs.rows.held
     pieces = [pl.ds(first * words + q, TILE_ROWS, stride=words) for q in range(words)]

@@ -1,7 +1,7 @@
 """Paged attention in one TPU kernel of our own: sinks, latents, narrow heads, windows, and drafts.
 
-The pool is that of `packed_rows`. Pages are copied into the core's memory a block at a time while the previous block is
-multiplied, across the sequences of a step. Only pages within reach of a block of queries are copied.
+The pool has the rows of `packed_rows`. Pages are copied into the core's memory a block at a time while the previous
+block is multiplied, across the sequences of a step. Only pages within reach of a block of queries are copied.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def attend(  # noqa: PLR0913 (the reference's signature)
 ) -> jax.Array:
     """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `packed_rows` has them.
 
-    Products are of the pool's dtype, or of that of queries if the pool has pairs of 8 bits (`byte_pairs`). The real
+    Products have the pool's dtype, or the dtype of queries if the pool has pairs of 8 bits (`byte_pairs`). The real
     rows of a block come first. `interpret` (see `pallas_call`) runs it without a TPU.
 
     Returns: [B, Q, H, v].

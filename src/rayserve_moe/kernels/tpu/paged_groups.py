@@ -80,8 +80,12 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     shape: TileShape,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend the groups that `places.described` has, and write their rows: [U, C, R, V], undefined for other tokens,
-    and the pool. The page table is that of the tokens at which these groups may begin; rows are `spaced_rows`."""
+    """Attend the groups of `places.described` and write their rows; rows are `spaced_rows`.
+
+    The page table has a row for each token at which a group may begin.
+
+    Returns: [U, C, R, V], undefined for other tokens, and the pool.
+    """
     visits: GroupVisits = places.described
     num_tokens, num_sets, num_rows, _ = queries_UCRK.shape
     num_visits = jnp.maximum(pl.cdiv(visits.num_groups, shape.num_cores), 1)

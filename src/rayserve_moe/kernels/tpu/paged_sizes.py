@@ -1,4 +1,4 @@
-"""How the paged attention kernel is cut: tiles of queries, blocks of pages, and calls that scalar memory allows."""
+"""Division of the paged attention kernel: tiles of queries, blocks of pages, and calls that scalar memory allows."""
 
 # B query blocks   Q queries per block   C sets of heads   R query heads of a set   K lanes of keys
 # T rows of a tile   M rows that are scored at once   S keys of a block
@@ -19,7 +19,7 @@ CLEARED_ROWS = 16
 MAX_ROWS, SCORE_ROWS, ALIGNED_ROWS = 1024, 512, 16
 """Maximum rows of queries of a tile; rows that are scored at once; rows of whole registers of 16-bit numbers."""
 VMEM_BYTES = 40 << 20
-"""Of the core's memory a call may have."""
+"""Maximum bytes of the core's memory for a call."""
 SCORES = 32 << 10
 """Maximum number of scores at once: half of the capacity of a core's registers."""
 GROUP_ROWS, GROUP_ALIGNED_ROWS, FEW_QUERIES = 128, 8, 4
@@ -78,7 +78,7 @@ class TileShape:
 
     @property
     def few_rows(self) -> int:
-        """Return the rows of a small group, at least those of `FEW_QUERIES`; `score_rows` without groups."""
+        """Return the rows of a small group, at least as many as for `FEW_QUERIES`; `score_rows` without groups."""
         if not self.is_grouped:
             return self.score_rows
         return min(self.score_rows, -(-FEW_QUERIES * self.query_rows // ALIGNED_ROWS) * ALIGNED_ROWS)
@@ -112,7 +112,7 @@ def tile_queries_for(num_queries: int, query_rows: int) -> int:
 
 
 def pages_of_a_block(page_size: int, row_bytes: int, table_width: int) -> int:
-    """Return the pages of a block of keys with rows of `row_bytes`: within bounds, and at most those of a sequence."""
+    """Return the number of pages of a block of keys with rows of `row_bytes`, at most the pages of a sequence."""
     return max(1, min(MAX_KEYS // page_size, BLOCK_BYTES // (row_bytes * page_size), table_width))
 
 

@@ -75,7 +75,7 @@ def unsupported_reason(
 ) -> str:
     """Return why the kernel does not take heads of this kind; empty if it does.
 
-    It takes heads of 128 elements, all of which rotate, with a norm for each head ahead of the rotation and no bias.
+    It takes heads of 128 rotating elements, with a norm for each head ahead of the rotation and no bias.
     """
     if config.head_dim != HEAD_WIDTH:
         return f"heads of {config.head_dim} elements, not {HEAD_WIDTH}"

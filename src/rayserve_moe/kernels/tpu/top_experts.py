@@ -20,7 +20,7 @@ from rayserve_moe.kernels.reference.layers import SCORES
 
 LANES = 128
 MAX_ELEMENTS = 1 << 20
-"""Maximum number of elements of the tokens and of a layer's router, both of which the core's memory holds whole."""
+"""Maximum number of elements of the tokens and of a layer's router, which the core's memory holds whole."""
 VMEM_BYTES = 32 << 20
 
 Finish = Callable[[jax.Array], jax.Array]

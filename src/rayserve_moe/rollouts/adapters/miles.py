@@ -15,7 +15,7 @@ def train_data(
 ) -> dict[str, list[Any]]:
     """Build the result of `convert_samples_to_train_data`: slime's, plus `weight_versions` of each sample.
 
-    Miles itself records a single version per answer, the last. Here the versions are those of the tokens, so that
+    Miles itself records a single version per answer, the last. Here each token has its version, so that
     `oldest_weight_version`, by which `max_weight_staleness` drops samples, reflects an update within an answer. For
     that the versions must be written as integers. Raises ValueError if rows are missing.
     """

@@ -129,7 +129,7 @@ def validate(schema: type[Schema], fields: dict) -> Schema:
 
 @contextmanager
 def refusals_translated(names: Mapping[str, str]) -> Generator[None, None, None]:
-    """Rename chat fields in errors to those of the dialect from which the chat was translated."""
+    """Rename chat fields in errors to the fields of the dialect from which the chat was translated."""
     try:
         yield
     except ApiError as error:

@@ -124,7 +124,7 @@ def chat_logprobs(
 ) -> dict:
     """Return the object of a chat choice; as in vLLM, `top_logprobs` begins with the token itself.
 
-    Tokens are named by their text, or by id if `as_ids`; `bytes` are those of the text.
+    Tokens are named by their text, or by id if `as_ids`; `bytes` encodes the text.
     """
     name = token_name if as_ids else tokenizer.token_text
 

@@ -196,7 +196,7 @@ class OpenAIWriter:
         return {"meta_info": fields, "sgl_ext": {"routed_experts": fields["routed_experts"]}} if fields else {}
 
     def _prompt_rows(self, choices: Sequence[dict]) -> dict:
-        """Move the rows of prompts to the answer: those of a single prompt, or a list with those of each prompt."""
+        """Move the rows of prompts to the answer: of a single prompt, or a list with the rows of each prompt."""
         found: dict[str, list | None] = {}
         for choice in choices:
             if _PROMPT_ROWS in choice:

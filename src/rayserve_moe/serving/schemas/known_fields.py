@@ -1,6 +1,6 @@
 """Table of all fields that vLLM, SGLang or OpenAI define for the request bodies here, and their treatment.
 
-*Computed* fields are those of the schemas, under any of their names. *Accepted* fields do not change the answer.
+*Computed* fields belong to the schemas, under any of their names. *Accepted* fields do not change the answer.
 *Refused* fields would change it and are unsupported: only values that switch them off are permitted.
 """
 

@@ -105,7 +105,7 @@ class GenerateBody(RoutingFields):
     """Prompt or batch, as text or token ids; `sampling_params` holds an object, or a list with an object per prompt.
 
     Options of log-probs and hidden states, and the salt, may be lists with a value per prompt. With `return_logprob`
-    true, `logprob_start_len` p requests log-probs of the prompt from position p; -1 requests those of the output only.
+    true, `logprob_start_len` p requests log-probs of the prompt from position p; -1 requests the output only.
     """
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["text"]}, {"required": ["input_ids"]}]})

@@ -33,7 +33,7 @@ class ResponsesPrompt(RequestBody):
 
 @unchecked_fields(_FIELDS_OF_CHATS)
 class ResponsesBody(ResponsesPrompt):
-    """Input, a string or items, and sampling parameters. Sampling fields are validated as those of a chat."""
+    """Input, a string or items, and sampling parameters. Sampling fields are validated as in a chat."""
 
     max_output_tokens: MaxTokens | None = None
     previous_response_id: RequestId | None = None

@@ -220,7 +220,7 @@ def launch(folder: str) -> None:
 
 
 def added_variables(arguments: Sequence[str]) -> dict[str, str] | None:
-    """Return the variables that a Python worker gets besides those of the raylet; None if it cannot be forked.
+    """Return the variables that a Python worker gets besides the raylet's; None if it cannot be forked.
 
     Other programs cannot be forked, nor can workers whose runtime environment has more than Serve's own variables.
     """

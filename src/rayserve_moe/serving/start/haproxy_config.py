@@ -129,7 +129,7 @@ def without_listeners(text: str) -> str:
 
 
 def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> list[tuple[str, str]]:
-    """Return the patterns of lines, each of which must match once, with their replacements."""
+    """Return the patterns of lines with their replacements; each must match once."""
     bound = re.search(r"^frontend http_frontend\n +bind (\S+):\d+$", text, re.MULTILINE)
     interface = bound[1] if bound and bound[1] != "*" else ""
     host = limits.host or r"\1"

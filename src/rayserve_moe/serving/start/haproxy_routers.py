@@ -33,8 +33,8 @@ def script_of(text: str) -> str:
 def behind_listener(text: str, script: str, *, folder: str) -> tuple[str, str]:
     """Return a configuration and its script that query routers through a listener.
 
-    If no router answers, requests go to the replica with the fewest connections instead of being rejected. `folder` is
-    that of the configuration.
+    If no router answers, requests go to the replica with the fewest connections instead of being rejected. `folder`
+    contains the configuration.
 
     Raises: UnknownTemplateError if either is not as expected.
     """

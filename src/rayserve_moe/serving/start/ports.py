@@ -57,7 +57,7 @@ class Ports:
 
 
 def choose_ports(http_port: int, *, claimed: Collection[int], is_free: Callable[[int], bool]) -> Ports:
-    """Return the first free and unclaimed block, beginning with that of `http_port`.
+    """Return the first free and unclaimed block, beginning with the block of `http_port`.
 
     `claimed` are the first ports of other deployments' blocks.
 

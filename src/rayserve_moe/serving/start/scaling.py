@@ -16,7 +16,7 @@ from rayserve_moe.serving.start.state import APPLICATION
 from rayserve_moe.serving.start.validation import DEPLOYMENT
 
 REPLICA_CPUS = 0.5
-"""CPUs of the engine process, besides those of its hosts."""
+"""CPUs of the engine process, besides the CPUs of its hosts."""
 MAX_REPLICAS = 4096
 
 

@@ -17,7 +17,7 @@ class Chip:
     peak_flops: float
     """bfloat16 operations."""
     link_bytes: float
-    """Of a link in a single direction."""
+    """Bytes per second of a link in a single direction."""
     num_links: int
     num_cores: int
     """Each core has its own schedule."""

@@ -32,7 +32,7 @@ class Op:
     source: str = ""
     """Source line that it, or the first of its parts, was traced from."""
     bundles: float = 0.0
-    """Of a core."""
+    """Bundles of a core."""
     hbm_bytes: float = 0.0
     """Bytes copied from and to HBM."""
     link_s: float = 0.0
@@ -137,7 +137,7 @@ class ProgramReader:
         ]
 
     def _exchange_seconds(self, num_bytes: float) -> float:
-        """Return the seconds on links of an even exchange among all devices, each of which sends `num_bytes`."""
+        """Return the seconds on links of an even exchange among all devices, if each sends `num_bytes`."""
         everywhere = [list(range(len(self.place.devices)))]
         return self.place.seconds("ragged-all-to-all", round(num_bytes), groups=everywhere)
 

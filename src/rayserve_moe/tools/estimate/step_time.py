@@ -29,9 +29,9 @@ class OpTime:
     """Number of executions."""
     in_layer: bool
     seconds: float
-    """Of an execution, with the overhead."""
+    """Seconds of an execution, with the overhead."""
     bare_seconds: float
-    """Of an execution, without the overhead."""
+    """Seconds of an execution, without the overhead."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class StepSizes:
     """Tokens of each sequence."""
     page_size: int = 128
     dtype: str = "bfloat16"
-    """Of weights."""
+    """Dtype of the weights."""
     kv_dtype: str = "bfloat16"
     singles: int = 0
     """Capacity of the step for single tokens; 0: the number of sequences."""
