@@ -91,3 +91,23 @@ def test_the_native_kernel_refuses_pages_that_are_not_there(page):
     for sources, targets in ((places, places[::-1]), (places[::-1], places)):
         with pytest.raises(Exception, match="the pool has no such pages"):
             jax.block_until_ready(jax.jit(CPU_NATIVE.pool.copy_pages)(pool, sources, targets, jnp.int32(2)))
+
+
+def test_rings_of_the_own_rank_are_copied_in_all_layers_wherever_a_prompt_ends():
+    num_layers, generator = 2, np.random.default_rng(5)
+    entry, *rings = (generator.random((num_layers * NUM_ROWS, size, 2)).astype(np.float32) for size in (1, 6, 4))
+    before = state(np.dtype(np.float32), num_groups=1, num_pages=20)
+    before = replace(before, pools={**before.pools, "delta": (entry, *rings)})
+
+    @jax.jit
+    def run(given: DeviceState) -> DeviceState:
+        vector = vector_of((1, 0, 1, 5), (0, 1, 0, 6), (1, 0, 2, 2 * PAGE))
+        of_kinds, num_rings = {"kv": LAYERS[:1]}, {"delta": (num_layers, len(rings))}
+        copy = CPU.pool.copy_pages
+        return apply_copies(given, vector, data_rank=jnp.int32(1), layer_pages=of_kinds, copy=copy, num_rings=num_rings)
+
+    after = run(jax.tree.map(jnp.asarray, before)).pools["delta"]
+    assert np.array_equal(after[0], entry), "entries stay"
+    for ring, found in zip(rings, after[1:], strict=True):
+        by_layer = ring.reshape(num_layers, NUM_ROWS, *ring.shape[1:])
+        assert np.array_equal(np.asarray(found).reshape(by_layer.shape), by_layer[:, [0, 0, 0]])

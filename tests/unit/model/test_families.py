@@ -145,6 +145,11 @@ REFUSED = {
     "window of nothing": ("gpt_oss-0", {"sliding_window": 0}, "sliding_window must be a positive integer .* found 0"),
     "yarn by nothing": ("mixtral-0", {"rope_scaling": {"type": "yarn", "factor": 0}}, "factor must be a positive"),
     "scaled to nothing": ("deepseek_v3-0", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive"),
+    "no full attention": ("qwen3_next-0", {"layer_types": ["linear_attention"] * 4}, "has no full_attention"),
+    "unknown layer": ("qwen3_5_moe_text-0", {"layer_types": ["mamba"] * 4}, "layer_types must give each layer"),
+    "value heads": ("qwen3_next-0", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3 do not divide"),
+    "long convolution": ("qwen3_5_moe_text-0", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim = 9"),
+    "plain output": ("qwen3_5_moe_text-0", {"attn_output_gate": False}, "attn_output_gate = False"),
     "odd heads": ("gpt_oss-0", {"head_dim": 33}, "rotary_dim 33 must be even"),
     "odd latent heads": ("deepseek_v3-0", {"qk_rope_head_dim": 15}, "rotary_dim 15 must be even"),
     "yarn of one frequency": (

@@ -24,7 +24,7 @@ DEPLOYMENT = "moe-server"
 LOOPBACK, HTTP_PORT = "127.0.0.1", 8000
 """Serve's default address."""
 
-# Keys of a Serve config, by section: those of Ray Serve's schemas, which take seconds to import.
+# Keys of a Serve config, by section, from Ray Serve's schemas, which take seconds to import.
 TOP_KEYS = (
     "proxy_location",
     "http_options",
