@@ -198,7 +198,7 @@ RENAMED_KEYS = {
     "most_rebuilds_in_hour": "max_rebuilds_in_hour",
     "elastic_most_lost": "elastic_max_lost",
 }
-"""Keys that the next release does not take any more, with the keys that it takes."""
+"""Keys that the next release rejects, with their current names."""
 
 
 def _current_names(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _current_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 RENAMED_VALUES = {"expert_backend": {"pushed": "low_latency_dispatch"}}
-"""Names of values that the next release does not take any more, by key, with the names that it takes."""
+"""Names of values that the next release rejects, by key, with their current names."""
 
 
 def _current_value(name: str, value: Any, key: _Key) -> Any:

@@ -35,7 +35,7 @@ class PagesRemoved(NamedTuple):
 
 
 class PagesCleared(NamedTuple):
-    """No page can be matched any more, including locked pages."""
+    """All pages leave the index, locked pages included."""
 
 
 class WeightsNamed(NamedTuple):

@@ -236,7 +236,7 @@ def _adjustment(sequence: Sequence) -> RowAdjustment:
 
 
 def _first_end(sequence: Sequence) -> int:
-    """Return the first position at which withheld ids may be sampled; 0 if no ids are withheld any more."""
+    """Return the first position at which withheld ids may be sampled; 0 if none are withheld."""
     position = sequence.num_prompt_tokens + sequence.request.sampling.min_new_tokens
     return position if sequence.rules.withheld_ids and sequence.num_tokens < position else 0
 

@@ -210,20 +210,15 @@ def advance(
         index_b = jnp.clip(piece.token + lanes - piece.known, 0, num_tokens - 1)
         is_new_b = (lanes >= piece.known) & (lanes < piece.known + piece.count)
         given = DeltaTokens(*(_masked(each[index_b], is_new_b) for each in tokens))
-        ring = DeltaPools(state_Hdv, state_Hdv, *(each[row] for each in pools[2:]))
+        ring = _Ring(state_Hdv, pools.keys_RCKd[row], pools.fresh_RCHv[row], pools.decay_RCHx[row])
         out_NHv, rows = _compute_piece(given, ring, piece.start % CHUNK, piece.known, delta=delta)
         index_b = jnp.where(is_new_b, index_b, num_tokens)
-        out_THv = out_THv.at[index_b].set(out_NHv, mode="drop", unique_indices=True)
+        out_THv = out_THv.at[index_b].set(out_NHv, mode="drop")
         place_b = piece.start % CHUNK + lanes
         place_b = jnp.where(is_new_b, place_b, CHUNK)
-        rings = (
-            pool.at[row, place_b].set(new, mode="drop", unique_indices=True)
-            for pool, new in zip(pools[2:5], rows, strict=True)
-        )
+        rings = (pool.at[row, place_b].set(new, mode="drop") for pool, new in zip(pools[2:5], rows, strict=True))
         window_b = jnp.where(is_new_b, (piece.start + lanes) % WINDOW_ROWS, WINDOW_ROWS)
-        inputs = pools.inputs_RJKW.at[row, window_b].set(
-            given.inputs_TKW.astype(jnp.float32), mode="drop", unique_indices=True
-        )
+        inputs = pools.inputs_RJKW.at[row, window_b].set(given.inputs_TKW.astype(jnp.float32), mode="drop")
         return out_THv, DeltaPools(pools.state_EHdv, pools.window_EJKW, *rings, inputs)
 
     out_THv = jnp.zeros((num_tokens, num_heads, width), jnp.float32)
@@ -249,8 +244,17 @@ def _fold_into(
     )
 
 
+class _Ring(NamedTuple):
+    """State and ring of a row."""
+
+    state_Hdv: jax.Array
+    keys_CKd: jax.Array
+    fresh_CHv: jax.Array
+    decay_CHx: jax.Array
+
+
 def _compute_piece(
-    given: DeltaTokens, ring: DeltaPools, start: jax.Array, known: jax.Array, *, delta: bool
+    given: DeltaTokens, ring: _Ring, start: jax.Array, known: jax.Array, *, delta: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """Compute the tokens of a piece at place `start` of the ring: outputs [b, H, v], and keys, fresh and decay.
 
@@ -265,23 +269,23 @@ def _compute_piece(
     index, place = jnp.arange(PIECE), jnp.arange(CHUNK)
     is_old = (index < known)[:, None, None]
     old_keys, old_fresh, old_decay = (
-        jax.lax.dynamic_slice_in_dim(part, start, PIECE) for part in (ring.keys_RCKd, ring.fresh_RCHv, ring.decay_RCHx)
+        jax.lax.dynamic_slice_in_dim(part, start, PIECE) for part in (ring.keys_CKd, ring.fresh_CHv, ring.decay_CHx)
     )
     own_keys_NKd = jnp.where(is_old, old_keys, given.keys_TKd.astype(jnp.float32))
     keys_NHd = _repeat_heads(own_keys_NKd, num_heads)
     queries_NHd = _repeat_heads(given.queries_TKd.astype(jnp.float32), num_heads)
     # Sums are formed one row after the other from the last known row: a step with one row has no other order.
     at = start + known
-    last_Hx = jnp.where(at > 0, ring.decay_RCHx[jnp.maximum(at - 1, 0)], 0.0)
+    last_Hx = jnp.where(at > 0, ring.decay_CHx[jnp.maximum(at - 1, 0)], 0.0)
     _, summed_NHx = jax.lax.scan(lambda total, row: (total + row,) * 2, last_Hx, given.decay_THx)
     # The scan begins at the first new row: rows of the known ones are zeros.
     decay_NHx = jnp.where(is_old, old_decay, summed_NHx)
-    before_Hx = jnp.where(start > 0, ring.decay_RCHx[jnp.maximum(start - 1, 0)], 0.0)
+    before_Hx = jnp.where(start > 0, ring.decay_CHx[jnp.maximum(start - 1, 0)], 0.0)
     is_past_C11 = (place < start)[:, None, None]
     # Select, never multiply: what stands behind the cursor may be NaN.
-    past_keys_CHd = jnp.where(is_past_C11, _repeat_heads(ring.keys_RCKd, num_heads), 0.0)
-    past_fresh_CHv = jnp.where(is_past_C11, ring.fresh_RCHv, 0.0)
-    past_decay_CHx = jnp.where(is_past_C11, ring.decay_RCHx, 0.0)
+    past_keys_CHd = jnp.where(is_past_C11, _repeat_heads(ring.keys_CKd, num_heads), 0.0)
+    past_fresh_CHv = jnp.where(is_past_C11, ring.fresh_CHv, 0.0)
+    past_decay_CHx = jnp.where(is_past_C11, ring.decay_CHx, 0.0)
     decays = _Decays(decay_NHx, before_Hx, past_decay_CHx, is_past_C11)
     over_past, over_own = _scores_of(decays, keys_NHd, past_keys_CHd)
     to_state = jnp.exp(decay_NHx)
@@ -289,7 +293,7 @@ def _compute_piece(
     fresh_NHv = beta_NH1 * given.values_THv.astype(jnp.float32)
     weights_NNH = jnp.zeros((PIECE, PIECE, num_heads), jnp.float32)
     if delta:
-        said_NHv = _dot("ihd,hdv->ihv", keys_NHd * to_state, ring.state_EHdv)
+        said_NHv = _dot("ihd,hdv->ihv", keys_NHd * to_state, ring.state_Hdv)
         said_NHv = said_NHv + _dot("ijh,jhv->ihv", over_past(keys_NHd), past_fresh_CHv)
         fresh_NHv = fresh_NHv - beta_NH1 * said_NHv
         is_below = (index[:, None] > index)[..., None]
@@ -302,7 +306,7 @@ def _compute_piece(
         return jax.lax.dynamic_update_index_in_dim(solved_NHv, row_Hv, i, 0)
 
     solved_NHv = jax.lax.fori_loop(known, PIECE, solve, jnp.where(is_old, old_fresh, 0.0))
-    out_NHv = _dot("ihd,hdv->ihv", queries_NHd * to_state, ring.state_EHdv)
+    out_NHv = _dot("ihd,hdv->ihv", queries_NHd * to_state, ring.state_Hdv)
     out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_past(queries_NHd), past_fresh_CHv)
     out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_own(queries_NHd), solved_NHv)
     out_NHv = jnp.where(is_sound_b[:, None, None], out_NHv, jnp.nan)
