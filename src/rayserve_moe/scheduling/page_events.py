@@ -35,7 +35,7 @@ class PagesRemoved(NamedTuple):
 
 
 class PagesCleared(NamedTuple):
-    """All pages leave the index, locked pages included."""
+    """Removal of all pages from the index, locked pages included."""
 
 
 class WeightsNamed(NamedTuple):
