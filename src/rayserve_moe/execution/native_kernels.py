@@ -87,6 +87,4 @@ def _unsupported_reason(spec: ModelSpec, plan: ParallelPlan, *, dtype: str, is_r
         return "the devices are not CPUs"
     if _is_float32(spec, dtype=dtype, is_requested=is_requested):
         return "they compute in bfloat16, and the model in float32"
-    if any(own.kind == "gated_delta" for own in spec.mixers):
-        return "they do not support recurrent layers"
     return shape_problem(summed_widths(spec, plan.tensor_size))

@@ -113,6 +113,9 @@ class RecurrenceKernels:
     """`gated_delta.short_conv`."""
     advance: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] = gated_delta.advance
     """`gated_delta.advance`."""
+    advance_layer: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] | None = None
+    """The whole layer: projections, both functions above and the output product
+    (`cpu_native.calls.advance_layer`). May be absent."""
 
 
 @dataclass(frozen=True)
@@ -289,6 +292,7 @@ CPU_NATIVE = Kernels(
     ),
     head=HeadKernels(calls.head_logits, tied_rows=take_columns),
     sampling=SamplingKernels(calls.masses_of, noise=calls.gumbel_noise, choose=calls.choose),
+    recurrence=RecurrenceKernels(advance_layer=calls.advance_layer),
     pool=PoolKernels(calls.copy_pages),
     parameters=ParameterLayout(calls.LAYOUT_OF, calls.MULTIPLES),
     add_norm=operation("cpu_native", calls.add_and_norm),

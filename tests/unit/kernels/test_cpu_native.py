@@ -108,6 +108,19 @@ def test_a_sum_and_its_norm_at_once_are_those_made_one_after_the_other(num_token
     np.testing.assert_array_equal(normed, calls.rms_norm(rows + added, scales[1], 1e-6))
 
 
+def test_float32_scales_of_a_norm_are_not_rounded():
+    generator = np.random.default_rng(0)
+    rows, added = draw(generator, 9, 90), draw(generator, 9, 90)
+    scales = jnp.asarray(1 + generator.standard_normal((3, 90)) * 2**-10, jnp.float32)
+    normed = calls.rms_norm(rows, scales[1], 1e-6)
+    assert (wide(normed) != wide(calls.rms_norm(rows, scales[1].astype(jnp.bfloat16), 1e-6))).any()
+    np.testing.assert_allclose(wide(normed), wide(rms_norm(rows, scales[1], 1e-6)), rtol=2**-8)
+    _, summed = jax.jit(partial(calls.add_and_norm, eps=1e-6))(rows, added, scales, layer=1)
+    np.testing.assert_array_equal(summed, calls.rms_norm(rows + added, scales[1], 1e-6))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a norm has other widths"):
+        jax.block_until_ready(calls.rms_norm(rows, jnp.ones(90, jnp.int32), 1e-6))
+
+
 def test_a_norm_by_the_scales_of_no_layer_is_refused():
     rows = jnp.ones((2, 32), jnp.bfloat16)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no scales of this layer"):

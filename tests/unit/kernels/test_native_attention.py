@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
-from rayserve_moe.kernels.cpu_native.calls import PROJECTIONS
+from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF
 from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE, Kernels
@@ -38,19 +38,19 @@ def _kernels():
     need_native_kernels()
 
 
-def spec_with(**changes: Any) -> ModelSpec:
+def spec_with(*, norm_offset: float = 0.0, **changes: Any) -> ModelSpec:
     """A tiny model with other values in its config, or of knobs of its attention or rotation."""
     spec = spec_from_hf(
         replace(PRESETS["tiny"], num_hidden_layers=NUM_LAYERS, num_attention_heads=6).hf_config("float32")
     )
-    return with_attention(spec, **changes)
+    return replace(with_attention(spec, **changes), norm_offset=norm_offset)
 
 
 def drawn_weights(spec: ModelSpec) -> dict[str, jax.Array]:
     generator = np.random.default_rng(1)
     specs = parameter_specs(spec, dtype="bfloat16")["gqa"]
     return {
-        name: jnp.asarray(generator.standard_normal(p.shape) * 0.1 + (p.initial == "ones"), jnp.bfloat16)
+        name: jnp.asarray(generator.standard_normal(p.shape) * 0.1 + ("norm" in name), p.dtype)
         for name, p in specs.items()
     }
 
@@ -93,7 +93,7 @@ def run(kernels: Kernels, spec: ModelSpec, batch: TokenBatch, hidden: jax.Array,
 
 
 def natively(spec: ModelSpec, batch: TokenBatch, hidden: jax.Array):
-    packed = {name: pack(array) if name in PROJECTIONS else array for name, array in drawn_weights(spec).items()}
+    packed = {name: pack(array) if LAYOUT_OF.get(name) else array for name, array in drawn_weights(spec).items()}
     return run(CPU_NATIVE, spec, batch, hidden, packed)
 
 
@@ -120,6 +120,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "part of a head": {"rotary_dim": 20},
     "neighbouring pairs of a part": {"interleaved": True, "rotary_dim": 36, "head_dim": 48},
     "neighbouring pairs": {"interleaved": True},
+    "an output gate, and float32 norms": {"output_gate": True, "norm_offset": 1.0},
+    "an output gate and biases": {"output_gate": True, "bias": True, "qk_norm": "none"},
     **{f"heads of {width}": {"head_dim": width} for width in (8, 16, 24, 64, 96, 160, 192)},
 }
 
@@ -143,7 +145,9 @@ def test_it_is_the_pure_layer(model, case):
     np.testing.assert_array_equal(pool[untouched], np.asarray(pool_of(spec), np.float32)[untouched])
 
 
-@pytest.mark.parametrize("model", ["norms of heads", "a window shorter than a block, sinks", "a window"])
+@pytest.mark.parametrize(
+    "model", ["norms of heads", "a window shorter than a block, sinks", "an output gate, and float32 norms"]
+)
 def test_a_token_comes_out_the_same_alone_in_company_and_in_a_block(model):
     spec = spec_with(**MODELS[model])
     hidden = drawn_hidden(BLOCK, spec.hidden_size)
@@ -163,7 +167,7 @@ def test_a_norm_over_the_heads_of_two_devices_is_that_of_one():
     hidden, heads, alike = drawn_hidden(len(batch.positions_T), spec.hidden_size), P(None, None, TENSOR), P()
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
-        packed = {name: pack(array) if name in PROJECTIONS else array for name, array in weights.items()}
+        packed = {name: pack(array) if LAYOUT_OF.get(name) else array for name, array in weights.items()}
         own = attention_of(spec)
         rotation = rotation_of(batch.positions_T, rope_frequencies(own.rope, own.rotary_width))
         inputs = AttentionInputs(packed, batch, rotation, jnp.int32(LAYER))

@@ -4,7 +4,7 @@
 
 #include "attention_core.h"
 #include "attention_heads.h"
-#include "panels.h"
+#include "projections.h"
 #include "scratch.h"
 #include "threads.h"
 
@@ -23,6 +23,7 @@ struct AttentionShapes {
 struct AttentionArrays {
   const bf16* hidden;          // [T, D], normed
   const bf16 *q, *k, *v, *o;   // this layer's, packed
+  const bf16* gate;            // of each element of the queries, packed; null: none
   HeadNorm q_norm, k_norm;
   const bf16 *q_bias, *k_bias, *v_bias;  // null: none
   const bf16* sinks;                     // [H]; null: none
@@ -38,33 +39,6 @@ struct AttentionArrays {
 inline BlockTokens tokens_of(int64_t block, const AttentionShapes& s) {
   if (block < s.num_singles) return {block, 1};
   return {s.num_singles + (block - s.num_singles) * s.block_tokens, s.block_tokens};
-}
-
-struct Projection {
-  const bf16 *weights, *bias;
-  bf16* out;
-  int64_t width;
-};
-
-inline void add_bias(Pair& result, const bf16* bias, int64_t column, int64_t width) {
-  result.low = rounded(result.low) + wide(bias + column, lanes_of(column, width));
-  if (column + 16 < width)
-    result.high = rounded(result.high) + wide(bias + column + 16, lanes_of(column + 16, width));
-}
-
-// Queries, keys and values of all tokens, each [T, heads * h], before norms and rotation.
-inline void project(const AttentionShapes& s, const bf16* hidden, const Projection (&parts)[3]) {
-  const int64_t counts[2] = {num_panels(parts[0].width), num_panels(parts[1].width)};
-  for_panels(s.num_tokens, s.width, counts[0] + 2 * counts[1], [&](int64_t first, int64_t num_rows, int64_t item) {
-    int which = 0;
-    while (which < 2 && item >= counts[which]) item -= counts[which++];
-    const Projection& part = parts[which];
-    const bf16* panel = panel_of(part.weights, s.width, part.width, item);
-    multiply_panel(hidden + first * s.width, num_rows, s.width, panel, [&](int64_t r, Pair result) {
-      if (part.bias) add_bias(result, part.bias, item * kPanel, part.width);
-      store_columns(part.out + (first + r) * part.width, result, item * kPanel, part.width);
-    });
-  });
 }
 
 // Norms, bounds and rotates the queries and keys of one token, and writes its key and value to the pool.
@@ -111,20 +85,33 @@ inline void attend_blocks(const AttentionShapes& s, const AttentionArrays& a, co
   });
 }
 
+// Attended queries times the sigmoid of their gates, in place.
+inline void gate_rows(bf16* attended, const bf16* gates, int64_t num_tokens, int64_t width) {
+  for_pieces(num_tokens, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * width; i < end * width; i += 16) {
+      const Mask lanes = lanes_of(i, end * width);
+      store(attended + i, gated_by_sigmoid(wide(attended + i, lanes), wide(gates + i, lanes)), lanes);
+    }
+  });
+}
+
 inline void attention_layer(const AttentionShapes& s, const AttentionArrays& a) {
   const int64_t q_width = s.q_width(), kv_width = s.kv_width();
   thread_local Scratch<bf16> scratch;
-  bf16* queries = scratch.sized(s.num_tokens * 2 * (q_width + kv_width));
+  bf16* queries = scratch.sized(s.num_tokens * ((a.gate ? 3 : 2) * q_width + 2 * kv_width));
   bf16* attended = queries + s.num_tokens * q_width;
   bf16* keys = attended + s.num_tokens * q_width;
   bf16* values = keys + s.num_tokens * kv_width;
-  project(s, a.hidden, {{a.q, a.q_bias, queries, q_width}, {a.k, a.k_bias, keys, kv_width},
-                        {a.v, a.v_bias, values, kv_width}});
+  bf16* gates = values + s.num_tokens * kv_width;
+  project(a.hidden, s.num_tokens, s.width, {{a.q, a.q_bias, queries, q_width}, {a.k, a.k_bias, keys, kv_width},
+                                            {a.v, a.v_bias, values, kv_width},
+                                            {a.gate, nullptr, gates, a.gate ? q_width : 0}});
   for_pieces(s.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
       place_token(s, a, t, queries + t * q_width, keys + t * kv_width, values + t * kv_width);
   });
   attend_blocks(s, a, queries, attended);
+  if (a.gate) gate_rows(attended, gates, s.num_tokens, q_width);
   multiply_all(attended, s.num_tokens, q_width, a.o, s.width, a.out);
 }
 

@@ -17,7 +17,7 @@ struct HeadRules {
 };
 
 struct HeadNorm {
-  const bf16* scale;  // null: none
+  NormScale scale;
   int64_t width;      // elements that are normed together: those of a head, or of all heads
 };
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "products.h"
+#include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -45,6 +45,19 @@ bool have_dims(size_t num_dims, Buffers&... buffers) {
 }
 
 ffi::Error wrong(const char* what) { return ffi::Error::InvalidArgument(what); }
+
+using Scales = ffi::AnyBuffer;  // of a norm: bfloat16 or float32
+
+bool are_scales(Scales& buffer) {
+  return buffer.element_type() == ffi::BF16 || buffer.element_type() == ffi::F32;
+}
+
+// The scales of a norm from element `first` on; none if the array is empty.
+native::NormScale scale_from(Scales& scales, int64_t first) {
+  if (scales.element_count() == 0) return {};
+  if (scales.element_type() == ffi::F32) return {nullptr, static_cast<const float*>(scales.untyped_data()) + first};
+  return {numbers(scales) + first, nullptr};
+}
 
 // Layer `layer` of arrays stacked on dimension 0; null where the array is empty.
 const native::bf16* of_layer(Bf16& stacked, int64_t layer) {

@@ -99,11 +99,11 @@ inline void norm_latents(const LatentShapes& s, const LatentArrays& a, LatentRow
   for_pieces(s.batch.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       bf16* const query = rows.query_latents.data() + t * s.query_latent;
-      if (s.query_latent > 0) norm_row(query, a.q_a_norm, query, s.query_latent, s.norm_eps);
+      if (s.query_latent > 0) norm_row(query, {a.q_a_norm}, query, s.query_latent, s.norm_eps);
       if (a.positions[t] < 0) continue;  // padding: all of it has the same slot
       const bf16* const latent = rows.latents.data() + t * s.cached();
       bf16* const target = a.pool + a.kv_slots[t] * s.cached();
-      norm_row(latent, a.kv_a_norm, target, s.latent, s.norm_eps);
+      norm_row(latent, {a.kv_a_norm}, target, s.latent, s.norm_eps);
       rotate_into(target + s.latent, latent + s.latent, t, s, a);
     }
   });

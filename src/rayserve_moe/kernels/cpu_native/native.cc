@@ -23,28 +23,30 @@ ffi::Error Product(Bf16 left, Bf16 right, ffi::ResultBuffer<ffi::F32> out) {
   return ffi::Error::Success();
 }
 
-ffi::Error Norm(Bf16 rows, Bf16 scale, float eps, ffi::ResultBuffer<ffi::BF16> out) {
+ffi::Error Norm(Bf16 rows, Scales scale, float eps, ffi::ResultBuffer<ffi::BF16> out) {
   if (!have_dims(2, rows)) return wrong("a norm takes rows");
   const int64_t width = size_of(rows, 1);
-  if (!is(scale, {width}) || !is(*out, {size_of(rows, 0), width})) return wrong("a norm has other widths");
+  if (!are_scales(scale) || !is(scale, {width}) || !is(*out, {size_of(rows, 0), width}))
+    return wrong("a norm has other widths");
+  const native::NormScale of_norm = scale_from(scale, 0);
   auto* target = reinterpret_cast<native::bf16*>(out->untyped_data());
   native::for_pieces(size_of(rows, 0), 32, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
-      native::norm_row(numbers(rows) + t * width, numbers(scale), target + t * width, width, eps);
+      native::norm_row(numbers(rows) + t * width, of_norm, target + t * width, width, eps);
   });
   return ffi::Error::Success();
 }
 
 // A residual stream with what is added to it, and the norm of the sum by the scales of one layer.
-ffi::Error AddNorm(Bf16 rows, Bf16 added, Bf16 scales, S32 layer, float eps, ffi::ResultBuffer<ffi::BF16> sums,
+ffi::Error AddNorm(Bf16 rows, Bf16 added, Scales scales, S32 layer, float eps, ffi::ResultBuffer<ffi::BF16> sums,
                    ffi::ResultBuffer<ffi::BF16> out) {
   if (!have_dims(2, rows, scales) || layer.element_count() != 1) return wrong("a sum and its norm take rows, scales and a layer");
   const int64_t num_rows = size_of(rows, 0), width = size_of(rows, 1), at = *layer.typed_data();
-  if (!is(added, {num_rows, width}) || !is(scales, {size_of(scales, 0), width}) || !is(*sums, {num_rows, width}) ||
+  if (!are_scales(scales) || !is(added, {num_rows, width}) || !is(scales, {size_of(scales, 0), width}) || !is(*sums, {num_rows, width}) ||
       !is(*out, {num_rows, width}))
     return wrong("a sum and its norm have other widths");
   if (at < 0 || at >= size_of(scales, 0)) return wrong("a norm has no scales of this layer");
-  const native::bf16* scale = numbers(scales) + at * width;
+  const native::NormScale scale = scale_from(scales, at * width);
   auto* sum = reinterpret_cast<native::bf16*>(sums->untyped_data());
   auto* normed = reinterpret_cast<native::bf16*>(out->untyped_data());
   native::for_pieces(num_rows, 32, [&](int64_t begin, int64_t end) {
@@ -183,9 +185,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeChoose, Choose,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNoise, Noise,
                               ffi::Ffi::Bind().Arg<U32>().Arg<U32>().Arg<U32>().Arg<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNorm, Norm,
-                              ffi::Ffi::Bind().Arg<Bf16>().Arg<Bf16>().Attr<float>("eps").Ret<Bf16>());
+                              ffi::Ffi::Bind().Arg<Bf16>().Arg<Scales>().Attr<float>("eps").Ret<Bf16>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAddNorm, AddNorm,
-                              ffi::Ffi::Bind().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<S32>().Attr<float>("eps").Ret<Bf16>()
+                              ffi::Ffi::Bind().Arg<Bf16>().Arg<Bf16>().Arg<Scales>().Arg<S32>().Attr<float>("eps").Ret<Bf16>()
                                   .Ret<Bf16>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeScores, Scores,
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<F32>().Arg<F32>().Attr<std::string_view>("score")

@@ -8,16 +8,16 @@
 namespace {
 
 // Scales of a norm of each head, or of all `width` elements together; false where they fit neither.
-bool is_norm(Bf16& scale, int64_t num_layers, int64_t head_width, int64_t width) {
-  return is_absent_or(scale, {num_layers, head_width}) || is(scale, {num_layers, width});
+bool is_norm(Scales& scale, int64_t num_layers, int64_t head_width, int64_t width) {
+  return are_scales(scale) && (is_absent_or(scale, {num_layers, head_width}) || is(scale, {num_layers, width}));
 }
 
-native::HeadNorm norm_of(Bf16& scale, int64_t layer) {
-  const native::bf16* here = of_layer(scale, layer);
-  return {here, here ? size_of(scale, 1) : 0};
+native::HeadNorm norm_of(Scales& scale, int64_t layer) {
+  const int64_t width = scale.element_count() ? size_of(scale, 1) : 0;
+  return {scale_from(scale, layer * width), width};
 }
 
-ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, Bf16 k_norm, Bf16 q_bias, Bf16 k_bias,
+ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Scales q_norm, Scales k_norm, Bf16 q_bias, Bf16 k_bias,
                      Bf16 v_bias, Bf16 sinks, F32 mean_squares, F32 cos, F32 sin, S32 kv_slots, S32 positions,
                      S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, Bf16 pool,
                      int64_t num_singles, float eps, float scale, float clip, bool is_interleaved, bool norms_after,
@@ -43,6 +43,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, B
   const int64_t q_width = s.q_width(), kv_width = s.kv_width();
   if (!is(q, {num_layers, s.width, q_width}) || !is(k, {num_layers, s.width, kv_width}) ||
       !is(v, {num_layers, s.width, kv_width}) || !is(o, {num_layers, q_width, s.width}) ||
+      !is_absent_or(gate, {num_layers, s.width, q_width}) ||
       !is_norm(q_norm, num_layers, head_width, q_width) || !is_norm(k_norm, num_layers, head_width, kv_width) ||
       !is_absent_or(q_bias, {num_layers, q_width}) || !is_absent_or(k_bias, {num_layers, kv_width}) ||
       !is_absent_or(v_bias, {num_layers, kv_width}) || !is_absent_or(sinks, {num_layers, s.num_heads}))
@@ -55,6 +56,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, B
   native::AttentionArrays a;
   a.hidden = numbers(hidden);
   a.q = of_layer(q, at), a.k = of_layer(k, at), a.v = of_layer(v, at), a.o = of_layer(o, at);
+  a.gate = of_layer(gate, at);
   a.q_norm = norm_of(q_norm, at), a.k_norm = norm_of(k_norm, at);
   a.q_bias = of_layer(q_bias, at), a.k_bias = of_layer(k_bias, at), a.v_bias = of_layer(v_bias, at);
   a.sinks = of_layer(sinks, at);
@@ -73,8 +75,8 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 q_norm, B
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
                               ffi::Ffi::Bind()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
-                                  .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
-                                  .Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>()
+                                  .Arg<Bf16>().Arg<Scales>().Arg<Scales>().Arg<Bf16>().Arg<Bf16>()
+                                  .Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>()
                                   .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>()
                                   .Attr<int64_t>("num_singles").Attr<float>("eps").Attr<float>("scale")
                                   .Attr<float>("clip").Attr<bool>("is_interleaved").Attr<bool>("norms_after")

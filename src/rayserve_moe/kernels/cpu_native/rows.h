@@ -46,17 +46,24 @@ inline void add_row(const bf16* row, const bf16* added, bf16* out, int64_t width
   }
 }
 
-// Shrinks a row, rounds, then scales.
-inline void scale_row(const bf16* row, const bf16* scale, bf16* out, int64_t width, float shrink) {
+// Scales of a norm: float32 if `wide` is set, which rounding would change, otherwise bfloat16. Both null: no norm.
+struct NormScale {
+  const bf16* narrow = nullptr;
+  const float* wide = nullptr;
+  explicit operator bool() const { return narrow || wide; }
+};
+
+// Shrinks a row and scales it. Ahead of bfloat16 scales it is rounded.
+inline void scale_row(const bf16* row, NormScale scale, bf16* out, int64_t width, float shrink) {
   for (int64_t i = 0; i < width; i += 16) {
     const Mask lanes = lanes_of(i, width);
-    const F16 shrunk = rounded((wide(row + i, lanes) * all(shrink)));
-    store(out + i, (shrunk * wide(scale + i, lanes)), lanes);
+    const F16 shrunk = wide(row + i, lanes) * all(shrink);
+    store(out + i, scale.wide ? shrunk * load(lanes, scale.wide + i) : rounded(shrunk) * wide(scale.narrow + i, lanes), lanes);
   }
 }
 
-// Divides by the root mean square over `width`, rounds, then scales: `rms_norm` of `model/layers.py`.
-inline void norm_row(const bf16* row, const bf16* scale, bf16* out, int64_t width, float eps) {
+// Divides by the root mean square over `width`, then scales: `rms_norm` of `kernels/reference/layers.py`.
+inline void norm_row(const bf16* row, NormScale scale, bf16* out, int64_t width, float eps) {
   scale_row(row, scale, out, width, 1.0f / std::sqrt(mean_square_of(row, width) + eps));
 }
 

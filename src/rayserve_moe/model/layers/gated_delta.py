@@ -222,6 +222,13 @@ def apply(
 ) -> tuple[jax.Array, Pools]:
     """Advance the states of a step's rows; return the addend of the stream [T, D], and the pools."""
     (normed_TD, pools), step, kernels = rows, inputs.prepared[KIND], config.kernels.recurrence
+    if kernels.advance_layer is not None:
+        arrays = DeltaPools(*pools[STATE])
+        out_TD, arrays = kernels.advance_layer(
+            normed_TD, weights, arrays, step.pieces, layer=layer, eps=config.spec.norm_eps
+        )
+        out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)
+        return out_TD, {**pools, STATE: tuple(arrays)}
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
     place, arrays = (layer * step.num_entries, layer * step.num_rows), DeltaPools(*pools[STATE])
     with jax.named_scope("projections"):

@@ -1,0 +1,362 @@
+// Gated delta layers: projections, convolution, recurrence on a grid of 64 tokens, gates and the output product. The
+// rule and its entries and rings are those of `kernels/reference/gated_delta.py`.
+//
+// Each sum over elements or tokens is one chain in ascending order (`chains.h`), so a token's bits do not depend on the
+// tokens computed beside it. Arrays of a ring are ordered for these chains: see `DeltaPools`.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "chains.h"
+#include "projections.h"
+#include "scratch.h"
+#include "threads.h"
+
+namespace native {
+
+constexpr int64_t kChunk = 64;       // tokens from one entry to the next
+constexpr int64_t kPiece = 8;        // tokens that are computed together
+constexpr int64_t kWindowRows = 16;  // inputs of the convolution that a row keeps
+constexpr float kUnitEps = 1e-6f;    // added to the sum of squares of a query or key
+
+struct DeltaShapes {
+  int64_t num_tokens, width, num_heads, num_key_heads, key_width, value_width, num_taps;
+  int64_t num_entries, num_rows, num_pieces;  // entries and rows of this layer
+  float eps;
+  int64_t per_key() const { return num_heads / num_key_heads; }
+  int64_t q_width() const { return num_key_heads * key_width; }
+  int64_t v_width() const { return num_heads * value_width; }
+  int64_t channels() const { return 2 * key_width + per_key() * value_width; }  // of a key head
+};
+
+// This layer's entries and rings.
+struct DeltaPools {
+  float* state;   // [E, H, d, v]
+  float* window;  // [E, taps - 1, K, channels], oldest first
+  float* keys;    // [R, K, d, 64]
+  float* fresh;   // [R, H, 64, v]
+  float* decay;   // [R, H, 64], sums since the entry
+  float* inputs;  // [R, 16, K, channels], position p at p % 16
+};
+
+struct DeltaWeights {
+  const bf16 *q, *k, *v, *z, *b, *a, *o;       // this layer's, packed
+  const bf16 *q_taps, *k_taps, *v_taps;        // [taps, channels of all heads]
+  const float *log_decay, *decay_bias, *norm;  // [H], [H], [v]
+};
+
+struct DeltaPiece {
+  int32_t row, start, known, count, token, own, source, base;
+};
+
+// Rows of all tokens between the projections and the output product.
+struct DeltaRows {
+  bf16 *q, *k, *v, *z, *b, *a, *gated;
+  float *decay, *beta;  // [T, H]
+  float* is_finite;     // [T], 1 or 0
+};
+
+// Memory of a thread for a piece of one key head.
+struct PieceBuffers {
+  float *rows;     // [2 * piece, d]: keys, then queries
+  float *scaled;   // [2 * piece, d], times the decay since the entry
+  float *dots;     // [2 * piece, 64], with keys of the ring
+  float *weights;  // [2 * piece, 64]
+  float *sums;     // [2 * piece, v]
+  float *mixed;    // [piece, channels]
+  float *folded;   // [d, 64]
+
+  explicit PieceBuffers(const DeltaShapes& s) {
+    thread_local Scratch<float> scratch;
+    const int64_t d = s.key_width, twice = 2 * kPiece;
+    float* at = scratch.sized(twice * (2 * d + 2 * kChunk + s.value_width) + kPiece * s.channels() + d * kChunk + 16);
+    const auto take = [&](int64_t size) { return std::exchange(at, at + size); };
+    rows = take(twice * d), scaled = take(twice * d), dots = take(twice * kChunk), weights = take(twice * kChunk);
+    sums = take(twice * s.value_width), mixed = take(kPiece * s.channels()), folded = take(d * kChunk);
+  }
+};
+
+inline bool are_finite(const bf16* numbers, int64_t count) {
+  uint32_t is_finite = 1;
+  for (int64_t i = 0; i < count; ++i) is_finite &= (numbers[i] & 0x7f80) != 0x7f80;
+  return is_finite;
+}
+
+inline float softplus(float x) { return std::max(x, 0.0f) + std::log1p(std::exp(-std::abs(x))); }
+
+// Decays and betas of a token. If its projections are not finite, it is computed as zeros.
+inline void shape_token(const DeltaShapes& s, const DeltaWeights& w, const DeltaRows& rows, int64_t t) {
+  const int64_t heads = s.num_heads;
+  bf16 *q = rows.q + t * s.q_width(), *k = rows.k + t * s.q_width(), *v = rows.v + t * s.v_width();
+  const bf16 *a = rows.a + t * heads, *b = rows.b + t * heads;
+  float *decay = rows.decay + t * heads, *beta = rows.beta + t * heads;
+  bool is_finite = are_finite(q, s.q_width()) && are_finite(k, s.q_width()) && are_finite(v, s.v_width()) &&
+                   are_finite(a, heads) && are_finite(b, heads);
+  for (int64_t h = 0; h < heads; ++h) {
+    decay[h] = -std::exp(w.log_decay[h]) * softplus(narrow(a[h]) + w.decay_bias[h]);
+    beta[h] = 1.0f / (1.0f + std::exp(-narrow(b[h])));
+    is_finite = is_finite && std::isfinite(decay[h]);
+  }
+  rows.is_finite[t] = is_finite;
+  if (is_finite) return;
+  std::fill_n(q, s.q_width(), bf16{}), std::fill_n(k, s.q_width(), bf16{}), std::fill_n(v, s.v_width(), bf16{});
+  std::fill_n(decay, heads, 0.0f), std::fill_n(beta, heads, 0.0f);
+}
+
+// The pieces of one row in a step, for one key head and its value heads.
+class DeltaHead {
+ public:
+  DeltaHead(const DeltaShapes& s, const DeltaWeights& w, const DeltaPools& pools, const DeltaRows& rows, int64_t head)
+      : s_(s), w_(w), pools_(pools), rows_(rows), buffers_(s), head_(head) {}
+
+  void compute(const DeltaPiece& p) {
+    const bool folds = p.start % kChunk == 0 && p.known == 0 && p.start != p.base;
+    const int64_t base = p.start / kChunk * kChunk - (folds ? kChunk : 0);
+    int64_t entry = base == p.base ? p.source : p.own;
+    if (folds) fold(p, entry), entry = p.own;
+    mix(p);
+    shape_rows(p);
+    for (int64_t h = 0; h < s_.per_key(); ++h) advance(p, head_ * s_.per_key() + h, h, entry);
+  }
+
+ private:
+  float* state(int64_t entry, int64_t h) const {
+    return pools_.state + (entry * s_.num_heads + h) * s_.key_width * s_.value_width;
+  }
+  float* keys(int64_t row) const { return pools_.keys + (row * s_.num_key_heads + head_) * s_.key_width * kChunk; }
+  float* fresh(int64_t row, int64_t h) const { return pools_.fresh + (row * s_.num_heads + h) * kChunk * s_.value_width; }
+  float* decay(int64_t row, int64_t h) const { return pools_.decay + (row * s_.num_heads + h) * kChunk; }
+  float* inputs(int64_t row, int64_t position) const {
+    return pools_.inputs + ((row * kWindowRows + position % kWindowRows) * s_.num_key_heads + head_) * s_.channels();
+  }
+  float* window(int64_t entry, int64_t place) const {
+    return pools_.window + ((entry * (s_.num_taps - 1) + place) * s_.num_key_heads + head_) * s_.channels();
+  }
+
+  // Writes the state after a full ring, and the inputs ahead of the piece, to the row's own entry.
+  void fold(const DeltaPiece& p, int64_t entry) const {
+    const int64_t d = s_.key_width, v = s_.value_width;
+    for (int64_t i = 0; i < s_.per_key(); ++i) {
+      const int64_t h = head_ * s_.per_key() + i;
+      const float* const decays = decay(p.row, h);
+      const F16 last = all(decays[kChunk - 1]), kept = exponential(last);
+      for (int64_t j = 0; j < kChunk; j += 16) {
+        const F16 factor = exponential(last - load(decays + j));
+        for (int64_t e = 0; e < d; ++e)
+          put(buffers_.folded + e * kChunk + j, load(keys(p.row) + e * kChunk + j) * factor);
+      }
+      const float* const from = state(entry, h);
+      float* const to = state(p.own, h);
+      for (int64_t e = 0; e < d * v; e += 16) {
+        const Mask lanes = lanes_of(e, d * v);
+        put(to + e, lanes, load(lanes, from + e) * kept);
+      }
+      add_chains(d, {buffers_.folded, kChunk, 1}, kChunk, fresh(p.row, h), v, to, v, v);
+    }
+    for (int64_t place = 0; place < s_.num_taps - 1; ++place)
+      std::copy_n(inputs(p.row, p.start - (s_.num_taps - 1) + place), s_.channels(), window(p.own, place));
+  }
+
+  // One after the other, the parts q, k and v of this head's channels: `use(part's row in the step, taps, first, count)`.
+  template <class Use>
+  void for_parts(Use&& use) const {
+    const int64_t d = s_.key_width, v = s_.per_key() * s_.value_width;
+    use(rows_.q, w_.q_taps, s_.q_width(), int64_t{0}, d);
+    use(rows_.k, w_.k_taps, s_.q_width(), d, d);
+    use(rows_.v, w_.v_taps, s_.v_width(), 2 * d, v);
+  }
+
+  // The input of the convolution `back` tokens before `position`; null: zeros.
+  const float* input_before(const DeltaPiece& p, int64_t position, int64_t back) const {
+    const int64_t at = position - back;
+    if (at >= p.base) return inputs(p.row, at);
+    return at < 0 ? nullptr : window(p.source, at - p.base + s_.num_taps - 1);
+  }
+
+  // Keeps the piece's inputs in the ring, then convolves them: SiLU of the sum over taps, rounded to bfloat16.
+  void mix(const DeltaPiece& p) const {
+    for (int64_t i = 0; i < p.count; ++i)
+      for_parts([&](const bf16* rows, const bf16*, int64_t width, int64_t first, int64_t count) {
+        const bf16* const from = rows + (p.token + i) * width + head_ * count;
+        float* const to = inputs(p.row, p.start + p.known + i) + first;
+        for (int64_t c = 0; c < count; ++c) to[c] = narrow(from[c]);
+      });
+    for (int64_t i = 0; i < p.count; ++i)
+      for_parts([&](const bf16*, const bf16* taps, int64_t width, int64_t first, int64_t count) {
+        mix_token(p, p.start + p.known + i, taps + head_ * count, width, first, count,
+                  buffers_.mixed + i * s_.channels() + first);
+      });
+  }
+
+  void mix_token(const DeltaPiece& p, int64_t position, const bf16* taps, int64_t width, int64_t first, int64_t count,
+                 float* out) const {
+    for (int64_t c = 0; c < count; c += 16) {
+      const Mask lanes = lanes_of(c, count);
+      F16 sum = load(lanes, inputs(p.row, position) + first + c) * wide(taps + (s_.num_taps - 1) * width + c, lanes);
+      for (int64_t tap = 0; tap < s_.num_taps - 1; ++tap)
+        if (const float* const before = input_before(p, position, s_.num_taps - 1 - tap))
+          sum = fma(load(lanes, before + first + c), wide(taps + tap * width + c, lanes), sum);
+      put(out + c, lanes, rounded(gated_by_sigmoid(sum, sum)));
+    }
+  }
+
+  // Norms keys and queries, adds the keys to the ring, and multiplies both by all keys up to the newest.
+  void shape_rows(const DeltaPiece& p) const {
+    const int64_t d = s_.key_width, first = p.start % kChunk + p.known;
+    float* const ring = keys(p.row);
+    for (int64_t i = 0; i < p.count; ++i) {
+      const float* const mixed = buffers_.mixed + i * s_.channels();
+      float *const key = buffers_.rows + i * d, *const query = buffers_.rows + (p.count + i) * d;
+      make_unit(mixed + d, 1.0f, key);
+      make_unit(mixed, 1.0f / std::sqrt(float(d)), query);
+      for (int64_t e = 0; e < d; ++e) ring[e * kChunk + first + i] = key[e];
+    }
+    const int64_t columns = (first + p.count + 15) / 16 * 16;
+    std::fill_n(buffers_.dots, 2 * p.count * kChunk, 0.0f);
+    add_chains(2 * p.count, {buffers_.rows, d, 1}, d, ring, kChunk, buffers_.dots, kChunk, columns);
+  }
+
+  void make_unit(const float* from, float scale, float* to) const {
+    F16 squares = zeros();
+    for (int64_t e = 0; e < s_.key_width; e += 16) {
+      const F16 x = load(lanes_of(e, s_.key_width), from + e);
+      squares = fma(x, x, squares);
+    }
+    const F16 shrink = all(1.0f / std::sqrt(total(squares) + kUnitEps)), by = all(scale);
+    for (int64_t e = 0; e < s_.key_width; e += 16) {
+      const Mask lanes = lanes_of(e, s_.key_width);
+      put(to + e, lanes, rounded(load(lanes, from + e) * shrink * by));
+    }
+  }
+
+  // Decays since the entry of the piece's tokens, and the weights of the tokens that each of them reads.
+  void weigh(const DeltaPiece& p, int64_t h) const {
+    const int64_t d = s_.key_width, first = p.start % kChunk + p.known;
+    float* const decays = decay(p.row, h);
+    for (int64_t i = 0; i < p.count; ++i) {
+      const float before = first + i ? decays[first + i - 1] : 0.0f;
+      const F16 own = all(decays[first + i] = before + rows_.decay[(p.token + i) * s_.num_heads + h]);
+      const F16 since = exponential(own);
+      for (int64_t r : {i, p.count + i}) {
+        for (int64_t e = 0; e < d; e += 16) {
+          const Mask lanes = lanes_of(e, d);
+          put(buffers_.scaled + r * d + e, lanes, load(lanes, buffers_.rows + r * d + e) * since);
+        }
+        for (int64_t j = 0; j <= first + i; j += 16)
+          put(buffers_.weights + r * kChunk + j,
+              load(buffers_.dots + r * kChunk + j) * exponential(own - load(decays + j)));
+      }
+    }
+  }
+
+  // The rule for one value head, the `in_key`-th of its key head: what the state and the ring say, the fresh values one
+  // after the other, then the outputs.
+  void advance(const DeltaPiece& p, int64_t h, int64_t in_key, int64_t entry) const {
+    const int64_t d = s_.key_width, v = s_.value_width, past = p.start % kChunk, first = past + p.known;
+    weigh(p, h);
+    float* const ring = fresh(p.row, h);
+    std::fill_n(buffers_.sums, 2 * p.count * v, 0.0f);
+    add_chains(2 * p.count, {buffers_.scaled, d, 1}, d, state(entry, h), v, buffers_.sums, v, v);
+    add_chains(2 * p.count, {buffers_.weights, kChunk, 1}, past, ring, v, buffers_.sums, v, v);
+    const auto add_own = [&](int64_t r, int64_t end) {
+      add_chains(1, {buffers_.weights + r * kChunk + past, 0, 1}, end - past, ring + past * v, v, buffers_.sums + r * v, v, v);
+    };
+    for (int64_t i = 0; i < p.count; ++i) {
+      add_own(i, first + i);
+      const F16 beta = all(rows_.beta[(p.token + i) * s_.num_heads + h]);
+      const float* const value = buffers_.mixed + i * s_.channels() + 2 * d + in_key * v;
+      for (int64_t c = 0; c < v; c += 16) {
+        const Mask lanes = lanes_of(c, v);
+        put(ring + (first + i) * v + c, lanes, beta * (load(lanes, value + c) - load(lanes, buffers_.sums + i * v + c)));
+      }
+    }
+    for (int64_t i = 0; i < p.count; ++i) {
+      add_own(p.count + i, first + i + 1);
+      gate(p.token + i, h, buffers_.sums + (p.count + i) * v);
+    }
+  }
+
+  // Norms an output and multiplies it by the SiLU of its gate.
+  void gate(int64_t t, int64_t h, const float* out) const {
+    const int64_t v = s_.value_width;
+    const bf16* const z = rows_.z + t * s_.v_width() + h * v;
+    bf16* const to = rows_.gated + t * s_.v_width() + h * v;
+    if (!rows_.is_finite[t]) {
+      std::fill_n(to, v, bf16{0x7fc0});  // NaN
+      return;
+    }
+    F16 squares = zeros();
+    for (int64_t c = 0; c < v; c += 16) {
+      const F16 x = load(lanes_of(c, v), out + c);
+      squares = fma(x, x, squares);
+    }
+    const F16 shrink = all(1.0f / std::sqrt(total(squares) / v + s_.eps));
+    for (int64_t c = 0; c < v; c += 16) {
+      const Mask lanes = lanes_of(c, v);
+      const F16 normed = load(lanes, out + c) * shrink * load(lanes, w_.norm + c), g = wide(z + c, lanes);
+      store(to + c, normed * gated_by_sigmoid(g, g), lanes);
+    }
+  }
+
+  const DeltaShapes& s_;
+  const DeltaWeights& w_;
+  const DeltaPools& pools_;
+  const DeltaRows& rows_;
+  const PieceBuffers buffers_;
+  const int64_t head_;
+};
+
+// Pieces that have tokens by row, in the order of the step.
+inline std::vector<std::vector<DeltaPiece>> by_row(const DeltaPiece* pieces, int64_t count) {
+  std::vector<std::vector<DeltaPiece>> rows;
+  for (int64_t i = 0; i < count; ++i) {
+    if (pieces[i].count <= 0) continue;
+    auto row = rows.begin();
+    while (row != rows.end() && row->front().row != pieces[i].row) ++row;
+    if (row == rows.end()) row = rows.insert(row, std::vector<DeltaPiece>{});
+    row->push_back(pieces[i]);
+  }
+  return rows;
+}
+
+inline void delta_layer(const DeltaShapes& s, const DeltaWeights& w, const DeltaPools& pools, const bf16* hidden,
+                        const DeltaPiece* pieces, float* out) {
+  thread_local Scratch<bf16> narrow_rows;
+  thread_local Scratch<float> wide_rows;
+  const int64_t T = s.num_tokens, q = s.q_width(), v = s.v_width(), heads = s.num_heads;
+  bf16* at = narrow_rows.sized(T * (2 * q + 3 * v + 2 * heads));
+  const auto take = [&](int64_t width) { return std::exchange(at, at + T * width); };
+  DeltaRows rows{take(q), take(q), take(v), take(v), take(heads), take(heads), take(v), nullptr, nullptr, nullptr};
+  rows.decay = wide_rows.sized(T * (2 * heads + 1));
+  rows.beta = rows.decay + T * heads, rows.is_finite = rows.beta + T * heads;
+  project(hidden, T, s.width, {{w.q, nullptr, rows.q, q}, {w.k, nullptr, rows.k, q}, {w.v, nullptr, rows.v, v},
+                               {w.z, nullptr, rows.z, v}, {w.b, nullptr, rows.b, heads}, {w.a, nullptr, rows.a, heads}});
+  for_pieces(T, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) shape_token(s, w, rows, t);
+    std::fill(rows.gated + begin * v, rows.gated + end * v, bf16{});  // padding stays zeros
+  });
+  const auto of_rows = by_row(pieces, s.num_pieces);
+  for_each(int64_t(of_rows.size()) * s.num_key_heads, [&](int64_t item) {
+    DeltaHead head(s, w, pools, rows, item % s.num_key_heads);
+    for (const DeltaPiece& piece : of_rows[item / s.num_key_heads]) head.compute(piece);
+  });
+  multiply_all(rows.gated, T, v, w.o, s.width, out);
+}
+
+// Whether pieces lie within the step, and their rows and entries in the pools.
+inline bool are_in_pools(const DeltaShapes& s, const DeltaPiece* pieces) {
+  const auto is_entry = [&](int32_t entry) { return entry >= 0 && entry < s.num_entries; };
+  for (int64_t i = 0; i < s.num_pieces; ++i) {
+    const DeltaPiece& p = pieces[i];
+    if (p.count <= 0) continue;
+    if (p.row < 0 || p.row >= s.num_rows || !is_entry(p.own) || !is_entry(p.source) || p.start < 0 ||
+        p.start % kPiece || p.known < 0 || p.known + p.count > kPiece || p.token < 0 || p.token + p.count > s.num_tokens)
+      return false;
+    if (p.base < 0 || p.base % kChunk || p.base > p.start) return false;
+  }
+  return true;
+}
+
+}  // namespace native
