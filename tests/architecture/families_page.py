@@ -24,8 +24,7 @@ when its `config.json` names one of these architectures. "What it needs" lists t
 Another value of a key under "Served for" raises `UnsupportedModelError` with the key and the value; so do scalings of
 the rotation other than YaRN (and the fixed `alpha` of Hunyuan), and quantised files in a format that is not read.
 
-The reference kernels compute every family in float32 and bfloat16 on any mesh, and the native CPU kernels in bfloat16
-all but those with recurrent layers (`gated_delta`).
+The reference kernels compute every family in float32 and bfloat16 on any mesh, and the native CPU kernels in bfloat16.
 
 A checkpoint's `tokenizer.json` may be byte-level (GPT-2's, tiktoken's and tekken's in that file), or fall back to bytes
 as SentencePiece's do (Mixtral, Gemma). Without that file, `tiktoken.model` of Kimi-K2 and Moonlight, `hy.tiktoken` of

@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.model.families import mixtral
-from tests.architecture import endpoints_page, families_page, picture_page, settings_page
+from tests.architecture import endpoints_page, families_page, kernels_page, picture_page, settings_page
 from tests.architecture.limits import NOT_PLAIN
 
 ROOT = settings_page.PAGE.parents[1]
@@ -19,6 +19,7 @@ PAGES = {
     "endpoints": endpoints_page,
     "picture": picture_page,
     "families": families_page,
+    "kernels": kernels_page,
 }
 
 

@@ -33,7 +33,8 @@ CONTEXT = 48
 SHORTEST_ECHO = 6
 OWN_TEXT = "".join(file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py"))
 """What our messages are made of: a random string may be taken from it, and then stands in an answer by itself."""
-ROUNDS, BODIES_A_ROUND = 8, 400
+ROUNDS, BODIES_A_ROUND = 8, 110
+"""At most so many different bodies go to each of the 62 routes that take one; some have few."""
 LIMITS = {"max_tokens": 6, "max_new_tokens": 6, "max_completion_tokens": 6, "n": 4, "logprobs": 20}
 EVERY_ROUTE = sorted((method, path) for method, paths in ROUTES.items() for path in paths)
 
@@ -96,7 +97,7 @@ def check_documented(operation, case, response, own_words):
     assert list(response.json()["error"]) == ["message", "type", "param", "code"]
     told = " ".join(words_of(response.json()))
     for word in words_of([case.body, case.query, case.path_parameters]):
-        if len(word) >= SHORTEST_ECHO and word not in own_words:
+        if len(word) >= SHORTEST_ECHO and word in told and word not in own_words:
             assert not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", told), "an answer repeats what it was asked"
 
 

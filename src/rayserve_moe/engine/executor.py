@@ -13,7 +13,10 @@ from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
 class ExecutorFailure(RuntimeError):
-    """Raised if the executor lost a host or a device: no step can run before its hosts are replaced."""
+    """Raised if a step failed, a host or device was lost, or lost hosts have returned.
+
+    No step can run before the hosts are replaced.
+    """
 
     def __init__(self, message: str, *, in_step: bool = False, is_loss: bool = True, is_final: bool = False) -> None:
         super().__init__(message)

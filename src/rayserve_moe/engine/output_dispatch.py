@@ -104,8 +104,9 @@ class OutputDispatch:
             self.publish(NO_ROWS, complete, now=now)
 
     def end_all(self, reason: FinishReason) -> None:
-        """Send every client its remaining outputs, and end its unfinished choices with `reason`.
+        """Send every client its remaining tokens and log-probs, and end its unfinished choices with `reason`.
 
+        Routing rows are not sent: after a failure of the engine none is known to be right.
         An exception of a sink propagates; call again for the remaining requests.
         """
         while self._requests:

@@ -51,7 +51,8 @@ def shaped(*shape: int, dtype: jax.typing.DTypeLike) -> jax.Array:
 def kernel_report(served: ServedModel) -> dict[str, str]:
     """Return for each operation of a model the chosen candidate, with the reasons against the ones before it.
 
-    If the choice depends on the number of tokens, it is given for each range of step shapes.
+    If the choice depends on the number of tokens, it is given for each range of step shapes, with the reasons at the
+    smallest of them. Shapes that do not use an operation are left out. Operations without candidates are not listed.
     """
     with jax.set_mesh(served.config.plan.mesh):  # kernels ask the current mesh which chip they are for
         return {

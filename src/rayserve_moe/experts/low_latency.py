@@ -56,8 +56,7 @@ def unsupported_reason(tokens: RoutedTokens, experts: PlacedExperts, *, config: 
     """Return why `apply_low_latency` does not take a call; empty if it does."""
     hidden_TD, weights = tokens.hidden_TD, experts.weights
     if hidden_TD.dtype != jnp.bfloat16 or weights.gate_XDF.dtype not in WEIGHT_DTYPES:
-        dtypes = f"tokens are {hidden_TD.dtype} and weights {weights.gate_XDF.dtype}"
-        return f"{dtypes}, not bfloat16, or 8 bits for weights"
+        return f"{hidden_TD.dtype} tokens and {weights.gate_XDF.dtype} weights are not bfloat16, or 8 bits for weights"
     if weights.gate_bias_XF is not None:
         return "experts have biases"
     if config.plan.num_slices > 1:

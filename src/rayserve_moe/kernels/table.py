@@ -102,7 +102,8 @@ class SamplingKernels:
     noise: Kernel
     """`layers.gumbel_noise`."""
     choose: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
-    """Truncation, `noise` and the maximum at once (`cpu_native.calls.choose`). May be absent."""
+    """The limits of truncation, once computed, `noise` and the maximum at once (`cpu_native.calls.choose`). May be
+    absent."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 Parameters = dict[str, dict[str, jax.Array]]
 """Arrays by group and name, as in `model.parameters`."""
 Pools = dict[str, tuple[jax.Array, ...]]
-"""Arrays of each state kind by name: [pages of all layers with the kind, page, *row]."""
+"""Arrays of each state kind by name. Tokens: [pages of all layers with the kind, page, *row]; entries and rings:
+[entries or rows of all layers with the kind, ...]."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def test_low_latency_dispatch_has_a_reason_for_every_limit():
     assert reason(kernels=CPU) == "TPUs only"
     assert "not bfloat16" in reason(dtype="float32")
     assert reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8)) == ""
-    assert "weights float32" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.float32))
+    assert "float32 weights" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.float32))
     assert "not bfloat16" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8), dtype="float32")
     assert "have biases" in reason(gate_bias_XF=jax.ShapeDtypeStruct((2, 128), np.float32))
     assert reason(num_slices=2) == "devices lie on 2 slices"
