@@ -13,21 +13,9 @@ from tests.support.engine.outputs import assert_same
 from tests.support.engine.run_requests import run_together
 from tests.support.models.families import FAMILY_CASES
 from tests.support.speculation.draft_checkpoints import with_prediction_layer
-from tests.support.speculation.random_requests import DRAFTS, PLAIN, SPECULATES, check_mix, random_requests
+from tests.support.speculation.random_requests import DRAFTS, PLAIN, SPECULATES, random_requests
 
-RECURRENT = ("qwen3_next-0", "qwen3_5_moe_text-0")
-"""Their drafts come from what they have said: checkpoints of tests hold no prediction layer for them."""
 PREDICT = ("deepseek_v3-0", "glm4_moe-0")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name) for case in FAMILY_CASES if case.name in RECURRENT], indirect=True
-)
-def test_drafts_do_not_show_where_layers_keep_states(engine_with: EngineStore, seed: int):
-    """Among scores, grammars, forced routing, evidence, penalties and several choices, with preemption."""
-    check_mix(engine_with(**SPECULATES), seed, count=24)
 
 
 @pytest.mark.slow
