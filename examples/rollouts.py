@@ -1,6 +1,6 @@
 """The rollout side: samples from our server, with log-probs and routing, and the distributions it sampled from."""
 
-# B rollouts   T fed tokens   V vocabulary   M MoE layers   K experts per token
+# B rollouts, or blocks of a step   T fed tokens   V vocabulary   M MoE layers   K experts per token
 
 from __future__ import annotations
 
@@ -122,7 +122,10 @@ def served_distributions(runner: HostRunner, *, longest: int) -> Callable[[np.nd
     num_blocks = -(-longest // PAGE)
     shape = StepShape(0, num_blocks, PAGE)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
-    pools = pool_shapes(config, PoolCounts(num_blocks + 1), page_size=PAGE, dtype=runner.served.dtype)
+    # One row, whose own entry is 1, begins at the entry of zeros.
+    rows_B, entries_B3 = np.zeros(num_blocks, np.int32), np.tile(np.array([[1, 0, 0]], np.int32), (num_blocks, 1))
+    counts = PoolCounts(num_blocks + 1, num_entries=2, num_rows=1)
+    pools = pool_shapes(config, counts, page_size=PAGE, dtype=runner.served.dtype)
 
     def everywhere(weights: ModelWeights, batch: TokenBatch, forced_MTK: jax.Array) -> jax.Array:
         places, empty = jnp.arange(shape.num_tokens), jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), pools)
@@ -143,7 +146,7 @@ def served_distributions(runner: HostRunner, *, longest: int) -> Callable[[np.nd
         slots[:count] = PAGE + np.arange(count)
         forced_MTK = np.full((rows.shape[1], shape.num_tokens, rows.shape[2]), -1, np.int16)
         forced_MTK[:, :count] = rows.swapaxes(0, 1)
-        batch = TokenBatch(ids, positions, slots, page_table, num_singles=0)
+        batch = TokenBatch(ids, positions, slots, page_table, num_singles=0, rows_B=rows_B, entries_B3=entries_B3)
         return np.asarray(compiled(runner.weights, batch, forced_MTK))[:count]
 
     return of

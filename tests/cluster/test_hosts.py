@@ -31,6 +31,7 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
+from tests.support.engine.outputs import LOGPROB_TOLERANCE
 from tests.support.experts.placements import random_placement
 
 PROMPTS = [
@@ -160,10 +161,12 @@ def complete(
     return results
 
 
-def assert_same(results: list[ChoiceResult], expected: list[ChoiceResult]) -> None:
+def assert_same(
+    results: list[ChoiceResult], expected: list[ChoiceResult], *, tolerance: float = LOGPROB_TOLERANCE
+) -> None:
     for ours, theirs in zip(results, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=tolerance)
         assert ours.routing is not None and theirs.routing is not None
         assert ours.routing.missing == ()
         np.testing.assert_array_equal(ours.routing.rows, theirs.routing.rows)

@@ -11,7 +11,7 @@ from rayserve_moe import Engine
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.requests.records import GenerationRequest
 from tests.support.engine.outputs import Outcomes, assert_all_same
-from tests.support.engine.run_requests import Way, cycle_for, preempt_every, run_on
+from tests.support.engine.run_requests import Way, cycle_for, kept_tokens, preempt_every, run_on
 from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
 from tests.support.models.core import PAGE_SIZE
 
@@ -19,18 +19,18 @@ TIGHT = 32
 """Pages for two long sequences."""
 
 
-def whole_pages(num_tokens: int) -> int:
-    """Tokens in whole pages that can be cached of a prompt: its last one is always computed."""
-    return (num_tokens - 1) // PAGE_SIZE * PAGE_SIZE
+def whole_pages(num_tokens: int, kept: int = PAGE_SIZE) -> int:
+    """Tokens that can be cached of a prompt, in multiples of `kept`: its last one is always computed."""
+    return (num_tokens - 1) // kept * kept
 
 
-def cached_of(request: GenerationRequest) -> int:
-    return whole_pages(len(request.prompt_ids))
+def cached_of(request: GenerationRequest, kept: int = PAGE_SIZE) -> int:
+    return whole_pages(len(request.prompt_ids), kept)
 
 
-def may_share(request: GenerationRequest, choice: int) -> set[int]:
-    """What a choice beyond the first has of its prompt: all of it, where it forked off, or its whole pages."""
-    return {len(request.prompt_ids), cached_of(request)} if choice else {cached_of(request)}
+def may_share(request: GenerationRequest, choice: int, kept: int = PAGE_SIZE) -> set[int]:
+    """What a choice beyond the first has of its prompt: all of it, where it forked off, or what can be cached."""
+    return {len(request.prompt_ids), cached_of(request, kept)} if choice else {cached_of(request, kept)}
 
 
 def salted(request: GenerationRequest, salt: str) -> GenerationRequest:
@@ -40,7 +40,7 @@ def salted(request: GenerationRequest, salt: str) -> GenerationRequest:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [Way(), Way(overlaps=False), Way(chunk_tokens=7, num_rows=3)], ids=str)
 def test_the_second_run_finds_the_prompts_of_the_first_and_comes_to_the_same(engine: Engine, alone: Outcomes, way: Way):
-    cycle = cycle_for(engine.runner, engine.card, way)
+    cycle, kept = cycle_for(engine.runner, engine.card, way), kept_tokens(engine.runner)
     first, second = (run_on(cycle, engine.card, mixed_workload()) for _ in range(2))
     assert_all_same(first, alone)
     assert_all_same(second, alone)
@@ -48,8 +48,8 @@ def test_the_second_run_finds_the_prompts_of_the_first_and_comes_to_the_same(eng
         for choice in range(request.sampling.n):
             before, after = first[request.request_id, choice], second[request.request_id, choice]
             num_cached = after.num_cached
-            assert before.num_cached in (may_share(request, choice) if choice else {0})
-            assert num_cached in may_share(request, choice)
+            assert before.num_cached in (may_share(request, choice, kept) if choice else {0})
+            assert num_cached in may_share(request, choice, kept)
             assert after.routing is not None and before.rows.tobytes() == after.rows.tobytes()
             computed = (num_cached, len(after.rows), "computed")
             assert after.routing.source == (((0, num_cached, "cached"), computed) if num_cached else (computed,))
@@ -59,13 +59,14 @@ def test_a_conversation_finds_the_answers_it_got(engine: Engine):
     """Each turn's prompt is all that was said; nothing of it is computed twice but what fills no page."""
     generator = np.random.default_rng(3)
     cycle, uncached = (cycle_for(engine.runner, engine.card, Way(caches_prefixes=on)) for on in (True, False))
+    kept = kept_tokens(engine.runner)
     said: list[int] = []
     for turn in range(4):
         num_before = len(said)
         said += draw_prompt(generator, 23).tolist()
         wanted = request_for(said, f"turn{turn}", max_new_tokens=18, temperature=1.0, seed=turn)
         found = run_on(cycle, engine.card, [wanted])
-        assert found[f"turn{turn}", 0].num_cached == (whole_pages(num_before) if turn else 0)
+        assert found[f"turn{turn}", 0].num_cached == (whole_pages(num_before, kept) if turn else 0)
         said += found[f"turn{turn}", 0].ids
     expected = run_on(uncached, engine.card, [wanted])
     assert_all_same(found, expected)
@@ -78,12 +79,16 @@ def test_a_conversation_finds_the_answers_it_got(engine: Engine):
 def test_a_pool_too_small_for_all_prefixes_keeps_some_and_serves_all(
     engine: Engine, alone: Outcomes, overlaps: bool, intervene
 ):
-    cycle = cycle_for(engine.runner, engine.card, Way(num_pages=TIGHT, overlaps=overlaps))
+    kept = kept_tokens(engine.runner)
+    # Only prompts of more than four pages are found if prefixes end at multiples of 64 tokens.
+    num_pages = TIGHT if kept == PAGE_SIZE else 2 * TIGHT
+    cycle = cycle_for(engine.runner, engine.card, Way(num_pages=num_pages, overlaps=overlaps))
     for _ in range(2):
         outcomes = run_on(cycle, engine.card, mixed_workload(), intervene=intervene)
         assert_all_same(outcomes, alone)
     found = sum(outcomes[request.request_id, 0].num_cached for request in mixed_workload())
-    assert 0 < found < sum(map(cached_of, mixed_workload())), "some of it had to make room"
+    all_cached = sum(cached_of(request, kept) for request in mixed_workload())
+    assert 0 < found < all_cached, "some of it had to make room"
 
 
 def test_requests_with_different_salts_share_nothing(engine: Engine, alone: Outcomes):
@@ -129,7 +134,7 @@ def test_a_flush_forgets_what_was_computed_before_it_and_disturbs_nobody(
 
 
 def test_whoever_was_preempted_goes_on_from_its_pages(engine: Engine, alone: Outcomes):
-    """Of a preempted sequence only what fills no page is computed twice."""
+    """Of a preempted sequence only what fills no page, or follows its last entry, is computed twice."""
     cycle = cycle_for(engine.runner, engine.card, Way())
     requests = [request for request in mixed_workload() if request.sampling.n == 1]
     outcomes = run_on(cycle, engine.card, requests, intervene=preempt_every(5))
@@ -137,7 +142,7 @@ def test_whoever_was_preempted_goes_on_from_its_pages(engine: Engine, alone: Out
     assert cycle.scheduler.num_preemptions >= 4
     num_needed = sum(len(outcome.rows) for outcome in outcomes.values())
     num_again = cycle.statistics()["tokens_computed"] - num_needed
-    assert 0 < num_again <= cycle.scheduler.num_preemptions * (PAGE_SIZE + 1)
+    assert 0 < num_again <= cycle.scheduler.num_preemptions * (kept_tokens(engine.runner) + 1)
     for outcome in outcomes.values():
         assert outcome.routing is not None
         assert "cached" not in {kind for _, _, kind in outcome.routing.source}, "these rows are its own"

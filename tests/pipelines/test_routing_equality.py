@@ -17,7 +17,15 @@ from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
 from rayserve_moe.requests.results import ChoiceResult
 from tests.pipelines.conftest import ReferenceFactory
 from tests.support.engine.outputs import Outcome, Outcomes
-from tests.support.engine.run_requests import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engine.run_requests import (
+    Way,
+    cycle_for,
+    kept_tokens,
+    preempt_every,
+    run_alone,
+    run_on,
+    run_together,
+)
 from tests.support.engine.workload import draw_prompt, engine_arguments, mixed_workload, request_for
 from tests.support.models.core import PAGE_SIZE
 from tests.support.routing.router_reference import RouterReference, Tally
@@ -33,7 +41,7 @@ def together(**way: object) -> Run:
 
 
 def found_cached(**way: object) -> Run:
-    """Run twice on one cycle; the second time all prompts of more than a page are found, from where they lie."""
+    """Run twice on one cycle; the second time all prompts that are long enough are found, from where they lie."""
 
     def run(engine: Engine, requests: list[GenerationRequest]) -> Outcomes:
         cycle = cycle_for(engine.runner, engine.card, Way(**way))
@@ -41,7 +49,7 @@ def found_cached(**way: object) -> Run:
         again = run_on(cycle, engine.card, requests)
         cycle.scheduler.flush()
         for request in requests:
-            if len(request.prompt_ids) > PAGE_SIZE:
+            if len(request.prompt_ids) > kept_tokens(engine.runner):
                 assert again[request.request_id, 0].num_cached > 0
         return again
 

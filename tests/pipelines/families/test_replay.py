@@ -10,6 +10,7 @@ from tests.pipelines import test_routing as routing
 from tests.pipelines import test_routing_equality as equality
 from tests.pipelines.families.conftest import families
 from tests.support.engine.outputs import Outcomes
+from tests.support.engine.run_requests import Way, preempt_every
 
 pytestmark = [pytest.mark.slow, families()]
 
@@ -27,7 +28,16 @@ free, forced = forced_routing.free, forced_routing.forced
 test_captured = forced_routing.test_captured_routing_reproduces_the_run
 test_rollout = forced_routing.test_a_whole_rollout_is_reproduced
 test_other_experts = forced_routing.test_other_experts_are_taken_and_change_the_log_probs
-test_forced_ways = forced_routing.test_forced_outcomes_do_not_depend_on_scheduling
+WAYS = {name: way for name, way in forced_routing.WAYS.items() if name != "preemption every 2 steps"}
+"""Recurrent layers resume at a multiple of 64 tokens: with 16 tokens a step, two steps bring no progress."""
+WAYS["preemption every 3 steps"] = Way(chunk_tokens=64, intervene=preempt_every(3))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_forced_ways(engine: Engine, free: Outcomes, forced: Outcomes, way: Way):
+    forced_routing.test_forced_outcomes_do_not_depend_on_scheduling(engine, free, forced, way)
+
+
 test_forced_on_two_data_ranks = forced_routing.test_forced_outcomes_do_not_depend_on_data_ranks
 test_forced_is_not_cached = forced_routing.test_nobody_finds_what_was_computed_under_forced_routing
 

@@ -31,8 +31,14 @@ class Labelled:
 class VersionedReference:
     """Log-probs and routing of checkpoints of one model, by the versions that name them."""
 
-    def __init__(self, references: Mapping[Path, RouterReference], layout: RoutingLayout) -> None:
-        self._references, self._layout = references, layout
+    def __init__(
+        self,
+        references: Mapping[Path, RouterReference],
+        layout: RoutingLayout,
+        *,
+        tolerance: float = LOGPROB_TOLERANCE,
+    ) -> None:
+        self._references, self._layout, self._tolerance = references, layout, tolerance
         self.path_of: dict[str, Path] = {}
         self.pure_from: set[str] = set()
         self.tally = Tally()
@@ -67,7 +73,7 @@ class VersionedReference:
         for first, last, version in pure:
             wanted = self.of(version).logprobs(token_ids)[first - 1 : last - 1]
             actual = told.logprobs[first - len(prompt) : last - len(prompt)]
-            np.testing.assert_allclose(actual, wanted, rtol=0, atol=LOGPROB_TOLERANCE)
+            np.testing.assert_allclose(actual, wanted, rtol=0, atol=self._tolerance)
         if told.routing is not None:
             self._check_rows(token_ids, len(prompt), told, {version for *_, version in pure})
 

@@ -14,6 +14,12 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 
 LOGPROB_TOLERANCE = 1e-5
+RECURRENT_TOLERANCE = 1e-4
+"""Of log-probs of models with recurrent layers, if sums have another order: states carry the rounding on.
+
+Measured: 5.2e-5 at most for qwen3_next-0, by other devices and by other shapes of products. Its logits in float32 are
+4.5e-5 of their spread away from transformers.
+"""
 STATE_TOLERANCE = 3e-5
 """Of hidden states, whose numbers are of the size of 1 to 4."""
 
@@ -32,6 +38,8 @@ class Outcome:
     num_cached: int = 0
     columns: Columns = field(default_factory=dict)
     prompt: PromptColumns | None = None
+    tolerance: float = LOGPROB_TOLERANCE
+    """Bound of differences of log-probs of its model."""
 
     @property
     def rows(self) -> np.ndarray:
@@ -59,18 +67,19 @@ def outcome_of_answer(answer: Mapping[str, Any], layout: RoutingLayout) -> Outco
 def assert_same(
     actual: Outcome, expected: Outcome, *, routing: bool = True, tolerance: float = LOGPROB_TOLERANCE
 ) -> None:
-    """Assert that two runs of one choice agree: ids, end, log-probs to 1e-5, and every routing row, order included.
+    """Assert that two runs of one choice agree: ids, end, log-probs, and every routing row, order included.
 
     So must all columns, where there are any.
 
     Rows are compared without excluding near ties: the models of the tests are float32, and no row of theirs has come
     out otherwise. A row that ever does deserves to be looked at before it is excused.
     """
+    tolerance = max(tolerance, actual.tolerance, expected.tolerance)
     assert actual.ids == expected.ids
     assert actual.finish == expected.finish
     np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=tolerance)
-    assert_same_columns(actual.columns, expected.columns)
-    assert_same_prompt(actual.prompt, expected.prompt)
+    assert_same_columns(actual.columns, expected.columns, tolerance=tolerance)
+    assert_same_prompt(actual.prompt, expected.prompt, tolerance=tolerance)
     if routing and actual.finish is not None and actual.finish.kind == "error" and not actual.ids:
         assert_known_rows_agree(actual, expected)
     elif routing:
@@ -90,7 +99,7 @@ def assert_known_rows_agree(actual: Outcome, expected: Outcome) -> None:
     np.testing.assert_array_equal(actual.rows[:count][is_known], expected.rows[:count][is_known])
 
 
-def assert_same_columns(actual: Columns, expected: Columns) -> None:
+def assert_same_columns(actual: Columns, expected: Columns, *, tolerance: float = LOGPROB_TOLERANCE) -> None:
     """Assert that columns have the same ids, and numbers within the tolerance of their kind."""
     assert actual.keys() == expected.keys()
     for name, ours in actual.items():
@@ -98,18 +107,20 @@ def assert_same_columns(actual: Columns, expected: Columns) -> None:
         if isinstance(ours, Ragged):
             assert ours.tolist() == theirs.tolist(), name
         elif np.issubdtype(ours.dtype, np.floating):
-            tolerance = STATE_TOLERANCE if name == "hidden" else LOGPROB_TOLERANCE
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance, err_msg=name)
+            bound = tolerance * (STATE_TOLERANCE / LOGPROB_TOLERANCE if name == "hidden" else 1.0)
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound, err_msg=name)
         elif name != "ranks":
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
-def assert_same_prompt(actual: PromptColumns | None, expected: PromptColumns | None) -> None:
+def assert_same_prompt(
+    actual: PromptColumns | None, expected: PromptColumns | None, *, tolerance: float = LOGPROB_TOLERANCE
+) -> None:
     """Assert that the same was found of a prompt."""
     assert (actual is None) == (expected is None)
     if actual is not None and expected is not None:
         assert actual.starts == expected.starts
-        assert_same_columns(actual.columns, expected.columns)
+        assert_same_columns(actual.columns, expected.columns, tolerance=tolerance)
 
 
 def assert_all_same(

@@ -27,7 +27,7 @@ from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence, prompt_columns
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
-from tests.support.engine.outputs import Outcome, Outcomes
+from tests.support.engine.outputs import LOGPROB_TOLERANCE, RECURRENT_TOLERANCE, Outcome, Outcomes
 from tests.support.engine.schedulers import some_reach
 from tests.support.models.core import NUM_PAGES, PAGE_SIZE
 
@@ -105,9 +105,10 @@ def run_on(
 ) -> Outcomes:
     """Run requests on a cycle that may have served others; pages and rows must add up after every step."""
     outcomes: Outcomes = {}
+    tolerance = RECURRENT_TOLERANCE if cycle.scheduler.ranks[0].entry_tokens else LOGPROB_TOLERANCE
     for request in requests:
         choices = choices_of(request, card, constraints=constraints)
-        outcomes |= {(request.request_id, choice.choice_index): Outcome() for choice in choices}
+        outcomes |= {(request.request_id, choice.choice_index): Outcome(tolerance=tolerance) for choice in choices}
         cycle.scheduler.add(choices)
     _turn(cycle, intervene, outcomes)
     for rank in cycle.scheduler.ranks:
@@ -147,6 +148,17 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         eplb=way.eplb,
         speculation=speculation,
     )
+
+
+def kept_tokens(runner: HostRunner) -> int:
+    """Return the tokens from one place at which a cached prefix can end to the next."""
+    cache = runner.served.settings.cache
+    return max([cache.page_size, *(group.entry_tokens for group in runner.served.pool.entry_groups(cache.num_pages))])
+
+
+def tolerance_of(runner: HostRunner) -> float:
+    """Return the bound of differences of log-probs of a model that is computed in different ways."""
+    return RECURRENT_TOLERANCE if runner.served.pool.entries else LOGPROB_TOLERANCE
 
 
 def speculation_of(cycle: StepCycle) -> Speculation:

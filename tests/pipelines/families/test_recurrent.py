@@ -1,0 +1,26 @@
+"""Scores of prompts and drafts: laws of the core model, held over models with recurrent layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pipelines import test_prompt_scores as scores
+from tests.support.engine.engine_store import EngineStore
+from tests.support.models.families import FAMILY_CASES
+from tests.support.speculation.random_requests import SPECULATES, check_mix
+
+RECURRENT = ("qwen3_next-0", "qwen3_5_moe_text-0")
+CASES = [pytest.param(case, id=case.name) for case in FAMILY_CASES if case.name in RECURRENT]
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("case", CASES, indirect=True, scope="session")]
+
+alone = scores.alone
+test_scores_of_logits = scores.test_scores_are_log_probs_of_the_logits
+test_scores = scores.test_scores_do_not_depend_on_scheduling
+test_as_sampled = scores.test_a_prompt_that_was_sampled_scores_as_it_was_sampled
+test_cached_prefix = scores.test_a_cached_prefix_is_used_up_to_where_scores_begin
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_do_not_show(engine_with: EngineStore, seed: int):
+    """Among scores, grammars, forced routing, evidence, penalties and several choices, with preemption."""
+    check_mix(engine_with(**SPECULATES), seed, count=24)
