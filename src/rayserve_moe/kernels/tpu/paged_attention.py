@@ -188,6 +188,9 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     rows = [] if new is None else [_for_cores(new.rows_BX, shape.num_cores)]
     scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ))]
     given = [queries_BCMK, *sinks, *rows]
+    if not interpret:
+        # XLA may otherwise bring a pool that fits into the core's memory there, and back.
+        kv_pages = pltpu.with_memory_space_constraint(kv_pages, pltpu.HBM)
     attended_BCMV, *written = pl.pallas_call(
         partial(attend_tile, shape=shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -99,6 +99,9 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
         (pl.BlockSpec(memory_space=at) for at in (pltpu.VMEM, pltpu.HBM)),
     )
     out = jax.ShapeDtypeStruct((num_tokens, num_sets, num_rows, shape.layout.value_lanes), queries_UCRK.dtype)
+    if not interpret:
+        # XLA may otherwise bring a pool that fits into the core's memory there, and back.
+        kv_pages = pltpu.with_memory_space_constraint(kv_pages, pltpu.HBM)
     attended_UCRV, kv_pages = pl.pallas_call(
         partial(attend_tile, shape=shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
