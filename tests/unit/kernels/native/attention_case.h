@@ -207,7 +207,7 @@ inline void attention(Case c, const Layer& l) {
       {l.head_width, l.rotated_pairs, l.is_interleaved, l.norms_after, l.clip, 1e-6f}};
   native::AttentionArrays arrays{};
   arrays.hidden = hidden.data(), arrays.q = q.data(), arrays.k = k.data(), arrays.v = v.data(), arrays.o = o.data();
-  arrays.q_norm = {or_null(w.q_norm), l.q_norm_width()}, arrays.k_norm = {or_null(w.k_norm), l.k_norm_width()};
+  arrays.q_norm = {{or_null(w.q_norm)}, l.q_norm_width()}, arrays.k_norm = {{or_null(w.k_norm)}, l.k_norm_width()};
   arrays.q_bias = or_null(w.q_bias), arrays.k_bias = or_null(w.k_bias), arrays.v_bias = or_null(w.v_bias);
   arrays.sinks = or_null(w.sinks), arrays.cos = b.cos.data(), arrays.sin = b.sin.data();
   arrays.kv_slots = b.slots.data(), arrays.positions = b.positions.data(), arrays.page_table = b.table.data();

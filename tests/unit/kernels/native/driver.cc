@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "attention_case.h"
+#include "delta_case.h"
 #include "experts.h"
 #include "latent_case.h"
 
@@ -238,6 +239,10 @@ int main(int, char** arguments) {
           narrow_experts<native::Fp8>({"fp8, narrow panel", i, std::mt19937(i)}, i % 2, tokens, 2, 150, inner, slots);
         });
       }
+  for (const DeltaLayer& layer : {DeltaLayer{1, 1, 16, 16, 2, 32}, {2, 3, 20, 7, 4, 34}, {3, 1, 8, 40, 3, 10}, {1, 2, 64, 48, 8, 64}})
+    for (const auto& lengths : {std::vector<int32_t>{1}, {5, 64}, {70, 3, 130}})
+      for (int32_t num_single : {0, 3, 62})
+        cases.push_back([=](int i) { gated_delta({"gated delta", i, std::mt19937(i)}, layer, lengths, num_single); });
   std::vector<int> chosen;
   for (int i = 0; i < int(cases.size()); ++i)
     if (i < num_cheap || i % stride == 0) chosen.push_back(i);
