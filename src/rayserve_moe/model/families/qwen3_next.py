@@ -13,6 +13,7 @@ from rayserve_moe.model.tensor_names import (
     DECODER,
     DENSE_MLP,
     EXPERTS,
+    FUSED_EXPERTS,
     GATED_DELTA,
     GATED_SHARED_EXPERT,
 )
@@ -30,6 +31,7 @@ CHECKPOINT_RULES = {
     "delta_qkvz": _LINEAR + "in_proj_qkvz.weight",
     "delta_ba": _LINEAR + "in_proj_ba.weight",
 }
+OTHER_RULES = (CHECKPOINT_RULES | FUSED_EXPERTS,)
 IGNORED = ("mtp.*",)
 
 
