@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from rayserve_moe.model import families
+from rayserve_moe.model.draft_spec import prediction_rules
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 
 FAMILIES: dict[str, ModuleType] = {
@@ -44,6 +45,16 @@ def rules_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Mapping[
     """
     family, layer = family_of(config), spec_from_config(config).moe_layer_ids[0]
     return fitting_rules((family.CHECKPOINT_RULES, *getattr(family, "OTHER_RULES", ())), names, layer=layer)
+
+
+def prediction_rules_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Mapping[str, str]:
+    """Return the tensor names by role of the prediction layer of a checkpoint with the tensors `names`.
+
+    They are the first of the family's PREDICTION_RULES that fit. A family without has the layer behind its last layer.
+    """
+    if own := getattr(family_of(config), "PREDICTION_RULES", ()):
+        return fitting_rules(own, names, layer=0)
+    return prediction_rules(rules_of(config, names), spec_from_config(config).num_layers)
 
 
 def fitting_rules(candidates: Iterable[Mapping[str, str]], names: Collection[str], *, layer: int) -> Mapping[str, str]:

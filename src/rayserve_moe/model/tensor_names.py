@@ -95,3 +95,11 @@ BLOCK_SPARSE_EXPERTS = {
 
 LATENT_MODEL = DECODER | LATENT_ATTENTION | DENSE_MLP | EXPERTS | SELECTION_BIAS | SHARED_EXPERTS
 """Latent attention, dense first layers, a router with a selection bias, and shared experts."""
+
+_MTP = {
+    **_weights("mtp.", embedding_norm="pre_fc_norm_embedding", hidden_norm="pre_fc_norm_hidden"),
+    **_weights("mtp.", fc="fc", draft_norm="norm"),
+    **moved(DECODER | ATTENTION | EXPERTS | GATED_SHARED_EXPERT, _LAYER, "mtp.layers.0."),
+}
+MTP_FORMS = (_MTP, _MTP | moved(FUSED_EXPERTS, _LAYER, "mtp.layers.0."))
+"""A prediction layer outside of the decoder: full attention and experts, in both forms of experts."""

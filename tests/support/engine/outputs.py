@@ -69,8 +69,8 @@ def assert_same(
     assert actual.ids == expected.ids
     assert actual.finish == expected.finish
     np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=tolerance)
-    assert_same_columns(actual.columns, expected.columns)
-    assert_same_prompt(actual.prompt, expected.prompt)
+    assert_same_columns(actual.columns, expected.columns, tolerance=tolerance)
+    assert_same_prompt(actual.prompt, expected.prompt, tolerance=tolerance)
     if routing and actual.finish is not None and actual.finish.kind == "error" and not actual.ids:
         assert_known_rows_agree(actual, expected)
     elif routing:
@@ -90,26 +90,28 @@ def assert_known_rows_agree(actual: Outcome, expected: Outcome) -> None:
     np.testing.assert_array_equal(actual.rows[:count][is_known], expected.rows[:count][is_known])
 
 
-def assert_same_columns(actual: Columns, expected: Columns) -> None:
-    """Assert that columns have the same ids, and numbers within the tolerance of their kind."""
+def assert_same_columns(actual: Columns, expected: Columns, *, tolerance: float = LOGPROB_TOLERANCE) -> None:
+    """Assert that columns have the same ids, and numbers within `tolerance`; hidden states within theirs, if larger."""
     assert actual.keys() == expected.keys()
     for name, ours in actual.items():
         theirs = expected[name]
         if isinstance(ours, Ragged):
             assert ours.tolist() == theirs.tolist(), name
         elif np.issubdtype(ours.dtype, np.floating):
-            tolerance = STATE_TOLERANCE if name == "hidden" else LOGPROB_TOLERANCE
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance, err_msg=name)
+            allowed = max(STATE_TOLERANCE, tolerance) if name == "hidden" else tolerance
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=allowed, err_msg=name)
         elif name != "ranks":
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
-def assert_same_prompt(actual: PromptColumns | None, expected: PromptColumns | None) -> None:
+def assert_same_prompt(
+    actual: PromptColumns | None, expected: PromptColumns | None, *, tolerance: float = LOGPROB_TOLERANCE
+) -> None:
     """Assert that the same was found of a prompt."""
     assert (actual is None) == (expected is None)
     if actual is not None and expected is not None:
         assert actual.starts == expected.starts
-        assert_same_columns(actual.columns, expected.columns)
+        assert_same_columns(actual.columns, expected.columns, tolerance=tolerance)
 
 
 def assert_all_same(

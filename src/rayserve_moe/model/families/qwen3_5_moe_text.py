@@ -15,6 +15,7 @@ from rayserve_moe.model.tensor_names import (
     FUSED_EXPERTS,
     GATED_DELTA,
     GATED_SHARED_EXPERT,
+    MTP_FORMS,
     in_language_model,
 )
 
@@ -36,6 +37,7 @@ CHECKPOINT_RULES = {
 }
 _FUSED = CHECKPOINT_RULES | FUSED_EXPERTS
 OTHER_RULES = (_FUSED, in_language_model(CHECKPOINT_RULES), in_language_model(_FUSED))
+PREDICTION_RULES = MTP_FORMS
 IGNORED = ("mtp.*", "model.visual.*")
 
 

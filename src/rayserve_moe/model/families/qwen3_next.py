@@ -16,6 +16,7 @@ from rayserve_moe.model.tensor_names import (
     FUSED_EXPERTS,
     GATED_DELTA,
     GATED_SHARED_EXPERT,
+    MTP_FORMS,
 )
 
 ARCHITECTURE = "Qwen3NextForCausalLM"
@@ -32,6 +33,7 @@ CHECKPOINT_RULES = {
     "delta_ba": _LINEAR + "in_proj_ba.weight",
 }
 OTHER_RULES = (CHECKPOINT_RULES | FUSED_EXPERTS,)
+PREDICTION_RULES = MTP_FORMS
 IGNORED = ("mtp.*",)
 
 
