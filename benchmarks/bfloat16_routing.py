@@ -24,7 +24,7 @@ from benchmarks.conditions import RESULTS, load_before_start, machine_facts, not
 from benchmarks.routing_table import bfloat16_routing as as_table
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.replay.encoding import extract_routed_experts_from_meta_info
-from tests.parity.family_reference import FamilyReference, routers_of, score
+from tests.parity.family_reference import reference_model, routers_of, score
 from tests.support.models.families import FAMILY_CASES, FamilyCase
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "vocab_size": 512}
@@ -46,7 +46,7 @@ def larger_case(family: str) -> FamilyCase:
 def measure(family: str, directory: Path) -> dict[str, Any]:
     """Shares of token-layers whose sets differ, for each pair of ways to compute them; `token_layers` of each."""
     whole, rounded = directory / "float32", directory / "bfloat16"
-    FamilyReference(larger_case(family)).save(whole)
+    reference_model(larger_case(family)).save(whole)
     load(whole, experts="eager", dtype=torch.bfloat16).save_pretrained(rounded)
     for file in whole.glob("tokenizer*"):
         (rounded / file.name).write_bytes(file.read_bytes())

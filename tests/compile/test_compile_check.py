@@ -13,7 +13,7 @@ from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.tools.check_command import render
 from rayserve_moe.tools.compile_check import CheckReport, check
 from rayserve_moe.tools.hlo_report import Collective
-from rayserve_moe.tools.presets import preset_names, read_config
+from rayserve_moe.tools.presets import PresetError, preset_names, read_config
 from rayserve_moe.tools.program_report import DeviceMemory, ProgramReport
 from rayserve_moe.tools.served_cases import ServedCase, case_of_model
 
@@ -231,6 +231,9 @@ PUBLISHED = {
 """Parameters of each preset, and of one token's path with the embedding and the head, in units of 1e9."""
 
 
+HYBRID, MULTIMODAL = "qwen3.5-35b-a3b", "Qwen3_5MoeForConditionalGeneration"
+
+
 def test_presets_are_the_published_sizes():
     sizes = {}
     for name in preset_names():
@@ -251,6 +254,12 @@ def test_every_family_has_a_preset():
 def test_a_directory_with_a_config_is_a_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(read_config("qwen3-30b-a3b", num_layers=3)))
     assert read_config(str(tmp_path))["num_hidden_layers"] == 3
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": [MULTIMODAL], "text_config": read_config(HYBRID)})
+    )
+    assert spec_from_config(read_config(str(tmp_path), num_layers=8)).num_layers == 8
+    with pytest.raises(PresetError, match="the model has 40 layers, 41 are requested"):
+        read_config(str(tmp_path), num_layers=41)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="not an object"):
         read_config(str(tmp_path))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from tests.parity.ling_reference import LingReference
@@ -19,15 +20,11 @@ _ROUTERS = ("TopKRouter", "TopkRouter", "MoEV1Gate")
 
 
 class FamilyReference:
-    """A random model of a case, with every norm, bias, sink and selection bias away from its initial value."""
+    """A model of transformers."""
 
-    def __init__(self, case: FamilyCase) -> None:
-        config = AutoConfig.for_model(case.family, **copy.deepcopy(case.config))
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-        ).eval()
-        self.vocab_size: int = config.vocab_size
-        _perturb(self.model, torch.Generator().manual_seed(case.variant + 1))
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.vocab_size: int = model.config.get_text_config().vocab_size
 
     def save(self, directory: Path) -> Path:
         """Write the checkpoint in the published names, with a tokenizer."""
@@ -55,9 +52,21 @@ class FamilyReference:
         return answer[0, len(prompt) :].tolist()
 
 
+def random_model(config: PreTrainedConfig, kind: Any = AutoModelForCausalLM, *, seed: int) -> PreTrainedModel:
+    """A random model, with every norm, bias, sink and selection bias away from its initial value."""
+    model: PreTrainedModel = kind.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    perturb(model, torch.Generator().manual_seed(seed), width=config.get_text_config().hidden_size)
+    return model
+
+
 def reference_model(case: FamilyCase) -> FamilyReference | LingReference:
     """The implementation to compare a case with: that of transformers, where it has one."""
-    return FamilyReference(case) if case.family in CONFIG_MAPPING else LingReference(case)
+    if case.family not in CONFIG_MAPPING:
+        return LingReference(case)
+    config = AutoConfig.for_model(case.family, **copy.deepcopy(case.config))
+    return FamilyReference(random_model(config, seed=case.variant + 1))
 
 
 def routers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -85,7 +94,8 @@ def score(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Scored:
 
 
 @torch.no_grad()
-def _perturb(model: PreTrainedModel, generator: torch.Generator) -> None:
+def perturb(model: torch.nn.Module, generator: torch.Generator, *, width: int) -> None:
+    """Draw all parameters and biases anew; products are of inputs of about `width` elements."""
     arrays = dict(model.named_parameters()) | {
         name: buffer for name, buffer in model.named_buffers() if name.endswith("bias")
     }
@@ -96,4 +106,4 @@ def _perturb(model: PreTrainedModel, generator: torch.Generator) -> None:
         elif name.endswith(("bias", "sinks", "_bias")):
             array.copy_((0.1 if "correction" in name else 0.3) * drawn)
         else:
-            array.copy_(0.96 * model.config.hidden_size**-0.5 * drawn)
+            array.copy_(0.96 * width**-0.5 * drawn)

@@ -23,7 +23,8 @@ from rayserve_moe.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE,
 from rayserve_moe.checkpoints.names import tensor_places
 from rayserve_moe.checkpoints.synthetic_tokenizer import MIN_VOCAB_SIZE, SPECIAL_IDS, write_tokenizer
 from rayserve_moe.config.given_files import GivenFileError, read_json_object
-from rayserve_moe.model.family_table import family_of
+from rayserve_moe.model.draft_spec import draft_parameters, prediction_spec
+from rayserve_moe.model.family_table import family_of, prediction_rules_of
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 
@@ -258,8 +259,11 @@ def _write_weights(
 ) -> None:
     config = model.hf_config(dtype)
     family = family_of(config)
-    tree = parameter_specs(family.spec_from_hf(config), dtype=dtype)
-    specs = {name: place.spec for name, (place, *_) in tensor_places(tree, family.CHECKPOINT_RULES).items()}
+    spec = family.spec_from_hf(config)
+    places = tensor_places(parameter_specs(spec, dtype=dtype), family.CHECKPOINT_RULES)
+    if config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers"):
+        places |= tensor_places(draft_parameters(prediction_spec(spec), dtype=dtype), prediction_rules_of(config))
+    specs = {name: place.spec for name, (place, *_) in places.items()}
     groups = _shard_groups({name: _num_bytes(spec, dtype) for name, spec in specs.items()}, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):

@@ -73,7 +73,7 @@ class HostRunner:
         """Current weights; empty until `load`."""
         self.staged = _staging_for(self.served)
         """Weights that replace the current weights next."""
-        self.tensors = TensorStaging(self.staged, self.served, config=self._files.config, weights=lambda: self.weights)
+        self.tensors = TensorStaging(self.staged, self.served, files=self._files, weights=lambda: self.weights)
         """Writes sent weights into `staged`."""
         self._mover = _mover_for(self.served)
         """Moves experts between slots; None on a server whose experts never move."""

@@ -30,6 +30,7 @@ from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
 from rayserve_moe.execution.processor_module import load_processors
 from rayserve_moe.execution.programs.buckets import step_cost, step_shapes
 from rayserve_moe.execution.step.device_state import state_shapes
+from rayserve_moe.execution.step.inputs import num_columns
 from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepConfig, StepShape
 from rayserve_moe.execution.weights.migration import staging_shapes
 from rayserve_moe.execution.weights.placing import first_placement, model_config, weight_shapes
@@ -41,7 +42,6 @@ from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.states import entry_states, layer_kinds, layer_pages_of, states_of, token_states
 from rayserve_moe.parallel.sharding import ParallelPlan
-from rayserve_moe.state.entries import ENTRY_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -264,11 +264,6 @@ def served_model(
     _check_entries(served)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served
-
-
-def num_columns(config: ModelConfig) -> int:
-    """Return the number of state values of a row after its page tables."""
-    return ENTRY_COLUMNS * len(entry_states(config))
 
 
 def _check_entries(served: ServedModel) -> None:

@@ -16,7 +16,7 @@ from rayserve_moe.model.config_parts import heads_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import flag_of, integer_of, object_of, refuse_other_values
 from rayserve_moe.model.layers.attention import GroupedAttention
-from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
+from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec, norm_spec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import LayerSpec, ModelSpec, UnsupportedModelError
 
@@ -132,8 +132,12 @@ def _aux_layers(config: Mapping[str, Any], given: Mapping[str, Any], num_layers:
 
 
 def prediction_spec(target: ModelSpec) -> DraftSpec:
-    """Return the multi-token prediction layer behind a target's last layer (DeepSeek-V3, arXiv:2412.19437, 2.2)."""
-    mixer = target.mixer(target.layers[-1].mixer)
+    """Return the multi-token prediction layer of a target (DeepSeek-V3, arXiv:2412.19437, 2.2).
+
+    It has experts and the target's attention, also if other layers of the target are recurrent.
+    """
+    mixers = (target.mixer(layer.mixer) for layer in reversed(target.layers))
+    mixer = next(own for own in mixers if own.score_shape() is not None)
     layer = replace(target, layers=(LayerSpec(mixer.kind, "moe"),), mixers=(mixer,))
     return DraftSpec("NEXTN", layer, recycles_normed=True)
 
@@ -164,22 +168,22 @@ def draft_parameters(draft: DraftSpec, *, dtype: str, **held: Any) -> dict[str, 
     embedding = tree.pop("embedding")
     width, num_joined = spec.hidden_size, len(draft.aux_layers) or 2
 
-    def vector(role: str, initial: str = "ones") -> ParamSpec:
-        return ParamSpec((width,), dtype, ("model",), role, initial=initial)
+    def norm(role: str) -> ParamSpec:
+        return norm_spec(spec.norm_offset, (width,), ("model",), role, dtype=dtype)
 
     own = {"fc_AD": ParamSpec((num_joined * width, width), dtype, ("model", "model"), "fc", file=TRANSPOSED)}
     if draft.algorithm == "EAGLE3":
-        own |= {"hidden_norm_D": vector("hidden_norm"), "norm_D": vector("draft_norm")}
+        own |= {"hidden_norm_D": norm("hidden_norm"), "norm_D": norm("draft_norm")}
         tree[mixer.kind] = {name: _widened(name, param) for name, param in tree[mixer.kind].items()}
     elif draft.algorithm == "NEXTN":
         own |= {
-            "embedding_norm_D": vector("embedding_norm"),
-            "hidden_norm_D": vector("hidden_norm"),
-            "norm_D": vector("draft_norm"),
+            "embedding_norm_D": norm("embedding_norm"),
+            "hidden_norm_D": norm("hidden_norm"),
+            "norm_D": norm("draft_norm"),
         }
     else:
         del tree[mixer.kind]["norm_LD"]
-        own |= {"fc_bias_D": vector("fc_bias", "normal")} if draft.fc_bias else {}
+        own |= {"fc_bias_D": ParamSpec((width,), dtype, ("model",), "fc_bias")} if draft.fc_bias else {}
     if draft.has_head:
         own["head_VD"] = embedding["head_VD"]
     return tree | {"draft": own}

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
 from rayserve_moe.model import families
+from rayserve_moe.model.draft_spec import prediction_rules
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 
 FAMILIES: dict[str, ModuleType] = {
-    module.ARCHITECTURE: module for module in vars(families).values() if isinstance(module, ModuleType)
+    name: module
+    for module in vars(families).values()
+    if isinstance(module, ModuleType)
+    for name in (module.ARCHITECTURE, *getattr(module, "OTHER_ARCHITECTURES", ()))
 }
 
 
@@ -32,3 +36,29 @@ def family_of(config: Mapping[str, Any]) -> ModuleType:
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Return the ModelSpec of a parsed `config.json`."""
     return family_of(config).spec_from_hf(config)
+
+
+def rules_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Mapping[str, str]:
+    """Return the tensor names by role of a checkpoint with the tensors `names`.
+
+    They are the family's CHECKPOINT_RULES, or the first of its OTHER_RULES if the tensors have these names.
+    """
+    family, layer = family_of(config), spec_from_config(config).moe_layer_ids[0]
+    return fitting_rules((family.CHECKPOINT_RULES, *getattr(family, "OTHER_RULES", ())), names, layer=layer)
+
+
+def prediction_rules_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Mapping[str, str]:
+    """Return the tensor names by role of the prediction layer of a checkpoint with the tensors `names`.
+
+    They are the first of the family's PREDICTION_RULES that fit. A family without has the layer behind its last layer.
+    """
+    if own := getattr(family_of(config), "PREDICTION_RULES", ()):
+        return fitting_rules(own, names, layer=0)
+    return prediction_rules(rules_of(config, names), spec_from_config(config).num_layers)
+
+
+def fitting_rules(candidates: Iterable[Mapping[str, str]], names: Collection[str], *, layer: int) -> Mapping[str, str]:
+    """Return the first rules by which `names` have an expert of `layer`, which has experts; else the first rules."""
+    first, *others = candidates
+    fitting = (rules for rules in others if rules["expert_gate"].format(layer=layer, expert=0) in names)
+    return next(fitting, first)

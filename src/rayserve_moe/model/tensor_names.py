@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 _LAYER = "model.layers.{layer}."
 _ATTENTION = _LAYER + "self_attn."
 _MLP = _LAYER + "mlp."
+
+
+def moved(rules: Mapping[str, str], old: str, new: str) -> dict[str, str]:
+    """Return the rules with the prefix `new` for names that begin with `old`."""
+    return {role: new + name.removeprefix(old) if name.startswith(old) else name for role, name in rules.items()}
+
+
+def in_language_model(rules: Mapping[str, str]) -> dict[str, str]:
+    """Return the rules for the language model of a multimodal model, whose head stands beside it."""
+    return moved(rules, "model.", "model.language_model.")
 
 
 def _weights(prefix: str, **tensors: str) -> dict[str, str]:
@@ -46,6 +58,12 @@ EXPERTS = {
 }
 """Router, and a tensor per expert for each of gate, up and down."""
 
+FUSED_EXPERTS = {
+    **dict.fromkeys(("expert_gate", "expert_up"), _MLP + "experts.gate_up_proj"),
+    "expert_down": _MLP + "experts.down_proj",
+}
+"""A single tensor for gate and up of all experts, and a single one for down: `fused_out_in`."""
+
 SHARED_EXPERTS = _weights(
     _MLP + "shared_experts.", shared_gate="gate_proj", shared_up="up_proj", shared_down="down_proj"
 )
@@ -77,3 +95,11 @@ BLOCK_SPARSE_EXPERTS = {
 
 LATENT_MODEL = DECODER | LATENT_ATTENTION | DENSE_MLP | EXPERTS | SELECTION_BIAS | SHARED_EXPERTS
 """Latent attention, dense first layers, a router with a selection bias, and shared experts."""
+
+_MTP = {
+    **_weights("mtp.", embedding_norm="pre_fc_norm_embedding", hidden_norm="pre_fc_norm_hidden"),
+    **_weights("mtp.", fc="fc", draft_norm="norm"),
+    **moved(DECODER | ATTENTION | EXPERTS | GATED_SHARED_EXPERT, _LAYER, "mtp.layers.0."),
+}
+MTP_FORMS = (_MTP, _MTP | moved(FUSED_EXPERTS, _LAYER, "mtp.layers.0."))
+"""A prediction layer outside of the decoder: full attention and experts, in both forms of experts."""

@@ -57,6 +57,9 @@ def _local_config(model: str) -> dict[str, Any]:
 
 def cut_to(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Return a model's config with only its first layers. Raises PresetError if it has fewer."""
-    if num_layers > spec_from_config(config).num_layers:
-        raise PresetError(f"the model has {config['num_hidden_layers']} layers, {num_layers} are requested")
-    return {**config, "num_hidden_layers": num_layers}
+    if num_layers > (available := spec_from_config(config).num_layers):
+        raise PresetError(f"the model has {available} layers, {num_layers} are requested")
+    first = {"num_hidden_layers": num_layers}
+    if "text_config" not in config:
+        return {**config, **first}
+    return {**config, "text_config": {**config["text_config"], **first}}

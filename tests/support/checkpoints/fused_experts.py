@@ -27,7 +27,7 @@ FUSED_RULES = {
 
 LAYOUTS = ("fused_out_in", "fused_in_out_interleaved")
 
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def fused_family(layout: str) -> Any:
@@ -48,7 +48,12 @@ def fused(path: Path, directory: Path, layout: str) -> Path:
     copy = shutil.copytree(path, directory)
     config = json.loads((copy / CONFIG_FILE).read_text(encoding="utf-8"))
     (copy / CONFIG_FILE).write_text(json.dumps(config | {"architectures": [layout]}), encoding="utf-8")
-    plain = load_file(copy / SINGLE_FILE)
+    save_file(fused_tensors(load_file(copy / SINGLE_FILE), layout), copy / SINGLE_FILE)
+    return copy
+
+
+def fused_tensors(plain: dict[str, np.ndarray], layout: str) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint, with the experts of each layer in one for gate and up, and one for down."""
     parts: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
     tensors = {}
     for name in sorted(plain, key=lambda name: [int(part) for part in re.findall(r"\d+", name)]):
@@ -56,14 +61,13 @@ def fused(path: Path, directory: Path, layout: str) -> Path:
             parts[found[1], found[3]].append(plain[name])
         else:
             tensors[name] = plain[name]
-    for layer in {layer for layer, _ in parts}:
-        gate_EFD, up_EFD, down_EDF = (np.stack(parts[layer, part]) for part in ("gate", "up", "down"))
+    for prefix in {prefix for prefix, _ in parts}:
+        gate_EFD, up_EFD, down_EDF = (np.stack(parts[prefix, part]) for part in ("gate", "up", "down"))
         if layout == "fused_in_out_interleaved":
             both = np.stack([gate_EFD, up_EFD], axis=2).reshape(len(gate_EFD), -1, gate_EFD.shape[2])
             both, down_EDF = both.transpose(0, 2, 1), down_EDF.transpose(0, 2, 1)
         else:
             both = np.concatenate([gate_EFD, up_EFD], axis=1)
-        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.ascontiguousarray(both)
-        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = np.ascontiguousarray(down_EDF)
-    save_file(tensors, copy / SINGLE_FILE)
-    return copy
+        tensors[f"{prefix}gate_up_proj"] = np.ascontiguousarray(both)
+        tensors[f"{prefix}down_proj"] = np.ascontiguousarray(down_EDF)
+    return tensors

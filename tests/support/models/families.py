@@ -233,12 +233,12 @@ def config_of(case: FamilyCase, **changes: Any) -> dict[str, Any]:
     return {**written, "architectures": [getattr(families, case.family).ARCHITECTURE], **changes}
 
 
-def write_family(case: FamilyCase, path: Path, *, seed: int, dtype: str = "float32") -> Path:
-    """A random model of a case, over the tokens of the core model.
+def write_family(case: FamilyCase, path: Path, *, seed: int, dtype: str = "float32", **changes: Any) -> Path:
+    """A random model of a case, over the tokens of the core model, with `changes` of its `config.json`.
 
     Where logits are multiplied, smaller weights keep float32 as exact as the comparisons ask: with 0.15 granitemoe-2 is
     5.5e-5 away from float64 on one device, and with 0.07 as near as others.
     """
-    config = config_of(replace(case, config={**case.config, "vocab_size": CORE_CONFIG.vocab_size}))
+    config = config_of(replace(case, config={**case.config, "vocab_size": CORE_CONFIG.vocab_size}), **changes)
     scale = 0.07 if config.get("logits_scaling", 1.0) < 1 else 0.15
     return write_checkpoint(path, SyntheticModel(config, drawn=Drawn(scale, norm_jitter=0.2)), seed=seed, dtype=dtype)

@@ -23,8 +23,9 @@ from rayserve_moe.checkpoints.synthetic import (
     ensure_checkpoint,
     write_checkpoint,
 )
+from rayserve_moe.model.draft_spec import draft_parameters, prediction_spec
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
-from rayserve_moe.model.family_table import FAMILIES, spec_from_config
+from rayserve_moe.model.family_table import FAMILIES, prediction_rules_of, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
 from tests.support.checkpoints.fused_experts import FUSED_RULES, LAYOUTS, fused_family
 
@@ -74,6 +75,34 @@ def test_a_tensor_of_several_parameters_is_written_once(tmp_path, config, monkey
     verify(files, tree, rules=FUSED_RULES)
     both = files.read("model.layers.0.mlp.experts.gate_up_proj").astype(np.float32)
     assert both.shape == ((4, 16, 16)) and both.std() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "key", "fc", "norm"),
+    [
+        ("qwen3.5-tiny", "mtp_num_hidden_layers", "mtp.fc.weight", "mtp.norm.weight"),
+        (
+            "deepseek-v3-tiny",
+            "num_nextn_predict_layers",
+            "model.layers.4.eh_proj.weight",
+            "model.layers.4.shared_head.norm.weight",
+        ),
+    ],
+)
+def test_a_prediction_layer_is_written_where_the_config_counts_one(tmp_path, preset, key, fc, norm):
+    plain = FAMILY_PRESETS[preset]
+    predicting = SyntheticModel(dict(plain.config) | {key: 1}, plain.drawn)
+    without, files = (
+        open_checkpoint(write_checkpoint(tmp_path / name, model, dtype="float32"))
+        for name, model in (("without", plain), ("with", predicting))
+    )
+    own = files.tensors.keys() - without.tensors.keys()
+    assert {fc, norm} <= own and {name.split(".")[0] for name in own} == {fc.split(".")[0]}
+    assert files.read(fc).shape == (128, 256) and files.read(fc).std() == pytest.approx(0.02, rel=0.05)
+    layer = draft_parameters(prediction_spec(spec_from_config(files.config)), dtype="float32")
+    verify(files, layer, rules=prediction_rules_of(files.config), ignored=("*",))
+    for name in without.tensors:
+        np.testing.assert_array_equal(files.read(name), without.read(name))
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"dtype": "float32"}])

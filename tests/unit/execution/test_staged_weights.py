@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from rayserve_moe.config.settings import (
     ModelSettings,
     ReplaySettings,
     SchedulerSettings,
+    SpeculationSettings,
     UpdateSettings,
 )
 from rayserve_moe.execution.runner import HostRunner
@@ -35,14 +37,23 @@ from tests.support.models.families import FAMILY_CASES
 PLENTY, NOTHING = 1 << 60, 0
 
 
-def loaded(path: Path, *, mesh: tuple[int, int] = (1, 1), weight_roots: tuple[str, ...] = (), **experts) -> HostRunner:
+def loaded(
+    path: Path,
+    *,
+    mesh: tuple[int, int] = (1, 1),
+    weight_roots: tuple[str, ...] = (),
+    dtype: str = "auto",
+    drafts_by: str = "off",
+    **experts: Any,
+) -> HostRunner:
     """A runner with weights and nothing compiled."""
     settings = RunnerSettings(
-        ModelSettings(path=str(path)),
+        ModelSettings(path=str(path), dtype=dtype),
         SchedulerSettings(max_running_requests=2),
         CacheSettings(num_pages=16),
         ReplaySettings(),
         ExpertSettings(**experts),
+        speculation=SpeculationSettings(algorithm=drafts_by),
         updates=UpdateSettings(weight_roots=weight_roots),
     )
     runner = HostRunner(settings, plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0]))

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from rayserve_moe.model.draft_spec import AUX_KEY, DraftSpec, eagle_spec
+from rayserve_moe.model.draft_spec import AUX_KEY, DraftSpec, draft_parameters, eagle_spec, prediction_spec
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import UnsupportedModelError
 from tests.support.models.core import CORE_CONFIG
+from tests.support.models.families import FAMILY_CASES, config_of
 
 TARGET = spec_from_config({"architectures": ["Qwen3MoeForCausalLM"], **CORE_CONFIG.hf_config("float32")})
 DEEP = replace(TARGET, layers=TARGET.layers[-1:] * 48)
@@ -58,3 +59,16 @@ def test_words_are_the_target_s_unless_files_map_them():
 def test_other_heads_are_refused_by_name(config: dict[str, Any], named: str):
     with pytest.raises(UnsupportedModelError, match=named):
         head_of(**config)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-1"])
+def test_a_prediction_layer_of_a_hybrid_has_attention_and_experts_and_no_recurrence(name: str):
+    """Also where the last layer is recurrent, or has no experts; its norms are held as the target's."""
+    target = spec_from_config(config_of(next(case for case in FAMILY_CASES if case.name == name)))
+    draft = prediction_spec(target)
+    assert [(layer.mixer, layer.ffn) for layer in draft.layer.layers] == [("gqa", "moe")]
+    assert draft.layer.mixers == (target.mixer("gqa"),) and draft.layer.experts == target.experts
+    own = draft_parameters(draft, dtype="bfloat16")["draft"]
+    for norm in ("embedding_norm_D", "hidden_norm_D", "norm_D"):
+        assert (own[norm].dtype, own[norm].file.offset) == ("float32", 1.0)
+    assert own["fc_AD"].dtype == "bfloat16"

@@ -29,11 +29,11 @@ from rayserve_moe.model.draft_spec import (
     draft_parameters,
     eagle_rules,
     eagle_spec,
-    prediction_rules,
     prediction_spec,
 )
-from rayserve_moe.model.family_table import family_of
+from rayserve_moe.model.family_table import prediction_rules_of
 from rayserve_moe.model.layers.choice import NO_POOL_LIMITS, divided_sizes, kernels_for, summed_widths
+from rayserve_moe.model.layers.moe import experts_in_files
 from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.spec import ModelSpec
@@ -72,17 +72,16 @@ def open_draft(
         return OpenedDraft(spec, opened, eagle_rules(opened.tensors), EAGLE_IGNORED)
     found = opened_prediction(opened, target)
     if found is None:
-        layer = target.num_layers
+        wanted = prediction_rules_of(opened.config)["fc"]
         raise SettingsError(
-            f"speculative_algorithm NEXTN: the checkpoint has no multi-token prediction layer {layer} "
-            "(model.layers.N.eh_proj.weight)"
+            f"speculative_algorithm NEXTN: the checkpoint has no multi-token prediction layer (no tensor {wanted})"
         )
     return found
 
 
 def opened_prediction(files: CheckpointFiles, target: ModelSpec) -> OpenedDraft | None:
-    """Return the multi-token prediction layer after the last layer of a checkpoint, or None."""
-    rules = prediction_rules(family_of(files.config).CHECKPOINT_RULES, target.num_layers)
+    """Return the multi-token prediction layer of a checkpoint, or None."""
+    rules = prediction_rules_of(files.config, files.tensors)
     if rules["fc"] not in files.tensors:
         return None
     return OpenedDraft(prediction_spec(target), files, rules, EVERYTHING)
@@ -159,9 +158,12 @@ def load_draft(
     Raises: CheckpointError.
     """
     plan = config.layer.plan
+    tree = draft_tree(config, dtype=dtype)
+    if "experts" in tree:
+        tree = experts_in_files(tree, opened.rules, spec=config.draft.layer)
     params = load_parameters(
         WeightSource(opened.files, opened.rules, None, opened.ignored),
-        draft_tree(config, dtype=dtype),
+        tree,
         sharding_of=lambda spec: plan.sharding(spec.axes),
         in_host_memory=in_host_memory,
         num_threads=num_threads,

@@ -21,11 +21,17 @@ def scratch_pages(num_ahead: int, page_size: int) -> int:
     return -(-num_ahead // page_size)
 
 
-def with_scratch(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Array, num_scratch: int) -> jax.Array:
-    """Return the page tables of rows, with the row's scratch pages after the page of its last position."""
+def with_scratch(
+    state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Array, num_scratch: int, num_columns: int
+) -> jax.Array:
+    """Return the page tables of rows, with the row's scratch pages after the page of its last position.
+
+    A row has `num_columns` values of entries after its page table.
+    """
     num_pages, page_size = jax.tree.leaves(draft_of(state).pools)[0].shape[:2]
     first_scratch = num_pages - len(state.last_tokens_R) * num_scratch
-    table_SP = state.page_table_RP.at[rows_S].get(mode="clip")
+    width = state.page_table_RP.shape[1] - num_columns
+    table_SP = state.page_table_RP[:, :width].at[rows_S].get(mode="clip")
     beyond_SP = jnp.arange(table_SP.shape[1]) - (positions_S // page_size)[:, None]
     scratch_SP = first_scratch + rows_S[:, None] * num_scratch + beyond_SP - 1
     is_scratch_SP = (beyond_SP > 0) & (beyond_SP <= num_scratch) & (positions_S >= 0)[:, None]

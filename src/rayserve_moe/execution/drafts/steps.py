@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from rayserve_moe.decoding.sampling import sample
 from rayserve_moe.execution.drafts.parts import draft_of, noise_for, scratch_pages, weights_of_both, with_scratch
-from rayserve_moe.execution.step.inputs import DeviceInput, sampling_of
+from rayserve_moe.execution.step.inputs import DeviceInput, num_columns, sampling_of
 from rayserve_moe.execution.step.pytrees import DeviceState, DraftState, ModelWeights
 from rayserve_moe.execution.step.samples import OwnSamples
 from rayserve_moe.kernels.attention_layer import TokenBatch
@@ -114,7 +114,11 @@ def _chain(
     num_rows, page_size = len(state.last_tokens_R), page_size_of(draft.pools)
     positions_S = jnp.where(rows_S < num_rows, draft.positions_R.at[rows_S].get(mode="clip"), -1)
     table_SP = with_scratch(
-        state, rows_S, positions_S=positions_S, num_scratch=scratch_pages(num_drafts - 1, page_size)
+        state,
+        rows_S,
+        positions_S=positions_S,
+        num_scratch=scratch_pages(num_drafts - 1, page_size),
+        num_columns=num_columns(config.target),
     )
 
     def drawn(features_SD: jax.Array, position_S: jax.Array) -> jax.Array:

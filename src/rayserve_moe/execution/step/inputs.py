@@ -20,7 +20,10 @@ from rayserve_moe.decoding.truncation import Limits
 from rayserve_moe.execution.step.pytrees import DeviceState, DraftState, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.kv_pool import LayerPages
+from rayserve_moe.model.model_config import ModelConfig
+from rayserve_moe.model.states import entry_states
 from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, RowFloats, RowIntegers
+from rayserve_moe.state.entries import ENTRY_COLUMNS
 
 
 class Sections(NamedTuple):
@@ -66,6 +69,11 @@ class DeviceInput(NamedTuple):
     penalties: Penalties
     block_nexts_B: jax.Array
     """Known token after each block, -1 for none, if a draft model needs them."""
+
+
+def num_columns(config: ModelConfig) -> int:
+    """Return the number of state values of a row after its page tables."""
+    return ENTRY_COLUMNS * len(entry_states(config))
 
 
 @dataclass(frozen=True)

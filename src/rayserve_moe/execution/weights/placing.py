@@ -11,7 +11,6 @@ import numpy as np
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement, lowered_redundancy
 from rayserve_moe.checkpoints.files import CheckpointFiles, open_checkpoint
 from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
-from rayserve_moe.checkpoints.names import SpecTree
 from rayserve_moe.config.load import checkpoint_cache
 from rayserve_moe.config.settings import ExpertSettings, ModelSettings, SettingsError
 from rayserve_moe.execution.step.pytrees import ModelWeights
@@ -20,9 +19,9 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.table import KERNELS, Kernels
-from rayserve_moe.model.family_table import family_of
+from rayserve_moe.model.family_table import family_of, rules_of, spec_from_config
 from rayserve_moe.model.layers.choice import NO_POOL_LIMITS, divided_sizes, kernels_for
-from rayserve_moe.model.layers.moe import QUANTIZED
+from rayserve_moe.model.layers.moe import QUANTIZED, experts_in_files
 from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
@@ -128,7 +127,7 @@ def weight_shapes(
 
 def read_parameters(
     files: CheckpointFiles,
-    tree: SpecTree,
+    tree: dict[str, dict[str, ParamSpec]],
     *,
     plan: ParallelPlan,
     expert_of_slot: np.ndarray,
@@ -136,10 +135,10 @@ def read_parameters(
     num_threads: int = 0,
 ) -> dict[str, Any]:
     """Read a checkpoint by the rules of its family, laid out by a plan, on `num_threads` (0: one per core)."""
-    family = family_of(files.config)
+    rules, ignored = rules_of(files.config, files.tensors), getattr(family_of(files.config), "IGNORED", ())
     params = load_parameters(
-        WeightSource(files, family.CHECKPOINT_RULES, expert_of_slot, getattr(family, "IGNORED", ())),
-        tree,
+        WeightSource(files, rules, expert_of_slot, ignored),
+        experts_in_files(tree, rules, spec=spec_from_config(files.config)),
         sharding_of=lambda spec: plan.sharding(spec.axes),
         in_host_memory=in_host_memory,
         num_threads=num_threads,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from rayserve_moe.checkpoints.bucket import Heads, SentPiece, WantedTensor
+from rayserve_moe.checkpoints.files import CheckpointFiles
 from rayserve_moe.checkpoints.names import walk
 from rayserve_moe.checkpoints.open_shares import WeightShare
 from rayserve_moe.checkpoints.sent_parameters import SentParameters
@@ -21,7 +22,8 @@ from rayserve_moe.execution.weights.huge_pages import use_huge_pages
 from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.execution.weights.share import write_share
 from rayserve_moe.execution.weights.staged import SPARE_SHARE, StagedWeights, refusing
-from rayserve_moe.model.family_table import family_of
+from rayserve_moe.model.family_table import family_of, rules_of
+from rayserve_moe.model.layers.moe import experts_in_files
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.requests.records import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport
@@ -34,8 +36,8 @@ NOT_BEGUN = "no update has begun on this host"
 class TensorStaging:
     """Staging of an update: `begin`, then `wanted` and `add` for its tensors, then `finish`, or `drop`.
 
-    `config` is the checkpoint's. `weights` returns the current weights on the devices. All methods raise
-    WeightsRefusedError, in a single line.
+    `files` are the checkpoint's; senders use its names. `weights` returns the current weights on the devices. All
+    methods raise WeightsRefusedError, in a single line.
     """
 
     def __init__(
@@ -43,16 +45,17 @@ class TensorStaging:
         staged: StagedWeights,
         served: ServedModel,
         *,
-        config: Mapping[str, Any],
+        files: CheckpointFiles,
         weights: Callable[[], ModelWeights],
     ) -> None:
         self._staged, self._served, self._weights = staged, served, weights
-        self._family = family_of(dict(config))
+        self._rules = rules_of(files.config, files.tensors)
+        self._ignored = getattr(family_of(files.config), "IGNORED", ())
         self._sent: SentParameters | None = None
 
     def unstarted(self) -> StartReport:
         """Return the start report before anything is loaded: expert layout and dtypes."""
-        served, rules = self._served, self._family.CHECKPOINT_RULES
+        served, rules = self._served, self._rules
         specs = (spec for _, spec in walk(parameter_tree(served.config, dtype=served.dtype)) if not spec.is_scale)
         roles = dict.fromkeys(spec.role for spec in specs if spec.dtype == "float32" != served.dtype)
         return StartReport(
@@ -67,12 +70,13 @@ class TensorStaging:
         """Begin an update, dropping an earlier one."""
         self.drop()
         served = self._served
+        tree = parameter_tree(served.config, dtype=served.dtype)
         slots = served.placement.expert_of_slot if expert_of_slot is None else np.array(expert_of_slot)
         with refusing():
             self._sent = SentParameters(
-                parameter_tree(served.config, dtype=served.dtype),
-                rules=self._family.CHECKPOINT_RULES,
-                ignored=getattr(self._family, "IGNORED", ()),
+                experts_in_files(tree, self._rules, spec=served.config.spec),
+                rules=self._rules,
+                ignored=self._ignored,
                 sharding_of=lambda spec: served.config.plan.sharding(spec.axes),
                 expert_of_slot=slots,
                 serving=self._weights().params,

@@ -6,11 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayserve_moe.model.config_parts import hybrid_model_of
-from rayserve_moe.model.config_values import refuse_other_values
+from rayserve_moe.model.config_values import refuse_other_values, text_config_of
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.tensor_names import ATTENTION, DECODER, EXPERTS, GATED_DELTA, GATED_SHARED_EXPERT
+from rayserve_moe.model.tensor_names import (
+    ATTENTION,
+    DECODER,
+    EXPERTS,
+    FUSED_EXPERTS,
+    GATED_DELTA,
+    GATED_SHARED_EXPERT,
+    MTP_FORMS,
+    in_language_model,
+)
 
 ARCHITECTURE = "Qwen3_5MoeForCausalLM"
+OTHER_ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration",)
+"""The multimodal model, whose language model alone is served."""
 
 _LINEAR = "model.layers.{layer}.linear_attn."
 CHECKPOINT_RULES = {
@@ -24,7 +35,10 @@ CHECKPOINT_RULES = {
     "delta_b": _LINEAR + "in_proj_b.weight",
     "delta_a": _LINEAR + "in_proj_a.weight",
 }
-IGNORED = ("mtp.*",)
+_FUSED = CHECKPOINT_RULES | FUSED_EXPERTS
+OTHER_RULES = (_FUSED, in_language_model(CHECKPOINT_RULES), in_language_model(_FUSED))
+PREDICTION_RULES = MTP_FORMS
+IGNORED = ("mtp.*", "model.visual.*")
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -32,6 +46,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
     Raises: UnsupportedModelError with a key and its value if the family does not support it.
     """
+    config = text_config_of(config)
     refuse_other_values(
         config, "qwen3_5_moe_text", hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,)
     )

@@ -13,8 +13,10 @@ from rayserve_moe.model.tensor_names import (
     DECODER,
     DENSE_MLP,
     EXPERTS,
+    FUSED_EXPERTS,
     GATED_DELTA,
     GATED_SHARED_EXPERT,
+    MTP_FORMS,
 )
 
 ARCHITECTURE = "Qwen3NextForCausalLM"
@@ -30,6 +32,8 @@ CHECKPOINT_RULES = {
     "delta_qkvz": _LINEAR + "in_proj_qkvz.weight",
     "delta_ba": _LINEAR + "in_proj_ba.weight",
 }
+OTHER_RULES = (CHECKPOINT_RULES | FUSED_EXPERTS,)
+PREDICTION_RULES = MTP_FORMS
 IGNORED = ("mtp.*",)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
@@ -88,6 +89,25 @@ def slot_specs(
         specs["down_bias_MPD"] = stack("expert_down_bias", (width,), ("model",))
     is_quantized = expert_dtype in QUANTIZED.values()
     return _quantized(specs, expert_dtype, in_blocks=spec.block_dtype == expert_dtype) if is_quantized else specs
+
+
+def experts_in_files(
+    tree: dict[str, dict[str, ParamSpec]], rules: Mapping[str, str], *, spec: ModelSpec
+) -> dict[str, dict[str, ParamSpec]]:
+    """Return the parameters of a model with its experts as in the files that `rules` name.
+
+    A rule without an expert names a tensor of all experts; the files of a family may have either form.
+    """
+    layout = "per_expert" if "{expert}" in rules["expert_gate"] else "fused_out_in"
+    if {layout, spec.experts.layout} != {"per_expert", "fused_out_in"}:
+        return tree
+    stored = slot_specs(replace(spec, experts=replace(spec.experts, layout=layout)))
+    forms = {param.role: param.file for param in stored.values()}
+    experts = {
+        name: replace(param, file=forms[param.role]) if param.num_experts else param
+        for name, param in tree["experts"].items()
+    }
+    return tree | {"experts": experts}
 
 
 def _quantized(specs: dict[str, ParamSpec], dtype: str, *, in_blocks: bool) -> dict[str, ParamSpec]:

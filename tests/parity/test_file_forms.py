@@ -1,0 +1,116 @@
+"""Every form in which transformers writes the files of a hybrid family, served in float32, against transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from rayserve_moe import Engine
+from tests.support.checkpoints.fused_experts import fused_tensors
+from tests.support.models.families import FAMILY_CASES
+
+comparison = pytest.importorskip("tests.parity.family_comparison", reason="the live comparison needs torch")
+live = pytest.importorskip("tests.parity.family_reference", reason="the live comparison needs torch: `make parity`")
+
+pytestmark = pytest.mark.parity
+
+VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+"""Of the rotation, by time, height and width: for text they are one."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way in which transformers comes to write a checkpoint."""
+
+    name: str
+    case: str
+    is_multimodal: bool = False
+    is_fused: bool = False
+    """Read from files that have the experts of a layer in two tensors."""
+    rereads: Any = None
+    """Class that reads the files and writes them again."""
+    wanted: str = ""
+    """A tensor by which the form is known."""
+
+    def multimodal_config(self, text: dict[str, Any]) -> Any:
+        text = copy.deepcopy(text)
+        text["rope_parameters"] = {**ROPE, **text.get("rope_parameters", {}), **SECTIONS}
+        config = AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=copy.deepcopy(VISION))
+        config.tie_word_embeddings = text.get("tie_word_embeddings", False)
+        return config
+
+
+_EXPERTS, _NESTED = "layers.0.mlp.experts.", "model.language_model.layers.0.mlp.experts."
+FORMS = (
+    Form("fused", "qwen3_next-0", False, True, AutoModelForCausalLM, f"model.{_EXPERTS}gate_up_proj"),
+    Form("fused", "qwen3_5_moe_text-0", False, True, AutoModelForCausalLM, f"model.{_EXPERTS}gate_up_proj"),
+    Form("multimodal", "qwen3_5_moe_text-0", True, wanted=f"{_NESTED}0.gate_proj.weight"),
+    Form("multimodal-tied", "qwen3_5_moe_text-2", True, wanted=f"{_NESTED}0.gate_proj.weight"),
+    Form(
+        "multimodal-fused",
+        "qwen3_5_moe_text-0",
+        True,
+        True,
+        AutoModelForImageTextToText,
+        f"{_NESTED}gate_up_proj",
+    ),
+    Form(
+        "language-model-of-multimodal",
+        "qwen3_5_moe_text-0",
+        True,
+        False,
+        AutoModelForCausalLM,
+        f"{_NESTED}0.gate_proj.weight",
+    ),
+)
+"""The last is of the architecture of text models, with the tensor names of the multimodal one."""
+
+
+def written(form: Form, directory: Path) -> tuple[Path, Any]:
+    """The checkpoint of a form, and the model of transformers that it was written from."""
+    case = next(case for case in FAMILY_CASES if case.name == form.case)
+    if form.is_multimodal:
+        config, kind = form.multimodal_config(case.config), AutoModelForImageTextToText
+    else:
+        config, kind = AutoConfig.for_model(case.family, **copy.deepcopy(case.config)), AutoModelForCausalLM
+    reference = live.FamilyReference(live.random_model(config, kind, seed=case.variant + 1))
+    path = reference.save(directory / "first")
+    if form.is_fused:
+        tensors = fused_tensors(load_file(path / "model.safetensors"), "fused_out_in")
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    if form.rereads:
+        path = live.FamilyReference(form.rereads.from_pretrained(path)).save(directory / "second")
+    return path, reference
+
+
+@pytest.fixture(scope="module", params=[pytest.param(form, id=f"{form.case}-{form.name}") for form in FORMS])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
+    path, model = written(request.param, tmp_path_factory.mktemp("form"))
+    assert request.param.wanted in load_file(path / "model.safetensors")
+    reference = comparison.reference_of(model, seed=0, is_recurrent=True)
+    with ExitStack() as running:
+        yield running.enter_context(Engine(str(path), **comparison.ENGINE)), reference
+
+
+def test_every_form_of_files_is_served(served: tuple[Engine, Any], record_property: Any):
+    engine, reference = served
+    difference = comparison.logit_difference(engine, reference)
+    record_property("logit difference", difference)
+    assert difference <= reference.max_difference
+    answers = comparison.answers_of(engine, reference.prompts)
+    comparison.assert_same_answers(answers, reference)
+    num_differing, num_rows = comparison.differing_rows(answers, reference, engine.runner.config.spec)
+    assert num_differing <= 1e-3 * num_rows
