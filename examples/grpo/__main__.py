@@ -1,6 +1,7 @@
 """GRPO from start to end on this machine: a server of the calculator, its rollouts, a trainer that replays routing.
 
     python -m examples.grpo --out DIRECTORY [--task chain] [--steps 60] [--asynchronous [--partial]] [--dtype bfloat16]
+    python -m examples.grpo --out DIRECTORY --model hybrid
     python -m examples.grpo --out DIRECTORY --ablation [--seeds 5]
     python -m examples.grpo --out DIRECTORY --kl-law RUN ... --dtype bfloat16
 
@@ -9,6 +10,9 @@ answer is the first operand of the next turn's problem, and the reward wants the
 held-out probability of the sum was above 0.92 twice and the last three batches were rewarded with more than 0.95. It
 goes on where it was killed when the same command is given again. DIRECTORY gets metrics.jsonl, plots.png and plots.svg,
 and the weights at the end as a checkpoint, `policy`.
+
+With `--model hybrid` the policy is a calculator with gated delta layers (Qwen3.5). It is trained first, in some
+minutes, unless the cache has it. Name the model for `--ablation` and `--kl-law` as well.
 
 With `--ablation` each arm of `arms.ARMS` runs with each seed: what replay changes, beside controls that replay wrong
 rows. DIRECTORY gets ablation.md, ablation.png and ablation.svg.
@@ -40,13 +44,17 @@ from examples.grpo.objective import Objective
 from examples.grpo.plots import draw
 from examples.grpo.sampler import Sampler
 from examples.grpo.server import GrpoServer
-from examples.grpo.settings import GrpoSettings, agree, make_room_for_several, server_settings, settings_of
+from examples.grpo.settings import (
+    GrpoSettings,
+    agree,
+    make_room_for_several,
+    model_directory,
+    server_settings,
+    settings_of,
+)
 from examples.grpo.tasks import GRPO_TASKS
 from examples.grpo.trainer import compile_programs
-from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.config.load import default_cache_directory
-
-MODEL = "trained:calculator"
 
 
 def main() -> int:
@@ -67,8 +75,11 @@ def main() -> int:
         os.sched_setaffinity(0, {own_core})
     cache = default_cache_directory()
     jax.config.update("jax_compilation_cache_dir", str(cache / "grpo"))
-    model = resolve_model_path(MODEL, cache_directory=cache)
-    architecture = read_architecture(model)
+    try:
+        model = model_directory(settings, cache=cache)
+        architecture = read_architecture(model)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
     programs = compile_programs(
         architecture, learning_rate=settings.learning_rate, objective=Objective(kl_weight=settings.kl_weight)
     )
@@ -105,6 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", type=Path, required=True, help="directory of the run, a new one or that of a run to go on with")
     add("--steps", type=int, default=default.steps, help="at most so many")
     add("--seed", type=int, default=default.seed)
+    add("--model", default=default.model, help="`hybrid`, or a directory, instead of the calculator of the package")
     add("--arm", choices=tuple(ARMS), default=default.arm, help="what is replayed: the rows that served, or controls")
     add("--task", choices=tuple(GRPO_TASKS), default=default.task, help="a sum in one turn, or a chain of three turns")
     add("--prompts", type=int, help="groups of a step; this and the next three are by default what suits the task")

@@ -1,7 +1,7 @@
 """The policy's weights by the checkpoint's names: read, stacked by layer and expert, rounded, written back."""
 
 # V vocabulary   D model width   L layers   H query heads x head width   G KV heads x head width   h head width
-# E experts   F expert width
+# E experts   F expert width   W channels of a convolution   J taps   v width of a value head, V value heads x v
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,39 @@ TENSORS = {
     "down_LEDF": _EXPERT + "down_proj.weight",
 }
 """Our name of each stack of tensors, and the checkpoint's name of one of them."""
+_SHARED, _DELTA = _LAYER + "mlp.shared_expert", _LAYER + "linear_attn."
+SHARED_EXPERT = {
+    "shared_gate_LFD": _SHARED + ".gate_proj.weight",
+    "shared_up_LFD": _SHARED + ".up_proj.weight",
+    "shared_down_LDF": _SHARED + ".down_proj.weight",
+    "shared_share_L1D": _SHARED + "_gate.weight",
+}
+DELTA = {
+    "qkv_LWD": _DELTA + "in_proj_qkv.weight",
+    "z_LVD": _DELTA + "in_proj_z.weight",
+    "b_LHD": _DELTA + "in_proj_b.weight",
+    "a_LHD": _DELTA + "in_proj_a.weight",
+    "taps_LW1J": _DELTA + "conv1d.weight",
+    "decay_LH": _DELTA + "A_log",
+    "decay_bias_LH": _DELTA + "dt_bias",
+    "delta_norm_Lv": _DELTA + "norm.weight",
+    "delta_out_LDV": _DELTA + "out_proj.weight",
+}
+HYBRID_TENSORS = {**TENSORS, **SHARED_EXPERT, **DELTA}
+"""The same for a hybrid model; attention and gated delta layers have stacks of their own, of fewer layers."""
+OUTSIDE_LAYERS = ("table_VD", "final_norm_D", "head_VD")
+FULL_ATTENTION = tuple(name for name, template in TENSORS.items() if ".self_attn." in template)
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Gated delta layers of a hybrid model, with the layers that are attention instead."""
+
+    full_layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -50,13 +84,39 @@ class Architecture:
     head_dim: int
     norm_eps: float
     rope_theta: float
+    rotary_dim: int
+    """Elements of a head that rotate."""
+    delta: DeltaShape | None = None
+    """Of a hybrid model."""
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the scales of norms: hybrid models hold them less one."""
+        return 0.0 if self.delta is None else 1.0
+
+    @property
+    def tensors(self) -> dict[str, str]:
+        """Our name of each stack of tensors, and the checkpoint's name of one of them."""
+        return TENSORS if self.delta is None else HYBRID_TENSORS
+
+    def layers_of(self, name: str) -> tuple[int, ...]:
+        """The layers of a stack."""
+        full = range(self.num_layers) if self.delta is None else self.delta.full_layers
+        if name in DELTA:
+            return tuple(layer for layer in range(self.num_layers) if layer not in full)
+        return tuple(full) if name in FULL_ATTENTION else tuple(range(self.num_layers))
 
 
 def read_architecture(directory: Path) -> Architecture:
     """Read config.json. ValueError for a model that this forward pass is not written for."""
     config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    if config["model_type"] != "qwen3_moe" or not config["norm_topk_prob"] or config["mlp_only_layers"]:
-        raise ValueError(f"{directory}: the trainer's forward pass is that of Qwen3-MoE with experts in every layer")
+    is_hybrid = config["model_type"] == "qwen3_5_moe_text"
+    is_known = is_hybrid or (config["model_type"] == "qwen3_moe" and config["norm_topk_prob"])
+    if not is_known or config.get("mlp_only_layers"):
+        raise ValueError(
+            f"{directory}: the trainer's forward pass is that of Qwen3-MoE and Qwen3.5-MoE with experts in every layer"
+        )
+    rope = config.get("rope_parameters") or config
     return Architecture(
         num_layers=config["num_hidden_layers"],
         num_experts=config["num_experts"],
@@ -64,7 +124,20 @@ def read_architecture(directory: Path) -> Architecture:
         num_kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
         norm_eps=config["rms_norm_eps"],
-        rope_theta=config["rope_theta"],
+        rope_theta=rope["rope_theta"],
+        rotary_dim=int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)),
+        delta=_delta_shape(config) if is_hybrid else None,
+    )
+
+
+def _delta_shape(config: dict[str, Any]) -> DeltaShape:
+    kinds = config["layer_types"]
+    return DeltaShape(
+        tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention"),
+        num_key_heads=config["linear_num_key_heads"],
+        num_value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
     )
 
 
@@ -86,7 +159,7 @@ def checkpoint_tensors(params: Params, architecture: Architecture) -> dict[str, 
     tensors: dict[str, np.ndarray] = {}
     for name, names in _names(architecture).items():
         stack = np.asarray(params[name])
-        parts = stack.reshape(len(names), *stack.shape[_num_stacked(name) :])
+        parts = stack.reshape(len(names), *stack.shape[_num_stacked(name, architecture) :])
         tensors |= {n: part.astype(ml_dtypes.bfloat16) for n, part in zip(names, parts, strict=True)}
     return tensors
 
@@ -107,20 +180,21 @@ def _nearest(values: jax.Array) -> jax.Array:
     return values.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def _num_stacked(name: str) -> int:
-    return TENSORS[name].count("{")
+def _num_stacked(name: str, architecture: Architecture) -> int:
+    return architecture.tensors[name].count("{")
 
 
 def _names(architecture: Architecture) -> dict[str, list[str]]:
     """By our name of a stack the checkpoint's names of its tensors, in order."""
     found = {}
-    for name, template in TENSORS.items():
-        layers = range(architecture.num_layers if "{layer}" in template else 1)
+    for name, template in architecture.tensors.items():
+        layers = architecture.layers_of(name) if "{layer}" in template else (0,)
         experts = range(architecture.num_experts if "{expert}" in template else 1)
         found[name] = [template.format(layer=layer, expert=expert) for layer in layers for expert in experts]
     return found
 
 
 def _stacked(parts: list[np.ndarray], name: str, architecture: Architecture) -> np.ndarray:
-    sizes = (architecture.num_layers, architecture.num_experts)[: _num_stacked(name)]
+    num_stacked = _num_stacked(name, architecture)
+    sizes = (len(architecture.layers_of(name)), architecture.num_experts)[:num_stacked]
     return np.stack(parts).astype(np.float32).reshape(*sizes, *parts[0].shape)

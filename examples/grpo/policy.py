@@ -5,20 +5,22 @@ run (`routing agreement`, `KL`).
 """
 
 # B rows   T tokens of a row   N = B * T   D model width   V vocabulary   L layers   E experts   K experts per token
-# H query heads x head width   G KV heads   R query heads per KV head   h head width   F expert width
+# F expert width
 # P picks = N * K   C picks of a block   X blocks   Z = X * C places
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from examples.grpo.model import Architecture, Params
+from examples.grpo.mixers import attend, mix_states, rms_norm
+from examples.grpo.model import OUTSIDE_LAYERS, Architecture, Params
 
-UNSEEN = -1e30
+Mixer = Callable[[jax.Array, Params, Architecture], jax.Array]
 BLOCK = 64
 """Picks of one expert that are multiplied together."""
-OUTSIDE_LAYERS = ("table_VD", "final_norm_D", "head_VD")
 
 
 def score(
@@ -29,63 +31,61 @@ def score(
     Where `replay_BT` is set, the experts of a token are those of its row, weighted by its live scores. Padding stands
     right of all tokens, so that none sees it.
     """
-    hidden_BTD = params["table_VD"][ids_BT]
-    layers = {name: values for name, values in params.items() if name not in OUTSIDE_LAYERS}
+    hidden_BTD, rows_LBTK = params["table_VD"][ids_BT], jnp.moveaxis(rows_BTLK, 2, 0)
 
-    def layer_of(hidden_BTD: jax.Array, inputs: tuple[Params, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def layer_of(
+        hidden_BTD: jax.Array, inputs: tuple[Params, jax.Array], mixer: Mixer = attend
+    ) -> tuple[jax.Array, jax.Array]:
         layer, rows_BTK = inputs
-        normed_BTD = rms_norm(hidden_BTD, layer["attn_norm_LD"], architecture.norm_eps)
-        hidden_BTD = hidden_BTD + attend(normed_BTD, layer, architecture)
-        normed_BTD = rms_norm(hidden_BTD, layer["mlp_norm_LD"], architecture.norm_eps)
-        flat_ND = normed_BTD.reshape(-1, normed_BTD.shape[-1])
+        hidden_BTD = hidden_BTD + mixer(normed(hidden_BTD, layer["attn_norm_LD"], architecture), layer, architecture)
+        flat_ND = normed(hidden_BTD, layer["mlp_norm_LD"], architecture).reshape(-1, hidden_BTD.shape[-1])
         scores_NE = flat_ND @ layer["router_LED"].T
         own_NK = jax.lax.top_k(scores_NE, architecture.top_k)[1]
         ids_NK = jnp.where(replay_BT.reshape(-1, 1), rows_BTK.reshape(own_NK.shape), own_NK)
         out_ND = mix_experts(flat_ND, ids_NK, gate_weights(scores_NE, ids_NK), layer=layer)
+        if architecture.delta is not None:
+            out_ND = out_ND + shared_expert(flat_ND, layer)
         return hidden_BTD + out_ND.reshape(hidden_BTD.shape), own_NK.reshape(rows_BTK.shape)
 
-    hidden_BTD, own_LBTK = jax.lax.scan(layer_of, hidden_BTD, (layers, jnp.moveaxis(rows_BTLK, 2, 0)))
-    normed_BTD = rms_norm(hidden_BTD, params["final_norm_D"], architecture.norm_eps)
+    if architecture.delta is None:
+        layers = {name: values for name, values in params.items() if name not in OUTSIDE_LAYERS}
+        hidden_BTD, own_LBTK = jax.lax.scan(layer_of, hidden_BTD, (layers, rows_LBTK))
+    else:
+        own = []
+        for i in range(architecture.num_layers):
+            mixer = attend if i in architecture.delta.full_layers else mix_states
+            hidden_BTD, own_BTK = layer_of(hidden_BTD, (weights_of(i, params, architecture), rows_LBTK[i]), mixer)
+            own.append(own_BTK)
+        own_LBTK = jnp.stack(own)
+    normed_BTD = normed(hidden_BTD, params["final_norm_D"], architecture)
     return normed_BTD @ params["head_VD"].T, jnp.moveaxis(own_LBTK, 0, 2)
+
+
+def normed(hidden_BTD: jax.Array, scale_D: jax.Array, architecture: Architecture) -> jax.Array:
+    """The norm ahead of a layer; the files of a hybrid model hold its scale less one."""
+    return rms_norm(hidden_BTD, architecture.norm_offset + scale_D, architecture.norm_eps)
+
+
+def weights_of(i: int, params: Params, architecture: Architecture) -> Params:
+    """The weights of a layer, of the stacks that have it."""
+    found = {}
+    for name, values in params.items():
+        layers = architecture.layers_of(name)
+        if name not in OUTSIDE_LAYERS and i in layers:
+            found[name] = values[layers.index(i)]
+    return found
+
+
+def shared_expert(hidden_ND: jax.Array, layer: Params) -> jax.Array:
+    """The output of the expert of all tokens, times its own gate."""
+    inner_NF = jax.nn.silu(hidden_ND @ layer["shared_gate_LFD"].T) * (hidden_ND @ layer["shared_up_LFD"].T)
+    return inner_NF @ layer["shared_down_LDF"].T * jax.nn.sigmoid(hidden_ND @ layer["shared_share_L1D"].T)
 
 
 def next_logprobs(logits_BTV: jax.Array, ids_BT: jax.Array) -> jax.Array:
     """Log-probs [B, T - 1] of the tokens at positions 1 .. T - 1, each given those before it."""
     logprobs_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
     return jnp.take_along_axis(logprobs_BTV, ids_BT[:, 1:, None], axis=-1)[..., 0]
-
-
-def rms_norm(values: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Divide by the root of the mean square over the last dimension, and scale."""
-    return values * jax.lax.rsqrt(jnp.mean(values * values, axis=-1, keepdims=True) + eps) * scale
-
-
-def attend(hidden_BTD: jax.Array, layer: Params, architecture: Architecture) -> jax.Array:
-    """Causal attention with normed, rotated queries and keys, R query heads to a KV head; returns [B, T, D]."""
-    rows, width, _ = hidden_BTD.shape
-    groups, head_dim = architecture.num_kv_heads, architecture.head_dim
-
-    def heads(name: str) -> jax.Array:
-        return (hidden_BTD @ layer[name].T).reshape(rows, width, -1, head_dim)
-
-    queries = rotated(rms_norm(heads("q_LHD"), layer["q_norm_Lh"], architecture.norm_eps), architecture.rope_theta)
-    keys = rotated(rms_norm(heads("k_LGD"), layer["k_norm_Lh"], architecture.norm_eps), architecture.rope_theta)
-    grouped = queries.reshape(rows, width, groups, -1, head_dim)
-    scores_BGRTS = jnp.einsum("BTGRh,BSGh->BGRTS", grouped, keys) * head_dim**-0.5
-    seen_TS = jnp.tril(jnp.ones((width, width), bool))
-    shares_BGRTS = jax.nn.softmax(jnp.where(seen_TS, scores_BGRTS, UNSEEN), axis=-1)
-    attended = jnp.einsum("BGRTS,BSGh->BTGRh", shares_BGRTS, heads("v_LGD"))
-    return attended.reshape(rows, width, -1) @ layer["o_LDH"].T
-
-
-def rotated(heads_BTNh: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions, the halves of a head as pairs (Su et al., arXiv:2104.09864, in Hugging Face's order)."""
-    width, head_dim = heads_BTNh.shape[1], heads_BTNh.shape[-1]
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2) / head_dim)
-    angles = jnp.arange(width)[:, None, None] * frequencies
-    first, second = jnp.split(heads_BTNh, 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def gate_weights(scores_NE: jax.Array, ids_NK: jax.Array) -> jax.Array:

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from examples.grpo.checkpoints import whole_file
+from examples.grpo.hybrid import ensure_hybrid
+from rayserve_moe.checkpoints.model_path import resolve_model_path
 
 FILE = "settings.json"
+CALCULATOR, HYBRID = "trained:calculator", "hybrid"
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class GrpoSettings:
     """A GRPO run. Only `steps` may differ when a run is resumed. ValueError for what no run can be."""
 
     steps: int = 60
+    model: str = CALCULATOR
+    """What is trained: `trained:calculator`, `hybrid` for the calculator with gated delta layers, or a directory."""
     prompts: int = 32
     group: int = 8
     learning_rate: float = 3e-4
@@ -84,6 +89,13 @@ def _read(file: Path) -> dict[str, Any]:
 def settings_of(given: dict[str, Any]) -> GrpoSettings:
     """Those of a mapping that may hold more."""
     return GrpoSettings(**{each.name: given[each.name] for each in fields(GrpoSettings) if each.name in given})
+
+
+def model_directory(settings: GrpoSettings, *, cache: Path) -> Path:
+    """The checkpoint that a run begins with; the hybrid calculator is trained where the cache lacks it."""
+    if settings.model == HYBRID:
+        return ensure_hybrid(cache / "checkpoints" / "grpo-hybrid")
+    return resolve_model_path(settings.model, cache_directory=cache)
 
 
 def server_settings(settings: GrpoSettings, *, model: Path) -> dict[str, Any]:

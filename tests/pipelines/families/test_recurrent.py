@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from rayserve_moe import Engine
 from tests.pipelines import test_prompt_scores as scores
 from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.outputs import Outcomes
+from tests.support.engine.run_requests import Way, preempt_every
 from tests.support.models.families import FAMILY_CASES
 from tests.support.speculation.random_requests import SPECULATES, check_mix
 
@@ -13,11 +16,19 @@ RECURRENT = ("qwen3_next-0", "qwen3_5_moe_text-0")
 CASES = [pytest.param(case, id=case.name) for case in FAMILY_CASES if case.name in RECURRENT]
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("case", CASES, indirect=True, scope="session")]
 
+WAYS = {name: way for name, way in scores.WAYS.items() if name != "preemption every 2 steps"}
+"""Recurrent layers resume at a multiple of 64 tokens: with 16 tokens a step, two steps bring no progress."""
+WAYS["preemption every 3 steps"] = Way(chunk_tokens=64, intervene=preempt_every(3))
+
 alone = scores.alone
 test_scores_of_logits = scores.test_scores_are_log_probs_of_the_logits
-test_scores = scores.test_scores_do_not_depend_on_scheduling
 test_as_sampled = scores.test_a_prompt_that_was_sampled_scores_as_it_was_sampled
 test_cached_prefix = scores.test_a_cached_prefix_is_used_up_to_where_scores_begin
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_scores(engine: Engine, alone: Outcomes, way: Way):
+    scores.test_scores_do_not_depend_on_scheduling(engine, alone, way)
 
 
 @pytest.mark.parametrize("seed", range(3))
