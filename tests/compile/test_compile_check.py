@@ -92,6 +92,17 @@ def test_sinks_and_latents_are_attended_where_they_lie(model):
         assert {"kv", "latent_kv"}.isdisjoint(copy.kind for copy in program.copies)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v6e:2x4", "v5p:2x2x1"])
+def test_states_and_rings_are_advanced_where_they_lie(topology):
+    """Two periods of a hybrid model, with and without prompts."""
+    settings = {"max_running_requests": 8, "max_step_tokens": 128, "page_size": 64}
+    case = case_of("qwen3.5-35b-a3b", topology, settings, num_layers=8)
+    for program in check(case, names=("decode_8", "prefill_128")).programs:
+        assert_sound(program)
+        assert program.kernels["delta_rule"] == 6
+
+
 def moves_of(model: str, topology: str, redundant: int, *, num_layers: int = 2) -> list[ProgramReport]:
     values = {"num_redundant_experts": redundant, "enable_eplb": True}
     return check(case_of(model, topology, values, num_layers=num_layers), names=MOVES).programs

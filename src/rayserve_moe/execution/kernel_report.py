@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -24,12 +25,16 @@ from rayserve_moe.experts.tokens import RoutedTokens
 from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.candidates import Choice
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
+from rayserve_moe.kernels.reference.gated_delta import PIECE, DeltaPools, DeltaTokens, Pieces, RowEntries
 from rayserve_moe.kernels.reference.layers import Rotation
 from rayserve_moe.kernels.table import KERNELS
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 from rayserve_moe.model.layers.attention import KIND as GROUPED
 from rayserve_moe.model.layers.attention import GroupedAttention, attention_config, begin_choice
 from rayserve_moe.model.layers.choice import attention_choices
+from rayserve_moe.model.layers.gated_delta import KIND as GATED_DELTA
+from rayserve_moe.model.layers.gated_delta import GatedDelta
+from rayserve_moe.model.layers.gated_delta import states as delta_states
 from rayserve_moe.model.layers.moe import EXPERT_ARRAYS
 from rayserve_moe.model.model_config import ModelConfig
 
@@ -99,6 +104,8 @@ def _operations(served: ServedModel) -> Iterator[tuple[str, ChoiceOf]]:
         yield from _grouped_attention(config, params, hidden_of)
     for mixer, choice in attention_choices(config.spec, KERNELS[kernels.name], pool=pool).items():
         yield f"attention {mixer}", lambda _, choice=choice: choice
+    if GATED_DELTA in params and kernels.recurrence.advance_layer is None:
+        yield "recurrence", partial(_recurrence, config, params[GATED_DELTA], served.dtype)
     if "experts" in params:
         yield from _experts(config, params["experts"], hidden_of)
 
@@ -140,6 +147,27 @@ def _grouped_attention(
         yield "norm_and_project", norm_and_project
     if kernels.project.candidates:
         yield "project", project
+
+
+def _recurrence(config: ModelConfig, params: dict[str, jax.Array], dtype: str, shape: StepShape) -> Choice[Any]:
+    """Return the choice for the recurrence of gated delta layers."""
+    own, kernels = cast(GatedDelta, config.spec.mixer(GATED_DELTA)), config.kernels
+    heads, key_heads = params["decay_LH"].shape[1], params["q_LDK"].shape[2] // own.key_dim
+    pieces_of_block = shape.block_tokens // PIECE + 1
+    of_piece = shaped(shape.num_singles + shape.num_blocks * pieces_of_block, dtype=jnp.int32)
+    keys, values = (key_heads, own.key_dim), (heads, own.value_dim)
+    wide, narrow = partial(shaped, shape.num_tokens, dtype=jnp.float32), partial(shaped, shape.num_tokens, dtype=dtype)
+    channels = 2 * own.key_dim + heads // key_heads * own.value_dim
+    tokens = DeltaTokens(
+        narrow(*keys), narrow(*keys), narrow(*values), wide(heads, 1), wide(heads), narrow(key_heads, channels)
+    )
+    (state,) = delta_states(own, kernels=kernels, tensor_size=config.plan.tensor_size)
+    arrays = (
+        shaped(1, *config.plan.sharding(array.axes).shard_shape(array.shape), dtype=jnp.float32)
+        for array in (*state.entry, *state.ring)
+    )
+    pieces = Pieces(*[of_piece] * 5, RowEntries(*[of_piece] * 3))
+    return kernels.recurrence.advance.choose(tokens, DeltaPools(*arrays), pieces, layer=(LAYER, LAYER))
 
 
 def _experts(

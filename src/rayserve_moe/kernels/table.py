@@ -27,6 +27,7 @@ from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference import expert_products, gated_delta, layers
 from rayserve_moe.kernels.tpu import (
     add_norm,
+    delta_rule,
     dispatch_sizes,
     grouped_ffn,
     low_latency_dispatch,
@@ -49,6 +50,8 @@ def no_low_latency(_: DispatchSizes) -> str:
 NO_LOW_LATENCY: Function = Candidate("low_latency_dispatch", low_latency_dispatch.dispatch_experts, no_low_latency)
 ADD_NORM = operation("xla", layers.add_and_norm)
 """The sum of a stream and its norm by XLA."""
+ADVANCE = operation("xla", gated_delta.advance)
+"""The recurrence by XLA."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,13 @@ class RecurrenceKernels:
 
     short_conv: Kernel = gated_delta.short_conv
     """`gated_delta.short_conv`."""
-    advance: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] = gated_delta.advance
+    advance: Operation = ADVANCE
     """`gated_delta.advance`."""
     advance_layer: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] | None = None
     """The whole layer: projections, both functions above and the output product
     (`cpu_native.calls.advance_layer`). May be absent."""
+    decay_places: int = 0
+    """Places of a head in a ring of decays [R, H, places]; 0 for rings [R, C, H, 1] (`gated_delta.DeltaPools`)."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +274,10 @@ TPU = replace(
         low_latency=Candidate(
             "low_latency_dispatch", low_latency_dispatch.dispatch_experts, dispatch_sizes.unsupported_reason
         ),
+    ),
+    recurrence=RecurrenceKernels(
+        advance=ADVANCE.with_first(Candidate("delta_rule", delta_rule.advance_tokens, delta_rule.unsupported_reason)),
+        decay_places=LANES,
     ),
     pool=PoolKernels(dtypes={"float8_e4m3fn": kv_pool.PAIRED}),
     # XLA lays out a table of other widths by columns if that is smaller, and copies it to look up rows.

@@ -87,9 +87,8 @@ def run_step(
 ) -> tuple[jax.Array, jax.Array, DeltaPools]:
     """Compute a step: outputs of the convolution and of the recurrence, and pools."""
     pieces = cut_pieces(positions_T, rows_B, entries, num_singles=num_singles, block_tokens=BLOCK)
-    num_blocks = len(rows_B) - num_singles
-    of_T = jnp.concatenate([jnp.arange(num_singles), num_singles + jnp.repeat(jnp.arange(num_blocks), BLOCK)])
-    history = find_history(positions_T, rows_B[of_T], RowEntries(*(each[of_T] for each in entries)), num_taps=TAPS)
+    blocks = {"num_singles": num_singles, "block_tokens": BLOCK}
+    history = find_history(positions_T, rows_B, entries, **blocks, num_taps=TAPS)
     zero = (jnp.int32(0), jnp.int32(0))
     mixed = short_conv(tokens.inputs_TKW, taps, pools, history, layer=zero)
     out, pools = advance(tokens, pools, pieces, layer=zero, delta=delta)

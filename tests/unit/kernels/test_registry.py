@@ -14,8 +14,8 @@ import pytest
 from rayserve_moe.kernels.candidates import Candidate, Operation, supports_all
 from rayserve_moe.kernels.table import CPU, KERNELS, TPU
 
-DATA = {"name", "dtype", "dtypes", "has_packed_rows", "parameters", "compiler_options"}
-MAY_BE_ABSENT = {"describe_singles", "choose", "norm_and_project", "project"}
+DATA = {"name", "dtype", "dtypes", "has_packed_rows", "decay_places", "parameters", "compiler_options"}
+MAY_BE_ABSENT = {"describe_singles", "choose", "norm_and_project", "project", "advance_layer"}
 
 
 def functions_of(record: Any) -> Iterator[Any]:
@@ -43,7 +43,8 @@ def test_a_table_has_a_function_for_every_block(name):
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_last_candidate_of_an_operation_takes_every_call(name):
     kernels = KERNELS[name]
-    for operation in (kernels.add_norm, kernels.experts.results, kernels.experts.sums, kernels.attention.project):
+    attention, experts, recurrence = kernels.attention, kernels.experts, kernels.recurrence
+    for operation in (kernels.add_norm, experts.results, experts.sums, attention.project, recurrence.advance):
         assert not operation.candidates or operation.candidates[-1].unsupported_reason is supports_all
         names = [each.name for each in operation.candidates]
         assert len(names) == len(set(names))

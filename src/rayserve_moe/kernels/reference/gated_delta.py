@@ -45,7 +45,8 @@ class DeltaPools(NamedTuple):
     keys_RCKd: jax.Array
     fresh_RCHv: jax.Array
     decay_RCHx: jax.Array
-    """Sums of g since the entry."""
+    """Sums of g since the entry. With a decay per head they may be [R, H, places], with a place per token and more:
+    XLA on TPUs chooses a layout by other sizes if the last is below 128, and copies the pool between layouts."""
     inputs_RJKW: jax.Array
     """Inputs of the convolution; position p lies at p % WINDOW_ROWS."""
 
@@ -91,17 +92,22 @@ class DeltaTokens(NamedTuple):
 
 
 class History(NamedTuple):
-    """Locations of the tokens before each token that the convolution reads, [T, taps - 1]; the nearest is the last."""
+    """Locations of the tokens before each token that the convolution reads, [T, taps - 1]; the nearest is the last.
 
-    token: jax.Array
+    A token that is not in the step is one of the last taps - 1 ahead of a single token or of a block, [B, taps - 1].
+    """
+
+    token_Tn: jax.Array
     """Index of the token in the step."""
-    is_in_step: jax.Array
-    is_in_ring: jax.Array
-    """Otherwise it lies in the window of the entry, or ahead of the first token, where zeros stand."""
-    position: jax.Array
-    rows_T: jax.Array
+    is_in_step_Tn: jax.Array
+    part_T: jax.Array
+    """The single token or block of each token."""
+    ahead_Tn: jax.Array
+    """Index of the token ahead of the single token or block, if it is not in the step."""
+    position_Bn: jax.Array
+    """Positions of the tokens ahead; zeros stand for negative ones."""
+    rows_B: jax.Array
     entries: RowEntries
-    """Entries of the row of each token."""
 
 
 def cut_pieces(
@@ -146,14 +152,27 @@ def cut_pieces(
     return jax.tree.map(lambda *parts: jnp.concatenate(parts).astype(jnp.int32), single, block)
 
 
-def find_history(positions_T: jax.Array, rows_T: jax.Array, entries: RowEntries, *, num_taps: int) -> History:
-    """Find the tokens that the convolution reads before each token; `entries` has a row per token."""
-    back_n = jnp.arange(num_taps - 1, 0, -1)
+def find_history(
+    positions_T: jax.Array,
+    rows_B: jax.Array,
+    entries: RowEntries,
+    *,
+    num_singles: int,
+    block_tokens: int,
+    num_taps: int,
+) -> History:
+    """Find the tokens that the convolution reads before each token; arguments as for `cut_pieces`."""
+    singles, blocks = jnp.arange(num_singles), jnp.arange(num_singles, len(rows_B))
+    part_T = jnp.concatenate([singles, jnp.repeat(blocks, block_tokens)])
+    first_B = jnp.concatenate([singles, num_singles + block_tokens * jnp.arange(len(blocks))])
+    rows_T, back_n = rows_B[part_T], jnp.arange(num_taps - 1, 0, -1)
     position_Tn = positions_T[:, None] - back_n
     token_Tn = jnp.maximum(jnp.arange(len(positions_T))[:, None] - back_n, 0)
     is_in_step_Tn = (rows_T[token_Tn] == rows_T[:, None]) & (positions_T[token_Tn] == position_Tn) & (position_Tn >= 0)
-    is_in_ring_Tn = position_Tn >= entries.source_base[:, None]
-    return History(token_Tn, is_in_step_Tn, is_in_ring_Tn, position_Tn, rows_T, entries)
+    # The tokens of a part are adjacent: what is not in the step is ahead of its part.
+    offset_T1 = (jnp.arange(len(positions_T)) - first_B[part_T])[:, None]
+    ahead_Tn = jnp.minimum(jnp.arange(num_taps - 1) + offset_T1, num_taps - 2)
+    return History(token_Tn, is_in_step_Tn, part_T, ahead_Tn, positions_T[first_B][:, None] - back_n, rows_B, entries)
 
 
 def short_conv(
@@ -164,13 +183,16 @@ def short_conv(
     `layer` are the first entry and the first row of the layer in the pools.
     """
     first_entry, first_row = layer
-    ring = pools.inputs_RJKW.at[first_row + history.rows_T[:, None], history.position % WINDOW_ROWS].get(mode="clip")
-    behind_base = history.position - history.entries.source_base[:, None]
-    place = jnp.maximum(behind_base + len(taps_JKW) - 1, 0)
-    entry = pools.window_EJKW[first_entry + history.entries.source[:, None], place]
-    kept = jnp.where(history.is_in_ring[..., None, None], ring, entry)
-    kept = jnp.where((history.position >= 0)[..., None, None], kept, 0.0)
-    before = jnp.where(history.is_in_step[..., None, None], inputs_TKW[history.token].astype(jnp.float32), kept)
+    (position_Bn, entries), rows_B = (history.position_Bn, history.entries), history.rows_B
+    ring = pools.inputs_RJKW.at[first_row + rows_B[:, None], position_Bn % WINDOW_ROWS].get(mode="clip")
+    behind_base = position_Bn - entries.source_base[:, None]
+    place = jnp.clip(behind_base + len(taps_JKW) - 1, 0, len(taps_JKW) - 2)
+    entry = pools.window_EJKW[first_entry + entries.source[:, None], place]
+    # The window of the entry has the tokens ahead of it; zeros stand ahead of the first token.
+    kept = jnp.where((behind_base >= 0)[..., None, None], ring, entry)
+    kept = jnp.where((position_Bn >= 0)[..., None, None], kept, 0.0)
+    kept, in_step = kept[history.part_T[:, None], history.ahead_Tn], inputs_TKW[history.token_Tn].astype(jnp.float32)
+    before = jnp.where(history.is_in_step_Tn[..., None, None], in_step, kept)
     taps_JKW = taps_JKW.astype(jnp.float32)
     # One tap after the other: the order of the sum does not depend on the number of tokens.
     total_TKW = inputs_TKW.astype(jnp.float32) * taps_JKW[-1]
@@ -210,16 +232,17 @@ def advance(
         index_b = jnp.clip(piece.token + lanes - piece.known, 0, num_tokens - 1)
         is_new_b = (lanes >= piece.known) & (lanes < piece.known + piece.count)
         given = DeltaTokens(*(_masked(each[index_b], is_new_b) for each in tokens))
-        ring = _Ring(state_Hdv, pools.keys_RCKd[row], pools.fresh_RCHv[row], pools.decay_RCHx[row])
+        ring = _Ring(state_Hdv, pools.keys_RCKd[row], pools.fresh_RCHv[row], _decay_ring(pools, row))
         out_NHv, rows = _compute_piece(given, ring, piece.start % CHUNK, piece.known, delta=delta)
         index_b = jnp.where(is_new_b, index_b, num_tokens)
         out_THv = out_THv.at[index_b].set(out_NHv, mode="drop")
         place_b = piece.start % CHUNK + lanes
         place_b = jnp.where(is_new_b, place_b, CHUNK)
-        rings = (pool.at[row, place_b].set(new, mode="drop") for pool, new in zip(pools[2:5], rows, strict=True))
+        rings = (pool.at[row, place_b].set(new, mode="drop") for pool, new in zip(pools[2:4], rows[:2], strict=True))
+        decays = _with_decays(pools.decay_RCHx, row, place_b, rows[2])
         window_b = jnp.where(is_new_b, (piece.start + lanes) % WINDOW_ROWS, WINDOW_ROWS)
         inputs = pools.inputs_RJKW.at[row, window_b].set(given.inputs_TKW.astype(jnp.float32), mode="drop")
-        return out_THv, DeltaPools(pools.state_EHdv, pools.window_EJKW, *rings, inputs)
+        return out_THv, DeltaPools(pools.state_EHdv, pools.window_EJKW, *rings, decays, inputs)
 
     out_THv = jnp.zeros((num_tokens, num_heads, width), jnp.float32)
     return jax.lax.scan(visit, (out_THv, pools), pieces)[0]
@@ -233,8 +256,9 @@ def _fold_into(
     entry: jax.Array, row: jax.Array, position: jax.Array, state_Hdv: jax.Array, pools: DeltaPools
 ) -> tuple[jax.Array, DeltaPools]:
     """Write the state after a full ring, and the window ahead of `position`, to an entry; return the state too."""
-    last_Hx = pools.decay_RCHx[row, -1]
-    keys_CHd = _repeat_heads(pools.keys_RCKd[row], len(state_Hdv)) * jnp.exp(last_Hx - pools.decay_RCHx[row])
+    decay_CHx = _decay_ring(pools, row)
+    last_Hx = decay_CHx[-1]
+    keys_CHd = _repeat_heads(pools.keys_RCKd[row], len(state_Hdv)) * jnp.exp(last_Hx - decay_CHx)
     added_Hdv = _dot("jhd,jhv->hdv", keys_CHd, pools.fresh_RCHv[row])
     state_Hdv = state_Hdv * jnp.exp(last_Hx)[..., None] + added_Hdv
     num_before = pools.window_EJKW.shape[1]
@@ -242,6 +266,20 @@ def _fold_into(
     return state_Hdv, pools._replace(
         state_EHdv=pools.state_EHdv.at[entry].set(state_Hdv), window_EJKW=pools.window_EJKW.at[entry].set(window_JKW)
     )
+
+
+def _decay_ring(pools: DeltaPools, row: jax.Array) -> jax.Array:
+    """Return the sums of decays of a row, [C, H, x]."""
+    ring = pools.decay_RCHx[row]
+    return ring if ring.ndim == 3 else ring[:, :CHUNK].T[..., None]
+
+
+def _with_decays(pool: jax.Array, row: jax.Array, place_b: jax.Array, decay_NHx: jax.Array) -> jax.Array:
+    """Return the pool of decays with those of a piece at the places of a row; places from CHUNK on are dropped."""
+    if pool.ndim == 4:
+        return pool.at[row, place_b].set(decay_NHx, mode="drop")
+    ring_HC = pool[row, :, :CHUNK].at[:, place_b].set(decay_NHx[..., 0].T, mode="drop")
+    return pool.at[row, :, :CHUNK].set(ring_HC)
 
 
 class _Ring(NamedTuple):

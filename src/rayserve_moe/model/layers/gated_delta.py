@@ -161,7 +161,7 @@ def _file_forms(own: GatedDelta, per_key: int, repeats: int) -> dict[str, FileFo
 def states(own: GatedDelta, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
     """Return the entry and the ring of a row (`DeltaPools`), float32 for every compute dtype."""
     heads, key_heads = own.num_value_heads, own.num_key_heads * key_repeats(own, tensor_size)
-    channels = 2 * own.key_dim + heads // key_heads * own.value_dim
+    channels, places = 2 * own.key_dim + heads // key_heads * own.value_dim, kernels.recurrence.decay_places
 
     def array(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ArraySpec:
         return ArraySpec(shape, axes, "float32")
@@ -173,7 +173,7 @@ def states(own: GatedDelta, *, kernels: Kernels, tensor_size: int) -> tuple[Stat
     ring = (
         array((CHUNK, key_heads, own.key_dim), (None, "kv_heads", None)),
         array((CHUNK, heads, own.value_dim), (None, "heads", None)),
-        array((CHUNK, heads, 1), (None, "heads", None)),
+        array((heads, places), ("heads", None)) if places else array((CHUNK, heads, 1), (None, "heads", None)),
         array((WINDOW_ROWS, key_heads, channels), (None, "kv_heads", None)),
     )
     return (StateKind(STATE, "entry", entry, entry_tokens=CHUNK, ring=ring),)
@@ -195,16 +195,20 @@ def prepare(own: GatedDelta, batch: TokenBatch, pools: Pools, *, config: ModelCo
     assert batch.entries_B3 is not None and batch.rows_B is not None, "rows know their entries"
     entries, num_blocks = RowEntries(*batch.entries_B3.T), batch.num_prefill_blocks
     block_tokens = (len(batch.positions_T) - batch.num_singles) // max(1, num_blocks)
-    singles = jnp.arange(batch.num_singles)
-    of_T = jnp.concatenate([singles, batch.num_singles + jnp.repeat(jnp.arange(num_blocks), block_tokens)])
     num_layers = len(config.spec.layers_with_mixer(KIND))
     arrays = DeltaPools(*pools[STATE])
     with jax.named_scope("delta_pieces"):
         pieces = cut_pieces(
             batch.positions_T, batch.rows_B, entries, num_singles=batch.num_singles, block_tokens=block_tokens
         )
-        of_tokens = RowEntries(*(each[of_T] for each in entries))
-        history = find_history(batch.positions_T, batch.rows_B[of_T], of_tokens, num_taps=own.num_taps)
+        history = find_history(
+            batch.positions_T,
+            batch.rows_B,
+            entries,
+            num_singles=batch.num_singles,
+            block_tokens=block_tokens,
+            num_taps=own.num_taps,
+        )
     return DeltaStep(
         pieces, history, len(arrays.state_EHdv) // num_layers, num_rows=len(arrays.keys_RCKd) // num_layers
     )

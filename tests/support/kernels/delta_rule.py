@@ -1,0 +1,307 @@
+"""Gated delta layers in the TPU kernel, interpreted, next to the reference, and next to itself in other steps.
+
+    python -m tests.support.kernels.delta_rule CASE ...
+
+prints the outcome of each case, as JSON. It is a process of its own: see `low_latency_dispatch`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from rayserve_moe.kernels.reference.gated_delta import (
+    CHUNK,
+    WINDOW_ROWS,
+    DeltaPools,
+    DeltaTokens,
+    RowEntries,
+    advance,
+    cut_pieces,
+)
+from rayserve_moe.kernels.table import CPU, KERNELS, TPU
+from rayserve_moe.kernels.tpu import delta_rule, delta_visits
+from tests.support.engine.host_runners import WAY, card_of, prepared_runner
+from tests.support.engine.run_requests import run_together
+from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, interpreted, print_outcomes
+from tests.support.kernels.paged_attention import ENGINE, difference, requests_of, write_two_layers
+from tests.support.speculation.oracle_proposer import Oracle
+
+WIDTH, TAPS, NUM_LAYERS, LAYER, BLOCK = 128, 4, 3, 1, 32
+MAX_ERROR = 3e-6
+"""Maximum relative difference of sums in float32 whose terms are added in another order."""
+
+
+@dataclass(frozen=True)
+class DeltaCase:
+    """Chains of single tokens and prompts in blocks, each of a row of its own: (first position, number of tokens).
+
+    A chain (0, 0) is padding. Rows begin at an entry of another row, unless a chain begins ahead of it. Rings hold NaN
+    behind the cursor.
+    """
+
+    chains: tuple[tuple[int, int], ...]
+    prompts: tuple[tuple[int, int], ...] = ()
+    source_base: int = 0
+    num_heads: int = 8
+    num_key_heads: int = 8
+    dtype: str = "float32"
+    num_cores: int = 1
+    unsound: tuple[int, ...] = ()
+    """Tokens whose values are infinite."""
+
+
+SINGLES = DeltaCase(((0, 1), (5, 1), (8, 1), (17, 1), (0, 0), (62, 1), (63, 1), (64, 1), (129, 1), (192, 1), (7, 1)))
+DRAFTS = DeltaCase(((100, 4), (0, 0), (3, 1), (14, 4), (0, 3), (188, 4), (0, 0), (64, 4), (61, 3), (62, 6)))
+CASES = {
+    "singles": SINGLES,
+    "singles of more heads in bfloat16": replace(SINGLES, num_heads=32, num_key_heads=16, dtype="bfloat16"),
+    "three heads of a key head": replace(SINGLES, num_heads=24),
+    "rows that begin at an entry": replace(
+        SINGLES, chains=((64, 1), (65, 1), (127, 2), (128, 1), (140, 3), (192, 1)), source_base=64
+    ),
+    "drafts": DRAFTS,
+    "drafts on two cores": replace(DRAFTS, num_cores=2),
+    "singles on two cores, an odd number": replace(SINGLES, num_cores=2),
+    "prompts": replace(DRAFTS, chains=(), prompts=((0, 100), (60, 3), (64, 1), (5, 33))),
+    "prompts beside drafts on two cores": replace(
+        DRAFTS, chains=((63, 2), (0, 0), (10, 1)), prompts=((30, 66), (128, 10)), num_cores=2
+    ),
+    "one token": replace(SINGLES, chains=((64, 1),)),
+    "padding alone": replace(SINGLES, chains=((0, 0),) * 3, num_cores=2),
+    "tokens that are not finite": replace(DRAFTS, unsound=(1, 6, 12)),
+}
+
+
+class DeltaArrays:
+    """The arrays of a case: tokens, pools of several layers, pieces."""
+
+    def __init__(self, case: DeltaCase) -> None:
+        self._random, chains = np.random.default_rng(len(case.chains) + case.num_heads), case.chains + case.prompts
+        num_rows, heads, key_heads = len(chains) + 1, case.num_heads, case.num_key_heads
+        singles = [max(1, count) for _, count in case.chains]
+        blocks = [-(-count // BLOCK) for _, count in case.prompts]
+        rows = np.repeat(np.arange(1, num_rows), [*singles, *blocks])
+        num_singles, num_tokens = sum(singles), sum(singles) + BLOCK * sum(blocks)
+        lengths = [*singles, *(BLOCK * count for count in blocks)]
+        positions = np.concatenate(
+            [
+                np.where(np.arange(length) < count, first + np.arange(length), -1)
+                for (first, count), length in zip(chains, lengths, strict=True)
+            ]
+        ).astype(np.int32)
+        firsts = np.array([first for first, _ in chains])[rows - 1]
+        bases = np.where(firsts >= case.source_base, case.source_base, 0)
+        sources = np.where(bases > 0, num_rows + rows, 0)
+        self.layer = jnp.int32(LAYER * 2 * num_rows), jnp.int32(LAYER * num_rows)
+        self.pools = self._pools_of(case, num_rows, channels=2 * WIDTH + heads // key_heads * WIDTH)
+        entries = RowEntries(*(jnp.asarray(each, jnp.int32) for each in (rows, sources, bases)))
+        self.pieces = cut_pieces(
+            jnp.asarray(positions), jnp.asarray(rows), entries, num_singles=num_singles, block_tokens=BLOCK
+        )
+        values = self._normal(num_tokens, heads, WIDTH)
+        values[list(case.unsound)] = np.inf
+        units = (self._unit(num_tokens, key_heads, WIDTH) for _ in range(2))
+        inputs = self._normal(num_tokens, key_heads, self.pools.inputs_RJKW.shape[-1])
+        decays = -np.abs(self._normal(num_tokens, heads, 1)) * 0.3
+        betas = 1 / (1 + np.exp(-self._normal(num_tokens, heads)))
+        queries, keys = (jnp.asarray(each, case.dtype) for each in units)
+        others = (jnp.asarray(each, case.dtype) for each in (values, inputs))
+        self.tokens = DeltaTokens(queries, keys, next(others), jnp.asarray(decays), jnp.asarray(betas), next(others))
+
+    def _normal(self, *dims: int) -> np.ndarray:
+        return self._random.standard_normal(dims).astype(np.float32)
+
+    def _unit(self, *dims: int) -> np.ndarray:
+        rows = self._normal(*dims)
+        return rows / np.sqrt((rows * rows).sum(-1, keepdims=True))
+
+    def _pools_of(self, case: DeltaCase, num_rows: int, *, channels: int) -> DeltaPools:
+        """Draw pools; rings hold NaN behind the cursors of their rows."""
+        entries, rows = NUM_LAYERS * 2 * num_rows, NUM_LAYERS * num_rows
+        keys = self._unit(rows, CHUNK, case.num_key_heads, WIDTH)
+        fresh = self._normal(rows, CHUNK, case.num_heads, WIDTH) * 0.5
+        decay = -np.abs(self._normal(rows, CHUNK, case.num_heads, 1)).cumsum(1) * 0.1
+        for row, (first, _) in enumerate(case.chains + case.prompts, start=LAYER * num_rows + 1):
+            is_full = first % CHUNK == 0 and first > case.source_base
+            for ring in (keys, fresh, decay):
+                ring[row, CHUNK if is_full else first % CHUNK :] = np.nan
+        pools = DeltaPools(
+            self._normal(entries, case.num_heads, WIDTH, WIDTH),
+            self._normal(entries, TAPS - 1, case.num_key_heads, channels),
+            keys.astype(case.dtype).astype(np.float32) if case.dtype != "float32" else keys,
+            fresh,
+            decay,
+            self._normal(rows, WINDOW_ROWS, case.num_key_heads, channels),
+        )
+        decays = np.concatenate([decay[..., 0].swapaxes(1, 2)] * 2, axis=2)
+        return DeltaPools(*map(jnp.asarray, pools._replace(decay_RCHx=decays)))
+
+
+def relative_difference(found: jax.Array, expected: jax.Array) -> float:
+    """Return the maximum difference relative to the largest number; NaN must stand at the same places."""
+    ours, theirs = np.asarray(found), np.asarray(expected)
+    np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
+    largest = max(np.nanmax(np.abs(theirs), initial=0.0), 1e-30)
+    return float(np.nanmax(np.abs(ours - theirs), initial=0.0) / largest)
+
+
+def outcome_of(case: DeltaCase) -> Outcome:
+    """Compute a case by the kernel and by the reference, all pools included."""
+    arrays = DeltaArrays(case)
+    delta_rule.cores_of_device = lambda _=None: case.num_cores
+    interpreter = replace(INTERPRETED, num_cores_or_threads=case.num_cores)
+    call = arrays.tokens, arrays.pools, arrays.pieces
+    expected_out, expected = advance(*call, layer=arrays.layer)
+    found_out, found = delta_rule.advance_tokens(*call, layer=arrays.layer, interpret=interpreter)
+    for name in ("window_EJKW", "keys_RCKd", "inputs_RJKW"):
+        np.testing.assert_array_equal(*(np.asarray(getattr(pools, name)) for pools in (found, expected)))
+    pairs = [(found_out, expected_out), *zip(found, expected, strict=True)]
+    return FAULTS_FOUND.outcome(max(relative_difference(*pair) for pair in pairs), 1.0)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Steps of a sequence: tokens of a prompt, or of drafts if negative."""
+
+    steps: tuple[int, ...]
+
+    def run(self) -> tuple[np.ndarray, DeltaPools]:
+        """Compute the sequence by the kernel: outputs, and pools."""
+        total = sum(map(abs, self.steps))
+        sequence = DeltaArrays(DeltaCase(((0, total),)))
+        pools, position, outputs = jax.tree.map(jnp.zeros_like, sequence.pools), 0, []
+        for step in self.steps:
+            count, is_single = abs(step), step < 0
+            num_blocks = 0 if is_single else -(-count // BLOCK)
+            lane = np.arange(count if is_single else num_blocks * BLOCK)
+            rows = jnp.ones(count if is_single else num_blocks, jnp.int32)
+            pieces = cut_pieces(
+                jnp.asarray(np.where(lane < count, position + lane, -1), jnp.int32),
+                rows,
+                RowEntries(rows, 0 * rows, 0 * rows),
+                num_singles=count if is_single else 0,
+                block_tokens=BLOCK,
+            )
+            index = np.minimum(position + lane, total - 1)
+            given = DeltaTokens(*(part[index] for part in sequence.tokens))
+            out, pools = delta_rule.advance_tokens(
+                given, pools, pieces, layer=sequence.layer, interpret=pltpu.InterpretParams()
+            )
+            outputs.append(np.asarray(out)[:count])
+            position += count
+        return np.concatenate(outputs), pools
+
+
+WHOLE, OTHERS = Cuts((140,)), (Cuts((37, -1, -5, 31, -60, 6)), Cuts((64, 1, -3, 72)))
+
+
+def cuts_outcome() -> Outcome:
+    """Count the numbers that depend on how the tokens of a sequence came."""
+    delta_rule.cores_of_device = lambda _=None: 1
+    expected, num_different = jax.tree.leaves(WHOLE.run()), 0
+    for found in (jax.tree.leaves(cuts.run()) for cuts in OTHERS):
+        bits = ((np.asarray(each).view(np.uint32) for each in pair) for pair in zip(expected, found, strict=True))
+        num_different += sum(int((ours != theirs).sum()) for ours, theirs in bits)
+    return Outcome(float(num_different), float(np.abs(expected[0]).max()))
+
+
+@contextmanager
+def delta_instead() -> Iterator[None]:
+    """Have runners that are prepared meanwhile take the kernel, interpreted, for single tokens."""
+    recurrence = replace(TPU.recurrence, advance=interpreted(TPU.recurrence.advance))
+    with patch.dict(KERNELS, cpu=replace(CPU, recurrence=recurrence)):
+        yield
+
+
+SIZES = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": WIDTH,
+    "linear_value_head_dim": WIDTH,
+    "num_hidden_layers": 4,
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "an engine": {},
+    "an engine with drafts": {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3},
+}
+
+
+def engine_outcome(settings: dict[str, Any]) -> Outcome:
+    """Compute sequences across a fold by the kernel, and by the reference without drafts: log-probs."""
+    requests = requests_of(30)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_two_layers(Path(folder), "qwen3.5-tiny", SIZES)
+        plain = run_together(prepared_runner(path, **ENGINE), card_of(path), requests, way=WAY)
+        with delta_instead():
+            runner = prepared_runner(path, **ENGINE, **settings)
+        assert runner.config.kernels.recurrence.decay_places, "the kernel's pool"
+        speculation, words = runner.served.settings.speculation, runner.config.spec.vocab_size
+        proposer = Oracle(plain, share=0.8, vocab_size=words)
+        way = replace(WAY, proposer=proposer, num_drafts=speculation.max_drafts) if settings else WAY
+        return difference(plain, run_together(runner, card_of(path), requests, way=way))
+
+
+def no_wait_for_a_visit() -> None:
+    """States and rings are read before they have arrived."""
+    delta_visits._wait = lambda _: None
+
+
+def no_wait_for_rows() -> None:
+    """Rows are overwritten before they are in the pools, and a window is read before its rows are."""
+    delta_visits._wait_for_writes = lambda *_: None
+
+
+def a_visit_that_never_ends() -> None:
+    """Sums of decays stay in the core's memory."""
+    scalars = delta_rule.token_scalars
+    delta_rule.token_scalars = lambda *given, **named: (found := scalars(*given, **named))._replace(
+        ends_T=found.ends_T * 0
+    )
+
+
+def a_visit_into_the_buffer_in_use() -> None:
+    begin = delta_visits._begin_visit
+    delta_visits._begin_visit = lambda call, visit, buffer: begin(call, visit, jax.lax.rem(buffer + 1, 3))
+
+
+def a_ring_without_its_last_token() -> None:
+    place = delta_visits._place
+    delta_visits._place = lambda call, token: jnp.maximum(place(call, token) - 1, 0)
+
+
+FAULTS: dict[str, tuple[DeltaCase, Callable[[], None]]] = {
+    "no wait for a visit": (SINGLES, no_wait_for_a_visit),
+    "no wait for rows": (DRAFTS, no_wait_for_rows),
+    "a visit that never ends": (SINGLES, a_visit_that_never_ends),
+    "a visit into the buffer in use": (SINGLES, a_visit_into_the_buffer_in_use),
+    "a ring without its last token": (SINGLES, a_ring_without_its_last_token),
+}
+
+
+def prepared(name: str) -> Callable[[], Outcome]:
+    """Return a case, with its fault planted."""
+    if name in ENGINES:
+        return partial(engine_outcome, ENGINES[name])
+    if name == "cuts":
+        return cuts_outcome
+    if name in CASES:
+        return partial(outcome_of, CASES[name])
+    case, plant = FAULTS[name]
+    plant()
+    return partial(outcome_of, case)
+
+
+if __name__ == "__main__":
+    print_outcomes(prepared)

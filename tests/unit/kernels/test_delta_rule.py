@@ -1,0 +1,113 @@
+"""Gated delta layers in the TPU kernel: the reference but for rounding, and no bit depends on how tokens came."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rayserve_moe.kernels.reference.gated_delta import DeltaPools, DeltaTokens, Pieces, RowEntries, cut_pieces
+from rayserve_moe.kernels.table import TPU
+from rayserve_moe.kernels.tpu.delta_rule import token_scalars
+from tests.support.kernels.delta_rule import CASES, ENGINES, FAULTS, MAX_ERROR
+from tests.support.kernels.interpreter import Outcome, run_cases
+
+MODULE, FEW = "tests.support.kernels.delta_rule", ("singles", "drafts")
+
+
+def is_sound(found: Outcome) -> bool:
+    """Return True if a case has the reference's numbers, and no copy raced."""
+    return found.difference <= MAX_ERROR and not (found.has_races or found.has_rest or found.error)
+
+
+def test_singles_and_drafts_are_the_reference():
+    """Positions at and around a fold; rings hold NaN behind the cursor."""
+    for name, found in run_cases(MODULE, *FEW).items():
+        assert is_sound(found), (name, found)
+
+
+@pytest.mark.slow
+def test_other_cases_are_the_reference():
+    for name, found in run_cases(MODULE, *(CASES.keys() - FEW)).items():
+        assert is_sound(found), (name, found)
+
+
+@pytest.mark.slow
+def test_no_bit_depends_on_how_tokens_came():
+    """Of a prompt at once, in parts, beside others, or one by one: outputs, states and rings."""
+    (found,) = run_cases(MODULE, "cuts").values()
+    assert found.difference == 0 and found.largest > 0 and not found.error, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_generates_with_the_kernel_what_it_does_with_the_reference(name):
+    (found,) = run_cases(MODULE, name).values()
+    assert is_sound(found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    (found,) = run_cases(MODULE, fault).values()
+    assert not is_sound(found)
+
+
+def test_visits_are_the_tokens_of_a_row_and_take_turns_on_cores():
+    positions = jnp.asarray([5, 64, 65, -1, 130, 128, -1], jnp.int32)
+    rows = jnp.asarray([3, 1, 1, 1, 1, 2, 2], jnp.int32)
+    entries = RowEntries(rows + 10, jnp.full(7, 9, jnp.int32), jnp.asarray([0, 0, 0, 0, 64, 128, 0], jnp.int32))
+    pieces = cut_pieces(positions, rows, entries, num_singles=7, block_tokens=32)
+    found = token_scalars(pieces, (jnp.int32(40), jnp.int32(20)), num_tokens=7, num_cores=2)
+    is_real = np.asarray(positions) >= 0
+    assert found.visit_T.tolist() == [0, 1, 1, -1, 1, 2, -1]
+    assert found.starts_V.tolist()[:3] == [0, 1, 5] and set(found.starts_V.tolist()[3:]) == {7}
+    assert found.ends_T.tolist() == [1, 0, 0, 0, 1, 1, 0]
+    assert len(found.starts_V) >= 3 + 2 * 2, "every core looks two visits ahead"
+    assert found.position_T[is_real].tolist() == [5, 64, 65, 130, 128]
+    assert found.folds_T[is_real].tolist() == [0, 1, 0, 0, 0], "an entry that ends at 128 needs no fold"
+    assert found.source_T[is_real].tolist() == [9, 9, 11, 11, 9], "later states lie in the row's own entry"
+    assert found.layer_X.tolist() == [40, 20]
+
+
+def test_blocks_of_a_prompt_are_one_visit():
+    """Ten tokens from 60 on in two blocks of eight, then a single token of a prompt, behind one that is decoded."""
+    positions = jnp.asarray([3, *range(60, 70), *[-1] * 6, 64, *[-1] * 7], jnp.int32)
+    rows = jnp.asarray([4, 1, 1, 2], jnp.int32)
+    entries = RowEntries(rows, jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32))
+    pieces = cut_pieces(positions, rows, entries, num_singles=1, block_tokens=8)
+    found = token_scalars(pieces, (jnp.int32(0), jnp.int32(0)), num_tokens=25, num_cores=1)
+    assert found.visit_T.tolist() == [0, *[1] * 10, *[-1] * 6, 2, *[-1] * 7]
+    assert np.flatnonzero(found.ends_T).tolist() == [0, 10, 17]
+    assert found.position_T[1:11].tolist() == list(range(60, 70)) and found.row_T[17] == 2
+    assert np.flatnonzero(np.asarray(found.folds_T) * (np.asarray(found.visit_T) >= 0)).tolist() == [5, 17]
+
+
+def shaped(*dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+def reason(*, num_tokens: int = 8, heads: int = 32, width: int = 128, per_channel: bool = False, **knobs) -> str:
+    """Return the text of the choice for a call."""
+    places, pieces = knobs.pop("places", 128), [shaped(num_tokens)] * 5
+    rows, values = shaped(num_tokens, heads // 2, width), shaped(num_tokens, heads, width)
+    tokens = DeltaTokens(rows, rows, values, shaped(num_tokens, heads, width if per_channel else 1), values, rows)
+    decay = shaped(3, heads, places) if places else shaped(3, 64, heads, 1)
+    pools = DeltaPools(*[shaped(3, heads, width, width)] * 4, decay, shaped(3, 16, heads, width))
+    pieces = Pieces(*pieces, RowEntries(*pieces[:3]))
+    return str(TPU.recurrence.advance.choose(tokens, pools, pieces, layer=(0, 0), **knobs))
+
+
+def test_other_calls_are_for_the_reference():
+    assert reason() == "delta_rule"
+    assert reason(num_tokens=8193) == "xla (delta_rule: 8193 tokens, not 8192 or fewer)"
+    assert reason(delta=False) == "xla (delta_rule: the rule is not a delta rule with a decay per head)"
+    assert reason(per_channel=True) == "xla (delta_rule: the rule is not a delta rule with a decay per head)"
+    assert reason(width=64) == "xla (delta_rule: keys of width 64 and values of width 64, not 128)"
+    assert reason(places=0) == "xla (delta_rule: rings of decays have other places)"
+    for heads in (256, 8):
+        expected = f"xla (delta_rule: {heads} heads and {heads // 2} key heads, not multiples of 8 up to 128)"
+        assert reason(heads=heads) == expected
+    assert reason(heads=64) == "delta_rule"
+    assert reason(heads=128) == "xla (delta_rule: states and rings of 128 heads take 38 of 20 MiB)"
