@@ -35,6 +35,7 @@ LOG_NAMES = {
     "experts.choose": "router",
     "experts.results": "expert_product",
     "experts.sums": "expert_product",
+    "recurrence.advance": "recurrence",
 }
 """Names in the log by field of a table."""
 Described = dict[str, list[str]]
