@@ -13,9 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from rayserve_moe import Engine
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
-from tests.pipelines.families.test_scheduling import RECURRENT_TOLERANCE
 from tests.support.engine.engine_store import EngineStore
-from tests.support.engine.outputs import LOGPROB_TOLERANCE, assert_same
+from tests.support.engine.outputs import LOGPROB_TOLERANCE, RECURRENT_TOLERANCE, assert_same
 from tests.support.engine.run_requests import cycle_for, run_on, run_together, speculation_of
 from tests.support.engine.workload import request_for
 from tests.support.models.families import FAMILY_CASES, FamilyCase, write_family
