@@ -65,6 +65,11 @@ CASES = {
         Family("minimax-m2", "v6e:2x4", 8, "int8"),
         Family("minimax-m2", "v6e:4x4", 8),
         Family("gpt-oss-20b", "v6e:2x4"),
+        Family("qwen3.5-35b-a3b", "v6e:2x2"),
+        Family("qwen3.5-35b-a3b", "v6e:2x4"),
+        Family("qwen3-next-80b-a3b", "v6e:2x4"),
+        Family("qwen3.5-397b-a17b", "v5p:4x4x4"),
+        Family("qwen3.5-397b-a17b", "tpu7x:2x2x1", 1, "fp8"),
     )
 }
 KEY = "families"
