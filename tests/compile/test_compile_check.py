@@ -238,7 +238,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": (31, 3),
     "qwen3-next-80b-a3b": (80, 4),
     "qwen3.5-35b-a3b": (35, 3),
-    "qwen3.5-397b-a17b": (397, 17),
+    "qwen3.5-397b-a17b": (396, 17),  # without the vision tower
 }
 """Parameters of each preset, and of one token's path with the embedding and the head, in units of 1e9."""
 
