@@ -110,4 +110,4 @@ def test_other_calls_are_for_the_reference():
         expected = f"xla (delta_rule: {heads} heads and {heads // 2} key heads, not multiples of 8 up to 128)"
         assert reason(heads=heads) == expected
     assert reason(heads=64) == "delta_rule"
-    assert reason(heads=128) == "xla (delta_rule: states and rings of 128 heads take 38 of 20 MiB)"
+    assert reason(heads=128) == "xla (delta_rule: states and rings of 128 heads take 48 of 30 MiB)"

@@ -21,15 +21,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, DeltaPools, DeltaTokens, Pieces, RowEntries
-from rayserve_moe.kernels.tpu.delta_visits import NUM_BUFFERS, DeltaScratch, TokenScalars, VisitShape, compute_token
+from rayserve_moe.kernels.tpu.delta_call import NUM_BUFFERS, TokenScalars, VisitShape, scratch_of
+from rayserve_moe.kernels.tpu.delta_products import ROWS
+from rayserve_moe.kernels.tpu.delta_visits import compute_token
 from rayserve_moe.kernels.tpu.packed_rows import LANES
 from rayserve_moe.kernels.tpu.paged_attention import cores_of_device
 from rayserve_moe.kernels.tpu.paged_sizes import VMEM_BYTES
 
 MAX_TOKENS = 8192
 """Maximum number of tokens whose scalars a core's scalar memory holds."""
-ROWS = 8
-"""Rows of a register of float32."""
+MAX_HELD_BYTES = VMEM_BYTES * 3 // 4
+"""Maximum bytes of states and rings in the core's memory."""
 NUM_POOLS = len(DeltaPools._fields)
 
 
@@ -49,9 +51,10 @@ def unsupported_reason(
         return "rings of decays have other places"
     if num_heads > LANES or num_heads % ROWS or key_heads % ROWS:
         return f"{num_heads} heads and {key_heads} key heads, not multiples of {ROWS} up to {LANES}"
-    buffers = NUM_BUFFERS * 4 * LANES * (num_heads * LANES + CHUNK * (num_heads + key_heads + 1))
-    if buffers > VMEM_BYTES // 2:
-        return f"states and rings of {num_heads} heads take {buffers >> 20} of {VMEM_BYTES >> 21} MiB"
+    ring = CHUNK * (num_heads + key_heads)
+    held = 4 * LANES * (NUM_BUFFERS * (num_heads * LANES + ring) + ring)
+    if held > MAX_HELD_BYTES:
+        return f"states and rings of {num_heads} heads take {held >> 20} of {MAX_HELD_BYTES >> 20} MiB"
     return ""
 
 
@@ -77,7 +80,8 @@ def advance_tokens(
     )
     gates_TGH = jnp.stack([decays[..., 0], betas], axis=1)
     num_cores = cores_of_device(interpret)
-    shape = VisitShape(num_heads, keys.shape[1], num_tokens, num_cores, pools.window_EJKW.shape[1])
+    dtype = jnp.bfloat16 if tokens.keys_TKd.dtype == jnp.bfloat16 else jnp.float32
+    shape = VisitShape(num_heads, keys.shape[1], num_tokens, num_cores, dtype, pools.window_EJKW.shape[1])
     scalars = token_scalars(pieces, layer, num_tokens=num_tokens, num_cores=num_cores)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     given = [queries, keys, values, gates_TGH, wide[-1]]
@@ -145,29 +149,3 @@ def token_scalars(pieces: Pieces, layer: tuple[jax.Array, ...], *, num_tokens: i
 def _of_token(rows: jax.Array) -> pl.BlockSpec:
     """Return the block of a token."""
     return pl.BlockSpec((1, *rows.shape[1:]), lambda _, token, *__: (token, *[0] * (rows.ndim - 1)))
-
-
-def scratch_of(shape: VisitShape) -> DeltaScratch:
-    """Return the buffers of a core."""
-    heads, key_heads, wide = shape.num_heads, shape.num_key_heads, (LANES,)
-
-    def vmem(*dims: int) -> Any:
-        return pltpu.VMEM(dims, jnp.float32)
-
-    return DeltaScratch(
-        vmem(NUM_BUFFERS, heads, LANES, LANES),
-        vmem(NUM_BUFFERS, CHUNK * key_heads, *wide),
-        vmem(NUM_BUFFERS, CHUNK * heads, *wide),
-        vmem(NUM_BUFFERS, heads, *wide),
-        vmem(heads, *wide),
-        vmem(5, heads, *wide),
-        vmem(2, key_heads, *wide),
-        vmem(2, heads, *wide),
-        vmem(2, heads, *wide),
-        vmem(2, heads, *wide),
-        pltpu.SMEM((2,), jnp.int32),
-        pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
-        pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SemaphoreType.DMA,
-    )

@@ -1,8 +1,4 @@
-"""A token of a gated delta layer inside the kernel of `delta_rule`: its copies, a fold, and its products.
-
-A state is multiplied by one key and one query. These products are sums over rows of registers in float32, which take
-fewer bundles than the state takes to arrive; the matrix unit would need the state in three pieces of bfloat16.
-"""
+"""Visits of the kernel of gated delta layers: their copies, and the order of their work (`delta_rule`)."""
 
 # T tokens   V visits   H value heads   K key heads   C tokens of a chunk   P places of decays   N buffers
 # X heads of C tokens   d key width   v value width   W channels of a key head   B block of a token   G gates   Q sums
@@ -11,9 +7,8 @@ fewer bundles than the state takes to arrive; the matrix unit would need the sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,93 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, WINDOW_ROWS, DeltaPools
+from rayserve_moe.kernels.tpu.delta_call import NUM_BUFFERS, Call, DeltaScratch, TokenRefs, TokenScalars, VisitShape
+from rayserve_moe.kernels.tpu.delta_products import diagonal, fold, multiply
 
-NUM_BUFFERS = 3
-"""Visits whose states and rings are in the core's memory: one is computed and two arrive."""
 TILE = 8
 """Tokens of a ring that are copied at once."""
-
-
-@dataclass(frozen=True)
-class VisitShape:
-    """Static sizes of a call."""
-
-    num_heads: int
-    num_key_heads: int
-    num_tokens: int
-    num_cores: int
-    num_before: int
-    """Inputs of the convolution in an entry."""
-
-
-class TokenScalars(NamedTuple):
-    """Scalars of tokens in the core's scalar memory, int32 [T] unless noted."""
-
-    position_T: Any
-    row_T: Any
-    source_T: Any
-    """The entry to read."""
-    own_T: Any
-    """The entry to write with a fold."""
-    folds_T: Any
-    visit_T: Any
-    """Number of the visit; -1 for padding."""
-    ends_T: Any
-    """1 for the last token of a visit."""
-    starts_V: Any
-    """First token of each visit, in order; the number of tokens behind the last visit."""
-    layer_X: Any
-    """First entry and first row of the layer."""
-
-
-class TokenRefs(NamedTuple):
-    """Inputs of a token, in a block of its own."""
-
-    queries_BKd: Any
-    keys_BKd: Any
-    values_BHv: Any
-    gates_BGH: Any
-    """Logarithms of decays, and beta."""
-    inputs_TKW: Any
-    """Inputs of the convolution of all tokens, in HBM."""
-
-
-class DeltaScratch(NamedTuple):
-    """Buffers of a core: of visits, of a token, and of its writes."""
-
-    state_NHdv: Any
-    keys_NXd: Any
-    """Heads of a token are adjacent: a head is read at a stride."""
-    fresh_NXv: Any
-    decay_NHP: Any
-    weights_HP: Any
-    """Decays of the tokens of a ring up to the token, or up to the end of the chunk."""
-    sums_QHv: Any
-    """Products of each head: key and query with the state, key and query with the ring, and query with key."""
-    new_keys_SKd: Any
-    new_fresh_SHv: Any
-    new_decay_SHP: Any
-    out_SHv: Any
-    num_done: Any
-    """Number of tokens, and of visits, whose writes the core has begun."""
-    arrived_N: Any
-    written_S: Any
-    ended_S: Any
-    folded: Any
-
-
-class Call(NamedTuple):
-    """Everything that a token's computation reads and writes.
-
-    `pools` are the pools of all layers in HBM; heads of a ring's tokens follow each other, [R, C * heads, width].
-    """
-
-    scalars: TokenScalars
-    given: TokenRefs
-    out_THv: Any
-    pools: DeltaPools
-    scratch: DeltaScratch
-    shape: VisitShape
 
 
 def compute_token(*refs: Any, shape: VisitShape) -> None:
@@ -141,6 +54,7 @@ def compute_token(*refs: Any, shape: VisitShape) -> None:
         @pl.when(call.scalars.starts_V[visit] == token)
         def _() -> None:
             _for_copies(call, token, buffer, _wait)
+            _sort_by_heads(call, token, buffer)
             # The buffer of the visit before this one is free: what that visit writes is staged elsewhere.
             ahead = NUM_BUFFERS - 1
             _begin_visit(call, visit + ahead * shape.num_cores, jax.lax.rem(of_core + ahead, NUM_BUFFERS))
@@ -190,21 +104,36 @@ def _for_copies(call: Call, token: jax.Array, buffer: jax.Array, act: Callable[[
     entry = call.scalars.layer_X[0] + call.scalars.source_T[token]
     act(copy(pools.state_EHdv.at[entry], scratch.state_NHdv.at[buffer]))
     act(copy(pools.decay_RCHx.at[row], scratch.decay_NHP.at[buffer]))
-    num_known = jnp.where(call.scalars.folds_T[token] > 0, CHUNK, _place(call, token))
 
     def of_tile(tile: jax.Array, carry: None) -> None:
-        rings = (pools.keys_RCKd, scratch.keys_NXd), (pools.fresh_RCHv, scratch.fresh_NXv)
-        for pool, held in rings:
-            num_rows = TILE * (pool.shape[1] // CHUNK)
-            rows = pl.ds(pl.multiple_of(tile * num_rows, num_rows), num_rows)
+        for pool, held in (pools.keys_RCKd, scratch.keys_NXd), (pools.fresh_RCHv, scratch.fresh_NXv):
+            rows = _rows_of(tile, TILE * (pool.shape[1] // CHUNK))
             act(copy(pool.at[row, rows], held.at[buffer, rows]))
 
-    jax.lax.fori_loop(0, pl.cdiv(num_known, TILE), of_tile, None)
+    jax.lax.fori_loop(0, _num_tiles(call, token), of_tile, None)
+
+
+def _num_tiles(call: Call, token: jax.Array) -> jax.Array:
+    """Return the number of tiles of a ring that a visit reads, which begins at `token`."""
+    return pl.cdiv(jnp.where(call.scalars.folds_T[token] > 0, CHUNK, _place(call, token)), TILE)
+
+
+def _sort_by_heads(call: Call, token: jax.Array, buffer: jax.Array) -> None:
+    """Put the tokens of each head next to each other: its rows could be read at a stride, but only one by one."""
+    scratch = call.scratch
+
+    def of_tile(tile: jax.Array, carry: None) -> None:
+        for held_NXw, ring_Cw in (scratch.keys_NXd, scratch.keys_KCd), (scratch.fresh_NXv, scratch.fresh_HCv):
+            num_heads, _, width = ring_Cw.shape
+            rows_XHw = held_NXw[buffer, _rows_of(tile, TILE * num_heads), :].reshape(TILE, num_heads, width)
+            ring_Cw[:, _rows_of(tile, TILE), :] = rows_XHw.swapaxes(0, 1)
+
+    jax.lax.fori_loop(0, _num_tiles(call, token), of_tile, None)
 
 
 def _fold(call: Call, token: jax.Array, buffer: jax.Array) -> None:
     """Compute the state after a full ring, and write it with the window ahead of the token to the row's own entry."""
-    scratch, pools, shape = call.scratch, call.pools, call.shape
+    scratch, pools = call.scratch, call.pools
     # Rows of the window may be on their way.
     _wait_for_writes(call, token)
     entry, row, position = (
@@ -213,25 +142,7 @@ def _fold(call: Call, token: jax.Array, buffer: jax.Array) -> None:
         call.scalars.position_T,
     )
     _apply(_start, _window_copies(call, entry, row, position[token]))
-    decay_HP = scratch.decay_NHP[buffer]
-    scratch.weights_HP[...] = jnp.exp(decay_HP[:, CHUNK - 1 : CHUNK] - decay_HP)
-    whole_HP = jnp.exp(jnp.broadcast_to(decay_HP[:, CHUNK - 1 : CHUNK], decay_HP.shape))
-    scratch.sums_QHv[0] = whole_HP
-
-    def fold_head(head: jax.Array, carry: None) -> None:
-        (weight_P1,) = _columns(scratch.weights_HP[pl.ds(head, 1), :])
-        keys_Cd = _ring_of_head(scratch.keys_NXd, buffer, jax.lax.div(head, _heads_of_key(shape)))
-        added_dv = jax.lax.dot_general(
-            keys_Cd * weight_P1[:CHUNK],
-            _ring_of_head(scratch.fresh_NXv, buffer, head),
-            (((0,), (0,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        whole_XP = scratch.sums_QHv[0, pl.ds(head, 1), :]
-        scratch.state_NHdv[buffer, head] = scratch.state_NHdv[buffer, head] * whole_XP + added_dv
-
-    jax.lax.fori_loop(0, shape.num_heads, fold_head, None)
+    fold(call, buffer)
     copy = pltpu.make_async_copy(scratch.state_NHdv.at[buffer], pools.state_EHdv.at[entry], scratch.folded)
     copy.start()
     copy.wait()
@@ -255,17 +166,21 @@ def _advance(call: Call, token: jax.Array, buffer: jax.Array) -> None:
     place_HP = jax.lax.broadcasted_iota(jnp.int32, decay_HP.shape, 1)
     # Select, never multiply: what stands behind the cursor may be NaN.
     known_H1 = jnp.sum(jnp.where(place_HP == place - 1, decay_HP, 0.0), axis=1, keepdims=True)
-    total_H1 = known_H1 + _column(gates_GH[:1])
+    total_H1 = known_H1 + diagonal(gates_GH[:1])
     scratch.weights_HP[...] = jnp.exp(jnp.where(place_HP < place, total_H1 - decay_HP, -jnp.inf))
-    _multiply(call, buffer, place)
+    multiply(call, buffer, place)
     key_state, query_state, key_ring, query_ring, query_key = (scratch.sums_QHv[part] for part in range(5))
     to_state_H1 = jnp.exp(total_H1)
-    fresh_Hv = _column(gates_GH[1:]) * (values_Hv - (to_state_H1 * key_state + key_ring))
+    fresh_Hv = diagonal(gates_GH[1:]) * (values_Hv - (to_state_H1 * key_state + key_ring))
     out_Hv = to_state_H1 * query_state + query_ring + query_key * fresh_Hv
     # Later tokens of the visit read them.
     scratch.decay_NHP[buffer] = jnp.where(place_HP == place, total_H1, decay_HP)
-    scratch.keys_NXd[buffer, _rows_of(place, call.shape.num_key_heads), :] = call.given.keys_BKd[0]
-    scratch.fresh_NXv[buffer, _rows_of(place, call.shape.num_heads), :] = fresh_Hv
+
+    @pl.when(call.scalars.ends_T[token] == 0)
+    def _() -> None:
+        scratch.keys_KCd[:, pl.ds(place, 1), :] = call.given.keys_BKd[0][:, None]
+        scratch.fresh_HCv[:, pl.ds(place, 1), :] = fresh_Hv[:, None]
+
     side = jax.lax.rem(scratch.num_done[0], 2)
 
     @pl.when(scratch.num_done[0] >= 2)
@@ -295,63 +210,9 @@ def _write_decays(call: Call, token: jax.Array, buffer: jax.Array) -> None:
     scratch.num_done[1] = scratch.num_done[1] + 1
 
 
-def _rows_of(place: jax.Array, num_heads: int) -> Any:
-    """Return the rows of the heads of a token in a ring."""
-    return pl.ds(pl.multiple_of(place * num_heads, num_heads), num_heads)
-
-
-def _ring_of_head(held_NXw: Any, buffer: jax.Array, head: jax.Array) -> jax.Array:
-    """Return the rows of a head in a ring, [C, w]."""
-    return held_NXw[buffer, pl.ds(head, CHUNK, stride=held_NXw.shape[1] // CHUNK), :]
-
-
-def _heads_of_key(shape: VisitShape) -> int:
-    return shape.num_heads // shape.num_key_heads
-
-
-def _multiply(call: Call, buffer: jax.Array, place: jax.Array) -> None:
-    """Compute the products of all heads with their states and rings (`sums_QHv`)."""
-    scratch, heads_of_key = call.scratch, _heads_of_key(call.shape)
-    is_past_C1 = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0) < place
-
-    def of_key_head(key_head: jax.Array, carry: None) -> None:
-        given = call.given.keys_BKd, call.given.queries_BKd
-        key, query = (rows_BKd[0, pl.ds(key_head, 1), :] for rows_BKd in given)
-        weights = scratch.weights_HP[pl.ds(key_head * heads_of_key, heads_of_key), :]
-        key_column, query_column, *weight_columns = _columns(jnp.concatenate([key, query, weights]))
-        ring_Cd = _ring_of_head(scratch.keys_NXd, buffer, key_head)
-        scores = (jnp.sum(ring_Cd * row, axis=1, keepdims=True) for row in (key, query))
-        key_scores_C1, query_scores_C1 = (jnp.where(is_past_C1, each, 0.0) for each in scores)
-        query_key_11 = jnp.sum(key * query, axis=1, keepdims=True)
-        for of_key, weight_P1 in enumerate(weight_columns):
-            head = key_head * heads_of_key + of_key
-            state_dv = scratch.state_NHdv[buffer, head]
-            fresh_Cv = jnp.where(is_past_C1, _ring_of_head(scratch.fresh_NXv, buffer, head), 0.0)
-            sums = (
-                jnp.sum(key_column * state_dv, axis=0, keepdims=True),
-                jnp.sum(query_column * state_dv, axis=0, keepdims=True),
-                jnp.sum(key_scores_C1 * weight_P1[:CHUNK] * fresh_Cv, axis=0, keepdims=True),
-                jnp.sum(query_scores_C1 * weight_P1[:CHUNK] * fresh_Cv, axis=0, keepdims=True),
-                jnp.broadcast_to(query_key_11, (1, fresh_Cv.shape[1])),
-            )
-            for part, row in enumerate(sums):
-                scratch.sums_QHv[part, pl.ds(head, 1), :] = row
-
-    jax.lax.fori_loop(0, call.shape.num_key_heads, of_key_head, None, unroll=8)
-
-
-def _columns(rows_XP: jax.Array) -> list[jax.Array]:
-    """Return rows as columns [P, 1]."""
-    num_rows = len(rows_XP)
-    padded = jnp.pad(rows_XP, ((0, -num_rows % 8), (0, 0)))
-    return [padded.T[:, place : place + 1] for place in range(num_rows)]
-
-
-def _column(row_XH: jax.Array) -> jax.Array:
-    """Return a row [1, H] as a column [H, 1]: the diagonal of a square."""
-    square = (row_XH.shape[1],) * 2
-    is_diagonal = jax.lax.broadcasted_iota(jnp.int32, square, 0) == jax.lax.broadcasted_iota(jnp.int32, square, 1)
-    return jnp.sum(jnp.where(is_diagonal, row_XH, 0.0), axis=1, keepdims=True)
+def _rows_of(group: jax.Array, num_rows: int) -> Any:
+    """Return the rows of a group of rows."""
+    return pl.ds(pl.multiple_of(group * num_rows, num_rows), num_rows)
 
 
 def _row_writes(call: Call, token: jax.Array, side: jax.Array) -> Iterator[Any]:

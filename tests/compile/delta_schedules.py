@@ -1,0 +1,79 @@
+"""Bundles of the kernel of gated delta layers, by libtpu's schedules, and their baseline.
+
+    python -m tests.compile.delta_schedules [CHIP ...]
+
+writes the baseline of chips, or of all of them, anew: after a change that is meant.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.kernels.reference.gated_delta import (
+    CHUNK,
+    WINDOW_ROWS,
+    DeltaPools,
+    DeltaTokens,
+    Pieces,
+    RowEntries,
+)
+from rayserve_moe.kernels.tpu.delta_rule import advance_tokens
+from rayserve_moe.tools.estimate.bundles import read_schedule
+from rayserve_moe.tools.estimate.chips import CHIPS
+from rayserve_moe.tools.estimate.dump import DumpFolder
+from tests.compile.schedule_baselines import ScheduleBaseline
+from tests.compile.topologies import compile_for
+
+HEADS = {"of 35B": (16, 32), "of 397B": (16, 64), "of 35B over 2": (8, 16)}
+"""Key heads and value heads."""
+TOKENS, ROWS, ENTRIES, WIDTH = 16, 24, 63, 128
+
+
+def shapes_of(key_heads: int, heads: int) -> tuple[DeltaPools, DeltaTokens, Pieces]:
+    """Return the shapes of a call."""
+    channels = 2 * WIDTH + heads // key_heads * WIDTH
+    of_rows = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    pools = DeltaPools(
+        of_rows((ENTRIES, heads, WIDTH, WIDTH)),
+        of_rows((ENTRIES, 3, key_heads, channels)),
+        of_rows((ROWS, CHUNK, key_heads, WIDTH)),
+        of_rows((ROWS, CHUNK, heads, WIDTH)),
+        of_rows((ROWS, heads, WIDTH)),
+        of_rows((ROWS, WINDOW_ROWS, key_heads, channels)),
+    )
+    narrow = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    keys, values = (narrow((TOKENS, count, WIDTH)) for count in (key_heads, heads))
+    decays, betas = of_rows((TOKENS, heads, 1)), of_rows((TOKENS, heads))
+    tokens = DeltaTokens(keys, keys, values, decays, betas, narrow((TOKENS, key_heads, channels)))
+    ints = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
+    return pools, tokens, Pieces(*[ints] * 5, RowEntries(*[ints] * 3))
+
+
+def compile_step(chip: str, heads: tuple[int, int]) -> jax.stages.Compiled:
+    """Compile a call with donated pools for a chip."""
+    pools, *given = shapes_of(*heads)
+
+    def step(pools: DeltaPools, tokens: DeltaTokens, pieces: Pieces, first_entry: jax.Array, first_row: jax.Array):
+        return advance_tokens(tokens, pools, pieces, layer=(first_entry, first_row))
+
+    place = jax.ShapeDtypeStruct((), jnp.int32)
+    return compile_for(chip, step, pools, *given, place, place, donate=0)
+
+
+def compile_all(chip: str, dump: DumpFolder) -> dict[str, float]:
+    """Compile every case for a chip; bundles of a call in which every token folds, and reads a tile of its ring."""
+    found = {}
+    for name, heads in HEADS.items():
+        compile_step(chip.removeprefix("tpu"), heads)
+        (text,) = (text for op, text in dump.take().items() if op.startswith("delta_rule"))
+        found[name] = read_schedule(text).spent().bundles
+    return found
+
+
+BASELINE = ScheduleBaseline("tests.compile.delta_schedules", tuple(CHIPS), compile_all)
+
+if __name__ == "__main__":
+    BASELINE.main()
