@@ -83,7 +83,8 @@ def test_drafts_that_are_never_wrong_are_accepted(case: FamilyCase, dtype: str, 
     prompts = np.random.default_rng(3).integers(3, 200, (4, 50))
     greedy = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
     requests = [request_for(prompt, f"{number}", **greedy) for number, prompt in enumerate(prompts)]
-    settings = {**SPECULATES, "structured_output": False, "speculative_algorithm": "NEXTN"}
+    plain_sampling = {"structured_output": False, "logit_processors": ""}
+    settings = {**SPECULATES, **plain_sampling, "speculative_algorithm": "NEXTN"}
     way = replace(PLAIN, constraints=None)
     with Engine(str(path), num_pages=PLAIN.num_pages, page_size=PLAIN.page_size, **settings) as engine:
         plain = run_together(engine.runner, engine.card, requests, way=replace(way, with_capture=False))
