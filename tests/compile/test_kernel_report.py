@@ -12,7 +12,15 @@ from rayserve_moe.execution.programs.compiled import lowered
 from rayserve_moe.execution.programs.specs import programs_of, step_name
 from rayserve_moe.tools.served_cases import case_of_model, lay_out
 
-KERNELS = {"add_norm", "streamed_heads", "rotary_heads", "top_experts", "grouped_ffn", "low_latency_dispatch"}
+KERNELS = {
+    "add_norm",
+    "delta_rule",
+    "streamed_heads",
+    "rotary_heads",
+    "top_experts",
+    "grouped_ffn",
+    "low_latency_dispatch",
+}
 
 
 @pytest.mark.parametrize(
@@ -22,12 +30,13 @@ KERNELS = {"add_norm", "streamed_heads", "rotary_heads", "top_experts", "grouped
         pytest.param("qwen3-30b-a3b", "v6e:2x4", {"kv_cache_dtype": "fp8"}, id="fp8", marks=pytest.mark.slow),
         pytest.param("qwen3-30b-a3b", "v6e:2x4", {"expert_backend": "all_to_all"}, id="exchange"),
         pytest.param("gpt-oss-20b", "v6e:2x4", {}, id="gpt-oss", marks=pytest.mark.slow),
+        pytest.param("qwen3.5-35b-a3b", "v6e:2x4", {}, id="hybrid", marks=pytest.mark.slow),
         pytest.param("qwen3-235b-a22b", "v5p:2x4x4", {"num_redundant_experts": 32}, id="v5p", marks=pytest.mark.slow),
     ],
 )
 def test_programs_have_the_kernels_of_the_report(model, topology, values):
     """In the smallest and the largest step."""
-    served = lay_out(case_of_model(model, topology, num_layers=2, values=values))
+    served = lay_out(case_of_model(model, topology, num_layers=4, values=values))
     programs = {program.name: program for program in programs_of(served, num_pages=64)}
     for shape in (served.shapes[0], served.shapes[-1]):
         report = kernel_report(replace(served, shapes=(shape,)))
