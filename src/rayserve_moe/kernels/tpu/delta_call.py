@@ -91,10 +91,19 @@ class DeltaScratch(NamedTuple):
     out_SHv: Any
     num_done: Any
     """Number of tokens, and of visits, whose writes the core has begun."""
+
+
+class DeltaSemaphores(NamedTuple):
+    """Semaphores of a core's copies."""
+
     arrived_N: Any
+    """Of the buffers of visits."""
     written_S: Any
+    """Of the writes of a token."""
     ended_S: Any
+    """Of the writes of a visit."""
     folded: Any
+    """Of an entry that is written."""
 
 
 class Call(NamedTuple):
@@ -108,17 +117,18 @@ class Call(NamedTuple):
     out_THv: Any
     pools: DeltaPools
     scratch: DeltaScratch
+    semaphores: DeltaSemaphores
     shape: VisitShape
 
 
-def scratch_of(shape: VisitShape) -> DeltaScratch:
-    """Return the buffers of a core."""
+def scratch_of(shape: VisitShape) -> tuple[DeltaScratch, DeltaSemaphores]:
+    """Return the buffers and semaphores of a core."""
     heads, key_heads, wide = shape.num_heads, shape.num_key_heads, (LANES,)
 
     def vmem(*dims: int) -> Any:
         return pltpu.VMEM(dims, jnp.float32)
 
-    return DeltaScratch(
+    buffers = DeltaScratch(
         vmem(NUM_BUFFERS, heads, LANES, LANES),
         vmem(NUM_BUFFERS, CHUNK * key_heads, *wide),
         vmem(NUM_BUFFERS, CHUNK * heads, *wide),
@@ -132,8 +142,6 @@ def scratch_of(shape: VisitShape) -> DeltaScratch:
         vmem(2, heads, *wide),
         vmem(2, heads, *wide),
         pltpu.SMEM((2,), jnp.int32),
-        pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
-        pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SemaphoreType.DMA,
     )
+    semaphore = pltpu.SemaphoreType.DMA
+    return buffers, DeltaSemaphores(semaphore((NUM_BUFFERS,)), semaphore((2,)), semaphore((2,)), semaphore)

@@ -101,7 +101,7 @@ def advance_tokens(
             grid=(num_cores, num_tokens),
             in_specs=[*(_of_token(part) for part in given[:-1]), hbm, *[hbm] * NUM_POOLS],
             out_specs=[hbm, *[hbm] * NUM_POOLS],
-            scratch_shapes=list(scratch_of(shape)),
+            scratch_shapes=[buffer for group in scratch_of(shape) for buffer in group],
         ),
         out_shape=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (values, *held)],
         input_output_aliases={num_ahead + pool: 1 + pool for pool in range(NUM_POOLS)},

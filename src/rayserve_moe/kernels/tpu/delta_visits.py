@@ -16,7 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, WINDOW_ROWS, DeltaPools
-from rayserve_moe.kernels.tpu.delta_call import NUM_BUFFERS, Call, DeltaScratch, TokenRefs, TokenScalars, VisitShape
+from rayserve_moe.kernels.tpu.delta_call import (
+    NUM_BUFFERS,
+    Call,
+    DeltaScratch,
+    DeltaSemaphores,
+    TokenRefs,
+    TokenScalars,
+    VisitShape,
+)
 from rayserve_moe.kernels.tpu.delta_products import diagonal, fold, multiply
 
 TILE = 8
@@ -28,12 +36,14 @@ def compute_token(*refs: Any, shape: VisitShape) -> None:
     sizes = (len(TokenScalars._fields), len(TokenRefs._fields), len(DeltaPools._fields))
     num_scalars, num_given, num_pools = sizes
     rest = refs[num_scalars + num_given + num_pools :]
+    scratch = rest[1 + num_pools :]
     call = Call(
         TokenScalars(*refs[:num_scalars]),
         TokenRefs(*refs[num_scalars : num_scalars + num_given]),
         rest[0],
         DeltaPools(*rest[1 : 1 + num_pools]),
-        DeltaScratch(*rest[1 + num_pools :]),
+        DeltaScratch(*scratch[: len(DeltaScratch._fields)]),
+        DeltaSemaphores(*scratch[len(DeltaScratch._fields) :]),
         shape,
     )
     core, token = pl.program_id(0), pl.program_id(1)
@@ -100,7 +110,7 @@ def _apply(act: Callable[[Any], None], copies: Iterable[Any]) -> None:
 def _for_copies(call: Call, token: jax.Array, buffer: jax.Array, act: Callable[[Any], None]) -> None:
     """Apply a function to the copies of a visit that begins at `token`: its state, and its ring up to the cursor."""
     scratch, pools, row = call.scratch, call.pools, _row(call, token)
-    copy = partial(pltpu.make_async_copy, sem=scratch.arrived_N.at[buffer])
+    copy = partial(pltpu.make_async_copy, sem=call.semaphores.arrived_N.at[buffer])
     entry = call.scalars.layer_X[0] + call.scalars.source_T[token]
     act(copy(pools.state_EHdv.at[entry], scratch.state_NHdv.at[buffer]))
     act(copy(pools.decay_RCHx.at[row], scratch.decay_NHP.at[buffer]))
@@ -143,7 +153,7 @@ def _fold(call: Call, token: jax.Array, buffer: jax.Array) -> None:
     )
     _apply(_start, _window_copies(call, entry, row, position[token]))
     fold(call, buffer)
-    copy = pltpu.make_async_copy(scratch.state_NHdv.at[buffer], pools.state_EHdv.at[entry], scratch.folded)
+    copy = pltpu.make_async_copy(scratch.state_NHdv.at[buffer], pools.state_EHdv.at[entry], call.semaphores.folded)
     copy.start()
     copy.wait()
     _apply(_wait, _window_copies(call, entry, row, position[token]))
@@ -155,7 +165,7 @@ def _window_copies(call: Call, entry: jax.Array, row: jax.Array, position: jax.A
     for back in range(num_before):
         place = jax.lax.rem(position - num_before + back, WINDOW_ROWS)
         source, target = pools.inputs_RJKW.at[row, place], pools.window_EJKW.at[entry, back]
-        yield pltpu.make_async_copy(source, target, call.scratch.folded)
+        yield pltpu.make_async_copy(source, target, call.semaphores.folded)
 
 
 def _advance(call: Call, token: jax.Array, buffer: jax.Array) -> None:
@@ -218,7 +228,7 @@ def _rows_of(group: jax.Array, num_rows: int) -> Any:
 def _row_writes(call: Call, token: jax.Array, side: jax.Array) -> Iterator[Any]:
     """Yield the copies of a token's rows to the pools, and of its output."""
     scratch, pools, row, place = call.scratch, call.pools, _row(call, token), _place(call, token)
-    copy = partial(pltpu.make_async_copy, sem=scratch.written_S.at[side])
+    copy = partial(pltpu.make_async_copy, sem=call.semaphores.written_S.at[side])
     of_keys, of_fresh = _rows_of(place, call.shape.num_key_heads), _rows_of(place, call.shape.num_heads)
     yield copy(scratch.new_keys_SKd.at[side], pools.keys_RCKd.at[row, of_keys])
     yield copy(scratch.new_fresh_SHv.at[side], pools.fresh_RCHv.at[row, of_fresh])
@@ -231,7 +241,7 @@ def _decay_write(call: Call, token: jax.Array, side: jax.Array) -> Any:
     """Return the copy of a row's sums of decays to the pool."""
     scratch, row = call.scratch, _row(call, token)
     return pltpu.make_async_copy(
-        scratch.new_decay_SHP.at[side], call.pools.decay_RCHx.at[row], scratch.ended_S.at[side]
+        scratch.new_decay_SHP.at[side], call.pools.decay_RCHx.at[row], call.semaphores.ended_S.at[side]
     )
 
 
