@@ -93,6 +93,7 @@ def test_a_peer_runs_as_its_folder_says(tmp_path, monkeypatch):
         ("deepseek-v3-mid", "vllm", {"kv_lora_rank": 256}, True),
         ("deepseek-v3-tiny", "llamacpp", {}, False),
         ("olmoe-mid", "vllm", {}, False),
+        ("qwen3.5-tiny", "vllm", {}, False),
     ],
 )
 def test_vllm_is_asked_to_expand_the_latents_that_it_cannot_attend_to(size, side, changes, disabled):
