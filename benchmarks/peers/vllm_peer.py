@@ -33,12 +33,15 @@ def main() -> None:
 
 
 def generate(llm: LLM, request: dict[str, Any], *, number: int) -> dict[str, Any]:
-    """Run one request: greedy, or sampled at temperature 1 where there are several choices."""
-    is_sampled, engine = request["n"] > 1, llm.llm_engine
+    """Run one request: greedy, or sampled at temperature 1 where there are several choices.
+
+    Sampled without the request's seed: vLLM rewinds a generator behind each part of a prompt, which torch's cannot do
+    on a processor (RuntimeError, "CPU Generator does not use offset").
+    """
+    engine = llm.llm_engine
     sampling = SamplingParams(
         n=request["n"],
-        temperature=float(is_sampled),
-        seed=request["seed"] if is_sampled else None,
+        temperature=float(request["n"] > 1),
         max_tokens=request["num_new_tokens"],
         min_tokens=request["num_new_tokens"],
         ignore_eos=True,

@@ -75,12 +75,55 @@ def test_gate_and_up_in_turns_are_held_apart(tmp_path):
     assert "blk.1.post_attention_norm.weight" in held
 
 
+def test_every_number_of_a_hybrid_model_is_held(tmp_path):
+    theirs, held, _ = named("qwen3.5-tiny", tmp_path)
+    assert sum(array.size for array in held.values()) == sum(array.size for array in theirs.values())
+    for name in ("ssm_conv1d.weight", "ffn_gate_inp_shexp.weight", "ssm_a", "ssm_dt.bias", "attn_norm.weight"):
+        assert held[f"blk.0.{name}"].dtype == np.float32
+    assert held["blk.0.ffn_gate_inp_shexp.weight"].ndim == 1
+    assert "blk.3.post_attention_norm.weight" in held
+
+
+def test_value_heads_lie_by_turns_of_key_heads(tmp_path):
+    theirs, held, config = named("qwen3.5-tiny", tmp_path)
+    num_heads, num_key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    width, num_keys = config["linear_value_head_dim"], 2 * num_key_heads * config["linear_key_head_dim"]
+    layer = {name.removeprefix("model.layers.1.linear_attn."): array for name, array in theirs.items()}
+    for head in range(num_heads):
+        place = head % 2 * num_key_heads + head // 2  # two value heads for each key head
+        ours, its = slice(place * width, (place + 1) * width), slice(head * width, (head + 1) * width)
+        equal = np.testing.assert_array_equal
+        equal(held["blk.1.ssm_dt.bias"][place], layer["dt_bias"][head])
+        equal(held["blk.1.ssm_a"][place], -np.exp(layer["A_log"][head]))
+        equal(held["blk.1.ssm_alpha.weight"][place], layer["in_proj_a.weight"][head])
+        equal(held["blk.1.ssm_beta.weight"][place], layer["in_proj_b.weight"][head])
+        equal(held["blk.1.attn_gate.weight"][ours], layer["in_proj_z.weight"][its])
+        equal(held["blk.1.ssm_out.weight"][:, ours], layer["out_proj.weight"][:, its])
+        equal(held["blk.1.attn_qkv.weight"][num_keys:][ours], layer["in_proj_qkv.weight"][num_keys:][its])
+        equal(held["blk.1.ssm_conv1d.weight"][num_keys:][ours], layer["conv1d.weight"][num_keys:, 0][its])
+    equal(held["blk.1.attn_qkv.weight"][:num_keys], layer["in_proj_qkv.weight"][:num_keys])
+
+
+def test_norms_of_a_hybrid_model_are_held_as_they_multiply(tmp_path):
+    theirs, held, _ = named("qwen3.5-tiny", tmp_path)
+    for ours, its in {
+        "output_norm": "model.norm",
+        "blk.0.attn_norm": "model.layers.0.input_layernorm",
+        "blk.3.attn_q_norm": "model.layers.3.self_attn.q_norm",
+    }.items():
+        np.testing.assert_array_equal(held[f"{ours}.weight"], 1 + theirs[f"{its}.weight"])
+    np.testing.assert_array_equal(held["blk.0.ssm_norm.weight"], theirs["model.layers.0.linear_attn.norm.weight"])
+
+
 def test_sizes_go_by_the_names_of_their_family():
     latent = sizes_of(model_of("deepseek-v3-mid").hf_config("bfloat16"))
     assert (latent["attention.head_count_kv"], latent["attention.key_length"]) == (1, 512 + 64)
     assert (latent["expert_gating_func"], latent["expert_weights_norm"]) == (2, True)
     windowed = sizes_of(model_of("gpt-oss-mid").hf_config("bfloat16"))
     assert (windowed["attention.sliding_window"], windowed["rope.scaling.factor"]) == (128, 4.0)
+    hybrid = sizes_of(model_of("qwen3.5-small").hf_config("bfloat16"))
+    assert (hybrid["rope.dimension_count"], hybrid["ssm.inner_size"], hybrid["ssm.group_count"]) == (32, 512, 4)
+    assert "feed_forward_length" not in hybrid
     plain = sizes_of(model_of("mid").hf_config("bfloat16"))
     assert plain["expert_feed_forward_length"] == 384
     assert not any("yarn" in name for name in plain)

