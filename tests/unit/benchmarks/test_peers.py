@@ -127,7 +127,7 @@ def test_fakes_of_missing_operators_are_registered_by_the_helper_that_passes_ove
     assert guarded(text) == '@register_meta("roi")\ndef a(): ...\n@register_meta("nms")\ndef b(): ...\n'
 
 
-FAMILIES = ["tiny", "olmoe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny"]
+FAMILIES = ["tiny", "olmoe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "qwen3.5-tiny"]
 
 
 @pytest.mark.parametrize("size", FAMILIES)
