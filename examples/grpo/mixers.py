@@ -1,4 +1,4 @@
-"""What mixes the tokens of a row in the policy's layers: attention, and the gated delta rule of hybrid models."""
+"""Token mixers of the policy's layers: attention, and the gated delta rule of hybrid models."""
 
 # B rows   T tokens of a row   D model width   G KV heads   R query heads per KV head   h head width
 # H value heads   d key width   v value width   W channels of the convolution   J taps   V H * v

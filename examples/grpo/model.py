@@ -37,7 +37,7 @@ TENSORS = {
     "up_LEFD": _EXPERT + "up_proj.weight",
     "down_LEDF": _EXPERT + "down_proj.weight",
 }
-"""Our name of each stack of tensors, and the checkpoint's name of one of them."""
+"""Name pattern of each stack of tensors in checkpoints, by our name."""
 _SHARED, _DELTA = _LAYER + "mlp.shared_expert", _LAYER + "linear_attn."
 SHARED_EXPERT = {
     "shared_gate_LFD": _SHARED + ".gate_proj.weight",
@@ -87,16 +87,16 @@ class Architecture:
     rotary_dim: int
     """Elements of a head that rotate."""
     delta: DeltaShape | None = None
-    """Of a hybrid model."""
+    """The gated delta mixer; None without recurrent layers."""
 
     @property
     def norm_offset(self) -> float:
-        """What is added to the scales of norms: hybrid models hold them less one."""
+        """Added to the scales of norms: hybrid models hold scales minus one."""
         return 0.0 if self.delta is None else 1.0
 
     @property
     def tensors(self) -> dict[str, str]:
-        """Our name of each stack of tensors, and the checkpoint's name of one of them."""
+        """Return the checkpoint's name pattern of each stack of tensors, by our name."""
         return TENSORS if self.delta is None else HYBRID_TENSORS
 
     def layers_of(self, name: str) -> tuple[int, ...]:
@@ -113,9 +113,7 @@ def read_architecture(directory: Path) -> Architecture:
     is_hybrid = config["model_type"] == "qwen3_5_moe_text"
     is_known = is_hybrid or (config["model_type"] == "qwen3_moe" and config["norm_topk_prob"])
     if not is_known or config.get("mlp_only_layers"):
-        raise ValueError(
-            f"{directory}: the trainer's forward pass is that of Qwen3-MoE and Qwen3.5-MoE with experts in every layer"
-        )
+        raise ValueError(f"{directory}: the trainer supports Qwen3-MoE and Qwen3.5-MoE with experts in every layer")
     rope = config.get("rope_parameters") or config
     return Architecture(
         num_layers=config["num_hidden_layers"],

@@ -22,7 +22,7 @@ class GrpoSettings:
 
     steps: int = 60
     model: str = CALCULATOR
-    """What is trained: `trained:calculator`, `hybrid` for the calculator with gated delta layers, or a directory."""
+    """Model to train: `trained:calculator`, `hybrid` for the calculator with gated delta layers, or a directory."""
     prompts: int = 32
     group: int = 8
     learning_rate: float = 3e-4

@@ -34,7 +34,7 @@ SHORTEST_ECHO = 6
 OWN_TEXT = "".join(file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py"))
 """What our messages are made of: a random string may be taken from it, and then stands in an answer by itself."""
 ROUNDS, BODIES_A_ROUND = 8, 110
-"""At most so many different bodies go to each of the 62 routes that take one; some have few."""
+"""Number of rounds, and maximum number of different bodies per route and round; some routes have few bodies."""
 LIMITS = {"max_tokens": 6, "max_new_tokens": 6, "max_completion_tokens": 6, "n": 4, "logprobs": 20}
 EVERY_ROUTE = sorted((method, path) for method, paths in ROUTES.items() for path in paths)
 

@@ -28,7 +28,7 @@ VISION = {
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
-"""Of the rotation, by time, height and width: for text they are one."""
+"""Sections of the rotation by time, height and width; for text all three have the same positions."""
 
 
 @dataclass(frozen=True)

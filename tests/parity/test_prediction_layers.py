@@ -32,8 +32,8 @@ pytestmark = pytest.mark.parity
 CASES = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0")
 """The last layer of the second is recurrent."""
 MAX_DIFFERENCE = 2 * comparison.MAX_RECURRENT_DIFFERENCE
-"""Of features and logits, by the largest of them. The layer reads features of the target, which are as far from those
-of transformers as its logits are, and adds a difference of its own; measured: 2.6e-4 behind 64 tokens, 1e-5 before."""
+"""Bound relative to the largest feature or logit. The layer reads features of the target, which differ from transformers
+as much as its logits do, and adds a difference of its own. Measured: 2.6e-4 behind 64 tokens, 1e-5 before."""
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_running_requests": PLAIN.num_rows,
@@ -69,7 +69,7 @@ class PredictionReference:
 
     @torch.no_grad()
     def ahead(self, token_ids: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Of `count` drafts after a sequence: features [count, D] and logits [count, V], and their ids."""
+        """Return features [count, D], logits [count, V] and ids of `count` drafts after a sequence."""
         known = list(token_ids[1:])
         made = self._model.model(torch.tensor([list(token_ids[:-1])]), use_cache=False).last_hidden_state
         features, logits, drafts = [], [], []

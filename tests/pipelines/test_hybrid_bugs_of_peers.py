@@ -313,7 +313,7 @@ def test_slots_that_others_leave_are_neither_lost_nor_read(runner: HostRunner, c
 
 
 def fill_with_nan(runner: HostRunner) -> None:
-    """Make all entries NaN but that of zeros, and all rings."""
+    """Fill all rings, and all entries except the entry of zeros, with NaN."""
     pools, num_entries = runner.state.pools["delta"], num_entries_of(runner)
     is_other = (jnp.arange(len(pools[0])) % num_entries != NO_ENTRY).reshape(-1, 1, 1, 1)
     new = [*(jnp.where(is_other, jnp.nan, part) for part in pools[:2]), *(part * jnp.nan for part in pools[2:])]

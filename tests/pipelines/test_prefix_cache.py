@@ -29,7 +29,7 @@ def cached_of(request: GenerationRequest, kept: int = PAGE_SIZE) -> int:
 
 
 def may_share(request: GenerationRequest, choice: int, kept: int = PAGE_SIZE) -> set[int]:
-    """What a choice beyond the first has of its prompt: all of it, where it forked off, or what can be cached."""
+    """Return the cached prompt tokens of a choice beyond the first: all if it forked, else the cacheable prefix."""
     return {len(request.prompt_ids), cached_of(request, kept)} if choice else {cached_of(request, kept)}
 
 
@@ -134,7 +134,7 @@ def test_a_flush_forgets_what_was_computed_before_it_and_disturbs_nobody(
 
 
 def test_whoever_was_preempted_goes_on_from_its_pages(engine: Engine, alone: Outcomes):
-    """Of a preempted sequence only what fills no page, or follows its last entry, is computed twice."""
+    """Tokens of a preempted sequence are recomputed only in a page that is not full, or after its last entry."""
     cycle = cycle_for(engine.runner, engine.card, Way())
     requests = [request for request in mixed_workload() if request.sampling.n == 1]
     outcomes = run_on(cycle, engine.card, requests, intervene=preempt_every(5))

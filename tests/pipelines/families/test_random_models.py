@@ -45,7 +45,7 @@ def written(case: FamilyCase, directory: Path) -> Path:
 
 
 def page_sizes(case: FamilyCase) -> list[int]:
-    """Return the sizes of pages that a model admits: those of recurrent layers fit multiples of 64 tokens."""
+    """Return the page sizes that a model supports; with recurrent layers they divide 64 or are multiples of 64."""
     is_recurrent = "linear_num_key_heads" in case.config
     return [size for size in PAGES if not (is_recurrent and 64 % size and size % 64)]
 

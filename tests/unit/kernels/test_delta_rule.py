@@ -36,7 +36,7 @@ def test_other_cases_are_the_reference(name):
 
 @pytest.mark.slow
 def test_no_bit_depends_on_how_tokens_came():
-    """Of a prompt at once, in parts, beside others, or one by one: outputs, states and rings."""
+    """Outputs, states and rings are equal for a prompt at once, in parts, beside others, and token by token."""
     (found,) = run_cases(MODULE, "cuts").values()
     assert found.difference == 0 and found.largest > 0 and not found.error, found
 

@@ -275,7 +275,7 @@ def _decay_ring(pools: DeltaPools, row: jax.Array) -> jax.Array:
 
 
 def _with_decays(pool: jax.Array, row: jax.Array, place_b: jax.Array, decay_NHx: jax.Array) -> jax.Array:
-    """Return the pool of decays with those of a piece at the places of a row; places from CHUNK on are dropped."""
+    """Write the decays of a piece into a row of the pool; places from CHUNK on are dropped."""
     if pool.ndim == 4:
         return pool.at[row, place_b].set(decay_NHx, mode="drop")
     ring_HC = pool[row, :, :CHUNK].at[:, place_b].set(decay_NHx[..., 0].T, mode="drop")

@@ -97,13 +97,13 @@ class DeltaSemaphores(NamedTuple):
     """Semaphores of a core's copies."""
 
     arrived_N: Any
-    """Of the buffers of visits."""
+    """Signals that the copies into a buffer of a visit have arrived."""
     written_S: Any
-    """Of the writes of a token."""
+    """Signals that the writes of a token have ended."""
     ended_S: Any
-    """Of the writes of a visit."""
+    """Signals that the writes of a visit have ended."""
     folded: Any
-    """Of an entry that is written."""
+    """Signals that an entry is written."""
 
 
 class Call(NamedTuple):
