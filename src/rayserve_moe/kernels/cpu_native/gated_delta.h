@@ -308,17 +308,17 @@ class DeltaHead {
   const int64_t head_;
 };
 
-// Pieces that have tokens by row, in the order of the step.
-inline std::vector<std::vector<DeltaPiece>> by_row(const DeltaPiece* pieces, int64_t count) {
-  std::vector<std::vector<DeltaPiece>> rows;
-  for (int64_t i = 0; i < count; ++i) {
+// Groups pieces with tokens by row, each group in the order of the step.
+inline std::vector<std::vector<DeltaPiece>> by_row(const DeltaPiece* pieces, const DeltaShapes& s) {
+  std::vector<std::vector<DeltaPiece>> groups;
+  std::vector<int32_t> group_of(s.num_rows, -1);
+  for (int64_t i = 0; i < s.num_pieces; ++i) {
     if (pieces[i].count <= 0) continue;
-    auto row = rows.begin();
-    while (row != rows.end() && row->front().row != pieces[i].row) ++row;
-    if (row == rows.end()) row = rows.insert(row, std::vector<DeltaPiece>{});
-    row->push_back(pieces[i]);
+    int32_t& group = group_of[pieces[i].row];
+    if (group < 0) group = int32_t(groups.size()), groups.emplace_back();
+    groups[group].push_back(pieces[i]);
   }
-  return rows;
+  return groups;
 }
 
 inline void delta_layer(const DeltaShapes& s, const DeltaWeights& w, const DeltaPools& pools, const bf16* hidden,
@@ -337,7 +337,7 @@ inline void delta_layer(const DeltaShapes& s, const DeltaWeights& w, const Delta
     for (int64_t t = begin; t < end; ++t) shape_token(s, w, rows, t);
     std::fill(rows.gated + begin * v, rows.gated + end * v, bf16{});  // padding stays zeros
   });
-  const auto of_rows = by_row(pieces, s.num_pieces);
+  const auto of_rows = by_row(pieces, s);
   for_each(int64_t(of_rows.size()) * s.num_key_heads, [&](int64_t item) {
     DeltaHead head(s, w, pools, rows, item % s.num_key_heads);
     for (const DeltaPiece& piece : of_rows[item / s.num_key_heads]) head.compute(piece);
