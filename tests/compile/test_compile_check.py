@@ -221,13 +221,17 @@ def test_wrong_use_is_answered_with_a_sentence(arguments, message, capsys):
 PUBLISHED = {
     "deepseek-v2-lite": (16, 3),
     "deepseek-v3": (671, 38),
+    "deepseek-v3.2": (671, 38),  # without the index, as that of glm-5.2
+    "dots.llm1": (143, 14),
     "ernie-4.5-21b-a3b": (22, 3),
     "glm-4.5-air": (107, 13),
     "glm-4.7-flash": (30, 4),
+    "glm-5.2": (743, 41),
     "gpt-oss-120b": (117, 6),
     "gpt-oss-20b": (21, 4),
     "granite-3.0-3b-a800m": (3, 1),
     "hunyuan-a13b": (80, 13),
+    "hy3": (295, 21),
     "kimi-k2": (1026, 33),
     "ling-mini-2.0": (16, 1),
     "minimax-m2": (229, 11),
@@ -239,6 +243,7 @@ PUBLISHED = {
     "qwen3-next-80b-a3b": (80, 4),
     "qwen3.5-35b-a3b": (35, 3),
     "qwen3.5-397b-a17b": (396, 17),  # without the vision tower
+    "solar-open-100b": (103, 12),
 }
 """Parameters of each preset, and of one token's path with the embedding and the head, in units of 1e9."""
 

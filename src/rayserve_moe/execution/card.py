@@ -75,7 +75,7 @@ def model_card(
     """Describe a model under the settings of its server; `name` is the default for the served name."""
     return ModelCard(
         name=model.served_name or name,
-        max_model_len=max_model_len(model, spec.max_position_embeddings),
+        max_model_len=max_model_len(model, spec.max_position_embeddings, context_limit=spec.context_limit),
         vocab_size=spec.vocab_size,
         eos_token_ids=eos_token_ids,
         routing=spec.routing_layout,

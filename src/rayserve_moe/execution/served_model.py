@@ -104,7 +104,8 @@ class ServedModel:
     @property
     def longest(self) -> int:
         """Return the maximum number of tokens of a sequence."""
-        return derive.max_model_len(self.settings.model, self.config.spec.max_position_embeddings)
+        spec = self.config.spec
+        return derive.max_model_len(self.settings.model, spec.max_position_embeddings, context_limit=spec.context_limit)
 
     @property
     def kv_dtype(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK
@@ -25,10 +26,12 @@ BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
-def outline_of(config: Mapping[str, Any], *, norm_eps: float, max_positions: int, tied: bool = False) -> dict[str, Any]:
+def outline_of(
+    config: Mapping[str, Any], *, norm_eps: float, max_positions: int, tied: bool = False, dtype: str = "float32"
+) -> dict[str, Any]:
     """Read the fields of a ModelSpec that every family has: sizes, norms, the head and the dtype of files.
 
-    `norm_eps`, `max_positions` and `tied` are the defaults of the family.
+    `norm_eps`, `max_positions`, `tied` and `dtype` are the defaults of the family.
     """
     return {
         "vocab_size": integer_of(config, "vocab_size"),
@@ -36,7 +39,7 @@ def outline_of(config: Mapping[str, Any], *, norm_eps: float, max_positions: int
         "norm_eps": number_of(config, "rms_norm_eps", norm_eps),
         "tie_embeddings": flag_of(config, "tie_word_embeddings", tied),
         "max_position_embeddings": integer_of(config, "max_position_embeddings", max_positions),
-        "checkpoint_dtype": _dtype_of(config),
+        "checkpoint_dtype": _dtype_of(config, dtype),
         "block_dtype": _block_dtype_of(config),
     }
 
@@ -59,8 +62,8 @@ def _block_dtype_of(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _dtype_of(config: Mapping[str, Any]) -> str:
-    """Return the dtype of the saved weights; float32 if the config has none.
+def _dtype_of(config: Mapping[str, Any], default: str) -> str:
+    """Return the dtype of the saved weights; `default` if the config has none.
 
     Raises: UnsupportedModelError for an unknown dtype.
     """
@@ -70,7 +73,7 @@ def _dtype_of(config: Mapping[str, Any]) -> str:
         raise UnsupportedModelError(
             f"config.json: {key} = {reprlib.repr(found)} is not a supported dtype of weights (only {', '.join(DTYPES)})"
         )
-    return found or "float32"
+    return found or default
 
 
 def heads_of(config: Mapping[str, Any], *, head_dim: int | None = None) -> dict[str, Any]:
@@ -227,6 +230,18 @@ def latent_model_of(
         router=router,
         experts=experts_of(config, "n_shared_experts", default=1),
     )
+
+
+def within_index(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+    """Return a model of sparse attention limited to the context in which its index selects every token.
+
+    Attention over at most `index_topk` tokens is dense, and exact without the index (DeepSeek-V3.2, arXiv:2512.02556).
+    """
+    limit = integer_of(config, "index_topk", 2048)
+    if spec.max_position_embeddings <= limit:
+        return spec
+    reason = f"index_topk {limit}: {spec.family} is served with dense attention, which is exact for so many tokens"
+    return replace(spec, max_position_embeddings=limit, context_limit=reason)
 
 
 def gated_delta_of(config: Mapping[str, Any], *, fused: str) -> GatedDelta:

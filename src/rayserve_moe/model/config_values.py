@@ -53,6 +53,7 @@ MAX_INTEGERS = {
     "linear_value_head_dim": 4096,
     "linear_conv_kernel_dim": 64,
     "full_attention_interval": 512,
+    "index_topk": 1 << 24,
 }
 """Maximum value of each integer: several times the value of published models."""
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e12

@@ -151,10 +151,15 @@ def eagle_rules(names: Collection[str]) -> dict[str, str]:
     return {role: spelled(end) for role, end in EAGLE_TENSORS.items()}
 
 
-def prediction_rules(rules: Mapping[str, str], layer: int) -> dict[str, str]:
-    """Return tensor names by role of a prediction layer, by the rules of its family."""
+def prediction_rules(
+    rules: Mapping[str, str], layer: int, *, tensors: Mapping[str, str] = PREDICTION_TENSORS
+) -> dict[str, str]:
+    """Return tensor names by role of a prediction layer, by the rules of its family.
+
+    `tensors` are the ends of the names that an ordinary layer lacks.
+    """
     prefix = rules["attention_norm"].removesuffix("input_layernorm.weight")
-    own = {role: prefix + end for role, end in PREDICTION_TENSORS.items()}
+    own = {role: prefix + end for role, end in tensors.items()}
     return {role: name.replace("{layer}", str(layer)) for role, name in {**rules, **own}.items()}
 
 

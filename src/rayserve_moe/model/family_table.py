@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from rayserve_moe.model import families
-from rayserve_moe.model.draft_spec import prediction_rules
+from rayserve_moe.model.draft_spec import PREDICTION_TENSORS, prediction_rules
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 
 FAMILIES: dict[str, ModuleType] = {
@@ -52,9 +52,11 @@ def prediction_rules_of(config: Mapping[str, Any], names: Collection[str] = ()) 
 
     They are the first of the family's PREDICTION_RULES that fit. A family without has the layer behind its last layer.
     """
-    if own := getattr(family_of(config), "PREDICTION_RULES", ()):
+    family = family_of(config)
+    if own := getattr(family, "PREDICTION_RULES", ()):
         return fitting_rules(own, names, layer=0)
-    return prediction_rules(rules_of(config, names), spec_from_config(config).num_layers)
+    tensors = PREDICTION_TENSORS | getattr(family, "PREDICTION_TENSORS", {})
+    return prediction_rules(rules_of(config, names), spec_from_config(config).num_layers, tensors=tensors)
 
 
 def fitting_rules(candidates: Iterable[Mapping[str, str]], names: Collection[str], *, layer: int) -> Mapping[str, str]:

@@ -154,6 +154,7 @@ class ModelSpec:
     tie_embeddings: bool
     """True if the embedding table is also the head."""
     max_position_embeddings: int
+    """Maximum number of tokens of a sequence."""
     checkpoint_dtype: str
     """Dtype of the weights in the files."""
     norm_offset: float = one_of(0.0, 1.0)
@@ -161,6 +162,8 @@ class ModelSpec:
     block_dtype: str = ""
     """8-bit dtype of weights with scales per 128 x 128 block in the files; empty if none."""
     factors: FactorSpec = FactorSpec()
+    context_limit: str = ""
+    """Reason for `max_position_embeddings` below that of `config.json`; empty if they are equal."""
 
     def __post_init__(self) -> None:
         kinds = {layer.mixer for layer in self.layers}

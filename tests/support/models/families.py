@@ -47,6 +47,20 @@ _LING = {
     "rope_theta": 6e5, "partial_rotary_factor": 0.5,
 }  # fmt: skip
 
+_HY = {**_EXPERTS, "num_key_value_heads": 2, "head_dim": 16, "num_shared_experts": 1}
+_DOTS = {
+    "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 16, "n_shared_experts": 1,
+    "num_experts_per_tok": 4, "num_key_value_heads": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+_SOLAR = {
+    "moe_intermediate_size": 32, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+_INDEXED = {
+    **_LATENT, "q_lora_rank": 20, "first_k_dense_replace": 1, "index_n_heads": 4, "index_head_dim": 16,
+    "index_topk": 512,
+}  # fmt: skip
+
 _HYBRID = {
     **_EXPERTS, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32, "shared_expert_intermediate_size": 32,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -192,6 +206,49 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
         },
         {**_LOCAL, "num_key_value_heads": 4, "attention_bias": True, "attention_multiplier": 0.3},
         {**_LOCAL, "num_key_value_heads": 1, "tie_word_embeddings": True, "logits_scaling": 0.5},
+    ),
+    "hy_v3": (
+        _HY,
+        {
+            **_HY, "head_dim": 32, "num_key_value_heads": 4, "attention_bias": True, "num_shared_experts": 2,
+            "router_scaling_factor": 1.7, "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+        {**_HY, "num_key_value_heads": 1, "num_experts": 12, "tie_word_embeddings": True, "rope_parameters": _YARN},
+    ),
+    "dots1": (
+        {**_DOTS, "first_k_dense_replace": 1},
+        {
+            **_DOTS, "norm_topk_prob": False, "n_group": 4, "topk_group": 2, "attention_bias": True,
+            "n_shared_experts": 2, "sliding_window": 12, "max_window_layers": 1, "num_key_value_heads": 4,
+        },
+        {
+            **_DOTS, "head_dim": 24, "num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "first_k_dense_replace": 2,
+        },
+    ),
+    "solar_open": (
+        _SOLAR,
+        {
+            **_SOLAR, "num_key_value_heads": 4, "head_dim": 32, "attention_bias": True, "norm_topk_prob": False,
+            "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.7,
+        },
+        {**_SOLAR, "num_key_value_heads": 1, "tie_word_embeddings": True, "rope_parameters": _YARN},
+    ),
+    "deepseek_v32": (
+        {**_INDEXED, "n_group": 4, "topk_group": 2},
+        {**_INDEXED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rope_parameters": _MSCALE},
+        {
+            **_INDEXED, "n_group": 8, "topk_group": 3, "mlp_layer_types": ["dense", "sparse", "dense"],
+            "norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True,
+        },
+    ),
+    "glm_moe_dsa": (
+        {**_INDEXED, "rms_norm_eps": 1e-3},
+        {
+            **_INDEXED, "indexer_types": ["full", "shared", "full"], "n_group": 4, "topk_group": 2,
+            "routed_scaling_factor": 1.7, "first_k_dense_replace": 0, "attention_bias": True,
+        },
+        {**_INDEXED, "n_shared_experts": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
     ),
     "bailing_moe_v2": (
         {**_LING, "num_key_value_heads": 2},

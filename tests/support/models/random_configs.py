@@ -181,6 +181,30 @@ def _hybrid(config: Config, draw: Draw) -> None:
     )
 
 
+def _hy_v3(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="num_experts")
+    config.update(num_shared_experts=draw.choice([0, 1, 2]), first_k_dense_replace=_dense_first(config, draw))
+    config.update(attention_bias=draw.random() < 0.5, router_scaling_factor=draw.choice([1.0, 2.826]))
+
+
+def _dots1(config: Config, draw: Draw) -> None:
+    _routed(config, draw)
+    _groups(config, draw, count="n_routed_experts")
+    config.update(norm_topk_prob=draw.random() < 0.7, sliding_window=draw.choice([None, _window(draw)]))
+    config["max_window_layers"] = draw.randint(0, config["num_hidden_layers"])
+
+
+def _solar_open(config: Config, draw: Draw) -> None:
+    _routed(config, draw)
+    _groups(config, draw, count="n_routed_experts")
+    config.update(first_k_dense_replace=0, norm_topk_prob=draw.random() < 0.7)
+
+
+def _indexed(config: Config, draw: Draw) -> None:
+    _deepseek_v3(config, draw)
+    config.update(rope_interleave=True, q_lora_rank=draw.choice([2, 10, 50]))
+
+
 _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "qwen3_moe": _qwen3,
     "qwen2_moe": _qwen2,
@@ -198,4 +222,9 @@ _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "hunyuan_v1_moe": _hunyuan,
     "granitemoe": _granite,
     "bailing_moe_v2": _bailing,
+    "hy_v3": _hy_v3,
+    "dots1": _dots1,
+    "solar_open": _solar_open,
+    "deepseek_v32": _indexed,
+    "glm_moe_dsa": _indexed,
 }

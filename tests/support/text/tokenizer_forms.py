@@ -79,7 +79,7 @@ _THINK = ("<think>", "</think>")
 _CALL = ("<tool_call>", "</tool_call>")
 FORMS = {
     "qwen": PublishedForm(
-        families=("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
+        families=("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "dots1"),
         said="byte-level, NFC",
         published="Qwen3's",
         tokenizer_class="Qwen2Tokenizer",
@@ -92,7 +92,7 @@ FORMS = {
         config={"add_prefix_space": False, "add_bos_token": False, "pad_token": "<|endoftext|>"},
     ),
     "deepseek": PublishedForm(
-        families=("deepseek_v2", "deepseek_v3"),
+        families=("deepseek_v2", "deepseek_v3", "deepseek_v32"),
         said="byte-level, three splits, adds its first token",
         published="DeepSeek-V3's, and Kimi-K2's `tiktoken.model`",
         tokenizer_class="LlamaTokenizerFast",
@@ -106,7 +106,7 @@ FORMS = {
         config={"add_bos_token": True, "add_eos_token": False, "legacy": True, "unk_token": None},
     ),
     "glm": PublishedForm(
-        families=("glm4_moe", "glm4_moe_lite"),
+        families=("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
         said="byte-level, markers that are not special",
         tokenizer_class="PreTrainedTokenizerFast",
         special=("<|endoftext|>", "[MASK]", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
@@ -189,7 +189,7 @@ FORMS = {
         config={"unk_token": "<|end_of_text|>", "pad_token": "<|end_of_text|>", "add_prefix_space": False},
     ),
     "hunyuan": PublishedForm(
-        families=("hunyuan_v1_moe",),
+        families=("hunyuan_v1_moe", "hy_v3"),
         said="byte-level, NFC; or `hy.tiktoken`",
         tokenizer_class="PreTrainedTokenizerFast",
         special=("<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", "<|extra_0|>", "<|extra_4|>"),
@@ -210,6 +210,18 @@ FORMS = {
         normalizer=normalizers.NFC(),
         own_regex=True,
         config={"add_prefix_space": False, "pad_token": "<|padding|>", "add_bos_token": False, "add_eos_token": False},
+    ),
+    "solar": PublishedForm(
+        families=("solar_open",),
+        said="byte-level; its published files were not read",
+        tokenizer_class="PreTrainedTokenizerFast",
+        special=("<|startoftext|>", "<|endoftext|>", "<|begin|>", "<|end|>"),
+        plain=_THINK,
+        bos="<|startoftext|>",
+        eos="<|endoftext|>",
+        ends=("<|end|>",),
+        splits=(THREE_DIGITS,),
+        config={"pad_token": "<|endoftext|>"},
     ),
     "ling": PublishedForm(
         families=("bailing_moe_v2",),

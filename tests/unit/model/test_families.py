@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from rayserve_moe.config.derive import max_model_len
+from rayserve_moe.config.settings import ModelSettings, SettingsError
 from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS
 from rayserve_moe.kernels.reference.layers import SCORES
-from rayserve_moe.model.family_table import FAMILIES, spec_from_config
+from rayserve_moe.model.family_table import FAMILIES, prediction_rules_of, spec_from_config
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec, UnsupportedModelError
 from tests.support.models.attention_specs import attention_of, latent_of, with_attention
 from tests.support.models.families import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
@@ -74,6 +76,17 @@ KNOBS = {
     "hunyuan_v1_moe-1": {"mixer.rope.theta": 1e4 * 1000 ** (32 / 30)},
     "hunyuan_v1_moe-2": {"router.top_k": 3},
     "granitemoe-0": {"factors.embedding_multiplier": 3.0, "factors.logits_divisor": 2.0, "mixer.score_scale": 0.1},
+    "hy_v3-0": {"dense": (0,), "mixer.qk_norm": "head", "mixer.rope.theta": 11158840.0, "router.scale": 2.826},
+    "hy_v3-1": {"dense": (1,), "mixer.output_bias": True, "experts.shared_size": 64, "router.scale": 1.7},
+    "dots1-0": {"dense": (0,), "mixer.qk_norm": "head", "router.renormalize": True, "windows": ()},
+    "dots1-1": {"dense": (), "windows": (0, 12, 12), "router.renormalize": False, "router.groups_kept": 2},
+    "dots1-2": {"windows": (20, 0, 20), "mixer.head_dim": 24},
+    "solar_open-0": {"dense": (), "mixer.qk_norm": "none", "mixer.rope.theta": 1e6, "router.scale": 1.0},
+    "solar_open-1": {"mixer.bias": True, "mixer.output_bias": False, "experts.shared_size": 64},
+    "solar_open-2": {"mixer.rope.yarn.attention_factor": 1 + 0.1 * math.log(4)},
+    "deepseek_v32-0": {"router.num_groups": 4, "max_position_embeddings": 512, "context_limit": ""},
+    "deepseek_v32-2": {"dense": (0, 2), "mixer.norm_eps": 1e-6},
+    "glm_moe_dsa-0": {"router.num_groups": 1, "norm_eps": 1e-3, "mixer.norm_eps": 1e-6, "router.scale": 2.5},
     "granitemoe-2": {"mixer.score_scale": 1.0, "experts.layout": "fused_out_in"},
 }
 
@@ -109,6 +122,31 @@ def test_a_config_that_puts_windows_on_no_layer_has_none():
     windowed = {"use_sliding_window": True, "sliding_window": 12, "layer_types": None}
     assert spec_of("qwen2_moe-1", **windowed, max_window_layers=1).has_windows
     assert not spec_of("qwen2_moe-1", **windowed, max_window_layers=0).has_windows
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_limited_to_the_length_at_which_it_is_dense(family: str):
+    spec = spec_of(f"{family}-0", index_topk=100)
+    assert spec.max_position_embeddings == 100
+    assert max_model_len(ModelSettings(), 100, context_limit=spec.context_limit) == 100
+    with pytest.raises(SettingsError, match="max_model_len 101 exceeds index_topk 100"):
+        max_model_len(ModelSettings(max_model_len=101), 100, context_limit=spec.context_limit)
+
+
+def test_a_published_file_of_hy3_without_a_dtype_has_bfloat16():
+    assert spec_of("hy_v3-0", dtype=None).checkpoint_dtype == "bfloat16"
+    assert spec_of("dots1-0", dtype=None).checkpoint_dtype == "float32"
+
+
+def test_hy3_honours_the_published_key_that_transformers_ignores():
+    published = {"mlp_layer_types": None, "first_k_dense_replace": 2}
+    assert spec_of("hy_v3-0", **published).moe_layer_ids == (2,)
+
+
+def test_the_prediction_layer_of_hy3_has_its_own_name_for_the_last_norm():
+    rules = prediction_rules_of(config_of(next(case for case in FAMILY_CASES if case.name == "hy_v3-0")))
+    assert rules["draft_norm"] == "model.layers.3.final_layernorm.weight"
+    assert rules["shared_up"] == "model.layers.3.mlp.shared_mlp.up_proj.weight"
 
 
 def test_a_single_layer_has_its_experts():

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, and models under its architecture: Kimi-K2 and Moonlight."""
+"""DeepSeek-V3, and models under its architecture: Kimi-K2, Moonlight and JoyAI."""
 
 from __future__ import annotations
 
