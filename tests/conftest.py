@@ -19,6 +19,7 @@ from rayserve_moe.serving.start.command import environment_of
 from rayserve_moe.serving.start.haproxy_config import FrontLimits
 from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from tests.support.cluster.ports import reserve_ports
+from tests.support.session.kept_programs import program_folder, prune
 from tests.support.session.scopes import place_of
 from tests.support.session.xla_flags import compiled_once, process_flags
 
@@ -39,8 +40,10 @@ FOLDER = Path(tempfile.mkdtemp(prefix="moe-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 atexit.register(RESERVATION.close)
 # Of the process that starts the others: they, and all children, share it.
-for name, value in compiled_once(FOLDER).items():
-    os.environ.setdefault(name, value)
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    PROGRAMS = program_folder(FOLDER / "xla")
+    prune(PROGRAMS)
+    os.environ |= compiled_once(PROGRAMS)
 # As the start command has it, on ports and with a token of this process's own.
 os.environ |= environment_of(PORTS, os.environ, folder=FOLDER, jax_platforms="cpu", max_answer_s=120.0) | {
     "RAY_AUTH_MODE": "token",

@@ -39,9 +39,9 @@ def flags_of_children() -> str:
 
 
 def compiled_once(directory: Path) -> dict[str, str]:
-    """Environment in which processes of a run, and their children, take from each other what XLA has compiled."""
+    """Return an environment in which processes of a run, and their children, share what XLA has compiled."""
     return {
-        "JAX_COMPILATION_CACHE_DIR": str(directory / "xla"),
+        "JAX_COMPILATION_CACHE_DIR": str(directory),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
