@@ -24,8 +24,9 @@ from rayserve_moe.kernels.tpu.delta_rule import advance_tokens
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.dump import DumpFolder
+from rayserve_moe.tools.estimate.kernel_work import RecurrentWork, StepWork, kernel_name, work_of
 from tests.compile.schedule_baselines import ScheduleBaseline
-from tests.compile.topologies import compile_for
+from tests.compile.topologies import compile_for, text_of
 
 HEADS = {"of 35B": (16, 32), "of 397B": (16, 64), "of 35B over 2": (8, 16)}
 """Key heads and value heads."""
@@ -63,13 +64,29 @@ def compile_step(chip: str, heads: tuple[int, int]) -> jax.stages.Compiled:
     return compile_for(chip, step, pools, *given, place, place, donate=0)
 
 
+WORK = {
+    "decode": RecurrentWork(TOKENS, TOKENS, 36, TOKENS / CHUNK),
+    "a prompt": RecurrentWork(TOKENS, 1, 0, TOKENS / CHUNK),
+}
+"""Tokens of rows of their own with rings up to any cursor, and of one row that begins."""
+
+
 def compile_all(chip: str, dump: DumpFolder) -> dict[str, float]:
-    """Compile every case for a chip; bundles of a call in which every token folds, and reads a tile of its ring."""
+    """Compile every case for a chip; bundles of a core: of a call in which every token folds, and of usual calls."""
     found = {}
     for name, heads in HEADS.items():
-        compile_step(chip.removeprefix("tpu"), heads)
+        compiled = compile_step(chip.removeprefix("tpu"), heads)
         (text,) = (text for op, text in dump.take().items() if op.startswith("delta_rule"))
-        found[name] = read_schedule(text).spent().bundles
+        schedule = read_schedule(text)
+        found[name] = schedule.spent().bundles
+        calls = (each.instruction for each in text_of(compiled).executions())
+        (call,) = (call for call in calls if kernel_name(call) == "delta_rule")
+        for case, work in WORK.items():
+            kernel = work_of(call, [], work=StepWork(0, 0, {}, 0, 0, work))
+            assert kernel is not None
+            spent = kernel.of_core(schedule, cores=CHIPS[chip].cores_per_device, iterations=0)
+            assert not spent.is_least, "every loop is known"
+            found[f"{name}, {case}"] = round(spent.bundles)
     return found
 
 

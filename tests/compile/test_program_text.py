@@ -150,6 +150,52 @@ def test_a_result_in_another_memory_is_no_copy_in_hbm():
     assert copies_of(read_program(in_vmem), pieces) == []
 
 
+MOVED = """\
+HloModule moved, is_scheduled=true
+
+%cut (pool.1: f32[9,4], at.1: s32[]) -> f32[3,4] {
+  %pool.1 = f32[9,4]{1,0} parameter(0)
+  %at.1 = s32[] parameter(1)
+  ROOT %some = f32[3,4]{1,0} dynamic-slice(%pool.1, %at.1, %at.1), dynamic_slice_sizes={3,4}
+}
+
+%twice (pool.2: f32[9,4], at.2: s32[]) -> f32[3,4] {
+  %pool.2 = f32[9,4]{1,0} parameter(0)
+  %at.2 = s32[] parameter(1)
+  %part = f32[3,4]{1,0} dynamic-slice(%pool.2, %at.2, %at.2), dynamic_slice_sizes={3,4}
+  ROOT %doubled = f32[3,4]{1,0} add(%part, %part)
+}
+
+ENTRY %main (pool: f32[9,4], tokens: f32[12], at: s32[]) -> (f32[3,4], f32[3,4], f32[9,4]) {
+  %pool = f32[9,4]{1,0} parameter(0)
+  %tokens = f32[12]{0} parameter(1)
+  %at = s32[] parameter(2)
+  %kernel.1 = (f32[3,4]{1,0}, f32[9,4]{1,0}) custom-call(%pool), custom_call_target="tpu_custom_call"
+  %out = f32[3,4]{1,0} get-tuple-element(%kernel.1), index=0
+  %after = f32[9,4]{1,0} get-tuple-element(%kernel.1), index=1
+  %state = f32[3,4]{1,0} fusion(%after, %at), kind=kLoop, calls=%twice
+  %rows = f32[3,4]{1,0} reshape(%tokens)
+  %computed = f32[3,4]{0,1} copy(%state)
+  %turned = f32[3,4]{0,1} copy(%out)
+  %layer = f32[3,4]{1,0} fusion(%after, %at), kind=kLoop, calls=%cut
+  %again = f32[3,4]{0,1} copy(%layer)
+  %whole = f32[9,4]{0,1} copy(%pool)
+  ROOT %all = (f32[3,4]{0,1}, f32[3,4]{0,1}, f32[9,4]{0,1}) tuple(%turned, %again, %whole)
+}
+"""
+
+
+def test_tokens_of_the_shape_of_a_ring_are_no_copy_of_it():
+    """A copy of a part of a pool comes from the pool, be it in two steps, or from what a kernel wrote to.
+
+    What is computed from the pool, or returned beside it, is none.
+    """
+    ring = Piece("ring", "f32", (4,), 9, is_written=True, pool_elements=36)
+    assert [copy.instruction for copy in copies_of(read_program(MOVED), [ring])] == ["layer", "again", "whole"]
+    by_size = Piece("ring", "f32", (4,), 9, is_written=True)
+    assert {"rows", "turned", "computed"} <= {copy.instruction for copy in copies_of(read_program(MOVED), [by_size])}
+
+
 def test_text_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="no entry computation"):
         read_program("HloModule nothing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.tools.estimate.chips import chip_of
-from rayserve_moe.tools.estimate.kernel_work import StepWork
+from rayserve_moe.tools.estimate.kernel_work import RecurrentWork, StepWork
 from rayserve_moe.tools.estimate.workload import StepSizes, step_work
 from rayserve_moe.tools.served_cases import case_of_model, lay_out
 
@@ -104,3 +105,16 @@ def test_cores_that_share_a_device_share_blocks_of_an_attention_of_our_own():
 
 def test_devices_that_share_heads_read_less():
     assert work(8, tp=4).hbm_bytes < work(8).hbm_bytes
+
+
+def test_rows_of_a_hybrid_model_read_rings_to_their_cursors_and_fold_once_in_64_tokens():
+    """A cursor anywhere from 1 to 63 is read in tiles of 8, a ring that is folded as a whole."""
+    values = {"max_model_len": 1024, "max_running_requests": 8}
+    model = lay_out(case_of_model("qwen3.5-35b-a3b", "v6e:2x4", values=values, num_layers=4)).config
+    assert work(8).recurrent is None
+    decode = step_work(model, StepSizes("v6e:2x4", 8, 1024)).recurrent
+    assert decode == RecurrentWork(num_tokens=8, num_visits=8, ring_tokens=36, num_folds=8 / 64)
+    drafts = step_work(model, StepSizes("v6e:2x4", 8, 1024, rows_each=4)).recurrent
+    assert drafts == replace(decode, num_tokens=32, num_folds=32 / 64)
+    prompts = step_work(model, StepSizes("v6e:2x4", 8, 1024), prompt_tokens=2048).recurrent
+    assert prompts == RecurrentWork(8 + 2048, 8 + 2, 36 * 8 / 10, (8 + 2048) / 64), "rings of two prompts are empty"

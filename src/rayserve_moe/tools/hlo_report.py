@@ -62,7 +62,10 @@ class Piece:
     dims: tuple[int, ...]
     min_elements: int
     is_written: bool = False
-    """True if the program writes to it: it is not traced to the arguments, so its size alone must identify it."""
+    """True if the program writes to it: it is not traced to the arguments."""
+    pool_elements: int = 0
+    """Elements of the array that holds it, if it is written: a copy is moved from an array of at least as many. 0: its
+    own size alone identifies it."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,12 @@ def copies_of(program: ProgramText, pieces: list[Piece]) -> list[CopyOfPiece]:
             piece = _piece_of(shape, pieces)
             if piece is None or shape.space != HBM or not _only_moves(program, instruction, result=shape, piece=piece):
                 continue
-            taken_from = origins.arguments(execution.computation, instruction)
-            if piece.is_written or any(_piece_of(own, [piece]) for argument in taken_from for own in argument.shapes):
+            if piece.is_written:
+                is_copy = not piece.pool_elements or _is_moved_from(program, execution, piece)
+            else:
+                taken_from = origins.arguments(execution.computation, instruction)
+                is_copy = any(_piece_of(own, [piece]) for argument in taken_from for own in argument.shapes)
+            if is_copy:
                 found.append(CopyOfPiece(piece.kind, instruction.name, _text(shape), shape.num_bytes, execution.times))
     return found
 
@@ -212,6 +219,28 @@ def _only_moves(program: ProgramText, instruction: Instruction, *, result: Array
     """Return True if nothing of the result's size is computed, or written into an existing array, on the way."""
     moves = MOVES | {"gather"} if piece.is_written else MOVES
     return all(part.opcode in moves for part in program.fused(instruction) if _is_as_large(part, result))
+
+
+def _is_moved_from(program: ProgramText, execution: Execution, piece: Piece) -> bool:
+    """Return True if a result is moved from an array as large as the pool of a piece.
+
+    Tokens of a step may have the shape of a piece, and are moved from smaller arrays.
+    """
+    beside = {one.name: one for one in program.computations[execution.computation]}
+    waiting = [execution.instruction]
+    while waiting:
+        for name in waiting.pop().operands:
+            source = beside.get(name)
+            if source is None:
+                continue
+            # The results of a loop or a kernel are taken from its tuple one by one.
+            is_array = len(source.shapes) == 1 or source.opcode.endswith("-start")
+            shapes = [shape for shape in source.shapes if is_array and shape.dtype == piece.dtype]
+            if any(shape.num_elements >= piece.pool_elements for shape in shapes):
+                return True
+            if source.opcode.endswith("-start") or _only_moves(program, source, result=source.shapes[0], piece=piece):
+                waiting.append(source)
+    return False
 
 
 def _moves_all(program: ProgramText, instruction: Instruction, *, result: ArrayShape) -> bool:

@@ -198,6 +198,8 @@ def _bandwidth(topology: str) -> float:
 
 MIN_PIECE_BYTES = 64 << 10
 """Minimum bytes of a weight that should not be copied; norms and biases are smaller."""
+MAX_VECTORS = 8
+"""A weight of so few rows is no matrix: taps of a convolution, which the vector unit reads."""
 
 
 def pieces_of(served: ServedModel, state: DeviceState) -> list[Piece]:
@@ -209,13 +211,15 @@ def pieces_of(served: ServedModel, state: DeviceState) -> list[Piece]:
             local = model.plan.sharding(spec.axes).shard_shape(spec.shape)[spec.num_stacked_dims :]
             size = jnp.dtype(spec.dtype).itemsize
             num_elements = math.prod(local)
-            if num_elements * size >= MIN_PIECE_BYTES:
+            is_matrix = num_elements > MAX_VECTORS * max(local, default=1)
+            if is_matrix and num_elements * size >= MIN_PIECE_BYTES:
                 pieces.append(Piece(group, _hlo_dtype(spec.dtype), local, num_elements))
     for kept in states_of(model):
         for pool in state.pools[kept.kind.name]:
-            per_layer = local_elements(pool) // kept.num_layers
+            held = local_elements(pool)
             rows = pool.sharding.shard_shape(pool.shape)[2 if kept.kind.per == "token" else 1 :]
-            pieces.append(Piece(kept.kind.name, _hlo_dtype(str(pool.dtype)), rows, per_layer // 2, is_written=True))
+            dtype, half = _hlo_dtype(str(pool.dtype)), held // kept.num_layers // 2
+            pieces.append(Piece(kept.kind.name, dtype, rows, half, is_written=True, pool_elements=held))
     return pieces
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rayserve_moe.tools.estimate.bundles import GRANULE_BYTES, Schedule, Spent, read_schedule
+from rayserve_moe.tools.estimate.bundles import (
+    GRANULE_BYTES,
+    Region,
+    RegionRuns,
+    Schedule,
+    Spent,
+    read_schedule,
+)
 from rayserve_moe.tools.estimate.dump import DumpFolder, NoScheduleError, dump_environment
 
 STRAIGHT = """\
@@ -126,6 +133,51 @@ def test_trips_of_nested_open_loops_are_given_in_all():
     schedule = read_schedule(NESTED)
     assert schedule.spent(open_trips=(4, 12)).bundles == 1 + 4 * 2 + 12 * 2
     assert schedule.spent().is_least and schedule.spent(open_trips=(4,)).is_least
+
+
+def test_trips_of_open_loops_may_be_given_by_entry():
+    schedule = read_schedule(NESTED)
+    assert schedule.spent(trips_each=(4, 3)).bundles == 1 + 4 * 2 + 4 * 3 * 2
+    assert schedule.spent(trips_each=(4,)).is_least, "another kernel"
+
+
+SKIPPED = """\
+     0   :  { %s1_s1 = smov 0 }
+   0x1 LB: > { %s3_s3 = sphi %s1_s1, %s2_s2 } /* Start region 1 */
+   0x2   : > { %1 = sbr.rel (%p1_p1) target = $region4 }
+   0x3   : > { %2 = sbr.rel (%p2_p2) target = $region3 } /* Start region 2 */
+   0x4   : >> { %8 = dma.hbm_to_vmem [thread:$0] /*hbm=*/%s6_s1, /*size_in_granules=*/8, /*vmem=*/%s8_s1 }
+   0x5 PF: >> { %3 = sbr.rel (%p3_p3) target = $region5 } /* Start region 3 */
+   0x6   : >> { %9 = dma.vmem_to_hbm [thread:$0] /*vmem=*/%s6_s1, /*size_in_granules=*/8, /*hbm=*/%s8_s1 }
+   0x7 PF: > {} /* Start/End empty region 5 */
+   0x8 PF: > { %s2_s2 = sadd.s32 1, %s3_s3  ;;  %p4_p4 = scmp.ge.s32.totalorder %s2_s2, 8 } /* Start region 4 */
+   0x9   :  { %4 = sbr.rel (!%p4_p4) target = $region1 }
+"""
+STATE_BYTES = 8 * GRANULE_BYTES
+
+
+def executed(*, reads: bool, writes: bool, runs: float) -> RegionRuns:
+    return RegionRuns(STATE_BYTES, reads=reads, writes=writes, runs=runs)
+
+
+def test_a_region_is_executed_unless_the_caller_knows_how_often():
+    """The region of a trip is found by what it does with states: it reads and writes them, or does one of both."""
+    schedule = read_schedule(SKIPPED)
+    assert schedule.regions == (Region(3, 7), Region(4, 4), Region(6, 6))
+    assert schedule.spent() == Spent(1 + 8 * 9, 8 * 2 * STATE_BYTES, is_least=False)
+    of_trips, of_writes = executed(reads=True, writes=True, runs=4), executed(reads=False, writes=True, runs=0.5)
+    assert schedule.spent(region_runs=[of_trips]).bundles == 1 + 8 * 4 + 4 * 5
+    found = schedule.spent(region_runs=[of_trips, of_writes])
+    assert found.bundles == 1 + 8 * 4 + 4 * 4 + 0.5 and found.hbm_bytes == 4.5 * STATE_BYTES
+    reads = executed(reads=True, writes=False, runs=1)
+    assert schedule.spent(region_runs=[reads]).bundles == 1 + 8 * 8 + 1
+    assert schedule.spent(region_runs=[reads, reads]) == schedule.spent(region_runs=[reads]), "there is no other"
+
+
+def test_the_largest_region_of_a_kind_counts():
+    text = SKIPPED.replace("vmem_to_hbm", "hbm_to_vmem")
+    read = executed(reads=True, writes=False, runs=2)
+    assert read_schedule(text).spent(region_runs=[read]).bundles == 1 + 8 * 4 + 2 * 5
 
 
 def test_a_copy_of_unknown_size_makes_the_bytes_unknown():

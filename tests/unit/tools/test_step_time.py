@@ -9,7 +9,7 @@ import pytest
 
 from rayserve_moe.tools.estimate.chips import CHIPS, OVERHEAD_S
 from rayserve_moe.tools.estimate.dump import Schedules
-from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork, work_of
+from rayserve_moe.tools.estimate.kernel_work import AttentionWork, RecurrentWork, StepWork, work_of
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.program_ops import Block, Op, ProgramReader, divides_over_cores, scope_of
 from rayserve_moe.tools.estimate.step_time import Estimate, Pricing, estimate
@@ -321,6 +321,35 @@ def test_pages_of_a_sequence_are_visited_once_for_all_of_its_drafts():
     pieces = 2 + 6 / 16
     assert found is not None and found.open_trips == (2, 4, 8, pieces)
     assert found.hbm_bytes == 6144 + pieces * 16 * 256 * 2
+
+
+RECURRENT = """\
+HloModule kernels, is_scheduled=true
+
+ENTRY %main (rows: f32[4,8,128], states: f32[9,8,128,128], windows: f32[9,3,8,384], keys: f32[5,512,128], \
+fresh: f32[5,512,128], decays: f32[5,8,128], inputs: f32[5,16,8,384]) -> f32[4,8,128] {
+  %rows = f32[4,8,128]{2,1,0} parameter(0)
+  ROOT %delta_rule.3 = (f32[4,8,128]{2,1,0}, f32[9,8,128,128]{3,2,1,0}, f32[9,3,8,384]{3,2,1,0}, \
+f32[5,512,128]{2,1,0}, f32[5,512,128]{2,1,0}, f32[5,8,128]{2,1,0}, f32[5,16,8,384]{3,2,1,0}) custom-call(%rows), \
+custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_a_recurrence_reads_rings_to_their_cursors_and_folds_now_and_then():
+    """Four tokens of two rows, whose rings have 16 tokens on average; an entry is written every fourth step."""
+    program = read_program(RECURRENT)
+    kernel = next(part for part in program.computations[program.entry] if part.opcode == "custom-call")
+    assert work_of(kernel, [], work=WORK) is None, "no layer has a recurrent state"
+    found = work_of(kernel, [], work=replace(WORK, recurrent=RecurrentWork(4, 2, 16, 0.25)))
+    state, window, row, channels = 8 * 128 * 128 * 4, 3 * 8 * 384 * 4, 8 * 128 * 4, 8 * 384 * 4
+    assert found is not None
+    assert found.hbm_bytes == 2 * (state + 2 * row + 16 * 2 * row) + 4 * (6 * row + 2 * channels) + 0.25 * (
+        state + 2 * window
+    )
+    assert found.trips_each == (2, 2, 2, 2, 2, 2, 2, 2, 2), "16 tokens are two tiles; at most two writes are under way"
+    assert [region.runs for region in found.region_runs] == [4, 1, 2, 0.25]
+    assert {region.num_bytes for region in found.region_runs} == {state}
 
 
 GROUPED = """\

@@ -1,6 +1,7 @@
 """Parser of a schedule dumped by libtpu: VLIW bundles, the loops around them, and their copies from and to HBM.
 
-A bundle takes a cycle of a core; waiting is not in a schedule. Predicated regions count as executed.
+A bundle takes a cycle of a core; waiting is not in a schedule. Predicated regions count as executed, unless the caller
+knows how often a region runs.
 """
 
 from __future__ import annotations
@@ -65,6 +66,34 @@ class Transfer:
     """The bundle that starts it."""
     num_bytes: int | None
     """None: known only at run time."""
+    to_hbm: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bundles that a branch may skip."""
+
+    first: int
+    """First bundle."""
+    last: int
+    """Last bundle."""
+
+    def holds(self, other: Region) -> bool:
+        return self != other and self.first <= other.first and other.last <= self.last
+
+
+@dataclass(frozen=True)
+class RegionRuns:
+    """Executions of a region that is known by its copies of a size.
+
+    It is the largest region that only reads such arrays, or only writes them, or the smallest one that does both.
+    """
+
+    num_bytes: int
+    reads: bool
+    writes: bool
+    runs: float
+    """Executions in all."""
 
 
 @dataclass(frozen=True)
@@ -85,32 +114,72 @@ class Schedule:
     num_bundles: int
     loops: tuple[Loop, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    regions: tuple[Region, ...] = ()
 
-    def spent(self, *, iterations: int = 0, open_trips: Sequence[float] = ()) -> Spent:
+    def spent(
+        self,
+        *,
+        iterations: int = 0,
+        open_trips: Sequence[float] = (),
+        trips_each: Sequence[float] = (),
+        region_runs: Sequence[RegionRuns] = (),
+    ) -> Spent:
         """Count bundles and bytes with the trips of their loops.
 
         `iterations` > 0 is XLA's count for the outermost pipelined loop. `open_trips` are the total trips of nested
-        loops whose trips are known only at run time, innermost last.
+        loops whose trips are known only at run time, innermost last. `trips_each` are those per entry instead, of every
+        such loop in order. `region_runs` are in order too; a region that is not among them is executed.
         """
         runs = [1.0] * self.num_bundles
-        is_least = False
-        for loop, count in zip(self.loops, self._counts(iterations), strict=True):
-            entered = runs[loop.first]
-            depth = sum(other.trips is None and other.holds(loop) for other in self.loops)
-            place = len(open_trips) - self._open_depth + depth
-            if count is None and 0 <= place < len(open_trips):
-                count = open_trips[place] / entered
-            is_least = is_least or count is None
-            runs[loop.first : loop.last + 1] = [run * (count or 1) for run in runs[loop.first : loop.last + 1]]
+        counts: dict[Loop, float | None] = dict(zip(self.loops, self._counts(iterations), strict=True))
+        still_open = [loop for loop in self.loops if counts[loop] is None]
+        if len(trips_each) == len(still_open):
+            counts |= dict(zip(still_open, trips_each, strict=True))
+        executed, is_least = self._known_runs(region_runs), False
+        for part in sorted([*self.loops, *executed], key=lambda part: (part.first, -part.last)):
+            entered = runs[part.first]
+            count = counts[part] if isinstance(part, Loop) else executed[part] / (entered or 1.0)
+            if isinstance(part, Loop) and count is None:
+                place = len(open_trips) - self._open_depth + self._depth_of(part)
+                count = open_trips[place] / entered if 0 <= place < len(open_trips) else None
+                is_least = is_least or count is None
+            times = 1.0 if count is None else count
+            runs[part.first : part.last + 1] = [run * times for run in runs[part.first : part.last + 1]]
         sizes = [transfer.num_bytes for transfer in self.transfers]
         known = sum(size * runs[transfer.address] for size, transfer in zip(sizes, self.transfers, strict=True) if size)
         return Spent(sum(runs), None if None in sizes else known, is_least)
 
+    def _known_runs(self, wanted: Sequence[RegionRuns]) -> dict[Region, float]:
+        """Return the executions of regions that the caller knows."""
+        found: dict[Region, float] = {}
+        for runs in wanted:
+            place = next((region for region in self._copying(runs) if region not in found), None)
+            if place is not None:
+                found[place] = runs.runs
+        return found
+
+    def _copying(self, wanted: RegionRuns) -> list[Region]:
+        """Return the regions whose copies are those of `wanted`, in order."""
+        of_size = [transfer for transfer in self.transfers if transfer.num_bytes == wanted.num_bytes]
+        sides = (wanted.reads, wanted.writes)
+
+        def sides_of(region: Region) -> tuple[bool, bool]:
+            inside = [one.to_hbm for one in of_size if region.first <= one.address <= region.last]
+            return False in inside, True in inside
+
+        alike = [region for region in self.regions if sides_of(region) == sides]
+        if all(sides):
+            return [region for region in alike if not any(region.holds(other) for other in alike)]
+        return [region for region in alike if not any(other.holds(region) for other in alike)]
+
     @property
     def _open_depth(self) -> int:
         """Return the nesting depth of loops whose trips are known only at run time."""
-        open_loops = [loop for loop in self.loops if loop.trips is None]
-        return max((1 + sum(other.holds(loop) for other in open_loops) for loop in open_loops), default=0)
+        return max((1 + self._depth_of(loop) for loop in self.loops if loop.trips is None), default=0)
+
+    def _depth_of(self, loop: Loop) -> int:
+        """Return the number of loops around a loop whose trips are known only at run time."""
+        return sum(other.trips is None and other.holds(loop) for other in self.loops)
 
     def _counts(self, iterations: int) -> list[int | None]:
         """Return the iterations of each loop per entry; XLA's count replaces the first outermost pipelined loop's."""
@@ -139,16 +208,33 @@ def read_schedule(text: str) -> Schedule:
     if not bundles:
         raise ValueError("no bundle in the text of a schedule")
     texts = ["\n".join(lines) for lines in bundles]
-    return Schedule(len(texts), tuple(_loops(texts)), tuple(_transfers(texts)))
+    starts = _region_starts(texts)
+    return Schedule(len(texts), tuple(_loops(texts, starts)), tuple(_transfers(texts)), tuple(_regions(texts, starts)))
 
 
-def _loops(texts: list[str]) -> list[Loop]:
-    """Return the loops: branches back to the start of a region. Two branches to the same start are one loop."""
+def _region_starts(texts: list[str]) -> dict[str, int]:
+    """Return the first bundle of each region by its number."""
     starts: dict[str, int] = {}
     for address, text in enumerate(texts):
         starts.update(dict.fromkeys(_STARTS.findall(text), address))
         for region in _EMPTY.findall(text):
             starts.setdefault(region, address)
+    return starts
+
+
+def _regions(texts: list[str], starts: dict[str, int]) -> list[Region]:
+    """Return what branches forward with a predicate may skip, outer regions before inner ones."""
+    found = {
+        Region(address + 1, starts[region] - 1)
+        for address, text in enumerate(texts)
+        for _, predicate, region in _BRANCH.findall(text)
+        if predicate and starts.get(region, 0) > address + 1
+    }
+    return sorted(found, key=lambda region: (region.first, -region.last))
+
+
+def _loops(texts: list[str], starts: dict[str, int]) -> list[Loop]:
+    """Return the loops: branches back to the start of a region. Two branches to the same start are one loop."""
     back: dict[int, tuple[int, str]] = {}
     for address, text in enumerate(texts):
         for is_exit, predicate, region in _BRANCH.findall(text):
@@ -169,8 +255,9 @@ def _loops(texts: list[str]) -> list[Loop]:
 def _transfers(texts: list[str]) -> list[Transfer]:
     found = []
     for address, text in enumerate(texts):
-        for _, granules in _COPY.findall(_BOUNDS_CHECK.sub("", text)):
-            found.append(Transfer(address, int(granules) * GRANULE_BYTES if granules.isdigit() else None))
+        for way, granules in _COPY.findall(_BOUNDS_CHECK.sub("", text)):
+            num_bytes = int(granules) * GRANULE_BYTES if granules.isdigit() else None
+            found.append(Transfer(address, num_bytes, to_hbm=way.endswith("to_hbm")))
     return found
 
 

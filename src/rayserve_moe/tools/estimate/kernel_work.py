@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rayserve_moe.kernels.reference.gated_delta import CHUNK, WINDOW_ROWS
+from rayserve_moe.kernels.tpu.delta_visits import TILE
 from rayserve_moe.kernels.tpu.dispatch_sizes import GROUP_ROWS, widest_block
 from rayserve_moe.kernels.tpu.dispatch_sizes import TILE_ROWS as DISPATCH_TILE_ROWS
 from rayserve_moe.kernels.tpu.grouped_ffn import TILE_ROWS, inner_block
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.kernels.tpu.rotary_heads import tile_tokens
+from rayserve_moe.tools.estimate.bundles import RegionRuns, Schedule, Spent
 from rayserve_moe.tools.hlo_report import HBM
 from rayserve_moe.tools.hlo_text import Instruction
 
@@ -36,6 +39,19 @@ class AttentionWork:
 
 
 @dataclass(frozen=True)
+class RecurrentWork:
+    """The work of a call of a recurrence in one layer."""
+
+    num_tokens: float
+    num_visits: float
+    """Rows with tokens."""
+    ring_tokens: float
+    """Tokens of a row's ring up to its cursor, the mean of the visits."""
+    num_folds: float
+    """Entries that are written."""
+
+
+@dataclass(frozen=True)
 class StepWork:
     """A step's work on a device."""
 
@@ -49,6 +65,8 @@ class StepWork:
     """Minimum of the whole model."""
     hbm_bytes: float
     """Minimum of the whole model: used weights, keys and values, once each."""
+    recurrent: RecurrentWork | None = None
+    """None: no layer has a recurrent state."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,19 @@ class KernelWork:
     """Trips of nested loops that are known only at run time (see `Schedule.spent`)."""
     exchanged_bytes: float = 0.0
     """Bytes of rows that the kernel sends evenly to all devices, counted for each transfer."""
+    trips_each: tuple[float, ...] = ()
+    """Instead of `open_trips`: trips per entry of every such loop, in order."""
+    region_runs: tuple[RegionRuns, ...] = ()
+    """Executions of regions that few steps of the grid run."""
+
+    def of_core(self, schedule: Schedule, *, cores: int, iterations: int) -> Spent:
+        """Return the cost of the schedule of one of the cores that divide the work."""
+        return schedule.spent(
+            iterations=iterations,
+            open_trips=[trips / cores for trips in self.open_trips],
+            trips_each=self.trips_each,
+            region_runs=[replace(region, runs=region.runs / cores) for region in self.region_runs],
+        )
 
 
 def kernel_name(instruction: Instruction) -> str:
@@ -83,6 +114,8 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _streamed_heads(instruction, operands)
         case "rotary_heads":
             return _rotary_heads(instruction, operands)
+        case "delta_rule":
+            return _delta_rule(instruction, work.recurrent) if work.recurrent else None
     return None
 
 
@@ -176,3 +209,34 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     # Of the two loops over a block's pages, each runs for some of the blocks. New rows go back with their group.
     written = sum(out.dims[0] * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)
     return KernelWork(attention.kv_bytes + written, (attention.num_visits, attention.num_pages / 2))
+
+
+def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
+    """Count what a visit and a token read and write, and folds.
+
+    A visit reads a state, sums of decays, and its ring up to the cursor in tiles of tokens; the sums go back. A fold
+    writes a state, and copies a window. The code of a token, of a core's first visits, of a visit, and of a fold is
+    known by its copies of a state.
+    """
+    out, *pools = instruction.shapes
+    value_row = out.num_bytes / out.dims[0]
+    state, window, keys, _, decays, inputs = (pool.num_bytes / pool.dims[0] for pool in pools)
+    key_row, input_row = keys / CHUNK, inputs / WINDOW_ROWS
+    of_visit = state + 2 * decays + work.ring_tokens * (key_row + value_row)
+    # Read: query, key, value, and inputs of the convolution. Written: key, fresh value, output, and inputs.
+    of_token = 3 * key_row + 3 * value_row + 2 * input_row
+    num_bytes = work.num_visits * of_visit + work.num_tokens * of_token + work.num_folds * (state + 2 * window)
+    tiles, size = work.ring_tokens / TILE, int(state)
+    # Loops over tiles begin a core's first visit, and its second, wait for a visit, sort it, and begin a later one.
+    # Loops that wait for writes stand ahead of a fold, and at the end.
+    return KernelWork(
+        num_bytes,
+        (),
+        trips_each=(*[tiles] * 5, *[2.0] * 4),
+        region_runs=(
+            RegionRuns(size, reads=True, writes=True, runs=work.num_tokens),
+            RegionRuns(size, reads=True, writes=False, runs=1),
+            RegionRuns(size, reads=True, writes=False, runs=work.num_visits),
+            RegionRuns(size, reads=False, writes=True, runs=work.num_folds),
+        ),
+    )

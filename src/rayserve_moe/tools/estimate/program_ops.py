@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from rayserve_moe.tools.estimate.dump import Schedules
-from rayserve_moe.tools.estimate.kernel_work import PARALLEL, StepWork, work_of
+from rayserve_moe.tools.estimate.kernel_work import PARALLEL, KernelWork, StepWork, work_of
 from rayserve_moe.tools.estimate.links import Slice, groups_of
 from rayserve_moe.tools.hlo_report import COLLECTIVES, HBM
 from rayserve_moe.tools.hlo_text import ArrayShape, Instruction, ProgramText, condition_of
@@ -124,8 +124,8 @@ class ProgramReader:
         kernel = work_of(instruction, operands, work=self.work)
         uses_all = instruction.opcode != "custom-call" or divides_over_cores(instruction)
         share = cores if uses_all else 1
-        open_trips = [trips / share for trips in kernel.open_trips] if kernel else ()
-        spent = schedule.spent(iterations=math.ceil(_iterations(instruction) / cores), open_trips=open_trips)
+        iterations = math.ceil(_iterations(instruction) / cores)
+        spent = (kernel or KernelWork(0.0, ())).of_core(schedule, cores=share, iterations=iterations)
         moved = kernel.hbm_bytes if kernel else bytes_by_shape(self.program, instruction, operands=operands)
         if not kernel and spent.hbm_bytes is not None:
             moved = spent.hbm_bytes * share

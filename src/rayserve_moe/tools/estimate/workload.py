@@ -12,13 +12,14 @@ import jax.numpy as jnp
 
 from rayserve_moe.execution.programs.buckets import PREFILL_BLOCK_TOKENS
 from rayserve_moe.execution.weights.placing import parameter_tree
+from rayserve_moe.kernels.tpu.delta_visits import TILE
 from rayserve_moe.kernels.tpu.packed_rows import layout_of
 from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block, tile_queries_for
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import MixerSpec, ModelSpec, ScoreShape
 from rayserve_moe.model.states import entry_states, token_states
 from rayserve_moe.parallel.mesh import cores_of
-from rayserve_moe.tools.estimate.kernel_work import AttentionWork, StepWork
+from rayserve_moe.tools.estimate.kernel_work import AttentionWork, RecurrentWork, StepWork
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,24 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
         * state.num_layers
         for state in entry_states(model)
     )
-    return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + state_bytes)
+    recurrent = _recurrent_work(model, sizes, prompt_tokens=prompt_tokens)
+    return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + state_bytes, recurrent)
+
+
+def _recurrent_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int) -> RecurrentWork | None:
+    """Return the work of a layer with a recurrent state: cursors are everywhere in rings, and prompts begin.
+
+    A row writes an entry once per `entry_tokens` tokens. Before that it reads the whole ring, else up to its cursor, in
+    tiles.
+    """
+    kinds = [state.kind for state in entry_states(model)]
+    if not kinds:
+        return None
+    chunk, tokens = kinds[0].entry_tokens, sizes.rows + prompt_tokens
+    read = [chunk, *(math.ceil(cursor / TILE) * TILE for cursor in range(1, chunk))]
+    prompts = math.ceil(prompt_tokens / min(sizes.context, prompt_tokens)) if prompt_tokens else 0
+    visits = sizes.sequences + prompts
+    return RecurrentWork(tokens, visits, sum(read) / chunk * sizes.sequences / visits, tokens / chunk)
 
 
 def _scoring(spec: ModelSpec) -> list[tuple[MixerSpec, ScoreShape]]:
