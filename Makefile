@@ -32,7 +32,7 @@ endif
 PART ?= $(shell git rev-list --count HEAD)/24
 
 .DEFAULT_GOAL := check
-.PHONY: setup fmt check test test-all test-native test-level test-part emulation published published-all parity parity-all clients bench compile-check compile-check-full wheel serve
+.PHONY: setup fmt check test test-all test-native test-level test-part emulation published published-all parity parity-all clients bench compile-check compile-check-full wheel wheel-check serve
 
 setup: $(KERNELS)
 
@@ -131,6 +131,10 @@ compile-check-full: $(TEST)
 wheel: $(READY)
 	$(BIN)/python -m rayserve_moe.tools.build_kernels --all
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+
+# Installs the wheel into an empty environment and serves from it: gigabytes, and minutes.
+wheel-check: wheel
+	$(BIN)/python -m benchmarks.wheel dist/rayserve_moe-*.whl
 
 serve: $(KERNELS)
 	$(BIN)/rayserve-moe serve configs/qwen3_moe.yaml
