@@ -7,6 +7,7 @@ TEST := .venv/.test
 TORCH := .venv/.torch
 KERNELS := .venv/.kernels
 CLIENTS := .venv-clients
+DOCS := .venv-docs
 # Clients with an environment of their own each: their packages do not go with ours.
 APART := litellm instructor guidellm aiperf
 
@@ -32,7 +33,7 @@ endif
 PART ?= $(shell git rev-list --count HEAD)/24
 
 .DEFAULT_GOAL := check
-.PHONY: setup fmt check test test-all test-native test-level test-part emulation published published-all parity parity-all clients bench compile-check compile-check-full wheel serve
+.PHONY: setup fmt check test test-all test-native test-level test-part emulation published published-all parity parity-all clients bench compile-check compile-check-full wheel wheel-check docs serve
 
 setup: $(KERNELS)
 
@@ -131,6 +132,19 @@ compile-check-full: $(TEST)
 wheel: $(READY)
 	$(BIN)/python -m rayserve_moe.tools.build_kernels --all
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+
+# Installs the wheel into an empty environment and serves from it: gigabytes, and minutes.
+wheel-check: wheel
+	$(BIN)/python -m benchmarks.wheel dist/rayserve_moe-*.whl
+
+# The site of docs/, in build/site; a broken link, a page outside of its navigation or an asset of another host fails.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	$(DOCS)/bin/python scripts/check_site.py build/site
+
+$(DOCS)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@
 
 serve: $(KERNELS)
 	$(BIN)/rayserve-moe serve configs/qwen3_moe.yaml

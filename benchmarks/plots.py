@@ -1,4 +1,5 @@
-"""Draws the charts of result files: those named, or all that are kept in benchmarks/results, into files beside them.
+"""Draws the charts of result files: those named, beside them, or all that are kept in benchmarks/results, into
+docs/figures.
 
 python -m benchmarks.plots [benchmarks/results/curve.json ...]      with matplotlib: pip install -e '.[bench]'
 """
@@ -18,6 +19,7 @@ from benchmarks.chart import Chart, Series
 from benchmarks.charts import charts
 
 RESULTS = Path(__file__).parent / "results"
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 STYLES = (
     ("#0072b2", "-", "o"),
     ("#d55e00", "--", "s"),
@@ -32,7 +34,8 @@ def main() -> None:
     """Draw, and name every file written."""
     for file in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(RESULTS.glob("*.json")):
         for suffix, chart in charts(json.loads(file.read_text(encoding="utf-8"))).items():
-            out = file.with_name(f"{file.stem}-{suffix}.svg")
+            folder = PAGES if file.resolve().parent == RESULTS.resolve() else file.parent
+            out = folder / f"{file.stem}-{suffix}.svg"
             draw(chart, out)
             print(out)
 

@@ -37,6 +37,7 @@ from benchmarks.selection_table import balanced_selection
 from benchmarks.speculation_table import speculation, speculation_calculator
 from benchmarks.structured_table import hostile_schemas, published_text, schema_suite, structured_output
 from benchmarks.weight_table import weight_updates
+from benchmarks.wheel import wheel
 from benchmarks.workloads import Workload
 
 SIDE_TITLES = {
@@ -333,5 +334,6 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "structured_output": structured_output,
     "hostile_schemas": hostile_schemas,
     "published_text": published_text,
+    "wheel": wheel,
 }
 """By the key of a result file under which the figures lie, in the order of the tables."""

@@ -46,13 +46,14 @@ SETTINGS: dict[str, Any] = {
     "speculative_num_steps": MOST,
 }
 CALCULATOR = "trained:calculator"
+HEADS = Path(__file__).parent / "heads"
 
 
 def main() -> None:
     """Measure, save, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--eagle3", default=f"{CALCULATOR}-eagle3")
-    parser.add_argument("--nextn", default=f"{CALCULATOR}-nextn")
+    parser.add_argument("--eagle3", default=str(HEADS / "calculator-eagle3"))
+    parser.add_argument("--nextn", default=str(HEADS / "calculator-nextn"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS / "speculation-calculator.json")
     asked = parser.parse_args()

@@ -112,7 +112,7 @@ def _watched(child: subprocess.Popen[str], begun: float, *, port: int, model: st
         time.sleep(SAMPLE_S)
     enter(ANSWER, time.monotonic())
     start.healthy_s = since - begun
-    _ask(port, model)
+    ask(port, model)
     enter("", time.monotonic())
     start.answer_s = since - begun
     start.cpu_s = spent_before
@@ -137,7 +137,8 @@ def _drained(said: queue.Queue[tuple[float, str]], lines: list[tuple[float, str]
     return found
 
 
-def _ask(port: int, model: str) -> None:
+def ask(port: int, model: str) -> str:
+    """Return the answer to a sum; retry for 10 s while the server is not ready."""
     body = json.dumps({"model": model, "prompt": "37+45=", "max_tokens": 8, "temperature": 0}).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
@@ -145,8 +146,8 @@ def _ask(port: int, model: str) -> None:
     deadline = time.monotonic() + 10
     while True:
         try:
-            urllib.request.urlopen(request, timeout=60).close()
-            return
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.load(response)["choices"][0]["text"]
         except urllib.error.HTTPError as error:
             if error.code != 503 or time.monotonic() > deadline:
                 raise

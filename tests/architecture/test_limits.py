@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture import files_page, limits
+from tests.architecture import limits, package_pages, picture_page
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = limits.read_sources(ROOT / "src" / "rayserve_moe")
@@ -123,18 +123,32 @@ def test_every_check_has_a_violation_and_an_allowed_case() -> None:
     assert {case[0] for case in VIOLATIONS} == {case[0] for case in ALLOWED} == set(limits.CHECKS)
 
 
-def test_the_page_of_files_is_the_one_that_the_files_say() -> None:
-    assert files_page.PAGE.read_text(encoding="utf-8") == files_page.page()
+IMPORTS = picture_page.imports()
 
 
-def test_the_page_lists_every_package_once_and_clients_apart() -> None:
-    serves, beside = files_page.packages()
-    folders = {folder.name for folder in files_page.PACKAGE.iterdir() if (folder / "__init__.py").is_file()}
-    assert sorted([*serves, *beside]) == sorted(folders)
-    assert set(beside) == {"rollouts", "tools"}
+@pytest.mark.parametrize("folder", package_pages.packages(), ids=lambda folder: folder.name)
+def test_a_package_says_what_it_is_for_what_it_imports_and_where_to_begin(folder: Path) -> None:
+    imported = {other for importer, other in IMPORTS if importer == folder.name}
+    assert package_pages.faults(folder, imported) == []
+
+
+def test_faults_of_a_package_page_are_found(tmp_path: Path) -> None:
+    assert package_pages.faults(tmp_path, set()) == ["there is no README.md"]
+    (tmp_path / "README.md").write_text("# other\n\nImports `a`.\n\nBegin with:\n- `gone.py`: the loop\n")
+    assert package_pages.faults(tmp_path, {"b"}) == [
+        "its title is '# other'",
+        "it states the imports ['a'], the code has ['b']",
+        "it names the missing file gone.py",
+    ]
+    (tmp_path / "README.md").write_text(f"# {tmp_path.name}\n\nImports no other package.\n" + "\n" * 20)
+    assert package_pages.faults(tmp_path, set()) == ["it has more than 14 lines", "it names no file to begin with"]
+
+
+def _is_source(file: Path) -> bool:
+    return file.is_file() and not {"__pycache__", "built"} & set(file.parts) and file.name != "README.md"
 
 
 def test_every_source_file_says_what_it_is() -> None:
-    tracked = [file for file in files_page.PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
-    silent = [file for file in tracked if file.stat().st_size and not files_page.first_sentence(file)]
+    tracked = [file for file in package_pages.PACKAGE.rglob("*") if _is_source(file)]
+    silent = [file for file in tracked if file.stat().st_size and not package_pages.first_sentence(file)]
     assert not silent

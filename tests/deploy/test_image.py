@@ -21,7 +21,8 @@ COPIED = {
     for *sources, target in [rest.split()]
     for source in sources
 }
-BUILT_FROM, SHIPPED = {"pyproject.toml", "src"}, {"configs", "deploy/wait_until_idle.py"}
+BUILT_FROM = {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "src"}
+SHIPPED = {"configs", "deploy/wait_until_idle.py"}
 
 
 def in_image(path: str) -> str:
@@ -41,7 +42,8 @@ def test_the_package_is_built_from_what_is_copied():
     hatch = project["tool"]["hatch"]
     needed = [hatch["version"]["path"], *hatch["build"]["targets"]["wheel"]["packages"]]
     needed += [project["project"][key] for key in ("readme",) if key in project["project"]]
-    needed += hatch["build"].get("artifacts", [])
+    needed += [*project["project"]["license-files"], *hatch["build"]["targets"]["wheel"]["artifacts"]]
+    needed += ["hatch_build.py"] * ("custom" in hatch["build"]["targets"]["wheel"]["hooks"])
     assert all(path.split("/")[0] in BUILT_FROM for path in needed)
     (install,) = (rest for word, rest in LINES if word == "RUN" and "pip install" in rest)
     (extras,) = (word.strip(".[]").split(",") for word in shlex.split(install) if word.startswith("."))

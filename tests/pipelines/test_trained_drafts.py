@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.support.engine.run_requests import Way, cycle_for, preempt_every, run
 from tests.support.engine.workload import request_for
 from tests.support.speculation.random_requests import assert_unchanged
 
+HEAD = Path(__file__).resolve().parents[2] / "benchmarks" / "heads" / "calculator-eagle3"
 SETTINGS = {
     "max_running_requests": 4,
     "precompile_bs_paddings": [4],
@@ -24,7 +26,7 @@ SETTINGS = {
     "max_model_len": 96,
     "enable_return_routed_experts": True,
     "speculative_algorithm": "EAGLE3",
-    "speculative_draft_model_path": "trained:calculator-eagle3",
+    "speculative_draft_model_path": str(HEAD),
     "speculative_num_steps": 3,
 }
 WAY = Way(num_rows=4, step_tokens=64, chunk_tokens=64, num_pages=60)

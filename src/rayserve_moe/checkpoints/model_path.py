@@ -17,10 +17,8 @@ from rayserve_moe.config.given_files import GivenFileError, is_url
 
 SYNTHETIC_PREFIX = "synthetic:"
 TRAINED_PREFIX = f"{given_files.TRAINED}:"
-TRAINED = {name: Path(__file__).parent / name.replace("-", "_") for name in given_files.TRAINED_NAMES}
-"""Checkpoints in the package, made by `examples/train_calculator.py`, and draft models for
-`speculative_draft_model_path`, made by `examples/train_drafts.py`.
-"""
+TRAINED = {name: Path(__file__).parent / name for name in given_files.TRAINED_NAMES}
+"""Checkpoints in the package, made by `examples/train_calculator.py`."""
 SMALL_FILES = (
     "config.json",
     "generation_config.json",

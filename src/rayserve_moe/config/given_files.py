@@ -24,7 +24,7 @@ MAX_BYTES_AT_ONCE = 16 << 20
 """Bytes copied between two checks for cancellation."""
 MAX_MESSAGE_LENGTH = 300
 TRAINED = "trained"
-TRAINED_NAMES = ("calculator", "calculator-eagle3", "calculator-nextn")
+TRAINED_NAMES = ("calculator",)
 """Checkpoints in the package, named as in `trained:calculator`."""
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
