@@ -129,7 +129,7 @@ def _likely_cause(differences: np.ndarray, parts: np.ndarray) -> str:
         return "log-probs that are no numbers"
     if len(differences) > 1 and differences.std() < _CONSTANT * abs(differences.mean()):
         return (
-            f"another temperature or bias in the trainer: its log-probs are {differences.mean():+.2g} from the served"
+            f"another temperature or bias in the trainer: all log-probs are {differences.mean():+.2g} from the served"
         )
     if (np.abs(differences) > FAR).mean() > _WHOLLY:
         return "shifted rows, or those of other samples"
