@@ -4,7 +4,7 @@
     python -m examples.rl_round [--url http://127.0.0.1:8000]
 
 Of `3#4=` the calculator answers the sum or the difference; the reward wants the sum. The forward pass is that of
-`examples/grpo`, plain JAX for the calculator; bring your own trainer's in its place. `python -m examples.grpo` is a whole
+`examples/grpo`, plain JAX for the calculator; bring that of your own trainer. `python -m examples.grpo` is a whole
 run.
 """
 

@@ -1,10 +1,10 @@
 """GRPO from start to end on this machine: a server of the calculator, its rollouts, a trainer that replays routing.
 
     pip install -e '.[grpo]'
-    python -m examples.grpo --out DIRECTORY [--task chain] [--steps 60] [--asynchronous [--partial]] [--dtype bfloat16]
+    python -m examples.grpo --out DIRECTORY [--task chain] [--steps 60] [--asynchronous [--partial]] [--dtype float32]
     python -m examples.grpo --out DIRECTORY --model hybrid
     python -m examples.grpo --out DIRECTORY --ablation [--seeds 5]
-    python -m examples.grpo --out DIRECTORY --kl-law RUN ... --dtype bfloat16
+    python -m examples.grpo --out DIRECTORY --kl-law RUN ...
 
 Of `a#b=` the calculator answers the sum or the difference, as likely; the reward wants the sum. With `--task chain` its
 answer is the first operand of the next turn's problem, and the reward wants the sum of all four. A run ends when the

@@ -15,7 +15,7 @@ from tests.http.conftest import served
 
 @pytest.mark.slow
 def test_the_round_of_the_example_raises_the_reward(monkeypatch, capsys):
-    settings = server_settings(GrpoSettings(), model=TRAINED["calculator"])
+    settings = server_settings(GrpoSettings(dtype="float32"), model=TRAINED["calculator"])
     small = {"max_running_requests": 16, "precompile_bs_paddings": [16], "max_step_tokens": 128, "num_pages": 64}
     with Engine(**settings | small) as engine, served(engine) as url:
         monkeypatch.setattr("sys.argv", ["rl_round", "--url", url])
