@@ -1,7 +1,7 @@
 """What drawing samples while the trainer works gains, from two runs of the GRPO example with a core for each side.
 
-    python -m examples.grpo --out SYNC --one-core-each --steps 25
-    python -m examples.grpo --out ASYNC --one-core-each --steps 25 --asynchronous
+    python -m examples.grpo --out SYNC --one-core-each --steps 25 --dtype float32
+    python -m examples.grpo --out ASYNC --one-core-each --steps 25 --dtype float32 --asynchronous
     python -m benchmarks.grpo_overlap SYNC ASYNC [--out FILE.json]
 
 A synchronous step samples, trains and pushes, one after the other; an asynchronous one can take the longer of the first

@@ -42,7 +42,7 @@ def started(out: Path, seed: int) -> subprocess.Popen[bytes]:
     """Begin a run, or go on with it."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "output").open("ab") as output:
-        command = [sys.executable, "-m", "examples.grpo", "--out", str(out), "--seed", str(seed)]
+        command = [sys.executable, "-m", "examples.grpo", "--out", str(out), "--seed", str(seed), "--dtype", "float32"]
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
 

@@ -5,6 +5,7 @@ python -m examples.grpo.attached COMMAND ...
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ def main() -> int:
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 
     def end_with_parent() -> None:
-        sys.stdin.buffer.read()
+        # Not by `sys.stdin`: Python aborts at exit while a thread holds the lock of its buffer.
+        while os.read(0, 1024):
+            pass
         child.send_signal(signal.SIGINT)
 
     # Ctrl-C reaches the whole foreground group: the trainer decides what it means.

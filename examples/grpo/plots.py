@@ -22,6 +22,8 @@ class Panel(NamedTuple):
     title: str
     lines: Mapping[str, Line]
     is_log: bool = False
+    is_share: bool = False
+    """From 0 to 1, so that a constant is one."""
 
 
 def _of(name: str) -> Line:
@@ -42,9 +44,9 @@ PANELS = (
         is_log=True,
     ),
     Panel("KL in the run, nats per token", {"as trained": _of("kl")}, is_log=True),
-    Panel("share of tokens", {"clipped": _of("clip"), "above the TIS cap": _of("tis")}),
+    Panel("share of tokens", {"clipped": _of("clip"), "above the TIS cap": _of("tis")}, is_share=True),
     Panel("routing agreement", {"trainer's own choice": _of("agreement")}),
-    Panel("dead groups", {"share": _of("dead")}),
+    Panel("dead groups", {"share": _of("dead")}, is_share=True),
     Panel(
         "sampled tokens per second",
         {"of the whole step": lambda row: row["tokens"] / row["seconds"]["whole"] if "seconds" in row else None},
@@ -74,6 +76,8 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Mapping[str, Rows]) -> None:
     axes.set_title(panel.title, loc="left")
     axes.set_xlabel("step")
     axes.set_yscale("log" if panel.is_log and axes.lines else "linear")
+    if panel.is_share:
+        axes.set_ylim(-0.02, 1.02)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.lines:
         axes.legend(frameon=False)

@@ -36,8 +36,8 @@ class GrpoSettings:
     asynchronous: bool = False
     partial: bool = False
     """Of an asynchronous run: weights change under samples, which go on with the new ones."""
-    dtype: str = "float32"
-    """The server's: float32 is the quicker one on CPUs, bfloat16 the one that replay is measured against."""
+    dtype: str = "bfloat16"
+    """The server's: under bfloat16 the trainer's own routers choose otherwise now and then, which replay is for."""
     max_kl: float = 0.01
     """A batch whose replayed KL (k3, nats per token) is above this is refused."""
     probe_every: int = 5

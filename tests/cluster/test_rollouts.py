@@ -190,5 +190,5 @@ def test_the_documented_submission(config: Path, tmp_path: Path) -> None:
 def documented_submission() -> str:
     """The command of docs/rollouts.md, as it stands there."""
     text = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^    (ray job submit .*\\\n .*)$", text, re.MULTILINE)
+    (command,) = re.findall(r"^    (ray job submit .*\\\n .*--config .*)$", text, re.MULTILINE)
     return command

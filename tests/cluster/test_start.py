@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rayserve_moe.rollouts import load
 from rayserve_moe.serving.start.processes import Process, all_processes, read_process, send
 from tests.cluster.conftest import SETTINGS
 from tests.support.cluster.ports import free_port
@@ -249,3 +252,30 @@ def answers(url: str) -> bool:
 
 def name_of(server: StartedServer) -> str:
     return httpx.get(f"{server.url}/v1/models", timeout=LONG_S).json()["data"][0]["id"]
+
+
+@pytest.mark.slow
+def test_the_printed_line_for_jobs_works_as_it_is_pasted(folder, settings):
+    """From a directory with prompts, without an active environment: only the token is where this test put it."""
+    (folder / "work").mkdir()
+    prompts = [{"input_ids": [5 + number, 6, 7], "sampling_params": {"max_new_tokens": 8}} for number in range(4)]
+    (folder / "work" / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    with started(folder, {**settings, "enable_return_routed_experts": True}, port=free_port()) as server:
+        server.wait_until_said("serving at")
+        wait_until(lambda: "  stop " in server.output, within_s=LONG_S)
+        (line,) = (line for line in server.output.splitlines() if line.startswith("  jobs "))
+        dashboard = int(line.split("--address http://127.0.0.1:")[1].split()[0])
+        wait_until(lambda: listens(dashboard), within_s=LONG_S)
+        environment = {"PATH": os.defpath, "HOME": str(folder), "RAY_AUTH_TOKEN_PATH": str(server.token)}
+        pasted = ["bash", "-c", line.split(maxsplit=1)[1]]
+        done = subprocess.run(
+            pasted,
+            cwd=folder / "work",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=10 * LONG_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(load(folder / "rollouts")) == 8 * len(prompts)

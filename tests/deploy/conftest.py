@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from rayserve_moe.inprocess.engine import Engine
+from tests.deploy import crds
 from tests.http.conftest import served
 
 
@@ -28,3 +33,12 @@ def engine(core_checkpoint):
 def url(engine):
     with served(engine) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def schemas() -> dict[str, Any]:
+    """Schemas of KubeRay's definitions by kind."""
+    folder = os.environ.get("RAYSERVE_MOE_KUBERAY_CRDS", "")
+    if not folder:
+        pytest.skip("RAYSERVE_MOE_KUBERAY_CRDS names no folder with KubeRay's definitions")
+    return {kind: crds.read_schema(Path(folder), kind) for kind in crds.DEFINITIONS}

@@ -24,8 +24,10 @@ from rayserve_moe.serving.start.command import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kuberay"
-SERVED = tuple(sorted(path.name for path in FOLDER.glob("rayservice-*.yaml")))
-JOBS = tuple(sorted(path.name for path in FOLDER.glob("rayjob-*.yaml")))
+FILES = {path.name: path for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml"}
+"""Manifests by name; each lies in the folder of its kustomization."""
+SERVED = tuple(sorted(name for name in FILES if name.startswith("rayservice-")))
+JOBS = tuple(sorted(name for name in FILES if name.startswith("rayjob-")))
 
 ACCELERATORS = {
     "v4": "tpu-v4-podslice",
@@ -57,7 +59,7 @@ def read_all(path: Path) -> list[Document]:
 @functools.cache
 def shared(kind: str) -> dict[str, Document]:
     """The documents of one kind that manifests refer to, by name."""
-    documents = [*read_all(FOLDER / "environment.yaml"), *read_all(FOLDER / "volumes.yaml")]
+    documents = [each for name in ("environment.yaml", "volumes.yaml", "claim.yaml") for each in read_all(FILES[name])]
     return {document["metadata"]["name"]: document for document in documents if document["kind"] == kind}
 
 
@@ -69,7 +71,7 @@ class Manifest:
 
     @classmethod
     def read(cls, name: str) -> Manifest:
-        (document,) = read_all(FOLDER / name)
+        (document,) = read_all(FILES[name])
         return cls(document)
 
     @property

@@ -15,7 +15,7 @@ DOCS = (ROOT / "docs" / "metrics.md").read_text()
 PREFIX = "rayserve_moe_"
 BODY = {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 NOT_BASE_UNITS = re.compile(r"(_ms|_s|_millis|_milliseconds|_minutes|_mb|_kb|_percent|_perc)$")
-RESERVED = ("_total", "_bucket", "_count", "_sum", "_created", "_info")
+RESERVED = ("_total", "_bucket", "_count", "_sum", "_created")
 HISTOGRAMS = {
     "time_to_first_token_seconds": 2,
     "inter_token_latency_seconds": 8,
@@ -60,6 +60,7 @@ def test_names_and_units_are_those_of_prometheus(families):
         assert re.fullmatch(r"rayserve_moe_[a-z0-9_]+", name) and "__" not in name
         assert not name.endswith(RESERVED) and not NOT_BASE_UNITS.search(name), name
         assert family.type in ("counter", "gauge", "histogram") and family.type not in name
+        assert not name.endswith("_info") or [sample.value for sample in family.samples] == [1], name
         assert len(family.documentation) > 5 and family.documentation == family.documentation.strip()
         for sample in family.samples:
             assert sample.labels["model_name"], name
@@ -94,6 +95,13 @@ def test_requests_are_measured(text):
     assert grown(text, "prompt_length_tokens_bucket", le="4.0") == 2
     assert grown(text, "prompt_tokens_total") == 6
     assert grown(text, "choices_finished_total", reason="length") == 2
+
+
+def test_the_build_and_the_weights_are_labels_of_a_one(families):
+    (build,) = families[f"{PREFIX}build_info"].samples
+    assert {build.labels[name] for name in ("version", "jax", "ray")}.isdisjoint({"", "unknown"})
+    (weights,) = families[f"{PREFIX}weight_version_info"].samples
+    assert weights.labels["weight_version"] == "0"
 
 
 def test_answers_are_counted_by_route_and_status(text):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from rayserve_moe.rollouts import batch_job
 from rayserve_moe.serving.app import build
 from tests.deploy import crds
 from tests.deploy.manifests import (
+    FILES,
     FOLDER,
     JOBS,
     ROOT,
@@ -33,21 +33,12 @@ from tests.deploy.manifests import (
     shared,
 )
 
-DEFINITIONS = os.environ.get("RAYSERVE_MOE_KUBERAY_CRDS", "")
-needs_definitions = pytest.mark.skipif(
-    not DEFINITIONS, reason="RAYSERVE_MOE_KUBERAY_CRDS names no folder with KubeRay's definitions"
-)
 ALL = (*SERVED, *JOBS)
 V6E, V5P, JOB = "rayservice-v6e-16.yaml", "rayservice-v5p-64.yaml", "rayjob-rollouts-v6e-16.yaml"
 
 HEAD = "rayClusterConfig.headGroupSpec.template.spec"
 WORKERS = "rayClusterConfig.workerGroupSpecs.0"
 POD = f"{WORKERS}.template.spec"
-
-
-@pytest.fixture(scope="module")
-def schemas() -> dict[str, Any]:
-    return {kind: crds.read_schema(Path(DEFINITIONS), kind) for kind in crds.DEFINITIONS}
 
 
 def place(document: Document, path: str) -> tuple[Any, Any]:
@@ -106,7 +97,7 @@ def served(old: str, new: str) -> Callable[[Document], None]:
 
 def changed(name: str, change: Callable[[Document], None]) -> Document:
     """A manifest with one change. YAML's aliases become copies, so that the change is in one place."""
-    (document,) = read_all(FOLDER / name)
+    (document,) = read_all(FILES[name])
     document = unshared(document)
     change(document)
     return document
@@ -136,14 +127,12 @@ REFUSED = [
 ]
 
 
-@needs_definitions
 @pytest.mark.parametrize("name", ALL)
 def test_the_operator_accepts_every_manifest(name, schemas):
-    (document,) = read_all(FOLDER / name)
+    (document,) = read_all(FILES[name])
     assert crds.complaints(document, schemas[document["kind"]]) == []
 
 
-@needs_definitions
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED)
 def test_what_the_operator_would_refuse_is_named_with_its_place(name, change, message, schemas):
     kind = Manifest.read(name).document["kind"]
@@ -280,7 +269,7 @@ def test_every_host_can_read_what_is_shared():
 
 def test_the_download_fills_the_directory_that_is_served():
     """By the image of the manifests, as their user, on their claim, with a token that may be missing."""
-    (job,) = read_all(FOLDER / "job-download.yaml")
+    (job,) = read_all(FILES["job-download.yaml"])
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     served = Manifest.read(V6E)
@@ -299,7 +288,7 @@ def test_the_download_fills_the_directory_that_is_served():
 
 def test_a_bucket_stands_in_for_the_claim_of_the_models():
     """Under the name that the manifests mount, bound to the volume beside it, and read only."""
-    volume, claim = read_all(FOLDER / "weights-bucket.yaml")
+    volume, claim = read_all(FILES["weights-bucket.yaml"])
     assert claim["metadata"] == {"name": "rayserve-moe-models"} == {"name": claim["spec"]["volumeName"]}
     assert volume["metadata"]["name"] == claim["spec"]["volumeName"]
     assert volume["spec"]["csi"]["driver"] == "gcsfuse.csi.storage.gke.io" and volume["spec"]["csi"]["readOnly"] is True

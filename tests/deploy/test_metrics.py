@@ -12,7 +12,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.fleet_metrics import metrics_of_a_fleet
-from tests.deploy.manifests import JOBS, ROOT, SERVED, Manifest, container_of
+from tests.deploy.manifests import FOLDER, JOBS, ROOT, SERVED, Manifest, container_of, read_all
 from tests.http.conftest import served
 from tests.support.serving.http_server import KEY
 
@@ -24,6 +24,7 @@ QUERIES = [
     for panel in BOARD["panels"]
     for target in panel["targets"]
 ]
+UNDERSCORES = str.maketrans("./-", "___")
 RULES = [pytest.param({"expr": rule["expr"]}, id=rule["alert"]) for rule in ALERTS["rules"]]
 
 
@@ -88,14 +89,64 @@ def test_board_and_alerts_ask_for_metrics_that_the_server_has(target, kinds):
 
 def test_the_board_filters_and_names_by_labels_that_samples_have():
     labels = {rule["target_label"] for rule in SCRAPE["relabel_configs"] if "target_label" in rule}
-    labels |= {"job", "instance", "placement", "reason", "status", "le", "replica"}
+    labels |= {"job", "instance", "placement", "reason", "status", "le", "replica", "weight_version"}
     for target in (param.values[0] for param in QUERIES + RULES):
         assert set(re.findall(r"[{,]\s*(\w+)\s*=", target["expr"])) <= labels
         for names in re.findall(r"\bby \(([^)]*)\)", target["expr"]):
             assert set(names.split(", ")) <= labels
         assert set(re.findall(r"{{(\w+)}}", target.get("legendFormat", ""))) <= labels
-    (cluster,) = (variable for variable in BOARD["templating"]["list"] if variable["name"] == "cluster")
-    assert cluster["query"]["query"] == "label_values(rayserve_moe_steps_total, cluster)"
+    variables = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
+    assert variables["cluster"]["query"]["query"] == "label_values(rayserve_moe_steps_total, cluster)"
+    of_cluster = 'label_values(rayserve_moe_steps_total{cluster=~"$cluster"}, replica)'
+    assert variables["replica"]["query"]["query"] == of_cluster
+    assert variables["replica"]["allValue"] == ".*", "a single replica has no such label"
+
+
+@pytest.mark.parametrize("target", QUERIES)
+def test_replicas_are_chosen_summed_or_told_apart(target):
+    """A series per replica has it in its legend; the journal is one for all."""
+    query, legend = target["expr"], target["legendFormat"]
+    if "rayserve_moe" not in query:
+        return
+    is_shared = re.search(r"journal_(entries|bytes|requests_dropped)", query) is not None
+    assert query.count('replica=~"$replica"') == (0 if is_shared else query.count("rayserve_moe_"))
+    grouped = re.search(r"\bby \(([^)]*)\)", query)
+    is_by_replica = not is_shared and ("replica" in grouped[1] if grouped else True)
+    assert ("{{replica}}" in legend) == is_by_replica
+
+
+def test_the_board_begins_with_the_replicas():
+    first = {panel["title"] for panel in BOARD["panels"] if panel["gridPos"]["y"] < 16}
+    assert first == {
+        "Replicas", "Replicas by weight version", "All replicas: requests", "All replicas: tokens per second",
+        "Refused: 429 per second", "Journal",
+    }  # fmt: skip
+
+
+def test_the_operator_and_one_machine_are_asked_as_the_cluster_is():
+    """By the same path, interval and key, with the label by which the board chooses."""
+    (machine,) = yaml.safe_load((ROOT / "deploy" / "prometheus-machine.yaml").read_text())["scrape_configs"]
+    service, monitor = read_all(FOLDER / "monitoring" / "service-monitor.yaml")
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert (machine["metrics_path"], machine["scrape_interval"]) == (endpoint["path"], endpoint["interval"])
+    assert (endpoint["path"], endpoint["interval"]) == (SCRAPE["metrics_path"], SCRAPE["scrape_interval"])
+    assert machine["job_name"] == SCRAPE["job_name"]
+    assert [set(one["labels"]) for one in machine["static_configs"]] == [{"cluster"}]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    wanted = {
+        f"__meta_kubernetes_pod_label_{key.translate(UNDERSCORES)}": value
+        for key, value in service["spec"]["selector"].items()
+    } | {"__meta_kubernetes_pod_container_port_name": endpoint["port"]}
+    targets = [target for name in SERVED for target in targets_of(Manifest.read(name))]
+    selected = [target for target in targets if wanted.items() <= target.items()]
+    assert len(selected) == len(SERVED)
+    assert endpoint["authorization"]["credentials"] == {"name": "rayserve-moe", "key": "api_key"}
+    cluster, job = endpoint["relabelings"]
+    assert (
+        cluster["sourceLabels"] == ["__meta_kubernetes_pod_label_ray_io_cluster"]
+        and cluster["targetLabel"] == "cluster"
+    )
+    assert (job["targetLabel"], job["replacement"]) == ("job", SCRAPE["job_name"])
 
 
 def test_panels_do_not_overlap():

@@ -47,9 +47,11 @@ def test_more_prompts_than_are_ever_taken_are_refused_for_good(small_http, small
     assert_idle(small_engine)
 
 
-def test_the_api_key_guards_everything_but_health(engine):
+def test_the_api_key_guards_everything_but_probes(engine):
+    """A kubelet sends no key: it asks whether the process lives, and whether it takes requests."""
     with served(engine, api_key=KEY) as url, httpx.Client(base_url=url) as http:
-        assert http.get("/health").status_code == 200
+        for path in ("/health", "/ready", "/liveness", "/ping"):
+            assert http.get(path).json() == {"status": "ok"}, path
         for headers in (
             {},
             {"Authorization": "Bearer wrong"},

@@ -33,7 +33,7 @@ from tests.http.conftest import served
 from tests.support.engine.step_gate import unhurried, wait_for_tokens
 
 MODEL = TRAINED["calculator"]
-SETTINGS = GrpoSettings(steps=3, prompts=4, group=4, probe_every=100, stop_at=2.0)
+SETTINGS = GrpoSettings(steps=3, prompts=4, group=4, probe_every=100, stop_at=2.0, dtype="float32")
 
 pytestmark = pytest.mark.slow
 

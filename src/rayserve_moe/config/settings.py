@@ -21,7 +21,8 @@ class ServerSettings:
     """HTTP front end."""
 
     api_key: str = ""
-    """Bearer token for every route except `/health` and the empty page `/experts`; empty disables authentication."""
+    """Bearer token for every route except probes (`/health`, `/ready`) and the empty page `/experts`; empty disables
+    authentication."""
     admin_api_key: str = ""
     """Bearer token for routes that affect all clients: weight updates, pauses, flushes, aborts of all requests. It is
     valid on all other routes too. If it is empty, `api_key` is valid on these routes."""

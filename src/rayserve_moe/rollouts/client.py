@@ -130,12 +130,16 @@ class RolloutClient:
     async def update_weights(self, model_path: str, *, weight_version: str, **options: bool) -> dict[str, Any]:
         """Switch to another checkpoint of the same model, which every host reads from `model_path`.
 
-        `options` are `flush_cache` and `abort_all_requests`. Raises Refused if the server keeps its old weights.
+        `options` are `flush_cache` and `abort_all_requests`. Raises Refused, with the path, if the server keeps its old
+        weights: its own answers never repeat what they were sent.
         """
         body = {"model_path": model_path, "weight_version": weight_version, **options}
-        answer = await self._json("POST", "/update_weights_from_disk", body)
+        try:
+            answer = await self._json("POST", "/update_weights_from_disk", body)
+        except Refused as refusal:
+            raise Refused(f"{model_path}: {refusal}", refusal.status) from refusal
         if not answer.get("success"):
-            raise Refused(str(answer.get("message")))
+            raise Refused(f"{model_path}: {answer.get('message')}")
         return answer
 
     async def update_weights_from(

@@ -16,6 +16,8 @@ FAR = float(np.log(2))
 _TOP_SHARE = 0.02
 """Share of tokens that hold nearly all of the distance if only some rows are wrong."""
 _NEARLY_ALL = 0.9
+_CONSTANT = 0.25
+"""Standard deviation of the differences, relative to their mean, below which they are one constant."""
 _WHOLLY = 0.2
 """Share of tokens off by more than 2 above which all rows belong to other tokens."""
 
@@ -39,8 +41,8 @@ class ReplayDistance:
     worst_sample: float
     """Maximum of the samples' means."""
     num_tokens: int
-    likely_cause: str
-    """The cause that the distances suggest."""
+    likely_cause: str | None
+    """The cause that the distances suggest; None if `kl` is within the bound."""
 
 
 class RefusedBatch(ValueError):
@@ -74,8 +76,8 @@ def check_replay(
             message = f"sample {number} of {rollout.prompt_id} has version {sorted(others)}, not {sorted(known)}"
             raise RefusedBatch("wrong version", message)
     served = [rollout.logprobs for rollout in rollouts]
-    distance = distance_of(served, replayed)
-    if distance.kl <= max_kl:
+    distance = distance_of(served, replayed, max_kl=max_kl)
+    if distance.likely_cause is None:
         return distance
     cause = _found_cause(served, causes or {}, max_kl=max_kl) or distance.likely_cause
     message = (
@@ -91,8 +93,8 @@ def labels(rollout: Rollout) -> set[str]:
     return {version for _, _, version in (*rows, *rollout.logprob_versions)}
 
 
-def distance_of(served: Logprobs, replayed: Logprobs) -> ReplayDistance:
-    """Return the distance of the trainer's log-probs from the served ones.
+def distance_of(served: Logprobs, replayed: Logprobs, *, max_kl: float = MAX_KL) -> ReplayDistance:
+    """Return the distance of the trainer's log-probs from the served ones, with a cause if it is above `max_kl`.
 
     Raises ValueError if they do not belong to the same tokens.
     """
@@ -103,16 +105,17 @@ def distance_of(served: Logprobs, replayed: Logprobs) -> ReplayDistance:
     pairs = zip(served, replayed, strict=True)
     each = [np.asarray(ours, np.float64) - theirs for theirs, ours in pairs if len(theirs)]
     if not each:
-        return ReplayDistance(0.0, 0.0, 0.0, 0, "")
+        return ReplayDistance(0.0, 0.0, 0.0, 0, None)
     differences = np.concatenate(each)
     with np.errstate(over="ignore", invalid="ignore"):
         parts = [np.expm1(one) - one for one in each]
+    kl = _finite(np.concatenate(parts).mean())
     return ReplayDistance(
-        kl=_finite(np.concatenate(parts).mean()),
+        kl=kl,
         share_far=float((~(np.abs(differences) <= FAR)).mean()),
         worst_sample=_finite(max(part.mean() for part in parts)),
         num_tokens=len(differences),
-        likely_cause=_likely_cause(differences, np.concatenate(parts)),
+        likely_cause=None if kl <= max_kl else _likely_cause(differences, np.concatenate(parts)),
     )
 
 
@@ -124,6 +127,10 @@ def _finite(value: float) -> float:
 def _likely_cause(differences: np.ndarray, parts: np.ndarray) -> str:
     if not np.isfinite(differences).all():
         return "log-probs that are no numbers"
+    if len(differences) > 1 and differences.std() < _CONSTANT * abs(differences.mean()):
+        return (
+            f"another temperature or bias in the trainer: all log-probs are {differences.mean():+.2g} from the served"
+        )
     if (np.abs(differences) > FAR).mean() > _WHOLLY:
         return "shifted rows, or those of other samples"
     top_parts = np.sort(parts)[-max(1, int(_TOP_SHARE * len(parts))) :]

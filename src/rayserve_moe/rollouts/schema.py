@@ -93,6 +93,11 @@ class Rollout:
     """JSON object of the other fields of the prompt's row."""
 
     @property
+    def routed_experts(self) -> np.ndarray | None:
+        """Return the rows [N, MoE layers, k], as `LLM` names them; None without routing, or if a row is missing."""
+        return None if self.routing is None or self.routing.missing else self.routing.rows
+
+    @property
     def num_bytes(self) -> int:
         """Return the approximate memory use in bytes."""
         rows = 0 if self.routing is None else self.routing.rows.nbytes

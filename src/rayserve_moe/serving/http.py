@@ -7,6 +7,7 @@ from fastapi import Depends, FastAPI
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import install_error_handlers
 from rayserve_moe.serving.journalling import journal_requests
+from rayserve_moe.serving.metrics import package_version
 from rayserve_moe.serving.middleware.edge_guard import guard_edge
 from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
 from rayserve_moe.serving.middleware.traffic import count_traffic
@@ -16,7 +17,7 @@ from rayserve_moe.serving.routes.embeddings import embeddings_router
 from rayserve_moe.serving.routes.messages import messages_router
 from rayserve_moe.serving.routes.native import native_router
 from rayserve_moe.serving.routes.openai import openai_router
-from rayserve_moe.serving.routes.reports import fields_router, model_router, package_version, statistics_router
+from rayserve_moe.serving.routes.reports import fields_router, model_router, statistics_router
 from rayserve_moe.serving.routes.responses import responses_router
 from rayserve_moe.serving.routes.resume import resume_router
 from rayserve_moe.serving.routes.score import score_router

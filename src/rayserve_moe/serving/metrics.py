@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
@@ -87,7 +89,14 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
-        model = self._loop.card.name
+        card = self._loop.card
+        model = card.name
+        versions = {"version": package_version()} | {name: package_version(name) for name in ("jax", "ray")}
+        yield _gauge(
+            "build_info", "1, labelled with versions of packages", {tuple(versions.values()): 1}, model, *versions
+        )
+        meaning = "1, labelled with the version of the weights that serve"
+        yield _gauge("weight_version_info", meaning, {(card.weight_version,): 1}, model, "weight_version")
         statistics = self._loop.statistics()
         for key, value in statistics.items():
             name, meaning = GAUGES.get(key) or COUNTERS[key]
@@ -225,6 +234,15 @@ class JournalMetrics(Collector):
             yield _gauge(f"journal_{name}", meaning, {(): found[name]}, self._model)
         for name, meaning in JOURNAL_COUNTERS.items():
             yield _counter(f"journal_requests_{name}", meaning, {(): found[name]}, self._model)
+
+
+@functools.cache
+def package_version(name: str = "rayserve_moe") -> str:
+    """Return the installed version of a package, by default this one."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def metrics_of(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import numpy as np
 
 from rayserve_moe.replay.encoding import (
@@ -13,6 +16,7 @@ from rayserve_moe.replay.encoding import (
     routing_until,
 )
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.rollouts.schema import Rollout
 from tests.support.routing.routing_arrays import random_rows, same
 from tests.support.serving.trainer_guide import GUIDE, guide_snippets
 
@@ -72,3 +76,23 @@ def test_the_python_of_the_guide_runs():
     assert names["slime"].routed_experts.shape == (2, 30, 5, 4)
     assert names["nemo_rl"].routed_experts.dtype == np.int8
     assert names["replay"].sum() == len(TOKENS) - 1 + len(OTHER_TOKENS) - 1
+
+
+def test_the_table_of_a_sample_has_every_field():
+    section = GUIDE.read_text(encoding="utf-8").split("### Fields of a sample")[1].split("\n### ")[0]
+    listed = {
+        name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    }
+    properties = {name for name, value in vars(Rollout).items() if isinstance(value, property)}
+    assert listed == {field.name for field in dataclasses.fields(Rollout)} | properties
+
+
+def test_rows_of_a_sample_are_none_where_one_is_missing():
+    routing = whole(len(TOKENS), 2)
+    rollout = Rollout(
+        "p", 0, "7", 0, np.arange(20), np.arange(10), np.zeros(10), ((20, 30, "7"),), "", "stop", routing, LAYOUT
+    )
+    assert rollout.routed_experts is routing.rows
+    missing = dataclasses.replace(routing, missing=((3, 4),))
+    assert dataclasses.replace(rollout, routing=missing).routed_experts is None
+    assert dataclasses.replace(rollout, routing=None).routed_experts is None

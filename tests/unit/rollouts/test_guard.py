@@ -54,6 +54,29 @@ def test_right_rows_are_never_refused(batch):
     distance = check_replay(rollouts, replayed(rollouts, weights), versions=["7"])
     assert 0 < distance.kl < 10 * NOISE**2 / 2 < MAX_KL and distance.share_far == 0
     assert distance.num_tokens == sum(len(rollout.output_ids) for rollout in rollouts)
+    assert distance.likely_cause is None
+
+
+def test_no_cause_is_named_of_what_is_accepted(batch):
+    """Under the bound of the call: a stricter bound asks for a cause of the same log-probs."""
+    rollouts, weights = batch
+    same = [rollout.logprobs for rollout in rollouts]
+    exact = check_replay(rollouts, same, versions=["7"])
+    assert exact.kl == 0 and exact.likely_cause is None
+    assert distance_of([], []).likely_cause is None
+    ours = replayed(rollouts, weights)
+    kl = distance_of(same, ours).kl
+    assert distance_of(same, ours, max_kl=kl).likely_cause is None
+    assert distance_of(same, ours, max_kl=kl / 2).likely_cause
+
+
+@pytest.mark.parametrize("offset", [-1.0, 0.5, 3.0])
+def test_a_constant_offset_is_told_from_wrong_rows(batch, offset):
+    rollouts, weights = batch
+    found = [logprobs + offset for logprobs in replayed(rollouts, weights)]
+    with pytest.raises(RefusedBatch, match="temperature or bias") as refusal:
+        check_replay(rollouts, found, versions=["7"])
+    assert f"{offset:+.2g} from the served" in refusal.value.cause
 
 
 @pytest.mark.parametrize("shift", [1, -1])

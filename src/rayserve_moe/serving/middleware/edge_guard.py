@@ -13,8 +13,8 @@ from rayserve_moe.observability.logs import REQUEST_ID, request_id_from
 from rayserve_moe.serving.errors import ANTHROPIC_PATH, ApiError, path_of
 from rayserve_moe.serving.routes.unsupported import UNSUPPORTED_CONTROL
 
-OPEN_PATHS = frozenset({"/health", "/experts"})
-"""Paths without authentication: their answers contain nothing about requests or load."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/liveness", "/ping", "/experts"})
+"""Paths without authentication: probes, which send no key, and the empty page. Nothing about requests or load."""
 ADMIN_PATHS = frozenset(
     {
         "/pause_generation",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rayserve_moe.fleet.broadcast import Answers
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.fleet_control import ask_all
-from rayserve_moe.serving.metrics import Collected, merged
+from rayserve_moe.serving.metrics import Collected, merged, package_version
 from rayserve_moe.serving.openapi import answers
 from rayserve_moe.serving.responses.streaming import json_answer, to_json
 from rayserve_moe.serving.schemas.known_fields import NOTHING, PLACES, KnownFields, known_fields, plain_objects
@@ -86,14 +85,6 @@ def _add_versions(router: APIRouter, state: ApiState) -> None:
         if request.query_params.get("include_dp", "true").lower() not in ("true", "1"):
             raise ApiError(400, "`include_dp` is not supported: leave it out", param="include_dp")
         return json_answer({"world_size": state.loop.start_report.num_expert_ranks})
-
-
-def package_version() -> str:
-    """Return the installed version of this package."""
-    try:
-        return metadata.version("rayserve_moe")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _model_object(state: ApiState) -> dict:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rayserve_moe.config.load import variable
 from rayserve_moe.observability.progress import Progress, ProgressReader, Warned
 from rayserve_moe.serving.start.state import APPLICATION, PROGRESS, Plan, log_folder
 
@@ -83,9 +84,12 @@ def line_of(progress: Progress) -> str:
 def what_to_try(plan: Plan, folder: Path) -> Sequence[str]:
     """Return the last lines of a start: models, example requests, and how to stop."""
     ours = [one for one in plan.config["applications"] if one["import_path"] == APPLICATION]
-    programs = "" if shutil.which("rayserve-moe") else f"{Path(sys.executable).parent}/"
+    programs = _folder_of_programs()
     first = ours[0]
     url = f"{plan.url}{(first.get('route_prefix') or '/').rstrip('/')}"
+    submission = f"RAY_AUTH_MODE=token {programs}ray job submit --address http://127.0.0.1:{plan.ports.dashboard}"
+    submission += " --working-dir ."
+    job = f'rayserve-moe rollout --url {url} --prompts prompts.jsonl --out "$HOME/rollouts" --n 8'
     lines = [f"  model    {model_of(one)}" for one in ours]
     body = f'{{"model": "{name_of(first)}", "prompt": "37+45=", "max_tokens": 8}}'
     return [
@@ -93,10 +97,20 @@ def what_to_try(plan: Plan, folder: Path) -> Sequence[str]:
         f"  try      curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         f"  experts  {url}/experts",
         f"  chat     {programs}rayserve-moe chat --url {url}",
-        f"  jobs     RAY_AUTH_MODE=token {programs}ray job submit --address http://127.0.0.1:{plan.ports.dashboard}",
+        f"  jobs     {submission} -- {job}",
         f"  logs     {log_folder(folder)}",
         "  stop     Ctrl-C, or SIGTERM to this process",
     ]
+
+
+def _folder_of_programs() -> str:
+    """Return the folder that a user writes before a program's name; empty if their own PATH finds the program.
+
+    The start command puts its own folder first in the PATH of its processes.
+    """
+    own, path = str(Path(sys.executable).parent), variable("PATH")
+    first, _, rest = path.partition(os.pathsep)
+    return "" if shutil.which("rayserve-moe", path=rest if first == own else path) else f"{own}/"
 
 
 def name_of(application: dict) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 from rayserve_moe.observability.progress import PROGRESS_VARIABLE, Progress, report
+from rayserve_moe.rollouts import batch_job
 from rayserve_moe.serving.start import console
 from rayserve_moe.serving.start.console import Console, ProgressLines, line_of, what_to_try
 from rayserve_moe.serving.start.state import APPLICATION, PROGRESS, Plan
@@ -86,3 +91,23 @@ def test_the_last_lines_name_the_model_the_address_and_what_to_do_next(tmp_path:
     assert "http://127.0.0.1:8000/first/experts" in text
     assert "rayserve-moe chat --url http://127.0.0.1:8000/first" in text
     assert "Ctrl-C" in text and str(tmp_path / "logs-8000") in text
+
+
+@pytest.mark.parametrize("is_active", [True, False])
+def test_programs_are_named_as_the_user_can_type_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_active: bool
+) -> None:
+    """The command's own folder is first in PATH for its processes, and in the user's only if they put it there."""
+    own = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", os.pathsep.join([str(own), *([str(own)] if is_active else []), str(tmp_path)]))
+    arguments = {"name": "moe", "import_path": APPLICATION, "args": {"model_path": "trained:calculator"}}
+    plan = Plan(1, 1, 20_000, {"applications": [arguments]}, "http://127.0.0.1:8000", 1.0, 2.0)
+    lines = {line.split()[0]: line for line in what_to_try(plan, tmp_path / "8000")}
+    before = "" if is_active else f"{own}/"
+    assert lines["chat"].split(maxsplit=1)[1].startswith(f"{before}rayserve-moe chat")
+    submit, job = lines["jobs"].split(maxsplit=1)[1].split(" -- ")
+    assert submit.startswith(f"RAY_AUTH_MODE=token {before}ray job submit --address http://127.0.0.1:")
+    parser = argparse.ArgumentParser()
+    batch_job.add_arguments(parser)
+    options = parser.parse_args(shlex.split(job)[2:])
+    assert shlex.split(job)[:2] == ["rayserve-moe", "rollout"] and options.url == "http://127.0.0.1:8000"
