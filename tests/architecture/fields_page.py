@@ -27,9 +27,10 @@ value switches them off
 ({_OFF}, and what stands in brackets).
 
 Any field may be null, which is the same as not given. A name that is not in the list of an object within a body, such
-as `sampling_params`, is answered 400 with the nearest name that is. At the top level such a name is ignored, logged
-once and listed in the answer's header `x-ignored-fields`: percent-encoded, 16 names of at most 64 characters, then
-`+` and how many more.
+as `sampling_params`, is answered 400 with the nearest name that is. So is a name at the top level
+that is one edit away from a known one of at least five characters: a character more, less or other, or two swapped.
+Other names there, and those that other routes know, are ignored, logged once and listed in the answer's header
+`x-ignored-fields`: percent-encoded, 16 names of at most 64 characters, then `+` and how many more.
 
 Options of `/pause`, `/abort_requests`, `/flush_cache`, `/reset_prefix_cache` and `/update_weight_version` may stand in
 the query as well, and those of the query count.

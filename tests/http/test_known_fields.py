@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.ignored_fields import HEADER, listed
 from rayserve_moe.serving.middleware.json_body import taken_fields
-from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, known_fields, plain_objects
+from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, is_one_edit, known_fields, plain_objects
 from tests.architecture.fields_page import PAGE, page
 from tests.http.peer_fields import RECORDED
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, check_error
@@ -156,6 +158,37 @@ def test_an_unknown_name_is_logged_once(http, caplog):
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "typo", "meant"),
+    [
+        ("completions", "return_routed_expert", "return_routed_experts"),
+        ("chat", "temprature", "temperature"),
+        ("chat", "mesages", "messages"),
+        ("native", "sampling_parms", "sampling_params"),
+        ("tokens", "cache_slat", "cache_salt"),
+        ("tokens", "streams", "stream"),
+    ],
+)
+def test_a_name_one_edit_away_from_a_known_one_is_refused_with_that(http, key, typo, meant):
+    path, body = ROUTES[key]
+    error = check_error(http.post(path, json=body | {typo: 0}), 400)
+    assert error["param"] == meant and f"`{meant}`" in error["message"] and typo not in error["message"]
+
+
+def test_two_edits_and_short_names_are_no_misspelling(http):
+    path, body = ROUTES["completions"]
+    others = ["tempreture", "nn", "id", "step", "test", "maxtoken", "", "x" * 70]
+    answer = http.post(path, json=body | dict.fromkeys(others, 0))
+    assert answer.status_code == 200 and len(answer.headers[HEADER].split(", ")) == len(others)
+
+
+@given(st.text("ab_", max_size=6), st.text("ab_", max_size=6))
+def test_one_edit_is_a_distance_of_one(one, other):
+    edits = {one[:i] + c + one[i + k :] for i in range(len(one) + 1) for c in ["", *"ab_"] for k in (0, 1)}
+    edits |= {one[:i] + one[i + 1] + one[i] + one[i + 2 :] for i in range(len(one) - 1)}
+    assert is_one_edit(one, other) == (other in edits - {one})
+
+
 PEERS = json.loads(RECORDED.read_text(encoding="utf-8"))
 
 
@@ -165,6 +198,23 @@ PEERS = json.loads(RECORDED.read_text(encoding="utf-8"))
 def test_every_field_of_other_systems_is_known(system, key):
     """Their request models, read as text (`tests/http/peer_fields.py`): none unknown here, so that none is ignored."""
     assert len(PEERS[system][key]) > 1 and not set(PEERS[system][key]) - set(known_fields(key).names)
+
+
+OTHER_CLIENTS = [
+    *("models", "route", "transforms", "provider", "plugins", "usage", "top_a", "typical_p", "tfs", "mirostat"),
+    *("id", "step", "epoch", "uid", "index", "version", "timeout", "extra_body", "extra_headers", "api_key", "headers"),
+    *("stop_words", "top_n", "num_beams", "do_sample", "max_length", "best_of", "history", "name", "names", "test"),
+]
+"""Fields of routers, of older servers and of trainers."""
+
+
+@pytest.mark.parametrize("key", OBJECTS)
+def test_no_field_of_a_real_client_is_taken_for_a_misspelt_one(key):
+    """Clients send the fields of one route to another, too."""
+    sent = {name for objects in PEERS.values() for names in objects.values() for name in names}
+    sent |= {name for each in OBJECTS for name in known_fields(each).names} | {*OTHER_CLIENTS}
+    known = known_fields(key)
+    assert [name for name in sorted(sent) if name not in known.names and known.meant_by([name])] == []
 
 
 def test_names_within_objects_that_are_read_as_they_stand_are_those_of_other_systems(http):

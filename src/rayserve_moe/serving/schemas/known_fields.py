@@ -6,7 +6,7 @@ objects within bodies, are in `known_fields.yaml`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,8 @@ from rayserve_moe.serving.schemas.tokens import TokenBody, TokenSampling
 
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values that switch every refused field off, equal to a missing field."""
+_MIN_COMPARED, _MAX_COMPARED = 5, 64
+"""Minimum characters of names that are compared with unknown ones, and maximum number of these."""
 TABLE = Path(__file__).with_suffix(".yaml")
 _SCHEMAS: tuple[type[BaseModel], ...] = (
     *(CompletionBody, ChatBody, GenerateBody, NativeSampling, TokenBody, TokenSampling, StreamOptions, MessagesBody),
@@ -64,6 +66,11 @@ class KnownFields:
     def names(self) -> list[str]:
         """Return all names, sorted."""
         return sorted({*self.computed, *self.other_names, *self.accepted, *self.refused})
+
+    def meant_by(self, unknown: Sequence[str]) -> str | None:
+        """Return the known name that is one edit away from one of the first unknown names, or None."""
+        pairs = ((name, known) for name in unknown[:_MAX_COMPARED] if name not in _MEANT for known in self.names)
+        return next((known for name, known in pairs if len(known) >= _MIN_COMPARED and is_one_edit(name, known)), None)
 
 
 def known_fields(key: str) -> KnownFields:
@@ -122,7 +129,21 @@ def _types_in(annotation: Any) -> Iterator[Any]:
         yield from _types_in(inner)
 
 
+def is_one_edit(one: str, other: str) -> bool:
+    """Return True if a character was added, left out or replaced, or two neighbours are swapped."""
+    if one == other or abs(len(one) - len(other)) > 1:
+        return False
+    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    at = next(differing, min(len(one), len(other)))
+    if len(one) == len(other):
+        return one[at + 1 :] == other[at + 1 :] or one[at:] == other[at + 1] + other[at] + other[at + 2 :]
+    shorter, longer = sorted((one, other), key=len)
+    return shorter[at:] == longer[at + 1 :]
+
+
 FIELDS: Mapping[type[BaseModel], KnownFields] = MappingProxyType(
     {schema: known_fields(key) for key, schema in OBJECTS.items()}
 )
 """Fields of every declared request object, by schema."""
+_MEANT = frozenset(name for known in FIELDS.values() for name in known.names).union(_READ["unlike"])
+"""Names that clients mean as they stand, on any route."""
