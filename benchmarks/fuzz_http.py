@@ -32,20 +32,24 @@ MOST_GROWTH = 2048
 """Bytes a request by which memory may grow: bodies are longer."""
 USER = [{"role": "user", "content": "hi"}]
 GOOD: dict[str, dict[str, Any]] = {
-    "c": {"prompt": [5, 6], "max_tokens": 2},
-    "h": {"messages": USER, "max_tokens": 2},
-    "g": {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}},
-    "i": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
-    "m": {"messages": USER, "max_tokens": 2},
-    "mc": {"messages": USER},
-    "r": {"input": "hi", "max_output_tokens": 2},
+    "completions": {"prompt": [5, 6], "max_tokens": 2},
+    "chat": {"messages": USER, "max_tokens": 2},
+    "native": {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}},
+    "tokens": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
+    "messages": {"messages": USER, "max_tokens": 2},
+    "count-tokens": {"messages": USER},
+    "responses": {"input": "hi", "max_output_tokens": 2},
     "tokenize": {"prompt": "x"},
     "detokenize": {"tokens": [5]},
     "abort": {"rid": "x"},
     "abort-ids": {"request_ids": ["x"]},
     "reset": {},
 }
-NESTED = {"g": ("gs", "sampling_params"), "i": ("is", "sampling_params"), "c": ("so", "stream_options")}
+NESTED = {
+    "native": ("native-sampling", "sampling_params"),
+    "tokens": ("tokens-sampling", "sampling_params"),
+    "completions": ("stream-options", "stream_options"),
+}
 VALUES = [
     *(None, True, False, 0, 1, -1, 2, 7, 0.5, 1.5, -0.0, 1e308, 2**31, 2**63, -(2**63), 10**30),
     *("", "x", "none", "auto", "\x00", "é€\U0001f600", "a" * 300, "(a+)+$", "[", "../../etc/passwd", "{{ 7*7 }}"),

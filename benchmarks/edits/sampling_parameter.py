@@ -20,9 +20,6 @@ EDIT = Edit(
             ),
         ),
         "scheduling/step_plan.py": (Insertion("    min_p: Any = 0.0\n", "    top_a: Any = 0.0\n"),),
-        "execution/step/inputs.py": (
-            Insertion("            min_p_S=floats.min_p,\n", "            top_a_S=floats.top_a,\n"),
-        ),
         "decoding/truncation.py": (
             Insertion(
                 '''    min_p_S: jax.Array

@@ -6,47 +6,31 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, KnownFields, known_fields, plain_objects
+from rayserve_moe.serving.schemas.known_fields import (
+    NOTHING,
+    OBJECTS,
+    PLACES,
+    TABLE,
+    KnownFields,
+    known_fields,
+    plain_objects,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "http_fields.md"
-TITLES = {
-    "c": "`POST /v1/completions`",
-    "h": "`POST /v1/chat/completions`",
-    "g": "`POST /generate`",
-    "gs": "`sampling_params` of `/generate`",
-    "i": "`POST /inference/v1/generate`, `/skyrl/v1/generate`",
-    "is": "`sampling_params` of `/inference/v1/generate`",
-    "so": "`stream_options`",
-    "m": "`POST /v1/messages`",
-    "mc": "`POST /v1/messages/count_tokens`",
-    "r": "`POST /v1/responses`",
-    "score": "`POST /v1/score`",
-    "e": "`POST /v1/embeddings`",
-    "abort": "`POST /abort_request`",
-    "abort-ids": "`POST /abort_requests`, `/inference/v1/abort_requests`",
-    "pause": "`POST /pause_generation`",
-    "vLLM-pause": "`POST /pause`",
-    "reset": "`GET` or `POST /flush_cache`, `POST /reset_prefix_cache`",
-    "resume": "`POST /resume_request`",
-    "update": "`POST /update_weights_from_disk`, `/areal_update_weights`",
-    "directory": "`POST /update_weights`",
-    "version": "`POST /update_weight_version`",
-    "tokenize": "`POST /tokenize`",
-    "detokenize": "`POST /detokenize`",
-}
 _OFF = ", ".join(f"`{json.dumps(value)}`" for value in NOTHING)
 INTRODUCTION = f"""# Request fields
 
-Written from `src/rayserve_moe/serving/schemas/known_fields.py`, and served to programs at `GET /v1/fields`. Every field
+Written from `src/{TABLE.relative_to(PAGE.parents[1] / "src")}`, and served to programs at `GET /v1/fields`. Every field
 that vLLM, SGLang or OpenAI define for a body stands here. *Computed* fields have their effect. *Accepted* ones change
 nothing in the answer. *Refused* ones would change it and are not computed: they are answered 400 by name, unless their
 value switches them off
 ({_OFF}, and what stands in brackets).
 
 Any field may be null, which is the same as not given. A name that is not in the list of an object within a body, such
-as `sampling_params`, is answered 400 with the nearest name that is. At the top level such a name is ignored, logged
-once and listed in the answer's header `x-ignored-fields`: percent-encoded, 16 names of at most 64 characters, then
-`+` and how many more.
+as `sampling_params`, is answered 400 with the nearest name that is. So is a name at the top level
+that is one edit away from a known one of at least five characters: a character more, less or other, or two swapped.
+Other names there, and those that other routes know, are ignored, logged once and listed in the answer's header
+`x-ignored-fields`: percent-encoded, 16 names of at most 64 characters, then `+` and how many more.
 
 Options of `/pause`, `/abort_requests`, `/flush_cache`, `/reset_prefix_cache` and `/update_weight_version` may stand in
 the query as well, and those of the query count.
@@ -92,9 +76,11 @@ def page() -> str:
 
 
 def _sections(key: str) -> Iterator[str]:
-    yield _section(TITLES[key], known_fields(key))
+    routes, place = PLACES[key]
+    paths = ", ".join(f"`{path}`" for path in routes)
+    yield _section(f"`POST {paths[1:]}" if place == "body" else f"`{place}` of {paths}", known_fields(key))
     for name, known in plain_objects(key).items():
-        yield _section(f"`{name}` of `{TITLES[key].removeprefix('`POST ')}", known)
+        yield _section(f"`{name}` of {paths}", known)
 
 
 def _section(title: str, known: KnownFields) -> str:

@@ -15,14 +15,14 @@ from pathlib import Path
 
 RECORDED = Path(__file__).with_name("peer_fields.json")
 VLLM = {
-    "c": "openai/completion/protocol.py:CompletionRequest",
-    "h": "openai/chat_completion/protocol.py:ChatCompletionRequest",
-    "i": "token_in_token_out/protocol.py:GenerateRequest",
-    "is": "vllm/sampling_params.py:SamplingParams",
-    "so": "generate/base/protocol.py:StreamOptions",
-    "m": "anthropic/protocol.py:AnthropicMessagesRequest",
-    "mc": "anthropic/protocol.py:AnthropicCountTokensRequest",
-    "r": "openai/responses/protocol.py:ResponsesRequest",
+    "completions": "openai/completion/protocol.py:CompletionRequest",
+    "chat": "openai/chat_completion/protocol.py:ChatCompletionRequest",
+    "tokens": "token_in_token_out/protocol.py:GenerateRequest",
+    "tokens-sampling": "vllm/sampling_params.py:SamplingParams",
+    "stream-options": "generate/base/protocol.py:StreamOptions",
+    "messages": "anthropic/protocol.py:AnthropicMessagesRequest",
+    "count-tokens": "anthropic/protocol.py:AnthropicCountTokensRequest",
+    "responses": "openai/responses/protocol.py:ResponsesRequest",
     "score": "scoring/protocol.py:ScoreDataRequest,ScoreQueriesDocumentsRequest,ScoreQueriesItemsRequest "
     "scoring/protocol.py:ScoreTextRequest generative_scoring/serving.py:GenerativeScoringRequest",
     "tokenize": "serve/tokenize/protocol.py:TokenizeCompletionRequest,TokenizeChatRequest",
@@ -31,14 +31,14 @@ VLLM = {
     "repetition_detection": "vllm/sampling_params.py:RepetitionDetectionParams",
 }
 SGLANG = {
-    "c": "openai/protocol.py:CompletionRequest",
-    "h": "openai/protocol.py:ChatCompletionRequest",
-    "g": "managers/io_struct.py:GenerateReqInput api/v1/api_types.py:GenerateRequest",
-    "gs": "srt/sampling/sampling_params.py:SamplingParams api/v1/api_types.py:SamplingParams",
-    "so": "openai/protocol.py:StreamOptions",
-    "m": "anthropic/protocol.py:AnthropicMessagesRequest",
-    "mc": "anthropic/protocol.py:AnthropicCountTokensRequest",
-    "r": "openai/protocol.py:ResponsesRequest",
+    "completions": "openai/protocol.py:CompletionRequest",
+    "chat": "openai/protocol.py:ChatCompletionRequest",
+    "native": "managers/io_struct.py:GenerateReqInput api/v1/api_types.py:GenerateRequest",
+    "native-sampling": "srt/sampling/sampling_params.py:SamplingParams api/v1/api_types.py:SamplingParams",
+    "stream-options": "openai/protocol.py:StreamOptions",
+    "messages": "anthropic/protocol.py:AnthropicMessagesRequest",
+    "count-tokens": "anthropic/protocol.py:AnthropicCountTokensRequest",
+    "responses": "openai/protocol.py:ResponsesRequest",
     "score": "openai/protocol.py:ScoringRequest",
     "tokenize": "openai/protocol.py:TokenizeRequest",
     "detokenize": "openai/protocol.py:DetokenizeRequest api/v1/api_types.py:DetokenizeRequest",
@@ -49,14 +49,14 @@ SGLANG = {
     "version": "managers/io_struct.py:UpdateWeightVersionReqInput",
 }
 OPENAI = {
-    "c": "types/completion_create_params.py:CompletionCreateParamsBase,CompletionCreateParamsStreaming",
-    "h": "types/chat/completion_create_params.py:CompletionCreateParamsBase,CompletionCreateParamsStreaming",
-    "so": "types/chat/chat_completion_stream_options_param.py:ChatCompletionStreamOptionsParam",
-    "r": "types/responses/response_create_params.py:ResponseCreateParamsBase,ResponseCreateParamsStreaming",
+    "completions": "types/completion_create_params.py:CompletionCreateParamsBase,CompletionCreateParamsStreaming",
+    "chat": "types/chat/completion_create_params.py:CompletionCreateParamsBase,CompletionCreateParamsStreaming",
+    "stream-options": "types/chat/chat_completion_stream_options_param.py:ChatCompletionStreamOptionsParam",
+    "responses": "types/responses/response_create_params.py:ResponseCreateParamsBase,ResponseCreateParamsStreaming",
 }
 ANTHROPIC = {
-    "m": "types/message_create_params.py:MessageCreateParamsBase,MessageCreateParamsStreaming",
-    "mc": "types/message_count_tokens_params.py:MessageCountTokensParams",
+    "messages": "types/message_create_params.py:MessageCreateParamsBase,MessageCreateParamsStreaming",
+    "count-tokens": "types/message_count_tokens_params.py:MessageCountTokensParams",
 }
 PLACES = {"vllm": VLLM, "sglang": SGLANG, "openai": OPENAI, "anthropic": ANTHROPIC}
 """By package, and by our object: the classes that have the same place there, after the end of a file's path."""

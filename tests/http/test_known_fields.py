@@ -8,22 +8,28 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.ignored_fields import HEADER, listed
 from rayserve_moe.serving.middleware.json_body import taken_fields
-from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, known_fields, plain_objects
+from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, is_one_edit, known_fields, plain_objects
 from tests.architecture.fields_page import PAGE, page
 from tests.http.peer_fields import RECORDED
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, check_error
 
 ROUTES = {
-    "c": (COMPLETIONS, {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}),
-    "h": (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "temperature": 0}),
-    "g": (GENERATE, {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}),
-    "i": (TOKENS, {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "temperature": 0}}),
+    "completions": (COMPLETIONS, {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}),
+    "chat": (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "temperature": 0}),
+    "native": (GENERATE, {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}),
+    "tokens": (TOKENS, {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "temperature": 0}}),
 }
-NESTED = {"gs": ("g", "sampling_params"), "is": ("i", "sampling_params"), "so": ("c", "stream_options")}
+NESTED = {
+    "native-sampling": ("native", "sampling_params"),
+    "tokens-sampling": ("tokens", "sampling_params"),
+    "stream-options": ("completions", "stream_options"),
+}
 GENERATING = [*ROUTES, *NESTED]
 
 
@@ -34,7 +40,7 @@ def body_with(key, **fields):
         return path, body | fields, ""
     route, name = NESTED[key]
     path, body = ROUTES[route]
-    stream = {"stream": True} if key == "so" else {}
+    stream = {"stream": True} if key == "stream-options" else {}
     return path, body | stream | {name: body.get(name, {}) | fields}, f"{name}."
 
 
@@ -71,7 +77,7 @@ def test_a_field_that_is_switched_off_is_as_if_it_were_not_there(http, key):
     known, expected = known_fields(key), output_of(http.post(path, json=plain))
     switches = [dict.fromkeys(known.refused, value) for value in NOTHING]
     switches.append({name: off[0] for name, off in known.refused.items() if off})
-    given = plain[NESTED[key][1]] if key in ("gs", "is") else plain
+    given = plain[NESTED[key][1]] if key in ("native-sampling", "tokens-sampling") else plain
     switches.append(dict.fromkeys([name for name in known.names if name not in given]))
     for fields in switches:
         assert output_of(http.post(path, json=body_with(key, **fields)[1])) == expected
@@ -98,13 +104,13 @@ def test_control_routes_hold_to_the_table_too(key):
 @pytest.mark.parametrize(
     ("key", "typo", "meant"),
     [
-        ("gs", "temprature", "temperature"),
-        ("gs", "max_tokens", "max_new_tokens"),
-        ("is", "max_new_tokens", "max_tokens"),
-        ("is", "Top_P", "top_p"),
-        ("so", "include_usages", "include_usage"),
-        ("gs", "zq7-marker" * 100, ""),
-        ("is", "", ""),
+        ("native-sampling", "temprature", "temperature"),
+        ("native-sampling", "max_tokens", "max_new_tokens"),
+        ("tokens-sampling", "max_new_tokens", "max_tokens"),
+        ("tokens-sampling", "Top_P", "top_p"),
+        ("stream-options", "include_usages", "include_usage"),
+        ("native-sampling", "zq7-marker" * 100, ""),
+        ("tokens-sampling", "", ""),
     ],
 )
 def test_an_unknown_name_in_an_object_is_refused_with_the_nearest_one(http, key, typo, meant):
@@ -119,7 +125,7 @@ def test_each_object_of_a_list_is_looked_at(http):
 
 
 def test_two_names_of_one_field_are_one_field(http):
-    path, body = ROUTES["c"]
+    path, body = ROUTES["completions"]
     assert http.post(path, json=body | {"request_id": "mine"}).json()["id"] == "mine"
     error = check_error(http.post(path, json=body | {"request_id": "mine", "rid": "mine"}), 400)
     assert error["param"] == "rid"
@@ -135,7 +141,7 @@ def test_names_that_nobody_knows_are_listed_in_a_header(http, key, streams):
 
 
 def test_a_header_lists_so_many_names_and_counts_the_rest(http):
-    path, body = ROUTES["g"]
+    path, body = ROUTES["native"]
     names = [f"field{number}" for number in range(19)]
     answer = http.post(path, json=body | {"x" * 1000: 0} | dict.fromkeys(names, 0))
     told = answer.headers[HEADER].split(", ")
@@ -144,12 +150,43 @@ def test_a_header_lists_so_many_names_and_counts_the_rest(http):
 
 
 def test_an_unknown_name_is_logged_once(http, caplog):
-    path, body = ROUTES["g"]
+    path, body = ROUTES["native"]
     for _ in range(2):
         http.post(path, json=body | {"wobble": True})
     assert [record.getMessage() for record in caplog.records if "wobble" in record.getMessage()] == [
         "ignoring request field 'wobble', which is not known"
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "typo", "meant"),
+    [
+        ("completions", "return_routed_expert", "return_routed_experts"),
+        ("chat", "temprature", "temperature"),
+        ("chat", "mesages", "messages"),
+        ("native", "sampling_parms", "sampling_params"),
+        ("tokens", "cache_slat", "cache_salt"),
+        ("tokens", "streams", "stream"),
+    ],
+)
+def test_a_name_one_edit_away_from_a_known_one_is_refused_with_that(http, key, typo, meant):
+    path, body = ROUTES[key]
+    error = check_error(http.post(path, json=body | {typo: 0}), 400)
+    assert error["param"] == meant and f"`{meant}`" in error["message"] and typo not in error["message"]
+
+
+def test_two_edits_and_short_names_are_no_misspelling(http):
+    path, body = ROUTES["completions"]
+    others = ["tempreture", "nn", "id", "step", "test", "maxtoken", "", "x" * 70]
+    answer = http.post(path, json=body | dict.fromkeys(others, 0))
+    assert answer.status_code == 200 and len(answer.headers[HEADER].split(", ")) == len(others)
+
+
+@given(st.text("ab_", max_size=6), st.text("ab_", max_size=6))
+def test_one_edit_is_a_distance_of_one(one, other):
+    edits = {one[:i] + c + one[i + k :] for i in range(len(one) + 1) for c in ["", *"ab_"] for k in (0, 1)}
+    edits |= {one[:i] + one[i + 1] + one[i] + one[i + 2 :] for i in range(len(one) - 1)}
+    assert is_one_edit(one, other) == (other in edits - {one})
 
 
 PEERS = json.loads(RECORDED.read_text(encoding="utf-8"))
@@ -163,8 +200,25 @@ def test_every_field_of_other_systems_is_known(system, key):
     assert len(PEERS[system][key]) > 1 and not set(PEERS[system][key]) - set(known_fields(key).names)
 
 
+OTHER_CLIENTS = [
+    *("models", "route", "transforms", "provider", "plugins", "usage", "top_a", "typical_p", "tfs", "mirostat"),
+    *("id", "step", "epoch", "uid", "index", "version", "timeout", "extra_body", "extra_headers", "api_key", "headers"),
+    *("stop_words", "top_n", "num_beams", "do_sample", "max_length", "best_of", "history", "name", "names", "test"),
+]
+"""Fields of routers, of older servers and of trainers."""
+
+
+@pytest.mark.parametrize("key", OBJECTS)
+def test_no_field_of_a_real_client_is_taken_for_a_misspelt_one(key):
+    """Clients send the fields of one route to another, too."""
+    sent = {name for objects in PEERS.values() for names in objects.values() for name in names}
+    sent |= {name for each in OBJECTS for name in known_fields(each).names} | {*OTHER_CLIENTS}
+    known = known_fields(key)
+    assert [name for name in sorted(sent) if name not in known.names and known.meant_by([name])] == []
+
+
 def test_names_within_objects_that_are_read_as_they_stand_are_those_of_other_systems(http):
-    path, body = ROUTES["c"]
+    path, body = ROUTES["completions"]
     names = PEERS["vllm 0.32.0"]
     error = check_error(http.post(path, json=body | {"structured_outputs": {"sparkle": 1}}), 400)
     assert set(names["structured_outputs"]) <= set(re.findall(r"\w+", error["message"]))
@@ -190,9 +244,9 @@ def test_the_page_of_fields_is_the_table():
 
 MESSAGE = {"max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
 PLAIN = {
-    "m": ("/v1/messages", MESSAGE),
-    "mc": ("/v1/messages/count_tokens", MESSAGE),
-    "r": ("/v1/responses", {"input": "x"}),
+    "messages": ("/v1/messages", MESSAGE),
+    "count-tokens": ("/v1/messages/count_tokens", MESSAGE),
+    "responses": ("/v1/responses", {"input": "x"}),
 }
 
 

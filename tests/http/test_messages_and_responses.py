@@ -7,7 +7,11 @@ import json
 import httpx
 import pytest
 
+from rayserve_moe.requests.fields import OPENAI, declared
+from rayserve_moe.requests.records import SamplingParams
 from rayserve_moe.serving.response_store import ResponseStore
+from rayserve_moe.serving.schemas.messages import MessagesBody
+from rayserve_moe.serving.schemas.responses import ResponsesBody
 from tests.http.conftest import served
 from tests.http.test_tools import TOOLS, USER
 from tests.support.models.scripted import MODEL, SCRIPTS
@@ -337,3 +341,14 @@ def test_stored_responses_take_bounded_memory():
     assert sum(found.num_bytes for found in kept if found) <= 400 and sum(map(bool, kept)) >= 2
     store.put({"id": "large", "text": "x" * 500}, [])
     assert store.get("large") is None
+
+
+def test_sampling_parameters_of_chats_are_those_of_both_dialects(scripted_http):
+    of_chats = {field.names[OPENAI] for field in declared(SamplingParams) if OPENAI in field.names}
+    own_names = {"n", "max_tokens"}
+    assert of_chats - own_names <= set(ResponsesBody.model_fields)
+    assert of_chats - own_names - {"stop"} <= set(MessagesBody.model_fields)
+    for path, body in ((MESSAGES, ANTHROPIC), (RESPONSES, ASKED)):
+        assert check_error(scripted_http.post(path, json=body | {"min_p": 2}), 400)["param"] == "min_p"
+        fewer = ask(scripted_http, path, **body | {"bad_words": ["see"]})
+        assert fewer["usage"]["output_tokens"] and "see" not in json.dumps(fewer)

@@ -26,7 +26,7 @@ MIN_INT32, MAX_INT32 = -(2**31), 2**31 - 1
 
 
 class Limits(NamedTuple):
-    """Parameters of truncation per sampled row, [S]."""
+    """Parameters of truncation per sampled row, [S], named as the columns of `RowFloats` or `RowIntegers`."""
 
     top_k_S: jax.Array
     """uint32; 0 keeps all."""

@@ -207,13 +207,10 @@ def sampling_of(state: DeviceState, rows_S: jax.Array, *, positions_S: jax.Array
     is_real_S = rows_S < state.last_tokens_R.shape[0]
     floats = RowFloats(*jnp.where(is_real_S[:, None], state.sampling_floats_RF[rows_S], jnp.array(RowFloats())).T)
     integers = RowIntegers(*jnp.where(is_real_S[:, None], state.sampling_integers_RI[rows_S], 0).T)
+    columns = integers._asdict() | floats._asdict()
     sampling = SamplingBatch(
         temperature_S=floats.temperature,
-        limits=Limits(
-            top_k_S=integers.top_k,
-            top_p_S=floats.top_p,
-            min_p_S=floats.min_p,
-        ),
+        limits=Limits(**{name: columns[name.removesuffix("_S")] for name in Limits._fields}),
         seed_S=integers.seed,
         choice_S=integers.choice,
         position_S=positions_S.astype(jnp.uint32),

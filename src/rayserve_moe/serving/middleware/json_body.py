@@ -97,7 +97,11 @@ async def _bytes_of(request: Request, admission: Admission, held: ExitStack) -> 
 def _checked(
     body: bytes, schema: type[Schema], parse: Callable[[bytes], dict[str, Any]]
 ) -> tuple[Schema, Sequence[str]]:
-    taken, unknown = taken_fields(parse(body), FIELDS[schema])
+    known = FIELDS[schema]
+    taken, unknown = taken_fields(parse(body), known)
+    if meant := known.meant_by(unknown):
+        message = f"the body has an unknown field: the nearest known one is `{meant}`"
+        raise ApiError(400, message, param=meant, code="unknown_field")
     return validate(schema, taken), unknown
 
 

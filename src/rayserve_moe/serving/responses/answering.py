@@ -31,6 +31,9 @@ _Built = TypeVar("_Built")
 class Writer(Protocol):
     """Writer of the answer to a request in a dialect."""
 
+    has_types: bool
+    """True if events are named after their types."""
+
     @property
     def routing(self) -> RoutingWriter:
         """Return the writer of routing fields; it holds the rows that a container sends as bytes."""
@@ -80,7 +83,8 @@ async def respond(
     `answers`. The requests are aborted when the client disconnects.
     """
     if stream:
-        return EventStream(_events(state, streams, writer), streams.close, pause=_pause_of(state), cursor=streams)
+        events, pause = _events(state, streams, writer), _pause_of(state)
+        return EventStream(events, streams.close, has_types=writer.has_types, pause=pause, cursor=streams)
 
     def serialized() -> bytes:
         answer = writer.whole(results)
@@ -96,12 +100,6 @@ async def respond(
         return Response(body, media_type=container or "application/json")
     finally:
         streams.close()
-
-
-def typed_events(state: ApiState, *, streams: RequestStreams, writer: Writer) -> Response:
-    """Return events named after their types."""
-    events, pause = _events(state, streams, writer), _pause_of(state)
-    return EventStream(events, streams.close, has_types=True, pause=pause, cursor=streams)
 
 
 def _pause_of(state: ApiState) -> Callable[[], str | None]:

@@ -24,6 +24,8 @@ _PROMPT_ROWS = "prompt_routed_experts"
 class OpenAIWriter:
     """Writer of the answer to a request of `/v1/completions` or `/v1/chat/completions`."""
 
+    has_types = False
+
     def __init__(
         self,
         state: ApiState,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -19,12 +20,12 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.middleware.json_body import chat_from, read_body, refusals_translated
 from rayserve_moe.serving.openapi import GENERATION, generates, takes
-from rayserve_moe.serving.responses.answering import respond, typed_events
+from rayserve_moe.serving.responses.answering import respond
 from rayserve_moe.serving.responses.openai import OpenAIWriter, usage_of
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.responses.streaming import json_answer
 from rayserve_moe.serving.routes.chat_prompt import chat_ids
-from rayserve_moe.serving.routes.openai import opened
+from rayserve_moe.serving.routes.openai import opened_chat
 from rayserve_moe.serving.routes.request_parts import check_model
 from rayserve_moe.serving.schemas.messages import CHAT_NAMES, CountTokensBody, MessagesBody, chat_fields
 
@@ -44,14 +45,9 @@ def messages_router(state: ApiState) -> APIRouter:
     async def messages(request: Request) -> Response:
         body = await read_body(request, MessagesBody, admission=state.admission)
         check_model(state, body.model)
-        with refusals_translated(CHAT_NAMES):
-            chat = chat_from(chat_fields(body))
-            prompt_ids = await chat_ids(state, chat, request=request)
-            streams, inner = await opened(state, chat, prompts=[prompt_ids])
+        streams, inner = await opened_chat(state, request, partial(chat_fields, body), names=CHAT_NAMES)
         writer = MessagesWriter(inner, streams.request_of_choice[0], model=state.card.name)
-        if body.stream:
-            return typed_events(state, streams=streams, writer=writer)
-        return await respond(state, request, streams=streams, writer=writer, stream=False)
+        return await respond(state, request, streams=streams, writer=writer, stream=body.stream)
 
     @router.post("/v1/messages/count_tokens", **takes(CountTokensBody, *GENERATION))
     async def count_tokens(request: Request) -> Response:
@@ -66,6 +62,8 @@ def messages_router(state: ApiState) -> APIRouter:
 
 class MessagesWriter:
     """Writer of a message: blocks of thinking, text and tool use, whole or as events."""
+
+    has_types = True
 
     def __init__(self, chat: OpenAIWriter, request: GenerationRequest, *, model: str) -> None:
         self._chat, self._request = chat, request

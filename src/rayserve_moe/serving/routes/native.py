@@ -83,6 +83,8 @@ def _request_ids(body: GenerateBody) -> list[str]:
 class NativeWriter:
     """Writer of an answer: an object per choice, in a list for a batch or several choices."""
 
+    has_types = False
+
     def __init__(self, state: ApiState, body: GenerateBody, *, streams: RequestStreams, routing: RoutingWriter) -> None:
         self.routing = routing
         self._card, self._body, self._streams = state.card, body, streams

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter
@@ -17,7 +17,7 @@ from rayserve_moe.requests.fields import OPENAI
 from rayserve_moe.requests.records import Constraint, GenerationRequest, RequestError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.journalling import answer_stem
-from rayserve_moe.serving.middleware.json_body import read_body
+from rayserve_moe.serving.middleware.json_body import chat_from, read_body, refusals_translated
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond
 from rayserve_moe.serving.responses.chat_parts import asked_parts
@@ -91,6 +91,15 @@ async def opened(
         requests = await _requests(state, body, answer_id=answer_id, prompts=prompts)
     streams = await open_streams(state, requests, param_names=names)
     return streams, OpenAIWriter(state, body, answer_id=answer_id, streams=streams)
+
+
+async def opened_chat(
+    state: ApiState, request: Request, fields: Callable[[], dict[str, Any]], *, names: Mapping[str, str]
+) -> tuple[RequestStreams, OpenAIWriter]:
+    """Submit the chat that another dialect's body becomes; `names` are that dialect's names of chat fields."""
+    with refusals_translated(names):
+        chat = chat_from(fields())
+        return await opened(state, chat, prompts=[await chat_ids(state, chat, request=request)])
 
 
 async def _requests(

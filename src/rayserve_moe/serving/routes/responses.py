@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -19,15 +20,14 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.fleet_control import READ_S, ask_all, ask_every, values_of
-from rayserve_moe.serving.middleware.json_body import chat_from, read_body, refusals_translated
+from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import answers, generates
 from rayserve_moe.serving.response_store import StoredResponse
-from rayserve_moe.serving.responses.answering import respond, typed_events
+from rayserve_moe.serving.responses.answering import respond
 from rayserve_moe.serving.responses.openai import OpenAIWriter
 from rayserve_moe.serving.responses.routing import RoutingWriter
 from rayserve_moe.serving.responses.streaming import json_answer
-from rayserve_moe.serving.routes.chat_prompt import chat_ids
-from rayserve_moe.serving.routes.openai import opened
+from rayserve_moe.serving.routes.openai import opened_chat
 from rayserve_moe.serving.routes.request_parts import check_model
 from rayserve_moe.serving.schemas.responses import CHAT_NAMES, ResponsesBody, chat_fields, messages_of
 
@@ -48,19 +48,14 @@ def responses_router(state: ApiState) -> APIRouter:
         before = body.previous_response_id
         earlier = () if before is None else (await _stored(state, before, param="previous_response_id")).messages
         messages = [*earlier, *messages_of(body.input)]
-        with refusals_translated(CHAT_NAMES):
-            chat = chat_from(chat_fields(body, messages))
-            prompt_ids = await chat_ids(state, chat, request=request)
-            streams, inner = await opened(state, chat, prompts=[prompt_ids])
+        streams, inner = await opened_chat(state, request, partial(chat_fields, body, messages), names=CHAT_NAMES)
 
         def keep(answer: dict[str, Any]) -> None:
             state.responses.put(answer, [*messages, *messages_of(answer["output"] or "")])
 
         (choice,) = streams.request_of_choice
         writer = ResponsesWriter(inner, choice, body=body, model=state.card.name, keep=keep)
-        if body.stream:
-            return typed_events(state, streams=streams, writer=writer)
-        return await respond(state, request, streams=streams, writer=writer, stream=False)
+        return await respond(state, request, streams=streams, writer=writer, stream=body.stream)
 
     @router.get("/v1/responses/{response_id}", **answers(404), openapi_extra=_ID)
     async def response(request: Request) -> Response:
@@ -97,6 +92,8 @@ def _unknown(param: str) -> ApiError:
 
 class ResponsesWriter:
     """Writer of a response; it passes the complete response to `keep`."""
+
+    has_types = True
 
     def __init__(
         self,

@@ -107,6 +107,8 @@ def _routing_writer(
 class TokenWriter:
     """Writer of an answer: token ids, and log-probs by token id."""
 
+    has_types = False
+
     def __init__(
         self,
         card: ModelCard,

@@ -34,18 +34,13 @@ def record_fields(
 ) -> Callable[[type[Schema]], type[Schema]]:
     """Return a decorator that adds the fields that a record declares for a dialect, unless the schema declares them."""
 
-    def extended(schema: type[Schema]) -> type[Schema]:
-        return _extended(schema, _typed_fields(dialect, record, without={*schema.model_fields, *without}))
+    def with_fields(schema: type[Schema]) -> type[Schema]:
+        return extended(schema, _typed_fields(dialect, record, without={*schema.model_fields, *without}))
 
-    return extended
-
-
-def unchecked_fields(names: Collection[str]) -> Callable[[type[Schema]], type[Schema]]:
-    """Return a decorator that adds fields of any value, default None, which another schema validates."""
-    return lambda schema: _extended(schema, dict.fromkeys(names, (Any, None)))
+    return with_fields
 
 
-def _extended(schema: type[Schema], fields: dict[str, Any]) -> type[Schema]:
+def extended(schema: type[Schema], fields: dict[str, Any]) -> type[Schema]:
     """Return a schema with additional fields in pydantic's form, by name."""
     return create_model(
         schema.__name__, __base__=schema, __doc__=schema.__doc__, __module__=schema.__module__, **fields

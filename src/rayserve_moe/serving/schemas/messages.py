@@ -9,10 +9,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.schemas.chat_like import chat_like, shared_fields
 from rayserve_moe.serving.schemas.field_types import MaxTokens, RequestBody
 
-_AS_THEY_ARE = ("temperature", "top_p", "top_k", "cache_salt", "priority", "vllm_xargs")
-"""Fields that are passed to the chat unchanged, which validates them."""
 CHAT_NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
@@ -37,18 +36,13 @@ class CountTokensBody(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+@chat_like(without=("stop", "thinking_token_budget"))
 class MessagesBody(CountTokensBody):
     """Prompt with sampling parameters."""
 
     max_tokens: MaxTokens
     stop_sequences: list[str] = Field(default_factory=list)
     stream: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    cache_salt: Any = None
-    priority: Any = None
-    vllm_xargs: Any = None
 
 
 def chat_fields(body: CountTokensBody) -> dict[str, Any]:
@@ -60,14 +54,14 @@ def chat_fields(body: CountTokensBody) -> dict[str, Any]:
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for place, message in enumerate(body.messages):
         messages += _messages_of(message, f"messages.{place}")
-    fields: dict[str, Any] = {"messages": messages, "model": body.model, **_tools(body), **_thinking(body)}
+    fields: dict[str, Any] = {**shared_fields(body), "messages": messages, "model": body.model}
+    fields |= {**_tools(body), **_thinking(body)}
     if messages and _is_begun_answer(messages[-1]):
         fields["continue_final_message"] = True
     config = body.output_config or {}
     fields |= {"reasoning_effort": config.get("effort"), "response_format": _format(config.get("format"))}
     if isinstance(body, MessagesBody):
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None, "stream": body.stream}
-        fields |= {name: getattr(body, name) for name in _AS_THEY_ARE}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -7,20 +7,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rayserve_moe.requests.fields import declared
-from rayserve_moe.requests.records import SharedSampling
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.schemas.field_types import MaxTokens, NumTopLogprobs, RequestBody, RequestId, unchecked_fields
+from rayserve_moe.serving.schemas.chat_like import chat_like, shared_fields
+from rayserve_moe.serving.schemas.field_types import MaxTokens, NumTopLogprobs, RequestBody, RequestId
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
-_FIELDS_OF_CHATS = (
-    *(field.name for field in declared(SharedSampling) if field.name != "n"),
-    *("stop", "stop_token_ids", "logit_bias", "cache_salt", "priority", "vllm_xargs", "chat_template_kwargs"),
-    *("structured_outputs", "include_reasoning", "thinking_token_budget", "repetition_detection"),
-)
-"""Fields with the same meaning in a chat, whose body validates them. A response has a single choice."""
 
 
 class ResponsesPrompt(RequestBody):
@@ -31,7 +24,7 @@ class ResponsesPrompt(RequestBody):
     instructions: str | None = None
 
 
-@unchecked_fields(_FIELDS_OF_CHATS)
+@chat_like()
 class ResponsesBody(ResponsesPrompt):
     """Input, a string or items, and sampling parameters. Sampling fields are validated as in a chat."""
 
@@ -74,8 +67,8 @@ def chat_fields(body: ResponsesBody, messages: Sequence[dict[str, Any]]) -> dict
     if set(body.include) - set(_INCLUDED):
         raise ApiError(400, f"`include` can hold {', '.join(_INCLUDED)} and nothing else here", param="include")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    fields = {name: getattr(body, name) for name in _FIELDS_OF_CHATS}
-    fields |= {"messages": [*system, *messages], "max_tokens": body.max_output_tokens, "stream": body.stream}
+    fields = {**shared_fields(body), "messages": [*system, *messages]}
+    fields |= {"max_tokens": body.max_output_tokens, "stream": body.stream}
     fields |= {"model": body.model, "reasoning_effort": (body.reasoning or {}).get("effort")}
     fields |= {"logprobs": body.has_logprobs, "top_logprobs": body.top_logprobs, "rid": body.request_id}
     fields |= {"response_format": _format((body.text or {}).get("format")), **_tools(body)}
