@@ -18,8 +18,8 @@ from pathlib import Path
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from rayserve_moe.serving.start.haproxy_config import UNNAMED, FrontLimits
-from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, write_launcher
+from rayserve_moe.serving.front.config import UNNAMED, FrontLimits
+from rayserve_moe.serving.front.launcher import ADMIN_SOCKET, write_launcher
 from tests.support.cluster.ports import free_port
 
 START_TIMEOUT_S = 300.0

@@ -20,7 +20,7 @@ MARK = "# edited by rayserve_moe\n"
 HEALTH_CONNECTIONS = 64
 """Connections reserved for the `/health` listener and HAProxy's own pages."""
 ROUTER_CONNECTIONS = 64
-"""Connections reserved for queries to routers (see `haproxy_routers`)."""
+"""Connections reserved for queries to routers (see `routers`)."""
 UNNAMED = "x-request-unnamed"
 """Header of requests without a client's `X-Request-Id`, because Ray's configuration adds that header."""
 RETRY_AFTER_S = 5

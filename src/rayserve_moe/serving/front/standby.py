@@ -1,6 +1,6 @@
 """Process that runs a substitute HAProxy while Ray replaces its own, after HAProxy or its managing actor was killed.
 
-    python -m rayserve_moe.serving.start.haproxy_standby STATE_FOLDER
+    python -m rayserve_moe.serving.front.standby STATE_FOLDER
 
 Ray notices after three failed checks, starts a manager and that manager's HAProxy: about 6 s. This process starts a
 HAProxy at once, with the last configuration that served and its own sockets. The launcher then makes Ray's next HAProxy
@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from rayserve_moe.cluster.process_end import wait_for_end
-from rayserve_moe.serving.start.haproxy_admin import running_pid
-from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError, is_edited, serves, takes_requests
-from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, BINARY, STANDBY_SOCKET
-from rayserve_moe.serving.start.haproxy_routers import asking_at, script_of
+from rayserve_moe.serving.front.admin import running_pid
+from rayserve_moe.serving.front.config import UnknownTemplateError, is_edited, serves, takes_requests
+from rayserve_moe.serving.front.launcher import ADMIN_SOCKET, BINARY, STANDBY_SOCKET
+from rayserve_moe.serving.front.routers import asking_at, script_of
 from rayserve_moe.serving.start.processes import join_parent
 
 LOOK_S = 0.25

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from rayserve_moe.serving.start.haproxy_config import ROUTER_CONNECTIONS, UnknownTemplateError
+from rayserve_moe.serving.front.config import ROUTER_CONNECTIONS, UnknownTemplateError
 
 SOCKET = "r"
 """Socket of the listener, beside the configuration: as short as Ray's names, because socket paths are limited."""

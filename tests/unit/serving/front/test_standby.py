@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rayserve_moe.serving.start.haproxy_admin import running_pid
-from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError
-from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, STANDBY_SOCKET, edit, taking_over
-from rayserve_moe.serving.start.haproxy_routers import script_of
-from rayserve_moe.serving.start.haproxy_standby import LOOK_S, Standby, answering, for_standby
+from rayserve_moe.serving.front.admin import running_pid
+from rayserve_moe.serving.front.config import UnknownTemplateError
+from rayserve_moe.serving.front.launcher import ADMIN_SOCKET, STANDBY_SOCKET, edit, taking_over
+from rayserve_moe.serving.front.routers import script_of
+from rayserve_moe.serving.front.standby import LOOK_S, Standby, answering, for_standby
 from tests.support.cluster.ports import free_port
 from tests.support.serving.haproxy_front import (
     front_limits,
