@@ -15,9 +15,9 @@ from typing import Any
 
 import certifi
 
+from rayserve_moe.serving.front.launcher import write_launcher
+from rayserve_moe.serving.front.limits import FrontLimits
 from rayserve_moe.serving.start.command import environment_of
-from rayserve_moe.serving.start.haproxy_config import FrontLimits
-from rayserve_moe.serving.start.haproxy_launcher import write_launcher
 from tests.support.cluster.ports import reserve_ports
 from tests.support.session.kept_programs import program_folder, prune
 from tests.support.session.scopes import place_of

@@ -16,7 +16,8 @@ from ray.serve._private.haproxy import HAProxyManager
 
 from rayserve_moe.engine.admission import EngineBusyError
 from rayserve_moe.serving.errors import as_api_error
-from rayserve_moe.serving.start.haproxy_config import edited, safe_name
+from rayserve_moe.serving.front.launcher import configure
+from rayserve_moe.serving.front.template import safe_name
 from tests.support.cluster.ports import free_port
 from tests.support.serving.haproxy_front import RouterServer, front_limits, ray_config, running_haproxy, wait_until_open
 from tests.support.serving.http_client import wait_until
@@ -173,6 +174,6 @@ def test_applications_are_known_by_rays_names(name: str) -> None:
 
 
 def test_an_application_whose_capacity_is_not_known_is_left_alone(tmp_path: Path) -> None:
-    text = ray_config(tmp_path, replicas=(30000,)).read_text()
-    limits = front_limits(8001, capacity={"other": 1})
-    assert "for_generation" not in edited(text, limits=limits, answers="/answers")
+    config = ray_config(tmp_path, replicas=(30000,))
+    configure(config, front_limits(8001, capacity={"other": 1}))
+    assert "for_generation" not in config.read_text()

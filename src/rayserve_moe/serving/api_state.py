@@ -14,8 +14,8 @@ from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.fleet.member import lost_sentence
 from rayserve_moe.requests.records import ModelCard
+from rayserve_moe.serving.control.fleet import Fleet
 from rayserve_moe.serving.errors import ApiError, path_of
-from rayserve_moe.serving.fleet import Fleet
 from rayserve_moe.serving.kept_paths import KEPT_PATHS
 from rayserve_moe.serving.middleware.admission import Admission
 from rayserve_moe.serving.middleware.traffic import Traffic

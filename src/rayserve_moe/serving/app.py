@@ -41,14 +41,14 @@ from rayserve_moe.fleet.wanted_state import STATE_NAME, WantedStateActor
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.fleet import Fleet, OffersOfOthers
-from rayserve_moe.serving.fleet_buckets import stage_everywhere
-from rayserve_moe.serving.fleet_control import ask_all, ask_every, values_of
+from rayserve_moe.serving.control.fleet import Fleet, OffersOfOthers
+from rayserve_moe.serving.control.fleet_buckets import stage_everywhere
+from rayserve_moe.serving.control.fleet_control import ask_all, ask_every, values_of
+from rayserve_moe.serving.control.replica_calls import answer, answer_by, shares_of
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.journalling import hand_over
 from rayserve_moe.serving.middleware.traffic import Traffic
 from rayserve_moe.serving.prompt_reader import PromptReaders
-from rayserve_moe.serving.replica_calls import answer, answer_by, shares_of
 from rayserve_moe.serving.start.scaling import REPLICA_CPUS
 
 log = logging.getLogger(__name__)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from fastapi import Depends, FastAPI
 
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.routes import control_router, probe_router
+from rayserve_moe.serving.control.trainer_routes import tensor_router, trainer_control_router
 from rayserve_moe.serving.errors import install_error_handlers
 from rayserve_moe.serving.journalling import journal_requests
 from rayserve_moe.serving.metrics import package_version
@@ -12,7 +14,6 @@ from rayserve_moe.serving.middleware.edge_guard import guard_edge
 from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
 from rayserve_moe.serving.middleware.traffic import count_traffic
 from rayserve_moe.serving.openapi import publish
-from rayserve_moe.serving.routes.control import control_router, probe_router
 from rayserve_moe.serving.routes.embeddings import embeddings_router
 from rayserve_moe.serving.routes.messages import messages_router
 from rayserve_moe.serving.routes.native import native_router
@@ -23,7 +24,6 @@ from rayserve_moe.serving.routes.resume import resume_router
 from rayserve_moe.serving.routes.score import score_router
 from rayserve_moe.serving.routes.text_tokens import text_tokens_router
 from rayserve_moe.serving.routes.tokens import token_router
-from rayserve_moe.serving.routes.trainer_control import tensor_router, trainer_control_router
 from rayserve_moe.serving.routes.unsupported import unsupported_router
 from rayserve_moe.serving.schemas import control
 from rayserve_moe.serving.schemas.embeddings import EmbeddingBody

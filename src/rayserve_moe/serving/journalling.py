@@ -25,8 +25,8 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.front.limits import UNNAMED
 from rayserve_moe.serving.kept_paths import KEPT_PATHS
-from rayserve_moe.serving.start.haproxy_config import UNNAMED
 
 HANDED_OVER = FinishReason("error", message="this replica is shutting down: resume this request on another replica")
 _IDENTITY_BYTES = 16

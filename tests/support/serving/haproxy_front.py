@@ -1,4 +1,4 @@
-"""HAProxy as Ray Serve configures it, with our edits, before a trivial replica: no Ray process, no model."""
+"""HAProxy as Ray Serve configures it, by our template, before a trivial replica: no Ray process, no model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
-from ray.serve.config import HTTPOptions
-
-from rayserve_moe.serving.start.haproxy_config import UNNAMED, FrontLimits
-from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, write_launcher
+from rayserve_moe.serving.front.launcher import write_launcher
+from rayserve_moe.serving.front.limits import UNNAMED, FrontLimits
 from tests.support.cluster.ports import free_port
+from tests.support.serving.ray_fronts import App, Scenario, write_ray_config
 
 START_TIMEOUT_S = 300.0
 
@@ -123,34 +121,8 @@ def ray_config(
 
     Replicas are named `replica-PORT`.
     """
-    config = HAProxyConfig(
-        http_options=HTTPOptions(host=host, port=port),
-        is_head=True,
-        socket_path=str(directory / ADMIN_SOCKET),
-        server_state_base=str(directory),
-        server_state_file=str(directory / "server-state"),
-        metrics_socket_path=str(directory / "metrics.sock"),
-        stats_port=free_port(),
-        metrics_port=free_port(),
-        metrics_enabled=True,
-        hard_stop_after_s=60,
-    )
-    servers = [
-        ServerConfig(f"server-{number}", "127.0.0.1", number, replica_id=f"replica-{number}") for number in replicas
-    ]
-    asked = [ServerConfig(f"router-{number}", "127.0.0.1", number) for number in routers]
-    fallback = ServerConfig("fallback", "127.0.0.1", 1)
-    backend = BackendConfig(
-        "http-moe",
-        "/",
-        servers=servers,
-        ingress_request_router_servers=asked,
-        fallback_server=fallback,
-        app_name="moe",
-    )
-    path = directory / "haproxy.cfg"
-    HAProxyApi(config, {"http-moe": backend} if replicas else {}, str(path))._generate_config_file_internal()
-    return path
+    apps = (App("moe", replicas=replicas, routers=routers),) if replicas else ()
+    return write_ray_config(directory, Scenario(apps, host=host), port=port, ports=(free_port(), free_port()))
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from rayserve_moe.fleet.member import FleetMember, StateUnavailableError
 from rayserve_moe.fleet.wanted_state import RESTORE_S, WantedState
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.fleet import Fleet
+from rayserve_moe.serving.control.fleet import Fleet
+from rayserve_moe.serving.control.replica_calls import answer
 from rayserve_moe.serving.http import create_api
-from rayserve_moe.serving.replica_calls import answer
 from tests.support.serving.http_server import running
 
 

@@ -15,8 +15,8 @@ from starlette.responses import HTMLResponse, Response
 
 from rayserve_moe.fleet.broadcast import Answers
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.fleet_control import ask_all
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.fleet_control import ask_all
 from rayserve_moe.serving.metrics import Collected, merged, package_version
 from rayserve_moe.serving.openapi import answers
 from rayserve_moe.serving.responses.streaming import json_answer, to_json

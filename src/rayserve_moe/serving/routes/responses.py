@@ -18,8 +18,8 @@ from starlette.responses import Response
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.fleet_control import READ_S, ask_all, ask_every, values_of
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.fleet_control import READ_S, ask_all, ask_every, values_of
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import answers, generates
 from rayserve_moe.serving.response_store import StoredResponse

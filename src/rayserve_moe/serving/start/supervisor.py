@@ -33,7 +33,7 @@ from rayserve_moe.serving.start.state import Plan, log_folder, remove
 FAILED = 1
 DEPLOYMENT_FAILED, UNANSWERED = 3, 4
 """Exit statuses of the deployment: it has reported why it cannot serve; a request had to be ended at its stop."""
-STANDBY, FORK_SERVER = "haproxy_standby", "fork_server"
+STANDBY, FORK_SERVER = "standby", "fork_server"
 RAY_JOB_ID, RAY_RAYLET_PID = "RAY_JOB_ID", "RAY_RAYLET_PID"
 """Variables that Ray's library reads at import, in the fork server: a worker's job, and the process whose end ends it.
 
@@ -103,8 +103,9 @@ def _say(line: str) -> None:
 
 
 def _start(name: str, folder: Path, *, output: BinaryIO | None = None, **more: str) -> int:
-    """Start a module of this package in its own session, so that a terminal's Ctrl-C reaches only this process."""
-    command = [sys.executable, "-m", f"{__package__}.{name}", str(folder)]
+    """Start a module of this package, or the standby, in its own session, which a terminal's Ctrl-C does not reach."""
+    package = "rayserve_moe.serving.front" if name == STANDBY else __package__
+    command = [sys.executable, "-m", f"{package}.{name}", str(folder)]
     environment = {**inherited_environment(), **more}
     with ExitStack() as files:
         if name == FORK_SERVER:

@@ -11,16 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from rayserve_moe.serving.start.haproxy_admin import running_pid
-from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError
-from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, STANDBY_SOCKET, edit, taking_over
-from rayserve_moe.serving.start.haproxy_routers import script_of
-from rayserve_moe.serving.start.haproxy_standby import LOOK_S, Standby, answering, for_standby
+from rayserve_moe.serving.front.launcher import configure, taking_over
+from rayserve_moe.serving.front.processes import ADMIN_SOCKET, STANDBY_SOCKET, Handed, running_pid
+from rayserve_moe.serving.front.standby import LOOK_S, Standby, answering
 from tests.support.cluster.ports import free_port
 from tests.support.serving.haproxy_front import (
     front_limits,
@@ -139,13 +138,14 @@ def test_one_that_still_ends_its_answers_does_not_keep_the_next_from_serving(tmp
         assert slow.result().text == "ab"
 
 
-def test_a_configuration_that_is_refused_is_not_served_by(tmp_path: Path) -> None:
+def test_a_configuration_that_no_process_has_served_by_is_not_taken(tmp_path: Path) -> None:
     port, limits = free_port(), front_limits(free_port())
     with running_replica() as replica:
         config = ray_config(tmp_path, port=port, replicas=(replica.server_port,))
         with running_haproxy(config, limits) as first, looking(config) as looks:
             until(lambda: looks.served)
-            config.write_text(config.read_text() + "nonsense\n")
+            running = Handed.read(tmp_path)
+            replace(running, pid=running.pid + 1, config=running.config + "nonsense\n").write(tmp_path)
             time.sleep(2 * LOOK_S)
             lose(first)
             until(lambda: is_served(port))
@@ -199,18 +199,12 @@ def test_the_next_one_takes_the_listeners_and_ends_all_before(given: list[str], 
     assert taking_over(["-db", "-f", "c", *given], 7, socket=Path("/s")) == ["-db", "-f", "c", *expected]
 
 
-def test_a_configuration_without_an_admin_socket_is_refused() -> None:
-    with pytest.raises(UnknownTemplateError, match="0 admin sockets"):
-        for_standby("global\n", "")
-
-
 def test_a_standby_has_all_sockets_to_itself(tmp_path: Path) -> None:
     """One that cannot take the ports has taken over its sockets by then."""
     config = ray_config(tmp_path, replicas=(30000,), routers=(30001,))
-    edit(config, front_limits(8001))
-    text = config.read_text()
-    script = Path(script_of(text)).read_text()
-    own_text, own_script = for_standby(text, script)
-    sockets = [set(re.findall(rf"{tmp_path}/(\w)\b", each)) for each in (text + script, own_text + own_script)]
-    assert sockets[0] == {"a", "r"} and sockets[1] == {"s", "q"}
-    assert Path(script_of(own_text)).name != Path(script_of(text)).name
+    handed = configure(config, front_limits(8001))
+    assert handed == Handed.read(tmp_path) and handed.has_replicas and handed.takes_requests
+    own = config.read_text() + config.with_name("routers.lua").read_text()
+    sockets = [set(re.findall(rf"{tmp_path}/(\w)\b", text)) for text in (own, handed.config + handed.script)]
+    assert sockets == [{"a", "r"}, {"s", "q"}]
+    assert f"lua-load-per-thread {tmp_path}/standby.lua\n" in handed.config

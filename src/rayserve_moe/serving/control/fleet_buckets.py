@@ -10,7 +10,7 @@ from rayserve_moe.engine.updates.tensors import BucketOrder, UpdateConflictError
 from rayserve_moe.fleet.broadcast import Answers
 from rayserve_moe.fleet.wanted_state import ServedWeights
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.fleet_control import (
+from rayserve_moe.serving.control.fleet_control import (
     STAGING_SLACK_S,
     ask_all,
     decide,

@@ -1,6 +1,6 @@
 """Process that runs a substitute HAProxy while Ray replaces its own, after HAProxy or its managing actor was killed.
 
-    python -m rayserve_moe.serving.start.haproxy_standby STATE_FOLDER
+    python -m rayserve_moe.serving.front.standby STATE_FOLDER
 
 Ray notices after three failed checks, starts a manager and that manager's HAProxy: about 6 s. This process starts a
 HAProxy at once, with the last configuration that served and its own sockets. The launcher then makes Ray's next HAProxy
@@ -10,7 +10,6 @@ take over from it.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,17 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from rayserve_moe.cluster.process_end import wait_for_end
-from rayserve_moe.serving.start.haproxy_admin import running_pid
-from rayserve_moe.serving.start.haproxy_config import UnknownTemplateError, is_edited, serves, takes_requests
-from rayserve_moe.serving.start.haproxy_launcher import ADMIN_SOCKET, BINARY, STANDBY_SOCKET
-from rayserve_moe.serving.start.haproxy_routers import asking_at, script_of
+from rayserve_moe.serving.front.processes import ADMIN_SOCKET, BINARY, STANDBY_SOCKET, Handed, running_pid
 from rayserve_moe.serving.start.processes import join_parent
 
 LOOK_S = 0.25
 """Maximum delay before a replaced HAProxy is noticed."""
 RETRY_S = 0.02
-STANDBY_ROUTERS, STANDBY_SCRIPT = "q", "standby.lua"
-_ADMIN = re.compile(rf"^( +stats socket \S+/){ADMIN_SOCKET}( .*)$", re.MULTILINE)
 AGAIN_S = 0.5
 """Seconds between two starts, so that a HAProxy that cannot start does not occupy a core."""
 CONFIG = "haproxy.cfg"
@@ -42,7 +36,7 @@ class Standby:
     def __init__(self, config: Path) -> None:
         self._config, self._admin = config, config.with_name(ADMIN_SOCKET)
         self._own = config.with_name(STANDBY_SOCKET)
-        self.served: tuple[str, str] | None = None
+        self.served: Handed | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._started_at = -AGAIN_S
         self._known_pid, self._takes_requests, self._has_said = 0, False, False
@@ -56,7 +50,7 @@ class Standby:
         if pid is None or not self._takes_requests:
             is_due = time.monotonic() - self._started_at >= AGAIN_S
             if self.served is not None and is_due and running_pid(self._own) is None:
-                self.processes.append(self._start(*self.served))
+                self.processes.append(self._start(self.served))
         if pid is None:
             time.sleep(RETRY_S)
             return
@@ -66,48 +60,31 @@ class Standby:
         wait_for_end(pid, LOOK_S)
 
     def _know(self, pid: int) -> None:
-        """Record the configuration of a running process once the file is edited.
-
-        After a reload the file is not edited at first.
-        """
+        """Record what a running process was configured by, once that is written."""
         self._takes_requests, self._has_said = True, False  # assumed until the file is read
-        text = self._config.read_text(encoding="utf-8")
-        if not is_edited(text):
+        handed = Handed.read(self._config.parent)
+        if handed.pid != pid:
             return
-        self._known_pid, self._takes_requests = pid, takes_requests(text)
-        if self._takes_requests:
-            script = script_of(text)
-            self.served = (text, Path(script).read_text(encoding="utf-8") if script else "") if serves(text) else None
+        self._known_pid, self._takes_requests = pid, handed.takes_requests
+        if handed.takes_requests:
+            self.served = handed if handed.has_replicas else None
 
     def _has_taken_over(self, pid: int) -> bool:
         with suppress(OSError):
             return os.fsencode(self._own) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return False
 
-    def _start(self, text: str, script: str) -> subprocess.Popen[bytes]:
+    def _start(self, served: Handed) -> subprocess.Popen[bytes]:
+        """Start a HAProxy with sockets of its own: one that cannot bind the ports has replaced the sockets by then."""
         self._started_at, config = time.monotonic(), self._config.with_name(f"{_STANDBY}.cfg")
-        text, script = for_standby(text, script)
-        config.write_text(text, encoding="utf-8")
-        config.with_name(STANDBY_SCRIPT).write_text(script, encoding="utf-8")
+        config.write_text(served.config, encoding="utf-8")
+        config.with_suffix(".lua").write_text(served.script, encoding="utf-8")
         with self._config.with_name(f"{_STANDBY}.log").open("wb") as log:
             if not self._has_said:
                 sys.stderr.write("rayserve-moe serve: HAProxy does not serve; another does until Ray has its own\n")
             self._has_said = True
             command = [BINARY, "-db", "-f", config, "-dR"]
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-
-def for_standby(text: str, script: str) -> tuple[str, str]:
-    """Return a configuration and its script with the standby's own sockets.
-
-    A HAProxy that cannot bind the ports has replaced the sockets by then and leaves them dead.
-
-    Raises: UnknownTemplateError without an admin socket.
-    """
-    text, number = _ADMIN.subn(rf"\1{STANDBY_SOCKET}\2", text)
-    if number != 1:
-        raise UnknownTemplateError(f"HAProxy's configuration has {number} admin sockets")
-    return asking_at(text, script, socket=STANDBY_ROUTERS, name=STANDBY_SCRIPT)
 
 
 def answering(folder: Path) -> Path | None:

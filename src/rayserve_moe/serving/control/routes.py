@@ -15,8 +15,8 @@ from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.recovery.hosts import progress_of
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.fleet_control import ask_every, pause_all, update_all
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.fleet_control import ask_every, pause_all, update_all
 from rayserve_moe.serving.middleware.edge_guard import has_admin_key, refused_key
 from rayserve_moe.serving.middleware.json_body import read_body, read_options
 from rayserve_moe.serving.openapi import COMMAND, answers, takes

@@ -21,13 +21,13 @@ from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.updates.orders import WeightOutcome
 from rayserve_moe.engine.updates.tensors import BucketOrder, TensorUpdates, UpdateConflictError
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.fleet_buckets import stage_everywhere
+from rayserve_moe.serving.control.fleet_control import ask_every, pause_all, rename_all
+from rayserve_moe.serving.control.routes import check_admin, outcome_answer, update_answer
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.fleet_buckets import stage_everywhere
-from rayserve_moe.serving.fleet_control import ask_every, pause_all, rename_all
 from rayserve_moe.serving.middleware.json_body import read_body, read_options, validate
 from rayserve_moe.serving.openapi import COMMAND, answers, takes
 from rayserve_moe.serving.responses.streaming import json_answer, while_connected
-from rayserve_moe.serving.routes.control import check_admin, outcome_answer, update_answer
 from rayserve_moe.serving.routes.unsupported import BY_COLLECTIVE
 from rayserve_moe.serving.schemas.control import (
     AbortIdsBody,

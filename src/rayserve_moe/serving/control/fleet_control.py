@@ -19,9 +19,9 @@ from rayserve_moe.fleet.broadcast import Answer, Answers
 from rayserve_moe.fleet.member import StateUnavailableError
 from rayserve_moe.fleet.wanted_state import LEASE_S, FleetView, ServedWeights, Wanted
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.fleet import Fleet
+from rayserve_moe.serving.control.replica_calls import CALLS
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.fleet import Fleet
-from rayserve_moe.serving.replica_calls import CALLS
 
 READ_S = 5.0
 CHANGE_S = 60.0

