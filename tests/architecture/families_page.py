@@ -24,10 +24,10 @@ when its `config.json` names one of these architectures. "What it needs" lists t
 Another value of a key under "Served for" raises `UnsupportedModelError` with the key and the value; so do scalings of
 the rotation other than YaRN (and the fixed `alpha` of Hunyuan), and quantised files in a format that is not read.
 
-DeepSeek-V3.2 and GLM-5 are served with dense attention, up to `index_topk` tokens of a sequence. Up to that length their
-index selects every token, so that dense attention is exact. A larger `max_model_len` raises an error that names
-`index_topk`. Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3, whose
-files name no dtype and hold bfloat16.
+DeepSeek-V3.2 and GLM-5 are served with dense attention, up to `index_topk` tokens of a sequence. Up to that length
+their index selects every token, so that dense attention is exact. A larger `max_model_len` raises an error that names
+`index_topk`. Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3. The
+files of Hy3 name no dtype and hold bfloat16.
 
 The reference kernels compute every family in float32 and bfloat16 on any mesh, and the native CPU kernels in bfloat16.
 
