@@ -30,14 +30,9 @@ EDIT = Edit(
         ),
         "requests/columns.py": (
             Insertion(
-                """    "entropy": OutputColumn(
-        "evidence", np.float32, lambda request: 0 if request.return_entropy else None, "return_entropy"
-    ),
-""",
-                """    "margin": OutputColumn(
-        "evidence", np.float32, lambda request: 0 if request.return_margin else None, "return_margin"
-    ),
-""",
+                '"return_entropy", "output_token_entropy"),\n',
+                '    "margin": OutputColumn('
+                '"evidence", np.float32, _flag("return_margin"), "return_margin", "output_token_margin"),\n',
             ),
         ),
         "decoding/evidence.py": (
@@ -54,15 +49,6 @@ EDIT = Edit(
                 """            "entropy": of_logits.entropy_S,
 """,
                 """            "margin": of_logits.margin_S,
-""",
-            ),
-        ),
-        "answers/native.py": (
-            Insertion(
-                """        meta_info["output_token_entropy"] = result.columns["entropy"].tolist()
-""",
-                """    if "margin" in result.columns:
-        meta_info["output_token_margin"] = result.columns["margin"].tolist()
 """,
             ),
         ),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayserve_moe.replay.encoding import encode_routed_experts, routed_experts_info, routing_from
-from rayserve_moe.requests.columns import Columns, Ragged, Values, as_array
+from rayserve_moe.requests.columns import OUTPUT_COLUMNS, Columns, Values, as_array
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RoutedExperts, RoutingLayout
 from rayserve_moe.requests.results import ChoiceResult, DraftCounts, joined_ranges
@@ -46,10 +46,7 @@ def native_answer(
         "logprob_weight_versions": [list(labelled) for labelled in versions],
     }
     meta_info |= _native_drafts(result.drafts)
-    if "entropy" in result.columns:
-        meta_info["output_token_entropy"] = result.columns["entropy"].tolist()
-    if request.return_sampling_mask:
-        meta_info |= _native_mask(result.columns)
+    meta_info |= _native_columns(request, result)
     if (states := hidden_states(request, result)) is not None:
         meta_info["hidden_states"] = states
     if return_logprob:
@@ -146,14 +143,13 @@ def _pairs(logprobs: Values, token_ids: Sequence[int]) -> list[list[tuple[float,
     return [list(zip(values, token_ids, strict=True)) for values in as_array(logprobs).tolist()]
 
 
-def _native_mask(columns: Columns) -> dict:
-    masks = columns.get("mask_ids")
-    ids = masks.entries() if isinstance(masks, Ragged) else []
-    return {
-        "output_token_sampling_mask": [each.tolist() for each in ids],
-        "output_token_sampling_logprobs": columns.get("mask_logprobs", _NO_VALUES).tolist(),
-        "output_token_sampling_mask_length": len(ids),
-    }
+def _native_columns(request: GenerationRequest, result: ChoiceResult) -> dict:
+    """Return the requested columns that have a name of their own."""
+    wanted = ((name, each) for name, each in OUTPUT_COLUMNS.items() if each.native and each.width(request) is not None)
+    written = {each.native: result.columns.get(name, _NO_VALUES).tolist() for name, each in wanted}
+    if request.return_sampling_mask:
+        written["output_token_sampling_mask_length"] = len(written["output_token_sampling_mask"])
+    return written
 
 
 def hidden_states(request: GenerationRequest, result: ChoiceResult) -> list | None:

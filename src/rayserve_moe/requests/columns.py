@@ -16,6 +16,7 @@ from rayserve_moe.requests.fields import MAX_LISTED_IDS
 from rayserve_moe.requests.records import GenerationRequest
 
 MODEL_WIDTH = -1
+_MASK = "return_sampling_mask"
 WANTS_MASK = 2
 """Added to the first number of an `evidence_row` that requests a sampling mask."""
 
@@ -64,6 +65,8 @@ class OutputColumn:
     """Numbers per output; 0 for a scalar, None if it is not requested."""
     param: str = ""
     """Name in errors of the field that requests a column of evidence."""
+    native: str = ""
+    """Name in the `meta_info` of native answers; empty if their log-prob entries hold the column."""
     is_ragged: bool = False
 
 
@@ -76,6 +79,11 @@ class ProbedColumn:
     """First and end position in the prompt, or None if it is not requested."""
     width: Callable[[GenerationRequest], int | None]
     """Numbers per position; 0 for a scalar, MODEL_WIDTH if the model decides, None if it is not requested."""
+
+
+def _flag(name: str) -> Callable[[GenerationRequest], int | None]:
+    """Return the width of a column of scalars that a flag of the request wants."""
+    return lambda request: 0 if getattr(request, name) else None
 
 
 def _num_top(request: GenerationRequest) -> int | None:
@@ -108,19 +116,9 @@ OUTPUT_COLUMNS: Mapping[str, OutputColumn] = {
     "listed_logprobs": OutputColumn(
         "evidence", np.float32, lambda request: len(request.logprob_token_ids) or None, "logprob_token_ids"
     ),
-    "entropy": OutputColumn(
-        "evidence", np.float32, lambda request: 0 if request.return_entropy else None, "return_entropy"
-    ),
-    "mask_ids": OutputColumn(
-        "evidence",
-        np.int32,
-        lambda request: 0 if request.return_sampling_mask else None,
-        "return_sampling_mask",
-        is_ragged=True,
-    ),
-    "mask_logprobs": OutputColumn(
-        "evidence", np.float32, lambda request: 0 if request.return_sampling_mask else None, "return_sampling_mask"
-    ),
+    "entropy": OutputColumn("evidence", np.float32, _flag("return_entropy"), "return_entropy", "output_token_entropy"),
+    "mask_ids": OutputColumn("evidence", np.int32, _flag(_MASK), _MASK, "output_token_sampling_mask", is_ragged=True),
+    "mask_logprobs": OutputColumn("evidence", np.float32, _flag(_MASK), _MASK, "output_token_sampling_logprobs"),
 }
 """Columns by name: likeliest tokens in descending order with log-probs, log-probs of listed ids, entropy in nats,
 sampling mask, and the output's log-prob within the mask."""

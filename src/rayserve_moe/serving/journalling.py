@@ -8,7 +8,6 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -65,8 +64,17 @@ class Asking:
     def identity(self) -> bytes:
         return identity_of(self.caller, self.name)
 
+    def resume(self, resumed: Resumed) -> None:
+        """Continue from the state that was taken over."""
+        self.resumed, self.stem = resumed, resumed.asked.stem
 
-_ASKING: ContextVar[Asking | None] = ContextVar("asking", default=None)
+
+_KEY = "rayserve_moe.asking"
+
+
+def asking_of(scope: Scope) -> Asking | None:
+    """Return the journalled request of an HTTP request, or None."""
+    return scope.get(_KEY)
 
 
 def identity_of(caller: str, name: str) -> bytes:
@@ -80,16 +88,15 @@ def journal_requests(app: ASGIApp, journal: JournalClient | None) -> ASGIApp:
     async def journalled(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
         if journal is not None and path in KEPT_PATHS:
-            _ASKING.set(_asking_of(scope, path, journal))
+            scope[_KEY] = _new_asking(scope, path, journal)
         await app(scope, receive, send)
 
     return app if journal is None else journalled
 
 
-def resume(asking: Asking, resumed: Resumed) -> None:
-    """Continue this task's request from the state that was taken over."""
-    asking.resumed, asking.stem = resumed, resumed.asked.stem
-    _ASKING.set(asking)
+def resumed_scope(asking: Asking) -> dict[str, Asking]:
+    """Return the addition to the scope of a request that another one replays."""
+    return {_KEY: asking}
 
 
 def caller_of(scope: Scope) -> str:
@@ -99,17 +106,16 @@ def caller_of(scope: Scope) -> str:
     return key.partition(b" ")[2].strip().decode("latin-1")
 
 
-def note_body(body: bytes, checked: BaseModel) -> None:
-    """Record the validated body of this task's request and its client-supplied id."""
-    if (asking := _ASKING.get()) is not None:
+def note_body(scope: Scope, body: bytes, checked: BaseModel) -> None:
+    """Record the validated body of a journalled request and its client-supplied id."""
+    if (asking := asking_of(scope)) is not None:
         asking.body = body
         given = [getattr(checked, name) for name in ("rid", "request_id") if name in checked.model_fields_set]
         asking.name = next((name for name in given if isinstance(name, str) and name), asking.name)
 
 
-def answer_stem() -> str:
+def answer_stem(asking: Asking | None) -> str:
     """Return the stem of an answer's ids: the same on every replica that resumes the request."""
-    asking = _ASKING.get()
     return uuid.uuid4().hex if asking is None else asking.stem
 
 
@@ -154,10 +160,9 @@ class KeptRequest:
 
 
 async def kept_request(
-    requests: Sequence[GenerationRequest], card: ModelCard, *, capacity: Capacity
+    asking: Asking | None, requests: Sequence[GenerationRequest], card: ModelCard, *, capacity: Capacity
 ) -> KeptRequest | None:
-    """Record this task's HTTP request in the journal, or resume it; None without an id, and for hidden states."""
-    asking = _ASKING.get()
+    """Record an HTTP request in the journal, or resume it; None without an id, and for hidden states."""
     if asking is None or not asking.name or any(request.return_hidden_states for request in requests):
         return None
     if asking.resumed is None and asking.cursor:
@@ -166,7 +171,7 @@ async def kept_request(
         if (found.asked.path, found.asked.body) != (asking.path, asking.body):
             asking.journal.close(found.ticket)
             raise ApiError(400, "`Last-Event-ID` belongs to a request with another body", code="other_body")
-        resume(asking, found)
+        asking.resume(found)
     resumed = asking.resumed
     if resumed is None:
         capacity.check(len(requests))  # before any write to the journal
@@ -270,7 +275,7 @@ def _cursor_in(header: str) -> list[int]:
     return list(map(int, parts))
 
 
-def _asking_of(scope: Scope, path: str, journal: JournalClient) -> Asking:
+def _new_asking(scope: Scope, path: str, journal: JournalClient) -> Asking:
     headers: dict[bytes, Any] = dict(scope["headers"])
 
     def header(name: bytes) -> str:

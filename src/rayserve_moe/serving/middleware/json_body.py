@@ -69,7 +69,7 @@ async def _read(
         else:
             checked, unknown = check()
     note_ignored(request, unknown)
-    note_body(body, checked)
+    note_body(request.scope, body, checked)
     return checked
 
 

@@ -21,7 +21,7 @@ from rayserve_moe.requests.records import GenerationRequest, RequestError
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.journalling import HANDED_OVER, TAKEN_OVER, KeptRequest, kept_request
+from rayserve_moe.serving.journalling import HANDED_OVER, TAKEN_OVER, Asking, KeptRequest, kept_request
 from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
 from rayserve_moe.text.request_limits import with_thinking_limit
 
@@ -136,11 +136,16 @@ class RequestStreams:
 
 
 async def open_streams(
-    state: ApiState, requests: Sequence[GenerationRequest], *, param_names: Mapping[str, str] | None = None
+    state: ApiState,
+    requests: Sequence[GenerationRequest],
+    *,
+    param_names: Mapping[str, str] | None = None,
+    asking: Asking | None = None,
 ) -> RequestStreams:
     """Submit every request, or none: if `GenerationStream` raises, the submitted ones are aborted.
 
-    `param_names` maps the engine's field names to the route's. Other tasks run between many choices.
+    `param_names` maps the engine's field names to the route's; a request of `asking` is journalled. Other tasks run
+    between many choices.
     """
     with refusals_named(param_names or {}):
         state.loop.capacity.check_size(len(requests))
@@ -148,7 +153,7 @@ async def open_streams(
             request if request.thinking_token_budget is None else with_thinking_limit(request, state.chat_output)
             for request in requests
         ]
-    kept = await kept_request(requests, state.card, capacity=state.loop.capacity)
+    kept = await kept_request(asking, requests, state.card, capacity=state.loop.capacity)
     requests = requests if kept is None else kept.requests
     streams, num_choices = RequestStreams(state, requests), 0
     streams.kept = kept

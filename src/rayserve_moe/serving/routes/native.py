@@ -18,7 +18,7 @@ from rayserve_moe.requests.fields import SGLANG
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.journalling import answer_stem
+from rayserve_moe.serving.journalling import Asking, answer_stem, asking_of
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond, rollout_type
@@ -46,7 +46,7 @@ def native_router(state: ApiState) -> APIRouter:
         names = {**_PARAM_NAMES, "prompt": body.prompt_name}
         with refusals_named(names):
             requests = await _requests(state, body, request)
-        streams = await open_streams(state, requests, param_names=names)
+        streams = await open_streams(state, requests, param_names=names, asking=asking_of(request.scope))
         routing = RoutingWriter(
             state.card.routing,
             "binary" if container else body.routed_experts_format,
@@ -67,16 +67,17 @@ async def _requests(state: ApiState, body: GenerateBody, http_request: Request) 
         body.of_prompt(place) | {name: value for name, value in params if value is not None}
         for place, params in enumerate(sampling)
     ]
+    ids = _request_ids(body, asking_of(http_request.scope))
     return [
         build_request(prompt_ids, each, dialect=SGLANG, card=state.card, request_id=request_id, forced=rows)
-        for request_id, prompt_ids, each, rows in zip(_request_ids(body), prompts, given, forced, strict=True)
+        for request_id, prompt_ids, each, rows in zip(ids, prompts, given, forced, strict=True)
     ]
 
 
-def _request_ids(body: GenerateBody) -> list[str]:
+def _request_ids(body: GenerateBody, asking: Asking | None) -> list[str]:
     if isinstance(body.rid, list):
         return body.rid
-    stem = body.rid or answer_stem()
+    stem = body.rid or answer_stem(asking)
     return [f"{stem}_{position}" for position in range(len(body.batch.prompts))] if body.batch.is_batch else [stem]
 
 

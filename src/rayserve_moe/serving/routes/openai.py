@@ -16,7 +16,7 @@ from rayserve_moe.requests.builder import build_request
 from rayserve_moe.requests.fields import OPENAI
 from rayserve_moe.requests.records import Constraint, GenerationRequest, RequestError
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.journalling import answer_stem
+from rayserve_moe.serving.journalling import Asking, answer_stem, asking_of
 from rayserve_moe.serving.middleware.json_body import chat_from, read_body, refusals_translated
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond
@@ -77,19 +77,19 @@ def with_routing(state: ApiState, body: Body) -> Body:
 async def _answer(
     state: ApiState, http_request: Request, *, body: CompletionBody | ChatBody, prompts: Sequence[np.ndarray]
 ) -> Response:
-    streams, writer = await opened(state, body, prompts=prompts)
+    streams, writer = await opened(state, body, prompts=prompts, asking=asking_of(http_request.scope))
     return await respond(state, http_request, streams=streams, writer=writer, stream=body.stream)
 
 
 async def opened(
-    state: ApiState, body: CompletionBody | ChatBody, *, prompts: Sequence[np.ndarray]
+    state: ApiState, body: CompletionBody | ChatBody, *, prompts: Sequence[np.ndarray], asking: Asking | None
 ) -> tuple[RequestStreams, OpenAIWriter]:
     """Submit the requests of a body; return their streams and the writer of the answer."""
     prefix, names = ("chatcmpl", _CHAT_NAMES) if isinstance(body, ChatBody) else ("cmpl", _COMPLETION_NAMES)
-    answer_id = body.rid or f"{prefix}-{answer_stem()}"
+    answer_id = body.rid or f"{prefix}-{answer_stem(asking)}"
     with refusals_named(names):
         requests = await _requests(state, body, answer_id=answer_id, prompts=prompts)
-    streams = await open_streams(state, requests, param_names=names)
+    streams = await open_streams(state, requests, param_names=names, asking=asking)
     return streams, OpenAIWriter(state, body, answer_id=answer_id, streams=streams)
 
 
@@ -99,7 +99,8 @@ async def opened_chat(
     """Submit the chat that another dialect's body becomes; `names` are that dialect's names of chat fields."""
     with refusals_translated(names):
         chat = chat_from(fields())
-        return await opened(state, chat, prompts=[await chat_ids(state, chat, request=request)])
+        prompt_ids = await chat_ids(state, chat, request=request)
+        return await opened(state, chat, prompts=[prompt_ids], asking=asking_of(request.scope))
 
 
 async def _requests(

@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.journalling import Asking, Resumed, caller_of, identity_of, resume, take_over
+from rayserve_moe.serving.journalling import Asking, Resumed, caller_of, identity_of, resumed_scope, take_over
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.schemas.resume import ResumeBody
@@ -29,6 +29,7 @@ def resume_router(state: ApiState) -> APIRouter:
         resumed = await take_over(state.journal, identity, told=body.from_token, capacity=state.loop.capacity)
         asked = resumed.asked
         asking = Asking(state.journal, asked.path, caller, body.rid, asked.accept, "", asked.body)
+        asking.resume(resumed)
         return _Replayed(request, asking, resumed=resumed)
 
     return router
@@ -51,8 +52,8 @@ class _Replayed(Response):
         async def receive_asked() -> Message:
             return parts.pop() if parts else await receive()
 
-        resume(self._asking, self._resumed)
         again = {**scope, "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
+        again |= resumed_scope(self._asking)
         try:
             await self._request.app.router(again, receive_asked, send)
         finally:

@@ -23,6 +23,7 @@ from rayserve_moe.requests.records import ROW_START, GenerationRequest, ModelCar
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.journalling import asking_of
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.serving.responses.answering import respond, rollout_type
@@ -58,7 +59,12 @@ def token_router(state: ApiState) -> APIRouter:
         body = await read_body(request, TokenBody, admission=state.admission)
         check_model(state, body.model)
         container = rollout_type(request, stream=body.stream)
-        streams = await open_streams(state, [await _request(state, body, request)], param_names=_PARAM_NAMES)
+        streams = await open_streams(
+            state,
+            [await _request(state, body, request)],
+            param_names=_PARAM_NAMES,
+            asking=asking_of(request.scope),
+        )
         dtype = body.routed_experts_dtype
         if request.url.path.endswith(_SKYRL) and state.card.routing.num_experts > _MAX_UINT8_EXPERTS:
             dtype = "int16"
