@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rayserve_moe.config.load import ENVIRONMENT_KEYS
-from rayserve_moe.config.settings import Settings
+from rayserve_moe.config.setting_texts import SectionText, SettingText, sections
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 INTRODUCTION = """# Settings
@@ -23,43 +19,31 @@ a value out of range are refused at the start; the error names the key, and the 
 
 def page() -> str:
     """Return the page's text."""
-    sections = [section for field in dataclasses.fields(Settings) for section in _section(field.name)]
-    return "\n".join([INTRODUCTION, *sections, *_environment()])
+    return "\n".join([INTRODUCTION, *(line for section in sections() for line in _section(section)), *_environment()])
 
 
-def field_texts(section: type) -> dict[str, str]:
-    """The docstring below every field of a section; nothing for a field without one."""
-    (node,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(node, ast.ClassDef)
-    found = {}
-    for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-            found[statement.target.id] = " ".join(str(text).split())
-    return found
+def _section(section: SectionText) -> Iterator[str]:
+    yield from (f"## `{section.name}`", "", section.title, "")
+    yield from (
+        "| setting | type | default | values | meaning |",
+        "|---|---|---|---|---|",
+        *map(_row, section.settings),
+    )
+    yield ""
 
 
-def _section(name: str) -> Iterator[str]:
-    section = type(getattr(Settings(), name))
-    texts = field_texts(section)
-    rows = [_row(field, texts[field.name]) for field in dataclasses.fields(section)]
-    yield from (f"## `{name}`", "", inspect.getdoc(section) or "", "")
-    yield from ("| setting | type | default | values | meaning |", "|---|---|---|---|---|", *rows, "")
-
-
-def _row(field: dataclasses.Field[Any], text: str) -> str:
-    stated = field.metadata
-    key, aliases = stated.get("key", field.name), stated.get("aliases", ())
-    names = ", ".join(f"`{name}`" for name in dict.fromkeys((key, *aliases)))
-    default = "[]" if field.default == () else str(field.default).lower() if field.type == "bool" else field.default
-    cells = (names, f"`{field.type}`", f"`{default}`" if default != "" else "", _values(stated), text)
+def _row(setting: SettingText) -> str:
+    names = ", ".join(f"`{name}`" for name in setting.names)
+    default = setting.default
+    default = "[]" if default == () else str(default).lower() if setting.type == "bool" else default
+    cells = (names, f"`{setting.type}`", f"`{default}`" if default != "" else "", _values(setting), setting.text)
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
-def _values(stated: Any) -> str:
-    if "choices" in stated:
-        return ", ".join(f"`{choice}`" for choice in stated["choices"])
-    return "{:,} to {:,}".format(*stated["bounds"]) if "bounds" in stated else ""
+def _values(setting: SettingText) -> str:
+    if setting.choices:
+        return ", ".join(f"`{choice}`" for choice in setting.choices)
+    return "{:,} to {:,}".format(*setting.bounds) if setting.bounds else ""
 
 
 def _environment() -> Iterator[str]:

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from ray.serve import Application
 
-from rayserve_moe.checkpoints.hub import hub_model
 from rayserve_moe.config.load import settings_from_yaml
+from rayserve_moe.config.model_names import hub_model
 from rayserve_moe.rollouts import batch_job
 from rayserve_moe.serving.app import build
 from tests.deploy import crds

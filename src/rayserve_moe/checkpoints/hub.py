@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 from contextlib import ExitStack
@@ -26,45 +25,12 @@ from huggingface_hub.utils import build_hf_headers
 from rayserve_moe.checkpoints.remote import OPTIONS, RemoteStamp
 from rayserve_moe.checkpoints.transfer import attempted
 from rayserve_moe.config.given_files import GivenFileError
+from rayserve_moe.config.model_names import HubModel
 
 log = logging.getLogger(__name__)
 
-SCHEME = "hf://"
 LOCATION_S = 900.0
 """Seconds for which a file's redirected address is used; the Hub signs it for an hour."""
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """A model of the Hub at a revision."""
-
-    repo_id: str
-    revision: str | None = None
-    """None: the newest revision."""
-
-    @property
-    def is_commit(self) -> bool:
-        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
-
-    def __str__(self) -> str:
-        return f"{SCHEME}{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
-
-
-def hub_model(model_path: str) -> HubModel | None:
-    """Return the model that a path names on the Hub, or None for any other path.
-
-    Accepted are `hf://org/name`, and `org/name` if no such directory exists, both with an optional `@revision`. Raises
-    GivenFileError if anything else follows `hf://`.
-    """
-    is_url = model_path.startswith(SCHEME)
-    found = _ID.fullmatch(model_path.removeprefix(SCHEME).rstrip("/"))
-    if found is None and is_url:
-        raise GivenFileError("not a model of the Hub: hf://organisation/name, or hf://organisation/name@revision")
-    if found is None or (not is_url and (model_path[0] in ".~" or Path(model_path).exists())):
-        return None
-    return HubModel(found["id"], found["revision"])
 
 
 def pinned(model: HubModel, given_up: threading.Event | None = None) -> tuple[HubModel, HubStore | None]:

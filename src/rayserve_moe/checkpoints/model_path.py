@@ -7,15 +7,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from rayserve_moe.checkpoints.files import CheckpointError
-from rayserve_moe.checkpoints.hub import SCHEME
 from rayserve_moe.checkpoints.places import exists, one_revision, place_of
 from rayserve_moe.checkpoints.range_cache import cache_for
 from rayserve_moe.checkpoints.remote import NUM_CONNECTIONS, RemoteDirectory, opened_anywhere
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.config import given_files
 from rayserve_moe.config.given_files import GivenFileError, is_url
+from rayserve_moe.config.model_names import SCHEME, SYNTHETIC
 
-SYNTHETIC_PREFIX = "synthetic:"
+SYNTHETIC_PREFIX = f"{SYNTHETIC}:"
 TRAINED_PREFIX = f"{given_files.TRAINED}:"
 TRAINED = {name: Path(__file__).parent / name for name in given_files.TRAINED_NAMES}
 """Checkpoints in the package, made by `examples/train_calculator.py`."""

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 from rayserve_moe.checkpoints.header import CheckpointError
-from rayserve_moe.checkpoints.hub import HubModel, hub_model, pinned, snapshot_of
+from rayserve_moe.checkpoints.hub import pinned, snapshot_of
 from rayserve_moe.checkpoints.range_cache import cache_for
 from rayserve_moe.checkpoints.remote import AnyDirectory, AnyFile, FolderStore, RemoteDirectory, folder_at
 from rayserve_moe.checkpoints.transfer import MissingFileError, attempted
 from rayserve_moe.config.given_files import ANYWHERE, GivenFileError, Reach, is_url, one_line
+from rayserve_moe.config.model_names import HubModel, hub_model
 
 
 def place_of(path: str | Path, reach: Reach = ANYWHERE, *, cache: Path | None = None) -> AnyDirectory:

@@ -94,17 +94,38 @@ def settings_from_yaml(path: str | Path, *, on_tpu: bool = False) -> Settings:
 
     `on_tpu` acts as in `settings_from`.
     """
-    try:
-        document = yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise SettingsError(f"{path}: {error}") from error
-    except RecursionError as error:
-        raise SettingsError(f"{path}: nested too deeply") from error
+    document = read_yaml(path)
     if isinstance(document, dict) and document.get("applications"):
         document = document["applications"][0].get("args") or {}
     if not isinstance(document, dict):
         raise SettingsError(f"{path}: expected a mapping of settings")
     return settings_from(document, on_tpu=on_tpu)
+
+
+def read_yaml(path: str | Path) -> Any:
+    """Parse a YAML file.
+
+    Raises: SettingsError if it is unreadable; for wrong YAML its message shows the line, with a caret below the fault.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{path}: nested too deeply") from error
+    except yaml.MarkedYAMLError as error:
+        raise SettingsError(f"{path}{_place_of(error)}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def _place_of(error: yaml.MarkedYAMLError) -> str:
+    """Return where YAML is wrong and why: `, line 3: mapping values are not allowed here`, then the line."""
+    mark = error.problem_mark or error.context_mark
+    what = ", ".join(filter(None, (error.problem, error.context)))
+    if mark is None:
+        return f": {what}"
+    return f", line {mark.line + 1}: {what}\n{mark.get_snippet(indent=2) or ''}".rstrip()
 
 
 def set_environment_defaults(variables: Mapping[str, str]) -> None:

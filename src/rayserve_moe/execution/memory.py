@@ -148,8 +148,17 @@ def num_pages_that_fit(cache: CacheSettings, *, bytes_of: Callable[[int], int], 
 
 def memory_available() -> int:
     """Return the bytes of host memory that are available without swapping."""
-    meminfo = Path("/proc/meminfo").read_text()
-    return next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable")) * 1024
+    return _meminfo("MemAvailable")
+
+
+def memory_total() -> int:
+    """Return the bytes of host memory."""
+    return _meminfo("MemTotal")
+
+
+def _meminfo(name: str) -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 
 
 def give_back_freed() -> None:

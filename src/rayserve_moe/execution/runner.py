@@ -22,6 +22,7 @@ from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution import memory
 from rayserve_moe.execution.drafts.model import draft_of, open_draft, spec_of
 from rayserve_moe.execution.kernel_report import kernel_report
+from rayserve_moe.execution.memory_plan import check_memory
 from rayserve_moe.execution.programs.buckets import filling_plan
 from rayserve_moe.execution.programs.cache import kept_programs
 from rayserve_moe.execution.programs.compiled import (
@@ -102,7 +103,10 @@ class HostRunner:
 
         They come from a `share`, or from `spread`, the shares of a group of another size, or from the checkpoint
         `source` in place of the model's own.
+
+        Raises: SettingsError before anything is read if memory cannot hold it.
         """
+        check_memory(self.served, list(self.config.plan.mesh.local_devices))
         started = time.perf_counter()
         kept = read_share(share, self.served) if share else read_spread(spread, self.served) if spread else None
         loaded = kept or self._read(source)

@@ -28,9 +28,17 @@ def family_of(config: Mapping[str, Any]) -> ModuleType:
     for name in architectures if isinstance(architectures, list) else ():
         if isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name]
+    dense = ": a dense model, and this server is for Mixture-of-Experts models" if _is_dense(config) else ""
     raise UnsupportedModelError(
-        f"config.json: architectures = {reprlib.repr(architectures)}; supported: {', '.join(sorted(FAMILIES))}"
+        f"config.json: architectures = {reprlib.repr(architectures)}{dense}; supported: {', '.join(sorted(FAMILIES))}"
     )
+
+
+def _is_dense(config: Mapping[str, Any]) -> bool:
+    """Return True for the config of a language model that names no experts."""
+    own = config.get("text_config", config)
+    sizes = own if isinstance(own, Mapping) else config
+    return "hidden_size" in sizes and not any("expert" in name for name in sizes)
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:

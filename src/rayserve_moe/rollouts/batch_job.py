@@ -31,7 +31,8 @@ from rayserve_moe.config.settings import LoggingSettings
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.rollouts.answers import Unusable
 from rayserve_moe.rollouts.client import RolloutClient
-from rayserve_moe.rollouts.driver import Driver, JobSettings, Source, with_retries
+from rayserve_moe.rollouts.driver import Driver, Source, with_retries
+from rayserve_moe.rollouts.job_options import ANY_VERSION, JobSettings, add_arguments, check
 from rayserve_moe.rollouts.prompts import check_sampling, count_rows, read_rows
 from rayserve_moe.rollouts.replica_pool import ReplicaPool, num_replicas_for
 from rayserve_moe.rollouts.request_batching import RequestBatcher
@@ -40,11 +41,8 @@ from rayserve_moe.rollouts.summary import Tally, as_text, summary_of
 from rayserve_moe.text.tokenizer import Tokenizer, TokenizerError
 
 COMPLETE, GIVEN_UP, WRONG_USE, INTERRUPTED = 0, 1, 2, 3
-DEFAULT_NEW_TOKENS, DEFAULT_IN_FLIGHT = 256, 256
+DEFAULT_IN_FLIGHT = 256
 TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.5, 10.0
-ANY_VERSION = "any"
-RAY_SCRATCH = "runtime_resources"
-"""Folder of a Ray session that holds the working directories of jobs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,49 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     options = parser.parse_args(arguments)
     try:
+        check(options)
         return run(options)
     except ValueError as error:
         sys.stderr.write(f"rollout: {error}\n")
         return WRONG_USE
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the job."""
-    default = JobSettings(1)
-    add = parser.add_argument
-    add("--prompts", type=Path, required=True, help="JSONL or Parquet: `text`, `messages` or `input_ids` per row")
-    add(
-        "--out",
-        type=Path,
-        required=True,
-        help="directory of the shards, an absolute path; resumes an earlier run there",
-    )
-    add("--n", type=int, default=1, help="samples per prompt")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--url", help="a running server; its key in RAYSERVE_MOE_API_KEY")
-    where.add_argument("--config", type=Path, help="settings of engines to start in the job's Ray cluster")
-    add("--replicas", type=int, default=0, help="engines to start (default: the number of free slices)")
-    add(
-        "--seed", type=int, default=default.seed, help="of the job; samples are determined by it and their prompts' ids"
-    )
-    add("--max-new-tokens", type=int, default=DEFAULT_NEW_TOKENS)
-    add("--temperature", type=float, default=1.0)
-    add("--sampling", default="{}", help="further sampling parameters, as a JSON object; rows override them")
-    add("--no-routing", action="store_true", help="leave routed experts out")
-    add("--weight-version", default=ANY_VERSION, help="count and keep only samples of these weights")
-    add("--retry-errors", action="store_true", help="retry prompts that an earlier run gave up")
-    add("--resample-damaged", action="store_true", help="set damaged shards aside and sample their prompts again")
-    add("--tokenizer", type=Path, help="the checkpoint's directory (default: the server's path)")
-    add("--in-flight", type=int, default=0, help="samples in flight")
-    add("--shard-mib", type=int, default=default.shard_bytes >> 20, help="samples in memory before a shard is written")
-    add("--flush-s", type=float, default=default.flush_s, help="maximum time until a sample is on disk")
-    add("--give-up-s", type=float, default=default.give_up_s, help="maximum time without any answer")
-
-
 def run(options: argparse.Namespace) -> int:
     """Run the job under a lock on its directory. Raises ValueError for wrong use, before anything is sampled."""
     settings = _job_settings(options)
-    _check_lasts(options.out)
     num_rows = count_rows(options.prompts)
     with RolloutDirectory(options.out, sets_aside=options.resample_damaged) as directory:
         sys.stderr.write(f"rollout: writes to {options.out}\n")
@@ -105,17 +70,6 @@ def run(options: argparse.Namespace) -> int:
         directory.write_json("summary.json", summary)
     sys.stdout.write(as_text(summary) + "\n")
     return status
-
-
-def _check_lasts(out: Path) -> None:
-    """Raise ValueError for an output directory that a Ray job would lose: inside the copy of its working directory."""
-    if not out.is_absolute():
-        raise ValueError(
-            f"--out {out} is relative: `ray job submit` runs the job in a copy of the working directory, which Ray "
-            f'removes; give an absolute path, such as "$HOME/{out}"'
-        )
-    if RAY_SCRATCH in out.parts:
-        raise ValueError(f"--out {out} lies in Ray's copy of a working directory, which Ray removes: give another path")
 
 
 async def _run(
@@ -176,20 +130,11 @@ def _stop_on_signals() -> None:
 
 
 def _job_settings(options: argparse.Namespace) -> JobSettings:
-    for name in ("n", "shard_mib", "flush_s", "give_up_s"):
-        if not getattr(options, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be greater than 0")
-    if min(options.in_flight, options.replicas) < 0:
-        raise ValueError("--in-flight and --replicas must not be negative")
-    try:
-        further = json.loads(options.sampling)
-    except ValueError as error:
-        raise ValueError(f"--sampling is not JSON: {error}") from error
     basic = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
     return JobSettings(
         options.n,
         options.seed,
-        sampling={**basic, **check_sampling(further)},
+        sampling={**basic, **check_sampling(json.loads(options.sampling))},
         returns_routing=not options.no_routing,
         weight_version=None if options.weight_version == ANY_VERSION else options.weight_version,
         retries_failed=options.retry_errors,

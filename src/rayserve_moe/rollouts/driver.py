@@ -8,13 +8,13 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
 from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable
+from rayserve_moe.rollouts.job_options import JobSettings
 from rayserve_moe.rollouts.prompts import BadRow, Row, prompt_ids_of, seed_of
 from rayserve_moe.rollouts.schema import Failure, Rollout
 from rayserve_moe.rollouts.shards import RolloutDirectory
@@ -38,29 +38,6 @@ class Source(Protocol):
         known.
         """
         ...
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """Settings of a job."""
-
-    num_samples: int
-    """Samples per prompt."""
-    seed: int = 0
-    sampling: dict[str, Any] = field(default_factory=dict)
-    returns_routing: bool = True
-    weight_version: str | None = None
-    """Weight version that samples must have; None: any."""
-    retries_failed: bool = False
-    """True if prompts that an earlier run gave up are retried."""
-    in_flight: int = 256
-    """Maximum number of concurrent samples."""
-    shard_bytes: int = 64 * 2**20
-    """A shard is written at this size."""
-    flush_s: float = 20.0
-    """A shard is written after this time."""
-    give_up_s: float = 900.0
-    """The job ends after this time without any answer."""
 
 
 class Driver:

@@ -64,12 +64,12 @@ def as_text(summary: dict[str, Any]) -> str:
     reasons = [f"  {count} given up: {reason}" for reason, count in summary["reasons"].items()]
     ends = ", ".join(f"{count} {name}" for name, count in sorted(summary["finish_reasons"].items())) or "none"
     lines = [
-        "complete" if summary["status"] == 0 else "not complete: {reason}",
         "{samples_written} samples written, {samples_done_before} were there; ended by: {ends}",
         "{prompts} prompts, {prompts_failed} of them given up, {prompts_failed_before} earlier",
         "{reasons}",
         "{output_tokens} output tokens in {sampling_s:.1f} s: {output_tokens_per_s:.0f} per second; {retries} retries",
         "in {directory}",
+        "complete" if summary["status"] == 0 else "not complete: {reason}",
     ]
     filled = {**summary, "ends": ends, "reasons": "\n".join(reasons)}
     return "\n".join(line for line in (line.format_map(filled) for line in lines) if line)

@@ -1,4 +1,4 @@
-"""`rayserve-moe compile-check`: compiles a server's programs for a TPU topology and prints a report."""
+"""The work of `rayserve-moe compile-check`: compiles a server's programs for a TPU topology and prints a report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rayserve_moe.config.given_files import GivenFileError, read_json_object
 from rayserve_moe.config.load import set_environment_defaults
+from rayserve_moe.tools.check_options import DEFAULT_CONTEXT, SETTING_OF_OPTION
 from rayserve_moe.tools.compile_check import (
     COMPILER_ENVIRONMENT,
     CheckReport,
@@ -21,65 +22,14 @@ from rayserve_moe.tools.compile_check import (
 )
 from rayserve_moe.tools.estimate.dump import dump_environment
 from rayserve_moe.tools.estimate.report import estimate_lines
-from rayserve_moe.tools.presets import preset_names
 from rayserve_moe.tools.program_report import ProgramReport
 from rayserve_moe.tools.served_cases import NoTopologyError, ServedCase, case_of_config, case_of_model
 
 DOES_NOT_FIT = 1
-DEFAULT_CONTEXT = 4096
-SETTING_OF_OPTION = {
-    "redundant_experts": "num_redundant_experts",
-    "expert_backend": "expert_backend",
-    "expert_selection": "expert_selection",
-    "context": "max_model_len",
-    "batch": "max_running_requests",
-    "prefill_tokens": "max_step_tokens",
-    "page_size": "page_size",
-    "dtype": "dtype",
-    "kv_cache_dtype": "kv_cache_dtype",
-    "slices": "num_slices",
-    "expert_dtype": "expert_dtype",
-    "return_routed_experts": "enable_return_routed_experts",
-    "speculative_algorithm": "speculative_algorithm",
-    "speculative_draft_model_path": "speculative_draft_model_path",
-}
-"""Options that set settings, with the settings' keys."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line."""
-    names = ", ".join(preset_names())
-    parser.add_argument("--config", help="a Serve config: its programs, on its topology or --topology")
-    parser.add_argument("--model", default="", help=f"a directory with config.json, or one of {names}")
-    parser.add_argument("--topology", default="", help="such as v6e:2x4, in the TPU compiler's spelling")
-    parser.add_argument("--dp", type=int, default=0, help="data ranks (default: all devices / tp)")
-    parser.add_argument("--tp", type=int, default=0, help="devices that share the heads (default: 1, or devices / dp)")
-    parser.add_argument("--slices", type=int, help="number of slices of that topology (default: 1)")
-    parser.add_argument("--redundant-experts", type=int, help="expert slots beyond one per expert, with rebalancing")
-    parser.add_argument("--expert-backend", help="see the setting expert_backend")
-    parser.add_argument("--expert-selection", help="see the setting expert_selection")
-    parser.add_argument("--context", type=int, help="tokens per sequence (default: 4096)")
-    parser.add_argument("--batch", type=int, help="sequences per data rank (default: 16)")
-    parser.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024)")
-    parser.add_argument("--page-size", type=int, help="tokens per KV page (default: 128)")
-    parser.add_argument("--dtype", help="of weights, and of KV without --kv-cache-dtype (default: the model's)")
-    parser.add_argument("--kv-cache-dtype", help="see the setting kv_cache_dtype")
-    parser.add_argument("--expert-dtype", help="see the setting expert_dtype")
-    parser.add_argument("--return-routed-experts", action="store_true", default=None, help="capture routing in steps")
-    parser.add_argument("--speculative-algorithm", help="see the setting: verify steps and drafts")
-    parser.add_argument("--speculative-draft-model-path", help="a directory with the config.json of a head")
-    parser.add_argument("--layers", type=int, default=0, help="number of layers to compile (default: all)")
-    parser.add_argument("--programs", default="", help="names of programs, separated by commas (default: all)")
-    parser.add_argument("--limits", help="a JSON file with maximum values of report fields, by case and program")
-    parser.add_argument("--estimate", action="store_true", help="estimate the time of each step from its schedules")
-    parser.add_argument("--jobs", type=int, default=1, help="programs compiled concurrently (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Compile and print the report; return 0, or 1 if a program does not fit, copies data or exceeds a limit."""
-    if options.estimate and options.jobs > 1:
-        raise ValueError("--estimate reads the schedules of one program at a time: remove --jobs")
     with tempfile.TemporaryDirectory(prefix="rayserve-moe-schedules-") as folder:
         return _check_dumping_to(Path(folder), options)
 
@@ -112,12 +62,7 @@ def _limits(file: Path) -> dict[str, Limits]:
 def _case(options: argparse.Namespace) -> ServedCase:
     given = {name: value for name in SETTING_OF_OPTION if (value := getattr(options, name)) is not None}
     if options.config:
-        of_model = [*given, *(name for name in ("dp", "tp") if getattr(options, name))]
-        if of_model:
-            raise ValueError(f"--{of_model[0].replace('_', '-')} requires --model: a config has its own settings")
         return case_of_config(options.config, topology=options.topology, model=options.model, num_layers=options.layers)
-    if not (options.model and options.topology):
-        raise ValueError("pass --config, or --model and --topology")
     values = {"max_model_len": DEFAULT_CONTEXT, **{SETTING_OF_OPTION[name]: value for name, value in given.items()}}
     values["enable_eplb"] = bool(options.redundant_experts)
     return case_of_model(

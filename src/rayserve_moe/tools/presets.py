@@ -8,20 +8,13 @@ from typing import Any
 
 from rayserve_moe.checkpoints.files import CONFIG_FILE, CheckpointError
 from rayserve_moe.checkpoints.files import read_config as read_remote
-from rayserve_moe.checkpoints.hub import hub_model
 from rayserve_moe.config.given_files import GivenFileError, is_url, read_json_object
+from rayserve_moe.config.model_names import PRESETS, hub_model, preset_names
 from rayserve_moe.model.family_table import spec_from_config
-
-PRESETS = Path(__file__).parents[1] / "model" / "presets"
 
 
 class PresetError(ValueError):
     """A model whose config cannot be read; the message names the alternatives."""
-
-
-def preset_names() -> list[str]:
-    """Return the names of the models whose configs come with the package."""
-    return sorted(path.stem for path in PRESETS.glob("*.json"))
 
 
 def read_config(model: str, *, num_layers: int = 0) -> dict[str, Any]:

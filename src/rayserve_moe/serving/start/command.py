@@ -11,6 +11,7 @@ It becomes the supervisor by exec, because Ray Serve reads its ports from the en
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import secrets
@@ -19,22 +20,23 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rayserve_moe.checkpoints.hub import hub_model
 from rayserve_moe.config.derive import keeps_journal, max_live_requests, max_open_requests
 from rayserve_moe.config.load import inherited_environment, temporary_folder
+from rayserve_moe.config.model_names import hub_model
+from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.observability.progress import PROGRESS_VARIABLE
 from rayserve_moe.serving.front.launcher import write_launcher
 from rayserve_moe.serving.front.limits import FrontLimits
+from rayserve_moe.serving.start.options import add_arguments, config_of
 from rayserve_moe.serving.start.ports import Ports, StartError, choose_ports, is_free, owner_of
 from rayserve_moe.serving.start.processes import AWAITED, all_processes, end, own_by_path, read_process
 from rayserve_moe.serving.start.state import (
-    APPLICATION,
     CHECK,
     DEPLOYED,
     FORK_SOCKET,
@@ -48,13 +50,12 @@ from rayserve_moe.serving.start.state import (
 )
 from rayserve_moe.serving.start.validation import CheckedConfig, as_deployed, check_config
 
+__all__ = ["add_arguments", "run"]
 FAILED = 1
 BEGUN = time.time()
 """Time at which this process has loaded the command."""
 _ORPHAN_GRACE_S = 1.0
 _EVERYWHERE = ("0.0.0.0", "::")
-_SUFFIXES = (".yaml", ".yml", ".json")
-_LISTENING = {"host": "127.0.0.1", "port": 8000}
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "RAY_AUTH_MODE": "token",
@@ -92,32 +93,28 @@ _AUTH = "RAY_AUTH_"
 """Prefix of variables that must not be empty: Ray reads an empty RAY_AUTH_MODE as the mode without tokens."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line."""
-    parser.add_argument("config", help="a Serve config, such as those in configs/, or a model: a directory or a name")
-    parser.add_argument(
-        "settings", nargs=argparse.REMAINDER, help="with a model: --host, --port, and settings (--dp-size 2)"
-    )
-
-
 def run(options: argparse.Namespace) -> int:
-    """Serve a config in this process and its children; return 1 only if the start is refused."""
+    """Serve a config in this process and its children; return 1 if the start is refused."""
     try:
-        if is_config(options.config):
-            if options.settings:
-                raise StartError(
-                    f"{options.settings[0]}: put settings into the config, under applications[].args; flags are "
-                    "for `serve MODEL`"
-                )
-            _become(_prepared(Path(options.config)))
+        wanted = config_of(options)
         with tempfile.TemporaryDirectory(prefix="rayserve-config-") as folder:
-            file = Path(folder) / "config.yaml"
-            file.write_text(yaml.safe_dump(config_of_model(options.config, options.settings)), encoding="utf-8")
-            arguments = _prepared(file)
+            path = wanted if isinstance(wanted, Path) else _written(wanted, Path(folder))
+            config = check_config(path)
+            if options.dry_run:
+                return importlib.import_module("rayserve_moe.serving.start.dry_run").run(config)
+            arguments = _prepared(config)
         _become(arguments)
+    except (SettingsError, StartError) as error:
+        sys.stderr.write(f"rayserve-moe serve: {error}\n")
     except (ValueError, OSError) as error:
         sys.stderr.write(f"rayserve-moe serve: {' '.join(str(error).split())}\n")
     return FAILED
+
+
+def _written(config: dict[str, Any], folder: Path) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
 
 
 def _become(arguments: tuple[str, list[str], dict[str, str]]) -> None:
@@ -126,9 +123,8 @@ def _become(arguments: tuple[str, list[str], dict[str, str]]) -> None:
     os.execve(*arguments)
 
 
-def _prepared(path: Path) -> tuple[str, list[str], dict[str, str]]:
+def _prepared(config: CheckedConfig) -> tuple[str, list[str], dict[str, str]]:
     """Return the arguments of exec: program, command line and environment of the supervisor."""
-    config = check_config(path)
     inherited = inherited_environment()
     if inherited.get("RAY_ADDRESS"):
         raise StartError("RAY_ADDRESS is set: this command starts a cluster of its own; `serve run` joins one")
@@ -227,53 +223,6 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         host="*" if config.host in _EVERYWHERE else config.host,
     )
     write_launcher(folder / LAUNCHER, limits)
-
-
-def is_config(name: str) -> bool:
-    """Return True if a command-line name is a config file, not a model."""
-    return name.endswith(_SUFFIXES) or Path(name).is_file()
-
-
-def config_of_model(model: str, options: Sequence[str]) -> dict[str, Any]:
-    """Return the config that serves a model.
-
-    `--host` and `--port` set the listening address. Other options are settings: `--dp-size 2` or `--dp-size=2` sets
-    `dp_size`, and `--name` alone sets `name` to true. Settings are checked with the config, not here.
-
-    Raises: StartError for an argument that is not an option, a value that is not YAML, or an option that is repeated.
-    """
-    settings: dict[str, Any] = {}
-    for name, value in _pairs(options):
-        if name in settings or name == "model_path":
-            raise StartError(f"--{name.replace('_', '-')} is given twice")
-        settings[name] = value
-    http = {name: settings.pop(name, default) for name, default in _LISTENING.items()}
-    application = {
-        "name": "model",
-        "route_prefix": "/",
-        "import_path": APPLICATION,
-        "args": {"model_path": model, **settings},
-    }
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": http,
-        "logging_config": {"enable_access_log": False},
-        "applications": [application],
-    }
-
-
-def _pairs(options: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    left = list(options)
-    while left:
-        option, is_joined, value = left.pop(0).partition("=")
-        if not option.startswith("--") or len(option) < 3:
-            raise StartError(f"{option}: options begin with --, and follow the model")
-        if not is_joined:
-            value = left.pop(0) if left and not left[0].startswith("--") else "true"
-        try:
-            yield option[2:].replace("-", "_"), yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise StartError(f"{option}: {' '.join(str(error).split())}") from error
 
 
 def token_path(inherited: Mapping[str, str], home: Path) -> Path | None:

@@ -20,13 +20,18 @@ REPLICA_CPUS = 0.5
 MAX_REPLICAS = 4096
 
 
+def check_number(num_replicas: int) -> None:
+    """Raise StartError for a number of replicas out of range."""
+    if not 1 <= num_replicas <= MAX_REPLICAS:
+        raise StartError(f"the number of replicas must lie in [1, {MAX_REPLICAS}], found {num_replicas}")
+
+
 def scaled_config(details: Mapping[str, Any], *, application: str, num_replicas: int) -> dict[str, Any]:
     """Return the deployed config in Serve's `details`, with this number of replicas.
 
     Raises: StartError for an application that is missing, not ours, deployed by code, or autoscaled.
     """
-    if not 1 <= num_replicas <= MAX_REPLICAS:
-        raise StartError(f"the number of replicas must lie in [1, {MAX_REPLICAS}], found {num_replicas}")
+    check_number(num_replicas)
     found = details.get("applications") or {}
     config = _config_of(found, application)
     overrides = [dict(override) for override in config.get("deployments") or []]

@@ -33,7 +33,7 @@ DEPLOYED = "deployed"
 """Exists once the config has been deployed."""
 FORK_SOCKET, WORKER_LAUNCHER, CHECK = "f", "worker.py", "model-check"
 """Socket of the fork server, launcher of workers, and result of the model check."""
-_MAX_PATH_LENGTH = 37
+MAX_PATH_LENGTH = 37
 """Maximum path length: HAProxy's sockets are below a node's id (56 characters), and may have 97 characters."""
 
 
@@ -107,7 +107,7 @@ def private_folder(path: Path) -> Path:
 
     Raises: StartError if another user can enter it.
     """
-    if len(str(path)) > _MAX_PATH_LENGTH:
+    if len(str(path)) > MAX_PATH_LENGTH:
         raise StartError(f"{path} is too long for sockets below it: set RAY_TMPDIR to a shorter folder, such as /tmp")
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)

@@ -1,4 +1,4 @@
-"""Checks of a Serve config without Ray and jax, before anything is started. Errors are a single line.
+"""Checks of a Serve config without Ray and jax, before anything is started.
 
 `model_check` checks the rest, with the libraries that the server loads anyway.
 """
@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from rayserve_moe.config.given_files import TRAINED, TRAINED_NAMES, is_url
-from rayserve_moe.config.load import settings_from
+from rayserve_moe.config.load import read_yaml, settings_from
+from rayserve_moe.config.model_names import model_fault
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.execution.native_levels import AUTO, NativeKernelsUnavailable, choose_level
 from rayserve_moe.serving.start.ports import StartError
@@ -135,14 +133,7 @@ def as_deployed(config: CheckedConfig) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StartError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    except (UnicodeError, RecursionError) as error:
-        raise StartError(f"{path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise StartError(f"{path}: {' '.join(str(error).split())}") from error
+    document = read_yaml(path)
     if not isinstance(document, dict):
         raise StartError(f"{path}: a Serve config is a mapping with applications")
     return document
@@ -200,20 +191,9 @@ def _applications(path: Path, document: Mapping[str, Any]) -> list[dict[str, Any
 
 
 def _check_model(model_path: str) -> None:
-    """Raise StartError for an unknown packaged model, or for a local path that is not a checkpoint.
-
-    Local paths are absolute, or below `.` or `~`.
-    """
-    prefix, _, name = model_path.partition(":")
-    if prefix == TRAINED and name not in TRAINED_NAMES:
-        raise StartError(f"model_path {model_path}: no such model; available: {', '.join(TRAINED_NAMES)}")
-    if model_path[:1] not in ("/", ".", "~") or is_url(model_path):
-        return
-    directory = Path(model_path).expanduser()
-    if not directory.is_dir():
-        raise StartError(f"model_path {model_path}: no such checkpoint directory")
-    if not (directory / "config.json").is_file():
-        raise StartError(f"model_path {model_path}: there is no config.json in this directory")
+    """Raise StartError for a path that names no model on this machine, on the Hub or behind a URL."""
+    if fault := model_fault(model_path):
+        raise StartError(f"model_path {model_path}: {fault}")
 
 
 def _check_level(settings: Settings) -> None:

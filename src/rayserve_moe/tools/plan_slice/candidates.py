@@ -30,6 +30,7 @@ from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.chips import OVERHEAD_S, Chip, chip_of
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.workload import StepSizes, step_work
+from rayserve_moe.tools.plan_slice.options import Assumptions, Traffic
 from rayserve_moe.tools.served_cases import TopologyError, devices_of
 
 CUBES = ("4x4x4", "4x4x8", "4x8x8", "8x8x8")
@@ -47,35 +48,6 @@ rest of a step.
 """
 PUSH_PASSES, DECODE_PASSES, PREFILL_PASSES = 8, 16, 11
 """Reads or writes of expert rows by a step's ops: in a kernel, in a single chunk of few rows, and in chunks of many."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The expected load."""
-
-    prompt: int
-    """Prompt tokens of a request."""
-    output: int
-    """Output tokens of a request."""
-    concurrency: int
-    """Concurrent requests."""
-
-    @property
-    def length(self) -> int:
-        return self.prompt + self.output
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Assumptions of a plan."""
-
-    prefill_tokens: int = 1024
-    """Prompt tokens of a data rank in a step."""
-    kv_dtype: str = "bfloat16"
-    expert_dtype: str = "auto"
-    skew: float = 0.7
-    """Standard deviation of the logarithm of experts' popularity; 0: all equally popular."""
-    max_chips: int = 64
 
 
 @dataclass(frozen=True)

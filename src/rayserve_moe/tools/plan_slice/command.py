@@ -1,10 +1,9 @@
-"""The command `plan-slice`: slices and settings for a model and its traffic, estimated, as a table or JSON."""
+"""The work of `rayserve-moe plan-slice`: estimates of slices and settings for a model, as a table or JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,15 +19,14 @@ from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alon
 from rayserve_moe.tools.estimate.chips import CHIPS, chip_of
 from rayserve_moe.tools.plan_slice.candidates import (
     WEIGHTS_DTYPE,
-    Assumptions,
     Candidate,
     Split,
-    Traffic,
     candidate,
     splits,
     topologies,
 )
-from rayserve_moe.tools.presets import preset_names, read_config
+from rayserve_moe.tools.plan_slice.options import Assumptions, Traffic, parse_traffic
+from rayserve_moe.tools.presets import read_config
 from rayserve_moe.tools.served_cases import ServedCase, case_of_config, devices_of, known_model
 
 ESTIMATED = (
@@ -42,31 +40,8 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    given = Assumptions()
-    parser.add_argument(
-        "--model", default="", help=f"a directory with config.json, or one of {', '.join(preset_names())}"
-    )
-    parser.add_argument("--config", default="", help="a Serve config: its own settings, beside other candidates")
-    parser.add_argument("--traffic", required=True, help="PROMPT/OUTPUT/CONCURRENCY: tokens, tokens, requests at once")
-    parser.add_argument("--chips", default=",".join(CHIPS), help="generations, separated by commas (default: all)")
-    parser.add_argument("--topology", default="", help="only this slice, such as v6e:2x4")
-    parser.add_argument("--max-chips", type=int, default=given.max_chips, help="of a slice (default: 64)")
-    parser.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024, or the config's)")
-    parser.add_argument("--kv-cache-dtype", choices=("bfloat16", "fp8"), help="(default: bfloat16, or the config's)")
-    parser.add_argument(
-        "--expert-dtype", choices=("bfloat16", "int8", "fp8"), help="(default: bfloat16, or the config's)"
-    )
-    parser.add_argument("--skew", type=float, default=given.skew, help="of experts' popularity, 0: even (default: 0.7)")
-    parser.add_argument("--top", type=int, default=2, help="splits shown per slice, the best first (default: 2)")
-    parser.add_argument("--json", action="store_true", help="print all candidates as JSON")
-
-
 def run(options: argparse.Namespace) -> int:
     """Print the plan and return 0. Raises ValueError for invalid options."""
-    if not options.model and not options.config:
-        raise ValueError("pass --model or --config")
     set_environment_defaults(COMPILER_ENVIRONMENT)
     use_host_alone()
     traffic, given = parse_traffic(options.traffic), _assumptions(options)
@@ -89,13 +64,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write("\n".join(lines(own, found, top=options.top, is_of_config=case is not None)) + "\n")
     return 0
-
-
-def parse_traffic(text: str) -> Traffic:
-    """Parse `PROMPT/OUTPUT/CONCURRENCY`. Raises ValueError unless it is three positive numbers."""
-    if not re.fullmatch(r"[1-9]\d{0,8}(/[1-9]\d{0,8}){2}", text):
-        raise ValueError(f"--traffic {text!r} is not PROMPT/OUTPUT/CONCURRENCY, such as 1024/512/256")
-    return Traffic(*map(int, text.split("/")))
 
 
 def split_of(case: ServedCase) -> Split:

@@ -2,29 +2,104 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+
 import pytest
 
 from rayserve_moe.cli import main
 from rayserve_moe.config.load import EXPLAINED, settings_from
+from rayserve_moe.config.setting_texts import sections, setting_names
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.serving.start.command import config_of_model, is_config
+from rayserve_moe.serving.start.options import add_arguments, config_of, given_settings, is_config
 from rayserve_moe.serving.start.ports import StartError
 
 
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
 def test_options_are_settings():
-    options = ["--port", "9000", "--dp-size=2", "--enable-return-routed-experts", "--served-model-name", "m"]
-    config = config_of_model("org/model", options)
+    options = ["--port", "9000", "--dp-size=2", "--enable-return-routed-experts", "--served-model-name", "7"]
+    config = config_of(parsed("org/model", *options))
     assert config["http_options"] == {"host": "127.0.0.1", "port": 9000}
     (application,) = config["applications"]
-    wanted = {"model_path": "org/model", "dp_size": 2, "enable_return_routed_experts": True, "served_model_name": "m"}
-    assert application["args"] == wanted
+    wanted = {"data_parallel_size": 2, "enable_return_routed_experts": True, "served_model_name": "7"}
+    assert application["args"] == {"model_path": "org/model"} | wanted
     assert settings_from(application["args"]).parallel.data_parallel_size == 2
 
 
-@pytest.mark.parametrize("options", [["port"], ["--"], ["--a", "1", "--a", "2"], ["--model-path", "x"], ["--a", "{"]])
-def test_what_is_no_option_is_refused(options):
+def test_every_setting_is_an_option_under_each_of_its_names():
+    for names in setting_names():
+        if names[0] == "model_path":
+            continue
+        value = settings_from({"model_path": "m"})
+        default = next(
+            getattr(getattr(value, section.name), field.name)
+            for section in dataclasses.fields(value)
+            for field in dataclasses.fields(getattr(value, section.name))
+            if field.metadata.get("key", field.name) == names[0]
+        )
+        for name in names:
+            shown = list(default) if isinstance(default, tuple) else default
+            given = given_settings(parsed("m", f"--{name.replace('_', '-')}={shown}"))
+            assert given == {names[0]: shown}
+            assert settings_from({"model_path": "m", **given}) == value
+
+
+@pytest.mark.parametrize("option", ["--model", "--model-path"])
+def test_a_model_may_be_named_as_in_other_engines(option):
+    assert config_of(parsed(option, "org/model")) == config_of(parsed("org/model"))
+
+
+def test_a_boolean_setting_is_switched_off_as_in_vllm():
+    assert given_settings(parsed("m", "--no-enable-prefix-caching")) == {"enable_prefix_caching": False}
+
+
+@pytest.mark.parametrize(
+    "options", [["--a", "1"], ["--port", "1", "--port", "2"], ["--dp-size=1", "--data-parallel-size=1"]]
+)
+def test_what_is_no_option_is_refused(options, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parsed("m", *options)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["a.yaml", "--port", "1"], ["org/model", "--model", "other"]])
+def test_a_command_line_names_one_thing_to_serve(arguments):
     with pytest.raises(StartError):
-        config_of_model("m", options)
+        config_of(parsed(*arguments))
+
+
+def test_an_unknown_option_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "trained:calculator", "--max-model-length", "5"])
+    assert ended.value.code == 2 and "did you mean --max-model-len?" in capsys.readouterr().err
+
+
+def test_help_has_every_setting_and_each_group(capsys):
+    def shown(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", *arguments])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    overview, everything = shown("--help"), shown("--help=all")
+    for section in sections():
+        assert f"  {section.name}: " in overview
+        of_group = shown(f"--help={section.name}")
+        for setting in section.settings:
+            flag = f"--{setting.names[0].replace('_', '-')}"
+            assert flag in overview and flag in everything and flag in of_group
+            assert flag in shown(f"--help={setting.names[0]}")
+
+
+def test_help_of_no_group_names_the_groups(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help=nothing"])
+    assert ended.value.code == 2 and "scheduler" in capsys.readouterr().err
 
 
 def test_files_are_configs(tmp_path):

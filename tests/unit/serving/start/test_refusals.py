@@ -24,6 +24,8 @@ from ray.serve.schema import (
 
 from rayserve_moe import cli
 from rayserve_moe.checkpoints.model_path import TRAINED
+from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, PRESETS
+from rayserve_moe.config.model_names import SYNTHETIC_NAMES
 from rayserve_moe.serving.start.deployment import cause_of
 from rayserve_moe.serving.start.model_check import check_models
 from rayserve_moe.serving.start.validation import (
@@ -126,12 +128,18 @@ def test_known_keys_are_those_of_serve(keys, schema):
     assert set(keys) == set(schema.model_fields)
 
 
-HEAVY = ("ray", "jax", "transformers", "pydantic", "fastapi")
+HEAVY = ("ray", "jax", "transformers", "pydantic", "fastapi", "aiohttp")
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], [], ["serve", "--help"], ["serve", "/no/such.yaml"], ["serve", "synthetic:tiny", "--no-key=1"]],
+    [
+        *(["--help"], [], ["serve", "--help"], ["serve", "/no/such.yaml"], ["serve", "synthetic:tiny", "--no-key=1"]),
+        *(["chat", "--url", "http://127.0.0.1:9"], ["bench", "--dataset-path", "/no"], ["doctor"]),
+        *(["compile-check", "--config", "/no.yaml"], ["plan-slice", "--config", "/no.yaml", "--traffic", "1/1/1"]),
+        *(["rollout", "--prompts", "/no", "--out", "/no", "--url", "http://x"], ["scale", "nothing", "2"]),
+        ["completion", "bash"],
+    ],
 )
 def test_what_is_said_at_once_loads_no_heavy_library(arguments):
     """Neither help nor a refusal waits for seconds of imports."""
@@ -145,9 +153,34 @@ def test_what_is_said_at_once_loads_no_heavy_library(arguments):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("text", ["", "a: [", "- 1\n", "applications: &a [*a]\n", "\0", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "- 1\n", "applications: &a [*a]\n", "\0", "[" * 100_000])
 def test_what_is_no_config_at_all_is_one_line(refused, text):
     refused(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("a: 1\n b: 2\n", 2), ("applications:\n  - name: x\n    args: {a: 1, b 2: [}\n", 3), ("a: [", 1)],
+)
+def test_wrong_yaml_is_shown_with_a_caret(tmp_path, capsys, text, line):
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    assert cli.main(["serve", str(path)]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith(f"rayserve-moe serve: {path}, line {line}: ")
+    assert said[1].strip() == text.splitlines()[line - 1].strip() and said[2].strip() == "^"
+
+
+def test_a_name_that_is_no_model_lists_what_is_possible(capsys):
+    assert cli.main(["serve", "qwen3-30b-a3b"]) == 1
+    said = capsys.readouterr().err
+    for possible in ("config.json", "organisation/name", "gs://", "trained:", "synthetic:", "calculator", "tiny"):
+        assert possible in said
+    assert "only compile-check and plan-slice take it" in said
+
+
+def test_packaged_names_are_those_that_can_be_made():
+    assert set(SYNTHETIC_NAMES) == {*PRESETS, *FAMILY_PRESETS}
 
 
 def test_a_missing_file_is_one_line(capsys):
@@ -162,6 +195,11 @@ def test_a_missing_file_is_one_line(capsys):
         ("config.json", None, "config.json"),
         ("config.json", "{", "config.json"),
         ("config.json", json.dumps({"architectures": ["LlamaForCausalLM"]}), "['LlamaForCausalLM']; supported: "),
+        (
+            "config.json",
+            json.dumps({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64}),
+            "a dense model, and this server is for Mixture-of-Experts models; supported: ",
+        ),
         ("tokenizer.json", None, "tokenizer.json"),
         ("tokenizer.json", "{}", "tokenizer"),
         ("model.safetensors", None, "safetensors"),
@@ -214,7 +252,7 @@ def test_what_no_library_is_needed_for_is_refused_at_once(refused, tmp_path):
     assert f"has no level {elsewhere}: choose from" in refused(
         config(applications__0__args={**ARGS, "cpu_level": elsewhere})
     )
-    assert "no such model; available: calculator" in refused(
+    assert "no such model; trained: takes calculator" in refused(
         config(applications__0__args={"model_path": "trained:poet"})
     )
     assert "no config.json in this directory" in refused(config(applications__0__args={"model_path": str(tmp_path)}))
