@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -15,7 +16,7 @@ from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.engine.eplb.control import ActorView, BalancingView, MigrationRecord
 from rayserve_moe.engine.eplb.steps import COUNTS_EVERY_UNPLANNED
-from rayserve_moe.serving.routes.reports import PAGE
+from rayserve_moe.serving.routes.pages import read_page
 from tests.http.conftest import served
 from tests.support.serving.http_server import KEY
 
@@ -45,6 +46,9 @@ class ShownBalancing:
             rank_load_before=before.tolist(),
             imbalance_before=imbalance(before).tolist(),
             imbalance_now=imbalance(now).tolist(),
+            counts_every=16,
+            plan=None,
+            plans=[1],
             progress=MigrationProgress(1, layers, layers - 1, 30, 20),
             history=[MigrationRecord(1, 512, 1.7e9, 30, layers, *promised, 0.25, "under way")],
             actor=ActorView(True, 1, {"stale": 2}),
@@ -53,25 +57,20 @@ class ShownBalancing:
     def view(self):
         return self._view
 
+    def view_of_plan(self, version):
+        return replace(self._view, plan=version) if version in self._view.plans else None
+
 
 @pytest.fixture(scope="module")
 def shown():
     return ShownBalancing()
 
 
-def test_the_page_holds_everything_it_needs(http):
-    answer = http.get("/experts")
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
-    assert "connect-src 'self'" in answer.headers["content-security-policy"]
-    assert re.findall(r"(?:https?:)?//[a-z]", answer.text) == []
-    assert re.findall(r"<script[^>]+src|<link[^>]+stylesheet|@import|url\(", answer.text) == []
-
-
 def test_every_name_the_page_reads_is_in_the_numbers(shown):
     """A field that is renamed on one side only would leave a hole in the page."""
     numbers = shown.view().as_json()
-    text = PAGE.read_text(encoding="utf-8")
-    there = {"view": numbers, "entry": numbers["history"][0]}
+    text = read_page("/experts").text
+    there = {"view": {**numbers, "replica": "a", "replicas": ["a"]}, "entry": numbers["history"][0]}
     there |= {"progress": {**numbers["progress"], "value": 0, "max": 0}, "actor": numbers["actor"]}
     read = {name: set(re.findall(rf"\b{name}\.([a-z_]+)", text)) for name in there}
     for name, fields in read.items():
@@ -85,7 +84,8 @@ def test_without_balancing_loads_are_shown_all_the_same(http, engine):
     assert http.post("/v1/completions", json=body).status_code == 200
     after, computed = http.get("/experts/state").json(), engine.loop.statistics()["tokens_computed"]
     assert after.keys() == ShownBalancing().view().as_json().keys()
-    assert after["enabled"] is False and after["history"] == []
+    assert after["enabled"] is False and after["history"] == after["plans"] == []
+    assert after["counts_every"] == COUNTS_EVERY_UNPLANNED
     layout = engine.loop.card.routing
     counted = np.sum(after["tokens"], axis=1) / layout.top_k
     assert np.allclose(counted, counted[0]) and AGED * COUNTS_EVERY_UNPLANNED < counted[0] <= computed
@@ -98,6 +98,15 @@ def test_the_numbers_are_those_of_balancing(engine, shown, monkeypatch):
     with served(engine) as url:
         answer = httpx.get(f"{url}/experts/state")
     assert answer.json() == shown.view().as_json()
+
+
+def test_loads_of_a_plan_are_those_that_are_kept(engine, shown, monkeypatch):
+    monkeypatch.setattr(engine.loop, "eplb_control", shown)
+    with served(engine) as url:
+        kept, gone, wrong = (httpx.get(f"{url}/experts/state", params={"plan": plan}) for plan in ("1", "2", "-1"))
+    assert kept.json() == {**shown.view().as_json(), "plan": 1}
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "plan_not_found")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "plan")
 
 
 def test_the_page_asks_for_the_key_that_its_numbers_need(engine, shown, monkeypatch):

@@ -8,16 +8,19 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control.routes import control_router, probe_router
 from rayserve_moe.serving.control.trainer_routes import tensor_router, trainer_control_router
 from rayserve_moe.serving.errors import install_error_handlers
+from rayserve_moe.serving.field_docs import FIELD_DOCS
 from rayserve_moe.serving.journalling import journal_requests
 from rayserve_moe.serving.metrics import package_version
 from rayserve_moe.serving.middleware.edge_guard import guard_edge
 from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
 from rayserve_moe.serving.middleware.traffic import count_traffic
 from rayserve_moe.serving.openapi import publish
+from rayserve_moe.serving.purposes import GROUPS
 from rayserve_moe.serving.routes.embeddings import embeddings_router
 from rayserve_moe.serving.routes.messages import messages_router
 from rayserve_moe.serving.routes.native import native_router
 from rayserve_moe.serving.routes.openai import openai_router
+from rayserve_moe.serving.routes.pages import end_prefix_in_slash, pages_router
 from rayserve_moe.serving.routes.reports import fields_router, model_router, statistics_router
 from rayserve_moe.serving.routes.responses import responses_router
 from rayserve_moe.serving.routes.resume import resume_router
@@ -67,6 +70,7 @@ def create_api(state: ApiState) -> FastAPI:
     app.add_middleware(list_ignored_fields)
     app.add_middleware(journal_requests, journal=state.journal)
     app.add_middleware(guard_edge, server=state.server)
+    app.add_middleware(end_prefix_in_slash)
     app.add_middleware(count_traffic, traffic=state.traffic)
     # Routes are tried in order: the most frequent ones come first.
     generating = (native_router, openai_router, token_router, messages_router, responses_router)
@@ -76,6 +80,7 @@ def create_api(state: ApiState) -> FastAPI:
     for router in (control_router, trainer_control_router, tensor_router, *others):
         app.include_router(router(state))
     app.include_router(fields_router())
+    app.include_router(pages_router())
     app.include_router(unsupported_router())
-    publish(app, BODIES)
+    publish(app, BODIES, groups=GROUPS, docs=FIELD_DOCS)
     return app

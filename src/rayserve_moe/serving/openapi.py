@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -76,8 +76,14 @@ def generates(body: type[BaseModel], *, in_containers: bool = False) -> dict[str
     return takes(body, *GENERATION, kinds=(_JSON, _EVENTS, *containers))
 
 
-def publish(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Serve the description at the application's `openapi_url`, with these models as body schemas."""
+def publish(
+    app: FastAPI, bodies: Sequence[type[BaseModel]], *, groups: Mapping[str, Mapping[str, str]], docs: Mapping[str, str]
+) -> None:
+    """Serve the description at the application's `openapi_url`, with these models as body schemas.
+
+    `groups` has the summary of each path by its tag, and `docs` the description of each field: by name, or by schema
+    and name.
+    """
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
 
     def description() -> dict[str, Any]:
@@ -85,8 +91,16 @@ def publish(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update({**definitions.get("$defs", {}), "Error": _ERROR})
+            for group, purposes in groups.items():
+                for path in purposes.keys() & schema["paths"].keys():
+                    for operation in schema["paths"][path].values():
+                        operation.update(tags=[group], summary=purposes[path])
             for declared, known in FIELDS.items():
                 _describe_known(schemas[declared.__name__], known, is_nested=declared not in bodies)
+            for title, found in schemas.items():
+                for name, field in found.get("properties", {}).items():
+                    if told := docs.get(f"{title}.{name}", docs.get(name)):
+                        field.setdefault("description", told)
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 MAX_RECORDS = 64
 """Number of migrations in the history."""
+MAX_PLANS = 16
+"""Number of plans whose loads are kept: some 100 KB each for a model of 60 layers and 256 experts."""
 UNDER_WAY, FINISHED, REPLACED, FAILED = "under way", "finished", "replaced", "failed"
 
 
@@ -69,26 +71,40 @@ class EplbControl:
 
     def view(self) -> BalancingView:
         """Return loads, placements and past migrations, as of now."""
-        tokens, migration = self._take_reading(), self._eplb.migration
-        now, before = migration.placement, self._before
-        loads_now, loads_before = (rank_loads(each, tokens, dispatch=self._config.dispatch) for each in (now, before))
+        tokens, now = self._take_reading(), self._eplb.migration.placement
+        return self._view_of(self._loads_of(tokens, before=self._before, after=now))
+
+    def view_of_plan(self, version: int) -> BalancingView | None:
+        """Return `view` with the loads of a past plan, or None if these are not kept."""
+        loads = self.history.plans().get(version)
+        return None if loads is None else self._view_of(loads, plan=version)
+
+    def _view_of(self, loads: ShownLoads, *, plan: int | None = None) -> BalancingView:
+        now, ep_size = self._eplb.migration.placement, loads.after.shape[1]
         return BalancingView(
             enabled=self._eplb.moves_experts,
             num_layers=now.num_layers,
             num_experts=now.num_experts,
             num_slots=now.num_slots,
-            ep_size=now.ep_size,
+            ep_size=ep_size,
             layer_ids=list(self._layer_ids),
-            tokens=tokens.tolist(),
-            rank_load_identity=_in_expert_order(tokens, now.ep_size).tolist(),
-            rank_load_now=loads_now.tolist(),
-            rank_load_before=loads_before.tolist(),
-            imbalance_before=imbalance(loads_before).tolist(),
-            imbalance_now=imbalance(loads_now).tolist(),
-            progress=migration.progress,
+            tokens=loads.tokens.tolist(),
+            rank_load_identity=_in_expert_order(loads.tokens, ep_size).tolist(),
+            rank_load_now=loads.after.tolist(),
+            rank_load_before=loads.before.tolist(),
+            imbalance_before=imbalance(loads.before).tolist(),
+            imbalance_now=imbalance(loads.after).tolist(),
+            counts_every=self._eplb.counts_every,
+            progress=self._eplb.migration.progress,
             history=self.history.records(),
+            plan=plan,
+            plans=list(self.history.plans()),
             actor=self.retry.view(is_running=self._thread.is_alive()),
         )
+
+    def _loads_of(self, tokens: np.ndarray, *, before: ExpertPlacement, after: ExpertPlacement) -> ShownLoads:
+        ranks = (rank_loads(each, tokens, dispatch=self._config.dispatch) for each in (before, after))
+        return ShownLoads(tokens, *ranks)
 
     def _take_reading(self) -> np.ndarray:
         """Add the last reading to the window; return the window's tokens per layer and expert."""
@@ -134,7 +150,8 @@ class EplbControl:
             log.warning("rejected an expert plan (%s): %s", error.reason, error)
             return
         self._before = now.placement
-        self.history.begin(proposal, placement, step=self._eplb.reading.step)
+        loads = self._loads_of(self._take_reading(), before=now.placement, after=placement)
+        self.history.begin(proposal, placement, step=self._eplb.reading.step, loads=loads)
         with suppress(PlacementError):  # hosts were lost meanwhile, so the plan has the wrong number of ranks
             self._eplb.set_target(placement)
 
@@ -187,10 +204,11 @@ class MigrationHistory:
         self.totals = Counter[str]()
         self._migration = migration
         self._records: deque[MigrationRecord] = deque(maxlen=MAX_RECORDS)
+        self._plans: deque[tuple[int, ShownLoads]] = deque(maxlen=MAX_PLANS)
         self._target: ExpertPlacement | None = None
         self._lock = threading.Lock()
 
-    def begin(self, proposal: Proposal, target: ExpertPlacement, *, step: int) -> None:
+    def begin(self, proposal: Proposal, target: ExpertPlacement, *, step: int, loads: ShownLoads) -> None:
         """Record the start of a migration to `target`, which becomes the next version of the placement."""
         record = MigrationRecord(
             proposal.version,
@@ -207,6 +225,7 @@ class MigrationHistory:
             self._settle()
             self._target = target
             self._records.append(record)
+            self._plans.append((proposal.version, loads))
             self.totals["begun"] += 1
 
     def records(self) -> list[MigrationRecord]:
@@ -214,6 +233,11 @@ class MigrationHistory:
         with self._lock:
             self._settle()
             return list(self._records)
+
+    def plans(self) -> dict[int, ShownLoads]:
+        """Return the loads of the last plans by version, oldest first."""
+        with self._lock:
+            return dict(self._plans)
 
     def _settle(self) -> None:
         if self._target is None:
@@ -239,6 +263,17 @@ def _in_expert_order(tokens: np.ndarray, ep_size: int) -> np.ndarray:
     loads = np.zeros((len(tokens), ep_size))
     np.add.at(loads.T, np.arange(tokens.shape[1]) * ep_size // tokens.shape[1], tokens.T)
     return loads
+
+
+class ShownLoads(NamedTuple):
+    """Loads of a time: of L layers, E experts and R ranks."""
+
+    tokens: np.ndarray
+    """Tokens of the window per layer and expert, float64 [L, E]."""
+    before: np.ndarray
+    """Rank loads under the placement before the last plan, [L, R]."""
+    after: np.ndarray
+    """Rank loads under the placement of the last plan, [L, R]."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +315,7 @@ class ActorView:
 
 @dataclass(frozen=True)
 class BalancingView:
-    """Current state of expert balancing, for L layers, E experts and `ep_size` ranks.
+    """State of expert balancing, for L layers, E experts and `ep_size` ranks. Loads are those of now, or of a plan.
 
     Rank loads are tokens of the window per rank. An imbalance is the maximum rank load over the mean, or 1.0
     without tokens.
@@ -298,13 +333,19 @@ class BalancingView:
     rank_load_identity: list[list[float]]
     """Rank loads with experts in their own order and without replicas, [L][ep_size]."""
     rank_load_now: list[list[float]]
-    """Rank loads under the current placement, [L][ep_size]."""
+    """Rank loads under the current placement, or that of `plan`, [L][ep_size]."""
     rank_load_before: list[list[float]]
-    """Rank loads under the placement before the last migration, [L][ep_size]."""
+    """Rank loads under the placement before the last migration, or before `plan`, [L][ep_size]."""
     imbalance_before: list[float]
-    """Imbalance under the placement before the last migration, [L]."""
+    """Imbalance of `rank_load_before`, [L]."""
     imbalance_now: list[float]
-    """Imbalance under the current placement, [L]."""
+    """Imbalance of `rank_load_now`, [L]."""
+    counts_every: int
+    """Steps between two readings of the counts."""
+    plan: int | None
+    """Version of the plan whose loads these are; None for now."""
+    plans: list[int]
+    """Versions of the last plans whose loads are kept, oldest first."""
     progress: MigrationProgress
     history: list[MigrationRecord]
     """The last migrations, oldest first."""

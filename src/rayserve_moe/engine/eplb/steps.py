@@ -67,7 +67,7 @@ class EplbSteps(StepExtension):
         self.on_reading: Callable[[], object] = _ignore
         """Called in the engine thread after every reading."""
         self._wanted: deque[ExpertPlacement] = deque(maxlen=1)
-        self._counts_every, self._num_steps = counts_every, 0
+        self.counts_every, self._num_steps = counts_every, 0
         self._steps_with_pieces = set[int]()
         self._is_held = False
         self.first = start
@@ -150,7 +150,7 @@ class EplbSteps(StepExtension):
             return schedule
         self._num_steps += 1
         piece = self._next_piece() if self.moves_experts else None
-        wants_counts = self._num_steps % self._counts_every == 0
+        wants_counts = self._num_steps % self.counts_every == 0
         if piece is None and not wants_counts:
             return schedule
         if piece is not None:

@@ -83,8 +83,11 @@ async def _metrics(state: ApiState) -> list[Any]:
     )
 
 
-async def _experts(state: ApiState) -> dict[str, Any]:
-    return await asyncio.to_thread(lambda: state.loop.eplb_control.view().as_json())
+async def _experts(state: ApiState, plan: int | None) -> dict[str, Any] | None:
+    """Return loads and placements, now or at a plan; None if the plan's loads are not kept."""
+    balancing = state.loop.eplb_control
+    view = await asyncio.to_thread(balancing.view if plan is None else partial(balancing.view_of_plan, plan))
+    return None if view is None else await asyncio.to_thread(view.as_json)
 
 
 async def _stage(state: ApiState, order_id: str, path: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from rayserve_moe.fleet.broadcast import Answers
 from rayserve_moe.serving.api_state import ApiState
@@ -24,9 +23,12 @@ from rayserve_moe.serving.schemas.known_fields import NOTHING, PLACES, KnownFiel
 
 _NAME_IN_PATH = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
 _INCLUDE = {"parameters": [{"name": "include", "in": "query", "required": False, "schema": {"type": "string"}}]}
-_REPLICA = {"parameters": [{"name": "replica", "in": "query", "required": False, "schema": {"type": "string"}}]}
-PAGE = Path(__file__).with_name("experts_page.html")
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_LOADS = {
+    "parameters": [
+        {"name": "replica", "in": "query", "required": False, "schema": {"type": "string"}},
+        {"name": "plan", "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0}},
+    ]
+}
 
 
 def model_router(state: ApiState) -> APIRouter:
@@ -152,9 +154,8 @@ def _fields(known: KnownFields) -> dict[str, dict[str, Any]]:
 
 
 def statistics_router(state: ApiState) -> APIRouter:
-    """Return the routes over an engine. The experts page holds no numbers: it requests them with the user's key."""
+    """Return the routes over an engine."""
     router = APIRouter()
-    page = PAGE.read_text(encoding="utf-8")
 
     @router.get("/v1/loads", **answers(), openapi_extra=_INCLUDE)
     async def loads() -> Response:
@@ -172,18 +173,19 @@ def statistics_router(state: ApiState) -> APIRouter:
         text = await asyncio.get_running_loop().run_in_executor(state.encoding, _metrics, answers)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @router.get("/experts", **answers(kinds=("text/html",)))
-    async def experts() -> Response:
-        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
-
-    @router.get("/experts/state", **answers(404), openapi_extra=_REPLICA)
+    @router.get("/experts/state", **answers(400, 404), openapi_extra=_LOADS)
     async def experts_state(request: Request) -> Response:
-        answers = await ask_all(state, "experts")
+        plan = request.query_params.get("plan", "")
+        if not (plan.isascii() and plan.isdigit() and len(plan) < 10) and plan:
+            raise ApiError(400, "`plan` should be the version of a plan", param="plan")
+        answers = await ask_all(state, "experts", int(plan) if plan else None)
         names = list(answers.by_replica)
         chosen = request.query_params.get("replica", names[0])
         if chosen not in names or answers.by_replica[chosen].refusal is not None:
             raise ApiError(404, "no such replica answers", param="replica", code="replica_not_found")
         view = answers.by_replica[chosen].value
+        if view is None:
+            raise ApiError(404, "the loads of this plan are not kept", param="plan", code="plan_not_found")
         text = await asyncio.to_thread(
             to_json, view if names == [""] else {**view, "replica": chosen, "replicas": names}
         )

@@ -1,0 +1,78 @@
+"""What each route is for, in groups: the tags and summaries of the published description."""
+
+from __future__ import annotations
+
+from rayserve_moe.serving.routes.unsupported import REASONS
+
+GROUPS = {
+    "Generation": {
+        "/v1/completions": "OpenAI's completions, for text and for token ids",
+        "/v1/chat/completions": "OpenAI's chat completions, over the model's chat template",
+        "/generate": "SGLang's native route",
+        "/inference/v1/generate": "vLLM's route of token ids in, token ids out",
+        "/skyrl/v1/generate": "SkyRL's name of it; ids of more than 256 experts are int16",
+        "/resume_request": "the rest of an answer that was cut off, by any replica (docs/operate.md)",
+        "/v1/responses": "OpenAI's responses, over the same template; they can be continued while they are stored",
+        "/v1/responses/{response_id}": "a response that is stored",
+        "/v1/messages": "Anthropic's messages, over the same template",
+        "/v1/messages/count_tokens": "how many tokens the prompt of such a message has",
+        "/v1/score": "SGLang's probabilities of labels after texts; vLLM's cosines of pairs of texts",
+        "/v1/embeddings": "hidden states at the last tokens of texts, as unit vectors",
+        "/tokenize": "ids of a text, or of messages in the chat template",
+        "/detokenize": "the text of ids: vLLM's `prompt` and SGLang's `text`",
+    },
+    "Health and numbers": {
+        "/health": "200 while the engine runs and takes requests",
+        "/health_generate": "200 when the engine has just generated a token",
+        "/ready": "200 while it takes requests and no pause holds them; 503 names lost weights that must be pushed",
+        "/ping": "200 while the engine runs, paused or not",
+        "/liveness": "the same, under prime-rl's name",
+        "/load": "vLLM's count of requests that run or wait",
+        "/metrics": "counters and histograms for Prometheus",
+        "/v1/loads": "running and waiting requests, tokens and pages in use",
+        "/experts/state": "numbers that `/experts` draws, of now or of a `plan`",
+    },
+    "Pages": {
+        "/": "page to chat, with every token's experts; JSON where `Accept` does not name `text/html`",
+        "/experts": "page with loads of experts and ranks, now and at the last plans",
+        "/docs": "page with this reference, written from `/openapi.json`",
+    },
+    "Model": {
+        "/v1/models": "the model being served",
+        "/v1/models/{name}": "the same by name",
+        "/model_info": "path, version of the weights and sizes of the model",
+        "/get_model_info": "SGLang's older name of `/model_info`",
+        "/server_info": "the same with the package's version, the chosen kernels and the engine's statistics",
+        "/get_server_info": "SGLang's older name of `/server_info`",
+        "/get_weight_version": "version of the weights",
+        "/weight_info": "vLLM's name of `/get_weight_version`",
+        "/version": "version of this package",
+        "/v1/fields": "every request field of every route: computed, accepted or refused",
+        "/get_world_size": "devices that the model lies on",
+        "/is_paused": "whether a pause holds all requests",
+        "/is_sleeping": "false: device memory stays with the server",
+    },
+    "Control": {
+        "/abort_request": "end one request, or all of them",
+        "/pause_generation": "run no steps: `abort`, `retract` or `in_place`",
+        "/continue_generation": "end a pause",
+        "/update_weights_from_disk": "serve the weights of another checkpoint of the same model",
+        "/update_weights_from_tensor": "serve weights that are sent as safetensors, in buckets; DELETE drops them",
+        "/flush_cache": "forget cached prefixes, while nothing runs",
+        "/reset_prefix_cache": "vLLM's name of `/flush_cache`; `reset_running_requests` has requests computed anew",
+        "/pause": "vLLM's name of `/pause_generation`: `keep`, `wait` or `abort`",
+        "/resume": "vLLM's name of `/continue_generation`",
+        "/abort_requests": "vLLM's name of `/abort_request`, for several",
+        "/inference/v1/abort_requests": "the same",
+        "/update_weights": "prime-rl's name of `/update_weights_from_disk`, by `weight_dir`",
+        "/update_weight_version": "call the weights that serve by another version",
+        "/begin_weight_update": "nothing: weights change at once",
+        "/end_weight_update": "nothing: weights change at once",
+        "/areal_update_weights": "AReaL's name of `/update_weights_from_disk`",
+        "/areal_pause_generation": "AReaL's name of `/pause_generation`, which ends all requests",
+        "/areal_continue_generation": "AReaL's name of `/continue_generation`",
+        "/finish_session": "nothing: sessions hold nothing",
+    },
+    "Not here": {path: reason.partition(":")[0] for path, reason in REASONS.items()},
+}
+"""What every route is for. Each route of the application stands in one group."""
