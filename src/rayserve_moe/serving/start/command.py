@@ -46,7 +46,7 @@ from rayserve_moe.serving.start.state import (
     private_folder,
     running_plans,
 )
-from rayserve_moe.serving.start.validation import CheckedConfig, as_deployed, check_config
+from rayserve_moe.serving.start.validation import CheckedConfig, TlsFiles, as_deployed, check_config
 
 FAILED = 1
 BEGUN = time.time()
@@ -54,6 +54,8 @@ BEGUN = time.time()
 _ORPHAN_GRACE_S = 1.0
 _EVERYWHERE = ("0.0.0.0", "::")
 _SUFFIXES = (".yaml", ".yml", ".json")
+TLS_OPTIONS = ("ssl_certfile", "ssl_keyfile")
+CERTIFICATE = "tls.pem"
 _LISTENING = {"host": "127.0.0.1", "port": 8000}
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
@@ -96,7 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     parser.add_argument("config", help="a Serve config, such as those in configs/, or a model: a directory or a name")
     parser.add_argument(
-        "settings", nargs=argparse.REMAINDER, help="with a model: --host, --port, and settings (--dp-size 2)"
+        "settings",
+        nargs=argparse.REMAINDER,
+        help="with a model: --host, --port, --ssl-certfile, --ssl-keyfile, and settings (--dp-size 2)",
     )
 
 
@@ -208,7 +212,7 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         started=this.started,
         first_port=ports.first,
         config=as_deployed(config),
-        url=f"http://{shown}:{config.port}",
+        url=f"{'http' if config.tls is None else 'https'}://{shown}:{config.port}",
         drain_timeout_s=max(one.server.drain_timeout_s for one in settings),
         start_timeout_s=max(one.cluster.start_timeout_s for one in settings),
         journal_max_bytes=sum(one.server.journal_max_bytes for one in settings if keeps_journal(one)),
@@ -225,8 +229,21 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         max_connections_per_source=max_open,
         capacity=capacity,
         host="*" if config.host in _EVERYWHERE else config.host,
+        certificate=linked_certificate(config.tls, folder) if config.tls else "",
     )
     write_launcher(folder / LAUNCHER, limits)
+
+
+def linked_certificate(tls: TlsFiles, folder: Path) -> str:
+    """Link a certificate and its key by the names that HAProxy looks for; return the certificate's path.
+
+    Links, so that HAProxy reads renewed files whenever it starts anew.
+    """
+    certificate = folder / CERTIFICATE
+    for link, target in ((certificate, tls.certificate), (folder / f"{CERTIFICATE}.key", tls.key)):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    return str(certificate)
 
 
 def is_config(name: str) -> bool:
@@ -237,7 +254,7 @@ def is_config(name: str) -> bool:
 def config_of_model(model: str, options: Sequence[str]) -> dict[str, Any]:
     """Return the config that serves a model.
 
-    `--host` and `--port` set the listening address. Other options are settings: `--dp-size 2` or `--dp-size=2` sets
+    `--host` and `--port` set the listening address, `--ssl-certfile` and `--ssl-keyfile` have it speak TLS. Other options are settings: `--dp-size 2` or `--dp-size=2` sets
     `dp_size`, and `--name` alone sets `name` to true. Settings are checked with the config, not here.
 
     Raises: StartError for an argument that is not an option, a value that is not YAML, or an option that is repeated.
@@ -248,6 +265,7 @@ def config_of_model(model: str, options: Sequence[str]) -> dict[str, Any]:
             raise StartError(f"--{name.replace('_', '-')} is given twice")
         settings[name] = value
     http = {name: settings.pop(name, default) for name, default in _LISTENING.items()}
+    http |= {name: settings.pop(name) for name in TLS_OPTIONS if name in settings}
     application = {
         "name": "model",
         "route_prefix": "/",

@@ -25,6 +25,7 @@ UNNAMED = "x-request-unnamed"
 """Header of requests without a client's `X-Request-Id`, because Ray's configuration adds that header."""
 RETRY_AFTER_S = 5
 CLOSE = "option http-server-close"
+TLS = "ssl-min-ver TLSv1.2 alpn http/1.1"
 OWN_ANSWERS = {
     408: (408, "invalid_request_error", "request_timeout", "the body of the request did not arrive in time"),
     502: (503, "service_unavailable_error", "replica_lost", "the replica was lost; try again later"),
@@ -71,6 +72,8 @@ class FrontLimits:
     """Requests that a replica accepts, by application (see `refusing`)."""
     host: str = ""
     """Address of the HTTP frontend (`*` for all); empty keeps Ray's, which HAProxy's own pages always use."""
+    certificate: str = ""
+    """Path of a certificate chain with its key in a `.key` file beside it: the HTTP frontend speaks TLS. Empty: HTTP."""
 
 
 def answer_files() -> dict[str, str]:
@@ -133,6 +136,7 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
     bound = re.search(r"^frontend http_frontend\n +bind (\S+):\d+$", text, re.MULTILINE)
     interface = bound[1] if bound and bound[1] != "*" else ""
     host = limits.host or r"\1"
+    tls = f" ssl crt {limits.certificate} {TLS}".replace("\\", r"\\") if limits.certificate else ""
     replicas, backends = len(_REPLICA.findall(text)), len(set(_APP.findall(text)))
     # Another replica is tried at once, the same one only after a second.
     retries = 1 if replicas > backends else 0
@@ -153,7 +157,7 @@ def _edits(text: str, *, limits: FrontLimits, answers: str, serves: bool) -> lis
         (r"^listen stats\n +bind \*:(\d+)$", rf"listen stats\n    bind {interface}:\1"),
         (
             r"^frontend http_frontend\n +bind (\S+):(\d+)$",
-            rf"frontend http_frontend\n    bind {host}:\2\n{_frontend_limits(limits)}",
+            rf"frontend http_frontend\n    bind {host}:\2{tls}\n{_frontend_limits(limits)}",
         ),
         (r"^backend default_backend\n +http-request return status 404 .*$", nothing_here),
     ]
