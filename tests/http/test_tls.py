@@ -45,7 +45,7 @@ def test_neither_plain_http_nor_old_tls_is_answered(front: Front) -> None:
         httpx.get(f"http://127.0.0.1:{front.port}/health").raise_for_status()
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
         old.maximum_version = ssl.TLSVersion.TLSv1_1
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"https://127.0.0.1:{front.port}/health", verify=old)

@@ -41,7 +41,7 @@ _FLUSH_S = 5.0
 _DIRECT = urllib.request.build_opener(
     urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
 )
-"""Opener for URLs of this machine, without the environment's proxies; certificates have other names than its address."""
+"""Opener for URLs of this machine, without the environment's proxies; certificates have other names than 127.0.0.1."""
 _GONE = (RayError, RayServeException)
 """Errors of a call to a lost replica, which runs nothing."""
 

@@ -73,7 +73,7 @@ class FrontLimits:
     host: str = ""
     """Address of the HTTP frontend (`*` for all); empty keeps Ray's, which HAProxy's own pages always use."""
     certificate: str = ""
-    """Path of a certificate chain with its key in a `.key` file beside it: the HTTP frontend speaks TLS. Empty: HTTP."""
+    """Path of a certificate chain, with its key in a `.key` file beside it, for TLS at the HTTP port; empty: HTTP."""
 
 
 def answer_files() -> dict[str, str]:
