@@ -46,6 +46,8 @@ class FrontLimits:
     """Requests that a replica accepts, by application (see `template`)."""
     host: str = ""
     """Address of the HTTP frontend (`*` for all); empty keeps Ray's, which HAProxy's own pages always use."""
+    certificate: str = ""
+    """Path of a certificate chain, with its key in a `.key` file beside it, for TLS at the HTTP port; empty: HTTP."""
 
     def for_replicas(self, num_replicas: int, *, num_applications: int, num_files: int) -> FrontLimits:
         """Return limits for replicas of all applications, and for a process with `num_files` open files.

@@ -48,7 +48,7 @@ from rayserve_moe.serving.start.state import (
     private_folder,
     running_plans,
 )
-from rayserve_moe.serving.start.validation import CheckedConfig, as_deployed, check_config
+from rayserve_moe.serving.start.validation import CheckedConfig, TlsFiles, as_deployed, check_config
 
 __all__ = ["add_arguments", "run"]
 FAILED = 1
@@ -56,6 +56,7 @@ BEGUN = time.time()
 """Time at which this process has loaded the command."""
 _ORPHAN_GRACE_S = 1.0
 _EVERYWHERE = ("0.0.0.0", "::")
+CERTIFICATE = "tls.pem"
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "RAY_AUTH_MODE": "token",
@@ -204,7 +205,7 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         started=this.started,
         first_port=ports.first,
         config=as_deployed(config),
-        url=f"http://{shown}:{config.port}",
+        url=f"{'http' if config.tls is None else 'https'}://{shown}:{config.port}",
         drain_timeout_s=max(one.server.drain_timeout_s for one in settings),
         start_timeout_s=max(one.cluster.start_timeout_s for one in settings),
         journal_max_bytes=sum(one.server.journal_max_bytes for one in settings if keeps_journal(one)),
@@ -221,8 +222,21 @@ def _write(folder: Path, ports: Ports, config: CheckedConfig) -> None:
         max_connections_per_source=max_open,
         capacity=capacity,
         host="*" if config.host in _EVERYWHERE else config.host,
+        certificate=linked_certificate(config.tls, folder) if config.tls else "",
     )
     write_launcher(folder / LAUNCHER, limits)
+
+
+def linked_certificate(tls: TlsFiles, folder: Path) -> str:
+    """Link a certificate and its key by the names that HAProxy looks for; return the certificate's path.
+
+    With links HAProxy reads renewed files whenever it starts anew.
+    """
+    certificate = folder / CERTIFICATE
+    for link, target in ((certificate, tls.certificate), (folder / f"{CERTIFICATE}.key", tls.key)):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    return str(certificate)
 
 
 def token_path(inherited: Mapping[str, str], home: Path) -> Path | None:

@@ -20,6 +20,7 @@ from rayserve_moe.serving.start.state import APPLICATION
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 LISTENING = {"host": "127.0.0.1", "port": 8000}
+TLS = ("ssl_certfile", "ssl_keyfile")
 MODEL = "model_path"
 _ALL = "all"
 _USAGE = "rayserve-moe serve [-h [GROUP]] [--dry-run] (CONFIG | MODEL [--SETTING VALUE ...])"
@@ -30,6 +31,8 @@ _GENERAL = f"""\
                         trained:calculator or synthetic:tiny
   --host HOST           address to listen at (default: {LISTENING["host"]}); 0.0.0.0 is every interface
   --port PORT           port of HTTP (default: {LISTENING["port"]})
+  --ssl-certfile FILE, --ssl-keyfile FILE
+                        certificate chain and key, in PEM: the port speaks TLS
   --dry-run             print the resolved settings and the memory they take, and start nothing
   -h, --help [GROUP]    this help, or that of a group or a setting; `--help=all` explains every setting"""
 
@@ -43,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", f"--{_flag(MODEL)}", dest=MODEL, action=_Once, default=argparse.SUPPRESS)
     for name in LISTENING:
         parser.add_argument(f"--{name}", type=_yaml, action=_Once, default=argparse.SUPPRESS)
+    for name in TLS:
+        parser.add_argument(f"--{_flag(name)}", dest=name, action=_Once, default=argparse.SUPPRESS)
     for names, kind in _settings():
         if names[0] != MODEL:
             _add_setting(parser, names, kind)
@@ -191,7 +196,7 @@ def config_of(options: argparse.Namespace) -> Path | dict[str, Any]:
     """
     given = {
         **given_settings(options),
-        **{name: getattr(options, name) for name in LISTENING if hasattr(options, name)},
+        **{name: getattr(options, name) for name in (*LISTENING, *TLS) if hasattr(options, name)},
     }
     model = getattr(options, MODEL, "")
     if not (options.config or model):
@@ -209,12 +214,13 @@ def config_of(options: argparse.Namespace) -> Path | dict[str, Any]:
 
 
 def config_of_model(model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the config that serves a model; `host` and `port` among `given` are of HTTP, the others are settings.
+    """Return the config that serves a model; `host`, `port` and TLS files of `given` are of HTTP.
 
     Settings are checked with the config, not here.
     """
     http = {name: given.get(name, default) for name, default in LISTENING.items()}
-    settings = {name: value for name, value in given.items() if name not in LISTENING}
+    http |= {name: given[name] for name in TLS if name in given}
+    settings = {name: value for name, value in given.items() if name not in (*LISTENING, *TLS)}
     application = {
         "name": "model",
         "route_prefix": "/",

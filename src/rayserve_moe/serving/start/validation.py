@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import difflib
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayserve_moe.config.load import read_yaml, settings_from
 from rayserve_moe.config.model_names import model_fault
@@ -19,6 +20,8 @@ from rayserve_moe.serving.start.ports import StartError
 from rayserve_moe.serving.start.state import APPLICATION
 
 DEPLOYMENT = "moe-server"
+_TLS = "ssl_"
+"""Prefix of the options of TLS."""
 LOOPBACK, HTTP_PORT = "127.0.0.1", 8000
 """Serve's default address."""
 
@@ -92,6 +95,14 @@ class CheckedConfig:
     settings: dict[str, Settings]
     host: str
     port: int
+    tls: TlsFiles | None = None
+
+
+class TlsFiles(NamedTuple):
+    """Absolute paths of a certificate chain and its key, in PEM."""
+
+    certificate: Path
+    key: Path
 
 
 def check_config(path: Path) -> CheckedConfig:
@@ -114,11 +125,14 @@ def check_config(path: Path) -> CheckedConfig:
     for settings in ours.values():
         _check_model(settings.model.path)
         _check_level(settings)
-    return CheckedConfig(document, ours, http.get("host") or LOOPBACK, port)
+    return CheckedConfig(document, ours, http.get("host") or LOOPBACK, port, _checked_tls(path, http))
 
 
 def as_deployed(config: CheckedConfig) -> dict[str, Any]:
-    """Return the config to deploy: a single attempt to load a model, and only HAProxy listens beyond loopback."""
+    """Return the config to deploy: a single attempt to load a model, and only HAProxy listens beyond loopback.
+
+    TLS ends at HAProxy: Serve's own options for it would have replicas speak TLS, which HAProxy does not expect.
+    """
     applications = []
     for application in config.document["applications"]:
         deployments = [dict(deployment) for deployment in application.get("deployments") or []]
@@ -128,7 +142,8 @@ def as_deployed(config: CheckedConfig) -> dict[str, Any]:
             ours = next(deployment for deployment in deployments if deployment["name"] == DEPLOYMENT)
             ours.setdefault("max_constructor_retry_count", 1)
         applications.append({**application, "deployments": deployments})
-    http = {**(config.document.get("http_options") or {}), "host": LOOPBACK}
+    given = config.document.get("http_options") or {}
+    http = {name: value for name, value in given.items() if not name.startswith(_TLS)} | {"host": LOOPBACK}
     return {**config.document, "http_options": http, "applications": applications}
 
 
@@ -171,6 +186,32 @@ def _checked_port(path: Path, http: object) -> int:
     if not 0 < port < 2**16:
         raise StartError(f"{path}: http_options.port must lie in [1, {2**16 - 1}], found {port}")
     return port
+
+
+def _checked_tls(path: Path, http: Mapping[str, Any]) -> TlsFiles | None:
+    """Return the files of `ssl_certfile` and `ssl_keyfile`, or None without them.
+
+    Raises: StartError if one is missing or unreadable, they do not belong together, or the key has a password.
+    """
+    for name in ("ssl_keyfile_password", "ssl_ca_certs"):
+        if http.get(name):
+            raise StartError(f"{path}: http_options.{name} is not supported: give a key without a password, and no CA")
+    certificate, key = http.get("ssl_certfile"), http.get("ssl_keyfile")
+    if not certificate and not key:
+        return None
+    if not certificate or not key:
+        raise StartError(f"{path}: http_options.ssl_certfile and ssl_keyfile must be given together")
+    files = TlsFiles(*(Path(str(name)).expanduser().absolute() for name in (certificate, key)))
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(*files, password=_no_password)
+    except (OSError, ValueError) as error:  # ssl's errors are OSErrors
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise StartError(f"ssl_certfile {files.certificate}, ssl_keyfile {files.key}: {reason}") from error
+    return files
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
 
 
 def _applications(path: Path, document: Mapping[str, Any]) -> list[dict[str, Any]]:
