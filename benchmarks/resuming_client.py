@@ -23,22 +23,24 @@ class _Seen:
     """What a client has of an answer: so many tokens, its end as one more, and the last event."""
 
     has_begun: threading.Event
+    begins_at: int
     told: int = 0
     last: dict[str, Any] = field(default_factory=dict)
 
 
 class ResumingClient:
     """Asks `/generate` for one choice. `num_cut` counts how often answers were cut off, `num_resumed` how often they
-    were gone on with; `has_begun` is set with the first event of a stream."""
+    were gone on with; `has_begun` is set when a stream has told `begins_at` tokens."""
 
-    def __init__(self, url: str, *, within_s: float) -> None:
-        self._url, self._within_s = url, within_s
+    def __init__(self, url: str, *, within_s: float, begins_at: int = 1) -> None:
+        self._url, self._within_s, self._begins_at = url, within_s, begins_at
         self.num_cut = self.num_resumed = 0
         self.has_begun = threading.Event()
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the whole answer to a body with a `rid`. Certificates, which take a while to load, are none of its."""
-        deadline, path, asked, seen = time.monotonic() + self._within_s, "/generate", body, _Seen(self.has_begun)
+        deadline, path, asked = time.monotonic() + self._within_s, "/generate", body
+        seen = _Seen(self.has_begun, self._begins_at)
         with httpx.Client(base_url=self._url, timeout=self._within_s, verify=False) as client:
             while True:
                 try:
@@ -74,7 +76,8 @@ def _read(client: httpx.Client, path: str, *, asked: dict[str, Any], seen: _Seen
                     if "error" in event:
                         break
                     seen.last, seen.told = event, next_told
-                    seen.has_begun.set()
+                    if next_told >= seen.begins_at:
+                        seen.has_begun.set()
     except httpx.HTTPError as error:
         raise CutOffError(str(error)) from error
     if not is_done or not seen.last or seen.last["meta_info"]["finish_reason"] is None:

@@ -5,7 +5,7 @@ So one compilation serves many ways to schedule the same requests, and a test ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,9 +23,10 @@ from rayserve_moe.engine.speculation.proposers import Proposer
 from rayserve_moe.engine.speculation.steps import DraftedSteps
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
+from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
-from rayserve_moe.scheduling.sequence import Sequence, prompt_columns
+from rayserve_moe.scheduling.sequence import Sequence, prompt_columns, restore
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from tests.support.engine.outputs import LOGPROB_TOLERANCE, RECURRENT_TOLERANCE, Outcome, Outcomes
 from tests.support.engine.schedulers import some_reach
@@ -102,12 +103,17 @@ def run_on(
     *,
     intervene: Intervention | None = None,
     constraints: ConstraintCompiler | None = None,
+    committed: Collection[ChoiceResult] = (),
 ) -> Outcomes:
-    """Run requests on a cycle that may have served others; pages and rows must add up after every step."""
+    """Run requests on a cycle that may have served others; pages and rows must add up after every step.
+
+    Requests with `committed` outputs of another engine go on after these.
+    """
     outcomes: Outcomes = {}
     tolerance = RECURRENT_TOLERANCE if cycle.scheduler.ranks[0].entry_tokens else LOGPROB_TOLERANCE
     for request in requests:
         choices = choices_of(request, card, constraints=constraints)
+        restore(choices, [outputs for outputs in committed if outputs.request_id == request.request_id])
         outcomes |= {(request.request_id, choice.choice_index): Outcome(tolerance=tolerance) for choice in choices}
         cycle.scheduler.add(choices)
     _turn(cycle, intervene, outcomes)

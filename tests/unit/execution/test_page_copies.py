@@ -101,7 +101,7 @@ def test_rings_of_the_own_rank_are_copied_in_all_layers_wherever_a_prompt_ends()
 
     @jax.jit
     def run(given: DeviceState) -> DeviceState:
-        vector = vector_of((1, 0, 1, 5), (0, 1, 0, 6), (1, 0, 2, 2 * PAGE))
+        vector = vector_of((1, 0, 1, 5), (0, 2, 0, 6), (1, 0, 2, 2 * PAGE))
         of_kinds, num_rings = {"kv": LAYERS[:1]}, {"delta": (num_layers, len(rings))}
         copy = CPU.pool.copy_pages
         return apply_copies(given, vector, data_rank=jnp.int32(1), layer_pages=of_kinds, copy=copy, num_rings=num_rings)

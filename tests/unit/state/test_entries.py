@@ -110,6 +110,20 @@ def test_a_fork_reads_what_its_leader_reads_or_writes(state: EntryState, has_fol
     state.check_integrity([], is_allocated=np.ones(NUM_PAGES, np.bool_))
 
 
+@pytest.mark.parametrize("num_computed", [8, 9])
+def test_a_fork_behind_a_multiple_begins_with_the_entry_before_it(state: EntryState, num_computed: int):
+    """The entry at the multiple is written with the token behind it, which the fork computes itself."""
+    state.enter(0, PAGES[:0], position=0)
+    own = columns_of(state, 0)[0]
+    advance(state, 0, num_computed)
+    state.fork(1, PAGES[:4], position=2 * GRID, leader=0)
+    fork_own, *source = columns_of(state, 1)
+    assert source == [own, GRID] and fork_own != own
+    for row in (0, 1):
+        state.leave(row, PAGES, positions=(2 * GRID + 1, 2 * GRID + 1))
+    state.check_integrity([], is_allocated=np.ones(NUM_PAGES, np.bool_))
+
+
 def test_entries_without_readers_make_way_oldest_first():
     state = state_with(num_kept=0)
     for i, first in enumerate((1, 5, 9)):
