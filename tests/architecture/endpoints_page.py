@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rayserve_moe.serving.api.routes.unsupported import REASONS
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.openapi import MEANINGS
-from rayserve_moe.serving.routes.unsupported import REASONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "endpoints.md"
 INTRODUCTION = """# Endpoints

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayserve_moe.serving.api.schemas.known_fields import NOTHING, OBJECTS, is_one_edit, known_fields, plain_objects
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.ignored_fields import HEADER, listed
 from rayserve_moe.serving.middleware.json_body import taken_fields
-from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, is_one_edit, known_fields, plain_objects
 from tests.architecture.fields_page import PAGE, page
 from tests.http.peer_fields import RECORDED
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, check_error

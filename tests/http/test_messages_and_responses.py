@@ -9,9 +9,9 @@ import pytest
 
 from rayserve_moe.requests.fields import OPENAI, declared
 from rayserve_moe.requests.records import SamplingParams
+from rayserve_moe.serving.api.schemas.messages import MessagesBody
+from rayserve_moe.serving.api.schemas.responses import ResponsesBody
 from rayserve_moe.serving.response_store import ResponseStore
-from rayserve_moe.serving.schemas.messages import MessagesBody
-from rayserve_moe.serving.schemas.responses import ResponsesBody
 from tests.http.conftest import served
 from tests.http.test_tools import TOOLS, USER
 from tests.support.models.scripted import MODEL, SCRIPTS

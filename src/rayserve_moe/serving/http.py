@@ -4,6 +4,27 @@ from __future__ import annotations
 
 from fastapi import Depends, FastAPI
 
+from rayserve_moe.serving.api.routes.embeddings import embeddings_router
+from rayserve_moe.serving.api.routes.messages import messages_router
+from rayserve_moe.serving.api.routes.native import native_router
+from rayserve_moe.serving.api.routes.openai import openai_router
+from rayserve_moe.serving.api.routes.reports import fields_router, model_router, package_version, statistics_router
+from rayserve_moe.serving.api.routes.responses import responses_router
+from rayserve_moe.serving.api.routes.resume import resume_router
+from rayserve_moe.serving.api.routes.score import score_router
+from rayserve_moe.serving.api.routes.text_tokens import text_tokens_router
+from rayserve_moe.serving.api.routes.tokens import token_router
+from rayserve_moe.serving.api.routes.unsupported import unsupported_router
+from rayserve_moe.serving.api.schemas import control
+from rayserve_moe.serving.api.schemas.embeddings import EmbeddingBody
+from rayserve_moe.serving.api.schemas.messages import CountTokensBody, MessagesBody
+from rayserve_moe.serving.api.schemas.native import GenerateBody
+from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody
+from rayserve_moe.serving.api.schemas.responses import ResponsesBody
+from rayserve_moe.serving.api.schemas.resume import ResumeBody
+from rayserve_moe.serving.api.schemas.score import ScoreBody
+from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, TokenizeBody
+from rayserve_moe.serving.api.schemas.tokens import TokenBody
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import install_error_handlers
 from rayserve_moe.serving.journalling import journal_requests
@@ -12,28 +33,7 @@ from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
 from rayserve_moe.serving.middleware.traffic import count_traffic
 from rayserve_moe.serving.openapi import publish
 from rayserve_moe.serving.routes.control import control_router, probe_router
-from rayserve_moe.serving.routes.embeddings import embeddings_router
-from rayserve_moe.serving.routes.messages import messages_router
-from rayserve_moe.serving.routes.native import native_router
-from rayserve_moe.serving.routes.openai import openai_router
-from rayserve_moe.serving.routes.reports import fields_router, model_router, package_version, statistics_router
-from rayserve_moe.serving.routes.responses import responses_router
-from rayserve_moe.serving.routes.resume import resume_router
-from rayserve_moe.serving.routes.score import score_router
-from rayserve_moe.serving.routes.text_tokens import text_tokens_router
-from rayserve_moe.serving.routes.tokens import token_router
 from rayserve_moe.serving.routes.trainer_control import tensor_router, trainer_control_router
-from rayserve_moe.serving.routes.unsupported import unsupported_router
-from rayserve_moe.serving.schemas import control
-from rayserve_moe.serving.schemas.embeddings import EmbeddingBody
-from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
-from rayserve_moe.serving.schemas.native import GenerateBody
-from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
-from rayserve_moe.serving.schemas.responses import ResponsesBody
-from rayserve_moe.serving.schemas.resume import ResumeBody
-from rayserve_moe.serving.schemas.score import ScoreBody
-from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
-from rayserve_moe.serving.schemas.tokens import TokenBody
 
 GENERATION = (
     CompletionBody,
