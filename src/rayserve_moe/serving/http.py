@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from fastapi import Depends, FastAPI
 
-from rayserve_moe.serving.api.routes.embeddings import embeddings_router
 from rayserve_moe.serving.api.routes.messages import messages_router
 from rayserve_moe.serving.api.routes.native import native_router
 from rayserve_moe.serving.api.routes.openai import openai_router
 from rayserve_moe.serving.api.routes.reports import fields_router, model_router, package_version, statistics_router
 from rayserve_moe.serving.api.routes.responses import responses_router
 from rayserve_moe.serving.api.routes.resume import resume_router
-from rayserve_moe.serving.api.routes.score import score_router
+from rayserve_moe.serving.api.routes.scoring import scoring_router
 from rayserve_moe.serving.api.routes.text_tokens import text_tokens_router
 from rayserve_moe.serving.api.routes.tokens import token_router
 from rayserve_moe.serving.api.routes.unsupported import unsupported_router
 from rayserve_moe.serving.api.schemas import control
-from rayserve_moe.serving.api.schemas.embeddings import EmbeddingBody
 from rayserve_moe.serving.api.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.api.schemas.native import GenerateBody
 from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody
 from rayserve_moe.serving.api.schemas.responses import ResponsesBody
 from rayserve_moe.serving.api.schemas.resume import ResumeBody
-from rayserve_moe.serving.api.schemas.score import ScoreBody
+from rayserve_moe.serving.api.schemas.scoring import EmbeddingBody, ScoreBody
 from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.api.schemas.tokens import TokenBody
 from rayserve_moe.serving.api_state import ApiState
@@ -69,7 +67,7 @@ def create_api(state: ApiState) -> FastAPI:
     app.add_middleware(count_traffic, traffic=state.traffic)
     # Routes are tried in order: the most frequent ones come first.
     generating = (native_router, openai_router, token_router, messages_router, responses_router)
-    for router in (*generating, score_router, embeddings_router, resume_router):
+    for router in (*generating, scoring_router, resume_router):
         app.include_router(router(state), dependencies=[Depends(state.refuse_requests)])
     others = (model_router, statistics_router, probe_router, text_tokens_router)
     for router in (control_router, trainer_control_router, tensor_router, *others):

@@ -6,10 +6,11 @@ Small answers are serialized on the event loop, large ones on a thread.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,32 +29,29 @@ _BYTES_PER_TOKEN = 64
 _Built = TypeVar("_Built")
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """Writer of the answer to a request in a dialect."""
 
-    has_types: bool
+    has_types: ClassVar[bool] = False
     """True if events are named after their types."""
+    routing: RoutingWriter
+    """Writer of routing fields; it holds the rows that a container sends as bytes."""
 
-    @property
-    def routing(self) -> RoutingWriter:
-        """Return the writer of routing fields; it holds the rows that a container sends as bytes."""
-        ...
-
+    @abstractmethod
     def whole(self, results: Sequence[ChoiceResult]) -> dict | list:
         """Return the answer of a request that does not stream."""
-        ...
+
+    @abstractmethod
+    def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
+        """Return the events for new output of a choice, possibly none; `so_far` holds no routing."""
 
     def defers(self, delta: ChoiceResult) -> bool:
         """Return True if an event about a choice must wait for more output."""
-        ...
-
-    def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
-        """Return the events for new output of a choice, possibly none; `so_far` holds no routing."""
-        ...
+        return False
 
     def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
         """Return the events after the last choice's, if any."""
-        ...
+        return []
 
 
 def rollout_type(request: Request, *, stream: bool) -> str | None:

@@ -10,6 +10,7 @@ from rayserve_moe.answers.native import error_of, stop_reason
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.requests.results import ChoiceResult
+from rayserve_moe.serving.api.answers.answering import Writer
 from rayserve_moe.serving.api.answers.chat_parts import ChatParts
 from rayserve_moe.serving.api.answers.evidence import EvidenceWriter
 from rayserve_moe.serving.api.answers.logprobs import CompletionLogprobs, chat_logprobs, echoed_text
@@ -21,10 +22,8 @@ from rayserve_moe.serving.api_state import ApiState
 _PROMPT_ROWS = "prompt_routed_experts"
 
 
-class OpenAIWriter:
+class OpenAIWriter(Writer):
     """Writer of the answer to a request of `/v1/completions` or `/v1/chat/completions`."""
-
-    has_types = False
 
     def __init__(
         self,

@@ -17,9 +17,8 @@ from starlette.responses import Response
 
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.requests.results import ChoiceResult
-from rayserve_moe.serving.api.answers.answering import respond
+from rayserve_moe.serving.api.answers.answering import Writer, respond
 from rayserve_moe.serving.api.answers.openai import OpenAIWriter, usage_of
-from rayserve_moe.serving.api.answers.routing import RoutingWriter
 from rayserve_moe.serving.api.answers.streaming import json_answer
 from rayserve_moe.serving.api.routes.chat_prompt import chat_ids
 from rayserve_moe.serving.api.routes.openai import opened_chat
@@ -60,21 +59,17 @@ def messages_router(state: ApiState) -> APIRouter:
     return router
 
 
-class MessagesWriter:
+class MessagesWriter(Writer):
     """Writer of a message: blocks of thinking, text and tool use, whole or as events."""
 
     has_types = True
 
     def __init__(self, chat: OpenAIWriter, request: GenerationRequest, *, model: str) -> None:
         self._chat, self._request = chat, request
+        self.routing = chat.routing
         self._has_begun, self._has_called, self._block, self._num_blocks = False, False, "", 0
         self._message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._stop: dict[str, Any] = {}
-
-    @property
-    def routing(self) -> RoutingWriter:
-        """Return the chat's routing writer."""
-        return self._chat.routing
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict:
         """Return the message."""
@@ -83,10 +78,6 @@ class MessagesWriter:
         content = list(_blocks_of(choice["message"]))
         stop = _stop_of(choice, has_called="tool_calls" in choice["message"])
         return {**self._message, "content": content, **stop, "usage": _usage(answer["usage"])}
-
-    def defers(self, delta: ChoiceResult) -> bool:
-        """Return False: no event waits."""
-        return False
 
     def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
         """Return the events of new output."""

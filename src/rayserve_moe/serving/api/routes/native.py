@@ -17,7 +17,7 @@ from rayserve_moe.requests.constraints import ConstraintFields
 from rayserve_moe.requests.fields import SGLANG
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
-from rayserve_moe.serving.api.answers.answering import respond, rollout_type
+from rayserve_moe.serving.api.answers.answering import Writer, respond, rollout_type
 from rayserve_moe.serving.api.answers.request_streams import RequestStreams, open_streams, refusals_named
 from rayserve_moe.serving.api.answers.routing import RoutingWriter
 from rayserve_moe.serving.api.routes.request_parts import forced_routing_of, prompt_ids_of
@@ -81,10 +81,8 @@ def _request_ids(body: GenerateBody, asking: Asking | None) -> list[str]:
     return [f"{stem}_{position}" for position in range(len(body.batch.prompts))] if body.batch.is_batch else [stem]
 
 
-class NativeWriter:
+class NativeWriter(Writer):
     """Writer of an answer: an object per choice, in a list for a batch or several choices."""
-
-    has_types = False
 
     def __init__(self, state: ApiState, body: GenerateBody, *, streams: RequestStreams, routing: RoutingWriter) -> None:
         self.routing = routing
@@ -99,18 +97,10 @@ class NativeWriter:
         answers = [self._answer(choice, result, result) for choice, result in enumerate(results)]
         return answers if self._as_list else answers[0]
 
-    def defers(self, delta: ChoiceResult) -> bool:
-        """Return False: no event waits."""
-        return False
-
     def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
         """Return the accumulated choice with its new routing rows."""
         answer = self._answer(choice, so_far, delta)
         return [{**answer, "index": choice} if self._as_list else answer]
-
-    def closing(self, results: Sequence[ChoiceResult]) -> list[dict]:
-        """Return no events."""
-        return []
 
     def _answer(self, choice: int, so_far: ChoiceResult, delta: ChoiceResult) -> dict:
         request = self._streams.request_of_choice[choice]

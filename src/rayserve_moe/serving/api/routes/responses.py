@@ -15,11 +15,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.requests.results import ChoiceResult
-from rayserve_moe.serving.api.answers.answering import respond
+from rayserve_moe.serving.api.answers.answering import Writer, respond
 from rayserve_moe.serving.api.answers.openai import OpenAIWriter
-from rayserve_moe.serving.api.answers.routing import RoutingWriter
 from rayserve_moe.serving.api.answers.streaming import json_answer
 from rayserve_moe.serving.api.routes.openai import opened_chat
 from rayserve_moe.serving.api.routes.request_parts import check_model
@@ -53,8 +51,7 @@ def responses_router(state: ApiState) -> APIRouter:
         def keep(answer: dict[str, Any]) -> None:
             state.responses.put(answer, [*messages, *messages_of(answer["output"] or "")])
 
-        (choice,) = streams.request_of_choice
-        writer = ResponsesWriter(inner, choice, body=body, model=state.card.name, keep=keep)
+        writer = ResponsesWriter(inner, body=body, model=state.card.name, keep=keep)
         return await respond(state, request, streams=streams, writer=writer, stream=body.stream)
 
     @router.get("/v1/responses/{response_id}", **answers(404), openapi_extra=_ID)
@@ -90,30 +87,19 @@ def _unknown(param: str) -> ApiError:
     return ApiError(404, message, param=param, code="response_not_found")
 
 
-class ResponsesWriter:
+class ResponsesWriter(Writer):
     """Writer of a response; it passes the complete response to `keep`."""
 
     has_types = True
 
     def __init__(
-        self,
-        chat: OpenAIWriter,
-        request: GenerationRequest,
-        *,
-        body: ResponsesBody,
-        model: str,
-        keep: Callable[[dict[str, Any]], None],
+        self, chat: OpenAIWriter, *, body: ResponsesBody, model: str, keep: Callable[[dict[str, Any]], None]
     ) -> None:
-        self._chat, self._request, self._keep = chat, request, keep
+        self._chat, self._keep, self.routing = chat, keep, chat.routing
         self._envelope = _envelope(body, model)
         self._items: ItemEvents | None = None
         self._finish, self._error = "", None
         self._number = 0
-
-    @property
-    def routing(self) -> RoutingWriter:
-        """Return the chat's routing writer."""
-        return self._chat.routing
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict:
         """Return the response."""
@@ -121,10 +107,6 @@ class ResponsesWriter:
         (choice,) = answer["choices"]
         self._note_end(choice)
         return self._ended(items_of(choice["message"], choice["logprobs"]), answer["usage"])
-
-    def defers(self, delta: ChoiceResult) -> bool:
-        """Return False: no event waits."""
-        return False
 
     def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
         """Return the events of new output."""

@@ -21,7 +21,7 @@ from rayserve_moe.requests.constraints import ConstraintFields
 from rayserve_moe.requests.fields import VLLM
 from rayserve_moe.requests.records import ROW_START, GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
-from rayserve_moe.serving.api.answers.answering import respond, rollout_type
+from rayserve_moe.serving.api.answers.answering import Writer, respond, rollout_type
 from rayserve_moe.serving.api.answers.evidence import prompt_logprobs
 from rayserve_moe.serving.api.answers.logprobs import token_logprobs
 from rayserve_moe.serving.api.answers.openai import usage_of
@@ -115,10 +115,8 @@ def _routing_writer(
     )
 
 
-class TokenWriter:
+class TokenWriter(Writer):
     """Writer of an answer: token ids, and log-probs by token id."""
-
-    has_types = False
 
     def __init__(
         self,
@@ -143,10 +141,6 @@ class TokenWriter:
             **self._listed(results),
             "usage": usage_of(self._request_of_choice, results),
         }
-
-    def defers(self, delta: ChoiceResult) -> bool:
-        """Return False: no event waits."""
-        return False
 
     def chunks(self, choice: int, so_far: ChoiceResult, *, delta: ChoiceResult) -> list[dict]:
         """Return the event of a choice; log-probs of the prompt are in its last event."""

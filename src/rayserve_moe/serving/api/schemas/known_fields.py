@@ -16,13 +16,12 @@ import yaml
 from pydantic import BaseModel
 
 from rayserve_moe.serving.api.schemas import control
-from rayserve_moe.serving.api.schemas.embeddings import EmbeddingBody
 from rayserve_moe.serving.api.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.api.schemas.native import GenerateBody, NativeSampling
 from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody, StreamOptions
 from rayserve_moe.serving.api.schemas.responses import ResponsesBody
 from rayserve_moe.serving.api.schemas.resume import ResumeBody
-from rayserve_moe.serving.api.schemas.score import ScoreBody
+from rayserve_moe.serving.api.schemas.scoring import EmbeddingBody, ScoreBody
 from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.api.schemas.tokens import TokenBody, TokenSampling
 

@@ -7,9 +7,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from rayserve_moe.serving.api.schemas.field_types import RequestBody, fault
-from rayserve_moe.serving.api.schemas.openai import ChatMessage
+from rayserve_moe.serving.api.schemas.openai import ChatMessage, TemplateFields
 from rayserve_moe.serving.api.schemas.prompt_types import AnyIds, AnyTexts
-from rayserve_moe.serving.api.schemas.template_fields import TemplateFields
 
 
 class TokenizeBody(TemplateFields):
