@@ -24,9 +24,9 @@ import httpx
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
 from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.serving.api.schemas.known_fields import PLACES, known_fields
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from rayserve_moe.serving.schemas.known_fields import PLACES, known_fields
 
 MOST_GROWTH = 2048
 """Bytes a request by which memory may grow: bodies are longer."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from rayserve_moe.serving.schemas.known_fields import (
+from rayserve_moe.serving.api.schemas.known_fields import (
     NOTHING,
     OBJECTS,
     PLACES,
@@ -20,11 +20,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "http_fields.md"
 _OFF = ", ".join(f"`{json.dumps(value)}`" for value in NOTHING)
 INTRODUCTION = f"""# Request fields
 
-Written from `src/{TABLE.relative_to(PAGE.parents[1] / "src")}`, and served to programs at `GET /v1/fields`. Every field
-that vLLM, SGLang or OpenAI define for a body stands here. *Computed* fields have their effect. *Accepted* ones change
-nothing in the answer. *Refused* ones would change it and are not computed: they are answered 400 by name, unless their
-value switches them off
-({_OFF}, and what stands in brackets).
+Written from `src/{TABLE.relative_to(PAGE.parents[1] / "src")}`, and served to programs at
+`GET /v1/fields`. Every field that vLLM, SGLang or OpenAI define for a body stands here. *Computed* fields have their
+effect. *Accepted* ones change nothing in the answer. *Refused* ones would change it and are not computed: they are
+answered 400 by name, unless their value switches them off ({_OFF}, and what stands in brackets).
 
 Any field may be null, which is the same as not given. A name that is not in the list of an object within a body, such
 as `sampling_params`, is answered 400 with the nearest name that is. So is a name at the top level

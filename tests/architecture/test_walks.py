@@ -28,9 +28,9 @@ def test_a_walk_takes_the_hops_that_the_page_states_in_their_order(traced, name)
 
 
 def test_a_missing_hop_and_a_hop_out_of_order_are_found():
-    seen = ["serving/routes.complete", "engine/loop.Loop.submit", "execution/step/pack.pack"]
-    assert walks.missing_or_late(["serving/routes", "engine/loop.Loop.submit", "execution/step/pack"], seen) == []
-    assert walks.missing_or_late(["serving/routes", "scheduling/scheduler", "execution/step/pack"], seen) == [
+    seen = ["serving/api/routes.complete", "engine/loop.Loop.submit", "execution/step/pack.pack"]
+    assert walks.missing_or_late(["serving/api/routes", "engine/loop.Loop.submit", "execution/step/pack"], seen) == []
+    assert walks.missing_or_late(["serving/api/routes", "scheduling/scheduler", "execution/step/pack"], seen) == [
         "scheduling/scheduler"
     ]
-    assert walks.missing_or_late(["execution/step/pack", "serving/routes"], seen) == ["serving/routes"]
+    assert walks.missing_or_late(["execution/step/pack", "serving/api/routes"], seen) == ["serving/api/routes"]

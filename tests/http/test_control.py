@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayserve_moe.rollouts.alignment import decode_answer
-from rayserve_moe.serving.routes.unsupported import REASONS
+from rayserve_moe.serving.api.routes.unsupported import REASONS
 from tests.http.conftest import POISONED_TOKEN_ID, assert_idle
 from tests.support.engine import step_gate
 from tests.support.serving.http_client import GENERATE, TOKENS, ask, check_error, stream, wait_until

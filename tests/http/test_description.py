@@ -6,8 +6,8 @@ import httpx
 import jsonschema_rs
 import pytest
 
+from rayserve_moe.serving.api.routes.unsupported import REASONS
 from rayserve_moe.serving.http import BODIES
-from rayserve_moe.serving.routes.unsupported import REASONS
 from tests.http.bad_inputs import BAD_INPUTS
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS
 

@@ -16,7 +16,7 @@ from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance, rank_loads
 from rayserve_moe.engine.eplb.control import ActorView, BalancingView, MigrationRecord
 from rayserve_moe.engine.eplb.steps import COUNTS_EVERY_UNPLANNED
-from rayserve_moe.serving.routes.pages import read_page
+from rayserve_moe.serving.api.routes.pages import read_page
 from tests.http.conftest import served
 from tests.support.serving.http_server import KEY
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayserve_moe.serving.api.schemas.known_fields import NOTHING, OBJECTS, is_one_edit, known_fields, plain_objects
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.ignored_fields import HEADER, listed
 from rayserve_moe.serving.middleware.json_body import taken_fields
-from rayserve_moe.serving.schemas.known_fields import NOTHING, OBJECTS, is_one_edit, known_fields, plain_objects
 from tests.architecture.fields_page import PAGE, page
 from tests.http.peer_fields import RECORDED
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, check_error
@@ -172,7 +172,7 @@ def test_an_unknown_name_is_logged_once(http, caplog):
 def test_a_name_one_edit_away_from_a_known_one_is_refused_with_that(http, key, typo, meant):
     path, body = ROUTES[key]
     error = check_error(http.post(path, json=body | {typo: 0}), 400)
-    assert error["param"] == meant and f"`{meant}`" in error["message"] and typo not in error["message"]
+    assert error["param"] == meant and f"`{meant}`" in error["message"] and f"`{typo}`" not in error["message"]
 
 
 def test_two_edits_and_short_names_are_no_misspelling(http):

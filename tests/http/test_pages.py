@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.serving.api.routes.pages import FOLDER, INDEX, PAGES, read_page
+from rayserve_moe.serving.api.schemas.known_fields import FIELDS
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.field_docs import FIELD_DOCS
 from rayserve_moe.serving.http import create_api
-from rayserve_moe.serving.routes.pages import FOLDER, INDEX, PAGES, read_page
-from rayserve_moe.serving.schemas.known_fields import FIELDS
 from tests.support.serving.http_server import KEY, running
 
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

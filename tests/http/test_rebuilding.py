@@ -13,9 +13,9 @@ import pytest
 from rayserve_moe.config.settings import ClusterSettings, Settings
 from rayserve_moe.engine import loop as engine_loop
 from rayserve_moe.engine.loop import EngineLoop
+from rayserve_moe.serving.api.answers import streaming
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
-from rayserve_moe.serving.responses import streaming
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.support.devices.counting_executor import CARD
 from tests.support.devices.lost_hosts import LosingExecutor

@@ -15,8 +15,8 @@ from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_
 from rayserve_moe.requests.records import RoutedExperts
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.rollouts.alignment import decode_answer
+from rayserve_moe.serving.api.answers import answering
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.responses import answering
 from tests.http.conftest import served
 from tests.support.engine.shared_settings import SERVED
 from tests.support.serving.dialects import DIALECTS as GENERATION

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe.text.tokenizer import Tokenizer
-from tests.unit.serving.responses.test_echo import hold_offsets
+from tests.unit.serving.api.answers.test_echo import hold_offsets
 
 pytestmark = pytest.mark.published
 

@@ -4,6 +4,26 @@ from __future__ import annotations
 
 from fastapi import Depends, FastAPI
 
+from rayserve_moe.serving.api.routes.messages import messages_router
+from rayserve_moe.serving.api.routes.native import native_router
+from rayserve_moe.serving.api.routes.openai import openai_router
+from rayserve_moe.serving.api.routes.pages import end_prefix_in_slash, pages_router
+from rayserve_moe.serving.api.routes.reports import fields_router, model_router, statistics_router
+from rayserve_moe.serving.api.routes.responses import responses_router
+from rayserve_moe.serving.api.routes.resume import resume_router
+from rayserve_moe.serving.api.routes.scoring import scoring_router
+from rayserve_moe.serving.api.routes.text_tokens import text_tokens_router
+from rayserve_moe.serving.api.routes.tokens import token_router
+from rayserve_moe.serving.api.routes.unsupported import unsupported_router
+from rayserve_moe.serving.api.schemas import control
+from rayserve_moe.serving.api.schemas.messages import CountTokensBody, MessagesBody
+from rayserve_moe.serving.api.schemas.native import GenerateBody
+from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody
+from rayserve_moe.serving.api.schemas.responses import ResponsesBody
+from rayserve_moe.serving.api.schemas.resume import ResumeBody
+from rayserve_moe.serving.api.schemas.scoring import EmbeddingBody, ScoreBody
+from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, TokenizeBody
+from rayserve_moe.serving.api.schemas.tokens import TokenBody
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control.routes import control_router, probe_router
 from rayserve_moe.serving.control.trainer_routes import tensor_router, trainer_control_router
@@ -16,28 +36,6 @@ from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
 from rayserve_moe.serving.middleware.traffic import count_traffic
 from rayserve_moe.serving.openapi import publish
 from rayserve_moe.serving.purposes import GROUPS
-from rayserve_moe.serving.routes.embeddings import embeddings_router
-from rayserve_moe.serving.routes.messages import messages_router
-from rayserve_moe.serving.routes.native import native_router
-from rayserve_moe.serving.routes.openai import openai_router
-from rayserve_moe.serving.routes.pages import end_prefix_in_slash, pages_router
-from rayserve_moe.serving.routes.reports import fields_router, model_router, statistics_router
-from rayserve_moe.serving.routes.responses import responses_router
-from rayserve_moe.serving.routes.resume import resume_router
-from rayserve_moe.serving.routes.score import score_router
-from rayserve_moe.serving.routes.text_tokens import text_tokens_router
-from rayserve_moe.serving.routes.tokens import token_router
-from rayserve_moe.serving.routes.unsupported import unsupported_router
-from rayserve_moe.serving.schemas import control
-from rayserve_moe.serving.schemas.embeddings import EmbeddingBody
-from rayserve_moe.serving.schemas.messages import CountTokensBody, MessagesBody
-from rayserve_moe.serving.schemas.native import GenerateBody
-from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
-from rayserve_moe.serving.schemas.responses import ResponsesBody
-from rayserve_moe.serving.schemas.resume import ResumeBody
-from rayserve_moe.serving.schemas.score import ScoreBody
-from rayserve_moe.serving.schemas.text_tokens import DetokenizeBody, TokenizeBody
-from rayserve_moe.serving.schemas.tokens import TokenBody
 
 GENERATION = (
     CompletionBody,
@@ -74,7 +72,7 @@ def create_api(state: ApiState) -> FastAPI:
     app.add_middleware(count_traffic, traffic=state.traffic)
     # Routes are tried in order: the most frequent ones come first.
     generating = (native_router, openai_router, token_router, messages_router, responses_router)
-    for router in (*generating, score_router, embeddings_router, resume_router):
+    for router in (*generating, scoring_router, resume_router):
         app.include_router(router(state), dependencies=[Depends(state.refuse_requests)])
     others = (model_router, statistics_router, probe_router, text_tokens_router)
     for router in (control_router, trainer_control_router, tensor_router, *others):

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE
-from rayserve_moe.serving.schemas.known_fields import FIELDS, NOTHING, KnownFields
+from rayserve_moe.serving.api.schemas.known_fields import FIELDS, NOTHING, KnownFields
 
 _REF = "#/components/schemas/{model}"
 _JSON, _EVENTS = "application/json", "text/event-stream"

@@ -16,12 +16,12 @@ from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.fleet.choosing import UNPARSED, Prompt
 from rayserve_moe.scheduling.page_digests import prompt_digests
+from rayserve_moe.serving.api.routes.chat_prompt import template_options
+from rayserve_moe.serving.api.schemas import messages as messages_schema
+from rayserve_moe.serving.api.schemas import responses as responses_schema
+from rayserve_moe.serving.api.schemas.field_types import MAX_CHOICES
+from rayserve_moe.serving.api.schemas.openai import ChatBody
 from rayserve_moe.serving.middleware.json_body import chat_from
-from rayserve_moe.serving.routes.chat_prompt import template_options
-from rayserve_moe.serving.schemas import messages as messages_schema
-from rayserve_moe.serving.schemas import responses as responses_schema
-from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
-from rayserve_moe.serving.schemas.openai import ChatBody
 from rayserve_moe.text.chat import render_chat
 from rayserve_moe.text.tokenizer import SegmentEncoder, Tokenizer
 

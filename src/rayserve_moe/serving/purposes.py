@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayserve_moe.serving.routes.unsupported import REASONS
+from rayserve_moe.serving.api.routes.unsupported import REASONS
 
 GROUPS = {
     "Generation": {

@@ -14,10 +14,10 @@ from rayserve_moe.requests.builder import build_request, read_given
 from rayserve_moe.requests.fields import OPENAI, SGLANG, VLLM, RequestField, declared, number, stated
 from rayserve_moe.requests.records import GenerationRequest, RequestError, SamplingParams, SharedSampling
 from rayserve_moe.rollouts.prompts import BadRow, check_sampling
-from rayserve_moe.serving.schemas.field_types import RequestBody, record_fields
-from rayserve_moe.serving.schemas.native import GenerateBody, NativeSampling
-from rayserve_moe.serving.schemas.openai import ChatBody, CompletionBody
-from rayserve_moe.serving.schemas.tokens import TokenBody, TokenSampling
+from rayserve_moe.serving.api.schemas.field_types import RequestBody, record_fields
+from rayserve_moe.serving.api.schemas.native import GenerateBody, NativeSampling
+from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody
+from rayserve_moe.serving.api.schemas.tokens import TokenBody, TokenSampling
 from tests.support.devices.counting_executor import CARD
 
 SCHEMAS = {

@@ -13,7 +13,7 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.rollouts.answers import Faulty, SampleRequest, rollouts_in
-from rayserve_moe.serving.responses.routing import RoutingWriter
+from rayserve_moe.serving.api.answers.routing import RoutingWriter
 from tests.support.routing.routing_arrays import random_rows, same
 
 LAYOUT = RoutingLayout(num_hidden_layers=2, layer_ids=(0, 1), num_experts=8, top_k=2)

@@ -22,8 +22,8 @@ from rayserve_moe.rollouts.prompts import (
     read_rows,
     seed_of,
 )
-from rayserve_moe.serving.schemas.known_fields import FIELDS
-from rayserve_moe.serving.schemas.native import NativeSampling
+from rayserve_moe.serving.api.schemas.known_fields import FIELDS
+from rayserve_moe.serving.api.schemas.native import NativeSampling
 
 GOOD: list[dict[str, Any]] = [
     {"text": "1+1="},

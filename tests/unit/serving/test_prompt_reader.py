@@ -10,8 +10,8 @@ import pytest
 from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.fleet.choosing import UNPARSED, Prompt
 from rayserve_moe.scheduling.page_digests import prompt_digests
+from rayserve_moe.serving.api.schemas.field_types import MAX_CHOICES
 from rayserve_moe.serving.prompt_reader import PromptReader
-from rayserve_moe.serving.schemas.field_types import MAX_CHOICES
 from rayserve_moe.text.chat import encode_chat
 from rayserve_moe.text.tokenizer import Tokenizer
 

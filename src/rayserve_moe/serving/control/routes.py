@@ -14,15 +14,15 @@ from starlette.responses import Response
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.recovery.hosts import progress_of
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.serving.api.answers.request_streams import open_streams
+from rayserve_moe.serving.api.answers.streaming import json_answer
+from rayserve_moe.serving.api.schemas.control import AbortBody, PauseBody, ResetOptions, UpdateWeightsBody
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control.fleet_control import ask_every, pause_all, update_all
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.edge_guard import has_admin_key, refused_key
 from rayserve_moe.serving.middleware.json_body import read_body, read_options
 from rayserve_moe.serving.openapi import COMMAND, answers, takes
-from rayserve_moe.serving.responses.request_streams import open_streams
-from rayserve_moe.serving.responses.streaming import json_answer
-from rayserve_moe.serving.schemas.control import AbortBody, PauseBody, ResetOptions, UpdateWeightsBody
 
 MAX_PROBE_S = 20.0
 

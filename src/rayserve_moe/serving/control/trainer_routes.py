@@ -20,16 +20,9 @@ from rayserve_moe.config.given_files import one_line
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.updates.orders import WeightOutcome
 from rayserve_moe.engine.updates.tensors import BucketOrder, TensorUpdates, UpdateConflictError
-from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control.fleet_buckets import stage_everywhere
-from rayserve_moe.serving.control.fleet_control import ask_every, pause_all, rename_all
-from rayserve_moe.serving.control.routes import check_admin, outcome_answer, update_answer
-from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.middleware.json_body import read_body, read_options, validate
-from rayserve_moe.serving.openapi import COMMAND, answers, takes
-from rayserve_moe.serving.responses.streaming import json_answer, while_connected
-from rayserve_moe.serving.routes.unsupported import BY_COLLECTIVE
-from rayserve_moe.serving.schemas.control import (
+from rayserve_moe.serving.api.answers.streaming import json_answer, while_connected
+from rayserve_moe.serving.api.routes.unsupported import BY_COLLECTIVE
+from rayserve_moe.serving.api.schemas.control import (
     AbortIdsBody,
     BucketOptions,
     PauseOptions,
@@ -37,6 +30,13 @@ from rayserve_moe.serving.schemas.control import (
     WeightDirBody,
     WeightNameBody,
 )
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.fleet_buckets import stage_everywhere
+from rayserve_moe.serving.control.fleet_control import ask_every, pause_all, rename_all
+from rayserve_moe.serving.control.routes import check_admin, outcome_answer, update_answer
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.middleware.json_body import read_body, read_options, validate
+from rayserve_moe.serving.openapi import COMMAND, answers, takes
 
 _AT_ONCE = "weights change between two steps, once all of them are there: nothing is to be begun or ended"
 _MODES = {"abort": "abort", "keep": "in_place", "wait": "in_place"}

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from starlette.types import Receive
 
+from rayserve_moe.serving.api.answers.streaming import while_connected
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.responses.streaming import while_connected
 
 INLINE_BYTES = 16384
 """Maximum size of a body parsed on the event loop: a thread would take as long."""

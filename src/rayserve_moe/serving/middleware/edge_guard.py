@@ -10,9 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.observability.logs import REQUEST_ID, request_id_from
+from rayserve_moe.serving.api.routes.pages import PAGES
+from rayserve_moe.serving.api.routes.unsupported import UNSUPPORTED_CONTROL
 from rayserve_moe.serving.errors import ANTHROPIC_PATH, ApiError, path_of
-from rayserve_moe.serving.routes.pages import PAGES
-from rayserve_moe.serving.routes.unsupported import UNSUPPORTED_CONTROL
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/liveness", "/ping", *PAGES})
 """Paths without authentication: probes, which send no key, and empty pages. Nothing about requests or load."""

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from rayserve_moe.serving.api.schemas.known_fields import FIELDS, NOTHING, KnownFields
+from rayserve_moe.serving.api.schemas.openai import ChatBody
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.journalling import note_body
 from rayserve_moe.serving.middleware.admission import INLINE_BYTES, Admission
 from rayserve_moe.serving.middleware.ignored_fields import note_ignored
-from rayserve_moe.serving.schemas.known_fields import FIELDS, NOTHING, KnownFields
-from rayserve_moe.serving.schemas.openai import ChatBody
 
 Schema = TypeVar("Schema", bound=BaseModel)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from rayserve_moe.serving.api.schemas.control import UpdateWeightsBody
+from rayserve_moe.serving.api.schemas.openai import ChatBody
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.json_body import validate
-from rayserve_moe.serving.schemas.control import UpdateWeightsBody
-from rayserve_moe.serving.schemas.openai import ChatBody
 
 
 @pytest.mark.parametrize(

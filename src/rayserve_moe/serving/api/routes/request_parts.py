@@ -1,0 +1,136 @@
+"""Preparation of a checked body for the engine, shared by all generating routes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+
+from rayserve_moe.replay.encoding import decode_each_forced
+from rayserve_moe.requests.records import ModelCard, RoutedExperts
+from rayserve_moe.serving.api.answers.request_streams import refusals_named
+from rayserve_moe.serving.api.schemas.openai import OpenAIGeneration
+from rayserve_moe.serving.api.schemas.prompt_types import Prompt
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.middleware.admission import INLINE_BYTES
+from rayserve_moe.text.tokenizer import TextTooLongError
+from rayserve_moe.text.truncation import Truncation, truncation_to
+
+FORCED = "forced_routed_experts"
+_BYTES_PER_ID = 8
+
+
+def check_model(state: ApiState, model: str | None) -> None:
+    """Check the requested model.
+
+    Raises: ApiError 404 for a model that is not served.
+    """
+    if model not in (None, state.card.name):
+        raise ApiError(
+            404, f"no such model: this server serves `{state.card.name}`", param="model", code="model_not_found"
+        )
+
+
+def truncation_of(state: ApiState, body: OpenAIGeneration) -> Truncation | None:
+    """Return the body's truncation of long prompts; -1 leaves space for one output token unless `max_tokens` is 0.
+
+    Raises: ApiError 400 for a number that is neither -1 nor from 1 to the context length.
+    """
+    if body.truncate_prompt_tokens is None:
+        return None
+    keeps = max(1, state.card.max_model_len - (dict(body)["max_tokens"] != 0))
+    return checked_truncation(state, body.truncate_prompt_tokens, side=body.truncation_side, keeps=keeps)
+
+
+def checked_truncation(state: ApiState, num_tokens: int | None, *, side: str | None, keeps: int) -> Truncation | None:
+    """Return the truncation to `num_tokens`, on the tokenizer's side if `side` is None; -1 stands for `keeps`.
+
+    Raises: ApiError 400 for a number that is neither -1 nor from 1 to the context length.
+    """
+    keeps_end = (side or state.tokenizer.backing.truncation_side) == "left"
+    with refusals_named({}):
+        return truncation_to(num_tokens, max_model_len=state.card.max_model_len, keeps=keeps, keeps_end=keeps_end)
+
+
+async def prompt_ids_of(
+    state: ApiState,
+    prompts: Sequence[Prompt],
+    *,
+    param: str,
+    request: Request,
+    add_special_tokens: bool = True,
+    truncation: Truncation | None = None,
+) -> list[np.ndarray]:
+    """Return prompts as int32 ids, encoded on a thread if they are texts or large.
+
+    Raises: ApiError 400 for a prompt longer than the context.
+    """
+    encode = partial(_encode_all, state, prompts, param, add_special_tokens, truncation)
+    size = sum(len(prompt) if isinstance(prompt, str) else _BYTES_PER_ID * len(prompt) for prompt in prompts)
+    if size <= INLINE_BYTES and not any(isinstance(prompt, str) for prompt in prompts):
+        return encode(threading.Event())
+    with state.admission.holding(size):
+        return await state.admission.run(encode, size=size, receive=request.receive)
+
+
+def _encode_all(
+    state: ApiState,
+    prompts: Sequence[Prompt],
+    param: str,
+    adds_special: bool,
+    truncation: Truncation | None,
+    is_cancelled: threading.Event,
+) -> list[np.ndarray]:
+    card, all_ids = state.card, []
+    encode = partial(state.tokenizer.encode, add_special_tokens=adds_special)
+    for prompt in prompts:
+        if is_cancelled.is_set():
+            break
+        ids: Sequence[int] = prompt if isinstance(prompt, list) else []
+        if isinstance(prompt, str):
+            ids = encoded(partial(encode, prompt), card, param=param, truncation=truncation)
+        elif truncation is not None:
+            ids = truncation.cut(prompt)
+        if len(ids) > card.max_model_len:
+            raise _too_long(card, param)
+        all_ids.append(np.asarray(ids, np.int32))
+    return all_ids
+
+
+def encoded(
+    encode: Callable[..., list[int]], card: ModelCard, *, param: str, truncation: Truncation | None = None
+) -> Sequence[int]:
+    """Return the ids of a text, cut by `truncation`.
+
+    Raises: ApiError 400 for an untruncated text longer than the context, without encoding it if its length shows that.
+    """
+    if truncation is not None:
+        return truncation.cut(encode())
+    try:
+        return encode(max_tokens=card.max_model_len)
+    except TextTooLongError as error:
+        raise _too_long(card, param) from error
+
+
+def _too_long(card: ModelCard, param: str) -> ApiError:
+    return ApiError(400, f"`{param}` exceeds the context of {card.max_model_len} tokens", param=param)
+
+
+async def forced_routing_of(
+    state: ApiState, value: Any, *, prompts: Sequence[np.ndarray], is_batch: bool
+) -> list[RoutedExperts | None]:
+    """Decode the routing to replay in every prompt, off the event loop; a batch has a list with an entry per prompt."""
+    if value is None:
+        return [None] * len(prompts)
+    lengths = list(map(len, prompts))
+    decode = partial(decode_each_forced, value, state.card.routing, prompt_lens=lengths, is_batch=is_batch)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(state.encoding, decode)
+    except ValueError as error:
+        raise ApiError(400, f"`{FORCED}`: {error}", param=FORCED) from error
