@@ -5,8 +5,9 @@ from __future__ import annotations
 from fastapi import Depends, FastAPI
 
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control.routes import control_router, probe_router
-from rayserve_moe.serving.control.trainer_routes import tensor_router, trainer_control_router
+from rayserve_moe.serving.control.commands import command_router
+from rayserve_moe.serving.control.probes import probe_router
+from rayserve_moe.serving.control.tensor_routes import tensor_router
 from rayserve_moe.serving.errors import install_error_handlers
 from rayserve_moe.serving.journalling import journal_requests
 from rayserve_moe.serving.middleware.edge_guard import guard_edge
@@ -72,7 +73,7 @@ def create_api(state: ApiState) -> FastAPI:
     for router in (*generating, score_router, embeddings_router, resume_router):
         app.include_router(router(state), dependencies=[Depends(state.refuse_requests)])
     others = (model_router, statistics_router, probe_router, text_tokens_router)
-    for router in (control_router, trainer_control_router, tensor_router, *others):
+    for router in (command_router, tensor_router, *others):
         app.include_router(router(state))
     app.include_router(fields_router())
     app.include_router(unsupported_router())

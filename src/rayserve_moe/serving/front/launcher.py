@@ -24,7 +24,7 @@ from typing import NoReturn
 from rayserve_moe.serving.front.limits import FrontLimits, answer_files
 from rayserve_moe.serving.front.processes import BINARY, STANDBY_SOCKET, Handed, replace_text, running_pid
 from rayserve_moe.serving.front.ray_config import RayConfig, UnknownTemplateError
-from rayserve_moe.serving.front.template import Files, front_texts, without_listeners
+from rayserve_moe.serving.front.template import MARK, Files, front_texts, without_listeners
 
 
 def write_launcher(path: Path, limits: FrontLimits) -> Path:
@@ -57,6 +57,9 @@ def configure(
     A process takes no requests while another `stands_in` and there are no replicas.
     """
     folder, given = config.parent, config.read_text(encoding="utf-8")
+    original = config.with_name("ray.cfg")
+    if given.startswith(MARK):  # started again without another list of servers
+        given = original.read_text(encoding="utf-8")
     ray = RayConfig(given)
     limits = limits.for_replicas(ray.num_replicas, num_applications=len(ray.apps), num_files=num_files)
     asking = Path(ray.script).read_text(encoding="utf-8") if ray.script else ""
@@ -67,6 +70,7 @@ def configure(
     takes_requests = stands_in is None or ray.num_replicas > 0
     for name, content in answer_files().items():
         (folder / name).write_text(content, encoding="utf-8", newline="")
+    replace_text(original, given)
     if script:
         replace_text(Path(own.script), script)
     replace_text(config, text if takes_requests else without_listeners(text))

@@ -16,6 +16,8 @@ from rayserve_moe.serving.front.ray_config import App, RayConfig, read_script
 from rayserve_moe.serving.kept_paths import KEPT_PATHS
 
 _TEMPLATE = Path(__file__).with_name("haproxy.cfg.j2")
+MARK = "# configured by rayserve_moe\n"
+"""First line of our configuration."""
 MESSAGE = "the server is busy: its queue of waiting requests is full"
 BUSY = {"error": {"message": MESSAGE, "type": "overloaded_error", "param": None, "code": "queue_full"}}
 """Error object of replicas that reject."""
@@ -71,7 +73,7 @@ def front_texts(config: str, script: str, *, limits: FrontLimits, files: Files) 
     asked = ",\n".join(
         f'    ["{name}"] = {{ {{ host = "{files.routers}", port = 0, host_header = "{name}" }} }}' for name in routers
     )
-    return f"{text}\n", f"{before}local ROUTERS = {{\n{asked}\n}}\n{after}" if routers else ""
+    return f"{MARK}{text}\n", f"{before}local ROUTERS = {{\n{asked}\n}}\n{after}" if routers else ""
 
 
 def without_listeners(text: str) -> str:

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, Response
 
 from rayserve_moe.fleet.broadcast import Answers
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control.fleet_control import ask_all
+from rayserve_moe.serving.control.fleet import Fleet
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.metrics import Collected, merged
 from rayserve_moe.serving.openapi import answers
@@ -52,7 +52,7 @@ def model_router(state: ApiState) -> APIRouter:
     @router.get("/server_info", **answers())
     @router.get("/get_server_info", **answers())
     async def server_info() -> Response:
-        answers = await ask_all(state, "statistics")
+        answers = await Fleet(state).call("statistics")
         kernels = dict(state.loop.start_report.kernels)
         about = {**_model_description(state), "version": package_version(), "kernels": kernels}
         if (alone := answers.by_replica.get("")) is not None:
@@ -70,7 +70,7 @@ def _add_versions(router: APIRouter, state: ApiState) -> None:
     @router.get("/weight_info", **answers())
     @router.get("/get_weight_version", **answers())
     async def get_weight_version() -> Response:
-        answers = await ask_all(state, "weight_version")
+        answers = await Fleet(state).call("weight_version")
         if "" in answers.by_replica:
             return json_answer({"weight_version": state.card.weight_version})
         each = answers.values_by_replica
@@ -167,17 +167,17 @@ def statistics_router(state: ApiState) -> APIRouter:
 
     @router.get("/v1/loads", **answers(), openapi_extra=_INCLUDE)
     async def loads() -> Response:
-        answers = await ask_all(state, "statistics")
+        answers = await Fleet(state).call("statistics")
         return json_answer(loads_of(answers))
 
     @router.get("/load", **answers())
     async def load() -> Response:
-        answers = await ask_all(state, "statistics")
+        answers = await Fleet(state).call("statistics")
         return json_answer({"server_load": sum(int(numbers["requests_live"]) for numbers in answers.values)})
 
     @router.get("/metrics", **answers(kinds=("text/plain",)))
     async def metrics() -> Response:
-        answers = await ask_all(state, "metrics")
+        answers = await Fleet(state).call("metrics")
         text = await asyncio.get_running_loop().run_in_executor(state.encoding, _metrics, answers)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -187,7 +187,7 @@ def statistics_router(state: ApiState) -> APIRouter:
 
     @router.get("/experts/state", **answers(404), openapi_extra=_REPLICA)
     async def experts_state(request: Request) -> Response:
-        answers = await ask_all(state, "experts")
+        answers = await Fleet(state).call("experts")
         names = list(answers.by_replica)
         chosen = request.query_params.get("replica", names[0])
         if chosen not in names or answers.by_replica[chosen].refusal is not None:

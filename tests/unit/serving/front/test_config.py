@@ -106,6 +106,13 @@ def test_a_template_of_ray_that_is_not_known_is_refused(old: str, new: str, tmp_
         configure(config, LIMITS)
 
 
+def test_one_that_is_started_again_is_configured_alike(tmp_path: Path) -> None:
+    config = ray_config(tmp_path, replicas=(30000,), routers=(30001,))
+    first = configure(config, LIMITS)
+    text = config.read_text()
+    assert configure(config, LIMITS) == first and config.read_text() == text
+
+
 def test_the_launcher_refuses_in_one_line(tmp_path: Path) -> None:
     config = tmp_path / "haproxy.cfg"
     config.write_text("global\n")

@@ -1,0 +1,238 @@
+"""Commands of trainers and operators to all replicas, under the names of SGLang, vLLM, Miles, SkyRL and AReaL."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rayserve_moe.engine.control import WeightOrder, WeightOutcome
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.fleet import Fleet
+from rayserve_moe.serving.errors import ApiError
+from rayserve_moe.serving.middleware.edge_guard import has_admin_key, refused_key
+from rayserve_moe.serving.middleware.json_body import read_body, read_options
+from rayserve_moe.serving.openapi import COMMAND, answers, takes
+from rayserve_moe.serving.responses.streaming import json_answer, while_connected
+from rayserve_moe.serving.routes.unsupported import BY_COLLECTIVE
+from rayserve_moe.serving.schemas.control import (
+    AbortBody,
+    AbortIdsBody,
+    PauseBody,
+    PauseOptions,
+    ResetOptions,
+    UpdateWeightsBody,
+    WeightDirBody,
+    WeightNameBody,
+)
+
+_MODES = {"abort": "abort", "keep": "in_place", "wait": "in_place"}
+_POLL_S = 0.02
+_AT_ONCE = "weights change between two steps, once all of them are there: nothing is to be begun or ended"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A command that has arrived."""
+
+    state: ApiState
+    request: Request
+
+    @property
+    def fleet(self) -> Fleet:
+        """Return the replicas that it concerns."""
+        return Fleet(self.state)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A row of the table: a call with its validated body, whose value becomes the answer."""
+
+    call: Callable[[Asked, Any], Awaitable[Any]]
+    answer: dict[str, Any] | Callable[[Any], dict[str, Any] | Response]
+    """Answer to a success: always the same, or made of the call's value."""
+    body: type[BaseModel] | None = None
+    is_optional: bool = False
+    """True if the body may be missing, and its fields may stand in the query."""
+    refusals: tuple[int, ...] | None = None
+    """Statuses of refusals; None for those of every command."""
+    methods: tuple[str, ...] = ("POST",)
+    name: str = ""
+    """Name in the description; empty for the path's last part."""
+
+    async def respond(self, state: ApiState, request: Request) -> Response:
+        """Read the body, call, and answer."""
+        read = read_options if self.is_optional else read_body
+        body = None if self.body is None else await read(request, self.body, admission=state.admission)
+        value = await self.call(Asked(state, request), body)
+        answer = self.answer(value) if callable(self.answer) else self.answer
+        return json_answer(answer) if isinstance(answer, dict) else answer
+
+
+async def _abort(asked: Asked, body: AbortBody) -> None:
+    asked.state.loop.check_health()
+    if body.abort_all or body.prefix:
+        _check_admin(asked)
+    await (asked.fleet.every("abort_all") if body.abort_all else asked.fleet.every("abort", body.rid, body.prefix))
+
+
+async def _abort_ids(asked: Asked, body: AbortIdsBody) -> int:
+    asked.state.loop.check_health()
+    for request_id in body.request_ids:
+        await asked.fleet.every("abort", request_id, False)
+    if body.request_ids:
+        return len(body.request_ids)
+    _check_admin(asked)
+    return sum(await asked.fleet.every("abort_all"))
+
+
+async def _flush(asked: Asked, options: ResetOptions) -> None:
+    asked.state.loop.check_health()
+    if not all(await asked.fleet.every("flush", options.reset_running_requests)):
+        raise ApiError(400, "requests are running: wait for them, or abort them first", code="requests_running")
+
+
+async def _pause(asked: Asked, body: PauseBody | None) -> None:
+    await asked.fleet.pause("abort" if body is None else body.mode)
+
+
+async def _pause_by_options(asked: Asked, options: PauseOptions) -> None:
+    if options.wait_for_inflight_requests and options.mode == "abort":
+        options.mode = "wait"
+    if options.mode == "wait" and not asked.state.loop.control.is_paused:
+        await while_connected(asked.request.receive, _until_all_ended(asked.fleet))
+    await asked.fleet.pause(_MODES[options.mode])
+    if options.mode != "keep" and options.clear_cache:
+        await asked.fleet.every("flush", False)
+
+
+async def _until_all_ended(fleet: Fleet) -> None:
+    """Hold new requests and wait until all current requests have ended; undone if it is cancelled."""
+    await fleet.every("hold_new", True)
+    async with contextlib.AsyncExitStack() as undo:
+        undo.push_async_callback(_end_hold, fleet)
+        while any(await fleet.every("num_unended")):  # noqa: ASYNC110 (state of other replicas)
+            await asyncio.sleep(_POLL_S)
+        undo.pop_all()
+
+
+async def _end_hold(fleet: Fleet) -> None:
+    with contextlib.suppress(ApiError):
+        await fleet.every("hold_new", False)
+
+
+async def _resume(asked: Asked, _: None) -> None:
+    await asked.fleet.pause(None)
+
+
+async def _update(asked: Asked, body: UpdateWeightsBody) -> WeightOutcome:
+    order = WeightOrder(body.model_path, body.weight_version or None, aborts_requests=body.abort_all_requests)
+    return await asked.fleet.update_weights(order)
+
+
+async def _update_from_dir(asked: Asked, body: WeightDirBody) -> WeightOutcome:
+    if body.weight_dir is None:
+        raise ApiError(501, f"{BY_COLLECTIVE}, or to this route as `weight_dir`", code="not_implemented")
+    return await asked.fleet.update_weights(WeightOrder(body.weight_dir))
+
+
+async def _rename(asked: Asked, body: WeightNameBody) -> str:
+    await asked.fleet.rename_weights(body.new_version, aborts_requests=body.abort_all_requests)
+    return body.new_version
+
+
+async def _is_paused(asked: Asked, _: None) -> dict[str, bool]:
+    return {"is_paused": asked.state.loop.control.is_paused}
+
+
+async def _nothing(_: Asked, __: None) -> None:
+    return None
+
+
+def _check_admin(asked: Asked) -> None:
+    """Raise ApiError 401 for a request without the key for changes that affect all clients."""
+    if not has_admin_key(asked.state.server, asked.request.headers.get("authorization", "")):
+        raise refused_key()
+
+
+def outcome_answer(outcome: WeightOutcome, *, param: str | None = None) -> Response:
+    """Return the answer to an update. A refusal has status 400, and an error object beside SGLang's fields."""
+    fields = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
+    if outcome.success:
+        return json_answer({**fields, "weight_version": outcome.weight_version})
+    error = ApiError(400, outcome.message, param=param, code="weights_refused")
+    return json_answer({**error.body(), **fields}, status=error.status)
+
+
+def _updated(param: str) -> Callable[[WeightOutcome], Response]:
+    return lambda outcome: outcome_answer(outcome, param=param)
+
+
+def _aborted(number: int) -> dict[str, Any]:
+    return {"status": "aborted", "aborted": number}
+
+
+def _renamed(version: str) -> dict[str, Any]:
+    return {"success": True, "message": "the weights are renamed", "new_version": version}
+
+
+_PAUSED = {"success": True, "message": "generation is paused"}
+_GOES_ON = {"success": True, "message": "generation goes on"}
+_FLUSHED = {"success": True, "message": "the cache is flushed"}
+_ABORT_IDS = Command(_abort_ids, _aborted, AbortIdsBody, is_optional=True)
+_FLUSH = Command(_flush, _FLUSHED, ResetOptions, is_optional=True, name="flush_cache")
+_UPDATE = Command(_update, _updated("model_path"), UpdateWeightsBody)
+_BRACKET = Command(_nothing, {"success": True, "message": _AT_ONCE}, refusals=(413,), name="bracket_weight_update")
+COMMANDS: dict[str, tuple[Command, ...]] = {
+    "/abort_request": (Command(_abort, {"success": True}, AbortBody),),
+    "/abort_requests": (_ABORT_IDS,),
+    "/inference/v1/abort_requests": (_ABORT_IDS,),
+    "/flush_cache": (replace(_FLUSH, methods=("GET",)), _FLUSH),
+    "/reset_prefix_cache": (_FLUSH,),
+    "/pause_generation": (Command(_pause, {**_PAUSED, "status": "ok"}, PauseBody),),
+    "/continue_generation": (Command(_resume, {**_GOES_ON, "status": "ok"}),),
+    "/areal_pause_generation": (Command(_pause, _PAUSED),),
+    "/areal_continue_generation": (Command(_resume, _GOES_ON),),
+    "/pause": (Command(_pause_by_options, {"status": "paused"}, PauseOptions, is_optional=True),),
+    "/resume": (Command(_resume, {"status": "resumed"}),),
+    "/is_paused": (Command(_is_paused, dict, refusals=(), methods=("GET",)),),
+    "/is_sleeping": (Command(_nothing, {"is_sleeping": False}, refusals=(), methods=("GET",)),),
+    "/update_weights_from_disk": (_UPDATE,),
+    "/areal_update_weights": (_UPDATE,),
+    "/update_weights": (Command(_update_from_dir, _updated("weight_dir"), WeightDirBody, refusals=(501, *COMMAND)),),
+    "/update_weight_version": (Command(_rename, _renamed, WeightNameBody, is_optional=True),),
+    "/begin_weight_update": (_BRACKET,),
+    "/end_weight_update": (_BRACKET,),
+}
+"""Rows by path."""
+
+
+def command_router(state: ApiState) -> APIRouter:
+    """Return a route for each row of the table."""
+    router = APIRouter()
+    for path, commands in COMMANDS.items():
+        for command in commands:
+            name, methods = command.name or path.rpartition("/")[2], list(command.methods)
+            router.add_api_route(path, _responding(command, state), methods=methods, name=name, **_described(command))
+    return router
+
+
+def _described(command: Command) -> dict[str, Any]:
+    if command.body is None:
+        return answers(*((413, 503) if command.refusals is None else command.refusals))
+    refusals = COMMAND if command.refusals is None else command.refusals
+    return answers(*refusals) if command.methods == ("GET",) else takes(command.body, *refusals)
+
+
+def _responding(command: Command, state: ApiState) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        return await command.respond(state, request)
+
+    return respond
