@@ -56,7 +56,7 @@ class Command:
     """A row of the table: a call with its validated body, whose value becomes the answer."""
 
     call: Callable[[Asked, Any], Awaitable[Any]]
-    answer: dict[str, Any] | Callable[[Any], dict[str, Any] | Response]
+    answer: dict[str, Any] | Callable[[Any], Response]
     """Answer to a success: always the same, or made of the call's value."""
     body: type[BaseModel] | None = None
     is_optional: bool = False
@@ -72,8 +72,7 @@ class Command:
         read = read_options if self.is_optional else read_body
         body = None if self.body is None else await read(request, self.body, admission=state.admission)
         value = await self.call(Asked(state, request), body)
-        answer = self.answer(value) if callable(self.answer) else self.answer
-        return json_answer(answer) if isinstance(answer, dict) else answer
+        return json_answer(self.answer) if isinstance(self.answer, dict) else self.answer(value)
 
 
 async def _abort(asked: Asked, body: AbortBody) -> None:
@@ -83,14 +82,15 @@ async def _abort(asked: Asked, body: AbortBody) -> None:
     await (asked.fleet.every("abort_all") if body.abort_all else asked.fleet.every("abort", body.rid, body.prefix))
 
 
-async def _abort_ids(asked: Asked, body: AbortIdsBody) -> int:
+async def _abort_ids(asked: Asked, body: AbortIdsBody) -> dict[str, Any]:
     asked.state.loop.check_health()
+    num_aborted = len(body.request_ids)
     for request_id in body.request_ids:
         await asked.fleet.every("abort", request_id, False)
-    if body.request_ids:
-        return len(body.request_ids)
-    _check_admin(asked)
-    return sum(await asked.fleet.every("abort_all"))
+    if not body.request_ids:
+        _check_admin(asked)
+        num_aborted = sum(await asked.fleet.every("abort_all"))
+    return {"status": "aborted", "aborted": num_aborted}
 
 
 async def _flush(asked: Asked, options: ResetOptions) -> None:
@@ -143,9 +143,9 @@ async def _update_from_dir(asked: Asked, body: WeightDirBody) -> WeightOutcome:
     return await asked.fleet.update_weights(WeightOrder(body.weight_dir))
 
 
-async def _rename(asked: Asked, body: WeightNameBody) -> str:
+async def _rename(asked: Asked, body: WeightNameBody) -> dict[str, Any]:
     await asked.fleet.rename_weights(body.new_version, aborts_requests=body.abort_all_requests)
-    return body.new_version
+    return {"success": True, "message": "the weights are renamed", "new_version": body.new_version}
 
 
 async def _is_paused(asked: Asked, _: None) -> dict[str, bool]:
@@ -175,18 +175,10 @@ def _updated(param: str) -> Callable[[WeightOutcome], Response]:
     return lambda outcome: outcome_answer(outcome, param=param)
 
 
-def _aborted(number: int) -> dict[str, Any]:
-    return {"status": "aborted", "aborted": number}
-
-
-def _renamed(version: str) -> dict[str, Any]:
-    return {"success": True, "message": "the weights are renamed", "new_version": version}
-
-
 _PAUSED = {"success": True, "message": "generation is paused"}
 _GOES_ON = {"success": True, "message": "generation goes on"}
 _FLUSHED = {"success": True, "message": "the cache is flushed"}
-_ABORT_IDS = Command(_abort_ids, _aborted, AbortIdsBody, is_optional=True)
+_ABORT_IDS = Command(_abort_ids, json_answer, AbortIdsBody, is_optional=True)
 _FLUSH = Command(_flush, _FLUSHED, ResetOptions, is_optional=True, name="flush_cache")
 _UPDATE = Command(_update, _updated("model_path"), UpdateWeightsBody)
 _BRACKET = Command(_nothing, {"success": True, "message": _AT_ONCE}, refusals=(413,), name="bracket_weight_update")
@@ -202,12 +194,12 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
     "/areal_continue_generation": (Command(_resume, _GOES_ON),),
     "/pause": (Command(_pause_by_options, {"status": "paused"}, PauseOptions, is_optional=True),),
     "/resume": (Command(_resume, {"status": "resumed"}),),
-    "/is_paused": (Command(_is_paused, dict, refusals=(), methods=("GET",)),),
+    "/is_paused": (Command(_is_paused, json_answer, refusals=(), methods=("GET",)),),
     "/is_sleeping": (Command(_nothing, {"is_sleeping": False}, refusals=(), methods=("GET",)),),
     "/update_weights_from_disk": (_UPDATE,),
     "/areal_update_weights": (_UPDATE,),
     "/update_weights": (Command(_update_from_dir, _updated("weight_dir"), WeightDirBody, refusals=(501, *COMMAND)),),
-    "/update_weight_version": (Command(_rename, _renamed, WeightNameBody, is_optional=True),),
+    "/update_weight_version": (Command(_rename, json_answer, WeightNameBody, is_optional=True),),
     "/begin_weight_update": (_BRACKET,),
     "/end_weight_update": (_BRACKET,),
 }
