@@ -5,9 +5,7 @@ from __future__ import annotations
 from fastapi import Depends, FastAPI
 
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control.commands import command_router
-from rayserve_moe.serving.control.probes import probe_router
-from rayserve_moe.serving.control.tensor_routes import tensor_router
+from rayserve_moe.serving.control.commands import command_router, tensor_router
 from rayserve_moe.serving.errors import install_error_handlers
 from rayserve_moe.serving.journalling import journal_requests
 from rayserve_moe.serving.middleware.edge_guard import guard_edge
@@ -18,7 +16,13 @@ from rayserve_moe.serving.routes.embeddings import embeddings_router
 from rayserve_moe.serving.routes.messages import messages_router
 from rayserve_moe.serving.routes.native import native_router
 from rayserve_moe.serving.routes.openai import openai_router
-from rayserve_moe.serving.routes.reports import fields_router, model_router, package_version, statistics_router
+from rayserve_moe.serving.routes.reports import (
+    fields_router,
+    model_router,
+    package_version,
+    probe_router,
+    statistics_router,
+)
 from rayserve_moe.serving.routes.responses import responses_router
 from rayserve_moe.serving.routes.resume import resume_router
 from rayserve_moe.serving.routes.score import score_router

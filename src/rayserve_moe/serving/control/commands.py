@@ -1,10 +1,13 @@
-"""Commands of trainers and operators to all replicas, under the names of SGLang, vLLM, Miles, SkyRL and AReaL."""
+"""Commands of trainers and operators to all replicas, under the names of SGLang, vLLM, Miles, SkyRL and AReaL.
+
+Weights in request bodies arrive as safetensors, bucket by bucket, and are never unpickled.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,18 +16,23 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayserve_moe.checkpoints.bucket import SentBucket, read_bucket
+from rayserve_moe.checkpoints.header import CheckpointError
+from rayserve_moe.config.given_files import one_line
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
+from rayserve_moe.engine.updates.tensors import BucketOrder, TensorUpdates, UpdateConflictError
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control.fleet import Fleet
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.edge_guard import has_admin_key, refused_key
-from rayserve_moe.serving.middleware.json_body import read_body, read_options
+from rayserve_moe.serving.middleware.json_body import read_body, read_options, validate
 from rayserve_moe.serving.openapi import COMMAND, answers, takes
 from rayserve_moe.serving.responses.streaming import json_answer, while_connected
 from rayserve_moe.serving.routes.unsupported import BY_COLLECTIVE
 from rayserve_moe.serving.schemas.control import (
     AbortBody,
     AbortIdsBody,
+    BucketOptions,
     PauseBody,
     PauseOptions,
     ResetOptions,
@@ -36,6 +44,22 @@ from rayserve_moe.serving.schemas.control import (
 _MODES = {"abort": "abort", "keep": "in_place", "wait": "in_place"}
 _POLL_S = 0.02
 _AT_ONCE = "weights change between two steps, once all of them are there: nothing is to be begun or ended"
+
+
+_TENSOR_PATH = "/update_weights_from_tensor"
+_PICKLED = (
+    "weights arrive as safetensors: application/vnd.safetensors, one bucket of tensors under the checkpoint's names; "
+    "nothing from the network is unpickled"
+)
+_FLAGS = {"true": True, "false": False, "1": True, "0": False}
+_OPTION_KINDS = {
+    "update_id": "string",
+    "bucket": "integer",
+    "last": "boolean",
+    "weight_version": "string",
+    "flush_cache": "boolean",
+    "abort_all_requests": "boolean",
+}
 
 
 @dataclass(frozen=True)
@@ -61,8 +85,7 @@ class Command:
     body: type[BaseModel] | None = None
     is_optional: bool = False
     """True if the body may be missing, and its fields may stand in the query."""
-    refusals: tuple[int, ...] | None = None
-    """Statuses of refusals; None for those of every command."""
+    refusals: tuple[int, ...] = COMMAND
     methods: tuple[str, ...] = ("POST",)
     name: str = ""
     """Name in the description; empty for the path's last part."""
@@ -116,7 +139,7 @@ async def _pause_by_options(asked: Asked, options: PauseOptions) -> None:
 async def _until_all_ended(fleet: Fleet) -> None:
     """Hold new requests and wait until all current requests have ended; undone if it is cancelled."""
     await fleet.every("hold_new", True)
-    async with contextlib.AsyncExitStack() as undo:
+    async with AsyncExitStack() as undo:
         undo.push_async_callback(_end_hold, fleet)
         while any(await fleet.every("num_unended")):  # noqa: ASYNC110 (state of other replicas)
             await asyncio.sleep(_POLL_S)
@@ -124,7 +147,7 @@ async def _until_all_ended(fleet: Fleet) -> None:
 
 
 async def _end_hold(fleet: Fleet) -> None:
-    with contextlib.suppress(ApiError):
+    with suppress(ApiError):
         await fleet.every("hold_new", False)
 
 
@@ -175,6 +198,7 @@ def _updated(param: str) -> Callable[[WeightOutcome], Response]:
     return lambda outcome: outcome_answer(outcome, param=param)
 
 
+_BARE = (413, 503)
 _PAUSED = {"success": True, "message": "generation is paused"}
 _GOES_ON = {"success": True, "message": "generation goes on"}
 _FLUSHED = {"success": True, "message": "the cache is flushed"}
@@ -189,11 +213,11 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
     "/flush_cache": (replace(_FLUSH, methods=("GET",)), _FLUSH),
     "/reset_prefix_cache": (_FLUSH,),
     "/pause_generation": (Command(_pause, {**_PAUSED, "status": "ok"}, PauseBody),),
-    "/continue_generation": (Command(_resume, {**_GOES_ON, "status": "ok"}),),
-    "/areal_pause_generation": (Command(_pause, _PAUSED),),
-    "/areal_continue_generation": (Command(_resume, _GOES_ON),),
+    "/continue_generation": (Command(_resume, {**_GOES_ON, "status": "ok"}, refusals=_BARE),),
+    "/areal_pause_generation": (Command(_pause, _PAUSED, refusals=_BARE),),
+    "/areal_continue_generation": (Command(_resume, _GOES_ON, refusals=_BARE),),
     "/pause": (Command(_pause_by_options, {"status": "paused"}, PauseOptions, is_optional=True),),
-    "/resume": (Command(_resume, {"status": "resumed"}),),
+    "/resume": (Command(_resume, {"status": "resumed"}, refusals=_BARE),),
     "/is_paused": (Command(_is_paused, json_answer, refusals=(), methods=("GET",)),),
     "/is_sleeping": (Command(_nothing, {"is_sleeping": False}, refusals=(), methods=("GET",)),),
     "/update_weights_from_disk": (_UPDATE,),
@@ -212,15 +236,10 @@ def command_router(state: ApiState) -> APIRouter:
     for path, commands in COMMANDS.items():
         for command in commands:
             name, methods = command.name or path.rpartition("/")[2], list(command.methods)
-            router.add_api_route(path, _responding(command, state), methods=methods, name=name, **_described(command))
+            has_body = command.body is not None and "GET" not in methods
+            described = takes(command.body, *command.refusals) if has_body else answers(*command.refusals)
+            router.add_api_route(path, _responding(command, state), methods=methods, name=name, **described)
     return router
-
-
-def _described(command: Command) -> dict[str, Any]:
-    if command.body is None:
-        return answers(*((413, 503) if command.refusals is None else command.refusals))
-    refusals = COMMAND if command.refusals is None else command.refusals
-    return answers(*refusals) if command.methods == ("GET",) else takes(command.body, *refusals)
 
 
 def _responding(command: Command, state: ApiState) -> Callable[[Request], Awaitable[Response]]:
@@ -228,3 +247,93 @@ def _responding(command: Command, state: ApiState) -> Callable[[Request], Awaita
         return await command.respond(state, request)
 
     return respond
+
+
+def tensor_router(state: ApiState) -> APIRouter:
+    """Return the routes over an engine."""
+    router = APIRouter()
+    receiving = asyncio.Lock()  # at most a single bucket in memory
+
+    @router.post(_TENSOR_PATH, **answers(400, 408, 409, 413, 503), openapi_extra=_described(*_OPTION_KINDS))
+    async def update_weights_from_tensor(request: Request) -> Response:
+        await _refuse_json(request)
+        options = _options_of(request)
+        state.loop.check_health()
+        async with receiving:
+            body = bytearray()
+            bucket = await _bucket_of(request, state, options.update_id, body=body)
+            if isinstance(bucket, str):
+                return outcome_answer(WeightOutcome(False, bucket, state.card.weight_version))
+            try:
+                outcome = await Fleet(state).stage_bucket(bucket, sent=body, order=_order_of(options))
+            except UpdateConflictError as error:
+                raise ApiError(409, str(error), code="weights_conflict") from error
+        return outcome_answer(outcome)
+
+    @router.delete(_TENSOR_PATH, **answers(400, 503), openapi_extra=_described("update_id"))
+    async def drop_update(request: Request) -> Response:
+        was_open = any(await Fleet(state).every("drop_update", _options_of(request).update_id))
+        return json_answer({"success": True, "was_open": was_open})
+
+    return router
+
+
+def _described(*names: str) -> dict[str, Any]:
+    """Return the OpenAPI description of query parameters."""
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": name == "update_id", "schema": {"type": _OPTION_KINDS[name]}}
+            for name in names
+        ]
+    }
+
+
+def _tensors(state: ApiState) -> TensorUpdates:
+    return state.loop.control.tensors
+
+
+async def _refuse_json(request: Request) -> None:
+    """Raise ApiError 400 for SGLang's form, whose tensors are pickled.
+
+    The body is read to its end, because the client still writes.
+    """
+    if "json" in request.headers.get("content-type", ""):
+        async for _ in request.stream():
+            pass
+        raise ApiError(400, _PICKLED, code="weights_refused")
+
+
+def _options_of(request: Request) -> BucketOptions:
+    """Read and validate the query.
+
+    Raises: ApiError 400 that names the wrong parameter.
+    """
+    fields: dict[str, Any] = {name: value for name, value in request.query_params.items() if name in _OPTION_KINDS}
+    for name, value in fields.items():
+        if _OPTION_KINDS[name] == "boolean":
+            fields[name] = _FLAGS.get(value.lower(), value)
+        elif name == "bucket" and value.isdecimal():
+            fields[name] = int(value[:9])
+    return validate(BucketOptions, fields)
+
+
+def _order_of(options: BucketOptions) -> BucketOrder:
+    order = WeightOrder("", options.weight_version or None, aborts_requests=options.abort_all_requests)
+    return BucketOrder(options.update_id, order, options.bucket, options.last)
+
+
+async def _bucket_of(request: Request, state: ApiState, update_id: str, *, body: bytearray) -> SentBucket | str:
+    """Receive a bucket into `body`; return it, or the reason for its refusal.
+
+    The update is dropped if the bucket is unusable or the client disconnects; other replicas then reject later buckets.
+    """
+    with ExitStack() as ending:
+        ending.callback(_tensors(state).drop, update_id)
+        async for part in request.stream():
+            body += part
+        try:
+            bucket = await asyncio.to_thread(read_bucket, body)
+        except CheckpointError as error:
+            return one_line(str(error))
+        ending.pop_all()
+    return bucket

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rayserve_moe.serving.front.launcher import configure, main
+from rayserve_moe.serving.front.launcher import UnknownTemplateError, configure, main
 from rayserve_moe.serving.front.limits import FrontLimits, answer_files
 from rayserve_moe.serving.front.processes import BINARY, Handed
-from rayserve_moe.serving.front.ray_config import UnknownTemplateError
 from tests.support.cluster.ports import free_port
 from tests.support.serving.haproxy_front import ray_config, wait_until_open
 from tests.support.serving.ray_fronts import DIRECTORY, SCENARIOS, directives, write_ray_config
