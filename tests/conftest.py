@@ -15,8 +15,7 @@ from typing import Any
 
 import certifi
 
-from rayserve_moe.serving.front.launcher import write_launcher
-from rayserve_moe.serving.front.limits import FrontLimits
+from rayserve_moe.serving.front.limits import FrontLimits, write_launcher
 from rayserve_moe.serving.start.command import environment_of
 from tests.support.cluster.ports import reserve_ports
 from tests.support.session.kept_programs import program_folder, prune

@@ -16,8 +16,7 @@ from ray.serve._private.haproxy import HAProxyManager
 
 from rayserve_moe.engine.admission import EngineBusyError
 from rayserve_moe.serving.errors import as_api_error
-from rayserve_moe.serving.front.launcher import configure
-from rayserve_moe.serving.front.template import safe_name
+from rayserve_moe.serving.front.launcher import configure, safe_name
 from tests.support.cluster.ports import free_port
 from tests.support.serving.haproxy_front import RouterServer, front_limits, ray_config, running_haproxy, wait_until_open
 from tests.support.serving.http_client import wait_until

@@ -14,7 +14,7 @@ from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.fleet.member import lost_sentence
 from rayserve_moe.requests.records import ModelCard
-from rayserve_moe.serving.control.fleet import Fleet
+from rayserve_moe.serving.control.membership import Membership
 from rayserve_moe.serving.errors import ApiError, path_of
 from rayserve_moe.serving.kept_paths import KEPT_PATHS
 from rayserve_moe.serving.middleware.admission import Admission
@@ -38,8 +38,8 @@ class ApiState:
     started_at: float = field(default_factory=time.time)
     responses: ResponseStore = field(default_factory=ResponseStore)
     traffic: Traffic = field(default_factory=Traffic)
-    fleet: Fleet | None = None
-    """All replicas of the application; None for a standalone engine."""
+    membership: Membership | None = None
+    """This replica among all of the application; None for a standalone engine."""
     journal: JournalClient | None = None
     """Journal of requests that outlive this process; None without a journal."""
     admission: Admission = field(init=False)
@@ -62,7 +62,7 @@ class ApiState:
     @property
     def awaited_weights(self) -> str:
         """Return the version that must be sent before any answer; empty if none is awaited."""
-        return "" if self.fleet is None else self.fleet.member.awaited
+        return "" if self.membership is None else self.membership.member.awaited
 
     async def refuse_requests(self, request: Request) -> None:
         """Reject a generation request before its body is read.

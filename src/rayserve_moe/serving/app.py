@@ -41,9 +41,8 @@ from rayserve_moe.fleet.wanted_state import STATE_NAME, WantedStateActor
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control.fleet import Fleet, OffersOfOthers
-from rayserve_moe.serving.control.fleet_buckets import stage_everywhere
-from rayserve_moe.serving.control.fleet_control import ask_all, ask_every, values_of
+from rayserve_moe.serving.control.fleet import Fleet, values_of
+from rayserve_moe.serving.control.membership import Membership, OffersOfOthers
 from rayserve_moe.serving.control.replica_calls import answer, answer_by, shares_of
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.journalling import hand_over
@@ -72,21 +71,21 @@ class MoeServer:
         use_logging(settings.logging, handlers=logging.getLogger(SERVE_LOGGER).handlers)
         end_with_raylet()
         self._this = ray.get_runtime_context().current_actor
-        fleet = self._fleet = fleet_of(settings, give_up=self._leave)
+        membership = self._membership = membership_of(settings, give_up=self._leave)
         self._engine = start_replica_engine(
             settings,
             find_balancer=partial(serve.get_deployment_actor, BALANCER_NAME),
-            weights=fleet.member.first_weights(OffersOfOthers(fleet_calls())),
+            weights=membership.member.first_weights(OffersOfOthers(fleet_calls())),
         )
-        fleet.offered_weights = self._engine.offered_weights
+        membership.offered_weights = self._engine.offered_weights
         control = self._engine.loop.control
-        fleet.member.join(control)
+        membership.member.join(control)
         self._server = settings.server
         self._journal = journal_of(settings)
         if self._journal is not None:
             leaving = partial(hand_over, self._journal)
-            fleet.member.on_listed = Leaving(fleet.member.name, leaving, settings.server).look
-        threading.Thread(target=fleet.member.keep_up, args=(control,), name="fleet", daemon=True).start()
+            membership.member.on_listed = Leaving(membership.member.name, leaving, settings.server).look
+        threading.Thread(target=membership.member.keep_up, args=(control,), name="fleet", daemon=True).start()
         self._feed = page_feed(self._engine) if routes_by_prefix(settings) else None
         self._traffic = Traffic()
         end = partial(end_after_failure, self._engine, self._traffic, end_process=partial(ray.kill, self._this))
@@ -95,7 +94,12 @@ class MoeServer:
     def __serve_build_asgi_app__(self) -> FastAPI:
         engine, traffic = self._engine, self._traffic
         state = self._state = ApiState(
-            engine.loop, engine.tokenizer, self._server, traffic=traffic, fleet=self._fleet, journal=self._journal
+            engine.loop,
+            engine.tokenizer,
+            self._server,
+            traffic=traffic,
+            membership=self._membership,
+            journal=self._journal,
         )
         log.info("formats of tool calls and reasoning in answers of chats: %s, %s", *state.chat_output.format)
         api = create_api(state)
@@ -137,8 +141,8 @@ class MoeServer:
         self._engine.loop.check_health()
 
     def __del__(self) -> None:
-        if fleet := self.__dict__.get("_fleet"):
-            fleet.member.stop()
+        if membership := self.__dict__.get("_membership"):
+            membership.member.stop()
         if journal := self.__dict__.get("_journal"):
             journal.link.stop()
         if engine := self.__dict__.get("_engine"):
@@ -202,14 +206,14 @@ def page_feed(engine: ReplicaEngine) -> PageFeed:
     return PageFeed(engine.loop.control.pages, engine.loop.capacity, host=ray.util.get_node_ip_address(), key=key)
 
 
-def fleet_of(settings: Settings, *, give_up: Callable[[], object]) -> Fleet:
+def membership_of(settings: Settings, *, give_up: Callable[[], object]) -> Membership:
     """Return this replica's membership in the fleet of its deployment."""
     context = serve.get_replica_context()
     state = RemoteState(partial(serve.get_deployment_actor, STATE_NAME))
     member = FleetMember(
         context.replica_tag, state, partial(listed_replicas, context.app_name, context.deployment), give_up
     )
-    return Fleet(member, fleet_calls(), state, settings.updates.staging_timeout_s)
+    return Membership(member, fleet_calls(), state, settings.updates.staging_timeout_s)
 
 
 def fleet_calls() -> FleetCalls:
@@ -280,9 +284,9 @@ async def _wanted_tensors(
 
     A single replica may have an empty name.
     """
-    assert state.fleet is not None, "a replica of Serve has a fleet"
-    limit_s = state.fleet.staging_timeout_s
-    answers = await ask_all(state, "wanted", update_id, number, heads, base_version, timeout_s=limit_s)
+    assert state.membership is not None, "a replica of Serve has a fleet"
+    limit_s = state.membership.staging_timeout_s
+    answers = await Fleet(state).call("wanted", update_id, number, heads, base_version, timeout_s=limit_s)
     return values_of(answers)
 
 
@@ -294,11 +298,11 @@ async def _stage_bucket(
     The order accompanies the last bucket.
     """
     bucket_order = BucketOrder(update_id, order or WeightOrder(""), number, is_last=order is not None)
-    return await stage_everywhere(state, shares_of(state, sent), sent=sent, order=bucket_order)
+    return await Fleet(state).stage_bucket(shares_of(state, sent), sent=sent, order=bucket_order)
 
 
 async def _drop_update(state: ApiState, update_id: str) -> None:
-    await ask_every(state, "drop_update", update_id)
+    await Fleet(state).every("drop_update", update_id)
 
 
 _TRAINER_CALLS = {"drop": _drop_update, "held": _held_weights, "stage": _stage_bucket, "wanted": _wanted_tensors}

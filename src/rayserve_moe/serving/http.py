@@ -8,7 +8,7 @@ from rayserve_moe.serving.api.routes.messages import messages_router
 from rayserve_moe.serving.api.routes.native import native_router
 from rayserve_moe.serving.api.routes.openai import openai_router
 from rayserve_moe.serving.api.routes.pages import end_prefix_in_slash, pages_router
-from rayserve_moe.serving.api.routes.reports import fields_router, model_router, statistics_router
+from rayserve_moe.serving.api.routes.reports import fields_router, model_router, probe_router, statistics_router
 from rayserve_moe.serving.api.routes.responses import responses_router
 from rayserve_moe.serving.api.routes.resume import resume_router
 from rayserve_moe.serving.api.routes.scoring import scoring_router
@@ -25,8 +25,7 @@ from rayserve_moe.serving.api.schemas.scoring import EmbeddingBody, ScoreBody
 from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, TokenizeBody
 from rayserve_moe.serving.api.schemas.tokens import TokenBody
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control.routes import control_router, probe_router
-from rayserve_moe.serving.control.trainer_routes import tensor_router, trainer_control_router
+from rayserve_moe.serving.control.commands import command_router, tensor_router
 from rayserve_moe.serving.errors import install_error_handlers
 from rayserve_moe.serving.field_docs import FIELD_DOCS
 from rayserve_moe.serving.journalling import journal_requests
@@ -75,7 +74,7 @@ def create_api(state: ApiState) -> FastAPI:
     for router in (*generating, scoring_router, resume_router):
         app.include_router(router(state), dependencies=[Depends(state.refuse_requests)])
     others = (model_router, statistics_router, probe_router, text_tokens_router)
-    for router in (control_router, trainer_control_router, tensor_router, *others):
+    for router in (command_router, tensor_router, *others):
         app.include_router(router(state))
     app.include_router(fields_router())
     app.include_router(pages_router())

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from rayserve_moe.serving.front.launcher import write_launcher
-from rayserve_moe.serving.front.limits import UNNAMED, FrontLimits
+from rayserve_moe.serving.front.limits import UNNAMED, FrontLimits, write_launcher
 from tests.support.cluster.ports import free_port
 from tests.support.serving.ray_fronts import App, Scenario, write_ray_config
 

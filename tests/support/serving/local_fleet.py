@@ -17,7 +17,7 @@ from rayserve_moe.fleet.member import FleetMember, StateUnavailableError
 from rayserve_moe.fleet.wanted_state import RESTORE_S, WantedState
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control.fleet import Fleet
+from rayserve_moe.serving.control.membership import Membership
 from rayserve_moe.serving.control.replica_calls import answer
 from rayserve_moe.serving.http import create_api
 from tests.support.serving.http_server import running
@@ -75,7 +75,7 @@ class LocalFleet:
         return self.clients[name]
 
     def member(self, name: str) -> FleetMember:
-        fleet = self.calls.replicas[name].fleet
+        fleet = self.calls.replicas[name].membership
         assert fleet is not None
         return fleet.member
 
@@ -89,8 +89,8 @@ class LocalFleet:
         self.calls.listed[name] = "RUNNING"
         member = FleetMember(name, self.state, lambda: self.calls.listed, lambda: self.given_up.append(name))
         member.follow(engine.loop.control, self.state.view().wanted)
-        fleet = Fleet(member, self.calls, self.state, 60.0)  # type: ignore[arg-type]
-        state = ApiState(engine.loop, engine.tokenizer, self.server, fleet=fleet, journal=journal)
+        membership = Membership(member, self.calls, self.state, 60.0)  # type: ignore[arg-type]
+        state = ApiState(engine.loop, engine.tokenizer, self.server, membership=membership, journal=journal)
         assert self.state.join(name, member.applied.number)
         self.calls.replicas[name] = state
         url = closing.enter_context(running(create_api(state)))

@@ -12,10 +12,11 @@ from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.updates.tensors import BucketOrder, UpdateConflictError
 from rayserve_moe.fleet.broadcast import Answer, Refusal
-from rayserve_moe.fleet.member import CannotFollowError, FleetMember
+from rayserve_moe.fleet.member import CannotFollowError
 from rayserve_moe.fleet.wanted_state import Wanted
 from rayserve_moe.requests.records import WeightsRefusedError
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.membership import Membership
 from rayserve_moe.serving.errors import ApiError, as_api_error
 from rayserve_moe.serving.metrics import metrics_of
 from rayserve_moe.serving.response_store import StoredResponse
@@ -30,8 +31,7 @@ async def answer(state: ApiState, call: str, *, arguments: tuple[Any, ...]) -> A
 
 async def answer_by(calls: Calls, state: ApiState, *, call: str, arguments: tuple[Any, ...]) -> Answer:
     """Return the answer to a call in `calls` by name, or the refusal for its error."""
-    assert state.fleet is not None, "a fleet calls its members"
-    name = state.fleet.member.name
+    name = _membership(state).member.name
     try:
         return Answer(name, await calls[call](state, *arguments))
     except (CannotFollowError, UpdateConflictError) as error:
@@ -91,22 +91,22 @@ async def _experts(state: ApiState, plan: int | None) -> dict[str, Any] | None:
 
 
 async def _stage(state: ApiState, order_id: str, path: str) -> str:
-    return await asyncio.to_thread(_member(state).stage, state.loop.control, order_id, path=path)
+    return await asyncio.to_thread(_membership(state).member.stage, state.loop.control, order_id, path=path)
 
 
 async def _discard(state: ApiState, order_id: str) -> None:
-    await asyncio.to_thread(_member(state).discard, state.loop.control, order_id)
+    await asyncio.to_thread(_membership(state).member.discard, state.loop.control, order_id)
 
 
 async def _follow(state: ApiState, wanted: Wanted) -> WeightOutcome:
-    return await asyncio.to_thread(_member(state).follow, state.loop.control, wanted)
+    return await asyncio.to_thread(_membership(state).member.follow, state.loop.control, wanted)
 
 
 async def _offered_weights(state: ApiState, order_id: str) -> FirstWeights | None:
     """Return the serving weights if they belong to this order."""
-    assert state.fleet is not None, "a fleet calls its members"
-    is_wanted = state.fleet.member.applied.weights.order_id == order_id
-    return await asyncio.to_thread(state.fleet.offered_weights) if is_wanted else None
+    membership = _membership(state)
+    is_wanted = membership.member.applied.weights.order_id == order_id
+    return await asyncio.to_thread(membership.offered_weights) if is_wanted else None
 
 
 async def _wanted(
@@ -123,8 +123,7 @@ async def _bucket(
     state: ApiState, update_id: str, number: int, sent: list[Any] | dict[str, SentShares], order_id: str
 ) -> WeightOutcome:
     """Stage a bucket of an update, or this replica's shares of it; the last bucket names its order and waits for it."""
-    assert state.fleet is not None, "a fleet calls its members"
-    fleet = state.fleet
+    fleet = _membership(state)
     async with fleet.staging:
         if fleet.last_bucket is not None and fleet.last_bucket[:2] == (update_id, number):
             return fleet.last_bucket[2]
@@ -145,15 +144,14 @@ def shares_of(state: ApiState, sent: dict[str, SentShares]) -> SentShares:
 
     Raises: UpdateConflictError if the replica joined after the bucket was cut.
     """
-    assert state.fleet is not None, "a fleet is sent shares"
-    if (shares := sent.get(state.fleet.member.name, sent.get(""))) is None:
+    if (shares := sent.get(_membership(state).member.name, sent.get(""))) is None:
         raise UpdateConflictError("the bucket was cut before this replica joined")
     return shares
 
 
 async def _drop_update(state: ApiState, update_id: str) -> bool:
-    if state.fleet is not None:
-        state.fleet.last_bucket = None
+    if state.membership is not None:
+        state.membership.last_bucket = None
     return await asyncio.wrap_future(state.loop.control.tensors.drop(update_id))
 
 
@@ -165,9 +163,9 @@ async def _forget_response(state: ApiState, response_id: str) -> bool:
     return state.responses.drop(response_id)
 
 
-def _member(state: ApiState) -> FleetMember:
-    assert state.fleet is not None, "a fleet calls its members"
-    return state.fleet.member
+def _membership(state: ApiState) -> Membership:
+    assert state.membership is not None, "a fleet calls its members"
+    return state.membership
 
 
 CALLS: Calls = {

@@ -1,12 +1,15 @@
-"""Limits of HAProxy for clients, and its own answers while no replica answers."""
+"""Limits of HAProxy for clients, the script that applies them, and its own answers while no replica answers."""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
+from pathlib import Path
 
 HEALTH_CONNECTIONS = 64
 """Connections reserved for the `/health` listener and HAProxy's own pages."""
@@ -43,7 +46,7 @@ class FrontLimits:
     body_timeout_s: int = 60
     """Seconds within which a request body must arrive."""
     capacity: Mapping[str, int] = field(default_factory=dict)
-    """Requests that a replica accepts, by application (see `template`)."""
+    """Requests that a replica accepts, by application (see `haproxy.cfg.j2`)."""
     host: str = ""
     """Address of the HTTP frontend (`*` for all); empty keeps Ray's, which HAProxy's own pages always use."""
     certificate: str = ""
@@ -61,6 +64,14 @@ class FrontLimits:
             max_connections=min(factor * self.max_connections, possible),
             max_connections_per_source=min(factor * self.max_connections_per_source, possible),
         )
+
+
+def write_launcher(path: Path, limits: FrontLimits) -> Path:
+    """Write the script for `RAY_SERVE_HAPROXY_BINARY_PATH`, writable only by its owner; return its path."""
+    command = [sys.executable, "-m", "rayserve_moe.serving.front.launcher", json.dumps(asdict(limits))]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
+    path.chmod(0o700)
+    return path
 
 
 def answer_files() -> dict[str, str]:

@@ -31,8 +31,7 @@ from rayserve_moe.config.load import inherited_environment, temporary_folder
 from rayserve_moe.config.model_names import hub_model
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.observability.progress import PROGRESS_VARIABLE
-from rayserve_moe.serving.front.launcher import write_launcher
-from rayserve_moe.serving.front.limits import FrontLimits
+from rayserve_moe.serving.front.limits import FrontLimits, write_launcher
 from rayserve_moe.serving.start.options import add_arguments, config_of
 from rayserve_moe.serving.start.ports import Ports, StartError, choose_ports, is_free, owner_of
 from rayserve_moe.serving.start.processes import AWAITED, all_processes, end, own_by_path, read_process

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rayserve_moe.serving.front.launcher import configure, main
+from rayserve_moe.serving.front.launcher import UnknownTemplateError, configure, main
 from rayserve_moe.serving.front.limits import FrontLimits, answer_files
 from rayserve_moe.serving.front.processes import BINARY, Handed
-from rayserve_moe.serving.front.ray_config import UnknownTemplateError
 from tests.support.cluster.ports import free_port
 from tests.support.serving.haproxy_front import ray_config, wait_until_open
 from tests.support.serving.ray_fronts import DIRECTORY, SCENARIOS, directives, write_ray_config
@@ -104,6 +103,13 @@ def test_a_template_of_ray_that_is_not_known_is_refused(old: str, new: str, tmp_
     config.write_text(config.read_text().replace(old, new))
     with pytest.raises(UnknownTemplateError, match="Ray's HAProxy file"):
         configure(config, LIMITS)
+
+
+def test_one_that_is_started_again_is_configured_alike(tmp_path: Path) -> None:
+    config = ray_config(tmp_path, replicas=(30000,), routers=(30001,))
+    first = configure(config, LIMITS)
+    text = config.read_text()
+    assert configure(config, LIMITS) == first and config.read_text() == text
 
 
 def test_the_launcher_refuses_in_one_line(tmp_path: Path) -> None:

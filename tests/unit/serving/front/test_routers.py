@@ -12,9 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rayserve_moe.serving.front.launcher import configure
+from rayserve_moe.serving.front.launcher import UnknownTemplateError, configure, read_script
 from rayserve_moe.serving.front.limits import ROUTER_CONNECTIONS
-from rayserve_moe.serving.front.ray_config import UnknownTemplateError, read_script
 from tests.support.cluster.ports import free_port
 from tests.support.serving.haproxy_front import (
     RouterServer,

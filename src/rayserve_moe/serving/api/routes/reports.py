@@ -1,26 +1,32 @@
-"""Reports: model and weights, statistics and metrics, expert loads, and request fields."""
+"""Reports: health, model and weights, statistics and metrics, expert loads, and request fields."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayserve_moe.engine.recovery.hosts import progress_of
 from rayserve_moe.fleet.broadcast import Answers
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.serving.api.answers.request_streams import open_streams
 from rayserve_moe.serving.api.answers.streaming import json_answer, to_json
 from rayserve_moe.serving.api.schemas.known_fields import NOTHING, PLACES, KnownFields, known_fields, plain_objects
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control.fleet_control import ask_all
+from rayserve_moe.serving.control.fleet import Fleet
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.metrics import Collected, merged, package_version
 from rayserve_moe.serving.openapi import answers
 
+MAX_PROBE_S = 20.0
 _NAME_IN_PATH = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
 _INCLUDE = {"parameters": [{"name": "include", "in": "query", "required": False, "schema": {"type": "string"}}]}
 _LOADS = {
@@ -53,7 +59,7 @@ def model_router(state: ApiState) -> APIRouter:
     @router.get("/server_info", **answers())
     @router.get("/get_server_info", **answers())
     async def server_info() -> Response:
-        answers = await ask_all(state, "statistics")
+        answers = await Fleet(state).call("statistics")
         kernels = dict(state.loop.start_report.kernels)
         about = {**_model_description(state), "version": package_version(), "kernels": kernels}
         if (alone := answers.by_replica.get("")) is not None:
@@ -71,7 +77,7 @@ def _add_versions(router: APIRouter, state: ApiState) -> None:
     @router.get("/weight_info", **answers())
     @router.get("/get_weight_version", **answers())
     async def get_weight_version() -> Response:
-        answers = await ask_all(state, "weight_version")
+        answers = await Fleet(state).call("weight_version")
         if "" in answers.by_replica:
             return json_answer({"weight_version": state.card.weight_version})
         each = answers.values_by_replica
@@ -159,17 +165,17 @@ def statistics_router(state: ApiState) -> APIRouter:
 
     @router.get("/v1/loads", **answers(), openapi_extra=_INCLUDE)
     async def loads() -> Response:
-        answers = await ask_all(state, "statistics")
+        answers = await Fleet(state).call("statistics")
         return json_answer(loads_of(answers))
 
     @router.get("/load", **answers())
     async def load() -> Response:
-        answers = await ask_all(state, "statistics")
+        answers = await Fleet(state).call("statistics")
         return json_answer({"server_load": sum(int(numbers["requests_live"]) for numbers in answers.values)})
 
     @router.get("/metrics", **answers(kinds=("text/plain",)))
     async def metrics() -> Response:
-        answers = await ask_all(state, "metrics")
+        answers = await Fleet(state).call("metrics")
         text = await asyncio.get_running_loop().run_in_executor(state.encoding, _metrics, answers)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -178,7 +184,7 @@ def statistics_router(state: ApiState) -> APIRouter:
         plan = request.query_params.get("plan", "")
         if not (plan.isascii() and plan.isdigit() and len(plan) < 10) and plan:
             raise ApiError(400, "`plan` should be the version of a plan", param="plan")
-        answers = await ask_all(state, "experts", int(plan) if plan else None)
+        answers = await Fleet(state).call("experts", int(plan) if plan else None)
         names = list(answers.by_replica)
         chosen = request.query_params.get("replica", names[0])
         if chosen not in names or answers.by_replica[chosen].refusal is not None:
@@ -232,3 +238,70 @@ def _load_of(numbers: Mapping[str, float]) -> dict[str, Any]:
         "token_usage": pages_in_use / max(1.0, numbers["pages_total"]),
         "paused": bool(numbers["paused"]),
     }
+
+
+def probe_router(state: ApiState) -> APIRouter:
+    """Return the routes over an engine."""
+    router = APIRouter()
+
+    @router.get("/health", **answers(503))
+    async def health() -> Response:
+        state.loop.check_health()
+        await state.traffic.refuse_when_draining()
+        if (progress := progress_of(state.loop.recovery)) is not None:
+            return json_answer({"status": "rebuilding", "phase": progress.phase, "seconds": round(progress.seconds, 2)})
+        num_missing = 0 if state.loop.recovery is None else state.loop.recovery.layout.num_missing_hosts
+        missing = {"hosts_missing": num_missing} if num_missing else {}
+        lost = {} if state.journal is None or state.journal.is_up else {"journal": "down"}
+        awaited = {"weights_awaited": state.awaited_weights} if state.awaited_weights else {}
+        return json_answer({"status": "ok", **missing, **lost, **awaited})
+
+    @router.get("/health_generate", **answers(429, 503))
+    async def health_generate() -> Response:
+        state.loop.check_health()
+        await state.refuse_without_weights()
+        if not state.loop.control.is_paused:
+            await _generate_one_token(state)
+        return json_answer({"status": "ok"})
+
+    @router.get("/liveness", **answers(503))
+    @router.get("/ping", **answers(503))
+    @router.post("/ping", **answers(503))
+    async def ping() -> Response:
+        state.loop.check_health()
+        return json_answer({"status": "ok"})
+
+    @router.get("/ready", **answers(503))
+    async def ready() -> Response:
+        state.loop.check_health()
+        await state.traffic.refuse_when_draining()
+        if (progress := progress_of(state.loop.recovery)) is not None:
+            raise ApiError(503, f"hosts are being replaced: {progress.phase}", code="rebuilding")
+        await state.refuse_without_weights()
+        if state.loop.control.is_paused:
+            raise ApiError(503, "generation is paused", code="paused")
+        return json_answer({"status": "ok"})
+
+    return router
+
+
+async def _generate_one_token(state: ApiState) -> None:
+    """Generate a token.
+
+    Raises: ApiError 503 unless it arrives in time.
+    """
+    request = GenerationRequest(
+        request_id=f"health-{uuid.uuid4().hex}",
+        prompt_ids=np.zeros(1, np.int32),
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        incremental=False,
+    )
+    streams = await open_streams(state, [request])
+    try:
+        (result,) = await asyncio.wait_for(streams.results(), MAX_PROBE_S)
+    except (TimeoutError, ApiError) as error:
+        raise ApiError(503, "the engine generates nothing", code="nothing_generated") from error
+    finally:
+        streams.close()
+    if not result.token_ids:
+        raise ApiError(503, "the engine generates nothing", code="nothing_generated")

@@ -23,7 +23,7 @@ from rayserve_moe.serving.api.routes.openai import opened_chat
 from rayserve_moe.serving.api.routes.request_parts import check_model
 from rayserve_moe.serving.api.schemas.responses import CHAT_NAMES, ResponsesBody, chat_fields, messages_of
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control.fleet_control import READ_S, ask_all, ask_every, values_of
+from rayserve_moe.serving.control.fleet import READ_S, Fleet, values_of
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import answers, generates
@@ -61,7 +61,7 @@ def responses_router(state: ApiState) -> APIRouter:
     @router.delete("/v1/responses/{response_id}", **answers(404), openapi_extra=_ID)
     async def forget(request: Request) -> Response:
         response_id = request.path_params["response_id"]
-        if not any(await ask_every(state, "forget_response", response_id, timeout_s=READ_S)):
+        if not any(await Fleet(state).every("forget_response", response_id, timeout_s=READ_S)):
             raise _unknown("response_id")
         return json_answer({"id": response_id, "object": "response", "deleted": True})
 
@@ -75,7 +75,7 @@ async def _stored(state: ApiState, response_id: str, *, param: str) -> StoredRes
     """
     if (found := state.responses.get(response_id)) is not None:
         return found
-    answers = await ask_all(state, "stored_response", response_id)
+    answers = await Fleet(state).call("stored_response", response_id)
     if (found := next((one for one in answers.values if one is not None), None)) is not None:
         return found
     values_of(answers)
