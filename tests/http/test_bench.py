@@ -116,6 +116,7 @@ class WrongServer:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
+        self._loop.close()
 
 
 def test_failures_are_counted_by_kind(bench):

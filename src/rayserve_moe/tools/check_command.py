@@ -45,11 +45,18 @@ def _check_dumping_to(folder: Path, options: argparse.Namespace) -> int:
     limits = _limits(Path(options.limits)).get(case.name) if options.limits else None
     names = tuple(name.strip() for name in options.programs.split(",") if name.strip())
     estimator = estimator_of(case, dump=folder) if options.estimate else None
-    report = check(case, names=names, limits=limits, num_threads=max(1, options.jobs), estimator=estimator)
+    threads = max(1, options.jobs)
+    report = check(case, names=names, limits=limits, num_threads=threads, estimator=estimator, say=_say)
     text = json.dumps(report.as_json(), indent=2) if options.json else render(report)
     sys.stdout.write(text + "\n")
     sys.stderr.writelines(f"{fault}\n" for fault in report.faults)
     return DOES_NOT_FIT if report.faults else 0
+
+
+def _say(line: str) -> None:
+    """Write a line of progress, also while a report is written to a file."""
+    sys.stderr.write(f"compile-check: {line}\n")
+    sys.stderr.flush()
 
 
 def _limits(file: Path) -> dict[str, Limits]:

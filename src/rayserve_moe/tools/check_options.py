@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from pathlib import Path
 
 from rayserve_moe.config.load import settings_from_yaml
@@ -81,11 +82,12 @@ def run(options: argparse.Namespace) -> int:
     if options.limits and not Path(options.limits).is_file():
         raise ValueError(f"--limits {options.limits}: no such file")
     check_model(options.model)
+    sys.stderr.write("compile-check: loading the compiler\n")
     return importlib.import_module("rayserve_moe.tools.check_command").run(options)
 
 
 def check_model(model: str) -> None:
     """Raise ValueError if a name is neither a model's nor that of a preset; empty is allowed."""
-    if model and model not in preset_names() and (fault := model_fault(model)):
+    if model and model not in preset_names() and model_fault(model):
         names = ", ".join(preset_names())
-        raise ValueError(f"--model {model}: {fault.splitlines()[0]}; presets: {names}")
+        raise ValueError(f"{model} is neither a preset ({names}) nor a directory with config.json")

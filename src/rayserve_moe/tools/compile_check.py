@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -87,9 +88,11 @@ def check(
     limits: Limits | None = None,
     num_threads: int = 1,
     estimator: Estimator | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> CheckReport:
     """Compile the programs that a server compiles at its start (all, or `names`), `num_threads` concurrently.
 
+    `say` is called with what is compiled, and with each program that is done, from any thread.
     With an `estimator` the steps are also estimated, which requires a single thread. Raises ValueError if model,
     settings and topology are incompatible or a name is unknown; errors of the compiler are in the report.
     """
@@ -97,12 +100,15 @@ def check(
     unknown = {name for fields in (limits or {}).values() for name in fields} - figures_of(ProgramReport("")).keys()
     if unknown:
         raise ValueError(f"unknown report fields in the limits: {', '.join(sorted(unknown))}")
+    say(f"laying out {case.name} on {case.topology}")
     served = lay_out(case)
     limit = hbm_limit(served.config.plan.mesh.devices.flat[0])
     num_pages = _num_pages(served, limit=limit)
     programs = _chosen(programs_of(served, num_pages=num_pages), names)
     reader = ProgramReader(served, num_pages=num_pages, limit=limit, topology=case.topology, estimator=estimator)
-    reports = list(compile_programs(programs, reader.report, num_threads=num_threads).values())
+    say(f"compiling {len(programs)} programs, {num_threads} at a time: {', '.join(one.name for one in programs)}")
+    done = Counted(reader.report, total=len(programs), say=say)
+    reports = list(compile_programs(programs, done, num_threads=num_threads).values())
     sections = {name: asdict(getattr(case.settings, name)) for name in REPORTED_SECTIONS}
     return CheckReport(
         case.name,
@@ -119,6 +125,23 @@ def check(
         programs=reports,
         faults=[fault for report in reports for fault in faults_of(report, (limits or {}).get(report.name, {}))],
     )
+
+
+class Counted:
+    """Compilation of programs, from several threads, that says which are done and how many."""
+
+    def __init__(self, report: Callable[[Program], ProgramReport], *, total: int, say: Callable[[str], None]) -> None:
+        self._report, self._total, self._say = report, total, say
+        self._num_done, self._lock = 0, threading.Lock()
+
+    def __call__(self, program: Program) -> ProgramReport:
+        report = self._report(program)
+        with self._lock:
+            self._num_done += 1
+            seconds = report.seconds.lower_s + report.seconds.compile_s
+            end = f"{seconds:.0f} s" if not report.error else "does not compile"
+            self._say(f"{self._num_done}/{self._total} {program.name}: {end}")
+        return report
 
 
 def estimator_of(case: ServedCase, *, dump: Path) -> Estimator:
