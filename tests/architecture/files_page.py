@@ -30,7 +30,12 @@ UNCOMMENTED = {
     "model.safetensors": "The calculator's weights in bfloat16, as `examples/train_calculator.py` wrote them",
     "tokenizer.json": "256 ids, one for each byte",
     "tokenizer_config.json": "Which two of them are special",
-    "experts_page.html": "The page `/experts`: heat map, loads of the ranks, history; one file",
+    "chat.html": "The page `/`: a chat, with every token's experts by layer, log-prob and alternatives",
+    "docs.html": "The page `/docs`: the API, written from `/openapi.json`",
+    "experts.html": "The page `/experts`: heat map, loads of the ranks, now and at the last plans",
+    "header.html": "Head of every page: links, model, state, key",
+    "page.css": "Style of every page, light and dark",
+    "page.js": "Script of every page: requests with the key, and the state",
 }
 """Files that cannot say what they hold."""
 

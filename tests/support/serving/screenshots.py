@@ -1,0 +1,117 @@
+"""Screenshots of the pages, light, dark and narrow: `python -m tests.support.serving.screenshots DIRECTORY`.
+
+They show the calculator over four virtual devices, so that its experts move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+DEVICES = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
+
+import httpx  # noqa: E402
+
+from rayserve_moe import Engine  # noqa: E402
+from rayserve_moe.serving.api_state import ApiState  # noqa: E402
+from rayserve_moe.serving.http import create_api  # noqa: E402
+from tests.support.serving.browser import Browser, browsing  # noqa: E402
+from tests.support.serving.http_server import running  # noqa: E402
+
+SETTINGS = {
+    "model_path": "trained:calculator",
+    "enable_return_routed_experts": True,
+    "devices_per_host": 4,
+    "enable_eplb": True,
+    "num_redundant_experts": 4,
+    "eplb_interval": 16,
+    "eplb_window": 200,
+    "max_model_len": 256,
+    "max_step_tokens": 64,
+    "num_pages": 200,
+    "max_running_requests": 8,
+    "precompile_bs_paddings": [8],
+}
+QUESTIONS = ("37+45=", "128+64=", "905+17=")
+NUM_PLANS = 3
+WITHIN_S = 600.0
+WINDOWS = {
+    "light": {"width": 1280, "height": 800},
+    "dark": {"width": 1280, "height": 800, "is_dark": True},
+    "narrow": {"width": 390, "height": 800, "is_dark": True},
+}
+IS_IDLE = "document.getElementById('send').disabled === false"
+
+
+def move_experts(url: str) -> None:
+    """Ask until experts have followed the load of several kinds of requests."""
+    deadline = time.monotonic() + WITHIN_S
+    with httpx.Client(base_url=url, timeout=WITHIN_S) as http:
+        for kind in range(10_000):
+            prompts = [f"{kind % 7}{each}+{each * 11}=" for each in range(8)]
+            body = {"prompt": prompts, "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
+            http.post("/v1/completions", json=body).raise_for_status()
+            if len(http.get("/experts/state").json()["plans"]) >= NUM_PLANS or time.monotonic() > deadline:
+                return
+
+
+def show_chat(browser: Browser, url: str, window: dict) -> None:
+    """Hold a short conversation, and choose a token of its last answer."""
+    browser.open(f"{url}/", **window)
+    browser.until("document.getElementById('model').textContent !== 'rayserve_moe'")
+    browser.run("document.getElementById('temperature').value = '0'")
+    for number, question in enumerate(QUESTIONS, 1):
+        browser.run("document.getElementById('prompt').focus()")
+        browser.type(question)
+        browser.press("Enter", code=13, text="\r")
+        browser.until(f"{IS_IDLE} && document.querySelectorAll('.message.assistant .token').length >= {number}")
+    browser.run("document.querySelector('.message:last-child .token').click()")
+    browser.run("document.querySelector('#experts button')?.click()")
+
+
+def show_experts(browser: Browser, url: str, window: dict) -> None:
+    """Show the loads of now."""
+    browser.open(f"{url}/experts", **window)
+    browser.until("!document.getElementById('all').hidden")
+
+
+def show_docs(browser: Browser, url: str, window: dict) -> None:
+    """Open a route."""
+    browser.open(f"{url}/docs", **window)
+    browser.until("document.querySelectorAll('.route').length > 0")
+    browser.run("document.getElementById('post/generate').open = true")
+    browser.until("document.getElementById('post/generate').querySelector('table')")
+
+
+def take(url: str, directory: Path) -> None:
+    """Write a picture of every page in every window."""
+    with tempfile.TemporaryDirectory() as profile, browsing(Path(profile)) as browser:
+        for page, show in {"chat": show_chat, "experts": show_experts, "docs": show_docs}.items():
+            for name, window in WINDOWS.items():
+                show(browser, url, window)
+                browser.until("document.getElementById('state').textContent.startsWith('serving')")
+                browser.picture(directory / f"{page}_{name}.png")
+        assert browser.faults == [], browser.faults
+
+
+def main() -> None:
+    """Serve the calculator, and take the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--url", help="a server that runs, instead of one of this command's own")
+    options = parser.parse_args()
+    options.directory.mkdir(parents=True, exist_ok=True)
+    if options.url:
+        take(options.url, options.directory)
+        return
+    with Engine(**SETTINGS) as engine, running(create_api(ApiState(engine.loop, engine.tokenizer))) as url:
+        move_experts(url)
+        take(url, options.directory)
+
+
+if __name__ == "__main__":
+    main()
