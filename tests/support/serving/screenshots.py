@@ -11,16 +11,17 @@ import tempfile
 import time
 from pathlib import Path
 
-DEVICES = "--xla_force_host_platform_device_count=4"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
+from tests.support.session.xla_flags import process_flags
 
-import httpx  # noqa: E402
+os.environ["XLA_FLAGS"] = process_flags()  # before anything imports jax
 
-from rayserve_moe import Engine  # noqa: E402
-from rayserve_moe.serving.api_state import ApiState  # noqa: E402
-from rayserve_moe.serving.http import create_api  # noqa: E402
-from tests.support.serving.browser import Browser, browsing  # noqa: E402
-from tests.support.serving.http_server import running  # noqa: E402
+import httpx
+
+from rayserve_moe import Engine
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.http import create_api
+from tests.support.serving.browser import Browser, browsing
+from tests.support.serving.http_server import running
 
 SETTINGS = {
     "model_path": "trained:calculator",
