@@ -1,6 +1,6 @@
 """Screenshots of the pages, light, dark and narrow: `python -m tests.support.serving.screenshots DIRECTORY`.
 
-They show the calculator over four virtual devices, so that its experts move.
+They show the calculator, or with `--url` any server: one with `enable_eplb` has ranks and plans to show.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 from pathlib import Path
 
 from tests.support.session.xla_flags import process_flags
@@ -26,11 +25,6 @@ from tests.support.serving.http_server import running
 SETTINGS = {
     "model_path": "trained:calculator",
     "enable_return_routed_experts": True,
-    "devices_per_host": 4,
-    "enable_eplb": True,
-    "num_redundant_experts": 4,
-    "eplb_interval": 16,
-    "eplb_window": 200,
     "max_model_len": 256,
     "max_step_tokens": 64,
     "num_pages": 200,
@@ -38,8 +32,6 @@ SETTINGS = {
     "precompile_bs_paddings": [8],
 }
 QUESTIONS = ("37+45=", "128+64=", "905+17=")
-NUM_PLANS = 3
-WITHIN_S = 600.0
 WINDOWS = {
     "light": {"width": 1280, "height": 800},
     "dark": {"width": 1280, "height": 800, "is_dark": True},
@@ -48,16 +40,12 @@ WINDOWS = {
 IS_IDLE = "document.getElementById('send').disabled === false"
 
 
-def move_experts(url: str) -> None:
-    """Ask until experts have followed the load of several kinds of requests."""
-    deadline = time.monotonic() + WITHIN_S
-    with httpx.Client(base_url=url, timeout=WITHIN_S) as http:
-        for kind in range(10_000):
-            prompts = [f"{kind % 7}{each}+{each * 11}=" for each in range(8)]
-            body = {"prompt": prompts, "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
-            http.post("/v1/completions", json=body).raise_for_status()
-            if len(http.get("/experts/state").json()["plans"]) >= NUM_PLANS or time.monotonic() > deadline:
-                return
+def count_experts(url: str) -> None:
+    """Ask until the server has read its counts."""
+    with httpx.Client(base_url=url, timeout=600) as http:
+        every = http.get("/experts/state").json()["counts_every"]
+        body = {"prompt": list(QUESTIONS), "max_tokens": 2 * every, "ignore_eos": True, "temperature": 1.0}
+        http.post("/v1/completions", json=body).raise_for_status()
 
 
 def show_chat(browser: Browser, url: str, window: dict) -> None:
@@ -90,6 +78,7 @@ def show_docs(browser: Browser, url: str, window: dict) -> None:
 
 def take(url: str, directory: Path) -> None:
     """Write a picture of every page in every window."""
+    count_experts(url)
     with tempfile.TemporaryDirectory() as profile, browsing(Path(profile)) as browser:
         for page, show in {"chat": show_chat, "experts": show_experts, "docs": show_docs}.items():
             for name, window in WINDOWS.items():
@@ -110,7 +99,6 @@ def main() -> None:
         take(options.url, options.directory)
         return
     with Engine(**SETTINGS) as engine, running(create_api(ApiState(engine.loop, engine.tokenizer))) as url:
-        move_experts(url)
         take(url, options.directory)
 
 

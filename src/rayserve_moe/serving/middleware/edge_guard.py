@@ -14,8 +14,9 @@ from rayserve_moe.serving.errors import ANTHROPIC_PATH, ApiError, path_of
 from rayserve_moe.serving.routes.pages import PAGES
 from rayserve_moe.serving.routes.unsupported import UNSUPPORTED_CONTROL
 
-OPEN_PATHS = frozenset({"/health", *PAGES})
-"""Paths without authentication: their answers contain nothing about the model, requests or load."""
+OPEN_PATHS = frozenset({"/health", "", *PAGES})
+"""Paths without authentication: their answers contain nothing about the model, requests or load. The empty path is the
+bare prefix of the server, which leads to `/`."""
 ADMIN_PATHS = frozenset(
     {
         "/pause_generation",
