@@ -33,7 +33,7 @@ endif
 PART ?= $(shell git rev-list --count HEAD)/24
 
 .DEFAULT_GOAL := check
-.PHONY: setup fmt check test test-all test-native test-level test-part emulation published published-all parity parity-all clients bench compile-check compile-check-full wheel wheel-check docs serve
+.PHONY: setup fmt check test test-all test-native test-level test-part emulation published published-all parity parity-all clients browser screenshots bench compile-check compile-check-full wheel wheel-check docs serve
 
 setup: $(KERNELS)
 
@@ -106,6 +106,15 @@ parity: $(TORCH)
 
 parity-all: $(TORCH)
 	$(BIN)/pytest $(SHARED) --optimized -m parity tests/parity
+
+# The pages in a real browser: Debian's chromium, installed where it is missing and this user may.
+browser: $(TEST)
+	command -v chromium > /dev/null || apt-get install -y -qq --no-install-recommends chromium
+	$(BIN)/pytest tests/http/test_pages.py tests/http/test_browser.py
+
+# Pictures of every page: light, dark, and on a screen of 390 pixels.
+screenshots: $(TEST)
+	$(BIN)/python -m tests.support.serving.screenshots build/screenshots
 
 clients: $(CLIENTS)/.ready $(APART:%=$(CLIENTS)-%/.ready)
 	$(CLIENTS)/bin/python -m pytest -W ignore tests/clients

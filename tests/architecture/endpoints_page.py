@@ -15,6 +15,11 @@ INTRODUCTION = """# Endpoints
 
 Written from the application's own description (`GET /openapi.json`) by `python -m tests.architecture.endpoints_page`.
 What every field of a body does: [http_fields.md](http_fields.md). Numbers behind `/metrics`: [metrics.md](metrics.md).
+A running server shows this reference with all fields at `/docs`.
+
+Pages are open and hold no data: their scripts request it, with the key that a user types. `GET /` answers HTML where
+`Accept` names `text/html`, as browsers do, and otherwise a JSON object with the paths of pages, description and chat. A
+page has an `ETag`, and is answered 304 while it is unchanged.
 """
 
 

@@ -38,6 +38,13 @@ SHOWN = """[...document.querySelectorAll('.token')].map(token => {
         said: document.getElementById('no-experts')?.textContent,
     };
 })"""
+HELD_LOADS = """const loads = window.fetch;
+window.held = [];
+window.fetch = async (path, ...rest) => {
+    const answer = await loads(path, ...rest);
+    if (path === 'v1/loads') await new Promise(release => held.push(release));
+    return answer;
+}"""
 ANSWER_WITH = """const real = window.fetch;
 window.fetch = (path, ...rest) =>
     path === 'v1/chat/completions' ? Promise.resolve(new Response(EVENTS)) : real(path, ...rest)"""
@@ -270,6 +277,23 @@ def test_a_page_asks_for_the_key_and_blames_nobody_before(browser, engine, path)
                 browser.until(f"{by_id('login-said', '.textContent')} === 'This key is wrong.'")
         browser.until(f"{by_id('model', '.textContent')} === {json.dumps(engine.loop.card.name)}")
         browser.until(f"{by_id('login', '.hidden')} && {by_id('state', '.textContent')}.startsWith('serving')")
+        browser.run("sessionStorage.clear()")
+
+
+def test_an_answer_to_an_older_key_does_not_ask_again(browser, engine):
+    """The first key's refusal is held until the second key has been taken."""
+    with served(engine, api_key=KEY) as url:
+        browser.open(f"{url}/")
+        browser.until(f"!{by_id('login', '.hidden')}")
+        browser.run(HELD_LOADS)
+        for key in ("wrong", KEY):
+            browser.run(f"{by_id('key')}.value = {json.dumps(key)}; {by_id('login')}.requestSubmit()")
+        browser.until("window.held.length >= 2")
+        browser.run("held.slice(0, 1).forEach(release => release())")
+        browser.until("window.held.length >= 3")
+        browser.run("held.slice(1).forEach(release => release())")
+        browser.until(by_id("state", ".textContent.startsWith('serving')"))
+        assert browser.run(by_id("login", ".hidden")) and browser.run("sessionStorage.getItem('api_key')") == KEY
         browser.run("sessionStorage.clear()")
 
 

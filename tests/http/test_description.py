@@ -15,7 +15,7 @@ ROUTES = {
     "get": {
         "/health", "/health_generate", "/metrics", "/v1/loads", "/v1/models", "/v1/models/{name}", "/model_info",
         "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version", "/flush_cache",
-        "/experts", "/experts/state", "/ping", "/ready", "/liveness", "/load", "/version", "/weight_info",
+        "/", "/docs", "/experts", "/experts/state", "/ping", "/ready", "/liveness", "/load", "/version", "/weight_info",
         "/get_world_size", "/is_paused", "/is_sleeping", "/v1/fields", "/v1/responses/{response_id}",
     },
     "post": {

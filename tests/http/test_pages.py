@@ -123,10 +123,11 @@ def test_paths_in_pages_are_relative(path):
 
 def test_the_bare_prefix_leads_to_the_page(below_a_prefix):
     bare = below_a_prefix.get(f"{PREFIX}?a=b", headers=HTML)
-    assert (bare.status_code, bare.headers["location"]) == (308, f"{PREFIX}/?a=b")
+    assert (bare.status_code, bare.headers["location"]) == (308, str(bare.url.copy_with(path=f"{PREFIX}/")))
     assert below_a_prefix.get(f"{PREFIX}/", headers=HTML).text == read_page("/").text
     assert below_a_prefix.get(f"{PREFIX}/docs", headers=HTML).text == read_page("/docs").text
-    assert below_a_prefix.post(PREFIX).status_code == 404
+    for unknown in (below_a_prefix.post(PREFIX), below_a_prefix.get(f"{PREFIX}/nothing")):
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "route_not_found")
 
 
 def test_every_route_has_a_group_and_a_purpose_and_every_field_a_description(pages):

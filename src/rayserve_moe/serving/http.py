@@ -7,7 +7,7 @@ from fastapi import Depends, FastAPI
 from rayserve_moe.serving.api.routes.messages import messages_router
 from rayserve_moe.serving.api.routes.native import native_router
 from rayserve_moe.serving.api.routes.openai import openai_router
-from rayserve_moe.serving.api.routes.pages import end_prefix_in_slash, pages_router
+from rayserve_moe.serving.api.routes.pages import answer_unknown_route, pages_router
 from rayserve_moe.serving.api.routes.reports import fields_router, model_router, probe_router, statistics_router
 from rayserve_moe.serving.api.routes.responses import responses_router
 from rayserve_moe.serving.api.routes.resume import resume_router
@@ -64,10 +64,10 @@ def create_api(state: ApiState) -> FastAPI:
         redirect_slashes=False,
     )
     install_error_handlers(app)
+    app.add_exception_handler(404, answer_unknown_route)
     app.add_middleware(list_ignored_fields)
     app.add_middleware(journal_requests, journal=state.journal)
     app.add_middleware(guard_edge, server=state.server)
-    app.add_middleware(end_prefix_in_slash)
     app.add_middleware(count_traffic, traffic=state.traffic)
     # Routes are tried in order: the most frequent ones come first.
     generating = (native_router, openai_router, token_router, messages_router, responses_router)

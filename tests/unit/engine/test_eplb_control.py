@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import LocalPlanner, PlacementState, PlanFailure, PlanningConfig, Proposal
-from rayserve_moe.engine.eplb.control import EplbControl
+from rayserve_moe.engine.eplb.control import MAX_PLANS, EplbControl, MigrationHistory, ShownLoads
 from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps
-from tests.support.experts.eplb_proposals import GARBAGE, CountedSteps
+from tests.support.experts.eplb_proposals import GARBAGE, CountedSteps, proposal_for
 from tests.support.experts.placements import random_placement
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
@@ -113,6 +114,32 @@ def test_experts_follow_loads_unasked_and_all_of_it_is_told():
         np.testing.assert_allclose(np.sum(loads, axis=1), whole)
     tokens = np.array(view.tokens)
     np.testing.assert_allclose(view.rank_load_identity, tokens.reshape(LAYERS, RANKS, -1).sum(axis=2))
+
+
+def test_loads_of_a_plan_are_kept_as_they_were():
+    with served() as running:
+        running.run_until_balanced()
+        at_plan = running.balancing.view_of_plan(1)
+        assert at_plan is not None
+        running.run_until(lambda: running.balancing.view().tokens != at_plan.tokens)
+        now, again = running.balancing.view(), running.balancing.view_of_plan(1)
+        assert running.balancing.view_of_plan(99) is None
+    assert again is not None and again.tokens == at_plan.tokens and again.rank_load_now == at_plan.rank_load_now
+    assert now.plan is None and again.plan == 1 and now.plans == [record.version for record in now.history]
+    whole = np.sum(at_plan.tokens, axis=1)
+    for loads in (at_plan.rank_load_identity, at_plan.rank_load_now, at_plan.rank_load_before):
+        np.testing.assert_allclose(np.sum(loads, axis=1), whole)
+    assert np.mean(at_plan.imbalance_now) < 1.05 < 1.08 < np.mean(at_plan.imbalance_before)
+
+
+def test_only_the_last_plans_are_kept():
+    history = MigrationHistory(Migration(START, hosts=1, slots_per_step=1))
+    loads = [ShownLoads(*(np.full((1, 1), version) for _ in range(3))) for version in range(MAX_PLANS + 3)]
+    state = PlacementState(0, 0, START)
+    for version, shown in enumerate(loads):
+        proposal = replace(proposal_for(state, seed=0), version=version)
+        history.begin(proposal, START, step=version, loads=shown)
+    assert history.plans() == dict(enumerate(loads[3:], 3)) and len(history.plans()) == MAX_PLANS
 
 
 @pytest.mark.parametrize("name", GARBAGE)

@@ -14,8 +14,9 @@ from rayserve_moe.serving.api.routes.pages import PAGES
 from rayserve_moe.serving.api.routes.unsupported import UNSUPPORTED_CONTROL
 from rayserve_moe.serving.errors import ANTHROPIC_PATH, ApiError, path_of
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/liveness", "/ping", *PAGES})
-"""Paths without authentication: probes, which send no key, and empty pages. Nothing about requests or load."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/liveness", "/ping", "", *PAGES})
+"""Paths without authentication: probes, which send no key, and empty pages. Nothing about requests or load. The empty
+path is the bare prefix of the server, which leads to `/`."""
 ADMIN_PATHS = frozenset(
     {
         "/pause_generation",

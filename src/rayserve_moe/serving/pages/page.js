@@ -17,8 +17,10 @@ function make(tag, options = {}, ...children) {
 }
 function authorized(headers = {}) { return key ? { ...headers, authorization: `Bearer ${key}` } : headers; }
 async function ask(path, options = {}) {
+  const used = key;
   const answer = await fetch(path, { cache: "no-store", ...options, headers: authorized(options.headers) });
   if (answer.ok) return answer;
+  if (answer.status === 401 && used !== key) return ask(path, options);  // a key was typed meanwhile
   if (answer.status === 401) { askForKey(); throw new Error(typedKey ? "the API key is wrong" : "waiting for the API key"); }
   const told = await answer.json().catch(() => null);
   throw new Error(told?.error?.message || `the server answers ${answer.status}`);

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter
-from starlette.datastructures import URL
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rayserve_moe.serving.api.answers.streaming import json_answer
-from rayserve_moe.serving.errors import path_of
+from rayserve_moe.serving.errors import as_api_error, path_of
 from rayserve_moe.serving.openapi import answers
 
 FOLDER = Path(__file__).parents[2] / "pages"
@@ -102,18 +100,12 @@ def _route_of(page: Page, *, has_index: bool) -> Callable[[Request], Coroutine[A
     return route
 
 
-def end_prefix_in_slash(app: ASGIApp) -> ASGIApp:
-    """Return ASGI middleware that redirects from the server's bare prefix to the prefix with a slash.
+async def answer_unknown_route(request: Request, error: Exception) -> Response:
+    """Answer 404, or redirect from the server's bare prefix to the prefix with a slash, which is a page.
 
     Pages request relative paths, which lead elsewhere from a prefix without a slash.
     """
-
-    async def redirecting(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and not path_of(scope):
-            query = scope.get("query_string", b"").decode("latin-1")
-            target = URL(path=f"{scope['path']}/", query=query)
-            await RedirectResponse(str(target), status_code=308)(scope, receive, send)
-            return
-        await app(scope, receive, send)
-
-    return redirecting
+    path = path_of(request.scope)
+    if path or request.method not in ("GET", "HEAD"):
+        return as_api_error(error).response(path)
+    return RedirectResponse(request.url.replace(path=f"{request.url.path}/"), status_code=308)
