@@ -255,8 +255,8 @@ def config_of_model(model: str, options: Sequence[str]) -> dict[str, Any]:
     """Return the config that serves a model.
 
     `--host` and `--port` set the listening address; `--ssl-certfile` and `--ssl-keyfile` have it speak TLS. Other
-    options are settings: `--dp-size 2` or `--dp-size=2` sets `dp_size`, and `--name` alone sets `name` to true. They are
-    checked with the config, not here.
+    options are settings: `--dp-size 2` or `--dp-size=2` sets `dp_size`, and `--name` alone sets `name` to true. They
+    are checked with the config, not here.
 
     Raises: StartError for an argument that is not an option, a value that is not YAML, or an option that is repeated.
     """
