@@ -35,7 +35,7 @@ class JsonLines(logging.Formatter):
     """A JSON object per line: `time`, `level`, `logger`, `message`, and `request_id`, fields and `trace` if present."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {
+        line: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname,
             "logger": record.name,

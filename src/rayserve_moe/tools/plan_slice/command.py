@@ -18,6 +18,7 @@ from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alone
 from rayserve_moe.tools.estimate.chips import CHIPS, chip_of
+from rayserve_moe.tools.plan_slice.advice import advice, best_of
 from rayserve_moe.tools.plan_slice.candidates import (
     WEIGHTS_DTYPE,
     Assumptions,
@@ -33,7 +34,7 @@ from rayserve_moe.tools.served_cases import ServedCase, case_of_config, devices_
 
 ESTIMATED = (
     "ESTIMATED, not measured: rooflines, link bytes and 1.2 us per op; no device has confirmed it.\n"
-    "GB per device, ms per step, output tokens per second of the slice and per chip; * is the config."
+    "GB per device, ms per step, output tokens per second of the slice and per chip; * is the config, > the row to take."
 )
 HEADINGS = (
     ("slice", "<12"), ("chips", ">5"), ("dp x tp", ">8"), ("rows", ">5"), ("red.", ">4"), ("imb.", ">5"),
@@ -87,7 +88,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(_as_json(own, found, traffic=traffic, given=given), indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join(lines(own, found, top=options.top, is_of_config=case is not None)) + "\n")
+        best = best_of(own, found, traffic=traffic)
+        told = [*lines(own, found, top=options.top, best=best, is_of_config=case is not None)]
+        told += advice(best, traffic=traffic, given=given) if best is not None else ()
+        sys.stdout.write("\n".join(told) + "\n")
     return 0
 
 
@@ -117,7 +121,12 @@ def ranked(spec: ModelSpec, slices: Sequence[str], *, traffic: Traffic, given: A
 
 
 def lines(
-    own: Candidate | None, found: dict[str, list[Candidate]], *, top: int, is_of_config: bool = False
+    own: Candidate | None,
+    found: dict[str, list[Candidate]],
+    *,
+    top: int,
+    best: Candidate | None = None,
+    is_of_config: bool = False,
 ) -> Iterator[str]:
     """Yield the plan for a terminal: the config or that it does not fit, then a table per generation."""
     yield ESTIMATED
@@ -130,8 +139,8 @@ def lines(
         shown = Counter[str]()
         for one in candidates:
             shown[one.split.topology] += 1
-            if shown[one.split.topology] <= top:
-                yield _row(one)
+            if shown[one.split.topology] <= top or one is best:
+                yield _row(one, mark=">" if one is best else " ")
 
 
 def _header() -> str:
