@@ -11,8 +11,8 @@ from rayserve_moe.tools.plan_slice.candidates import Assumptions, Candidate, Tra
 def best_of(own: Candidate | None, found: Mapping[str, Iterable[Candidate]], *, traffic: Traffic) -> Candidate | None:
     """Return the candidate to take, or None if there is none.
 
-    It is of the config's own slice if there is a config, as that slice is there, else of any slice. Those that serve all
-    requests at once come first, then those with the most tokens per second and chip.
+    With a config it is of the config's own slice, otherwise of any slice. Those that serve all requests at once come
+    first, then those with the most tokens per second and chip.
     """
     every = [one for candidates in found.values() for one in candidates]
     on_slice = [one for one in every if own is None or one.split.topology == own.split.topology]
@@ -44,9 +44,8 @@ def settings_of(one: Candidate, *, traffic: Traffic, given: Assumptions) -> dict
 
 def advice(one: Candidate, *, traffic: Traffic, given: Assumptions) -> Iterable[str]:
     """Yield the lines after the tables: which row, why, and its settings to paste."""
-    how_many = (
-        "all requests" if one.served == traffic.concurrency else f"{one.served} of {traffic.concurrency} requests"
-    )
+    serves_all = one.served == traffic.concurrency
+    how_many = "all requests" if serves_all else f"{one.served} of {traffic.concurrency} requests"
     settings = settings_of(one, traffic=traffic, given=given)
     yield ""
     yield f"Take the row with >: {how_many} at once, and the most tokens per second and chip. Under `args`:"

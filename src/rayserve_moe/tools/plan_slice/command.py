@@ -34,7 +34,7 @@ from rayserve_moe.tools.served_cases import ServedCase, case_of_config, devices_
 
 ESTIMATED = (
     "ESTIMATED, not measured: rooflines, link bytes and 1.2 us per op; no device has confirmed it.\n"
-    "GB per device, ms per step, output tokens per second of the slice and per chip; * is the config, > the row to take."
+    "GB per device, ms per step, output tokens per second of the slice and per chip; * is the config, > what to take."
 )
 HEADINGS = (
     ("slice", "<12"), ("chips", ">5"), ("dp x tp", ">8"), ("rows", ">5"), ("red.", ">4"), ("imb.", ">5"),
