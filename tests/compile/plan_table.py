@@ -1,4 +1,4 @@
-"""The table of plans in docs/operate.md, of the shipped configs; `python -m tests.compile.plan_table` writes it anew."""
+"""The table of plans in docs/operate.md, of the shipped configs: `python -m tests.compile.plan_table` writes it."""
 
 from __future__ import annotations
 
