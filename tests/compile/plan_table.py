@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.tools.plan_slice.advice import best_of
 from rayserve_moe.tools.plan_slice.candidates import Assumptions, Candidate, Traffic, candidate
-from rayserve_moe.tools.plan_slice.command import ranked, split_of
+from rayserve_moe.tools.plan_slice.command import best_of, ranked, split_of
 from rayserve_moe.tools.served_cases import case_of_config
 
 ROOT = Path(__file__).resolve().parents[2]
