@@ -7,9 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rayserve_moe.cli import main
+from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import ExpertSettings
+from rayserve_moe.config.topology import slice_for
 from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.model_config import ModelConfig
@@ -30,6 +33,7 @@ from rayserve_moe.tools.plan_slice.candidates import (
 from rayserve_moe.tools.plan_slice.command import ranked
 from rayserve_moe.tools.presets import read_config
 from rayserve_moe.tools.served_cases import devices_of
+from tests.compile import plan_table
 
 SPEC = spec_from_config(read_config("qwen3-30b-a3b"))
 SLICE = "v6e:2x4"
@@ -148,6 +152,38 @@ def test_the_command_prints_a_table_and_json(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["config"]["split"] == {"topology": SLICE, "dp": 8, "tp": 1, "redundant": 0, "rows": 16}
     assert {one["split"]["topology"] for one in found["candidates"]["v6e"]} == {"v6e:2x2", SLICE}
+
+
+def test_the_row_to_take_is_marked_and_its_settings_can_be_pasted(capsys):
+    """With a config it is of the config's slice; under its settings the slice is the one that was planned."""
+    command = [
+        "plan-slice",
+        "--config",
+        "configs/qwen3_30b_a3b_v6e8.yaml",
+        "--traffic",
+        "1024/512/128",
+        "--chips",
+        "v6e",
+    ]
+    assert main([*command, "--max-chips", "16", "--top", "1"]) == 0
+    shown = capsys.readouterr().out
+    (row,) = (line for line in shown.splitlines() if line.startswith("> "))
+    found = ranked(SPEC, [SLICE], traffic=TRAFFIC, given=Assumptions())
+    assert row.split()[1] == SLICE and f"{found[0].tokens_per_s:,.0f}" in row
+    settings = settings_from(
+        {"model_path": "m", **yaml.safe_load(shown[shown.index("    tpu_version") :])}, on_tpu=True
+    )
+    tpu = slice_for(settings.cluster, num_hosts=settings.parallel.num_hosts, num_slices=1)
+    best = found[0].split
+    assert tpu.num_chips == found[0].chips and settings.parallel.data_parallel_size == best.dp
+    assert (settings.scheduler.max_running_requests, settings.experts.num_redundant) == (best.rows, best.redundant)
+    assert settings.model.max_model_len == TRAFFIC.length
+
+
+def test_the_table_of_the_page_is_what_the_command_says():
+    """`python -m tests.compile.plan_table` writes it anew."""
+    page = plan_table.PAGE.read_text(encoding="utf-8")
+    assert page == plan_table.written(page)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from rayserve_moe.answers.request_record import RECORD
 from rayserve_moe.answers.resume import HeldBack, split
 from rayserve_moe.engine.control import aborted
 from rayserve_moe.engine.loop import EngineLoop
@@ -85,6 +86,8 @@ class GenerationStream:
             kept = replace(request, incremental=True, stream_routed_experts=is_streamed)
             if not committed or any(result.finish is None for result in committed):
                 self._choices = loop.submit(kept, self._receive, committed=committed)
+        if (record := RECORD.get()) is not None:
+            record.choices.extend(self._choices)
 
     def __iter__(self) -> Iterator[ChoiceResult]:
         while self._num_unfinished:

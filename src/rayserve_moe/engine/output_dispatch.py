@@ -184,12 +184,16 @@ def record_tokens(metrics: RequestMetrics, table: RowTable, *, rows: np.ndarray,
         return
     is_first = np.isnan(gaps)
     metrics.time_to_first_token.add_all(now - times.accepted_at[rows[is_first]])
+    for row in rows[is_first].tolist():
+        if (sequence := table.sequences[row]) is not None:
+            sequence.times.first_token_at = now
     metrics.inter_token.add_all(gaps[~is_first])
 
 
 def record_end(metrics: RequestMetrics, sequence: Sequence, *, kind: str, now: float) -> None:
     """Record the end of a choice in the metrics, with the `kind` of its finish reason."""
     times = sequence.times
+    times.ended_at = now
     metrics.finished[kind] += 1
     metrics.end_to_end.add(now - times.accepted_at)
     metrics.output_tokens.add(sequence.num_outputs)

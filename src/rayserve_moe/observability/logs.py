@@ -22,19 +22,20 @@ class TextLines(logging.Formatter):
     """`2026-01-31T12:00:00.000Z INFO rayserve_moe.engine [request id] message`, with a trace below."""
 
     def __init__(self) -> None:
-        super().__init__("%(at)s %(levelname)s %(name)s %(about)s%(message)s")
+        super().__init__("%(at)s %(levelname)s %(name)s %(about)s%(message)s%(told)s")
 
     def format(self, record: logging.LogRecord) -> str:
         request_id = _request_id(record)
         record.at, record.about = _time(record), f"[{request_id}] " if request_id else ""
+        record.told = "".join(f" {name}={value}" for name, value in _fields(record).items())
         return super().format(record)
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object per line: `time`, `level`, `logger`, `message`, and `request_id` and `trace` if present."""
+    """A JSON object per line: `time`, `level`, `logger`, `message`, and `request_id`, fields and `trace` if present."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {
+        line: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname,
             "logger": record.name,
@@ -42,6 +43,7 @@ class JsonLines(logging.Formatter):
         }
         if request_id := _request_id(record):
             line["request_id"] = request_id
+        line |= _fields(record)
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         return json.dumps(line)
@@ -81,6 +83,11 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 def _request_id(record: logging.LogRecord) -> str:
     return getattr(record, "request_id", "") or ""
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    """Return the named values that a line brings beside its message."""
+    return getattr(record, "fields", {})
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -33,7 +33,8 @@ def update_weights_over_ray(
 
     `app` is the name of the Serve application. Each host fetches only its share; hosts of several replicas that need
     the same share use the same object. Returns `success`, `message`, `weight_version`, and `sent_bytes`: by replica, a
-    list over its hosts. Raises Refused if the server keeps its old weights, Unavailable if it does not answer.
+    list over its hosts. Raises ValueError for an unknown application, Refused if the server keeps its old weights, and
+    Unavailable if it does not answer.
     """
     server = Server(app)
     info = server.call("held")
@@ -87,6 +88,9 @@ class Server:
     """The replicas of an application; any of them answers for all."""
 
     def __init__(self, app: str) -> None:
+        if app not in (running := serve.status().applications):
+            names = ", ".join(sorted(running)) or "none"
+            raise ValueError(f"no application {app!r} in this Ray cluster, whose applications are: {names}")
         handle = serve.get_deployment_handle(DEPLOYMENT, app)
         # The caller has no event loop, whatever Serve's environment has by default; references are passed as such.
         if not handle.is_initialized:  # Serve caches the handles of a process

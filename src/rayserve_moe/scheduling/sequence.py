@@ -147,6 +147,8 @@ class SequenceTimes:
     """When it first got a row."""
     token_at: float = math.nan
     """Time of its last token; while it has a row, the `RowTable` has the time."""
+    first_token_at: float = math.nan
+    ended_at: float = math.nan
 
 
 @dataclass(slots=True)

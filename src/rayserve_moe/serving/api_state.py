@@ -13,6 +13,7 @@ from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.fleet.member import lost_sentence
+from rayserve_moe.observability.spans import SpanExporter, exporter_from_environment
 from rayserve_moe.requests.records import ModelCard
 from rayserve_moe.serving.control.membership import Membership
 from rayserve_moe.serving.errors import ApiError, path_of
@@ -42,6 +43,8 @@ class ApiState:
     """This replica among all of the application; None for a standalone engine."""
     journal: JournalClient | None = None
     """Journal of requests that outlive this process; None without a journal."""
+    exporter: SpanExporter | None = field(default_factory=exporter_from_environment)
+    """Exporter of spans; None unless the environment names an endpoint."""
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:

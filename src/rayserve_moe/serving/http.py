@@ -32,6 +32,7 @@ from rayserve_moe.serving.journalling import journal_requests
 from rayserve_moe.serving.metrics import package_version
 from rayserve_moe.serving.middleware.edge_guard import guard_edge
 from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
+from rayserve_moe.serving.middleware.request_record import record_requests
 from rayserve_moe.serving.middleware.traffic import count_traffic
 from rayserve_moe.serving.openapi import publish
 from rayserve_moe.serving.purposes import GROUPS
@@ -69,6 +70,13 @@ def create_api(state: ApiState) -> FastAPI:
     app.add_middleware(journal_requests, journal=state.journal)
     app.add_middleware(guard_edge, server=state.server)
     app.add_middleware(count_traffic, traffic=state.traffic)
+    if state.server.log_requests or state.exporter is not None:
+        app.add_middleware(
+            record_requests,
+            writes_lines=state.server.log_requests,
+            exporter=state.exporter,
+            model=state.card.name,
+        )
     # Routes are tried in order: the most frequent ones come first.
     generating = (native_router, openai_router, token_router, messages_router, responses_router)
     for router in (*generating, scoring_router, resume_router):

@@ -64,6 +64,12 @@ class StopSignal:
         """Install the handler; must be repeated after Ray has replaced it."""
         signal.signal(signal.SIGTERM, self._set)
 
+    def wait(self, seconds: float) -> None:
+        """Sleep, at most until shortly after the signal."""
+        deadline = time.monotonic() + seconds
+        while not self.is_set and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(_POLL_S, left))
+
     def _set(self, *_: object) -> None:
         self.is_set = True
 
@@ -197,7 +203,7 @@ def _watch(plan: Plan, stop: StopSignal, progress: ProgressLines) -> None:
         if all(map(has_replica, found.values())):
             seen = time.monotonic()
         _check_time(found, since=seen, plan=plan)
-        time.sleep(_WATCH_S)
+        stop.wait(_WATCH_S)
 
 
 def is_lost(found: Mapping[str, ApplicationStatusOverview]) -> bool:

@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 from rayserve_moe.config.derive import kv_dtype
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.config.settings import CacheSettings, SettingsError
+from rayserve_moe.config.topology import possible_slices
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alone
@@ -31,7 +32,7 @@ from rayserve_moe.tools.served_cases import ServedCase, case_of_config, devices_
 
 ESTIMATED = (
     "ESTIMATED, not measured: rooflines, link bytes and 1.2 us per op; no device has confirmed it.\n"
-    "GB per device, ms per step, output tokens per second of the slice and per chip; * is the config."
+    "GB per device, ms per step, output tokens per second of the slice and per chip; * is the config, > what to take."
 )
 HEADINGS = (
     ("slice", "<12"), ("chips", ">5"), ("dp x tp", ">8"), ("rows", ">5"), ("red.", ">4"), ("imb.", ">5"),
@@ -62,7 +63,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(_as_json(own, found, traffic=traffic, given=given), indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join(lines(own, found, top=options.top, is_of_config=case is not None)) + "\n")
+        best = best_of(own, found, traffic=traffic)
+        told = [*lines(own, found, top=options.top, best=best, is_of_config=case is not None)]
+        told += advice(best, traffic=traffic, given=given) if best is not None else ()
+        sys.stdout.write("\n".join(told) + "\n")
     return 0
 
 
@@ -85,7 +89,12 @@ def ranked(spec: ModelSpec, slices: Sequence[str], *, traffic: Traffic, given: A
 
 
 def lines(
-    own: Candidate | None, found: dict[str, list[Candidate]], *, top: int, is_of_config: bool = False
+    own: Candidate | None,
+    found: dict[str, list[Candidate]],
+    *,
+    top: int,
+    best: Candidate | None = None,
+    is_of_config: bool = False,
 ) -> Iterator[str]:
     """Yield the plan for a terminal: the config or that it does not fit, then a table per generation."""
     yield ESTIMATED
@@ -98,8 +107,53 @@ def lines(
         shown = Counter[str]()
         for one in candidates:
             shown[one.split.topology] += 1
-            if shown[one.split.topology] <= top:
-                yield _row(one)
+            if shown[one.split.topology] <= top or one is best:
+                yield _row(one, mark=">" if one is best else " ")
+
+
+def best_of(own: Candidate | None, found: Mapping[str, Iterable[Candidate]], *, traffic: Traffic) -> Candidate | None:
+    """Return the candidate to take, or None if there is none.
+
+    With a config it is of the config's own slice, otherwise of any slice. Those that serve all requests at once come
+    first, then those with the most tokens per second and chip.
+    """
+    every = [one for candidates in found.values() for one in candidates]
+    on_slice = [one for one in every if own is None or one.split.topology == own.split.topology]
+    return min(on_slice or every, key=lambda one: (one.served < traffic.concurrency, -one.per_chip), default=None)
+
+
+def settings_of(one: Candidate, *, traffic: Traffic, given: Assumptions) -> dict[str, object]:
+    """Return the settings that serve a candidate, for `args` of a config or as options of `serve MODEL`."""
+    version, _, topology = one.split.topology.partition(":")
+    tpu = possible_slices(topology, version)[0]
+    settings: dict[str, object] = {
+        "tpu_version": tpu.version,
+        "tpu_topology": tpu.topology,
+        "tpu_chips_per_host": tpu.chips_per_host,
+        "num_hosts": tpu.num_hosts,
+        "data_parallel_size": one.split.dp,
+        "max_model_len": traffic.length,
+        "max_running_requests": one.split.rows,
+        "max_step_tokens": given.prefill_tokens,
+    }
+    if one.split.redundant:
+        settings |= {"num_redundant_experts": one.split.redundant, "enable_eplb": True}
+    if given.kv_dtype != "bfloat16":
+        settings["kv_cache_dtype"] = "fp8"
+    if given.expert_dtype != "auto":
+        settings["expert_dtype"] = given.expert_dtype
+    return settings
+
+
+def advice(one: Candidate, *, traffic: Traffic, given: Assumptions) -> Iterable[str]:
+    """Yield the lines after the tables: which row, why, and its settings to paste."""
+    serves_all = one.served == traffic.concurrency
+    how_many = "all requests" if serves_all else f"{one.served} of {traffic.concurrency} requests"
+    settings = settings_of(one, traffic=traffic, given=given)
+    yield ""
+    yield f"Take the row with >: {how_many} at once, and the most tokens per second and chip. Under `args`:"
+    yield ""
+    yield from (f"    {name}: {str(value).lower() if value is True else value}" for name, value in settings.items())
 
 
 def _header() -> str:

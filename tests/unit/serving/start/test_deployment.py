@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 
-from rayserve_moe.serving.start.deployment import DeploymentFailed, _num_running, has_replica, is_lost
+from rayserve_moe.serving.start.deployment import DeploymentFailed, StopSignal, _num_running, has_replica, is_lost
+
+LONG_S = 600.0
+
+
+def test_the_signal_to_stop_is_not_slept_through() -> None:
+    """A server that answers 200 on /health for seconds after the signal keeps getting requests."""
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopSignal()
+    try:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        started = time.monotonic()
+        stop.wait(LONG_S)
+        assert stop.is_set and time.monotonic() - started < LONG_S / 10
+        stop.wait(LONG_S)
+        assert time.monotonic() - started < LONG_S / 10
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(
