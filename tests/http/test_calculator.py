@@ -58,6 +58,18 @@ def test_the_requests_of_a_page_are_answered_as_it_says(calculator, page):
         assert asks_for_routing == (choice.get("meta_info", {}).get("routed_experts") is not None)
 
 
+def test_the_python_of_the_first_hour_prints_what_it_says(calculator):
+    page = PAGES[1].read_text(encoding="utf-8")
+    snippet = page.split("```python\n", 1)[1].split("```")[0]
+    assert "http://localhost:8000/" in snippet
+    snippet = snippet.replace("http://localhost:8000/", str(calculator.base_url.join("/")))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", snippet]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert f"It prints `{run.stdout.strip()}`" in page
+
+
 def requests_of(page):
     """Paths and bodies of the generating curl commands on a page."""
     found = re.findall(r"curl -s localhost:8000(/\S+)[^']*'content-type: application/json' \\\s+-d '([^']+)'", page)
