@@ -140,7 +140,9 @@ compile-check-full: $(TEST)
 # Brings the kernels of every level along: it serves without a compiler, on machines with a C library as new as this one's.
 wheel: $(READY)
 	$(BIN)/python -m rayserve_moe.tools.build_kernels --all
+	rm -f dist/rayserve_moe-*.whl
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	$(BIN)/python -m benchmarks.wheel dist/rayserve_moe-*.whl --contents-only
 
 # Installs the wheel into an empty environment and serves from it: gigabytes, and minutes.
 wheel-check: wheel

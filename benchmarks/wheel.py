@@ -8,6 +8,7 @@ The environment is new and has no access to the source tree. pip installs as it 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -97,7 +99,9 @@ def first_answer(folder: Path, cache: Path) -> float:
             if child.poll() is not None or time.monotonic() - begun > LIMIT_S:
                 raise RuntimeError("the server did not start:\n" + log.read_text(encoding="utf-8")[-3000:])
             time.sleep(0.1)
-        answer, seconds = ask(port, MODEL), time.monotonic() - begun
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as response:
+            name = json.load(response)["data"][0]["id"]
+        answer, seconds = ask(port, name), time.monotonic() - begun
         if answer.strip() != "82":
             raise RuntimeError(f"the server answered 37+45= with {answer!r}")
         return seconds

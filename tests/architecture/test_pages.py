@@ -14,6 +14,10 @@ from tests.architecture import cli_page, endpoints_page, families_page, kernels_
 from tests.architecture.limits import NOT_PLAIN
 
 ROOT = settings_page.PAGE.parents[1]
+WORDED = [page for page in sorted(ROOT.glob("docs/**/*.md")) if page.parent.name != "adr"] + [ROOT / "README.md"]
+SHORT = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("index.md", "architecture.md", "figures.md"))]
+SHORT += sorted(ROOT.glob("docs/start/*.md"))
+MAX_CELL_WORDS, MAX_PARAGRAPH_WORDS = 15, 90
 PAGES = {
     "settings": settings_page,
     "cli": cli_page,
@@ -24,6 +28,17 @@ PAGES = {
 }
 
 
+def long_parts(text):
+    """Cells and paragraphs of a page that have too many words; code counts as none."""
+    text = re.sub(r"^```.*?^```$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = []
+    for part in re.split(r"\n\n+|\n(?=\s*[-|]|\d+\. )", text):
+        cells = part.strip().strip("|").split("|") if part.lstrip().startswith("|") else []
+        found += [cell.strip() for cell in cells if len(cell.split()) > MAX_CELL_WORDS]
+        found += [part.strip()] * (not cells and len(part.split()) > MAX_PARAGRAPH_WORDS)
+    return found
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_generated_page_is_the_one_that_the_code_says(name):
     """`python -m tests.architecture.<name>_page` writes it anew."""
@@ -31,11 +46,50 @@ def test_a_generated_page_is_the_one_that_the_code_says(name):
     assert module.PAGE.read_text(encoding="utf-8") == module.page()
 
 
-@pytest.mark.parametrize("page", [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", WORDED, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_uses_the_words_of_the_field(page):
-    """Names in backticks aside."""
-    text = re.sub(r"`[^`]*`", "", page.read_text(encoding="utf-8"))
+    """Names in backticks and comments aside."""
+    text = re.sub(r"`[^`]*`|<!--.*?-->", "", page.read_text(encoding="utf-8"))
     assert [found[0] for found in NOT_PLAIN.finditer(text)] == []
+
+
+@pytest.mark.parametrize("page", SHORT, ids=lambda page: page.name)
+def test_a_page_has_short_cells_and_short_paragraphs(page):
+    assert long_parts(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_long_cell_and_a_long_paragraph_are_found():
+    cell, paragraph = "word " * 16, "word " * 91
+    assert long_parts(f"| a | {cell}|\n\n- item\n- item\n\n{paragraph}\n") == [cell.strip(), paragraph.strip()]
+    assert long_parts(f"```text\n{paragraph}\n```\n\n| `{cell}` | b |\n\n{'word ' * 90}\n") == []
+
+
+def unchecked_blocks(text):
+    """First lines of code blocks without a mark that names the file that runs them, or something like them."""
+    found, mark, in_fence, in_block = [], "", False, False
+    for line in text.splitlines():
+        is_fence = line.startswith("```")
+        is_code = in_fence or is_fence or line.startswith("    ")
+        if is_code and not in_block and not (mark and (ROOT / mark).is_file()):
+            found.append(line.strip())
+        stated = re.fullmatch(r"<!-- checked by (\S+) -->", line)
+        mark = stated[1] if stated else "" if line.startswith("#") or (in_block and not is_code and line) else mark
+        in_fence ^= is_fence
+        in_block = is_code or (in_block and not line)
+    return found
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs/index.md", *sorted(ROOT.glob("docs/start/*.md"))], ids=lambda p: p.name)
+def test_each_code_block_of_start_says_what_checks_it(page):
+    assert unchecked_blocks(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_block_without_a_mark_and_a_mark_to_nothing_are_found():
+    mark = "<!-- checked by README.md -->"
+    assert unchecked_blocks(f"{mark}\n\n    make a\n    make b\n\nthen\n\n    make c\n") == ["make c"]
+    assert unchecked_blocks(f"{mark}\n\n```sh\nmake a\n\nmake b\n```\n") == []
+    assert unchecked_blocks("<!-- checked by gone.py -->\n\n    make a\n") == ["make a"]
+    assert unchecked_blocks(f"{mark}\n\n## next\n\n    make a\n") == ["make a"]
 
 
 def test_every_setting_says_what_it_is():

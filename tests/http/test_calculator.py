@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -16,6 +21,7 @@ from tests.http.conftest import assert_idle, served
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, ask
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs/start/first_hour.md")
 BATCH = 500
 MOST_TOKENS = 6
 ENOUGH = {"sums of 1-2 digits": 0.995, "sums of 3 digits": 0.95}
@@ -36,6 +42,50 @@ def calculator(settings):
     with Engine(**settings | smaller) as engine, served(engine) as url, httpx.Client(base_url=url, timeout=600) as http:
         yield http
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_requests_of_a_page_are_answered_as_it_says(calculator, page):
+    """The curl lines of the README and of the first hour."""
+    requests = requests_of(page.read_text(encoding="utf-8"))
+    assert len(requests) >= 2
+    for path, body in requests:
+        answer = ask(calculator, path, **body)
+        choice = answer["choices"][0] if "choices" in answer else answer
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        assert text.strip() == "82"
+        asks_for_routing = body.get("return_routed_experts", False)
+        assert asks_for_routing == (choice.get("meta_info", {}).get("routed_experts") is not None)
+
+
+def test_the_python_of_the_first_hour_prints_what_it_says(calculator):
+    page = PAGES[1].read_text(encoding="utf-8")
+    snippet = page.split("```python\n", 1)[1].split("```")[0]
+    assert "http://localhost:8000/" in snippet
+    snippet = snippet.replace("http://localhost:8000/", str(calculator.base_url.join("/")))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", snippet]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert f"It prints `{run.stdout.strip()}`" in page
+
+
+def requests_of(page):
+    """Paths and bodies of the generating curl commands on a page."""
+    found = re.findall(r"curl -s localhost:8000(/\S+)[^']*'content-type: application/json' \\\s+-d '([^']+)'", page)
+    assert len(found) == page.count("curl -s localhost:8000")
+    return [(path, json.loads(body)) for path, body in found]
+
+
+@pytest.mark.slow
+def test_the_snippet_of_the_readme_prints_what_it_says():
+    """It compiles every program of the engine: half a minute."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    snippet, shown = (page.split(fence, 1)[1].split("```")[0] for fence in ("```python\n", "```text\n"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", snippet]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
+    assert (run.returncode, run.stdout) == (0, shown), run.stderr[-2000:]
 
 
 def share_right(http, name, *, limit):

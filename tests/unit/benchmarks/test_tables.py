@@ -252,6 +252,10 @@ def every_section() -> dict:
             "token_us": [0.75, 2.5],
         }},
         "house": {"before": size, "after": size},
+        "wheel": {
+            "wheel_bytes": 6_700_000, "kernel_bytes": 8_000_000, "files": 538, "environment_bytes": 1_400_000_000,
+            "install_s": 90.0, "first_answer_s": [31.0, 12.0],
+        },
         "http": {
             **w2,
             "runs": {
@@ -381,6 +385,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("loading", "1.25 (1.25-1.25)"),
         ("speculation", "0.80 (0.80-0.80)"),
         ("speculation_calculator", "1.50"),
+        ("wheel", "31"),
     ],
 )
 def test_the_figure_that_counts_is_in_the_table(name, figure):
