@@ -32,12 +32,11 @@ def written(monkeypatch):
 
 def lines_of(written):
     lines = map(json.loads, written.getvalue().splitlines())
-    return [line for line in lines if line["logger"].endswith("request_record")]
+    return [line for line in lines if line["logger"].endswith("middleware.traffic")]
 
 
 def test_a_line_per_request_has_its_tokens_times_and_ends(engine, written):
-    with served(engine, log_requests=True) as url:
-        http = httpx.Client(base_url=url, timeout=60)
+    with served(engine, log_requests=True) as url, httpx.Client(base_url=url, timeout=60) as http:
         http.post("/v1/completions", json={**BODY, "n": 2}, headers={"x-request-id": "mine"}).raise_for_status()
         assert http.post("/v1/completions", json={**BODY, "n": 0}).status_code == 400
         assert http.get("/zq7-marker").status_code == 404

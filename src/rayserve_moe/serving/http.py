@@ -32,8 +32,7 @@ from rayserve_moe.serving.journalling import journal_requests
 from rayserve_moe.serving.metrics import package_version
 from rayserve_moe.serving.middleware.edge_guard import guard_edge
 from rayserve_moe.serving.middleware.ignored_fields import list_ignored_fields
-from rayserve_moe.serving.middleware.request_record import record_requests
-from rayserve_moe.serving.middleware.traffic import count_traffic
+from rayserve_moe.serving.middleware.traffic import count_traffic, record_requests
 from rayserve_moe.serving.openapi import publish
 from rayserve_moe.serving.purposes import GROUPS
 
