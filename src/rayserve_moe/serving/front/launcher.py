@@ -64,7 +64,7 @@ MARK = "# configured by rayserve_moe\n"
 MESSAGE = "the server is busy: its queue of waiting requests is full"
 BUSY = {"error": {"message": MESSAGE, "type": "overloaded_error", "param": None, "code": "queue_full"}}
 """Error object of replicas that reject."""
-_CONSTANTS = {
+_CONSTANTS: dict[str, Any] = {
     "HEALTH_CONNECTIONS": HEALTH_CONNECTIONS,
     "ROUTER_CONNECTIONS": ROUTER_CONNECTIONS,
     "OWN_ANSWERS": OWN_ANSWERS,
@@ -309,8 +309,8 @@ def front_texts(config: str, script: str, *, limits: FrontLimits, files: Files) 
     files = Files(files.folder, files.admin, f"unix@{files.routers}", files.script)
     ray = RayConfig(config)
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        **_CONSTANTS,
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"), globals=_CONSTANTS)
+    text = template.render(
         ray=ray,
         limits=limits,
         files=files,
