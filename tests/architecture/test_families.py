@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "rayserve_moe"
 MODULES = sorted(module.__name__.rsplit(".", 1)[1] for module in FAMILIES.values())
 NAMED = re.compile("|".join(map(re.escape, [*FAMILIES, *MODULES])))
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "families"]
-MAY_NAME = ("checkpoints/synthetic", "config/parser_names.py")
+MAY_NAME = ("checkpoints/synthetic", "config/model_names.py", "config/parser_names.py")
 """What writes configs of random models says whose they are; parsers of answers have their names from elsewhere."""
 
 
