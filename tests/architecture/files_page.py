@@ -75,6 +75,9 @@ def first_sentence(file: Path) -> str:
     elif file.suffix in (".h", ".cc"):
         comment = re.match(r"(?://.*\n)*", file.read_text(encoding="utf-8"))
         said = re.sub(r"^// ?", "", comment[0], flags=re.MULTILINE) if comment else ""
+    elif file.suffix == ".yaml":
+        comment = re.match(r"(?:#.*\n)*", file.read_text(encoding="utf-8"))
+        said = re.sub(r"^# ?", "", comment[0], flags=re.MULTILINE) if comment else ""
     elif file.parent.name == "presets":
         said = f"Config of {file.stem}, without weights, for the compile check"
     else:

@@ -106,7 +106,7 @@ def caller_of(scope: Scope) -> str:
     return key.partition(b" ")[2].strip().decode("latin-1")
 
 
-def note_body(scope: Scope, body: bytes, checked: BaseModel) -> None:
+def note_body(scope: Scope, body: bytes, *, checked: BaseModel) -> None:
     """Record the validated body of a journalled request and its client-supplied id."""
     if (asking := asking_of(scope)) is not None:
         asking.body = body
@@ -160,7 +160,7 @@ class KeptRequest:
 
 
 async def kept_request(
-    asking: Asking | None, requests: Sequence[GenerationRequest], card: ModelCard, *, capacity: Capacity
+    asking: Asking | None, requests: Sequence[GenerationRequest], *, card: ModelCard, capacity: Capacity
 ) -> KeptRequest | None:
     """Record an HTTP request in the journal, or resume it; None without an id, and for hidden states."""
     if asking is None or not asking.name or any(request.return_hidden_states for request in requests):

@@ -69,7 +69,7 @@ async def _read(
         else:
             checked, unknown = check()
     note_ignored(request, unknown)
-    note_body(request.scope, body, checked)
+    note_body(request.scope, body, checked=checked)
     return checked
 
 

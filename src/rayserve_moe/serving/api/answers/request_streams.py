@@ -153,7 +153,7 @@ async def open_streams(
             request if request.thinking_token_budget is None else with_thinking_limit(request, state.chat_output)
             for request in requests
         ]
-    kept = await kept_request(asking, requests, state.card, capacity=state.loop.capacity)
+    kept = await kept_request(asking, requests, card=state.card, capacity=state.loop.capacity)
     requests = requests if kept is None else kept.requests
     streams, num_choices = RequestStreams(state, requests), 0
     streams.kept = kept

@@ -44,7 +44,7 @@ def messages_router(state: ApiState) -> APIRouter:
     async def messages(request: Request) -> Response:
         body = await read_body(request, MessagesBody, admission=state.admission)
         check_model(state, body.model)
-        streams, inner = await opened_chat(state, request, partial(chat_fields, body), names=CHAT_NAMES)
+        streams, inner = await opened_chat(state, request, fields=partial(chat_fields, body), names=CHAT_NAMES)
         writer = MessagesWriter(inner, streams.request_of_choice[0], model=state.card.name)
         return await respond(state, request, streams=streams, writer=writer, stream=body.stream)
 

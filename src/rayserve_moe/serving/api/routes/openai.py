@@ -94,7 +94,7 @@ async def opened(
 
 
 async def opened_chat(
-    state: ApiState, request: Request, fields: Callable[[], dict[str, Any]], *, names: Mapping[str, str]
+    state: ApiState, request: Request, *, fields: Callable[[], dict[str, Any]], names: Mapping[str, str]
 ) -> tuple[RequestStreams, OpenAIWriter]:
     """Submit the chat that another dialect's body becomes; `names` are that dialect's names of chat fields."""
     with refusals_translated(names):
