@@ -46,9 +46,8 @@ def responses_router(state: ApiState) -> APIRouter:
         before = body.previous_response_id
         earlier = () if before is None else (await _stored(state, before, param="previous_response_id")).messages
         messages = [*earlier, *messages_of(body.input)]
-        streams, inner = await opened_chat(
-            state, request, fields=partial(chat_fields, body, messages), names=CHAT_NAMES
-        )
+        fields = partial(chat_fields, body, messages)
+        streams, inner = await opened_chat(state, request, fields=fields, names=CHAT_NAMES)
 
         def keep(answer: dict[str, Any]) -> None:
             state.responses.put(answer, [*messages, *messages_of(answer["output"] or "")])

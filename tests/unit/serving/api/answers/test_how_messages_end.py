@@ -51,7 +51,7 @@ def message_writer(kind: str) -> MessagesWriter:
 
 def response_writer(kind: str) -> ResponsesWriter:
     chat: Any = Chat(kind)
-    return ResponsesWriter(chat, REQUEST, body=ResponsesBody(input="x"), model="m", keep=lambda _: None)
+    return ResponsesWriter(chat, body=ResponsesBody(input="x"), model="m", keep=lambda _: None)
 
 
 def told(writer: Callable[[str], Any], kind: str) -> tuple[dict, list[dict]]:
