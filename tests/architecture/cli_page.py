@@ -24,7 +24,7 @@ def page() -> str:
 
 def _section(name: str) -> Iterator[str]:
     module, meaning = COMMANDS[name]
-    parser = argparse.ArgumentParser(prog=f"rayserve-moe {name}")
+    parser = argparse.ArgumentParser(prog=f"rayserve-moe {name}", add_help=False)
     importlib.import_module(f"rayserve_moe.{module}").add_arguments(parser)
     actions = [action for action in parser._actions if action.dest != "help"]
     yield from (f"## `rayserve-moe {name}`", "", f"{meaning[0].upper()}{meaning[1:]}.", "")

@@ -15,7 +15,13 @@ UNCOMMENTED = {
     "model.safetensors": "The calculator's weights in bfloat16, as `examples/train_calculator.py` wrote them",
     "tokenizer.json": "256 ids, one for each byte",
     "tokenizer_config.json": "Which two of them are special",
-    "experts_page.html": "The page `/experts`: heat map, loads of the ranks, history; one file",
+    "chat.html": "The page `/`: a chat with the experts of each token",
+    "docs.html": "The page `/docs`: the API, read from its description",
+    "experts.html": "The page `/experts`: heat map, loads of the ranks, plans",
+    "header.html": "The head of every page: model, state, links",
+    "page.css": "The style of every page",
+    "page.js": "The code that pages share: address, key, model, state",
+    "haproxy.cfg.j2": "HAProxy's configuration, over the servers that Ray Serve lists",
 }
 """Files that cannot say what they hold."""
 

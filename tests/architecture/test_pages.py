@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from rayserve_moe.config import setting_texts
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.model.families import mixtral
 from tests.architecture import cli_page, endpoints_page, families_page, kernels_page, picture_page, settings_page
@@ -97,7 +98,7 @@ def test_every_setting_says_what_it_is():
     texts = {
         f"{section.__name__}.{name}": text
         for section in sections
-        for name, text in settings_page.field_texts(section).items()
+        for name, text in setting_texts.field_texts(section).items()
     }
     assert len(texts) == sum(len(dataclasses.fields(section)) for section in sections)
     assert [name for name, text in texts.items() if not text] == []
