@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from rayserve_moe import __version__
 from rayserve_moe.config.load import (
     checkpoint_cache,
     default_cache_directory,
@@ -56,7 +55,7 @@ class Finding:
 def versions(_: int) -> Iterator[Finding]:
     """Yield versions of this package, of Python, and of the packages that it needs."""
     about = "versions"
-    yield Finding(about, "rayserve-moe", __version__)
+    yield Finding(about, "rayserve-moe", _version("rayserve_moe"))
     is_new, is_linux = sys.version_info >= (3, 11), platform.system() == "Linux"
     text = f"{platform.python_version()}, {platform.python_implementation()}"
     yield Finding(about, "Python", text if is_new else f"{text}; 3.11 is needed", OK if is_new else FAULT)
