@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "packages.svg"
 COLUMN, ROW, TOP = 236, 60, 50
 BOX_WIDTH, BOX_HEIGHT = 112, 30
 KINDS = {
-    "Ray and HTTP": ("#efe6f7", "cli serving rollouts fleet cluster"),
+    "Ray and HTTP": ("#efe6f7", "cli serving rollouts bench fleet cluster"),
     "plain Python": (
         "#e3f0fb",
         ("answers engine text constraints scheduling replay balancing observability state config requests"),
