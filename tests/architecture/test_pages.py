@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from rayserve_moe.config.setting_texts import field_texts
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.model.families import mixtral
 from tests.architecture import endpoints_page, families_page, kernels_page, picture_page, settings_page
@@ -39,11 +40,7 @@ def test_a_page_uses_the_words_of_the_field(page):
 
 def test_every_setting_says_what_it_is():
     sections = [type(getattr(Settings(), field.name)) for field in dataclasses.fields(Settings)]
-    texts = {
-        f"{section.__name__}.{name}": text
-        for section in sections
-        for name, text in settings_page.field_texts(section).items()
-    }
+    texts = {f"{section.__name__}.{name}": text for section in sections for name, text in field_texts(section).items()}
     assert len(texts) == sum(len(dataclasses.fields(section)) for section in sections)
     assert [name for name, text in texts.items() if not text] == []
 
