@@ -19,7 +19,7 @@ COMMANDS = {
     "serve": ("serving.start.command", "serve a config or a model on this machine, until stopped"),
     "chat": ("serving.chat_client", "talk to a server in a terminal"),
     "bench": ("bench.command", "measure a running server under load"),
-    "doctor": ("serving.start.doctor", "report what this machine has for serving, for a bug report"),
+    "doctor": ("serving.start.doctor", "report what this machine has for serving"),
     "rollout": ("rollouts.job_options", "sample the prompts of a file into Parquet shards"),
     "scale": ("serving.start.scale", "change how many replicas an application has"),
     "compile-check": ("tools.check_options", "compile a server's programs for a TPU topology"),
@@ -63,7 +63,7 @@ def _parsers(*used: str) -> tuple[argparse.ArgumentParser, argparse._SubParsersA
     )
     version = f"rayserve-moe {importlib.import_module('rayserve_moe').__version__}"
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND [OPTIONS]", title="commands")
     for name, (_, meaning) in COMMANDS.items():
         command = commands.add_parser(
             name,

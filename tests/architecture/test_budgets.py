@@ -1,7 +1,7 @@
 """Budgets of change: modules and functions of a request, modules with a single importer, wide records (docs/adr/0040).
 
 Budgets go down: a figure below its budget has to become the budget. A new family is one module that its table alone
-imports, and adds one.
+imports, and adds one. A command whose arguments are checked before its work is loaded adds one too: a module for each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import house
 
-BUDGETS = {"modules": 59, "functions": 343, "one_importer": 76}
+BUDGETS = {"modules": 59, "functions": 343, "one_importer": 82}
 SLACK = {"functions": 5}
 """Number of functions whose call depends on how the threads of a request take turns."""
 WIDE_CLASSES: dict[str, int] = {}

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from rayserve_moe.config import setting_texts
+from rayserve_moe.config.setting_texts import field_texts
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.model.families import mixtral
 from tests.architecture import cli_page, endpoints_page, families_page, kernels_page, picture_page, settings_page
@@ -95,11 +95,7 @@ def test_a_block_without_a_mark_and_a_mark_to_nothing_are_found():
 
 def test_every_setting_says_what_it_is():
     sections = [type(getattr(Settings(), field.name)) for field in dataclasses.fields(Settings)]
-    texts = {
-        f"{section.__name__}.{name}": text
-        for section in sections
-        for name, text in setting_texts.field_texts(section).items()
-    }
+    texts = {f"{section.__name__}.{name}": text for section in sections for name, text in field_texts(section).items()}
     assert len(texts) == sum(len(dataclasses.fields(section)) for section in sections)
     assert [name for name, text in texts.items() if not text] == []
 

@@ -1,4 +1,4 @@
-"""Forms of `model_path`, distinguished without reading a checkpoint or asking the Hub."""
+"""Forms of `model_path`, recognised without reading a checkpoint or asking the Hub."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Finding:
 def versions(_: int) -> Iterator[Finding]:
     """Yield versions of this package, of Python, and of the packages that it needs."""
     about = "versions"
-    yield Finding(about, "rayserve-moe", version("rayserve_moe"))
+    yield Finding(about, "rayserve-moe", _version("rayserve_moe"))
     is_new, is_linux = sys.version_info >= (3, 11), platform.system() == "Linux"
     text = f"{platform.python_version()}, {platform.python_implementation()}"
     yield Finding(about, "Python", text if is_new else f"{text}; 3.11 is needed", OK if is_new else FAULT)
@@ -224,18 +224,19 @@ def network(port: int) -> Iterator[Finding]:
 def environment(_: int) -> Iterator[Finding]:
     """Yield variables of Ray, jax and this package; of secrets only that they are set."""
     about, variables = "environment", inherited_environment()
+    faults = {}
     if variables.get("RAY_ADDRESS"):
-        yield Finding(about, "RAY_ADDRESS", "set: `serve` starts a cluster of its own and refuses it; unset it", FAULT)
-    mode = variables.get("RAY_AUTH_MODE") or "token"
-    if mode != "token":
-        yield Finding(about, "RAY_AUTH_MODE", f"{mode}: `serve` refuses to run without tokens; unset it", FAULT)
+        faults["RAY_ADDRESS"] = "set: `serve` starts a cluster of its own and refuses it; unset it"
+    if (mode := variables.get("RAY_AUTH_MODE") or "token") != "token":
+        faults["RAY_AUTH_MODE"] = f"{mode}: `serve` refuses to run without tokens; unset it"
     if len(str(temporary_folder() / f"rayserve-{os.getuid()}" / "65535")) > MAX_PATH_LENGTH:
-        yield Finding(about, "RAY_TMPDIR", "too long for sockets below it: set a shorter folder, such as /tmp", FAULT)
-    shown = [name for name in sorted(variables) if _VARIABLES.fullmatch(name) and name != "RAY_ADDRESS"]
+        faults["RAY_TMPDIR"] = "too long for sockets below it: set a shorter folder, such as /tmp"
+    yield from (Finding(about, name, text, FAULT) for name, text in faults.items())
+    shown = [name for name in sorted(variables) if _VARIABLES.fullmatch(name) and name not in faults]
     for name in shown:
         is_secret = _SECRET.search(name) and name not in _PUBLIC
         yield Finding(about, name, ("set" if variables[name] else "empty") if is_secret else _masked(variables[name]))
-    if not shown:
+    if not (shown or faults):
         yield Finding(about, "variables", "none of Ray, jax, Hugging Face or this package is set")
 
 
