@@ -142,7 +142,7 @@ def main() -> None:
         measured["first_answer_s"] = [first_answer(folder / "environment", folder / "cache") for _ in range(2)]
     finally:
         shutil.rmtree(folder)
-    save({"load_before": load_before, "machine": machine_facts(load_before), "wheel": measured}, arguments.out)
+    save({"wheel_machine": machine_facts(load_before), "wheel": measured}, arguments.out)
     print(wheel(measured))
 
 
