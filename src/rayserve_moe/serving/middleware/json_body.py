@@ -99,7 +99,7 @@ def _checked(
 ) -> tuple[Schema, Sequence[str]]:
     known = FIELDS[schema]
     taken, unknown = taken_fields(parse(body), known)
-    if meant := known.meant_by(unknown):
+    if unknown and (meant := known.meant_by(unknown)):
         message = f"the body has an unknown field: the nearest known one is `{meant}`"
         raise ApiError(400, message, param=meant, code="unknown_field")
     return validate(schema, taken), unknown
