@@ -150,7 +150,7 @@ wheel-check: wheel
 
 # The site of docs/, in build/site; a broken link, a page outside of its navigation or an asset of another host fails.
 docs: $(DOCS)/.ready
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	$(DOCS)/bin/python scripts/check_site.py build/site
 
 $(DOCS)/.ready: docs/requirements.txt
