@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
@@ -15,7 +16,7 @@ import pytest
 
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import ClusterSettings
-from rayserve_moe.serving.start.command import config_of_model
+from rayserve_moe.serving.start.options import add_arguments, config_of
 from rayserve_moe.tools import build_kernels
 from tests.deploy.manifests import JOBS, ROOT, SERVED, Manifest, container_of
 
@@ -125,7 +126,10 @@ def test_the_image_serves_by_itself_at_the_port_that_it_exposes_and_asks():
     command = json.loads(instruction("ENTRYPOINT")) + json.loads(instruction("CMD"))
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert command[0] in scripts and command[1] == "serve"
-    config = config_of_model(command[2], command[3:])
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    config = config_of(parser.parse_args(command[2:]))
+    assert isinstance(config, dict), "a model is served, not a config file"
     assert config["http_options"]["host"] == "0.0.0.0", "127.0.0.1 in a container is reached by nobody"
     assert str(config["http_options"]["port"]) == instruction("EXPOSE")
     settings = settings_from(config["applications"][0]["args"])

@@ -22,7 +22,7 @@ def test_a_wheel_with_exactly_the_expected_files_is_right():
     assert wheel.wrong_files([*HELD, KERNELS], wheel.expected_files(TRACKED)) == (set(), set())
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", sorted(HELD))
 def test_a_missing_file_is_found(name):
     missing, unexpected = wheel.wrong_files([each for each in HELD if each != name], wheel.expected_files(TRACKED))
     assert (len(missing), unexpected) == (1, set()) and name.endswith(*missing)
