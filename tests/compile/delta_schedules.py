@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.kernels.reference.gated_delta import (
     CHUNK,
+    PIECE,
     WINDOW_ROWS,
     DeltaPools,
     DeltaTokens,
@@ -65,14 +66,14 @@ def compile_step(chip: str, heads: tuple[int, int]) -> jax.stages.Compiled:
 
 
 WORK = {
-    "decode": RecurrentWork(TOKENS, TOKENS, 36, TOKENS / CHUNK),
-    "a prompt": RecurrentWork(TOKENS, 1, 0, TOKENS / CHUNK),
+    "decode": RecurrentWork(TOKENS, 0, TOKENS, 36, TOKENS / CHUNK),
+    "a prompt": RecurrentWork(0, TOKENS / PIECE, 1, 0, TOKENS / CHUNK),
 }
 """Tokens of rows of their own with rings up to any cursor, and of one row that begins."""
 
 
 def compile_all(chip: str, dump: DumpFolder) -> dict[str, float]:
-    """Compile every case for a chip; bundles of a core: of a call in which every token folds, and of usual calls."""
+    """Compile every case for a chip; bundles of a core: of a call in which every piece folds, and of usual calls."""
     found = {}
     for name, heads in HEADS.items():
         compiled = compile_step(chip.removeprefix("tpu"), heads)
