@@ -29,7 +29,7 @@ from rayserve_moe.tools.estimate.kernel_work import RecurrentWork, StepWork, ker
 from tests.compile.schedule_baselines import ScheduleBaseline
 from tests.compile.topologies import compile_for, text_of
 
-HEADS = {"of 35B": (16, 32), "of 397B": (16, 64), "of 35B over 2": (8, 16)}
+HEADS = {"of 35B": (16, 32), "of 397B": (16, 64), "of 35B over 2": (8, 16), "of 35B over 8": (2, 4)}
 """Key heads and value heads."""
 TOKENS, ROWS, ENTRIES, WIDTH = 16, 24, 63, 128
 

@@ -71,6 +71,7 @@ CASES = {
     "drafts": DRAFTS,
     "singles of more heads in bfloat16": replace(SINGLES, num_heads=32, num_key_heads=16, dtype="bfloat16"),
     "three heads of a key head": replace(SINGLES, num_heads=24),
+    "four heads of two key heads": replace(DRAFTS, num_heads=4, num_key_heads=2, dtype="bfloat16"),
     "rows that begin at an entry": replace(
         SINGLES, chains=((64, 1), (65, 1), (127, 2), (128, 1), (140, 3), (192, 1)), source_base=64
     ),

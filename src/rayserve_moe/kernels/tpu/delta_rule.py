@@ -4,8 +4,9 @@ A visit is the pieces of one row. Its state and its ring, up to the cursor, are 
 visits before it are computed, and only new rows of the ring go back. A token at a multiple of 64 folds the chunk before
 it: it writes a state, which no other token does.
 
-Tokens are computed one after the other by the same operations, be they decoded, drafted or of a prompt, so that outputs
-and states do not depend on how they came. They differ from those of the reference by rounding.
+Tokens are computed in pieces of up to eight by the same operations, be they decoded, drafted or of a prompt: known ones
+are taken from the ring, and a row of a piece depends on earlier rows alone. So outputs and states do not depend on how
+they came. They differ from those of the reference by rounding.
 """
 
 # T tokens   V visits   H value heads   v value width   P pieces   N tokens of a piece
@@ -48,8 +49,8 @@ def unsupported_reason(
         return f"keys of width {tokens.keys_TKd.shape[2]} and values of width {width}, not {LANES}"
     if pools.decay_RCHx.shape[1:] != (num_heads, LANES):
         return "rings of decays have other places"
-    if num_heads > LANES or num_heads % PIECE or key_heads % PIECE:
-        return f"{num_heads} heads and {key_heads} key heads, not multiples of {PIECE} up to {LANES}"
+    if num_heads > LANES:
+        return f"{num_heads} heads, not {LANES} or fewer"
     ring = CHUNK * (num_heads + key_heads)
     held = 4 * LANES * (NUM_BUFFERS * (num_heads * LANES + ring) + ring)
     if held > MAX_HELD_BYTES:
