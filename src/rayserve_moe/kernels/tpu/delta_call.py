@@ -95,7 +95,7 @@ class DeltaScratch(NamedTuple):
     out_HNv: Any
     """Tokens of the piece, by heads."""
     reach_HL: Any
-    """Sums of decays of the ring, and behind them those of the piece; or weights of a ring in a fold."""
+    """Sums of decays of the ring, and behind them those of the piece."""
     new_keys_SNKd: Any
     new_fresh_SNHv: Any
     new_decay_SHL: Any
