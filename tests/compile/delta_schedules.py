@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.kernels.reference.gated_delta import (
     CHUNK,
+    PIECE,
     WINDOW_ROWS,
     DeltaPools,
     DeltaTokens,
@@ -28,7 +29,7 @@ from rayserve_moe.tools.estimate.kernel_work import RecurrentWork, StepWork, ker
 from tests.compile.schedule_baselines import ScheduleBaseline
 from tests.compile.topologies import compile_for, text_of
 
-HEADS = {"of 35B": (16, 32), "of 397B": (16, 64), "of 35B over 2": (8, 16)}
+HEADS = {"of 35B": (16, 32), "of 397B": (16, 64), "of 35B over 2": (8, 16), "of 35B over 8": (2, 4)}
 """Key heads and value heads."""
 TOKENS, ROWS, ENTRIES, WIDTH = 16, 24, 63, 128
 
@@ -65,14 +66,14 @@ def compile_step(chip: str, heads: tuple[int, int]) -> jax.stages.Compiled:
 
 
 WORK = {
-    "decode": RecurrentWork(TOKENS, TOKENS, 36, TOKENS / CHUNK),
-    "a prompt": RecurrentWork(TOKENS, 1, 0, TOKENS / CHUNK),
+    "decode": RecurrentWork(TOKENS, 0, TOKENS, 36, TOKENS / CHUNK),
+    "a prompt": RecurrentWork(0, TOKENS / PIECE, 1, 0, TOKENS / CHUNK),
 }
 """Tokens of rows of their own with rings up to any cursor, and of one row that begins."""
 
 
 def compile_all(chip: str, dump: DumpFolder) -> dict[str, float]:
-    """Compile every case for a chip; bundles of a core: of a call in which every token folds, and of usual calls."""
+    """Compile every case for a chip; bundles of a core: of a call in which every piece folds, and of usual calls."""
     found = {}
     for name, heads in HEADS.items():
         compiled = compile_step(chip.removeprefix("tpu"), heads)

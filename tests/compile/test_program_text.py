@@ -166,10 +166,12 @@ HloModule moved, is_scheduled=true
   ROOT %doubled = f32[3,4]{1,0} add(%part, %part)
 }
 
-ENTRY %main (pool: f32[9,4], tokens: f32[12], at: s32[]) -> (f32[3,4], f32[3,4], f32[9,4]) {
+ENTRY %main (pool: f32[9,4], tokens: f32[12], long: f32[40], at: s32[]) -> (f32[3,4], f32[3,4], f32[9,4]) {
   %pool = f32[9,4]{1,0} parameter(0)
   %tokens = f32[12]{0} parameter(1)
+  %long = f32[40]{0} parameter(3)
   %at = s32[] parameter(2)
+  %many = f32[10,4]{1,0} reshape(%long)
   %kernel.1 = (f32[3,4]{1,0}, f32[9,4]{1,0}) custom-call(%pool), custom_call_target="tpu_custom_call"
   %out = f32[3,4]{1,0} get-tuple-element(%kernel.1), index=0
   %after = f32[9,4]{1,0} get-tuple-element(%kernel.1), index=1
@@ -188,12 +190,14 @@ ENTRY %main (pool: f32[9,4], tokens: f32[12], at: s32[]) -> (f32[3,4], f32[3,4],
 def test_tokens_of_the_shape_of_a_ring_are_no_copy_of_it():
     """A copy of a part of a pool comes from the pool, be it in two steps, or from what a kernel wrote to.
 
-    What is computed from the pool, or returned beside it, is none.
+    What is computed from the pool, or returned beside it, is none, nor are tokens of a larger array than the pool.
     """
     ring = Piece("ring", "f32", (4,), 9, is_written=True, pool_elements=36)
     assert [copy.instruction for copy in copies_of(read_program(MOVED), [ring])] == ["layer", "again", "whole"]
     by_size = Piece("ring", "f32", (4,), 9, is_written=True)
-    assert {"rows", "turned", "computed"} <= {copy.instruction for copy in copies_of(read_program(MOVED), [by_size])}
+    assert {"rows", "turned", "computed", "many"} <= {
+        copy.instruction for copy in copies_of(read_program(MOVED), [by_size])
+    }
 
 
 def test_text_without_an_entry_is_refused():

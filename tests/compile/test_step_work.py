@@ -113,8 +113,8 @@ def test_rows_of_a_hybrid_model_read_rings_to_their_cursors_and_fold_once_in_64_
     model = lay_out(case_of_model("qwen3.5-35b-a3b", "v6e:2x4", values=values, num_layers=4)).config
     assert work(8).recurrent is None
     decode = step_work(model, StepSizes("v6e:2x4", 8, 1024)).recurrent
-    assert decode == RecurrentWork(num_tokens=8, num_visits=8, ring_tokens=36, num_folds=8 / 64)
+    assert decode == RecurrentWork(num_singles=8, num_blocks=0, num_visits=8, ring_tokens=36, num_folds=8 / 64)
     drafts = step_work(model, StepSizes("v6e:2x4", 8, 1024, rows_each=4)).recurrent
-    assert drafts == replace(decode, num_tokens=32, num_folds=32 / 64)
+    assert drafts == replace(decode, num_singles=32, num_folds=32 / 64)
     prompts = step_work(model, StepSizes("v6e:2x4", 8, 1024), prompt_tokens=2048).recurrent
-    assert prompts == RecurrentWork(8 + 2048, 8 + 2, 36 * 8 / 10, (8 + 2048) / 64), "rings of two prompts are empty"
+    assert prompts == RecurrentWork(8, 256, 8 + 2, 36 * 8 / 10, (8 + 2048) / 64), "rings of two prompts are empty"

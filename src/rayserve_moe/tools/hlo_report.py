@@ -64,8 +64,8 @@ class Piece:
     is_written: bool = False
     """True if the program writes to it: it is not traced to the arguments."""
     pool_elements: int = 0
-    """Elements of the array that holds it, if it is written: a copy is moved from an array of at least as many. 0: its
-    own size alone identifies it."""
+    """Elements of the array that holds it, if it is written: a copy has at most as many, and is moved from an array of at
+    least as many. 0: its own size alone identifies it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,9 @@ def copies_of(program: ProgramText, pieces: list[Piece]) -> list[CopyOfPiece]:
             if piece is None or shape.space != HBM or not _only_moves(program, instruction, result=shape, piece=piece):
                 continue
             if piece.is_written:
-                is_copy = not piece.pool_elements or _is_moved_from(program, execution, piece)
+                is_copy = not piece.pool_elements or (
+                    shape.num_elements <= piece.pool_elements and _is_moved_from(program, execution, piece)
+                )
             else:
                 taken_from = origins.arguments(execution.computation, instruction)
                 is_copy = any(_piece_of(own, [piece]) for argument in taken_from for own in argument.shapes)

@@ -71,6 +71,7 @@ CASES = {
     "drafts": DRAFTS,
     "singles of more heads in bfloat16": replace(SINGLES, num_heads=32, num_key_heads=16, dtype="bfloat16"),
     "three heads of a key head": replace(SINGLES, num_heads=24),
+    "four heads of two key heads": replace(DRAFTS, num_heads=4, num_key_heads=2, dtype="bfloat16"),
     "rows that begin at an entry": replace(
         SINGLES, chains=((64, 1), (65, 1), (127, 2), (128, 1), (140, 3), (192, 1)), source_base=64
     ),
@@ -273,9 +274,9 @@ def no_wait_for_rows() -> None:
 
 def a_visit_that_never_ends() -> None:
     """Sums of decays stay in the core's memory."""
-    scalars = delta_rule.token_scalars
-    delta_rule.token_scalars = lambda *given, **named: (found := scalars(*given, **named))._replace(
-        ends_T=found.ends_T * 0
+    scalars = delta_rule.piece_scalars
+    delta_rule.piece_scalars = lambda *given, **named: (found := scalars(*given, **named))._replace(
+        ends_P=found.ends_P * 0
     )
 
 
@@ -284,9 +285,9 @@ def a_visit_into_the_buffer_in_use() -> None:
     delta_visits._begin_visit = lambda call, visit, buffer: begin(call, visit, jax.lax.rem(buffer + 1, 3))
 
 
-def a_ring_without_its_last_token() -> None:
-    place = delta_visits._place
-    delta_visits._place = lambda call, token: jnp.maximum(place(call, token) - 1, 0)
+def a_ring_without_its_last_tile() -> None:
+    num_tiles = delta_visits._num_tiles
+    delta_visits._num_tiles = lambda call, piece: jnp.maximum(num_tiles(call, piece) - 1, 0)
 
 
 FAULTS: dict[str, tuple[DeltaCase, Callable[[], None]]] = {
@@ -294,7 +295,7 @@ FAULTS: dict[str, tuple[DeltaCase, Callable[[], None]]] = {
     "no wait for rows": (DRAFTS, no_wait_for_rows),
     "a visit that never ends": (SINGLES, a_visit_that_never_ends),
     "a visit into the buffer in use": (SINGLES, a_visit_into_the_buffer_in_use),
-    "a ring without its last token": (SINGLES, a_ring_without_its_last_token),
+    "a ring without its last tile": (SINGLES, a_ring_without_its_last_tile),
 }
 
 

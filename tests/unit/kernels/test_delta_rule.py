@@ -9,7 +9,7 @@ import pytest
 
 from rayserve_moe.kernels.reference.gated_delta import DeltaPools, DeltaTokens, Pieces, RowEntries, cut_pieces
 from rayserve_moe.kernels.table import TPU
-from rayserve_moe.kernels.tpu.delta_rule import token_scalars
+from rayserve_moe.kernels.tpu.delta_rule import piece_scalars
 from tests.support.kernels.delta_rule import CASES, ENGINES, FAULTS, MAX_ERROR
 from tests.support.kernels.interpreter import Outcome, run_cases
 
@@ -55,20 +55,20 @@ def test_a_planted_fault_is_found(fault):
     assert not is_sound(found)
 
 
-def test_visits_are_the_tokens_of_a_row_and_take_turns_on_cores():
+def test_visits_are_the_pieces_of_a_row_and_take_turns_on_cores():
     positions = jnp.asarray([5, 64, 65, -1, 130, 128, -1], jnp.int32)
     rows = jnp.asarray([3, 1, 1, 1, 1, 2, 2], jnp.int32)
     entries = RowEntries(rows + 10, jnp.full(7, 9, jnp.int32), jnp.asarray([0, 0, 0, 0, 64, 128, 0], jnp.int32))
     pieces = cut_pieces(positions, rows, entries, num_singles=7, block_tokens=32)
-    found = token_scalars(pieces, (jnp.int32(40), jnp.int32(20)), num_tokens=7, num_cores=2)
+    found = piece_scalars(pieces, (jnp.int32(40), jnp.int32(20)), num_cores=2)
     is_real = np.asarray(positions) >= 0
-    assert found.visit_T.tolist() == [0, 1, 1, -1, 1, 2, -1]
+    assert found.visit_P.tolist() == [0, 1, 1, -1, 1, 2, -1]
     assert found.starts_V.tolist()[:3] == [0, 1, 5] and set(found.starts_V.tolist()[3:]) == {7}
-    assert found.ends_T.tolist() == [1, 0, 0, 0, 1, 1, 0]
+    assert found.ends_P.tolist() == [1, 0, 0, 0, 1, 1, 0]
     assert len(found.starts_V) >= 3 + 2 * 2, "every core looks two visits ahead"
-    assert found.position_T[is_real].tolist() == [5, 64, 65, 130, 128]
-    assert found.folds_T[is_real].tolist() == [0, 1, 0, 0, 0], "an entry that ends at 128 needs no fold"
-    assert found.source_T[is_real].tolist() == [9, 9, 11, 11, 9], "later states lie in the row's own entry"
+    assert (found.start_P + found.known_P)[is_real].tolist() == [5, 64, 65, 130, 128]
+    assert found.folds_P[is_real].tolist() == [0, 1, 0, 0, 0], "an entry that ends at 128 needs no fold"
+    assert found.source_P[is_real].tolist() == [9, 9, 11, 11, 9], "later states lie in the row's own entry"
     assert found.layer_X.tolist() == [40, 20]
 
 
@@ -78,11 +78,13 @@ def test_blocks_of_a_prompt_are_one_visit():
     rows = jnp.asarray([4, 1, 1, 2], jnp.int32)
     entries = RowEntries(rows, jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32))
     pieces = cut_pieces(positions, rows, entries, num_singles=1, block_tokens=8)
-    found = token_scalars(pieces, (jnp.int32(0), jnp.int32(0)), num_tokens=25, num_cores=1)
-    assert found.visit_T.tolist() == [0, *[1] * 10, *[-1] * 6, 2, *[-1] * 7]
-    assert np.flatnonzero(found.ends_T).tolist() == [0, 10, 17]
-    assert found.position_T[1:11].tolist() == list(range(60, 70)) and found.row_T[17] == 2
-    assert np.flatnonzero(np.asarray(found.folds_T) * (np.asarray(found.visit_T) >= 0)).tolist() == [5, 17]
+    found = piece_scalars(pieces, (jnp.int32(0), jnp.int32(0)), num_cores=1)
+    assert found.visit_P.tolist() == [0, 1, 1, 1, -1, 2, -1]
+    assert np.flatnonzero(found.ends_P).tolist() == [0, 3, 5]
+    is_prompt = np.asarray(found.visit_P) == 1
+    assert found.start_P[is_prompt].tolist() == [56, 64, 64] and found.known_P[is_prompt].tolist() == [4, 0, 4]
+    assert found.token_P[is_prompt].tolist() == [1, 5, 9] and found.row_P[5] == 2
+    assert np.flatnonzero(np.asarray(found.folds_P) * (np.asarray(found.visit_P) >= 0)).tolist() == [2, 5]
 
 
 def shaped(*dims: int) -> jax.ShapeDtypeStruct:
@@ -107,8 +109,6 @@ def test_other_calls_are_for_the_reference():
     assert reason(per_channel=True) == "xla (delta_rule: the rule is not a delta rule with a decay per head)"
     assert reason(width=64) == "xla (delta_rule: keys of width 64 and values of width 64, not 128)"
     assert reason(places=0) == "xla (delta_rule: rings of decays have other places)"
-    for heads in (256, 8):
-        expected = f"xla (delta_rule: {heads} heads and {heads // 2} key heads, not multiples of 8 up to 128)"
-        assert reason(heads=heads) == expected
-    assert reason(heads=64) == "delta_rule"
+    assert reason(heads=256) == "xla (delta_rule: 256 heads, not 128 or fewer)"
+    assert reason(heads=64) == reason(heads=4) == "delta_rule"
     assert reason(heads=128) == "xla (delta_rule: states and rings of 128 heads take 48 of 30 MiB)"

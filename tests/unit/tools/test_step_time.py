@@ -326,30 +326,30 @@ def test_pages_of_a_sequence_are_visited_once_for_all_of_its_drafts():
 RECURRENT = """\
 HloModule kernels, is_scheduled=true
 
-ENTRY %main (rows: f32[4,8,128], states: f32[9,8,128,128], windows: f32[9,3,8,384], keys: f32[5,512,128], \
-fresh: f32[5,512,128], decays: f32[5,8,128], inputs: f32[5,16,8,384]) -> f32[4,8,128] {
+ENTRY %main (rows: f32[4,8,128], states: f32[9,8,128,128], windows: f32[9,3,8,384], keys: f32[5,64,8,128], \
+fresh: f32[5,64,8,128], decays: f32[5,8,128], inputs: f32[5,16,8,384]) -> f32[4,8,128] {
   %rows = f32[4,8,128]{2,1,0} parameter(0)
   ROOT %delta_rule.3 = (f32[4,8,128]{2,1,0}, f32[9,8,128,128]{3,2,1,0}, f32[9,3,8,384]{3,2,1,0}, \
-f32[5,512,128]{2,1,0}, f32[5,512,128]{2,1,0}, f32[5,8,128]{2,1,0}, f32[5,16,8,384]{3,2,1,0}) custom-call(%rows), \
+f32[5,64,8,128]{3,2,1,0}, f32[5,64,8,128]{3,2,1,0}, f32[5,8,128]{2,1,0}, f32[5,16,8,384]{3,2,1,0}) custom-call(%rows), \
 custom_call_target="tpu_custom_call"
 }
 """
 
 
 def test_a_recurrence_reads_rings_to_their_cursors_and_folds_now_and_then():
-    """Four tokens of two rows, whose rings have 16 tokens on average; an entry is written every fourth step."""
+    """Four tokens alone and two pieces of a prompt in three rows; an entry is written every fourth step."""
     program = read_program(RECURRENT)
     kernel = next(part for part in program.computations[program.entry] if part.opcode == "custom-call")
     assert work_of(kernel, [], work=WORK) is None, "no layer has a recurrent state"
-    found = work_of(kernel, [], work=replace(WORK, recurrent=RecurrentWork(4, 2, 16, 0.25)))
+    found = work_of(kernel, [], work=replace(WORK, recurrent=RecurrentWork(4, 2, 3, 16, 0.25)))
     state, window, row, channels = 8 * 128 * 128 * 4, 3 * 8 * 384 * 4, 8 * 128 * 4, 8 * 384 * 4
     assert found is not None
-    assert found.hbm_bytes == 2 * (state + 2 * row + 16 * 2 * row) + 4 * (6 * row + 2 * channels) + 0.25 * (
-        state + 2 * window
-    )
-    assert found.trips_each == (2, 2, 2, 2, 2, 2, 2, 2, 2), "16 tokens are two tiles; at most two writes are under way"
-    assert [region.runs for region in found.region_runs] == [4, 1, 2, 0.25]
-    assert {region.num_bytes for region in found.region_runs} == {state}
+    visits, pieces, tokens = 3 * (state + 2 * row + 16 * 2 * row), 6 * 8 * 3 * row, (4 + 16) * (3 * row + 2 * channels)
+    assert found.hbm_bytes == visits + pieces + tokens + 0.25 * (state + 2 * window)
+    tiles, waits = (2,) * 5, (2, 4 / 6, 2)
+    assert found.trips_each == (*tiles, *waits, 4 / 6, 1, *waits), "16 tokens are two tiles"
+    assert [region.runs for region in found.region_runs] == [6, 1, 3, 0.25, 2, 4, 3]
+    assert [region.num_bytes for region in found.region_runs] == [state, state, state, state, 8 * row, row, row]
 
 
 GROUPED = """\

@@ -1,8 +1,8 @@
 """Sizes, arguments and buffers of the kernel of gated delta layers (`delta_rule`)."""
 
-# T tokens   V visits   H value heads   K key heads   C tokens of a chunk   P places of decays   N buffers
-# X heads of C tokens   d key width   v value width   W channels of a key head   B block of a token   G gates   Q sums
-# S sides of writes
+# T tokens   P pieces   V visits   N tokens of a piece   H value heads   K key heads   C tokens of a chunk
+# L places of decays   M heads along lanes   B buffers of visits   d key width   v value width
+# W channels of a key head   S sides of writes
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.reference.gated_delta import CHUNK, DeltaPools
+from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, DeltaPools
 from rayserve_moe.kernels.tpu.packed_rows import LANES
 
 NUM_BUFFERS = 3
@@ -26,7 +26,7 @@ class VisitShape:
 
     num_heads: int
     num_key_heads: int
-    num_tokens: int
+    num_pieces: int
     num_cores: int
     dtype: jax.typing.DTypeLike
     """Holds queries and keys exactly."""
@@ -39,67 +39,78 @@ class VisitShape:
         return self.num_heads // self.num_key_heads
 
 
-class TokenScalars(NamedTuple):
-    """Scalars of tokens in the core's scalar memory, int32 [T] unless noted."""
+class PieceScalars(NamedTuple):
+    """Scalars of pieces in the core's scalar memory, int32 [P] unless noted."""
 
-    position_T: Any
-    row_T: Any
-    source_T: Any
+    start_P: Any
+    """Position of the piece, a multiple of PIECE."""
+    known_P: Any
+    """Number of its tokens that are in the ring already."""
+    count_P: Any
+    """Number of new tokens; 0 for padding."""
+    token_P: Any
+    """Index of the first new token."""
+    row_P: Any
+    source_P: Any
     """The entry to read."""
-    own_T: Any
+    own_P: Any
     """The entry to write with a fold."""
-    folds_T: Any
-    visit_T: Any
+    folds_P: Any
+    visit_P: Any
     """Number of the visit; -1 for padding."""
-    ends_T: Any
-    """1 for the last token of a visit."""
+    ends_P: Any
+    """1 for the last piece of a visit."""
     starts_V: Any
-    """First token of each visit, in order; the number of tokens behind the last visit."""
+    """First piece of each visit, in order; the number of pieces behind the last visit."""
     layer_X: Any
     """First entry and first row of the layer."""
 
 
-class TokenRefs(NamedTuple):
-    """Inputs of a token, in a block of its own."""
+class PieceRefs(NamedTuple):
+    """Inputs of the tokens of a piece, in a block of their own; those of other tokens stand in place of known ones."""
 
-    queries_BKd: Any
-    keys_BKd: Any
-    values_BHv: Any
-    gates_BGH: Any
-    """Logarithms of decays, and beta."""
+    queries_NKd: Any
+    keys_NKd: Any
+    values_NHv: Any
+    decay_N1M: Any
+    """Logarithms of decays, zeros behind the last head."""
+    beta_N1M: Any
     inputs_TKW: Any
     """Inputs of the convolution of all tokens, in HBM."""
 
 
 class DeltaScratch(NamedTuple):
-    """Buffers of a core: of visits, of a token, and of its writes."""
+    """Buffers of a core: of visits, of a piece, and of its writes."""
 
-    state_NHdv: Any
-    keys_NXd: Any
-    fresh_NXv: Any
+    state_BHdv: Any
+    keys_BCKd: Any
+    fresh_BCHv: Any
+    decay_BHL: Any
     keys_KCd: Any
     fresh_HCv: Any
-    """Rings of the visit that is computed, by heads."""
-    decay_NHP: Any
-    weights_HP: Any
-    """Decays of the tokens of a ring up to the token, or up to the end of the chunk."""
-    sums_QHv: Any
-    """Products of each head: key and query with the state, key and query with the ring, and query with key."""
-    new_keys_SKd: Any
-    new_fresh_SHv: Any
-    new_decay_SHP: Any
-    out_SHv: Any
+    decay_CM: Any
+    """Rings of the visit that is computed, by heads, and sums of decays with heads along lanes."""
+    queries_KNd: Any
+    values_HNv: Any
+    out_HNv: Any
+    """Tokens of the piece, by heads."""
+    reach_HL: Any
+    """Sums of decays of the ring, and behind them those of the piece."""
+    new_keys_SNKd: Any
+    new_fresh_SNHv: Any
+    new_decay_SHL: Any
+    out_SNHv: Any
     num_done: Any
-    """Number of tokens, and of visits, whose writes the core has begun."""
+    """Number of pieces, and of visits, whose writes the core has begun, and tokens of the last pieces of both sides."""
 
 
 class DeltaSemaphores(NamedTuple):
     """Semaphores of a core's copies."""
 
-    arrived_N: Any
+    arrived_B: Any
     """Signals that the copies into a buffer of a visit have arrived."""
     written_S: Any
-    """Signals that the writes of a token have ended."""
+    """Signals that the writes of a piece have ended."""
     ended_S: Any
     """Signals that the writes of a visit have ended."""
     folded: Any
@@ -107,13 +118,10 @@ class DeltaSemaphores(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Everything that a token's computation reads and writes.
+    """Everything that a piece's computation reads and writes; `pools` are those of all layers in HBM."""
 
-    `pools` are the pools of all layers in HBM; heads of a ring's tokens follow each other, [R, C * heads, width].
-    """
-
-    scalars: TokenScalars
-    given: TokenRefs
+    scalars: PieceScalars
+    given: PieceRefs
     out_THv: Any
     pools: DeltaPools
     scratch: DeltaScratch
@@ -130,18 +138,21 @@ def scratch_of(shape: VisitShape) -> tuple[DeltaScratch, DeltaSemaphores]:
 
     buffers = DeltaScratch(
         vmem(NUM_BUFFERS, heads, LANES, LANES),
-        vmem(NUM_BUFFERS, CHUNK * key_heads, *wide),
-        vmem(NUM_BUFFERS, CHUNK * heads, *wide),
+        vmem(NUM_BUFFERS, CHUNK, key_heads, *wide),
+        vmem(NUM_BUFFERS, CHUNK, heads, *wide),
+        vmem(NUM_BUFFERS, heads, *wide),
         vmem(key_heads, CHUNK, *wide),
         vmem(heads, CHUNK, *wide),
-        vmem(NUM_BUFFERS, heads, *wide),
+        vmem(LANES, *wide),
+        vmem(key_heads, PIECE, *wide),
+        vmem(heads, PIECE, *wide),
+        vmem(heads, PIECE, *wide),
         vmem(heads, *wide),
-        vmem(5, heads, *wide),
-        vmem(2, key_heads, *wide),
+        vmem(2, PIECE, key_heads, *wide),
+        vmem(2, PIECE, heads, *wide),
         vmem(2, heads, *wide),
-        vmem(2, heads, *wide),
-        vmem(2, heads, *wide),
-        pltpu.SMEM((2,), jnp.int32),
+        vmem(2, PIECE, heads, *wide),
+        pltpu.SMEM((4,), jnp.int32),
     )
     semaphore = pltpu.SemaphoreType.DMA
     return buffers, DeltaSemaphores(semaphore((NUM_BUFFERS,)), semaphore((2,)), semaphore((2,)), semaphore)

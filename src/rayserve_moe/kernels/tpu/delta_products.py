@@ -1,57 +1,196 @@
-"""Products of a token of a gated delta layer with its state and its ring, and the fold of a ring (`delta_rule`).
+"""Products of a piece of a gated delta layer with its state and its ring, and the fold of a ring (`delta_rule`).
 
-A state is multiplied by one key and one query. These products are sums over rows of registers in float32, which take
-fewer bundles than the state takes to arrive; the matrix unit would need the state in three pieces of bfloat16. It
-repeats columns, and multiplies keys of the ring, which bfloat16 holds exactly in models of that dtype.
+The matrix unit multiplies the rows of a piece, always eight of them. Numbers in float32 are multiplied as three numbers
+of bfloat16, which hold queries and keys exactly in models of that dtype. A row of a product does not depend on other
+rows, so a token has the same sums alone and in a prompt. Tokens of a piece solve among themselves one after the other.
 """
 
-# C tokens of a chunk   d key width   v value width   H value heads   P places of decays   L lanes   X rows
+# N tokens of a piece   C tokens of a chunk   d key width   v value width   H value heads   M heads along lanes
+# L places of decays   X queries, then keys of a piece   R places of a ring, then tokens of the piece
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.reference.gated_delta import CHUNK
+from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE
 from rayserve_moe.kernels.tpu.delta_call import Call
 from rayserve_moe.kernels.tpu.packed_rows import LANES
 
-UNROLL = 8
-"""Key heads whose products overlap."""
-ROWS = 8
-"""Rows of a register of float32."""
+MAX_HEADS, MAX_FOLDED = 16, 8
+"""Maximum number of value heads whose products overlap, in a piece and in a fold; more spill registers."""
+REACH = CHUNK + PIECE
+"""Places of a ring, and tokens of the piece."""
 
 
-def multiply(call: Call, buffer: jax.Array, place: jax.Array) -> None:
-    """Compute the products of all heads with their states and rings (`sums_QHv`)."""
+class _Reach(NamedTuple):
+    """What the tokens of a piece see."""
+
+    start: jax.Array
+    """The place of the piece in the ring."""
+    is_known_N1: jax.Array
+    is_past_C1: jax.Array
+    is_seen_XR: jax.Array
+    """Places before the piece, and of its tokens those up to a query, and those before a key."""
+
+
+def multiply(
+    call: Call, buffer: jax.Array, place: tuple[jax.Array, jax.Array], decays: tuple[jax.Array, jax.Array]
+) -> None:
+    """Compute outputs and fresh values of a piece, by heads.
+
+    `place` are the place of the piece in the ring, and the number of its known tokens; `decays` are the sums of decays
+    up to its tokens, and betas, with heads along lanes.
+    """
+    start, known = place
+    row_X1, column_R = _iota((2 * PIECE, 1), 0), _iota((1, REACH), 1)
+    token_X1 = jnp.where(row_X1 < PIECE, row_X1, row_X1 - PIECE - 1)
+    is_seen_XR = ((column_R < start) | (column_R >= CHUNK)) & (column_R - CHUNK <= token_X1)
+    reach = _Reach(start, _iota((PIECE, 1), 0) < known, _iota((CHUNK, 1), 0) < start, is_seen_XR)
+    size = _group_size(call.shape.num_key_heads, call.shape.heads_of_key, MAX_HEADS)
+    num_lanes = size * call.shape.heads_of_key
+
+    def of_group(group: jax.Array, carry: None) -> None:
+        shift = jnp.where(group > 0, LANES - group * num_lanes, 0)
+        total_NM, beta_NM = (pltpu.roll(each, shift, 1)[:, :num_lanes] for each in decays)
+        _multiply_group(call, buffer, (group, size), reach, (total_NM, beta_NM))
+
+    jax.lax.fori_loop(0, call.shape.num_key_heads // size, of_group, None)
+
+
+def _multiply_group(
+    call: Call,
+    buffer: jax.Array,
+    place: tuple[jax.Array, int],
+    reach: _Reach,
+    decays: tuple[jax.Array, jax.Array],
+) -> None:
+    """Compute a group of key heads; each step is taken for all of them, so that their chains of sums overlap.
+
+    `place` are the number and the size of the group, `decays` as for `multiply` those of its heads.
+    """
     scratch, heads_of_key, dtype = call.scratch, call.shape.heads_of_key, call.shape.dtype
-    is_past_C1 = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0) < place
-
-    def of_key_head(key_head: jax.Array, carry: None) -> None:
-        given = call.given.keys_BKd, call.given.queries_BKd
-        key, query = (rows_BKd[0, pl.ds(key_head, 1), :] for rows_BKd in given)
-        weights = scratch.weights_HP[pl.ds(key_head * heads_of_key, heads_of_key), :]
-        pair = _repeated_columns(jnp.concatenate([key, query]), dtype, num_parts=1)
-        weights_CL = _repeated_columns(weights[:, :CHUNK], dtype, num_parts=1 if dtype == jnp.float32 else 3)
-        ring_Cd = scratch.keys_KCd[key_head]
-        scores_CX = jnp.where(
-            is_past_C1, _dot(ring_Cd.astype(dtype), jnp.concatenate(pair, axis=1).astype(dtype), (1, 0)), 0.0
+    tile = pl.ds(reach.start, PIECE)
+    (group, size), (total_NM, beta_NM) = place, decays
+    key_heads = [group * size + each for each in range(size)]
+    heads = [group * size * heads_of_key + each for each in range(size * heads_of_key)]
+    totals, betas = ([each[:, lane : lane + 1] for lane in range(len(heads))] for each in (total_NM, beta_NM))
+    keys = [scratch.keys_KCd[key_head, tile, :] for key_head in key_heads]
+    rows = [
+        jnp.concatenate([scratch.queries_KNd[key_head], keys_Nd]).astype(dtype)
+        for key_head, keys_Nd in zip(key_heads, keys, strict=True)
+    ]
+    scores = [
+        _dot(rows_Xd, jnp.concatenate([scratch.keys_KCd[key_head], keys_Nd]).astype(dtype), (1, 1))
+        for key_head, keys_Nd, rows_Xd in zip(key_heads, keys, rows, strict=True)
+    ]
+    states = [[scratch.state_BHdv[buffer, head] for head in _of_key(heads, each, heads_of_key)] for each in range(size)]
+    of_states = [product for each in zip(rows, states, strict=True) for product in _by_states(*each)]
+    weights = [
+        _weights(scores[lane // heads_of_key], totals[lane], scratch.reach_HL[pl.ds(head, 1), :REACH], reach.is_seen_XR)
+        for lane, head in enumerate(heads)
+    ]
+    rings = [jnp.where(reach.is_past_C1, scratch.fresh_HCv[head], 0.0) for head in heads]
+    of_rings = _by_rings([each[:, :CHUNK] for each in weights], rings, dtype)
+    unsolved = []
+    for lane, head in enumerate(heads):
+        seen_XR, to_state_N1 = weights[lane], jnp.exp(totals[lane])
+        out_Nv, said_Nv = (
+            to_state_N1 * of_state_Nv + of_ring_Nv
+            for of_state_Nv, of_ring_Nv in zip(jnp.split(of_states[lane], 2), jnp.split(of_rings[lane], 2), strict=True)
         )
-        query_key_11 = jnp.sum(key * query, axis=1, keepdims=True)
-        for of_key, weight_CL in enumerate(weights_CL):
-            head = key_head * heads_of_key + of_key
-            state_dv = scratch.state_NHdv[buffer, head]
-            fresh_Cv = jnp.where(is_past_C1, scratch.fresh_HCv[head], 0.0) * weight_CL
-            sums = (
-                *(jnp.sum(column * state_dv, axis=0, keepdims=True) for column in pair),
-                *(jnp.sum(scores * fresh_Cv, axis=0, keepdims=True) for scores in jnp.split(scores_CX, 2, axis=1)),
-                jnp.broadcast_to(query_key_11, (1, fresh_Cv.shape[1])),
-            )
-            for part, row in enumerate(sums):
-                scratch.sums_QHv[part, pl.ds(head, 1), :] = row
+        fresh_Nv = betas[lane] * (scratch.values_HNv[head] - said_Nv)
+        fresh_Nv = jnp.where(reach.is_known_N1, scratch.fresh_HCv[head, tile, :], fresh_Nv)
+        ahead_NR = jnp.where(reach.is_known_N1, 0.0, betas[lane] * seen_XR[PIECE:])
+        unsolved.append((out_Nv, fresh_Nv, seen_XR[:PIECE, CHUNK:], ahead_NR[:, CHUNK:]))
+    for head, (out_Nv, fresh_Nv) in zip(heads, _solved(unsolved), strict=True):
+        scratch.fresh_HCv[head, tile, :] = fresh_Nv
+        scratch.out_HNv[head] = out_Nv
 
-    jax.lax.fori_loop(0, call.shape.num_key_heads, of_key_head, None, unroll=UNROLL)
+
+def _of_key(heads: list[Any], key_head: int, heads_of_key: int) -> list[Any]:
+    """Return the part of a list of heads that belongs to a key head of a group."""
+    return heads[key_head * heads_of_key :][:heads_of_key]
+
+
+def _group_size(num_key_heads: int, heads_of_key: int, max_heads: int) -> int:
+    """Return the number of key heads whose products overlap."""
+    sizes = (size for size in range(1, num_key_heads + 1) if num_key_heads % size == 0)
+    return max((size for size in sizes if size * heads_of_key <= max_heads), default=1)
+
+
+def _solved(
+    unsolved: list[tuple[jax.Array, jax.Array, jax.Array, jax.Array]],
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Return outputs and fresh values of heads: a token's are final once those of all tokens before it are taken.
+
+    Given are both without other tokens of the piece, and the weights of these for outputs and for fresh values.
+    """
+    for token in range(PIECE):
+        column, taken = slice(token, token + 1), []
+        for out_Nv, fresh_Nv, seen_NN, ahead_NN in unsolved:
+            solved_v = fresh_Nv[column]
+            out_Nv = out_Nv + seen_NN[:, column] * solved_v
+            if token + 1 < PIECE:
+                fresh_Nv = fresh_Nv - ahead_NN[:, column] * solved_v
+            taken.append((out_Nv, fresh_Nv, seen_NN, ahead_NN))
+        unsolved = taken
+    return [(out_Nv, fresh_Nv) for out_Nv, fresh_Nv, *_ in unsolved]
+
+
+def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _parts(wide: jax.Array) -> list[jax.Array]:
+    """Return three arrays of bfloat16 whose sum is the array."""
+    parts = [wide.astype(jnp.bfloat16)]
+    for _ in range(2):
+        wide = wide - parts[-1].astype(jnp.float32)
+        parts.append(wide.astype(jnp.bfloat16))
+    return parts
+
+
+def _weights(scores_XR: jax.Array, total_N1: jax.Array, reach_R: jax.Array, is_seen_XR: jax.Array) -> jax.Array:
+    """Return scores with the decays from what they are of, zeros for what tokens do not see."""
+    decay_NR = jnp.exp(total_N1 - reach_R)
+    return jnp.where(is_seen_XR, scores_XR * jnp.concatenate([decay_NR, decay_NR]), 0.0)
+
+
+def _by_states(rows_Xd: jax.Array, states: list[jax.Array]) -> list[jax.Array]:
+    """Return the products of rows with the state of each head."""
+    wide = jnp.concatenate(states, axis=1)
+    if rows_Xd.dtype == jnp.float32:
+        products = _dot(rows_Xd, wide, (1, 0))
+    else:
+        high, middle, low = _parts(wide)
+        twice = jnp.concatenate([rows_Xd, rows_Xd], axis=1)
+        products = _dot(twice, jnp.concatenate([high, middle]), (1, 0)) + _dot(rows_Xd, low, (1, 0))
+    return jnp.split(products, len(states), axis=1)
+
+
+def _by_rings(weights: list[jax.Array], rings: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax.Array]:
+    """Return the products of the weights of each head with its fresh values, both in float32."""
+    if dtype == jnp.float32:
+        return [_dot(*each, (1, 0)) for each in zip(weights, rings, strict=True)]
+    found = []
+    for first in range(0, len(weights), 2):
+        # A matrix unit is as wide as two heads, of which each row needs one.
+        pair = slice(first, first + 2)
+        rows_XC, size = jnp.concatenate(weights[pair]), len(weights[0])
+        num_rows, rows = len(rows_XC), _parts(rows_XC)
+        high, middle, low = (
+            _dot(jnp.concatenate(rows[: 3 - each]), part_Cv, (1, 0))
+            for each, part_Cv in enumerate(_parts(jnp.concatenate(rings[pair], axis=1)))
+        )
+        of_small = high[2 * num_rows :] + middle[num_rows:] + low
+        sums = high[:num_rows] + ((high[num_rows : 2 * num_rows] + middle[:num_rows]) + of_small)
+        found += [sums[each * size :][:size, each * LANES : (each + 1) * LANES] for each in range(len(weights[pair]))]
+    return found
 
 
 def _dot(one: jax.Array, other: jax.Array, over: tuple[int, int]) -> jax.Array:
@@ -61,56 +200,46 @@ def _dot(one: jax.Array, other: jax.Array, over: tuple[int, int]) -> jax.Array:
     return jax.lax.dot_general(one, other, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _repeated_columns(rows_XL: jax.Array, dtype: jax.typing.DTypeLike, *, num_parts: int) -> list[jax.Array]:
-    """Return rows as columns that are repeated over lanes, each [L, LANES].
-
-    A product with ones makes them, because lanes are repeated slowly otherwise. `dtype` holds the rows exactly as a sum
-    of so many numbers.
-    """
-    parts, rest_XL = [], rows_XL
-    for _ in range(num_parts):
-        parts.append(rest_XL.astype(dtype).astype(jnp.float32))
-        rest_XL = rest_XL - parts[-1]
-    stacked, num_rows = jnp.concatenate(parts), len(rows_XL)
-    stacked = jnp.pad(stacked, ((0, -len(stacked) % 16), (0, 0))).astype(dtype)
-    shape = (len(stacked), num_rows * LANES)
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-    is_same = (jax.lax.rem(row, num_rows) == jax.lax.div(column, LANES)) & (row < num_parts * num_rows)
-    columns = _dot(stacked, jnp.where(is_same, 1.0, 0.0).astype(dtype), (0, 0))
-    return jnp.split(columns, num_rows, axis=1)
-
-
 def fold(call: Call, buffer: jax.Array) -> None:
     """Replace the state of a visit by the state after its full ring."""
     scratch, shape = call.scratch, call.shape
-    decay_HP = scratch.decay_NHP[buffer]
-    scratch.weights_HP[...] = jnp.exp(decay_HP[:, CHUNK - 1 : CHUNK] - decay_HP)
-    whole_HP = jnp.exp(jnp.broadcast_to(decay_HP[:, CHUNK - 1 : CHUNK], decay_HP.shape))
-    scratch.sums_QHv[0] = whole_HP
+    decay_HL = scratch.decay_BHL[buffer]
+    last_H1 = decay_HL[:, CHUNK - 1 : CHUNK]
+    # Behind the weights of the ring stand those of the state.
+    is_ring_L = _iota((1, LANES), 1) < CHUNK
+    weights_HL = jnp.exp(jnp.where(is_ring_L, last_H1 - decay_HL, last_H1))
+    weights_LM = jnp.pad(weights_HL, ((0, LANES - shape.num_heads), (0, 0))).T
+    size = _group_size(shape.num_key_heads, shape.heads_of_key, MAX_FOLDED)
+    num_lanes = size * shape.heads_of_key
 
-    def fold_head(head: jax.Array, carry: None) -> None:
-        weight_P1 = _column_of(scratch.weights_HP[pl.ds(head, 1), :])
-        keys_Cd = scratch.keys_KCd[jax.lax.div(head, shape.heads_of_key)]
-        added_dv = jax.lax.dot_general(
-            keys_Cd * weight_P1[:CHUNK],
-            scratch.fresh_HCv[head],
-            (((0,), (0,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        whole_XP = scratch.sums_QHv[0, pl.ds(head, 1), :]
-        scratch.state_NHdv[buffer, head] = scratch.state_NHdv[buffer, head] * whole_XP + added_dv
+    def fold_group(group: jax.Array, carry: None) -> None:
+        # All heads of a group are read before any is written, so that their sums overlap.
+        columns_LM = pltpu.roll(weights_LM, jnp.where(group > 0, LANES - group * num_lanes, 0), 1)
+        heads = [group * num_lanes + lane for lane in range(num_lanes)]
+        fresh = [scratch.fresh_HCv[head] * columns_LM[:CHUNK, lane : lane + 1] for lane, head in enumerate(heads)]
+        added = [
+            part
+            for each in range(size)
+            for part in _by_keys(
+                scratch.keys_KCd[group * size + each], _of_key(fresh, each, shape.heads_of_key), shape.dtype
+            )
+        ]
+        folded = [
+            scratch.state_BHdv[buffer, head] * columns_LM[CHUNK : CHUNK + 1, lane : lane + 1] + added[lane]
+            for lane, head in enumerate(heads)
+        ]
+        for head, state_dv in zip(heads, folded, strict=True):
+            scratch.state_BHdv[buffer, head] = state_dv
 
-    jax.lax.fori_loop(0, shape.num_heads, fold_head, None)
+    jax.lax.fori_loop(0, shape.num_key_heads // size, fold_group, None)
 
 
-def _column_of(row_XP: jax.Array) -> jax.Array:
-    """Return a row as a column [P, 1]."""
-    return jnp.pad(row_XP, ((0, ROWS - 1), (0, 0))).T[:, :1]
-
-
-def diagonal(row_XH: jax.Array) -> jax.Array:
-    """Return a row [1, H] as a column [H, 1]: the diagonal of a square."""
-    square = (row_XH.shape[1],) * 2
-    is_diagonal = jax.lax.broadcasted_iota(jnp.int32, square, 0) == jax.lax.broadcasted_iota(jnp.int32, square, 1)
-    return jnp.sum(jnp.where(is_diagonal, row_XH, 0.0), axis=1, keepdims=True)
+def _by_keys(keys_Cd: jax.Array, fresh: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax.Array]:
+    """Return the sums over tokens of products of keys and fresh values, for each head."""
+    fresh_Cv = jnp.concatenate(fresh, axis=1)
+    if dtype == jnp.float32:
+        added = _dot(keys_Cd, fresh_Cv, (0, 0))
+    else:
+        high, middle, low = (_dot(keys_Cd.astype(dtype), part, (0, 0)) for part in _parts(fresh_Cv))
+        added = high + (middle + low)
+    return jnp.split(added, len(fresh), axis=1)

@@ -1,11 +1,12 @@
 """The recurrence of gated delta layers in one TPU kernel (`reference.gated_delta.advance`).
 
-A visit is the tokens of one row. Its state and its ring, up to the cursor, are copied into the core's memory while the
+A visit is the pieces of one row. Its state and its ring, up to the cursor, are copied into the core's memory while the
 visits before it are computed, and only new rows of the ring go back. A token at a multiple of 64 folds the chunk before
 it: it writes a state, which no other token does.
 
-Tokens are computed one after the other by the same operations, be they decoded, drafted or of a prompt, so that outputs
-and states do not depend on how they came. They differ from those of the reference by rounding.
+Tokens are computed in pieces of up to eight by the same operations, be they decoded, drafted or of a prompt: known ones
+are taken from the ring, and a row of a piece depends on earlier rows alone. So outputs and states do not depend on how
+they came. They differ from those of the reference by rounding.
 """
 
 # T tokens   V visits   H value heads   v value width   P pieces   N tokens of a piece
@@ -20,10 +21,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, DeltaPools, DeltaTokens, Pieces, RowEntries
-from rayserve_moe.kernels.tpu.delta_call import NUM_BUFFERS, TokenScalars, VisitShape, scratch_of
-from rayserve_moe.kernels.tpu.delta_products import ROWS
-from rayserve_moe.kernels.tpu.delta_visits import compute_token
+from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, DeltaPools, DeltaTokens, Pieces
+from rayserve_moe.kernels.tpu.delta_call import NUM_BUFFERS, PieceScalars, VisitShape, scratch_of
+from rayserve_moe.kernels.tpu.delta_visits import compute_piece
 from rayserve_moe.kernels.tpu.packed_rows import LANES
 from rayserve_moe.kernels.tpu.paged_attention import cores_of_device
 from rayserve_moe.kernels.tpu.paged_sizes import VMEM_BYTES
@@ -49,8 +49,8 @@ def unsupported_reason(
         return f"keys of width {tokens.keys_TKd.shape[2]} and values of width {width}, not {LANES}"
     if pools.decay_RCHx.shape[1:] != (num_heads, LANES):
         return "rings of decays have other places"
-    if num_heads > LANES or num_heads % ROWS or key_heads % ROWS:
-        return f"{num_heads} heads and {key_heads} key heads, not multiples of {ROWS} up to {LANES}"
+    if num_heads > LANES:
+        return f"{num_heads} heads, not {LANES} or fewer"
     ring = CHUNK * (num_heads + key_heads)
     held = 4 * LANES * (NUM_BUFFERS * (num_heads * LANES + ring) + ring)
     if held > MAX_HELD_BYTES:
@@ -67,7 +67,7 @@ def advance_tokens(
     delta: bool = True,
     interpret: Any = False,
 ) -> tuple[jax.Array, DeltaPools]:
-    """Compute `advance`; the tokens of a row are adjacent and in order.
+    """Compute `advance`; the pieces of a row are adjacent and in order.
 
     `interpret` (see `pallas_call`) runs it without a TPU.
     """
@@ -75,31 +75,29 @@ def advance_tokens(
     num_tokens, num_heads, _ = tokens.values_THv.shape
     wide = [part.astype(jnp.float32) for part in tokens]
     is_sound_T = jnp.stack([jnp.all(jnp.isfinite(part), axis=tuple(range(1, part.ndim))) for part in wide]).all(axis=0)
+    *parts, inputs = wide
+    parts[3] = parts[3][..., 0]
     queries, keys, values, decays, betas = (
-        jnp.where(is_sound_T.reshape(-1, *[1] * (part.ndim - 1)), part, 0.0) for part in wide[:-1]
+        jnp.where(is_sound_T.reshape(-1, *[1] * (part.ndim - 1)), part, 0.0) for part in parts
     )
-    gates_TGH = jnp.stack([decays[..., 0], betas], axis=1)
     num_cores = cores_of_device(interpret)
     dtype = jnp.bfloat16 if tokens.keys_TKd.dtype == jnp.bfloat16 else jnp.float32
-    shape = VisitShape(num_heads, keys.shape[1], num_tokens, num_cores, dtype, pools.window_EJKW.shape[1])
-    scalars = token_scalars(pieces, layer, num_tokens=num_tokens, num_cores=num_cores)
+    num_pieces = len(pieces.count)
+    shape = VisitShape(num_heads, keys.shape[1], num_pieces, num_cores, dtype, pools.window_EJKW.shape[1])
+    scalars = piece_scalars(pieces, layer, num_cores=num_cores)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    given = [queries, keys, values, gates_TGH, wide[-1]]
-    flat = pools._replace(
-        keys_RCKd=pools.keys_RCKd.reshape(len(pools.keys_RCKd), -1, LANES),
-        fresh_RCHv=pools.fresh_RCHv.reshape(len(pools.fresh_RCHv), -1, LANES),
-    )
-    held = [*flat]
+    given = [*(_around(part) for part in (queries, keys, values, decays, betas)), inputs]
+    held = [*pools]
     if not interpret:
         # XLA may otherwise bring a pool that fits into the core's memory there, and back.
         held = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in held]
     num_ahead = len(scalars) + len(given)
     out_THv, *held = pl.pallas_call(
-        partial(compute_token, shape=shape),
+        partial(compute_piece, shape=shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(num_cores, num_tokens),
-            in_specs=[*(_of_token(part) for part in given[:-1]), hbm, *[hbm] * NUM_POOLS],
+            grid=(num_cores, num_pieces),
+            in_specs=[*(_of_piece(part) for part in given[:-1]), hbm, *[hbm] * NUM_POOLS],
             out_specs=[hbm, *[hbm] * NUM_POOLS],
             scratch_shapes=[buffer for group in scratch_of(shape) for buffer in group],
         ),
@@ -111,41 +109,48 @@ def advance_tokens(
         name="delta_rule",
         interpret=interpret,
     )(*scalars, *given, *held)
-    found_T11 = (scalars.visit_T >= 0)[:, None, None]
-    out_THv = jnp.where(found_T11, jnp.where(is_sound_T[:, None, None], out_THv, jnp.nan), 0.0)
-    return out_THv, DeltaPools(*(part.reshape(pool.shape) for part, pool in zip(held, pools, strict=True)))
-
-
-def token_scalars(pieces: Pieces, layer: tuple[jax.Array, ...], *, num_tokens: int, num_cores: int) -> TokenScalars:
-    """Return the scalars of a call, int32."""
-    lanes, index_T = jnp.arange(PIECE), jnp.arange(num_tokens, dtype=jnp.int32)
+    lanes = jnp.arange(PIECE)
     tokens_PN = jnp.where(lanes < pieces.count[:, None], pieces.token[:, None] + lanes, num_tokens)
-    piece_PN = jnp.broadcast_to(jnp.arange(len(pieces.count))[:, None], tokens_PN.shape)
-    piece_T = jnp.full(num_tokens, -1).at[tokens_PN].set(piece_PN, mode="drop")
-    is_real_T = piece_T >= 0
-    start_T, known_T, row_T, token_T = (
-        part[piece_T] for part in (pieces.start, pieces.known, pieces.row, pieces.token)
-    )
-    position_T = jnp.where(is_real_T, start_T + known_T + index_T - token_T, 0)
-    entries = RowEntries(*(part[piece_T] for part in pieces.entries))
-    last_T = jax.lax.cummax(jnp.where(is_real_T, index_T, -1))
-    before_T = jnp.concatenate([jnp.full(1, -1, jnp.int32), last_T[:-1]])
-    continues_T = (before_T >= 0) & (row_T[before_T] == row_T)
-    is_first_T = is_real_T & ~continues_T
-    visit_T = jnp.where(is_real_T, jnp.cumsum(is_first_T, dtype=jnp.int32) - 1, -1)
-    after_T = jax.lax.cummin(jnp.where(is_real_T, index_T, num_tokens), reverse=True)
-    after_T = jnp.concatenate([after_T[1:], jnp.full(1, num_tokens, jnp.int32)])
-    ends_T = is_real_T & ((after_T == num_tokens) | is_first_T[jnp.minimum(after_T, num_tokens - 1)])
+    found_T11 = jnp.zeros(num_tokens, bool).at[tokens_PN].set(True, mode="drop")[:, None, None]
+    out_THv = jnp.where(found_T11, jnp.where(is_sound_T[:, None, None], out_THv, jnp.nan), 0.0)
+    return out_THv, DeltaPools(*held)
+
+
+def piece_scalars(pieces: Pieces, layer: tuple[jax.Array, ...], *, num_cores: int) -> PieceScalars:
+    """Return the scalars of a call, int32."""
+    num_pieces = len(pieces.count)
+    index_P, is_real_P = jnp.arange(num_pieces, dtype=jnp.int32), pieces.count > 0
+    last_P = jax.lax.cummax(jnp.where(is_real_P, index_P, -1))
+    before_P = jnp.concatenate([jnp.full(1, -1, jnp.int32), last_P[:-1]])
+    continues_P = (before_P >= 0) & (pieces.row[before_P] == pieces.row)
+    is_first_P = is_real_P & ~continues_P
+    visit_P = jnp.where(is_real_P, jnp.cumsum(is_first_P, dtype=jnp.int32) - 1, -1)
+    after_P = jax.lax.cummin(jnp.where(is_real_P, index_P, num_pieces), reverse=True)
+    after_P = jnp.concatenate([after_P[1:], jnp.full(1, num_pieces, jnp.int32)])
+    ends_P = is_real_P & ((after_P == num_pieces) | is_first_P[jnp.minimum(after_P, num_pieces - 1)])
     # Every core looks for its next visits behind the last one.
-    starts_V = jnp.sort(jnp.where(is_first_T, index_T, num_tokens))
-    starts_V = jnp.concatenate([starts_V, jnp.full(NUM_BUFFERS * num_cores, num_tokens, jnp.int32)])
-    folds_T = (position_T % CHUNK == 0) & (position_T != entries.source_base)
-    base_T = position_T // CHUNK * CHUNK - CHUNK * folds_T
-    source_T = jnp.where(base_T == entries.source_base, entries.source, entries.own)
-    scalars = position_T, row_T, source_T, entries.own, folds_T, visit_T, ends_T, starts_V, jnp.stack(layer)
-    return TokenScalars(*(each.astype(jnp.int32) for each in scalars))
+    starts_V = jnp.sort(jnp.where(is_first_P, index_P, num_pieces))
+    starts_V = jnp.concatenate([starts_V, jnp.full(NUM_BUFFERS * num_cores, num_pieces, jnp.int32)])
+    entries, start_P = pieces.entries, pieces.start
+    folds_P = (start_P % CHUNK == 0) & (pieces.known == 0) & (start_P != entries.source_base)
+    base_P = start_P // CHUNK * CHUNK - CHUNK * folds_P
+    source_P = jnp.where(base_P == entries.source_base, entries.source, entries.own)
+    of_tokens = start_P, pieces.known, pieces.count, pieces.token, pieces.row
+    scalars = *of_tokens, source_P, entries.own, folds_P, visit_P, ends_P, starts_V, jnp.stack(layer)
+    return PieceScalars(*(each.astype(jnp.int32) for each in scalars))
 
 
-def _of_token(rows: jax.Array) -> pl.BlockSpec:
-    """Return the block of a token."""
-    return pl.BlockSpec((1, *rows.shape[1:]), lambda _, token, *__: (token, *[0] * (rows.ndim - 1)))
+def _around(rows: jax.Array) -> jax.Array:
+    """Return rows of tokens with others around them, which blocks of pieces reach; numbers of heads fill the lanes."""
+    rows = rows[:, None] if rows.ndim == 2 else rows
+    return jnp.pad(rows, ((PIECE, PIECE), (0, 0), (0, LANES - rows.shape[2])))
+
+
+def _of_piece(rows: jax.Array) -> pl.BlockSpec:
+    """Return the block of a piece: its tokens stand behind as many others as it knows."""
+
+    def place(_: jax.Array, piece: jax.Array, *scalars: Any) -> tuple[Any, ...]:
+        of = PieceScalars(*scalars)
+        return (PIECE + of.token_P[piece] - of.known_P[piece], *[0] * (rows.ndim - 1))
+
+    return pl.BlockSpec(tuple(map(pl.Element, (PIECE, *rows.shape[1:]))), place)

@@ -1,8 +1,8 @@
 """Visits of the kernel of gated delta layers: their copies, and the order of their work (`delta_rule`)."""
 
-# T tokens   V visits   H value heads   K key heads   C tokens of a chunk   P places of decays   N buffers
-# X heads of C tokens   d key width   v value width   W channels of a key head   B block of a token   G gates   Q sums
-# S sides of writes
+# T tokens   P pieces   V visits   N tokens of a piece   H value heads   K key heads   C tokens of a chunk
+# L places of decays   M heads along lanes   B buffers of visits   X heads of C tokens   d key width   v value width
+# W channels of a key head   S sides of writes
 
 from __future__ import annotations
 
@@ -15,83 +15,85 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.reference.gated_delta import CHUNK, WINDOW_ROWS, DeltaPools
+from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, WINDOW_ROWS, DeltaPools
 from rayserve_moe.kernels.tpu.delta_call import (
     NUM_BUFFERS,
     Call,
     DeltaScratch,
     DeltaSemaphores,
-    TokenRefs,
-    TokenScalars,
+    PieceRefs,
+    PieceScalars,
     VisitShape,
 )
-from rayserve_moe.kernels.tpu.delta_products import diagonal, fold, multiply
+from rayserve_moe.kernels.tpu.delta_products import fold, multiply
+from rayserve_moe.kernels.tpu.packed_rows import LANES
 
-TILE = 8
+TILE = PIECE
 """Tokens of a ring that are copied at once."""
 
 
-def compute_token(*refs: Any, shape: VisitShape) -> None:
-    """Compute a token of the grid [cores, tokens], if its visit belongs to the core."""
-    sizes = (len(TokenScalars._fields), len(TokenRefs._fields), len(DeltaPools._fields))
+def compute_piece(*refs: Any, shape: VisitShape) -> None:
+    """Compute a piece of the grid [cores, pieces], if its visit belongs to the core."""
+    sizes = (len(PieceScalars._fields), len(PieceRefs._fields), len(DeltaPools._fields))
     num_scalars, num_given, num_pools = sizes
     rest = refs[num_scalars + num_given + num_pools :]
     scratch = rest[1 + num_pools :]
     call = Call(
-        TokenScalars(*refs[:num_scalars]),
-        TokenRefs(*refs[num_scalars : num_scalars + num_given]),
+        PieceScalars(*refs[:num_scalars]),
+        PieceRefs(*refs[num_scalars : num_scalars + num_given]),
         rest[0],
         DeltaPools(*rest[1 : 1 + num_pools]),
         DeltaScratch(*scratch[: len(DeltaScratch._fields)]),
         DeltaSemaphores(*scratch[len(DeltaScratch._fields) :]),
         shape,
     )
-    core, token = pl.program_id(0), pl.program_id(1)
+    core, piece = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(token == 0)
+    @pl.when(piece == 0)
     def _() -> None:
         call.scratch.num_done[0] = call.scratch.num_done[1] = 0
         for ahead in range(NUM_BUFFERS - 1):
             _begin_visit(call, core + ahead * shape.num_cores, jnp.int32(ahead))
 
-    visit = call.scalars.visit_T[token]
+    visit = call.scalars.visit_P[piece]
 
     @pl.when((visit >= 0) & (jax.lax.rem(visit, shape.num_cores) == core))
     def _() -> None:
         of_core = jax.lax.div(visit, shape.num_cores)
         buffer = jax.lax.rem(of_core, NUM_BUFFERS)
 
-        @pl.when(call.scalars.starts_V[visit] == token)
+        @pl.when(call.scalars.starts_V[visit] == piece)
         def _() -> None:
-            _for_copies(call, token, buffer, _wait)
-            _sort_by_heads(call, token, buffer)
+            _for_copies(call, piece, buffer, _wait)
+            _sort_by_heads(call, piece, buffer)
             # The buffer of the visit before this one is free: what that visit writes is staged elsewhere.
             ahead = NUM_BUFFERS - 1
             _begin_visit(call, visit + ahead * shape.num_cores, jax.lax.rem(of_core + ahead, NUM_BUFFERS))
 
-        pl.when(call.scalars.folds_T[token] > 0)(partial(_fold, call, token, buffer))
-        _advance(call, token, buffer)
+        pl.when(call.scalars.folds_P[piece] > 0)(partial(_fold, call, piece, buffer))
+        _advance(call, piece, buffer)
 
-    @pl.when(token == shape.num_tokens - 1)
+    @pl.when(piece == shape.num_pieces - 1)
     def _() -> None:
-        _wait_for_writes(call, token)
+        _wait_for_writes(call, piece)
 
 
-def _place(call: Call, token: jax.Array) -> jax.Array:
-    return jax.lax.rem(call.scalars.position_T[token], CHUNK)
+def _place(call: Call, piece: jax.Array) -> jax.Array:
+    """Return the place of the first new token in the ring."""
+    return jax.lax.rem(call.scalars.start_P[piece], CHUNK) + call.scalars.known_P[piece]
 
 
-def _row(call: Call, token: jax.Array) -> jax.Array:
-    return call.scalars.layer_X[1] + call.scalars.row_T[token]
+def _row(call: Call, piece: jax.Array) -> jax.Array:
+    return call.scalars.layer_X[1] + call.scalars.row_P[piece]
 
 
 def _begin_visit(call: Call, visit: jax.Array, buffer: jax.Array) -> None:
     """Start the copies of a visit; there may be no such visit."""
-    token = call.scalars.starts_V[visit]
+    piece = call.scalars.starts_V[visit]
 
-    @pl.when(token < call.shape.num_tokens)
+    @pl.when(piece < call.shape.num_pieces)
     def _() -> None:
-        _for_copies(call, token, buffer, _start)
+        _for_copies(call, piece, buffer, _start)
 
 
 def _start(copy: Any) -> None:
@@ -107,56 +109,61 @@ def _apply(act: Callable[[Any], None], copies: Iterable[Any]) -> None:
         act(copy)
 
 
-def _for_copies(call: Call, token: jax.Array, buffer: jax.Array, act: Callable[[Any], None]) -> None:
-    """Apply a function to the copies of a visit that begins at `token`: its state, and its ring up to the cursor."""
-    scratch, pools, row = call.scratch, call.pools, _row(call, token)
-    copy = partial(pltpu.make_async_copy, sem=call.semaphores.arrived_N.at[buffer])
-    entry = call.scalars.layer_X[0] + call.scalars.source_T[token]
-    act(copy(pools.state_EHdv.at[entry], scratch.state_NHdv.at[buffer]))
-    act(copy(pools.decay_RCHx.at[row], scratch.decay_NHP.at[buffer]))
+def _for_copies(call: Call, piece: jax.Array, buffer: jax.Array, act: Callable[[Any], None]) -> None:
+    """Apply a function to the copies of a visit that begins at `piece`: its state, and its ring up to the cursor."""
+    scratch, pools, row = call.scratch, call.pools, _row(call, piece)
+    copy = partial(pltpu.make_async_copy, sem=call.semaphores.arrived_B.at[buffer])
+    entry = call.scalars.layer_X[0] + call.scalars.source_P[piece]
+    act(copy(pools.state_EHdv.at[entry], scratch.state_BHdv.at[buffer]))
+    act(copy(pools.decay_RCHx.at[row], scratch.decay_BHL.at[buffer]))
 
     def of_tile(tile: jax.Array, carry: None) -> None:
-        for pool, held in (pools.keys_RCKd, scratch.keys_NXd), (pools.fresh_RCHv, scratch.fresh_NXv):
-            rows = _rows_of(tile, TILE * (pool.shape[1] // CHUNK))
-            act(copy(pool.at[row, rows], held.at[buffer, rows]))
+        tokens = _tokens_of(tile)
+        for pool, held in (pools.keys_RCKd, scratch.keys_BCKd), (pools.fresh_RCHv, scratch.fresh_BCHv):
+            act(copy(pool.at[row, tokens], held.at[buffer, tokens]))
 
-    jax.lax.fori_loop(0, _num_tiles(call, token), of_tile, None)
-
-
-def _num_tiles(call: Call, token: jax.Array) -> jax.Array:
-    """Return the number of tiles of a ring that a visit reads, which begins at `token`."""
-    return pl.cdiv(jnp.where(call.scalars.folds_T[token] > 0, CHUNK, _place(call, token)), TILE)
+    jax.lax.fori_loop(0, _num_tiles(call, piece), of_tile, None)
 
 
-def _sort_by_heads(call: Call, token: jax.Array, buffer: jax.Array) -> None:
+def _num_tiles(call: Call, piece: jax.Array) -> jax.Array:
+    """Return the number of tiles of a ring that a visit reads, which begins at `piece`."""
+    return pl.cdiv(jnp.where(call.scalars.folds_P[piece] > 0, CHUNK, _place(call, piece)), TILE)
+
+
+def _sort_by_heads(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
     """Put the tokens of each head next to each other: its rows could be read at a stride, but only one by one."""
     scratch = call.scratch
 
     def of_tile(tile: jax.Array, carry: None) -> None:
-        for held_NXw, ring_Cw in (scratch.keys_NXd, scratch.keys_KCd), (scratch.fresh_NXv, scratch.fresh_HCv):
-            num_heads, _, width = ring_Cw.shape
-            rows_XHw = held_NXw[buffer, _rows_of(tile, TILE * num_heads), :].reshape(TILE, num_heads, width)
-            ring_Cw[:, _rows_of(tile, TILE), :] = rows_XHw.swapaxes(0, 1)
+        tokens = _tokens_of(tile)
+        scratch.keys_KCd[:, tokens, :] = scratch.keys_BCKd[buffer, tokens].swapaxes(0, 1)
+        scratch.fresh_HCv[:, tokens, :] = scratch.fresh_BCHv[buffer, tokens].swapaxes(0, 1)
 
-    jax.lax.fori_loop(0, _num_tiles(call, token), of_tile, None)
+    jax.lax.fori_loop(0, _num_tiles(call, piece), of_tile, None)
+    scratch.decay_CM[...] = _turned(scratch.decay_BHL[buffer])
 
 
-def _fold(call: Call, token: jax.Array, buffer: jax.Array) -> None:
-    """Compute the state after a full ring, and write it with the window ahead of the token to the row's own entry."""
+def _turned(rows_HL: jax.Array) -> jax.Array:
+    """Return the transposed of a square of lanes whose first rows are given."""
+    return jnp.pad(rows_HL, ((0, LANES - len(rows_HL)), (0, 0))).T
+
+
+def _fold(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
+    """Compute the state after a full ring, and write it with the window ahead of the piece to the row's own entry."""
     scratch, pools = call.scratch, call.pools
     # Rows of the window may be on their way.
-    _wait_for_writes(call, token)
+    _wait_for_writes(call, piece)
     entry, row, position = (
-        call.scalars.layer_X[0] + call.scalars.own_T[token],
-        _row(call, token),
-        call.scalars.position_T,
+        call.scalars.layer_X[0] + call.scalars.own_P[piece],
+        _row(call, piece),
+        call.scalars.start_P,
     )
-    _apply(_start, _window_copies(call, entry, row, position[token]))
+    _apply(_start, _window_copies(call, entry, row, position[piece]))
     fold(call, buffer)
-    copy = pltpu.make_async_copy(scratch.state_NHdv.at[buffer], pools.state_EHdv.at[entry], call.semaphores.folded)
+    copy = pltpu.make_async_copy(scratch.state_BHdv.at[buffer], pools.state_EHdv.at[entry], call.semaphores.folded)
     copy.start()
     copy.wait()
-    _apply(_wait, _window_copies(call, entry, row, position[token]))
+    _apply(_wait, _window_copies(call, entry, row, position[piece]))
 
 
 def _window_copies(call: Call, entry: jax.Array, row: jax.Array, position: jax.Array) -> Iterator[Any]:
@@ -168,92 +175,150 @@ def _window_copies(call: Call, entry: jax.Array, row: jax.Array, position: jax.A
         yield pltpu.make_async_copy(source, target, call.semaphores.folded)
 
 
-def _advance(call: Call, token: jax.Array, buffer: jax.Array) -> None:
-    """Compute a token from its state and its ring, and write its rows."""
-    scratch, place = call.scratch, _place(call, token)
-    gates_GH, values_Hv = call.given.gates_BGH[0], call.given.values_BHv[0]
-    decay_HP = scratch.decay_NHP[buffer]
-    place_HP = jax.lax.broadcasted_iota(jnp.int32, decay_HP.shape, 1)
+def _advance(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
+    """Compute a piece from its state and its ring, and write its rows."""
+    scratch, given = call.scratch, call.given
+    known, count, place = call.scalars.known_P[piece], call.scalars.count_P[piece], _place(call, piece)
+    start, tile = place - known, pl.ds(pl.multiple_of(place - known, TILE), TILE)
+    token_N1 = jax.lax.broadcasted_iota(jnp.int32, (PIECE, 1), 0)
+    is_known_N1, is_new_N1 = token_N1 < known, (token_N1 >= known) & (token_N1 < known + count)
     # Select, never multiply: what stands behind the cursor may be NaN.
-    known_H1 = jnp.sum(jnp.where(place_HP == place - 1, decay_HP, 0.0), axis=1, keepdims=True)
-    total_H1 = known_H1 + diagonal(gates_GH[:1])
-    scratch.weights_HP[...] = jnp.exp(jnp.where(place_HP < place, total_H1 - decay_HP, -jnp.inf))
-    multiply(call, buffer, place)
-    key_state, query_state, key_ring, query_ring, query_key = (scratch.sums_QHv[part] for part in range(5))
-    to_state_H1 = jnp.exp(total_H1)
-    fresh_Hv = diagonal(gates_GH[1:]) * (values_Hv - (to_state_H1 * key_state + key_ring))
-    out_Hv = to_state_H1 * query_state + query_ring + query_key * fresh_Hv
-    # Later tokens of the visit read them.
-    scratch.decay_NHP[buffer] = jnp.where(place_HP == place, total_H1, decay_HP)
+    ring_KNd, keys_KNd = scratch.keys_KCd[:, tile, :], given.keys_NKd[...].swapaxes(0, 1)
+    scratch.keys_KCd[:, tile, :] = jnp.where(is_known_N1, ring_KNd, jnp.where(is_new_N1, keys_KNd, 0.0))
+    scratch.queries_KNd[...] = jnp.where(is_new_N1, given.queries_NKd[...].swapaxes(0, 1), 0.0)
+    scratch.values_HNv[...] = jnp.where(is_new_N1, given.values_NHv[...].swapaxes(0, 1), 0.0)
+    total_NM = _summed_decays(call, piece, tile)
+    # Later pieces of the visit read the sums, the products those of the piece behind the ring.
+    heads, decay_HL = call.shape.num_heads, scratch.decay_BHL[buffer]
+    place_L = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+    own_HL = _turned(total_NM)[:heads]
+    at_start_HL = pltpu.roll(own_HL, start, 1)
+    is_place_L = (place_L >= place) & (place_L < place + count)
+    scratch.decay_BHL[buffer] = jnp.where(is_place_L, at_start_HL, decay_HL)
+    scratch.reach_HL[...] = jnp.where(place_L < CHUNK, decay_HL, pltpu.roll(own_HL, CHUNK, 1))
+    beta_NM = jnp.where(is_new_N1, given.beta_N1M[:, 0], 0.0)
+    multiply(call, buffer, (start, known), (total_NM, beta_NM))
+    _write_rows(call, piece, tile)
+    # All pieces of a visit write the same sums of decays, so that only the last one may.
+    pl.when(call.scalars.ends_P[piece] > 0)(partial(_write_decays, call, piece, buffer))
 
-    @pl.when(call.scalars.ends_T[token] == 0)
-    def _() -> None:
-        scratch.keys_KCd[:, pl.ds(place, 1), :] = call.given.keys_BKd[0][:, None]
-        scratch.fresh_HCv[:, pl.ds(place, 1), :] = fresh_Hv[:, None]
 
+def _summed_decays(call: Call, piece: jax.Array, tile: Any) -> jax.Array:
+    """Add the decays of a piece one after the other: a piece with one token has no other order."""
+    ring_CM, place = call.scratch.decay_CM, _place(call, piece)
+    known, count = call.scalars.known_P[piece], call.scalars.count_P[piece]
+    token_N1 = jax.lax.broadcasted_iota(jnp.int32, (PIECE, 1), 0)
+    last_M = jnp.where(place > 0, ring_CM[pl.ds(jnp.maximum(place - 1, 0), 1), :], 0.0)
+    decay_NM = jnp.where((token_N1 >= known) & (token_N1 < known + count), call.given.decay_N1M[:, 0], 0.0)
+    sums = []
+    for token in range(PIECE):
+        last_M = last_M + decay_NM[token : token + 1]
+        sums.append(last_M)
+    total_NM = jnp.where(token_N1 < known, ring_CM[tile, :], jnp.concatenate(sums))
+    ring_CM[tile, :] = total_NM
+    return total_NM
+
+
+def _write_rows(call: Call, piece: jax.Array, tile: Any) -> None:
+    """Start to write the rows of a piece."""
+    scratch = call.scratch
     side = jax.lax.rem(scratch.num_done[0], 2)
 
     @pl.when(scratch.num_done[0] >= 2)
     def _() -> None:
-        _apply(_wait, _row_writes(call, token, side))
+        _wait_for_rows(call, side)
 
-    scratch.new_keys_SKd[side] = call.given.keys_BKd[0]
-    scratch.new_fresh_SHv[side] = fresh_Hv
-    scratch.out_SHv[side] = out_Hv
-    _apply(_start, _row_writes(call, token, side))
+    scratch.new_keys_SNKd[side] = call.given.keys_NKd[...]
+    scratch.new_fresh_SNHv[side] = scratch.fresh_HCv[:, tile, :].swapaxes(0, 1)
+    scratch.out_SNHv[side] = scratch.out_HNv[...].swapaxes(0, 1)
+    _start_rows(call, piece, side)
+    scratch.num_done[2 + side] = call.scalars.count_P[piece]
     scratch.num_done[0] = scratch.num_done[0] + 1
-    # All tokens of a visit write the same sums of decays, so that only the last one may.
-    pl.when(call.scalars.ends_T[token] > 0)(partial(_write_decays, call, token, buffer))
 
 
-def _write_decays(call: Call, token: jax.Array, buffer: jax.Array) -> None:
+def _write_decays(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
     """Start to write the sums of decays of a visit."""
     scratch = call.scratch
     side = jax.lax.rem(scratch.num_done[1], 2)
 
     @pl.when(scratch.num_done[1] >= 2)
     def _() -> None:
-        _wait(_decay_write(call, token, side))
+        _wait(_decay_write(call, piece, side))
 
-    scratch.new_decay_SHP[side] = scratch.decay_NHP[buffer]
-    _start(_decay_write(call, token, side))
+    scratch.new_decay_SHL[side] = scratch.decay_BHL[buffer]
+    _start(_decay_write(call, piece, side))
     scratch.num_done[1] = scratch.num_done[1] + 1
 
 
-def _rows_of(group: jax.Array, num_rows: int) -> Any:
-    """Return the rows of a group of rows."""
-    return pl.ds(pl.multiple_of(group * num_rows, num_rows), num_rows)
+def _tokens_of(tile: jax.Array) -> Any:
+    """Return the tokens of a tile."""
+    return pl.ds(pl.multiple_of(tile * TILE, TILE), TILE)
 
 
-def _row_writes(call: Call, token: jax.Array, side: jax.Array) -> Iterator[Any]:
-    """Yield the copies of a token's rows to the pools, and of its output."""
-    scratch, pools, row, place = call.scratch, call.pools, _row(call, token), _place(call, token)
+def _start_rows(call: Call, piece: jax.Array, side: jax.Array) -> None:
+    """Start to write the new rows of a piece, together if the piece is full."""
+    scalars, count = call.scalars, call.scalars.count_P[piece]
+    held, place, token = scalars.known_P[piece], _place(call, piece), scalars.token_P[piece]
+    window = jax.lax.rem(scalars.start_P[piece] + held, WINDOW_ROWS)
+
+    @pl.when(count == PIECE)
+    def _() -> None:
+        _apply(_start, _row_writes(call, side, (_row(call, piece), held, place, token, window), PIECE))
+
+    @pl.when(count < PIECE)
+    def _() -> None:
+        def of_token(ahead: jax.Array, carry: None) -> None:
+            places = (_row(call, piece), held + ahead, place + ahead, token + ahead, window + ahead)
+            _apply(_start, _row_writes(call, side, places, 1))
+
+        jax.lax.fori_loop(0, count, of_token, None)
+
+
+def _wait_for_rows(call: Call, side: jax.Array) -> None:
+    """Wait until the rows of the last piece of a side are written; copies of any rows have the same sizes."""
+    count, places = call.scratch.num_done[2 + side], (0, 0, 0, 0, 0)
+
+    @pl.when(count == PIECE)
+    def _() -> None:
+        _apply(_wait, _row_writes(call, side, places, PIECE))
+
+    @pl.when(count < PIECE)
+    def _() -> None:
+        jax.lax.fori_loop(0, count, lambda _, __: _apply(_wait, _row_writes(call, side, places, 1)), None)
+
+
+def _row_writes(call: Call, side: jax.Array, places: tuple[Any, ...], num_tokens: int) -> Iterator[Any]:
+    """Yield the copies of tokens of a piece to the pools, and of their outputs.
+
+    `places` are their row, and the first one's number in the piece, places in the ring, among all tokens and in the
+    window.
+    """
+    scratch, pools, (row, held, place, token, window) = call.scratch, call.pools, places
     copy = partial(pltpu.make_async_copy, sem=call.semaphores.written_S.at[side])
-    of_keys, of_fresh = _rows_of(place, call.shape.num_key_heads), _rows_of(place, call.shape.num_heads)
-    yield copy(scratch.new_keys_SKd.at[side], pools.keys_RCKd.at[row, of_keys])
-    yield copy(scratch.new_fresh_SHv.at[side], pools.fresh_RCHv.at[row, of_fresh])
-    yield copy(scratch.out_SHv.at[side], call.out_THv.at[token])
-    window = jax.lax.rem(call.scalars.position_T[token], WINDOW_ROWS)
-    yield copy(call.given.inputs_TKW.at[token], pools.inputs_RJKW.at[row, window])
+    rows, ring, tokens = (pl.ds(first, num_tokens) for first in (held, place, token))
+    yield copy(scratch.new_keys_SNKd.at[side, rows], pools.keys_RCKd.at[row, ring])
+    yield copy(scratch.new_fresh_SNHv.at[side, rows], pools.fresh_RCHv.at[row, ring])
+    yield copy(scratch.out_SNHv.at[side, rows], call.out_THv.at[tokens])
+    yield copy(call.given.inputs_TKW.at[tokens], pools.inputs_RJKW.at[row, pl.ds(window, num_tokens)])
 
 
-def _decay_write(call: Call, token: jax.Array, side: jax.Array) -> Any:
+def _decay_write(call: Call, piece: jax.Array, side: jax.Array) -> Any:
     """Return the copy of a row's sums of decays to the pool."""
-    scratch, row = call.scratch, _row(call, token)
+    scratch, row = call.scratch, _row(call, piece)
     return pltpu.make_async_copy(
-        scratch.new_decay_SHP.at[side], call.pools.decay_RCHx.at[row], call.semaphores.ended_S.at[side]
+        scratch.new_decay_SHL.at[side], call.pools.decay_RCHx.at[row], call.semaphores.ended_S.at[side]
     )
 
 
-def _wait_for_writes(call: Call, token: jax.Array) -> None:
-    """Wait until all writes are in the pools; copies of any `token` have the same sizes."""
+def _wait_for_writes(call: Call, piece: jax.Array) -> None:
+    """Wait until all writes are in the pools; copies of any `piece` have the same sizes."""
     done = call.scratch.num_done
 
     def wait_for_rows(back: jax.Array, carry: None) -> None:
-        _apply(_wait, _row_writes(call, token, jax.lax.rem(done[0] - 1 - back, 2)))
+        _wait_for_rows(call, jax.lax.rem(done[0] - 1 - back, 2))
 
     def wait_for_decays(back: jax.Array, carry: None) -> None:
-        _wait(_decay_write(call, token, jax.lax.rem(done[1] - 1 - back, 2)))
+        _wait(_decay_write(call, piece, jax.lax.rem(done[1] - 1 - back, 2)))
 
     jax.lax.fori_loop(0, jnp.minimum(done[0], 2), wait_for_rows, None)
     jax.lax.fori_loop(0, jnp.minimum(done[1], 2), wait_for_decays, None)

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from rayserve_moe.kernels.reference.gated_delta import CHUNK, WINDOW_ROWS
+from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, WINDOW_ROWS
 from rayserve_moe.kernels.tpu.delta_visits import TILE
 from rayserve_moe.kernels.tpu.dispatch_sizes import GROUP_ROWS, widest_block
 from rayserve_moe.kernels.tpu.dispatch_sizes import TILE_ROWS as DISPATCH_TILE_ROWS
@@ -42,7 +42,10 @@ class AttentionWork:
 class RecurrentWork:
     """The work of a call of a recurrence in one layer."""
 
-    num_tokens: float
+    num_singles: float
+    """Tokens that are computed by themselves."""
+    num_blocks: float
+    """Pieces of prompts, of PIECE tokens each."""
     num_visits: float
     """Rows with tokens."""
     ring_tokens: float
@@ -212,31 +215,40 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
 
 
 def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
-    """Count what a visit and a token read and write, and folds.
+    """Count what a visit, a piece and a token read and write, and folds.
 
-    A visit reads a state, sums of decays, and its ring up to the cursor in tiles of tokens; the sums go back. A fold
-    writes a state, and copies a window. The code of a token, of a core's first visits, of a visit, and of a fold is
-    known by its copies of a state.
+    A visit reads a state, sums of decays, and its ring up to the cursor in tiles of tokens; the sums go back. A piece
+    reads a tile of tokens. A fold writes a state, and copies a window. The code of a piece, of a core's first visits,
+    of a visit, of a fold, of rows that are written together or alone, and of sums is known by its copies.
     """
     out, *pools = instruction.shapes
     value_row = out.num_bytes / out.dims[0]
     state, window, keys, _, decays, inputs = (pool.num_bytes / pool.dims[0] for pool in pools)
     key_row, input_row = keys / CHUNK, inputs / WINDOW_ROWS
+    num_pieces, num_tokens = work.num_singles + work.num_blocks, work.num_singles + PIECE * work.num_blocks
     of_visit = state + 2 * decays + work.ring_tokens * (key_row + value_row)
-    # Read: query, key, value, and inputs of the convolution. Written: key, fresh value, output, and inputs.
-    of_token = 3 * key_row + 3 * value_row + 2 * input_row
-    num_bytes = work.num_visits * of_visit + work.num_tokens * of_token + work.num_folds * (state + 2 * window)
-    tiles, size = work.ring_tokens / TILE, int(state)
+    of_piece = PIECE * (2 * key_row + value_row)
+    of_token = key_row + 2 * value_row + 2 * input_row
+    num_bytes = work.num_visits * of_visit + num_pieces * of_piece + num_tokens * of_token
+    num_bytes += work.num_folds * (state + 2 * window)
+    tiles, share = work.ring_tokens / TILE, work.num_singles / num_pieces
     # Loops over tiles begin a core's first visit, and its second, wait for a visit, sort it, and begin a later one.
-    # Loops that wait for writes stand ahead of a fold, and at the end.
+    # Loops that wait for writes stand ahead of a fold and at the end, those of rows that are written alone inside them,
+    # ahead of the writes of a piece, and around them.
+    waits = (2.0, share, 2.0)
+    size, row = int(state), int(value_row)
+    runs = (
+        (size, True, True, num_pieces),
+        (size, True, False, 1.0),
+        (size, True, False, work.num_visits),
+        (size, False, True, work.num_folds),
+        (PIECE * row, False, True, work.num_blocks),
+        (row, False, True, work.num_singles),
+        (row, False, True, work.num_visits),
+    )
     return KernelWork(
         num_bytes,
         (),
-        trips_each=(*[tiles] * 5, *[2.0] * 4),
-        region_runs=(
-            RegionRuns(size, reads=True, writes=True, runs=work.num_tokens),
-            RegionRuns(size, reads=True, writes=False, runs=1),
-            RegionRuns(size, reads=True, writes=False, runs=work.num_visits),
-            RegionRuns(size, reads=False, writes=True, runs=work.num_folds),
-        ),
+        trips_each=(*[tiles] * 5, *waits, share, 1.0, *waits),
+        region_runs=tuple(RegionRuns(of, reads=reads, writes=writes, runs=count) for of, reads, writes, count in runs),
     )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.execution.programs.buckets import PREFILL_BLOCK_TOKENS
 from rayserve_moe.execution.weights.placing import parameter_tree
+from rayserve_moe.kernels.reference.gated_delta import PIECE
 from rayserve_moe.kernels.tpu.delta_visits import TILE
 from rayserve_moe.kernels.tpu.packed_rows import layout_of
 from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block, tile_queries_for
@@ -102,7 +103,8 @@ def _recurrent_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int)
     read = [chunk, *(math.ceil(cursor / TILE) * TILE for cursor in range(1, chunk))]
     prompts = math.ceil(prompt_tokens / min(sizes.context, prompt_tokens)) if prompt_tokens else 0
     visits = sizes.sequences + prompts
-    return RecurrentWork(tokens, visits, sum(read) / chunk * sizes.sequences / visits, tokens / chunk)
+    ring_tokens = sum(read) / chunk * sizes.sequences / visits
+    return RecurrentWork(sizes.rows, prompt_tokens / PIECE, visits, ring_tokens, tokens / chunk)
 
 
 def _scoring(spec: ModelSpec) -> list[tuple[MixerSpec, ScoreShape]]:
