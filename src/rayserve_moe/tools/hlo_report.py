@@ -64,8 +64,8 @@ class Piece:
     is_written: bool = False
     """True if the program writes to it: it is not traced to the arguments."""
     pool_elements: int = 0
-    """Elements of the array that holds it, if it is written: a copy has at most as many, and is moved from an array of at
-    least as many. 0: its own size alone identifies it."""
+    """Elements of the array that holds it, if it is written: a copy has at most as many, and is moved from an array of
+    at least as many. 0: its own size alone identifies it."""
 
 
 @dataclass(frozen=True)
