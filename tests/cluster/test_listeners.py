@@ -1,4 +1,4 @@
-"""The ports of a running server against the table of docs/operate.md."""
+"""The ports of a running server against the table of docs/operate/start.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of plans in docs/operate.md, of the shipped configs: `python -m tests.compile.plan_table` writes it."""
+"""The table of plans in docs/operate/size_a_slice.md, of the shipped configs: `python -m tests.compile.plan_table` writes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayserve_moe.tools.plan_slice.command import best_of, ranked, split_of
 from rayserve_moe.tools.served_cases import case_of_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "operate.md"
+PAGE = ROOT / "docs" / "operate" / "size_a_slice.md"
 TRAFFIC = Traffic(1024, 1024, 256)
 HEADING = "| config | slice | split, rows | GB per device: weights, KV | decode, prefill ms | at once | tok/s |"
 

@@ -16,7 +16,7 @@ from tests.deploy.manifests import FILES, FOLDER, JOBS, ROOT, SERVED, read_all
 OVERLAYS = sorted(path.parent.name for path in FOLDER.rglob(FILE) if path.parent.name != "image")
 PLACEHOLDER = "registry.example.com/rayserve-moe"
 YOURS = "europe-docker.pkg.dev/team/models/rayserve-moe"
-OPERATE = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
+OPERATE = (ROOT / "docs" / "operate" / "start.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

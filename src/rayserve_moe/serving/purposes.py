@@ -11,7 +11,7 @@ GROUPS = {
         "/generate": "SGLang's native route",
         "/inference/v1/generate": "vLLM's route of token ids in, token ids out",
         "/skyrl/v1/generate": "SkyRL's name of it; ids of more than 256 experts are int16",
-        "/resume_request": "the rest of an answer that was cut off, by any replica (docs/operate.md)",
+        "/resume_request": "the rest of an answer that was cut off, by any replica (docs/operate/faults.md)",
         "/v1/responses": "OpenAI's responses, over the same template; they can be continued while they are stored",
         "/v1/responses/{response_id}": "a response that is stored",
         "/v1/messages": "Anthropic's messages, over the same template",

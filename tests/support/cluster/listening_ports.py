@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LISTENING = "0A"
-OPERATE = Path(__file__).parents[3] / "docs" / "operate.md"
+OPERATE = Path(__file__).parents[3] / "docs" / "operate" / "start.md"
 LOCAL, EVERY = "127.0.0.1", "every interface"
 
 
@@ -41,7 +41,7 @@ class Documented:
 
 
 def documented() -> list[Documented]:
-    """The table of docs/operate.md."""
+    """The table of docs/operate/start.md."""
     _, _, section = OPERATE.read_text(encoding="utf-8").partition("## What listens\n")
     table = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
     return [Documented(*(cell.strip(" `") for cell in line.strip("|").split("|"))) for line in table[2:]]

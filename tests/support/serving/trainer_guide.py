@@ -1,11 +1,11 @@
-"""The Python of the guide for trainers, parted by what it needs to run."""
+"""The Python of the guides for trainers, parted by what it needs to run."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-GUIDE = Path(__file__).resolve().parents[3] / "docs" / "rl_guide.md"
+GUIDES = sorted((Path(__file__).resolve().parents[3] / "docs" / "rl").glob("*.md"))
 SERVER_SECTION = "From rollouts to the next weights"
 """Title of the one section whose Python asks a server."""
 _SECTION = re.compile(r"^## (.*)$", re.MULTILINE)
@@ -14,7 +14,7 @@ _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def guide_snippets() -> tuple[list[str], list[str]]:
     """All snippets, each in one of the lists: those that need no server, and those that do."""
-    parts = ["", *_SECTION.split(GUIDE.read_text(encoding="utf-8"))]
+    parts = ["", *_SECTION.split("\n".join(guide.read_text(encoding="utf-8") for guide in GUIDES))]
     offline: list[str] = []
     against_server: list[str] = []
     for title, text in zip(parts[::2], parts[1::2], strict=True):
