@@ -20,7 +20,7 @@ from tests.rollouts.conftest import KEY, UnreliableRoad
 from tests.support.engine.shared_settings import SERVED, write_served
 from tests.support.engine.step_gate import unhurried, wait_for_tokens
 from tests.support.serving.http_server import running
-from tests.support.serving.trainer_guide import GUIDE, guide_snippets
+from tests.support.serving.trainer_guide import guide_snippets
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True}
 REQUEST = SampleRequest("a", [5, 6, 7], SAMPLING, seed=11, count=3)
@@ -127,7 +127,7 @@ def test_the_client_of_the_guide_runs(updatable: str, tmp_path: Path) -> None:
         assert snippet.count(f'"{written}"') == 1
         snippet = snippet.replace(f'"{written}"', repr(ours))
     names: dict = {"prompt_ids": [5, 6, 7]}
-    exec(compile(snippet, str(GUIDE), "exec"), names)
+    exec(compile(snippet, "docs/rl", "exec"), names)
     assert [sample.sample_index for sample in names["samples"]] == list(range(8))
     assert versions(names["samples"]) == {"0"}
     with BlockingRolloutClient(updatable) as client:

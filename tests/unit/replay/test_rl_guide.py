@@ -18,7 +18,7 @@ from rayserve_moe.replay.encoding import (
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.schema import Rollout
 from tests.support.routing.routing_arrays import random_rows, same
-from tests.support.serving.trainer_guide import GUIDE, guide_snippets
+from tests.support.serving.trainer_guide import guide_snippets, guide_text
 
 LAYOUT = RoutingLayout(num_hidden_layers=5, layer_ids=(1, 2, 3, 4), num_experts=64, top_k=4)
 TOKENS, OTHER_TOKENS = list(range(30)), [*range(20), *range(50, 56)]
@@ -70,7 +70,7 @@ def test_the_python_of_the_guide_runs():
     snippets, _ = guide_snippets()
     assert len(snippets) == 7
     for snippet in snippets:
-        exec(compile(snippet, str(GUIDE), "exec"), names)
+        exec(compile(snippet, "docs/rl", "exec"), names)
     assert names["layout"] == LAYOUT
     assert same(names["routing"], routing) and same(names["streamed"], routing) and same(names["second"], other)
     assert names["slime"].routed_experts.shape == (2, 30, 5, 4)
@@ -79,7 +79,7 @@ def test_the_python_of_the_guide_runs():
 
 
 def test_the_table_of_a_sample_has_every_field():
-    section = GUIDE.read_text(encoding="utf-8").split("### Fields of a sample")[1].split("\n### ")[0]
+    section = guide_text().split("## Fields of a sample")[1].split("\n## ")[0]
     listed = {
         name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
     }
