@@ -1,4 +1,4 @@
-"""The table of plans in docs/operate/size_a_slice.md, of the shipped configs: `python -m tests.compile.plan_table` writes it."""
+"""The table of plans in docs/operate/size_a_slice.md, written by `python -m tests.compile.plan_table`."""
 
 from __future__ import annotations
 
