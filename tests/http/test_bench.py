@@ -61,7 +61,11 @@ def test_a_key_is_asked_for_and_given(engine, bench):
 
 def test_a_refused_first_request_ends_the_run(http, url, bench):
     status, result, said = bench(url, "--num-prompts", "3", "--temperature", "9", *LENGTHS)
-    assert status == 1 and not result and "the first request failed: HTTP 400: temperature" in said
+    assert (
+        status == 1
+        and not result
+        and "the first request failed: HTTP 400: `temperature` should be less than or equal to 2" in said
+    )
 
 
 EVENT = b'data: {"choices": [{"text": "x", "finish_reason": null}]}\n\n'

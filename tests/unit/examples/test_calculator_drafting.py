@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from rayserve_moe.scheduling.sequence import Sequence
 from tests.support.engine.run_requests import Way, run_together
 from tests.support.engine.workload import request_for
 
+HEADS = Path(__file__).parents[3] / "benchmarks" / "heads"
 AHEAD = 3
 PROBLEMS = (b"37+45=", b"120-7=", b"6*7=", b"#111+222=")
 SETTINGS = {
@@ -38,8 +40,8 @@ MOST_BYTES = 600_000
 
 
 @pytest.mark.parametrize("algorithm", FORMS)
-def test_writing_what_was_read_gives_the_files_of_the_package(algorithm: str, tmp_path):
-    target, directory = model_spec(), TRAINED[f"calculator-{algorithm.lower()}"]
+def test_writing_what_was_read_gives_the_files_of_the_repository(algorithm: str, tmp_path):
+    target, directory = model_spec(), HEADS / f"calculator-{algorithm.lower()}"
     form = FORMS[algorithm](target)
     write(tmp_path, read(directory, form), form)
     kept, written = ({file.name: file.read_bytes() for file in each.iterdir()} for each in (directory, tmp_path))
@@ -53,7 +55,7 @@ def test_drafts_of_the_target_s_noise_are_accepted_as_often_as_rejection_samplin
     target, spec = read_weights(TRAINED["calculator"])
     form = FORMS[algorithm](spec)
     found = accepted_lengths(
-        read(TRAINED[f"calculator-{algorithm.lower()}"], form), target, form, temperature=temperature
+        read(HEADS / f"calculator-{algorithm.lower()}", form), target, form, temperature=temperature
     )
     assert found.shared_noise >= 0.9 * found.rejection and found.shared_noise > 1.5
 

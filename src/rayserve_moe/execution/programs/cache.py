@@ -37,6 +37,7 @@ PACKAGES_ABOVE = (
     "cli.py",
     "serving",
     "rollouts",
+    "bench",
     "tools",
     "fleet",
     "cluster",
