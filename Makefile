@@ -33,7 +33,7 @@ endif
 PART ?= $(shell git rev-list --count HEAD)/24
 
 .DEFAULT_GOAL := check
-.PHONY: setup fmt check test test-all test-native test-level test-part emulation published published-all parity parity-all clients browser screenshots bench compile-check compile-check-full wheel wheel-check docs serve
+.PHONY: setup fmt check test test-all test-native test-level test-part emulation published published-all parity parity-part parity-all clients browser screenshots bench compile-check compile-check-full wheel wheel-check docs serve
 
 setup: $(KERNELS)
 
@@ -103,6 +103,10 @@ published-all: $(TEST)
 # One checkpoint of every family; `parity-all` has three, each knob of them turned, and meshes.
 parity: $(TORCH)
 	$(BIN)/pytest --optimized -m "parity and not slow" tests/parity
+
+# A third of it, another one after every commit.
+parity-part: $(TORCH)
+	$(BIN)/pytest --optimized -m "parity and not slow" --part $(firstword $(subst /, ,$(PART)))/3 tests/parity
 
 parity-all: $(TORCH)
 	$(BIN)/pytest $(SHARED) --optimized -m parity tests/parity

@@ -132,7 +132,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _part_group(item: pytest.Item) -> tuple[str, str]:
     """What one part runs as a whole: a file, or of a file over families those of one model."""
     callspec = getattr(item, "callspec", None)
-    case = callspec.params.get("case") if callspec else None
+    params = callspec.params if callspec else {}
+    case = params.get("case", params.get("served"))
     return str(item.path), case.name if isinstance(case, FamilyCase) else ""
 
 
