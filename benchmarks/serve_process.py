@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from typing import Any, Self
 
 import yaml
 
+from examples.grpo.server import free_port, is_healthy
 from rayserve_moe.serving.start.command import DEFAULTS
 
 HOST = "127.0.0.1"
@@ -185,22 +184,3 @@ def _processes() -> dict[int, tuple[int, str, float]]:
             continue  # it has ended meanwhile
         processes[int(directory.name)] = (int(fields[1]), title, (int(fields[11]) + int(fields[12])) / ticks)
     return processes
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
-
-
-def is_healthy(port: int) -> bool:
-    """Whether a server on this machine answers that it is."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()

@@ -1,4 +1,4 @@
-"""Runs of a load: requests at their times, and at most so many in flight."""
+"""Load generation: requests at scheduled times, with a maximum number in flight."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def within_index(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     limit = integer_of(config, "index_topk", 2048)
     if spec.max_position_embeddings <= limit:
         return spec
-    reason = f"index_topk {limit}: {spec.family} is served with dense attention, which is exact for so many tokens"
+    reason = f"index_topk {limit}: {spec.family} is served with dense attention, exact up to that length"
     return replace(spec, max_position_embeddings=limit, context_limit=reason)
 
 

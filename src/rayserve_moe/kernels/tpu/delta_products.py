@@ -179,7 +179,7 @@ def _by_rings(weights: list[jax.Array], rings: list[jax.Array], dtype: jax.typin
         return [_dot(*each, (1, 0)) for each in zip(weights, rings, strict=True)]
     found = []
     for first in range(0, len(weights), 2):
-        # A matrix unit is as wide as two heads, of which each row needs one.
+        # A matrix unit is as wide as two heads; each row needs one of them.
         pair = slice(first, first + 2)
         rows_XC, size = jnp.concatenate(weights[pair]), len(weights[0])
         num_rows, rows = len(rows_XC), _parts(rows_XC)

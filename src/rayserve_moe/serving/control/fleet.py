@@ -129,7 +129,7 @@ class Fleet:
         *,
         path: str | None,
     ) -> WeightOutcome:
-        """Change the weights: a lone replica by `own`, several in two phases, of which `stage` is the first.
+        """Change the weights: a single replica by `own`, several in two phases that begin with `stage`.
 
         `path` is the checkpoint's; None for sent weights.
         """

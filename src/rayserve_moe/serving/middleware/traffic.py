@@ -152,7 +152,7 @@ def spans_of(record: RequestRecord, facts: dict[str, Any], *, parent: Parent | N
 
 
 def _phases(choice: Sequence, *, now: float) -> Iterator[tuple[str, float, float]]:
-    """Yield the phases of a choice with their monotonic times, as far as it came."""
+    """Yield the phases that a choice reached, with their monotonic times."""
     times = choice.times
     end = now if math.isnan(times.ended_at) else times.ended_at
     if times.started_at is None:
