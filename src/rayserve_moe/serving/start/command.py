@@ -84,7 +84,7 @@ DEFAULTS = {
 A dead raylet refuses every health check at once and is lost after 3 s instead of 14; a slow raylet has 15 s.
 """
 OF_START = {"RAY_START_HOOK": "rayserve_moe.serving.start.cluster.adapt"}
-"""Added to DEFAULTS in the start command's own cluster, which forks its workers (ADR 0036)."""
+"""Added to DEFAULTS in the start command's own cluster, which forks its workers (ADR 0017)."""
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Restricts Ray's processes to 127.0.0.1, except the port for calls between replicas, which Serve opens on every
 interface and the token protects."""
