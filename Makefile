@@ -114,11 +114,11 @@ parity-all: $(TORCH)
 # The pages in a real browser: Debian's chromium, installed where it is missing and this user may.
 browser: $(TEST)
 	command -v chromium > /dev/null || apt-get install -y -qq --no-install-recommends chromium
-	$(BIN)/pytest tests/http/test_pages.py tests/http/test_browser.py
+	$(BIN)/pytest tests/http/test_pages.py tests/http/test_browser.py tests/http/test_docs_site.py
 
-# Pictures of every page: light, dark, and on a screen of 390 pixels.
-screenshots: $(TEST)
-	$(BIN)/python -m tests.support.serving.screenshots build/screenshots
+# Pictures of the server's pages and of the docs: light, dark, and on a screen of 390 pixels.
+screenshots: $(TEST) docs
+	$(BIN)/python -m tests.support.serving.screenshots build/screenshots --site build/site
 
 clients: $(CLIENTS)/.ready $(APART:%=$(CLIENTS)-%/.ready)
 	$(CLIENTS)/bin/python -m pytest -W ignore tests/clients

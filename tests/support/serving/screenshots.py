@@ -1,6 +1,7 @@
 """Screenshots of the pages, light, dark and narrow: `python -m tests.support.serving.screenshots DIRECTORY`.
 
-They show the calculator, or with `--url` any server: one with `enable_eplb` has ranks and plans to show.
+They show the calculator, or with `--url` any server: one with `enable_eplb` has ranks and plans to show. `--site` adds
+pages of the built docs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ WINDOWS = {
     "dark": {"width": 1280, "height": 800, "is_dark": True},
     "narrow": {"width": 390, "height": 800, "is_dark": True},
 }
+SITE_PAGES = ("index", "operate/start", "architecture", "settings")
 IS_IDLE = "document.getElementById('send').disabled === false"
 
 
@@ -88,13 +90,27 @@ def take(url: str, directory: Path) -> None:
         assert browser.faults == [], browser.faults
 
 
+def take_site(site: Path, directory: Path) -> None:
+    """Write a picture of some pages of the built docs in every window. Raises OSError without such a site."""
+    pages = {page: (site / f"{page}.html").resolve(strict=True) for page in SITE_PAGES}
+    with tempfile.TemporaryDirectory() as profile, browsing(Path(profile)) as browser:
+        for page, path in pages.items():
+            for name, window in WINDOWS.items():
+                browser.open(path.as_uri(), **window)
+                browser.until("document.querySelector('article h1') !== null")
+                browser.picture(directory / f"site_{page.replace('/', '_')}_{name}.png")
+
+
 def main() -> None:
     """Serve the calculator, and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--url", help="a server that runs, instead of one of this command's own")
+    parser.add_argument("--site", type=Path, help="folder of the built docs")
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
+    if options.site:
+        take_site(options.site, options.directory)
     if options.url:
         take(options.url, options.directory)
         return
