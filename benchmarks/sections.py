@@ -32,6 +32,7 @@ from benchmarks.fleet_table import (
     fleet_validation,
     router_time,
 )
+from benchmarks.gate_table import compile_gate
 from benchmarks.house_table import house
 from benchmarks.loading_table import loading
 from benchmarks.markdown import markdown_table
@@ -234,27 +235,6 @@ def exchange_bytes(by_tokens: Mapping[str, Any]) -> str:
     ]
     heading = ["tokens per device", "backend", *kinds.values(), "of top-k rows out and back", "operands"]
     return markdown_table(heading, rows)
-
-
-def compile_gate(cases: Mapping[str, Any]) -> str:
-    """Every program of each case, as the compiler for the topology accounts for it; older reports say less."""
-    rows = []
-    for case, report in cases.items():
-        title = f"{case}, {report['num_layers']} layers"
-        for program in report["programs"]:
-            memory = program["memory"]
-            if not memory:
-                rows.append([title, program["name"], program["error"], *[""] * 8])
-                continue
-            gigabytes = (f"{memory[name] / 1e9:.2f}" for name in ("peak", "temporaries", "limit"))
-            copied = f"{sum(program['copied_bytes'].values()):,}"
-            exchanges = sum(found["operation"] == "ragged-all-to-all" for found in program["collectives"])
-            seconds = program["compile_s"], program.get("compile_cpu_s", "")
-            of_layers = program.get("copied_activation_bytes", ""), program.get("ops_per_layer", "")
-            rows.append([title, program["name"], *seconds, *gigabytes, copied, *of_layers, exchanges])
-    heading = ["case", "program", "compiled in, s", "CPU, s", "peak, GB", "temporaries, GB", "limit, GB"]
-    copies = ["weights or KV copied, bytes", "activations copied (loop bodies once), bytes"]
-    return markdown_table([*heading, *copies, "operations per layer", "kinds of ragged exchange"], rows)
 
 
 def routing_wire(measured: Mapping[str, Any]) -> str:
