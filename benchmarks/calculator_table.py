@@ -23,10 +23,10 @@ def _sides(measured: Mapping[str, Any]) -> str:
     """The step of each side, and its answers to sums and to all problems."""
     runs, every = measured["runs"], list(measured["tasks"].values())
     sums = [task for name, task in measured["tasks"].items() if name.startswith(SUMS)]
-    heading = ["kernels", "dtype", "ms per step", "of it waiting for the device", "answers/s", "of float32"]
+    heading = ["kernels", "dtype", "ms per step", "waiting for the device, ms", "answers/s", "of float32"]
     for what, tasks in (("sums", sums), ("problems", every)):
         number = sum(task["problems"] for task in tasks)
-        heading += [f"held-out {what} right of {number:,}", f"{what} answered otherwise than in float32"]
+        heading += [f"held-out {what} right of {number:,}", f"{what} unlike float32"]
     number = sum(task["problems"] for task in every)
     rows = [
         [

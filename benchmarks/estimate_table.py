@@ -8,12 +8,12 @@ from typing import Any
 from benchmarks.markdown import markdown_table
 
 NOTE = (
-    "Estimated from schedules, not measured. In brackets without the {overhead} us that every op is charged beyond its "
+    "Estimated from schedules, not measured. In brackets: without the {overhead} us that each op costs beyond its "
     "work, which no device has confirmed."
 )
 
 
-NUM_SHOWN = 5
+NUM_SHOWN = 3
 """Ops of a layer, those that cost most; the result file has more."""
 
 
@@ -25,7 +25,7 @@ def step_estimate(cases: Mapping[str, Any]) -> str:
         "step",
         "layers compiled",
         "ops a layer",
-        "small ones",
+        "ops under 1 us",
         "bundles a layer",
         "HBM a layer, MB",
         "layer, us",
@@ -33,7 +33,9 @@ def step_estimate(cases: Mapping[str, Any]) -> str:
     ]
     steps = markdown_table([*heading, "roofline, ms", "bound", "share of roofline"], rows)
     ops = [[case, *_op(op)] for case, found in cases.items() for op in found["ops_in_layer"][:NUM_SHOWN]]
-    named = markdown_table(["largest in a layer of", "scope", "source", "op", "times", "us", "bundles", "HBM, MB"], ops)
+    named = markdown_table(
+        ["costliest in a layer of", "scope", "source", "op", "times", "us", "bundles", "HBM, MB"], ops
+    )
     return "\n\n".join([NOTE.format(overhead=first["overhead_us"]), steps, named])
 
 

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ import numpy as np
 
 from benchmarks.conditions import RESULTS, checkpoint_of, load_before_start, machine_facts, note, save
 from benchmarks.conversations import ANSWER_TOKENS, NEW_PROMPT_TOKENS
-from benchmarks.markdown import markdown_table
+from benchmarks.fleet_table import fleet_conversations as as_table
 from benchmarks.serve_process import HOST, ServeProcess
 from benchmarks.simulation.client import play
 from benchmarks.simulation.workloads import Conversation, Turn
@@ -96,24 +95,6 @@ def measure(size: str, *, side: str, num_replicas: int, num_pages: int, repeats:
     return found[1:]
 
 
-def table_of(measured: dict[str, Any]) -> str:
-    """Render the sides."""
-    one = [run["computed"] for run in measured["sides"][ONE]]
-    rows = []
-    for side, runs in measured["sides"].items():
-        ratios = [run["computed"] / alone for run, alone in zip(runs, one, strict=True)]
-
-        def median(name: str, runs: list[dict[str, float]] = runs) -> float:
-            return statistics.median(run[name] for run in runs)
-
-        spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
-        times = (f"{median('tokens_s'):.0f}", f"{1e3 * median('ttft_p50_s'):.0f}", f"{1e3 * median('ttft_p99_s'):.0f}")
-        rows.append((side, f"{median('computed'):,.0f}", spread, *times))
-    title = f"{CONVERSATIONS} conversations of {TURNS} turns, {measured['size']} model, {measured['replicas']} replicas"
-    heading = ("", "prompt tokens computed", "/ one replica", "tokens/s", "TTFT p50, ms", "p99")
-    return f"**{title}**\n\n{markdown_table(heading, rows)}"
-
-
 def main() -> None:
     """Measure, write the result file, print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -129,7 +110,7 @@ def main() -> None:
     measured = {"size": arguments.size, "replicas": arguments.replicas, "pages": arguments.pages, "sides": sides}
     out = arguments.out or RESULTS / f"fleet_conversations-{arguments.replicas}.json"
     save({"conversations_machine": machine_facts(load_before), "fleet_conversations": measured}, out)
-    print(table_of(measured))
+    print(as_table(measured))
 
 
 if __name__ == "__main__":

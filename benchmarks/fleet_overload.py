@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
-from benchmarks.kill_clients import HANG, RESET, Seen, completion, health
+from benchmarks.fleet_table import fleet_overload as as_table
+from benchmarks.kill_clients import Seen, completion, health
 from benchmarks.kill_fleet import REPLICA, ROUTER
-from benchmarks.markdown import markdown_table
 from benchmarks.serve_process import ServeProcess
 
 ROWS, WAITING, PROMPT_TOKENS = 16, 16, 64
@@ -202,38 +202,6 @@ def measure(*, num_replicas: int, minutes: float, factor: float, max_tokens: int
     return {**asked, **found, "wall_s": wall_s, "client_cpu_s": cpu_s, "server_cpu_s": used}
 
 
-def table_of(found: dict[str, Any]) -> str:
-    """Render the figures."""
-    lost = sum(number for kind, number in found["answers"].items() if kind in (HANG, RESET))
-    rows = [
-        ("peak before and after, answers/s", ", ".join(f"{peak:.2f}" for peak in found["peaks_s"])),
-        ("arrivals/s", f"{found['arrivals_s']:.1f}"),
-        ("goodput / peak", f"{found['goodput_of_peak']:.3f}"),
-        ("what came back", ", ".join(f"{kind}: {number}" for kind, number in sorted(found["answers"].items()))),
-        ("cut off or never answered", lost),
-        ("429 after, ms: p50, worst", f"{found['refused_p50_ms'] or 0:.0f}, {found['refused_worst_ms']:.0f}"),
-        (
-            "/health, ms: p50, p99, worst; slower than 100 ms, failed",
-            ", ".join(f"{found[f'health_{name}_ms']:.1f}" for name in ("p50", "p99", "worst"))
-            + f"; {found['health_slow']}, {found['health_failed']} of {found['health_calls']}",
-        ),
-        (
-            "clients' process late, ms: p99, worst",
-            f"{found['clients_late_p99_ms']:.1f}, {found['clients_late_worst_ms']:.1f}",
-        ),
-        ("clients' CPU, s, in s", f"{found['client_cpu_s']:.1f} in {found['wall_s']:.0f}"),
-        *(
-            (
-                f"{part}, MiB: start, end; per minute in the second half",
-                f"{one['start_mib']:.0f}, {one['end_mib']:.0f}; {one['second_half_mib_per_min']:+.2f}",
-            )
-            for part, one in found["resident"].items()
-        ),
-    ]
-    title = f"{found['num_replicas']} replicas, {found['factor']:g} times the peak for {found['seconds']:.0f} s"
-    return f"**{title}**\n\n{markdown_table(('', 'seen'), rows)}"
-
-
 def main() -> None:
     """Measure, write the result file, print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -247,7 +215,7 @@ def main() -> None:
     how = {"minutes": arguments.minutes, "factor": arguments.factor, "max_tokens": arguments.max_tokens}
     found = measure(num_replicas=arguments.replicas, **how)
     save({"overload_machine": machine_facts(load_before), "fleet_overload": found}, arguments.out)
-    print(table_of(found))
+    print(as_table(found))
 
 
 if __name__ == "__main__":

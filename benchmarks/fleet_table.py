@@ -1,10 +1,12 @@
-"""Tables of `python -m benchmarks.fleet_routing`, `router_time`, `fleet_simulation` and `fleet_validation`."""
+"""Tables of `python -m benchmarks.fleet_routing` and of the other benchmarks of fleets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.kill_clients import HANG, RESET
 from benchmarks.markdown import markdown_table
 
 
@@ -22,7 +24,7 @@ def fleet_routing(measured: Mapping[str, Any]) -> str:
         )
         for row in measured["rows"]
     ]
-    title = f"{measured['num_requests']} requests and more, pages of {measured['page_size']}, on a computed clock"
+    title = f"{measured['num_requests']} requests and more, pages of {measured['page_size']}, on simulated time"
     return f"**{title}**\n\n{markdown_table(heading, rows)}"
 
 
@@ -90,5 +92,55 @@ def fleet_simulation(measured: Mapping[str, Any]) -> str:
         for row in measured["rows"]
     ]
     bounds = f"good: first token in {measured['ttft_s']:g} s, others in {1e3 * measured['tpot_s']:g} ms on average"
-    title = f"{measured['replica']}, {measured['asked']}; {bounds}; on a computed clock"
+    title = f"{measured['replica']}, {measured['asked']}; {bounds}; on simulated time"
     return f"**{title}**\n\n{markdown_table(heading, rows)}"
+
+
+def fleet_conversations(measured: Mapping[str, Any]) -> str:
+    """Render what each side computed; repeats are compared with those of the first side."""
+    one = [run["computed"] for run in next(iter(measured["sides"].values()))]
+    heading = ("", "prompt tokens computed", "/ one replica", "tokens/s", "TTFT p50, ms", "TTFT p99, ms")
+    rows = [(side, *_conversations_row(runs, one)) for side, runs in measured["sides"].items()]
+    title = f"{measured['replicas']} replicas, {measured['size']} model"
+    return f"**{title}**\n\n{markdown_table(heading, rows)}"
+
+
+def _conversations_row(runs: Sequence[Mapping[str, float]], one: Sequence[float]) -> tuple[str, ...]:
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    ratios = [run["computed"] / alone for run, alone in zip(runs, one, strict=True)]
+    return (
+        f"{medians['computed']:,.0f}",
+        f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})",
+        f"{medians['tokens_s']:,.0f}",
+        f"{1e3 * medians['ttft_p50_s']:.0f}",
+        f"{1e3 * medians['ttft_p99_s']:.0f}",
+    )
+
+
+def fleet_overload(found: Mapping[str, Any]) -> str:
+    """Render what became of requests, then the memory of each part."""
+    answers = found["answers"]
+    rows = [
+        ("peak before, answers/s", f"{found['peaks_s'][0]:.2f}"),
+        ("peak after, answers/s", f"{found['peaks_s'][1]:.2f}"),
+        ("arrivals/s", f"{found['arrivals_s']:.1f}"),
+        ("goodput / peak", f"{found['goodput_of_peak']:.3f}"),
+        *((f"answers: {kind}", f"{number:,}") for kind, number in sorted(answers.items())),
+        ("cut off or never answered", sum(answers.get(kind, 0) for kind in (HANG, RESET))),
+        ("429 after, p50, ms", f"{found['refused_p50_ms'] or 0:.0f}"),
+        ("429 after, worst, ms", f"{found['refused_worst_ms']:,.0f}"),
+        ("calls of /health", f"{found['health_calls']:,}"),
+        ("failed calls", found["health_failed"]),
+        ("calls slower than 100 ms", found["health_slow"]),
+        *((f"/health {name}, ms", f"{found[f'health_{name}_ms']:.1f}") for name in ("p50", "p99", "worst")),
+        *((f"clients late, {name}, ms", f"{found[f'clients_late_{name}_ms']:,.1f}") for name in ("p99", "worst")),
+        ("CPU of the clients, s", f"{found['client_cpu_s']:.1f}"),
+        ("duration, s", f"{found['wall_s']:.0f}"),
+    ]
+    resident = [
+        (part, *(f"{one[key]:.0f}" for key in ("start_mib", "end_mib")), f"{one['second_half_mib_per_min']:+.2f}")
+        for part, one in found["resident"].items()
+    ]
+    title = f"{found['num_replicas']} replicas, {found['factor']:g} times the peak for {found['seconds']:.0f} s"
+    memory = markdown_table(("memory", "start, MiB", "end, MiB", "MiB per minute in the second half"), resident)
+    return f"**{title}**\n\n{markdown_table(('', 'measured'), rows)}\n\n{memory}"

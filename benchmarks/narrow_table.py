@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.markdown import markdown_table
 
-TITLES = ("mean KL", "largest KL", "other likeliest tokens", "other sets of experts", "right answers")
+TITLES = ("mean KL", "largest KL", "other top-1 tokens", "other sets of experts", "right answers")
 
 
 def narrow_experts(measured: Mapping[str, Any]) -> str:

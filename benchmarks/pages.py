@@ -29,14 +29,23 @@ MARKED = re.compile(
 )
 
 
+OF_ONE_TABLE = ("|", "**", "`")
+"""How paragraphs begin that belong to the table beside them: its rows, its title or load, its conditions."""
+
+
 def page(text: str) -> str:
-    """Return a page with the content of every mark written anew; the rest is unchanged."""
+    """Return a page with the content of every mark written anew; the rest is unchanged.
+
+    A plain sentence, such as the build of a peer, is not repeated on a page; what belongs to one table is.
+    """
+    sentences: set[str] = set()
 
     def rewritten(found: re.Match[str]) -> str:
         result = json.loads((RESULTS / found["file"]).read_text(encoding="utf-8"))
         shown = entries(result, found["columns"]) if found["columns"] else tables(result)
-        head = found[0].split("\n", 1)[0]
-        return f"{head}\n\n{shown}\n\n<!-- end -->"
+        parts = [part for part in shown.split("\n\n") if part not in sentences]
+        sentences.update(part for part in parts if not part.startswith(OF_ONE_TABLE))
+        return "\n\n".join([found[0].split("\n", 1)[0], *parts, "<!-- end -->"])
 
     return MARKED.sub(rewritten, text)
 

@@ -49,7 +49,7 @@ def _targets(measured: Mapping[str, Any]) -> str:
         rows.append([f"first placement, {TIMED}", "60-138 ms", greedy, "<= 15 ms", _spread(timed["first_ms"])])
         rows.append([f"with search, {TIMED}", "", "", "<= 1000 ms", _spread(timed["plan_ms"])])
         rows.append(["incremental plan, the same", "", "", "<= 300 ms", _spread(measured["drift"][TIMED]["ms"])])
-    return markdown_table(["figure", "best published", "greedy baseline here", "to reach", "ours"], rows)
+    return markdown_table(["figure", "best published", "greedy baseline here", "goal", "ours"], rows)
 
 
 def _bounded(title: str, published: str, found: Mapping[str, Any], target: str) -> list[object]:

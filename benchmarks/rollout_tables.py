@@ -50,4 +50,4 @@ def rollout_job(measured: Mapping[str, Any]) -> str:
     prompts = "sums" if measured["sums"] else f"prompts of {measured['prompt_len']}"
     num_each = num_tokens / measured["prompts"] / measured["n"]
     title = f"{measured['prompts']} {prompts}, n = {measured['n']}, {num_each:.0f} out in the mean"
-    return markdown_table([title, "output tokens/s", "of the first", "of the second"], rows)
+    return markdown_table([title, "output tokens/s", "/ one process", "/ two processes"], rows)

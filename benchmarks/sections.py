@@ -24,7 +24,15 @@ from benchmarks.figures import (
     step_parts,
     steps_per_second,
 )
-from benchmarks.fleet_table import fleet_routing, fleet_simulation, fleet_validation, router_time
+from benchmarks.fleet_table import (
+    fleet_conversations,
+    fleet_overload,
+    fleet_routing,
+    fleet_simulation,
+    fleet_validation,
+    router_time,
+)
+from benchmarks.gate_table import compile_gate
 from benchmarks.house_table import house
 from benchmarks.loading_table import loading
 from benchmarks.markdown import markdown_table
@@ -41,19 +49,19 @@ from benchmarks.wheel import wheel
 from benchmarks.workloads import Workload
 
 SIDE_TITLES = {
-    "plain": "as it starts: overlap on, server without routing",
+    "plain": "default: overlap on, no routing",
     "no_overlap": "overlap off",
-    "routing_unasked": "server with routing, unrequested",
-    "routing_returned": "server with routing, returned to everybody",
+    "routing_unasked": "routing captured, unrequested",
+    "routing_returned": "routing returned to all",
 }
 SIDE_RATIOS = {
     "overlap on / off": ("plain", "no_overlap"),
-    "routing returned / server without": ("routing_returned", "plain"),
-    "routing returned / not asked for": ("routing_returned", "routing_unasked"),
+    "routing returned / no routing": ("routing_returned", "plain"),
+    "routing returned / unrequested": ("routing_returned", "routing_unasked"),
 }
 DELTA_TITLES = {
-    "off": "server without routing",
-    "unasked": "server with routing, unrequested",
+    "off": "no routing",
+    "unasked": "routing captured, unrequested",
     "delta": "each turn returns the rows that are new",
     "whole": "each turn returns all rows",
 }
@@ -160,7 +168,7 @@ def conversations(measured: Mapping[str, Any]) -> str:
         _to_4_digits(paired_ratio((r["computed"] for r in runs), (r["ideal_unpaged"] for r in runs))),
     ]
     ideal = f"of the ideal in pages of {measured['page_size']}"
-    return markdown_table(["", "prompt tokens", "computed", ideal, "of the ideal token by token"], [row])
+    return markdown_table(["", "prompt tokens", "computed", ideal, "of the ideal without pages"], [row])
 
 
 def delta_turns(measured: Mapping[str, Any]) -> str:
@@ -229,27 +237,6 @@ def exchange_bytes(by_tokens: Mapping[str, Any]) -> str:
     return markdown_table(heading, rows)
 
 
-def compile_gate(cases: Mapping[str, Any]) -> str:
-    """Every program of each case, as the compiler for the topology accounts for it; older reports say less."""
-    rows = []
-    for case, report in cases.items():
-        title = f"{case}, {report['num_layers']} layers"
-        for program in report["programs"]:
-            memory = program["memory"]
-            if not memory:
-                rows.append([title, program["name"], program["error"], *[""] * 8])
-                continue
-            gigabytes = (f"{memory[name] / 1e9:.2f}" for name in ("peak", "temporaries", "limit"))
-            copied = f"{sum(program['copied_bytes'].values()):,}"
-            exchanges = sum(found["operation"] == "ragged-all-to-all" for found in program["collectives"])
-            seconds = program["compile_s"], program.get("compile_cpu_s", "")
-            of_layers = program.get("copied_activation_bytes", ""), program.get("ops_per_layer", "")
-            rows.append([title, program["name"], *seconds, *gigabytes, copied, *of_layers, exchanges])
-    heading = ["case", "program", "compiled in, s", "of processors, s", "peak, GB", "temporaries, GB", "limit, GB"]
-    copies = ["weights or KV copied, bytes", "activations copied (loop bodies once), bytes"]
-    return markdown_table([*heading, *copies, "operations per layer", "kinds of ragged exchange"], rows)
-
-
 def routing_wire(measured: Mapping[str, Any]) -> str:
     """Bytes of every dialect against the field of the sglang dialect, times, and the store."""
     dialects, kinds = measured["dialects"], list(measured["overlap"])
@@ -301,6 +288,8 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "waits": waits,
     "curve": curve,
     "conversations": conversations,
+    "fleet_conversations": fleet_conversations,
+    "fleet_overload": fleet_overload,
     "fleet_routing": fleet_routing,
     "fleet_simulation": fleet_simulation,
     "fleet_validation": fleet_validation,

@@ -37,7 +37,7 @@ def _times(times: Mapping[str, Any]) -> str:
                     found["unfilled"],
                 ]
             )
-    heading = ["skew", "factor", "definition, ms", "selection, ms", "times as fast", "to reach", "kept", "unfilled"]
+    heading = ["skew", "factor", "definition, ms", "selection, ms", "times as fast", "goal", "kept", "unfilled"]
     return markdown_table(heading, rows)
 
 

@@ -20,7 +20,7 @@ def schema_suite(found: Mapping[str, Any]) -> str:
     ends, refused = found["ends"], found["refused"]
     total, stopped = sum(ends.values()), ends["stop"]
     rows = [
-        ["schemas taken", f"{found['taken']} of {found['schemas']}"],
+        ["schemas accepted", f"{found['taken']} of {found['schemas']}"],
         ["refused, by keyword", _by_keyword(refused)],
         ["answers that ended by `stop`, valid", f"{stopped - len(found['invalid']):,} of {stopped:,}"],
         ["schemas that have such answers", f"{found['schemas_with_a_stop']}"],
@@ -64,7 +64,7 @@ def structured_output(measured: Mapping[str, Any]) -> str:
         "text",
         "ids",
         "streams",
-        "tokens/s, none constrained",
+        "tokens/s, unconstrained",
         "tokens/s",
         "ratio",
         "ms per plain step",

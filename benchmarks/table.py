@@ -14,7 +14,7 @@ from benchmarks.figures import BUSY_LOAD, load_before
 from benchmarks.sections import SECTIONS
 
 RESULTS = Path(__file__).parent / "results"
-TRUST = f"Above {BUSY_LOAD}, ratios of neighbouring repeats hold at most."
+TRUST = f"Above {BUSY_LOAD}, trust only the ratios of neighbouring repeats."
 
 
 def main() -> None:

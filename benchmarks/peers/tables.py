@@ -34,7 +34,7 @@ def peers(measured: Mapping[str, Any]) -> str:
     heading = ["", "requests", "tokens/s of"]
     heading += [_title(side, measured["facts"]) for side in sides] + [f"ours / {NAMES[side]}" for side in others]
     bandwidth = measured["read_bytes_per_s"] / 1e9
-    rates = markdown_table([*heading, f"if reading weights at {bandwidth:.1f} GB/s were all"], rows)
+    rates = markdown_table([*heading, f"bound: reading weights at {bandwidth:.1f} GB/s"], rows)
     return "\n\n".join([rates, *(_build(side, facts) for side, facts in measured["facts"].items() if "build" in facts)])
 
 
@@ -73,7 +73,7 @@ def narrow_kl(measured: Mapping[str, Any]) -> str:
         for name, of in measured["compared"].items()
     ]
     title = f"{measured['size']}, {measured['tokens']} tokens"
-    return markdown_table([title, "mean KL", "largest KL", "other likeliest tokens"], rows)
+    return markdown_table([title, "mean KL", "largest KL", "other top-1 tokens"], rows)
 
 
 def peers_chart(measured: Mapping[str, Any]) -> dict[str, Chart]:

@@ -11,7 +11,15 @@ import pytest
 from rayserve_moe.config.setting_texts import field_texts
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.model.families import mixtral
-from tests.architecture import cli_page, endpoints_page, families_page, kernels_page, picture_page, settings_page
+from tests.architecture import (
+    cli_page,
+    endpoints_page,
+    families_page,
+    kernels_page,
+    metrics_page,
+    picture_page,
+    settings_page,
+)
 from tests.architecture.limits import NOT_PLAIN
 
 ROOT = settings_page.PAGE.parents[1]
@@ -23,6 +31,7 @@ PAGES = {
     "settings": settings_page,
     "cli": cli_page,
     "endpoints": endpoints_page,
+    "metrics": metrics_page,
     "picture": picture_page,
     "families": families_page,
     "kernels": kernels_page,

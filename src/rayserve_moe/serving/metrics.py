@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from rayserve_moe.engine.eplb.control import EplbControl
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.fleet.journal_client import JournalClient
+from rayserve_moe.observability.metric_texts import METRICS
 from rayserve_moe.observability.metrics import HistogramState
 
 PREFIX = "rayserve_moe"
@@ -22,57 +23,37 @@ MODEL = "model_name"
 REPLICA = "replica"
 """Label of the replica if several serve."""
 
-GAUGES = {
-    "pages_total": ("kv_pages", "KV pages of all data ranks; windowed layers keep fewer"),
-    "pages_free": ("kv_pages_free", "KV pages that no running choice holds"),
-    "pages_cached": ("kv_pages_cached", "KV pages that hold cached prefixes"),
-    "tokens_in_use": ("kv_tokens_in_use", "tokens of running choices with keys and values in pages"),
-    "requests_live": ("requests_live", "requests in the engine"),
-    "requests_running": ("requests_running", "choices that own a row"),
-    "requests_waiting": ("requests_waiting", "choices that wait for a row"),
-    "hosts_missing": ("hosts_missing", "lost hosts without which the group continues"),
-    "paused": ("paused", "1 while generation is paused"),
-    "picks_kept_share": ("picks_kept_ratio", "fraction of expert selections unchanged by slot limits"),
-    "rank_imbalance": (
-        "rank_imbalance_ratio",
-        "expert selections of the hottest rank divided by the mean, over all steps",
-    ),
-    "start_load_s": ("start_load_seconds", "time of loading weights"),
-    "start_compile_s": ("start_compile_seconds", "wall time of compiling"),
-    "start_compile_sum_s": ("start_compile_work_seconds", "sum of the compile times of all programs"),
-    "start_first_run_s": ("start_first_run_seconds", "time of running every program once"),
-    "start_num_programs": ("start_programs", "programs of the start"),
-    "start_num_programs_found": ("start_programs_found", "programs of the start found on disk"),
+RENAMED = {
+    "pages_total": "kv_pages",
+    "pages_free": "kv_pages_free",
+    "pages_cached": "kv_pages_cached",
+    "tokens_in_use": "kv_tokens_in_use",
+    "picks_kept_share": "picks_kept_ratio",
+    "rank_imbalance": "rank_imbalance_ratio",
+    "start_load_s": "start_load_seconds",
+    "start_compile_s": "start_compile_seconds",
+    "start_compile_sum_s": "start_compile_work_seconds",
+    "start_first_run_s": "start_first_run_seconds",
+    "start_num_programs": "start_programs",
+    "start_num_programs_found": "start_programs_found",
+    "schedule_s": "schedule_seconds",
+    "pack_s": "pack_seconds",
+    "transport_s": "transport_seconds",
+    "device_s": "device_seconds",
+    "commit_s": "commit_seconds",
+    "mask_s": "mask_seconds",
+    "rebuild_s": "rebuild_seconds",
 }
-COUNTERS = {
-    "preemptions": ("preemptions", "preemptions of running choices"),
-    "steps": ("steps", "steps computed"),
-    "tokens_computed": ("tokens_computed", "tokens computed, including prompts, without cached tokens"),
-    "tokens_sampled": ("tokens_sampled", "tokens sampled"),
-    "schedule_s": ("schedule_seconds", "time spent planning steps"),
-    "pack_s": ("pack_seconds", "time spent packing steps"),
-    "transport_s": ("transport_seconds", "time of steps and results in transport"),
-    "device_s": ("device_seconds", "time spent waiting for devices"),
-    "commit_s": ("commit_seconds", "time spent committing results"),
-    "mask_s": ("mask_seconds", "time spent filling masks of constrained answers"),
-    "picks_rerouted": ("picks_rerouted", "expert selections that full slots moved to another expert"),
-    "rebuilds": ("rebuilds", "number of replacements of lost hosts"),
-    "requests_carried_over": ("requests_carried_over", "choices continued after a replacement of hosts"),
-    "rebuild_s": ("rebuild_seconds", "time of replacing hosts"),
-    "picks_unfilled": ("picks_unfilled", "expert selections without a slot"),
+"""Metrics of engine statistics that have another name."""
+OF_JOURNAL = {
+    "up": "journal_up",
+    "entries": "journal_entries",
+    "bytes": "journal_bytes",
+    "resumed": "journal_requests_resumed",
+    "dropped": "journal_requests_dropped",
+    "lost": "journal_requests_lost",
 }
-"""Engine statistics: metric name without the package's prefix, and description."""
-
-JOURNAL_GAUGES = {
-    "up": "1 while requests are kept in the journal",
-    "entries": "requests that the journal keeps",
-    "bytes": "bytes in the journal",
-}
-JOURNAL_COUNTERS = {
-    "resumed": "requests resumed on this replica",
-    "dropped": "requests that did not fit into the journal",
-    "lost": "answers lost with a journal",
-}
+"""Metrics of the journal's statistics."""
 SHARED = frozenset(f"{PREFIX}_journal_{name}" for name in ("entries", "bytes", "requests_dropped"))
 """Metrics of the common journal, equal on all replicas."""
 
@@ -91,57 +72,51 @@ class EngineMetrics(Collector):
         """Yield the current metrics."""
         card = self._loop.card
         model = card.name
-        versions = {"version": package_version()} | {name: package_version(name) for name in ("jax", "ray")}
-        yield _gauge(
-            "build_info", "1, labelled with versions of packages", {tuple(versions.values()): 1}, model, *versions
-        )
-        meaning = "1, labelled with the version of the weights that serve"
-        yield _gauge("weight_version_info", meaning, {(card.weight_version,): 1}, model, "weight_version")
+        versions = (package_version(), *map(package_version, ("jax", "ray")))
+        yield _family("build_info", {versions: 1}, model=model)
+        yield _family("weight_version_info", {(card.weight_version,): 1}, model=model)
         statistics = self._loop.statistics()
         for key, value in statistics.items():
-            name, meaning = GAUGES.get(key) or COUNTERS[key]
-            yield (_gauge if key in GAUGES else _counter)(name, meaning, {(): value}, model)
+            yield _family(RENAMED.get(key, key), {(): value}, model=model)
         used = 1 - statistics["pages_free"] / max(1.0, statistics["pages_total"])
-        yield _gauge("kv_usage_ratio", "fraction of KV pages held by running choices", {(): used}, model)
+        yield _family("kv_usage_ratio", {(): used}, model=model)
         yield from self._of_requests(model)
         yield from self._of_drafts(model)
         if (recovery := self._loop.recovery) is not None:
             by_phase = {(phase,): seconds for phase, seconds in recovery.phase_seconds.items()}
-            yield _counter("rebuild_phase_seconds", "time of replacing hosts by phase", by_phase, model, "phase")
-        yield _counter("http_requests", "answers by route and status", dict(self._answered), model, "route", "status")
+            yield _family("rebuild_phase_seconds", by_phase, model=model)
+        yield _family("http_requests", dict(self._answered), model=model)
 
     def _of_requests(self, model: str) -> Iterator[Metric]:
         measured = self._loop.request_metrics
         histograms = {
-            "time_to_first_token_seconds": ("time from a request to its first token", measured.time_to_first_token),
-            "inter_token_latency_seconds": ("time between consecutive tokens of a choice", measured.inter_token),
-            "queue_time_seconds": ("time of a choice waiting for a row", measured.queue_time),
-            "request_duration_seconds": ("time from a request to the end of a choice", measured.end_to_end),
-            "prompt_length_tokens": ("tokens of a prompt", measured.prompt_tokens),
-            "output_length_tokens": ("output tokens of a choice", measured.output_tokens),
+            "time_to_first_token_seconds": measured.time_to_first_token,
+            "inter_token_latency_seconds": measured.inter_token,
+            "queue_time_seconds": measured.queue_time,
+            "request_duration_seconds": measured.end_to_end,
+            "prompt_length_tokens": measured.prompt_tokens,
+            "output_length_tokens": measured.output_tokens,
         }
-        for name, (meaning, histogram) in histograms.items():
-            yield _histogram(name, meaning, histogram.state(), model)
+        for name, histogram in histograms.items():
+            yield _histogram(name, histogram.state(), model=model)
         ends = {(kind,): count for kind, count in Counter(measured.finished).items()}
-        yield _counter("choices_finished", "ended choices by finish reason", ends, model, "reason")
-        prompts, cached = measured.num_prompt_tokens, measured.num_cached_tokens
-        yield _counter("prompt_tokens", "tokens of the prompts of ended requests", {(): prompts}, model)
-        yield _counter("prompt_tokens_cached", "prompt tokens found in the cache", {(): cached}, model)
+        yield _family("choices_finished", ends, model=model)
+        yield _family("prompt_tokens", {(): measured.num_prompt_tokens}, model=model)
+        yield _family("prompt_tokens_cached", {(): measured.num_cached_tokens}, model=model)
 
     def _of_drafts(self, model: str) -> Iterator[Metric]:
         if self._loop.drafts is None:
             return
         proposer, totals = self._loop.drafts
-        counters = {
-            "draft_chains": ("verifications of a choice's drafts", totals.chains),
-            "draft_tokens": ("tokens drafted and verified", totals.drafted),
-            "draft_tokens_accepted": ("draft tokens accepted", totals.accepted),
-            "draft_seconds": ("time spent drafting", totals.draft_s),
+        values = {
+            "draft_chains": totals.chains,
+            "draft_tokens": totals.drafted,
+            "draft_tokens_accepted": totals.accepted,
+            "draft_seconds": totals.draft_s,
+            "draft_accepted_length": 1 + totals.accepted / max(1, totals.chains),
         }
-        for name, (meaning, value) in counters.items():
-            yield _counter(name, meaning, {(proposer,): value}, model, "proposer")
-        length = {(proposer,): 1 + totals.accepted / max(1, totals.chains)}
-        yield _gauge("draft_accepted_length", "tokens per verification, on average", length, model, "proposer")
+        for name, value in values.items():
+            yield _family(name, {(proposer,): value}, model=model)
 
 
 class BalancingMetrics(Collector):
@@ -159,59 +134,45 @@ class BalancingMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
-        view, totals, model = self._balancing.view(), self._balancing.history.totals, self._model
+        view, totals = self._balancing.view(), self._balancing.history.totals
         by_placement = {"before": view.imbalance_before, "now": view.imbalance_now}
         by_layer = {
             (placement, layer_id): imbalance
             for placement, imbalances in by_placement.items()
             for layer_id, imbalance in zip(view.layer_ids, imbalances, strict=True)
         }
-        largest = {(placement,): max(values, default=1.0) for placement, values in by_placement.items()}
-        mean = {(placement,): sum(values) / max(1, len(values)) for placement, values in by_placement.items()}
-        meaning = "load of the hottest device divided by the mean"
-        yield _gauge("expert_imbalance", meaning, by_layer, model, "placement", "layer")
-        yield _gauge("expert_imbalance_max", "maximum over layers of the load imbalance", largest, model, "placement")
-        yield _gauge("expert_imbalance_mean", "mean over layers of the load imbalance", mean, model, "placement")
-        yield _gauge("expert_balancer_up", "1 while the planner answers", {(): view.actor.alive}, model)
-        refused = {(reason,): count for reason, count in view.actor.refused.items()}
-        yield _counter("expert_plans_refused", "plans not followed", refused, model, "reason")
-        counters = {
-            "rebalances_begun": ("plans followed", totals["begun"]),
-            "rebalances_finished": ("plans followed to their end", totals["finished"]),
-            "rebalances_replaced": ("plans replaced by another plan", totals["replaced"]),
-            "rebalances_failed": ("plans that failed", totals["failed"]),
-            "slots_moved": ("slots that received another expert", totals["moved"]),
-            "planning_seconds": ("time of plan requests", self._balancing.planning_s),
-            "balancer_restarts": ("reconnections to a restarted planner", view.actor.restarts),
+        families: dict[str, Mapping[tuple, float]] = {
+            "imbalance": by_layer,
+            "imbalance_max": {(placement,): max(values, default=1.0) for placement, values in by_placement.items()},
+            "imbalance_mean": {
+                (placement,): sum(values) / max(1, len(values)) for placement, values in by_placement.items()
+            },
+            "balancer_up": {(): view.actor.alive},
+            "plans_refused": {(reason,): count for reason, count in view.actor.refused.items()},
+            "rebalances_begun": {(): totals["begun"]},
+            "rebalances_finished": {(): totals["finished"]},
+            "rebalances_replaced": {(): totals["replaced"]},
+            "rebalances_failed": {(): totals["failed"]},
+            "slots_moved": {(): totals["moved"]},
+            "planning_seconds": {(): self._balancing.planning_s},
+            "balancer_restarts": {(): view.actor.restarts},
         }
-        for name, (meaning, value) in counters.items():
-            yield _counter(f"expert_{name}", meaning, {(): value}, model)
+        for name, values in families.items():
+            yield _family(f"expert_{name}", values, model=self._model)
 
 
-def _gauge(name: str, meaning: str, values: Mapping[tuple, float], model: str, *labels: str) -> Metric:
-    return _family(GaugeMetricFamily, name, meaning, values, [model, *labels])
-
-
-def _counter(name: str, meaning: str, values: Mapping[tuple, float], model: str, *labels: str) -> Metric:
-    return _family(CounterMetricFamily, name, meaning, values, [model, *labels])
-
-
-def _family(
-    kind: type[GaugeMetricFamily | CounterMetricFamily],
-    name: str,
-    meaning: str,
-    values: Mapping[tuple, float],
-    model_and_labels: Sequence[str],
-) -> Metric:
-    model, *labels = model_and_labels
-    family = kind(f"{PREFIX}_{name}", meaning, labels=[MODEL, *labels])
+def _family(name: str, values: Mapping[tuple, float], *, model: str) -> Metric:
+    """Return a gauge or a counter. Args: values: by the values of its labels besides the model's name."""
+    declared = METRICS[name]
+    kind = CounterMetricFamily if declared.kind == "counter" else GaugeMetricFamily
+    family = kind(f"{PREFIX}_{name}", declared.text, labels=[MODEL, *declared.labels])
     for label_values, value in values.items():
         family.add_metric([model, *map(str, label_values)], value)
     return family
 
 
-def _histogram(name: str, meaning: str, state: HistogramState, model: str) -> Metric:
-    family = HistogramMetricFamily(f"{PREFIX}_{name}", meaning, labels=[MODEL])
+def _histogram(name: str, state: HistogramState, *, model: str) -> Metric:
+    family = HistogramMetricFamily(f"{PREFIX}_{name}", METRICS[name].text, labels=[MODEL])
     bounds = ["+Inf" if math.isinf(bound) else repr(float(bound)) for bound in state.bounds]
     family.add_metric([model], list(zip(bounds, state.at_or_below, strict=True)), state.total)
     return family
@@ -230,10 +191,8 @@ class JournalMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
         found = self._journal.statistics()
-        for name, meaning in JOURNAL_GAUGES.items():
-            yield _gauge(f"journal_{name}", meaning, {(): found[name]}, self._model)
-        for name, meaning in JOURNAL_COUNTERS.items():
-            yield _counter(f"journal_requests_{name}", meaning, {(): found[name]}, self._model)
+        for key, name in OF_JOURNAL.items():
+            yield _family(name, {(): found[key]}, model=self._model)
 
 
 @functools.cache
@@ -287,7 +246,5 @@ def merged(by_replica: Mapping[str, Sequence[Metric]], missing: Sequence[str] = 
             else:
                 family.samples += [one._replace(labels={**one.labels, REPLICA: replica}) for one in metric.samples]
     model = next((one.labels[MODEL] for family in families.values() for one in family.samples), "")
-    up = GaugeMetricFamily(f"{PREFIX}_replica_up", "1 for a replica that answers", labels=[MODEL, REPLICA])
-    for replica, value in [*((name, 1) for name in by_replica), *((name, 0) for name in missing)]:
-        up.add_metric([model, replica], value)
-    return [up, *families.values()]
+    answers = {(replica,): 1 for replica in by_replica} | {(replica,): 0 for replica in missing}
+    return [_family("replica_up", answers, model=model), *families.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import fleet_conversations, fleet_overload
+from benchmarks import fleet_conversations, fleet_overload, fleet_table
 from benchmarks.fleet_overload import Watched, figures, rate_of
 from benchmarks.kill_clients import COMPLETED, HANG, Seen
 from benchmarks.simulation.client import EVENT, Answer, _take
@@ -39,14 +39,14 @@ def test_refusals_without_a_time_to_come_back_and_growing_memory_are_named() -> 
     assert found["health_worst_ms"] == pytest.approx(200) and found["clients_late_worst_ms"] == pytest.approx(1)
     assert found["resident"]["journal"]["second_half_mib_per_min"] == pytest.approx(1.0)
     asked = {"num_replicas": 2, "factor": 10.0, "seconds": 60.0, "client_cpu_s": 1.0, "wall_s": 70.0}
-    assert "| cut off or never answered" in fleet_overload.table_of({**asked, **found})
+    assert "| cut off or never answered | 1 |" in " ".join(fleet_table.fleet_overload({**asked, **found}).split())
 
 
 def test_conversations_are_compared_repeat_by_repeat() -> None:
     one = [{"computed": 100.0, "tokens_s": 10.0, "ttft_p50_s": 0.1, "ttft_p99_s": 0.2}]
     more = [{**one[0], "computed": 104.0}]
     sides = {fleet_conversations.ONE: one, fleet_conversations.PREFIX: more}
-    table = fleet_conversations.table_of({"size": "tiny", "replicas": 4, "sides": sides})
+    table = fleet_table.fleet_conversations({"size": "tiny", "replicas": 4, "sides": sides})
     assert "1.040 (1.040-1.040)" in table
     first, again = (fleet_conversations.conversations(seed)[0].turns[0].spans for seed in (1, 1))
     assert first == again != fleet_conversations.conversations(2)[0].turns[0].spans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -59,3 +60,13 @@ def test_text_outside_of_the_marks_is_kept(tmp_path, monkeypatch):
     written = pages.page(text)
     assert written.startswith("before\n") and written.endswith("\nafter\n")
     assert "stale" not in written and "| x" in written and pages.page(written) == written
+
+
+def test_a_sentence_of_an_earlier_table_is_not_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    monkeypatch.setattr(pages, "tables", lambda result: f"**{result['title']}**\n\n| {result['n']} |\n\nbuilt with -O3")
+    for name, title, n in (("a", "idle", 1), ("b", "busy", 1), ("c", "idle", 2)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"title": title, "n": n}))
+    written = pages.page("\n".join(f"<!-- from {name}.json -->\n<!-- end -->\n" for name in "abc"))
+    assert [written.count(part) for part in ("**idle**", "**busy**", "| 1 |", "| 2 |", "-O3")] == [2, 1, 2, 1, 1]
+    assert pages.page(written) == written

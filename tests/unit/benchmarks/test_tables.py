@@ -115,6 +115,20 @@ def every_section() -> dict:
             "num_replicas": 4, "page_size": 16,
             "rows": [{"kind": "text", "num_tokens": 1000, "p50_ms": 0.5, "p99_ms": 1.5}],
         },
+        "fleet_conversations": {
+            "size": "tiny", "replicas": 4, "sides": {
+                side: [{"computed": computed, "tokens_s": 10.0, "ttft_p50_s": 0.1, "ttft_p99_s": 0.2}]
+                for side, computed in (("one replica", 100.0), ("by prefix", 104.0))
+            },
+        },
+        "fleet_overload": {
+            "num_replicas": 2, "factor": 10.0, "seconds": 60.0, "peaks_s": [2.5, 2.0], "arrivals_s": 25.0,
+            "goodput_of_peak": 0.875, "answers": {"completed": 10, "429": 1_200, "hang": 3, "reset": 4},
+            "refused_p50_ms": None, "refused_worst_ms": 2.0, "health_calls": 100, "health_failed": 0, "health_slow": 1,
+            "health_p50_ms": 1.0, "health_p99_ms": 2.0, "health_worst_ms": 3.0, "clients_late_p99_ms": 1.0,
+            "clients_late_worst_ms": 2.0, "client_cpu_s": 1.5, "wall_s": 62.0,
+            "resident": {"journal": {"start_mib": 50.0, "end_mib": 60.0, "second_half_mib_per_min": 0.25}},
+        },
         "fleet_routing": {
             "num_requests": 100, "page_size": 128, "rows": [
                 {"num_replicas": 2, "policy": "prefix", "recomputed": 1.04, "ttft_p50_s": 0.1, "ttft_p99_s": 1.2,
@@ -344,6 +358,10 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("waits", "2.50% (2.50%-2.50%)"),
         ("curve", "320 (320-320)"),
         ("conversations", "1.0100 (1.0100-1.0100)"),
+        ("fleet_conversations", "1.040 (1.040-1.040)"),
+        ("fleet_overload", "0.875"),
+        ("fleet_overload", "| 7 "),
+        ("fleet_overload", "+0.25"),
         ("fleet_routing", "1.040"),
         ("fleet_simulation", "87.5%"),
         ("fleet_validation", "0.75"),
