@@ -35,7 +35,7 @@ def name_of(page):
 
 def test_the_navigation_names_the_guides():
     names = {name_of(page) for page in GUIDES}
-    assert UNMARKED <= names
+    assert names >= UNMARKED
     assert {"index.md", "start/first_hour.md", "operate/start.md", "transcripts.md"} <= names
 
 

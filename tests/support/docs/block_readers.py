@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import itertools
 import json
 import re
 import shlex
@@ -141,8 +142,9 @@ def _read_ray(arguments: Sequence[str]) -> None:
 
 def _read_curl(arguments: Sequence[str]) -> None:
     (path,) = (found[1] for word in arguments if (found := _URL.fullmatch(word)))
-    bodies = [body for option, body in zip(arguments, arguments[1:], strict=False) if option in ("-d", "--data")]
-    methods = [name for option, name in zip(arguments, arguments[1:], strict=False) if option == "-X"]
+    pairs = list(itertools.pairwise(arguments))
+    bodies = [body for option, body in pairs if option in ("-d", "--data")]
+    methods = [name for option, name in pairs if option == "-X"]
     operations = _routes().get(path)
     method = (methods or ["POST" if bodies else "GET"])[0].lower()
     if operations is None or method not in operations:

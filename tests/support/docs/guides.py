@@ -74,7 +74,9 @@ def blocks_of(text: str) -> list[Block]:
         line = lines[number]
         if (end := _end_of_block(lines, number)) > number:
             is_fenced = line.startswith(FENCE)
-            language, content = (line.strip("` "), lines[number + 1 : end - 1]) if is_fenced else ("", lines[number:end])
+            language, content = (
+                (line.strip("` "), lines[number + 1 : end - 1]) if is_fenced else ("", lines[number:end])
+            )
             said = mark.groupdict("") if mark else {"file": "", "how": ""}
             shown = "\n".join(one if is_fenced else one.removeprefix(INDENT) for one in content).rstrip()
             found.append(Block(language, shown, said["file"], said["how"]))
