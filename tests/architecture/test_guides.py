@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.docs.block_readers import commands_of, faults_in
+from tests.support.docs.block_readers import commands_of, faults_in, is_settings_or_requests
 from tests.support.docs.guides import DOCS, ROOT, SCHEMA, Block, blocks_of, fault_of_mark, pages_of
 
 UNMARKED = {
@@ -46,10 +46,11 @@ def test_each_code_block_of_a_guide_says_what_checks_it(page):
     assert [fault for fault in faults if fault[1]] == []
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=name_of)
-def test_blocks_that_a_schema_checks_are_read(page):
+@pytest.mark.parametrize("page", MARKED, ids=name_of)
+def test_settings_requests_and_blocks_that_a_schema_checks_are_read(page):
+    """Settings and requests whatever their mark is."""
     blocks = blocks_of(page.read_text(encoding="utf-8"))
-    assert list(faults_in([block for block in blocks if block.how == SCHEMA])) == []
+    assert list(faults_in([block for block in blocks if block.how == SCHEMA or is_settings_or_requests(block)])) == []
 
 
 def test_the_commands_of_the_readme_are_read():
@@ -106,13 +107,33 @@ def test_commands_are_split_as_a_shell_splits_them():
         ("sh", """curl localhost:8000/generate -d '{"text": 1}'""", "GenerateBody"),
         ("yaml", "no_such_setting: 1", "no_such_setting"),
         ("yaml", "page_size: 0", "page_size"),
+        ("yaml", "page_size: 0: 0", "mapping values"),
         ("", "page_size: 0  # or more", "page_size"),
         ("yaml", "livenessProbe: {httpGet: {path: /gone, port: 8000}}", "no route /gone"),
         ("yaml", "livenessProbe: {httpget: {path: /health, port: 8000}}", "no field httpget"),
         ("yaml", "applications: [{name: a, import_path: rayserve_moe.serving.app:build, argz: {}}]", "argz"),
         ("json", '{"no_such_field": 1}', "no route takes this body"),
+        ("python", "from rayserve_moe import Gone", "Gone"),
+        ("python", "import = 1", "invalid syntax"),
+        ("python", "from rayserve_moe.gone import x", "No module"),
     ],
 )
 def test_a_wrong_block_is_found(language, text, words):
     (fault,) = faults_in([Block(language, text)])
     assert words in fault.partition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "is_read"),
+    [
+        ("yaml", "page_size: 16", True),
+        ("", "page_size: 16", True),
+        ("sh", "curl localhost:8000/health", True),
+        ("", "curl localhost:8000/health", True),
+        ("sh", "curl localhost:8000/health; rm x", False),
+        ("console", "curl localhost:8000/health", False),
+        ("", "make serve", False),
+    ],
+)
+def test_settings_and_requests_are_known(language, text, is_read):
+    assert is_settings_or_requests(Block(language, text)) == is_read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib.util
 import io
@@ -50,13 +51,27 @@ def read_block(block: Block) -> None:
 
     Raises: ValueError or KeyError for the first one that is wrong, or that no reader knows.
     """
-    if block.language in ("yaml", "yml") or (not block.language and _SETTING.match(block.text)):
+    if _is_yaml(block):
         _read_yaml(block.text)
+    elif block.language == "python":
+        _read_source(block.text)
     elif block.language == "json":
         _read_any_body(json.loads(block.text))
     else:
         for words in commands_of(block.text):
             _read_command(words)
+
+
+def is_settings_or_requests(block: Block) -> bool:
+    """Return True for a block of YAML, and for a block whose commands are all curl."""
+    if block.language not in ("", "sh", "bash"):
+        return _is_yaml(block)
+    commands = [] if _is_yaml(block) or not block.text.lstrip().startswith("curl") else commands_of(block.text)
+    return _is_yaml(block) or (bool(commands) and all(words[0] == "curl" for words in commands))
+
+
+def _is_yaml(block: Block) -> bool:
+    return block.language == "yaml" or (not block.language and bool(_SETTING.match(block.text)))
 
 
 def commands_of(text: str) -> list[list[str]]:
@@ -112,6 +127,15 @@ def _read_python(arguments: Sequence[str]) -> None:
     for flag in (word.partition("=")[0] for word in arguments[2:] if word.startswith("--")):
         if f'"{flag}"' not in text:
             raise UnreadError(f"{arguments[1]} has no {flag}")
+
+
+def _read_source(text: str) -> None:
+    """Read Python: its syntax, and that the names exist which it imports from this package."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rayserve_moe":
+            module = importlib.import_module(node.module or "")
+            if missing := [name.name for name in node.names if not hasattr(module, name.name)]:
+                raise UnreadError(f"{node.module} has no {missing[0]}")
 
 
 def _read_pip(arguments: Sequence[str]) -> None:
@@ -216,5 +240,5 @@ def faults_in(blocks: Sequence[Block]) -> Iterator[str]:
     for block in blocks:
         try:
             read_block(block)
-        except (ValueError, KeyError, ApiError) as error:
+        except (ValueError, KeyError, ImportError, SyntaxError, ApiError, yaml.YAMLError) as error:
             yield f"{block.text.splitlines()[0]}: {error}"
