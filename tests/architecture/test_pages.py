@@ -25,7 +25,7 @@ from tests.architecture.limits import NOT_PLAIN
 ROOT = settings_page.PAGE.parents[1]
 WORDED = [page for page in sorted(ROOT.glob("docs/**/*.md")) if page.parent.name != "adr"] + [ROOT / "README.md"]
 SHORT = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("index.md", "architecture.md", "figures.md"))]
-SHORT += sorted(ROOT.glob("docs/start/*.md"))
+SHORT += [page for folder in ("start", "operate") for page in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
 MAX_CELL_WORDS, MAX_PARAGRAPH_WORDS = 15, 90
 PAGES = {
     "settings": settings_page,
@@ -72,34 +72,6 @@ def test_a_long_cell_and_a_long_paragraph_are_found():
     cell, paragraph = "word " * 16, "word " * 91
     assert long_parts(f"| a | {cell}|\n\n- item\n- item\n\n{paragraph}\n") == [cell.strip(), paragraph.strip()]
     assert long_parts(f"```text\n{paragraph}\n```\n\n| `{cell}` | b |\n\n{'word ' * 90}\n") == []
-
-
-def unchecked_blocks(text):
-    """First lines of code blocks without a mark that names the file that runs them, or something like them."""
-    found, mark, in_fence, in_block = [], "", False, False
-    for line in text.splitlines():
-        is_fence = line.startswith("```")
-        is_code = in_fence or is_fence or line.startswith("    ")
-        if is_code and not in_block and not (mark and (ROOT / mark).is_file()):
-            found.append(line.strip())
-        stated = re.fullmatch(r"<!-- checked by (\S+) -->", line)
-        mark = stated[1] if stated else "" if line.startswith("#") or (in_block and not is_code and line) else mark
-        in_fence ^= is_fence
-        in_block = is_code or (in_block and not line)
-    return found
-
-
-@pytest.mark.parametrize("page", [ROOT / "docs/index.md", *sorted(ROOT.glob("docs/start/*.md"))], ids=lambda p: p.name)
-def test_each_code_block_of_start_says_what_checks_it(page):
-    assert unchecked_blocks(page.read_text(encoding="utf-8")) == []
-
-
-def test_a_block_without_a_mark_and_a_mark_to_nothing_are_found():
-    mark = "<!-- checked by README.md -->"
-    assert unchecked_blocks(f"{mark}\n\n    make a\n    make b\n\nthen\n\n    make c\n") == ["make c"]
-    assert unchecked_blocks(f"{mark}\n\n```sh\nmake a\n\nmake b\n```\n") == []
-    assert unchecked_blocks("<!-- checked by gone.py -->\n\n    make a\n") == ["make a"]
-    assert unchecked_blocks(f"{mark}\n\n## next\n\n    make a\n") == ["make a"]
 
 
 def test_every_setting_says_what_it_is():
