@@ -27,7 +27,7 @@ _MARK = re.compile(r"<!-- checked(?: by (?P<file>\S+)|: (?P<how>.+?)) -->")
 _OWN_COMMAND = re.compile(r"(?:rayserve-moe|make) ([a-z-]+)")
 _OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)+)")
 _TERM = re.compile(
-    r"-m ([\w.]+)|(?:localhost:8000|\$URL)(/[\w/]+)|^ *(?:import|from) ([\w.]+)|\b(\w+_\w+)\b\"?:|^([A-Z_]{6,})=",
+    r"-m ([\w.]+)|(?:localhost:8000|\$URL)(/[\w/]+)|^ *(?:import|from) ([\w.]+)|\b(\w+_\w+)(?:\b\"?:|\()|^([A-Z_]{6,})=",
     re.MULTILINE,
 )
 
@@ -122,4 +122,5 @@ def terms_of(block: Block) -> set[str]:
     commands = set(_OWN_COMMAND.findall(block.text))
     terms = {spelled for name in commands for spelled in (f"rayserve-moe {name}", f'"{name}"')}
     terms |= {name.replace("-", "_") for name in _OPTION.findall(block.text)}
-    return terms | {term for found in _TERM.finditer(block.text) for term in found.groups() if term}
+    terms |= {term for found in _TERM.finditer(block.text) for term in found.groups() if term}
+    return terms | {term.replace(".", "/") for term in terms}

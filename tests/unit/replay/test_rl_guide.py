@@ -1,4 +1,4 @@
-"""The guide's Python that needs no server runs, on answers as one gives them, in the order in which it stands."""
+"""The Python of docs/rl (rows.md, trainer.md) that needs no server runs in its order, on answers of the encoders."""
 
 from __future__ import annotations
 
