@@ -1,4 +1,4 @@
-"""`examples/rl_round.py` against a server of the calculator: it learns, by the server's own samples."""
+"""`examples/rl_round.py`, as docs/rl/rows.md shows it, against a server of the calculator: it learns by the samples."""
 
 from __future__ import annotations
 
