@@ -29,6 +29,7 @@ TWO_SHAPES: dict[str, Any] = {
     "precompile_bs_paddings": [16],
     "page_size": PAGE_SIZE,
     "num_pages": NUM_PAGES,
+    "structured_output": False,
 }
 """The least that runs many requests: a shape for decoding and one for prompts."""
 WAY = Way(num_rows=16, step_tokens=32, chunk_tokens=32)
@@ -50,6 +51,13 @@ def new_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> 
         *sections, compile=found.compile, balancing=found.balancing, speculation=found.speculation
     )
     return HostRunner(settings, plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0]))
+
+
+def loaded_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> HostRunner:
+    """A runner that has its weights, and no program yet."""
+    runner = new_runner(path, mesh=mesh, **values)
+    runner.load()
+    return runner
 
 
 def prepared_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> HostRunner:
