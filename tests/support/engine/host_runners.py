@@ -14,7 +14,7 @@ from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.runner import HostRunner
-from rayserve_moe.execution.served_model import RunnerSettings
+from rayserve_moe.execution.served_model import runner_settings
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
@@ -46,11 +46,9 @@ def optimized() -> Iterator[None]:
 def new_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> HostRunner:
     """A runner over `mesh`, data ranks by devices of each; nothing is loaded."""
     found = settings_from({"model_path": path, **values})
-    sections = found.model, found.scheduler, found.cache, found.replay, found.experts
-    settings = RunnerSettings(
-        *sections, compile=found.compile, balancing=found.balancing, speculation=found.speculation
+    return HostRunner(
+        runner_settings(found, found.model), plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0])
     )
-    return HostRunner(settings, plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0]))
 
 
 def loaded_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> HostRunner:
