@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,35 +74,37 @@ def edit_of(name: str) -> Edit:
     return importlib.import_module(f"benchmarks.edits.{name}").EDIT
 
 
-def edited_copy(edit: Edit, folder: Path) -> Path:
-    """Copy the package into a folder, apply an edit to the copy, and return the folder."""
+def edited_copy(edits: Iterable[Edit], folder: Path) -> Path:
+    """Copy the package into a folder, apply edits to the copy one after the other, and return the folder."""
     copy = folder / PACKAGE.name
     shutil.copytree(PACKAGE, copy)
-    for file, text in edit.edited_files(copy).items():
-        (copy / file).write_text(text, encoding="utf-8")
+    for edit in edits:
+        for file, text in edit.edited_files(copy).items():
+            (copy / file).write_text(text, encoding="utf-8")
     return folder
 
 
-def observed(name: str, source: Path, *, flags: str = "") -> dict[str, Any]:
-    """Return what `observe()` of a module of this package returns in a process of its own.
+def observed(names: Sequence[str], source: Path, *, flags: str = "") -> dict[str, Any]:
+    """Return by name what `observe()` of modules of this package return in one process, and the imported package.
 
     The process imports the package under `source`, and starts XLA with `flags`.
     """
     paths = {"PYTHONPATH": os.pathsep.join([str(source), str(ROOT)]), "XLA_FLAGS": flags}
-    command = [sys.executable, "-m", "benchmarks.edits.scratch", name]
+    command = [sys.executable, "-m", "benchmarks.edits.scratch", *names]
     process = subprocess.run(
         command, cwd=source, env=os.environ | paths, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     if process.returncode:
-        raise RuntimeError(f"{name} over {source}:\n{process.stderr}")
+        raise RuntimeError(f"{', '.join(names)} over {source}:\n{process.stderr}")
     *_, answer = process.stdout.splitlines()
     return json.loads(answer)
 
 
 def main() -> None:
-    """Print as JSON what the module that is named on the command line observes, and the imported package."""
-    module = importlib.import_module(f"benchmarks.edits.{sys.argv[1]}")
-    print(json.dumps({"package": str(PACKAGE), **module.observe()}))
+    """Print as JSON what the modules that are named on the command line observe, and the imported package."""
+    modules = {name: importlib.import_module(f"benchmarks.edits.{name}") for name in sys.argv[1:]}
+    found = {name: module.observe() for name, module in modules.items()}
+    print(json.dumps({"package": str(PACKAGE), **found}))
 
 
 if __name__ == "__main__":

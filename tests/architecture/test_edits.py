@@ -1,12 +1,13 @@
 """Budgets of change that scripted edits count: files of a new sampling parameter, output, family and layer kind.
 
-Each edit of `benchmarks/edits` is applied to a scratch copy of the package, and the feature has to work there. Budgets
-only go down: a count below its budget has to become the budget (docs/adr/0040).
+Edits of `benchmarks/edits` are applied to a scratch copy of the package, and the features have to work there, each
+beside the others. Budgets only go down: a count below its budget has to become the budget (docs/adr/0040).
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ PAGES = {"sampling_parameter": "add_a_request_flag.md", "token_output": "add_an_
 CLOSE = {"rel": 0, "abs": 1e-5}
 
 
-def observed(name: str, folder: Path) -> dict[str, Any]:
-    """Return what an edit's module observes in its scratch copy."""
-    source = scratch.edited_copy(scratch.edit_of(name), folder)
-    found = scratch.observed(name, source, flags=flags_of_children())
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return by name what each edit's module observes in a copy of the package with all edits."""
+    folder = tmp_path_factory.mktemp("edited")
+    source = scratch.edited_copy(map(scratch.edit_of, BUDGETS), folder)
+    found = scratch.observed(tuple(BUDGETS), source, flags=flags_of_children())
     assert Path(found["package"]) == folder / scratch.PACKAGE.name, "the scratch copy is what was imported"
     return found
 
@@ -68,9 +71,8 @@ def test_a_new_file_that_exists_is_named_and_a_table_does_not_count(tmp_path: Pa
 
 
 @pytest.mark.scratch
-def test_top_a_removes_what_it_has_to_and_changes_nothing_without_it(tmp_path: Path) -> None:
-    before = scratch.observed("sampling_parameter", scratch.PACKAGE.parent, flags=flags_of_children())
-    after = observed("sampling_parameter", tmp_path)
+def test_top_a_removes_what_it_has_to_and_changes_nothing_without_it(observed: dict[str, Any]) -> None:
+    before, after = json.loads(json.dumps(sampling_parameter.observe())), observed["sampling_parameter"]
     assert after["plain"] == before["plain"] and "with_top_a" not in before
     assert not all(map(_is_allowed, after["plain"])), "the limit matters for these outputs"
     assert all(map(_is_allowed, after["with_top_a"]))
@@ -81,8 +83,8 @@ def test_top_a_removes_what_it_has_to_and_changes_nothing_without_it(tmp_path: P
 
 
 @pytest.mark.scratch
-def test_margins_are_differences_of_log_probs_wherever_they_are_read(tmp_path: Path) -> None:
-    found = observed("token_output", tmp_path)
+def test_margins_are_differences_of_log_probs_wherever_they_are_read(observed: dict[str, Any]) -> None:
+    found = observed["token_output"]
     expected = [best - second for best, second in found["likeliest"]]
     assert len(expected) == sampling_parameter.SAMPLING["max_new_tokens"] and max(expected) > 0.1
     assert set(found["margins"]) == {"engine", "stream", "journal", "http"}
@@ -92,16 +94,16 @@ def test_margins_are_differences_of_log_probs_wherever_they_are_read(tmp_path: P
 
 
 @pytest.mark.scratch
-def test_a_family_of_one_file_generates_and_its_knob_moves_log_probs(tmp_path: Path) -> None:
-    found = observed("model_family", tmp_path)
+def test_a_family_of_one_file_generates_and_its_knob_moves_log_probs(observed: dict[str, Any]) -> None:
+    found = observed["model_family"]
     toy, mixtral = ([logprob for logprob, _ in found[name]] for name in model_family.ARCHITECTURES)
     assert len(toy) == len(mixtral) == 8 and all(map(math.isfinite, toy))
     assert max(abs(one - other) for one, other in zip(toy, mixtral, strict=True)) > 1e-3
 
 
 @pytest.mark.scratch
-def test_a_layer_kind_with_a_pool_of_its_own_is_served_beside_attention(tmp_path: Path) -> None:
-    found = observed("layer_kind", tmp_path)
+def test_a_layer_kind_with_a_pool_of_its_own_is_served_beside_attention(observed: dict[str, Any]) -> None:
+    found = observed["layer_kind"]
     for name, count in layer_kind.PROMPTS.items():
         of_prompt = found[name]
         assert of_prompt["served"] == pytest.approx(of_prompt["reference"], rel=0, abs=1e-4), name

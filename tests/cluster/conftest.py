@@ -45,6 +45,12 @@ def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ensure_checkpoint(tmp_path_factory.mktemp("checkpoints") / "other", "tiny", dtype="float32", seed=1)
 
 
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where groups of two hosts keep their programs: nowhere before the first of them."""
+    return tmp_path_factory.mktemp("programs")
+
+
 def until(is_so: Callable[[], bool], what: str) -> None:
     """Wait for what can take minutes on a slow machine; `what` says what has not come of it."""
     deadline = time.monotonic() + TIMEOUT_S

@@ -322,6 +322,7 @@ def test_a_balancer_that_fails_changes_nothing(replica: Replica, load: Load) -> 
     assert replica.placement is replica.start
 
 
+@pytest.mark.slow  # in one process: tests/pipelines/test_migration.py
 def test_experts_that_cannot_be_fetched_stay(replica: Replica, load: Load) -> None:
     """The host refuses a fetch once, as for want of memory; the layers before it have moved."""
 

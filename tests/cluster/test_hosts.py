@@ -73,12 +73,6 @@ def expected(checkpoint: Path) -> Iterator[tuple[ModelCard, list[ChoiceResult]]]
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the hosts of this file keep their programs: nowhere before the first of them."""
-    return tmp_path_factory.mktemp("programs")
-
-
-@pytest.fixture(scope="module")
 def group(raylets: int, checkpoint: Path, programs: Path) -> Iterator[tuple[GroupExecutor, int]]:
     with two_hosts(checkpoint, compile_cache=programs) as running:
         yield running

@@ -73,8 +73,8 @@ def expected(checkpoint: Path, other_checkpoint: Path) -> tuple[ModelCard, dict[
 
 
 @pytest.fixture(scope="module")
-def group(raylets: int, checkpoint: Path) -> Iterator[tuple[GroupExecutor, int]]:
-    with two_hosts(checkpoint) as running:
+def group(raylets: int, checkpoint: Path, programs: Path) -> Iterator[tuple[GroupExecutor, int]]:
+    with two_hosts(checkpoint, compile_cache=programs) as running:
         yield running
 
 

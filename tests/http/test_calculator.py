@@ -38,7 +38,7 @@ def settings():
 @pytest.fixture(scope="module")
 def calculator(settings):
     """The same, with room for less: fewer programs to compile."""
-    smaller = {"max_model_len": 256, "max_step_tokens": 128, "num_pages": 200, "precompile_bs_paddings": [16]}
+    smaller = {"max_model_len": 256, "max_step_tokens": 64, "num_pages": 200, "precompile_bs_paddings": [16]}
     with Engine(**settings | smaller) as engine, served(engine) as url, httpx.Client(base_url=url, timeout=600) as http:
         yield http
         assert_idle(engine)

@@ -110,6 +110,7 @@ def test_nested_rows_of_several_prompts_stand_in_their_order(http):
     assert [len(rows) for rows in ask(http, COMPLETIONS, **body)["prompt_routed_experts"]] == [len(PROMPT), 2]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", PATHS)
 def test_rows_that_stream_add_up_to_the_whole(http, layout, path):
     for dialect in DIALECTS:

@@ -176,6 +176,7 @@ def wrong_bodies(tensors):
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "way", wrong_bodies({GATE: np.zeros((16, 64), np.float32), TABLE: np.zeros((4, 4), np.float32)})
 )

@@ -192,6 +192,7 @@ def test_a_call_can_be_demanded_whatever_the_model_would_write(scripted_http, sc
     assert without_ids(calls) == without_ids([call])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parser", ["glm", "qwen3_coder", "minimax_m2", "openai"])
 def test_calls_without_quotes_and_in_channels_can_be_demanded(scripted, parser):
     reasoning = "gpt-oss" if parser == "openai" else "none"

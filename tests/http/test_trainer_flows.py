@@ -39,6 +39,7 @@ def take_step(http, step, checkpoint):
         assert len(answer.json()["error"]["message"].split()) > 8
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("trainer", FLOWS)
 def test_a_trainer_changes_the_weights_of_a_running_server(
     http, engine, going_on, other_checkpoint, unhurried, trainer

@@ -43,8 +43,9 @@ def engine(checkpoint: Path) -> Iterator[Engine]:
         dtype="float32",
         max_running_requests=8,
         num_pages=256,
-        max_step_tokens=128,
-        precompile_bs_paddings=[1, 8],
+        max_step_tokens=64,
+        precompile_bs_paddings=[8],
+        structured_output=False,
     ) as running:
         yield running
 

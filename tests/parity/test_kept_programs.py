@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rayserve_moe import Engine
 from tests.parity import comparison
 from tests.parity.cases import NUM_NEW_TOKENS, ParityCase, load_golden, prompts_of
@@ -28,6 +30,7 @@ def answers_one_by_one(engine: Engine, case: ParityCase) -> list[dict[str, Any]]
     return [engine.generate(input_ids=prompt, sampling_params=sampling, **shown) for prompt in prompts_of(case)]
 
 
+@pytest.mark.slow
 def test_loaded_programs_answer_as_fresh_ones(case: ParityCase, checkpoint: Path, tmp_path: Path) -> None:
     answers, found = [], []
     for _ in range(2):

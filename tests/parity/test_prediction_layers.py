@@ -17,7 +17,7 @@ from rayserve_moe import Engine
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.scheduling.sequence import Sequence as Running
-from tests.pipelines.test_draft_models import logits_of_row
+from tests.pipelines.test_draft_models import logits_of_rows
 from tests.support.engine.run_requests import run_together
 from tests.support.engine.workload import request_for
 from tests.support.models.families import FAMILY_CASES
@@ -115,13 +115,14 @@ def test_features_logits_and_drafts_are_those_of_the_modules(tmp_path: Path, nam
     prompts = np.random.default_rng(1).integers(3, 128, 70)
     requests = [request_for(prompts[:55], max_new_tokens=16), request_for(prompts[20:70], max_new_tokens=9)]
     with Engine(str(path), **SETTINGS) as engine:
+        logits_of = logits_of_rows(engine.runner)
 
         def check(cycle: StepCycle, _: int) -> Iterable[Running]:
             for sequence in (each for each in cycle.scheduler.running if each.num_outputs):
                 features, logits, drafts = reference.ahead(sequence.token_ids[: sequence.num_tokens].tolist(), DRAFTS)
                 (row,) = (row for row, other in enumerate(cycle.scheduler.table.sequences) if other is sequence)
                 kept = np.asarray(engine.runner.state.draft.features_RD)[row]
-                found = logits_of_row(engine.runner, row)
+                found = logits_of()[row]
                 differences.append(np.abs(kept - features[0]).max() / np.abs(features[0]).max())
                 differences.append(np.abs(found - logits[0]).max() / np.abs(logits[0]).max())
                 assert proposer.propose(sequence, DRAFTS).tolist() == drafts

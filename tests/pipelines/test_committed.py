@@ -16,6 +16,7 @@ from rayserve_moe.requests.builder import build_request
 from rayserve_moe.requests.fields import SGLANG
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.requests.results import ChoiceResult
+from tests.pipelines.test_weight_updates import CHANGING
 from tests.support.engine.engine_store import EngineStore
 from tests.support.engine.outputs import Outcome, assert_same
 from tests.support.engine.shared_settings import ONE_BUCKET
@@ -57,7 +58,7 @@ class OwnKeeper:
 
 @pytest.fixture(scope="module")
 def engine(engine_with: EngineStore) -> Iterator[Engine]:
-    with engine_with.held(**ONE_BUCKET) as engine:
+    with engine_with.held(**ONE_BUCKET, **CHANGING) as engine:
         yield engine
 
 

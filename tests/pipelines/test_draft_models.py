@@ -89,10 +89,10 @@ def drafting_engine(core_checkpoint: Path, draft_folder: Path, engine_with: Engi
     return start
 
 
-def logits_of_row(runner: HostRunner, row: int) -> np.ndarray:
-    """Logits of the draft's head of what is kept of a row."""
-    config, draft = runner.served.draft, runner.state.draft
-    assert config is not None and draft is not None
+def logits_of_rows(runner: HostRunner) -> Callable[[], np.ndarray]:
+    """Return what computes the logits of the draft's head of what is kept of every row; compiled once."""
+    config = runner.served.draft
+    assert config is not None
 
     def on_device(weights: Any, features_RD: jax.Array) -> jax.Array:
         return draft_logits((weights.params, weights.draft), features_RD, config=config)
@@ -101,14 +101,15 @@ def logits_of_row(runner: HostRunner, row: int) -> np.ndarray:
     parts = weight_partitions(runner.config, config), whole
     mesh = runner.config.plan.mesh
     scored = jax.shard_map(on_device, mesh=mesh, in_specs=parts, out_specs=whole, check_vma=False)
-    return np.asarray(jax.jit(scored)(runner.weights, draft.features_RD))[row]
+    compiled = jax.jit(scored)
+    return lambda: np.asarray(compiled(runner.weights, runner.state.draft.features_RD))
 
 
 @pytest.mark.float32("drafts are held to numpy")
 @pytest.mark.parametrize("kind", SOME)
 def test_features_logits_and_drafts_are_those_of_the_files(drafting_engine, kind: str):
     engine, reference = drafting_engine(kind)
-    proposer, compared = ModelProposer("drafts"), []
+    proposer, logits_of, compared = ModelProposer("drafts"), logits_of_rows(engine.runner), []
 
     def check(cycle: StepCycle, _: int) -> Iterable[Sequence]:
         for sequence in (each for each in cycle.scheduler.running if each.num_outputs):
@@ -118,7 +119,7 @@ def test_features_logits_and_drafts_are_those_of_the_files(drafting_engine, kind
             kept = np.asarray(engine.runner.state.draft.features_RD)[row]
             scale = np.abs(features[0]).max()
             np.testing.assert_allclose(kept, features[0], atol=TOLERANCE * scale)
-            found = logits_of_row(engine.runner, row)
+            found = logits_of()[row]
             np.testing.assert_allclose(found, logits[0], atol=TOLERANCE * np.abs(logits[0]).max())
             assert proposer.propose(sequence, DRAFTS).tolist() == drafts
             compared.append(sequence.num_tokens)

@@ -21,7 +21,7 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.experts.slot_mapping import placement_arrays
 from rayserve_moe.model.layers.moe import slot_specs
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
-from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
+from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, loaded_runner, prepared_runner
 from tests.support.engine.outputs import assert_identical
 from tests.support.engine.run_requests import run_together
 from tests.support.engine.shared_settings import CORE, MOVING
@@ -58,8 +58,10 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(core_checkpoint: Path, kernel_settings: dict[str, str]) -> Runs:
-    def prepared(mesh: Mesh, backend: str, *, is_balanced: bool) -> HostRunner:
-        return prepared_runner(
+    def prepared(
+        mesh: Mesh, backend: str, *, is_balanced: bool, start: Callable[..., HostRunner] = prepared_runner
+    ) -> HostRunner:
+        return start(
             core_checkpoint,
             mesh=mesh,
             expert_backend=backend,
@@ -80,7 +82,8 @@ def runs(core_checkpoint: Path, kernel_settings: dict[str, str]) -> Runs:
     def moving(mesh: Mesh, backend: str) -> Moving:
         runner = prepared(mesh, backend, is_balanced=True)
         migration = Migration(runner.placement, hosts=1, slots_per_step=SLOTS_PER_STEP)
-        return Moving(runner, EplbSteps(migration, counts_every=7), expert_weights(plain(mesh, backend)))
+        in_order = prepared(mesh, backend, is_balanced=False, start=loaded_runner)
+        return Moving(runner, EplbSteps(migration, counts_every=7), expert_weights(in_order))
 
     return Runs(prepared, plain, moving, card_of(core_checkpoint))
 
@@ -179,8 +182,8 @@ def test_slots_hold_their_experts_after_any_sequence_of_placements(runs, seed):
 
 def test_programs_with_nothing_to_do_change_nothing(runs):
     """A start runs each of them that way."""
-    plain, runner = runs.plain((2, 2), "fused"), runs.prepared((2, 2), "fused", is_balanced=True)
-    assert_slots_hold(runner, runner.placement, expert_weights(plain))
+    runner = runs.prepared((2, 2), "fused", is_balanced=True)
+    assert_slots_hold(runner, runner.placement, runs.moving((2, 2), "fused").by_expert)
 
 
 def test_maps_without_their_weights_are_noticed(runs):
@@ -206,9 +209,9 @@ def test_maps_without_their_weights_are_noticed(runs):
 @pytest.mark.parametrize("fails_at", [0, 3])
 def test_a_fetch_that_cannot_be_launched_leaves_experts_where_they_are(runs, fails_at, monkeypatch):
     """For want of memory, say: answers are the same bits, and the next migration arrives."""
-    plain = run_together(runs.plain((2, 2), "fused"), runs.card, few_requests(), way=WAY)
     moving = runs.moving((2, 2), "fused")
     runner, eplb = moving.runner, moving.eplb
+    plain = run_together(runner, runs.card, few_requests(), way=WAY)
     migration, programs = eplb.migration, moving.runner.programs.migration
     assert programs is not None
     calls = count()

@@ -18,10 +18,10 @@ from rayserve_moe.requests.records import GenerationRequest
 from tests.support.engine.host_runners import new_runner
 from tests.support.engine.outputs import Outcomes, assert_all_same
 from tests.support.engine.run_requests import Way, preempt_every, run_alone, run_together
-from tests.support.engine.shared_settings import ONE_BUCKET
+from tests.support.engine.shared_settings import CORE
 from tests.support.engine.workload import mixed_workload
 from tests.support.kernels.native_kernels import need_native_kernels
-from tests.support.models.core import NATIVE_CORE_CONFIG, NUM_PAGES, PAGE_SIZE
+from tests.support.models.core import NATIVE_CORE_CONFIG
 from tests.support.models.full_logits import prompt_logits_of
 
 LONGEST = 64
@@ -37,8 +37,7 @@ QUICK = ("chunks that cut pages", "preemption every 8 steps, all forgotten")
 
 
 def engine_at(path: Path, **settings: object) -> Engine:
-    wanted = {"enable_return_routed_experts": True, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE, **ONE_BUCKET}
-    return Engine(str(path), **{**wanted, **settings})
+    return Engine(str(path), **CORE, **settings)
 
 
 LATENT = SyntheticModel(

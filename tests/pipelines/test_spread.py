@@ -10,14 +10,16 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from rayserve_moe import Engine
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.sequence import Sequence
+from tests.pipelines.conftest import ON_TWO_RANKS
 from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, new_runner
 from tests.support.engine.outputs import Outcomes, assert_all_same
-from tests.support.engine.run_requests import Way, choices_of, cycle_for, run_alone, run_together
+from tests.support.engine.run_requests import choices_of, cycle_for, run_alone, run_together
 from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
 from tests.support.experts.moe_layer import shuffled
 from tests.support.experts.placements import SIZES, Spread
@@ -38,11 +40,8 @@ class Spreads:
     card: ModelCard
     expected: Outcomes
 
-    def run(self, spread: Spread, requests: Iterable[GenerationRequest], *, way: Way = WAY) -> Outcomes:
-        return run_together(self.runner(spread), self.card, requests, way=way)
-
-    def cycle(self, spread: Spread) -> StepCycle:
-        return cycle_for(self.runner(spread), self.card, WAY)
+    def run(self, spread: Spread, requests: Iterable[GenerationRequest]) -> Outcomes:
+        return run_together(self.runner(spread), self.card, requests, way=WAY)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,7 @@ SAMPLE = [
 ]
 """Both axes alone and together, every backend, every kind of placement; compiling one takes most of its time."""
 
-TWO, FOUR_BY_TWO = SAMPLE[0], SAMPLE[1]
+FOUR_BY_TWO = SAMPLE[1]
 
 
 @pytest.mark.parametrize(
@@ -99,18 +98,19 @@ def test_the_spread_does_not_show(spreads: Spreads, spread: Spread):
     assert_all_same(spreads.run(spread, mixed_workload()), spreads.expected)
 
 
-def test_requests_of_two_data_ranks_never_share_a_routing_row(spreads: Spreads):
+def test_requests_of_two_data_ranks_never_share_a_routing_row(two_ranks: Engine):
     """Nearly as many requests as rows, on ranks whose rows and pages have the same numbers."""
     generator = np.random.default_rng(27)
     lengths = generator.integers(3, 60, 27)
     requests = [request_for(draw_prompt(generator, n), f"q{i}", max_new_tokens=9) for i, n in enumerate(lengths)]
-    alone = run_alone(spreads.runner(TWO), spreads.card, requests, way=WAY)
+    alone = run_alone(two_ranks.runner, two_ranks.card, requests, way=ON_TWO_RANKS)
     ranks: dict[str, int] = {}
 
     def note_ranks(cycle: StepCycle, step: int) -> None:
         ranks.update((sequence.request.request_id, sequence.data_rank) for sequence in cycle.scheduler.running)
 
-    together = spreads.run(TWO, requests, way=replace(WAY, intervene=note_ranks))
+    way = replace(ON_TWO_RANKS, intervene=note_ranks)
+    together = run_together(two_ranks.runner, two_ranks.card, requests, way=way)
     assert sorted(ranks.values()) == [0] * 14 + [1] * 13 or sorted(ranks.values()) == [0] * 13 + [1] * 14
     assert_all_same(together, alone)
     for (request_id, _), outcome in together.items():
@@ -123,15 +123,15 @@ def test_a_rank_without_work_does_not_show(spreads: Spreads):
     assert_all_same(found, {key: outcome for key, outcome in spreads.expected.items() if key[0] == request.request_id})
 
 
-def test_preemption_on_ranks_with_few_pages_does_not_show(spreads: Spreads):
+def test_preemption_on_ranks_with_few_pages_does_not_show(two_ranks: Engine, alone: Outcomes):
     preempted: set[int] = set()
 
     def note_preempted(cycle: StepCycle, step: int) -> None:
         if cycle.scheduler.num_preemptions:
             preempted.update(s.data_rank for s in cycle.scheduler.waiting if s.queue.num_to_recompute)
 
-    way = replace(WAY, num_pages=16, intervene=note_preempted)
-    assert_all_same(spreads.run(TWO, mixed_workload(), way=way), spreads.expected)
+    way = replace(ON_TWO_RANKS, num_pages=16, intervene=note_preempted)
+    assert_all_same(run_together(two_ranks.runner, two_ranks.card, mixed_workload(), way=way), alone)
     assert preempted == {0, 1}
 
 
@@ -150,25 +150,26 @@ def finish(
     return sequences
 
 
-def test_requests_with_nothing_cached_are_spread_over_the_ranks(spreads: Spreads):
+def test_requests_with_nothing_cached_are_spread_over_the_ranks(two_ranks: Engine):
     generator = np.random.default_rng(5)
     requests = [request_for(draw_prompt(generator, 20), f"n{i}", max_new_tokens=4) for i in range(6)]
-    ranks = [sequence.data_rank for sequence in finish(spreads.cycle(TWO), requests, spreads.card)]
+    cycle = cycle_for(two_ranks.runner, two_ranks.card, ON_TWO_RANKS)
+    ranks = [sequence.data_rank for sequence in finish(cycle, requests, two_ranks.card)]
     assert sorted(ranks) == [0, 0, 0, 1, 1, 1]
 
 
-def test_a_prompt_goes_where_it_is_cached(spreads: Spreads):
+def test_a_prompt_goes_where_it_is_cached(two_ranks: Engine):
     """Also a prompt that only begins alike, and while the other rank has nothing to do."""
     generator = np.random.default_rng(6)
     prompts = [draw_prompt(generator, 5 * PAGE_SIZE) for _ in range(2)]
-    cycle = spreads.cycle(TWO)
-    first = finish(cycle, [request_for(p, f"a{i}", max_new_tokens=12) for i, p in enumerate(prompts)], spreads.card)
+    cycle = cycle_for(two_ranks.runner, two_ranks.card, ON_TWO_RANKS)
+    first = finish(cycle, [request_for(p, f"a{i}", max_new_tokens=12) for i, p in enumerate(prompts)], two_ranks.card)
     assert {sequence.data_rank for sequence in first} == {0, 1}
     assert [sequence.cache.num_cached for sequence in first] == [0, 0]
     for prompt, before in zip(prompts, first, strict=True):
         longer = [np.concatenate([prompt, draw_prompt(generator, 7)]) for _ in range(3)]
         again = [request_for(ids, f"b{i}", max_new_tokens=12) for i, ids in enumerate([prompt, *longer])]
-        found = finish(cycle, again, spreads.card, turns_between=2)
+        found = finish(cycle, again, two_ranks.card, turns_between=2)
         assert {sequence.data_rank for sequence in found} == {before.data_rank}
         assert [sequence.cache.num_cached for sequence in found] == [4 * PAGE_SIZE, *[5 * PAGE_SIZE] * 3]
         np.testing.assert_array_equal(found[0].token_ids[: before.num_tokens], before.token_ids[: before.num_tokens])

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from rayserve_moe.config.settings import Settings
@@ -48,6 +49,7 @@ def sections() -> Iterator[SectionText]:
         yield SectionText(section.name, inspect.getdoc(kind) or "", settings)
 
 
+@cache
 def field_texts(section: type) -> dict[str, str]:
     """Return the docstring below each field of a section; empty for a field without one."""
     (node,) = ast.parse(inspect.getsource(section)).body

@@ -28,8 +28,11 @@ BESIDE = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0")
 SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 
-def cases(*names: str) -> pytest.MarkDecorator:
-    params = [pytest.param(case, id=case.name) for case in FAMILY_CASES if case.name in names]
+def cases(*names: str, quick: str = "") -> pytest.MarkDecorator:
+    """Cases by their names; all but the `quick` one are slow."""
+    chosen = [case for case in FAMILY_CASES if case.name in names]
+    marks = {case.name: () if case.name == quick else pytest.mark.slow for case in chosen}
+    params = [pytest.param(case, id=case.name, marks=marks[case.name]) for case in chosen]
     return pytest.mark.parametrize("case", params, indirect=True)
 
 
@@ -57,7 +60,6 @@ def never_wrong(path: Path, directory: Path) -> Path:
     return copy
 
 
-@pytest.mark.slow
 @cases(*BEHIND, *BESIDE)
 def test_drafts_of_its_own_prediction_layer_do_not_show(
     engine_with: EngineStore, core_checkpoint: Path, case: FamilyCase, dtype: str, tmp_path: Path
@@ -75,7 +77,7 @@ def test_drafts_of_its_own_prediction_layer_do_not_show(
         assert_same(found[key], outcome, routing=outcome.routing is not None, tolerance=tolerance)
 
 
-@cases("qwen3_next-0", "qwen3_5_moe_text-0")
+@cases("qwen3_next-0", "qwen3_5_moe_text-0", quick="qwen3_5_moe_text-0")
 def test_drafts_that_are_never_wrong_are_accepted(case: FamilyCase, dtype: str, tmp_path: Path):
     model = write_family(case, tmp_path / "model", seed=5, dtype=dtype, mtp_num_hidden_layers=1)
     path = never_wrong(model, tmp_path / "right")
@@ -83,8 +85,9 @@ def test_drafts_that_are_never_wrong_are_accepted(case: FamilyCase, dtype: str, 
     prompts = np.random.default_rng(3).integers(3, 200, (4, 50))
     greedy = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
     requests = [request_for(prompt, f"{number}", **greedy) for number, prompt in enumerate(prompts)]
-    plain_sampling = {"structured_output": False, "logit_processors": ""}
-    settings = {**SPECULATES, **plain_sampling, "speculative_algorithm": "NEXTN"}
+    plain_sampling = {"structured_output": False, "logit_processors": "", "enable_return_hidden_states": False}
+    one_shape = {"precompile_bs_paddings": [PLAIN.num_rows * (1 + DRAFTS)]}
+    settings = {**SPECULATES, **plain_sampling, **one_shape, "speculative_algorithm": "NEXTN"}
     way = replace(PLAIN, constraints=None)
     with Engine(str(path), num_pages=PLAIN.num_pages, page_size=PLAIN.page_size, **settings) as engine:
         plain = run_together(engine.runner, engine.card, requests, way=replace(way, with_capture=False))

@@ -15,7 +15,7 @@ from tests.support.engine.shared_settings import CORE
 from tests.support.models.families import FamilyCase, write_family
 from tests.support.text.tokenizer_forms import FORM_OF_FAMILY, write_form
 
-pytestmark = families("mixtral-0", "qwen3_moe-0")
+pytestmark = families("mixtral-0")
 PROMPTS = ["the cat sat", " Der Tag\r\n", "日本語", "x = [1, 2]", "<think>été"]
 LONG = {"max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True}
 SCHEMA = {

@@ -6,12 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rayserve_moe import Engine
 from tests.pipelines.families.conftest import families
 from tests.support.checkpoints.send_weights import send_weights
 from tests.support.engine.shared_settings import CORE
 
-pytestmark = families("gpt_oss-0")
+pytestmark = [pytest.mark.slow, families()]
 
 SPREAD: dict[str, Any] = {"devices_per_host": 4, "data_parallel_size": 2, "num_redundant_experts": 4}
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 40)]

@@ -14,7 +14,7 @@ from rayserve_moe.checkpoints.files import read_config
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.execution.card import model_card
 from rayserve_moe.execution.runner import HostRunner
-from rayserve_moe.execution.served_model import RunnerSettings
+from rayserve_moe.execution.served_model import runner_settings
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
@@ -29,6 +29,7 @@ TWO_SHAPES: dict[str, Any] = {
     "precompile_bs_paddings": [16],
     "page_size": PAGE_SIZE,
     "num_pages": NUM_PAGES,
+    "structured_output": False,
 }
 """The least that runs many requests: a shape for decoding and one for prompts."""
 WAY = Way(num_rows=16, step_tokens=32, chunk_tokens=32)
@@ -45,11 +46,16 @@ def optimized() -> Iterator[None]:
 def new_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> HostRunner:
     """A runner over `mesh`, data ranks by devices of each; nothing is loaded."""
     found = settings_from({"model_path": path, **values})
-    sections = found.model, found.scheduler, found.cache, found.replay, found.experts
-    settings = RunnerSettings(
-        *sections, compile=found.compile, balancing=found.balancing, speculation=found.speculation
+    return HostRunner(
+        runner_settings(found, found.model), plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0])
     )
-    return HostRunner(settings, plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0]))
+
+
+def loaded_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> HostRunner:
+    """A runner that has its weights, and no program yet."""
+    runner = new_runner(path, mesh=mesh, **values)
+    runner.load()
+    return runner
 
 
 def prepared_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> HostRunner:

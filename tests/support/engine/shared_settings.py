@@ -27,6 +27,7 @@ ONE_ROW: dict[str, Any] = {
     "max_step_tokens": 32,
     "max_model_len": MAX_MODEL_LEN,
     "num_pages": 64,
+    "structured_output": False,
 }
 """The same model with one request at a time, without routing."""
 

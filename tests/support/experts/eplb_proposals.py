@@ -29,6 +29,7 @@ SPREAD_SETTINGS = {
     "max_step_tokens": 64,
     "num_pages": 128,
     "enable_return_routed_experts": True,
+    "structured_output": False,
 }
 """Of engines whose experts lie on several devices: one compilation serves all tests that take them."""
 EPLB_SETTINGS = {"enable_eplb": True, "eplb_interval": 16, "eplb_window": 400}

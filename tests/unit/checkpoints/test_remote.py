@@ -72,6 +72,7 @@ def assert_alike(found: dict, wanted: dict) -> None:
     jax.tree.map(lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), found, wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part_bytes", [remote.RANGE_BYTES, 200])
 @pytest.mark.parametrize("by", ["experts", "columns"])
 def test_what_is_loaded_from_a_url_is_what_is_loaded_from_a_directory(server, indexed, by, part_bytes, monkeypatch):

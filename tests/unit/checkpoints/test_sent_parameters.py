@@ -130,7 +130,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way)))
 @pytest.mark.parametrize("split", SHARDINGS)
 @pytest.mark.parametrize("part_bytes", [parts.PART_BYTES, 128])

@@ -45,6 +45,7 @@ def follow(schema: dict[str, Any], text: str) -> None:
         assert mask.any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schema", "text"),
     [

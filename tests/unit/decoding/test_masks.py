@@ -11,6 +11,7 @@ from rayserve_moe.decoding.masks import mask_words, masked
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_words", [1, 31, 32, 33, 100, 512])
 def test_a_masked_word_has_the_lowest_logit_and_others_keep_theirs(num_words):
     generator = np.random.default_rng(num_words)

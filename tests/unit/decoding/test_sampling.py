@@ -71,6 +71,7 @@ TRUNCATIONS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("params", TRUNCATIONS, ids=str)
 def test_samples_follow_the_truncated_distribution(params):
     count, logits = 8000, logits_of(1, seed=3)[0]

@@ -185,7 +185,7 @@ def settles_as_run(found: Run) -> None:
             assert plan.chunks.token_ids[firsts[chunk]] in (LAST_SAMPLED, token)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("way", list(WAYS))
 def test_steps_that_follow_on_unknown_drafts_change_nothing(way: str, seed: int):

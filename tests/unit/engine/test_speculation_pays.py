@@ -140,7 +140,7 @@ CURVES: dict[str, Curve] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("share", [0.5, 0.9])
 @pytest.mark.parametrize("num_streams", [1, 4, 16])
 @pytest.mark.parametrize("curve", list(CURVES))

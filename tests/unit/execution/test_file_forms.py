@@ -82,6 +82,7 @@ def in_form(path: Path, directory: Path, form: str) -> Path:
     return rewritten(path, directory, *changes, config=multimodal_config(path) if is_multimodal else None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_do_not_depend_on_the_form_of_files(tmp_path: Path, form: str, mesh: tuple[int, int]):
@@ -92,6 +93,7 @@ def test_weights_do_not_depend_on_the_form_of_files(tmp_path: Path, form: str, m
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_of_a_form_replace_those_of_another(tmp_path: Path, form: str):
     family = FORMS[form][0]

@@ -8,7 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from rayserve_moe.config.settings import CacheSettings, ModelSettings, ReplaySettings, SchedulerSettings
+from rayserve_moe.config.settings import (
+    CacheSettings,
+    ModelSettings,
+    ReplaySettings,
+    SchedulerSettings,
+    StructuredSettings,
+)
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.parallel.mesh import plan_for
@@ -21,6 +27,7 @@ def prepared(path: Path, *, max_model_len: int, max_step_tokens: int = 64, page_
         SchedulerSettings(max_running_requests=2, max_step_tokens=max_step_tokens, decode_batch_sizes=(2,)),
         CacheSettings(page_size=page_size, num_pages=16),
         ReplaySettings(enabled=True),
+        structured=StructuredSettings(enabled=False),
     )
     runner = HostRunner(settings, plan_for(jax.devices()[:1]))
     runner.prepare(runner.load())

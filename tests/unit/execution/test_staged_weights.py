@@ -103,7 +103,7 @@ def test_experts_in_one_tensor_are_staged_into_the_slots_of_a_placement(
         runner.staged.read(str(other_checkpoint))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [case for case in FAMILY_CASES if not case.variant], ids=lambda case: case.name)
 def test_weights_of_every_family_are_staged_into_the_slots_of_a_placement(tmp_path, case):
     config = {**case.config, "architectures": [getattr(families, case.family).ARCHITECTURE], "vocab_size": 264}

@@ -19,6 +19,7 @@ HIDDEN, ADDED = GENERATOR.standard_normal((2, 6, WIDTH)).astype(np.float32)
 SCALES = GENERATOR.standard_normal((LAYERS, WIDTH)).astype(np.float32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
 def test_it_is_the_sum_and_its_norm(dtype, layer):

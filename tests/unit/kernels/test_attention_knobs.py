@@ -187,7 +187,7 @@ def batch_of(places: np.ndarray) -> TokenBatch:
     return TokenBatch(*arrays, num_singles=1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("knobs", KNOBS.values(), ids=KNOBS)
 def test_a_sequence_in_steps_equals_the_definition_of_every_knob_and_not_the_plain_one(knobs):
     spec = spec_with(knobs)
@@ -202,6 +202,7 @@ def test_a_sequence_in_steps_equals_the_definition_of_every_knob_and_not_the_pla
             assert np.abs(definition(plain, weights, layer) - expected).max() > 1e-3, f"{name} changes nothing"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("name", ["clip after the norm of all heads", "sinks, windows, biases and yarn"])
 def test_a_mesh_computes_what_one_device_computes(mesh, name):

@@ -137,6 +137,7 @@ def test_angles_are_those_of_jax_position_by_position():
     np.testing.assert_array_equal(alone[1][0], found[1][3])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 16, 1000, 2051])
 def test_masses_are_those_of_jax_whatever_other_rows_there_are(size):
     generator = np.random.default_rng(size)
@@ -157,7 +158,7 @@ def test_masses_are_those_of_jax_whatever_other_rows_there_are(size):
                 np.testing.assert_array_equal(ours, theirs[-count:])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("spread", [0.0, 1.0, 40.0])
 @pytest.mark.parametrize("size", [1, 16, 1000, 20_011])
 def test_the_chosen_word_is_the_best_of_those_kept_with_its_noise(size, spread):
@@ -189,6 +190,7 @@ def test_no_word_is_chosen_of_a_part_that_cannot_have_it():
         np.testing.assert_array_equal(values, [value] * 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 16, 1000, 2051])
 def test_noise_is_that_of_jax_row_by_row(size):
     generator = np.random.default_rng(size)

@@ -49,6 +49,7 @@ def test_an_expert_that_is_held_whole(slots):
     assert largest_difference(slots, experts_of(128, "float32")) < 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("slots", SLOTS_OF_TOKENS.values(), ids=SLOTS_OF_TOKENS.keys())
 def test_an_expert_in_parts(slots, monkeypatch):
     monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 2 * 3 * WIDTH * 128 * 4)
@@ -66,7 +67,7 @@ def test_shapes_that_the_kernel_does_not_take_go_another_way(monkeypatch):
     assert grouped_ffn.inner_block(128, 100, 2) == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("narrow", "has_blocks"), [("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])

@@ -100,6 +100,7 @@ def compiled_layers(spec: ModelSpec, dtype: str, *, num_pages: int):
     return jax.jit(layers, donate_argnums=0).lower(pool, weights, batch).compile(), (pool, weights, batch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_write_into_the_pool_they_were_given(spec, dtype):

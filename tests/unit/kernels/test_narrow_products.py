@@ -43,7 +43,7 @@ def product(kernel, weights: ExpertWeights, dtype: str, *, num_tokens: int = 9) 
     return np.asarray(found, np.float32)[slots < SLOTS]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @KERNEL
 @FORM
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -57,7 +57,7 @@ def test_scales_that_are_powers_of_two_leave_every_bit(kernel, form, dtype, num_
     assert np.abs(found).max() > 0.1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @KERNEL
 @FORM
 @pytest.mark.parametrize("has_biases", [False, True])

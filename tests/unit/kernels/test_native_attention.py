@@ -126,7 +126,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("model", "case"), [*(("norms of heads", case) for case in CASES), *((model, MIXED) for model in list(MODELS)[1:])]
 )

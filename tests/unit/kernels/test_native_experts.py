@@ -62,7 +62,7 @@ def rounding_of(weights: ExpertWeights, hidden: jax.Array, slots: np.ndarray, ac
     return np.einsum("TKF,TKFD->TKD", np.asarray(inner, np.float64), down) + down_bias
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_experts_with_biases_and_any_activation_are_those_of_the_blocks(activation, has_biases):
@@ -146,7 +146,7 @@ def test_the_factor_of_a_rotation_multiplies_cosine_and_sine():
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 @pytest.mark.parametrize("has_blocks", [False, True])
 @pytest.mark.parametrize("dtype", NARROW)

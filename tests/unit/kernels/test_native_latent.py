@@ -70,6 +70,7 @@ def test_it_is_as_near_to_the_definition_as_xla(name):
     np.testing.assert_allclose(pool[LAYER][PAGES], expected_pool[LAYER][PAGES], rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 )

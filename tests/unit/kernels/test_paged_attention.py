@@ -18,6 +18,7 @@ SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7
 """Largest differences of products in float32, and in bfloat16: weights and results are rounded."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_kv", "width", "lanes"), [(8, 64, 1024), (1, 64, 256), (4, 128, 1024), (3, 80, 768)])
 def test_a_head_of_a_flat_row_is_multiplied_with_its_own_queries_alone(num_kv, width, lanes):
     """The scores and values that lanes give are those of heads, and heads of 64 and of 128 leave no lane unused."""

@@ -71,6 +71,7 @@ def test_what_a_table_is_padded_with_enters_no_stream():
     np.testing.assert_array_equal(jax.jit(run)(padded, ids), table[ids])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_are_those_of_the_whole_head_and_padding_has_none(layout):
     plan, table = plan_of(layout), drawn_table()

@@ -115,7 +115,7 @@ def _after(written: bytes) -> list[int]:
     return [end[length] for end in _ENDS for length in range(1, len(end)) if written.endswith(end[:length])]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("marked_as", MARKED_AS)
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_of_a_grammar_are_read_back(form, marked_as):

@@ -89,6 +89,7 @@ def output_for(tokenizer: Tokenizer, message: dict, tools: list[dict]) -> str:
     return whole[len(prompt) : -len("</s>")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 @examples(20, deadline=None)
 @given(made=calls(), reasoning=st.none() | PLAIN, content=st.none() | PLAIN, size=st.integers(1, 9))
