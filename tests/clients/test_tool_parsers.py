@@ -105,7 +105,8 @@ def drawn(name, draw):
         given = {key: TYPES[kind](draw) for key, kind in types.items()}
         call = {"name": function["name"], "arguments": given}
         calls.append({"type": "function", "id": f"functions.f{position}:{position}", "function": call})
-    content = None if calls and draw.random() < 0.5 else "Some words."
+    has_calls_alone = calls and (draw.random() < 0.5 or not FAMILIES[name].takes_content_with_calls)
+    content = None if has_calls_alone else "Some words."
     message = {"role": "assistant", "content": content, "tool_calls": calls}
     if FAMILIES[name].reasons and draw.random() < 0.5:
         message["reasoning_content"] = "I think\nso."

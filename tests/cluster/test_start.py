@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from rayserve_moe.rollouts import load
@@ -21,6 +24,7 @@ from rayserve_moe.serving.start.processes import Process, all_processes, read_pr
 from tests.cluster.conftest import SETTINGS
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.start_command import StartedServer, listening_elsewhere, started
+from tests.support.serving.certificates import write_certificate
 from tests.support.serving.http_client import wait_until
 
 NUM_EACH = 16
@@ -237,7 +241,7 @@ def test_workers_are_replaced_after_the_process_that_forks_them_was_killed(folde
         forking = [process for process in family if "rayserve_moe.serving.start.fork_server" in process.arguments]
         replicas = [process for process in family if process.title.startswith("ray::ServeReplica")]
         send(forking + replicas, signal.SIGKILL)
-        server.wait_until_said("fork_server has ended")
+        server.wait_until_said(f"fork_server has ended (signal {signal.SIGKILL:d})")
         wait_until(lambda: not any(map(alive, replicas)), within_s=LONG_S)
         wait_until(lambda: answers(server.url), within_s=LONG_S)
 
@@ -279,3 +283,41 @@ def test_the_printed_line_for_jobs_works_as_it_is_pasted(folder, settings):
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert len(load(folder / "rollouts")) == 8 * len(prompts)
+
+
+@pytest.mark.slow
+def test_clients_and_commands_reach_a_server_over_tls(folder, settings):
+    """By a certificate that signs itself: the start's own checks do not need to trust it, everyone else does."""
+    certificate, key = write_certificate(folder)
+    with started(folder, settings, port=free_port(), tls=(certificate, key)) as server:
+        server.wait_until_said(f"serving at https://127.0.0.1:{server.port}")
+        trusted = ssl.create_default_context(cafile=certificate)
+        with httpx.Client(base_url=server.url, verify=trusted, timeout=LONG_S) as http:
+            assert http.get("/health").status_code == http.get("/ready").status_code == 200
+            assert http.get("/", headers={"accept": "text/html"}).text.startswith("<!doctype html>")
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http)
+            (chunk, *_, last) = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "a"}],
+                max_tokens=8,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            assert chunk.choices[0].delta.role == "assistant" and last.choices[0].finish_reason == "length"
+        (folder / "prompts.jsonl").write_text('{"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}\n')
+        job = ["--prompts", str(folder / "prompts.jsonl"), "--out", str(folder / "rollouts"), "--n", "2"]
+        lengths = ["--num-prompts", "4", "--random-input-len", "6", "--random-output-len", "4", "--disable-tqdm"]
+        for arguments in (["chat", "--max-tokens", "4"], ["bench", *lengths], ["rollout", *job]):
+            done = subprocess.run(
+                [sys.executable, "-m", "rayserve_moe.cli", *arguments, "--url", server.url],
+                env={**os.environ, "SSL_CERT_FILE": str(certificate)},
+                input="a\n",
+                capture_output=True,
+                text=True,
+                timeout=LONG_S,
+                check=False,
+            )
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert len(load(folder / "rollouts")) == 2
+        server.stop()
+        assert server.wait() == 0

@@ -354,11 +354,24 @@ def test_what_has_its_name_in_a_header_and_a_drawn_seed_goes_on_with_them(pair, 
         deltas = [event["delta"] for _, event in events if event["type"] == kind]
         return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
 
-    pair["a"].headers["x-request-id"] = "in a header"
+    pair["a"].headers.update({"x-request-id": "in a header", "accept": "text/event-stream"})
     begun = begin(pair["a"], path, {**body, "temperature": 1, "stream": True}, num_events=9)
     rest = all_events(pair["b"], RESUME, {"rid": "in a header", "from_token": told_of(begun[-1][0])})
     whole = all_events(pair["a"], RESUME, {"rid": "in a header"})
     assert text_of(begun) and text_of(begun) + text_of(rest) == text_of(whole)
+
+
+def test_who_names_a_request_in_a_header_alone_gets_lines_of_data_alone(pair):
+    """Clients that measure servers send `X-Request-Id`, and read every line that is not data as an error."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "stream": True}
+    named = {"x-request-id": "measured"}
+    with pair["a"].stream("POST", COMPLETIONS, json=body, headers=named) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines and all(line.startswith("data: ") for line in lines)
+    rest = all_events(pair["b"], RESUME, {"rid": "measured"})
+    assert told_of(rest[-1][0]) == [5], "it is kept all the same"
+    for how in ({**named, "accept": "text/event-stream"}, {**named, "last-event-id": "1"}):
+        assert all(event_id for event_id, _ in all_events(pair["a"], COMPLETIONS, body, **how))
 
 
 def test_a_name_that_no_client_has_given_is_none(pair):
@@ -496,7 +509,7 @@ def test_whoever_is_told_late_that_a_request_has_another_owner_ends_too(pair):
     assert pair.journals["b"].ask(identity, takes_over=True).result(60) is not None
     wait_until(lambda: ticket.is_over)
     reasons: list[FinishReason] = []
-    KeptRequest(client, ticket, [], [], []).on_loss(reasons.append)
+    KeptRequest(client, ticket, [], [], [], has_event_ids=True).on_loss(reasons.append)
     assert reasons == [TAKEN_OVER]
 
 

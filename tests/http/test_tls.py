@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rayserve_moe.cli import main
 from rayserve_moe.serving.start.command import linked_certificate
 from rayserve_moe.serving.start.validation import TlsFiles
 from tests.support.serving.certificates import write_certificate
@@ -61,3 +62,19 @@ def test_renewed_files_are_read_through_the_links(tmp_path: Path, given: TlsFile
     assert linked.with_name(f"{linked.name}.key").read_bytes() == given.key.read_bytes()
     renewed = TlsFiles(*write_certificate(tmp_path, "renewed"))
     assert Path(linked_certificate(renewed, tmp_path)).read_bytes() == renewed.certificate.read_bytes()
+
+
+@pytest.mark.parametrize("command", ["chat", "bench"])
+def test_commands_say_what_a_certificate_of_ones_own_needs(front: Front, command: str, capsys) -> None:
+    url = f"https://127.0.0.1:{front.port}"
+    assert main([command, "--url", url]) == 1
+    wanted = (
+        f"{url}: the certificate is not trusted (self-signed certificate); SSL_CERT_FILE names a file of trusted ones"
+    )
+    assert wanted in capsys.readouterr().err
+
+
+def test_the_chat_reads_trusted_certificates_from_the_variable(front: Front, given: TlsFiles, monkeypatch, capsys):
+    monkeypatch.setenv("SSL_CERT_FILE", str(given.certificate))
+    assert main(["chat", "--url", f"https://127.0.0.1:{front.port}"]) == 1
+    assert "is not an OpenAI-compatible server" in capsys.readouterr().err

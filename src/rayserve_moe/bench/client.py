@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from rayserve_moe.config.server_address import no_server
+from rayserve_moe.config.server_address import no_server, untrusted
 
 _DATA, _DONE = b"data:", b"[DONE]"
 _PARTS = ("content", "reasoning_content", "reasoning", "tool_calls")
@@ -121,7 +122,7 @@ class BenchClient:
                     raise ServerUnusable(f"{self._url}{path} answers {answer.status}")
                 return await answer.json(content_type=None)
         except aiohttp.ClientConnectorError as error:
-            raise ServerUnusable(no_server(self._url)) from error
+            raise ServerUnusable(_no_connection(self._url, error)) from error
         except _ERRORS as error:
             raise ServerUnusable(f"{self._url}{path}: {str(error) or type(error).__name__}") from error
 
@@ -189,6 +190,11 @@ def _message_of(raw: bytes) -> str:
         return str(json.loads(raw)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return " ".join(raw.decode(errors="replace").split())[:200]
+
+
+def _no_connection(url: str, error: aiohttp.ClientConnectorError) -> str:
+    cause = error.os_error
+    return untrusted(url, cause) if isinstance(cause, ssl.SSLCertVerificationError) else no_server(url)
 
 
 def _kind_of(error: Exception) -> str:

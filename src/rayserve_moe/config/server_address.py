@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from urllib.parse import urlsplit
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -29,3 +30,8 @@ def server_url(text: str) -> str:
 def no_server(url: str) -> str:
     """Return the message for an address that refuses connections."""
     return f"no server at {url}: start one with `{HOW_TO_START}`, or name another with --url"
+
+
+def untrusted(url: str, error: ssl.SSLCertVerificationError) -> str:
+    """Return the message for a certificate that this machine does not trust, or that has another name."""
+    return f"{url}: the certificate is not trusted ({error.verify_message}); SSL_CERT_FILE names a file of trusted ones"

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import re
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from rayserve_moe.config.load import environment_setting
-from rayserve_moe.config.server_address import DEFAULT_URL, no_server, server_url
+from rayserve_moe.config.server_address import DEFAULT_URL, no_server, server_url, untrusted
 
 FAILED = 1
 PROMPT = "> "
@@ -185,6 +186,8 @@ def _message_of(error: Exception, url: str) -> str:
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(reason, ConnectionRefusedError):
         return no_server(url)
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return untrusted(url, reason)
     if isinstance(reason, OSError) and reason.strerror:
         return f"{url}: {reason.strerror.lower()}"
     return f"{url}: {reason or type(reason).__name__}"

@@ -29,6 +29,7 @@ from rayserve_moe.serving.kept_paths import KEPT_PATHS
 
 HANDED_OVER = FinishReason("error", message="this replica is shutting down: resume this request on another replica")
 _IDENTITY_BYTES = 16
+EVENT_STREAM = "text/event-stream"
 
 
 @dataclass
@@ -59,10 +60,19 @@ class Asking:
     body: bytes = b""
     stem: str = field(default_factory=lambda: uuid.uuid4().hex)
     resumed: Resumed | None = None
+    is_named_in_body: bool = False
 
     @property
     def identity(self) -> bytes:
         return identity_of(self.caller, self.name)
+
+    @property
+    def reads_event_ids(self) -> bool:
+        """True if the client may read ids of events.
+
+        One that only names its request in a header, as for a log, may expect lines of data and nothing else.
+        """
+        return self.is_named_in_body or self.resumed is not None or bool(self.cursor) or EVENT_STREAM in self.accept
 
     def resume(self, resumed: Resumed) -> None:
         """Continue from the state that was taken over."""
@@ -111,7 +121,8 @@ def note_body(scope: Scope, body: bytes, *, checked: BaseModel) -> None:
     if (asking := asking_of(scope)) is not None:
         asking.body = body
         given = [getattr(checked, name) for name in ("rid", "request_id") if name in checked.model_fields_set]
-        asking.name = next((name for name in given if isinstance(name, str) and name), asking.name)
+        named = next((name for name in given if isinstance(name, str) and name), "")
+        asking.name, asking.is_named_in_body = named or asking.name, bool(named)
 
 
 def answer_stem(asking: Asking | None) -> str:
@@ -147,6 +158,7 @@ class KeptRequest:
     requests: list[GenerationRequest]
     keepers: list[OneKeeper]
     told: list[int]
+    has_event_ids: bool
 
     def on_loss(self, retire: Callable[[FinishReason], Future[None] | None]) -> None:
         """Register the callback that ends the streams with a reason when another connection takes over."""
@@ -186,7 +198,14 @@ async def kept_request(
         OneKeeper(asking.journal, resumed.ticket, span.start, _renumbered(resumed.committed[span]), resumed.told[span])
         for span in spans
     ]
-    return KeptRequest(asking.journal, resumed.ticket, list(requests), keepers, resumed.told)
+    return KeptRequest(
+        asking.journal,
+        resumed.ticket,
+        list(requests),
+        keepers,
+        resumed.told,
+        has_event_ids=asking.reads_event_ids,
+    )
 
 
 def hand_over(journal: JournalClient) -> int:

@@ -28,13 +28,24 @@ OF_TESTS = "RAY_"
 class StartedServer:
     """`rayserve-moe serve` in a process of its own, over flat settings, on an HTTP port of 127.0.0.1."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any], *, port: int, host: str = "127.0.0.1") -> None:
-        self.port, self.url = port, f"http://127.0.0.1:{port}"
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        *,
+        port: int,
+        host: str = "127.0.0.1",
+        tls: tuple[Path, Path] | None = None,
+    ) -> None:
+        self.port, self.url = port, f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
         self.token = folder / "token"
         self.state = folder / f"rayserve-{os.getuid()}" / str(port)
         self._log = folder / f"log-{port}"
         config = folder / f"{port}.yaml"
-        config.write_text(yaml.safe_dump(serve_config(settings, host=host, port=port)), encoding="utf-8")
+        document = serve_config(settings, host=host, port=port)
+        if tls is not None:
+            document["http_options"] |= {"ssl_certfile": str(tls[0]), "ssl_keyfile": str(tls[1])}
+        config.write_text(yaml.safe_dump(document), encoding="utf-8")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_TESTS)}
         environment |= {
             "XLA_FLAGS": flags_of_children(),
@@ -91,9 +102,16 @@ class StartedServer:
 
 
 @contextmanager
-def started(folder: Path, settings: dict[str, Any], *, port: int, host: str = "127.0.0.1") -> Iterator[StartedServer]:
-    """Start a server; it is ended when the block is left."""
-    server = StartedServer(folder, settings, port=port, host=host)
+def started(
+    folder: Path,
+    settings: dict[str, Any],
+    *,
+    port: int,
+    host: str = "127.0.0.1",
+    tls: tuple[Path, Path] | None = None,
+) -> Iterator[StartedServer]:
+    """Start a server, with a certificate and its key for TLS; it is ended when the block is left."""
+    server = StartedServer(folder, settings, port=port, host=host, tls=tls)
     try:
         yield server
     finally:

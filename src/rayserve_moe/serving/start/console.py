@@ -89,12 +89,13 @@ def what_to_try(plan: Plan, folder: Path) -> Sequence[str]:
     url = f"{plan.url}{(first.get('route_prefix') or '/').rstrip('/')}"
     submission = f"RAY_AUTH_MODE=token {programs}ray job submit --address http://127.0.0.1:{plan.ports.dashboard}"
     submission += " --working-dir ."
+    curl = "curl" if plan.url.startswith("http:") else "curl -k"  # certificates have other names than 127.0.0.1
     job = f'rayserve-moe rollout --url {url} --prompts prompts.jsonl --out "$HOME/rollouts" --n 8'
     lines = [f"  model    {model_of(one)}" for one in ours]
     body = f'{{"model": "{name_of(first)}", "prompt": "37+45=", "max_tokens": 8}}'
     return [
         *lines,
-        f"  try      curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  try      {curl} {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         f"  experts  {url}/experts",
         f"  chat     {programs}rayserve-moe chat --url {url}",
         f"  jobs     {submission} -- {job}",

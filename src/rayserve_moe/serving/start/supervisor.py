@@ -50,7 +50,7 @@ _RESTART_S = 0.1
 """Seconds before a process is restarted, so that one that cannot start does not occupy a core."""
 _LOG = "ray.log"
 _LAST_LINES = 4
-"""Number of last lines of that log, printed if Ray has ended."""
+"""Number of last lines of a log, printed if its process has ended."""
 
 
 class Ended(NamedTuple):
@@ -133,23 +133,36 @@ def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folde
             _end_standby(kept)
         ended = collect_children()
         for name in [name for name, pid in kept.items() if pid in ended]:
-            sys.stderr.write(f"rayserve-moe serve: the process of {name} has ended, and is started again\n")
+            sys.stderr.write(f"rayserve-moe serve: {_restart(name, ended[kept[name]], folder)}\n")
             time.sleep(_RESTART_S)
             kept[name] = _start(name, folder)
         if deployment in ended:
             _end_standby(kept)
             return _ended(ended[deployment], is_stopping=deadline is not None, folder=folder)
         if ray in ended:
-            log = log_folder(folder) / _LOG
-            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-            last = [" ".join(line.split()) for line in lines if line.strip()][-_LAST_LINES:]
-            sys.stderr.write(
-                f"rayserve-moe serve: Ray has ended: {' | '.join(last) or 'no output'}; logs: {log.parent}\n"
-            )
+            logs = log_folder(folder)
+            fault = f"Ray has ended: {_last_of(logs / _LOG) or 'no output'}; logs: {logs}"
+            sys.stderr.write(f"rayserve-moe serve: {fault}\n")
             return Ended(FAILED)
         if found is None:
             sys.stderr.write("rayserve-moe serve: the drain did not end in time\n")
             return Ended(FAILED)
+
+
+def _restart(name: str, code: int, folder: Path) -> str:
+    """Return the message that a process has ended with an exit code, and why as far as its log says."""
+    logs = log_folder(folder)
+    how = [f"signal {-code}" if code < 0 else f"status {code}", _last_of(logs / f"{name}.log")]
+    return f"the process of {name} has ended ({': '.join(filter(None, how))}), and is started again; logs: {logs}"
+
+
+def _last_of(log: Path) -> str:
+    """Return the last lines of a log on a single line; empty without a log."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return ""
+    return " | ".join([" ".join(line.split()) for line in lines if line.strip()][-_LAST_LINES:])
 
 
 def _ended(status: int, *, is_stopping: bool, folder: Path) -> Ended:

@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,8 @@ def test_the_last_lines_name_the_model_the_address_and_what_to_do_next(tmp_path:
     assert "http://127.0.0.1:8000/first/experts" in text
     assert "rayserve-moe chat --url http://127.0.0.1:8000/first" in text
     assert "Ctrl-C" in text and str(tmp_path / "logs-8000") in text
+    plan = replace(plan, url="https://127.0.0.1:8000")
+    assert "curl -k https://127.0.0.1:8000/first/v1/completions" in "\n".join(what_to_try(plan, tmp_path / "8000"))
 
 
 @pytest.mark.parametrize("is_active", [True, False])

@@ -54,8 +54,9 @@ class RequestStreams:
 
     @property
     def cursor(self) -> str | None:
-        """Return the client's state of every choice, as an event id; None if the request cannot be resumed."""
-        return None if self.kept is None else ",".join(map(str, self.told))
+        """Return the client's state of every choice, as an event id; None if events have no ids."""
+        has_ids = self.kept is not None and self.kept.has_event_ids
+        return ",".join(map(str, self.told)) if has_ids else None
 
     def submit(self, request: GenerationRequest, keeper: Keeper | None = None) -> None:
         """Open the stream of the next request."""
