@@ -27,7 +27,8 @@ _MARK = re.compile(r"<!-- checked(?: by (?P<file>\S+)|: (?P<how>.+?)) -->")
 _OWN_COMMAND = re.compile(r"(?:rayserve-moe|make) ([a-z-]+)")
 _OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)+)")
 _TERM = re.compile(
-    r"-m ([\w.]+)|(?:localhost:8000|\$URL)(/[\w/]+)|^ *(?:import|from) ([\w.]+)|\b(\w+_\w+)(?:\b\"?:|\()|^([A-Z_]{6,})=",
+    r"-m ([\w.]+)|(?:localhost:8000|\$URL)(/[\w/]+)|^ *(?:import|from) ([\w.]+)"
+    r"|\b(\w+_\w+)(?:\b\"?:|\()|^([A-Z_]{6,})=",
     re.MULTILINE,
 )
 
