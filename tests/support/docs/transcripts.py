@@ -5,7 +5,7 @@
     rayserve-moe serve: nosuch.yaml: no such file or directory
     ```
 
-Numbers, and the folders of the machine, may differ. A line `...` stands for any lines.
+Numbers, and the folders of the machine, may differ. A line `...` stands for any lines, even some like the next one.
 """
 
 from __future__ import annotations
@@ -53,19 +53,18 @@ def difference(entry: Entry, shown: str, *, folders: Mapping[str, str]) -> str:
     """
     for path, name in folders.items():
         shown = shown.replace(path, name)
-    wanted, lines = list(_lines(entry.shown)), list(_lines(shown))
-    place = 0
-    for number, line in enumerate(wanted):
-        if line == ANY:
-            continue
-        after_any = number > 0 and wanted[number - 1] == ANY
-        places = [at for at in range(place, len(lines)) if lines[at] == line]
-        if not places or not (after_any or places[0] == place):
-            found = lines[place] if place < len(lines) else "(the end)"
-            return f"expected {line!r}, found {found!r} in:\n{shown}"
-        place = places[0] + 1
-    rest = lines[place:]
-    return "" if not rest or (wanted and wanted[-1] == ANY) else f"unexpected {rest[0]!r} in:\n{shown}"
+    parts: list[list[str]] = [[]]
+    for line in _lines(entry.shown):
+        parts = [*parts, []] if line == ANY else [*parts[:-1], [*parts[-1], line]]
+    lines, place = list(_lines(shown)), 0
+    for number, part in enumerate(parts, 1):
+        last = len(lines) - len(part)
+        starts = range(last if number == len(parts) else place, last + 1) if number > 1 else range(1)
+        found = [at for at in starts if place <= at and lines[at : at + len(part)] == part]
+        if not found or (number == len(parts) and found[0] != last):
+            return f"expected {part} from line {place + 1} on, in:\n{shown}"
+        place = found[0] + len(part)
+    return ""
 
 
 def _lines(text: str) -> Iterator[str]:

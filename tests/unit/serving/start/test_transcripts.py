@@ -65,6 +65,10 @@ def test_the_page_has_every_transcript():
         ("a\n", "a\nb\n", True),
         ("a\nb\n", "a\nx\nb\n", True),
         ("a\n...\nb\n", "a\nx\n", True),
+        ("a\n...\nb 1\nc\n", "a\nb 1\nx\nb 2\nc\n", False),
+        ("a\n...\nb\n...\nc\n", "a\nc\nb\nc\n", False),
+        ("a\n...\nb\n", "a\nb\nc\n", True),
+        ("a\n...\nb\n...\n", "a\nc\n", True),
     ],
 )
 def test_a_transcript_that_differs_is_found(wanted, shown, differs):
