@@ -76,7 +76,7 @@ def _knobs(spec: Any) -> Iterator[str]:
             yield from (mixer.kind for mixer in value if mixer.kind != GroupedAttention.kind)
             yield from ("windows",) if spec.has_windows else ()
             yield from (name for mixer in value for name in _knobs(mixer))
-        elif is_dataclass(value) and knob.name != "yarn":
+        elif is_dataclass(value) and knob.default is not None:
             yield from _knobs(value)
         elif knob.default not in (MISSING, value) and knob.name != "shared_size":
             yield knob.name

@@ -49,6 +49,15 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class QueryScaleSpec:
+    """Factor of a query by its position p: 1 + beta ln(1 + floor(p / length)), after the rotation (Llama 4)."""
+
+    beta: float
+    length: int
+    """Number of first positions with the factor 1."""
+
+
+@dataclass(frozen=True)
 class ExpertSpec:
     """Gated MLPs of the experts, and the shared expert of every MoE layer."""
 

@@ -40,6 +40,10 @@ _LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size":
 _GLM = {**_LATENT, "num_key_value_heads": 2, "head_dim": 16, "first_k_dense_replace": 1}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 _MSCALE = {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 4.0}
+_GROWING = {**_LATENT, "n_group": 1, "topk_group": 1}
+_GROWN = {
+    **_YARN, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 
 _LING = {
     "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4,
@@ -249,6 +253,18 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
             "routed_scaling_factor": 1.7, "first_k_dense_replace": 0, "attention_bias": True,
         },
         {**_INDEXED, "n_shared_experts": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "mistral4": (
+        {**_GROWING, "q_lora_rank": 20, "rope_parameters": _GROWN},
+        {
+            **_GROWING, "q_lora_rank": None, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+            "norm_topk_prob": False, "routed_scaling_factor": 1.7,
+            "rope_parameters": {**_GROWN, "llama_4_scaling_beta": 0.3, "mscale": 0.7, "factor": 8.0},
+        },
+        {
+            **_GROWING, "q_lora_rank": 20, "n_shared_experts": 1, "rope_interleave": False, "attention_bias": True,
+            "tie_word_embeddings": True, "rope_parameters": {**_GROWN, "original_max_position_embeddings": 5},
+        },
     ),
     "bailing_moe_v2": (
         {**_LING, "num_key_value_heads": 2},

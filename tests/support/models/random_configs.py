@@ -157,6 +157,12 @@ def _deepseek_v3(config: Config, draw: Draw) -> None:
     config.update(norm_topk_prob=draw.random() < 0.7, rope_interleave=draw.random() < 0.5)
 
 
+def _mistral4(config: Config, draw: Draw) -> None:
+    _deepseek_v3(config, draw)
+    scaled = {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": draw.choice([0.1, 0.5])}
+    config["rope_scaling"] = {**scaled, "original_max_position_embeddings": draw.choice([1, 7, 64])}
+
+
 def _bailing(config: Config, draw: Draw) -> None:
     _experts(config, draw, count="num_experts")
     _groups(config, draw, count="num_experts")
@@ -221,6 +227,7 @@ _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "ernie4_5_moe": _ernie,
     "hunyuan_v1_moe": _hunyuan,
     "granitemoe": _granite,
+    "mistral4": _mistral4,
     "bailing_moe_v2": _bailing,
     "hy_v3": _hy_v3,
     "dots1": _dots1,

@@ -87,6 +87,9 @@ KNOBS = {
     "deepseek_v32-0": {"router.num_groups": 4, "max_position_embeddings": 512, "context_limit": ""},
     "deepseek_v32-2": {"dense": (0, 2), "mixer.norm_eps": 1e-6},
     "glm_moe_dsa-0": {"router.num_groups": 1, "norm_eps": 1e-3, "mixer.norm_eps": 1e-6, "router.scale": 2.5},
+    "mistral4-0": {"mixer.query_scale.beta": 0.1, "mixer.query_scale.length": 16, "mixer.rope.rotary_dim": None},
+    "mistral4-1": {"mixer.q_lora_rank": None, "router.group_score": "top2_sum", "dense": (0,)},
+    "mistral4-2": {"mixer.rope.interleaved": False, "mixer.output_bias": True, "experts.layout": "fused_out_in"},
     "granitemoe-2": {"mixer.score_scale": 1.0, "experts.layout": "fused_out_in"},
 }
 
@@ -215,6 +218,12 @@ REFUSED = {
     "number below any": ("mixtral-0", {"rms_norm_eps": 1e-300}, "rms_norm_eps must be a positive number from 1e-30"),
     "experts of no key": ("bailing_moe_v2-0", {"num_experts": None}, "num_experts must be a positive"),
     "more experts than there are": ("glm4_moe-0", {"num_experts_per_tok": 17}, "num_experts_per_tok .* 17 exceeds 16"),
+    "dense Mistral": ("mistral4-0", {"model_type": "mistral"}, "model_type = .mistral."),
+    "another part of a head": (
+        "mistral4-0",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor rotates 12 elements of a head, not the qk_rope_head_dim = 8",
+    ),
     "dense layers alone": ("glm4_moe-0", {"first_k_dense_replace": 3}, "no layer has experts: .*first_k_dense_replace"),
     "text for a flag": ("olmoe-0", {"norm_topk_prob": "false"}, "norm_topk_prob must be true or false"),
 }

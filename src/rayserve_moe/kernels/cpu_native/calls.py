@@ -255,13 +255,13 @@ def attend_latent_layer(
     tokens takes 23 ms against 14 ms expanded; 2,048 tokens in chunks of 512 take 253 against 198 ms. With the widths of
     `deepseek-v3-small` (8 heads) it is 2.9 against 2.6 ms, and 36 against 37 ms.
     """
-    weights, batch, rotation, layer, *_ = inputs
+    weights, batch, rotation, layer, _, _, query_scale_T = inputs
     batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
     nothing = jnp.zeros((0, 0), jnp.bfloat16)
     shapes = (jax.ShapeDtypeStruct(normed_TD.shape, jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
-    call = jax.ffi.ffi_call(f"{PREFIX}latent", shapes, input_output_aliases={19: 1})
+    call = jax.ffi.ffi_call(f"{PREFIX}latent", shapes, input_output_aliases={20: 1})
     out_TD, kv_pages = call(
         normed_TD,
         weights.get("q_a_LDR", nothing),
@@ -273,6 +273,7 @@ def attend_latent_layer(
         jnp.asarray(layer, jnp.int32),
         jnp.asarray(first_page, jnp.int32),
         jnp.asarray(num_pages, jnp.int32),
+        _or_empty(query_scale_T, jnp.float32),
         kv_pages,
         num_singles=np.int64(batch.num_singles),
         nope_dim=np.int64(config.nope_dim),
