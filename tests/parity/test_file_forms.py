@@ -63,6 +63,13 @@ def in_mistral(text: dict[str, Any]) -> Any:
     return AutoConfig.for_model("mistral3", text_config=text, vision_config=copy.deepcopy(PIXTRAL))
 
 
+def in_minimax(text: dict[str, Any]) -> Any:
+    """Return the config of MiniMax-M3 with a language model."""
+    text = {"model_type": "minimax_m3_vl_text", **text}
+    vision = {**PIXTRAL, "model_type": "minimax_m3_vl_vision", "hidden_size": 24}
+    return AutoConfig.for_model("minimax_m3_vl", text_config=text, vision_config=vision, projector_hidden_size=64)
+
+
 _EXPERTS, _NESTED = "layers.0.mlp.experts.", "model.language_model.layers.0.mlp.experts."
 FORMS = (
     Form("fused", "qwen3_next-0", None, True, AutoModelForCausalLM, f"model.{_EXPERTS}gate_up_proj"),
@@ -86,6 +93,18 @@ FORMS = (
         f"{_NESTED}0.gate_proj.weight",
     ),
     Form("multimodal", "mistral4-0", in_mistral, wanted=f"language_model.model.{_EXPERTS}gate_up_proj"),
+    Form(
+        "multimodal",
+        "minimax_m3_vl_text-0",
+        in_minimax,
+        wanted="language_model.model.layers.1.block_sparse_moe.experts.0.w1.weight",
+    ),
+    Form(
+        "multimodal-tied",
+        "minimax_m3_vl_text-2",
+        in_minimax,
+        wanted="language_model.model.layers.0.block_sparse_moe.experts.0.w1.weight",
+    ),
 )
 """One is of the architecture of text models, with the tensor names of the multimodal one."""
 

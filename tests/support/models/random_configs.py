@@ -115,6 +115,15 @@ def _minimax(config: Config, draw: Draw) -> None:
     config["rotary_dim"] = draw.choice(range(2, config["head_dim"] + 1, 2))
 
 
+def _minimax_m3(config: Config, draw: Draw) -> None:
+    _local(config, draw)
+    del config["attention_bias"]
+    layers, num_dense = config["num_hidden_layers"], _dense_first(config, draw)
+    config.update(moe_layer_freq=[0] * num_dense + [1] * (layers - num_dense), swiglu_alpha=draw.choice([0.5, 1.702]))
+    config.update(dense_intermediate_size=draw.choice([1, 40]), shared_intermediate_size=draw.choice([1, 33, 48]))
+    config.update(swiglu_limit=draw.choice([0.3, 7.0]), rotary_dim=draw.choice(range(2, config["head_dim"] + 1, 2)))
+
+
 def _ernie(config: Config, draw: Draw) -> None:
     _experts(config, draw, count="moe_num_experts", chosen="moe_k")
     del config["head_dim"]
@@ -224,6 +233,7 @@ _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "glm4_moe_lite": _deepseek_v3,
     "gpt_oss": _gpt_oss,
     "minimax_m2": _minimax,
+    "minimax_m3_vl_text": _minimax_m3,
     "ernie4_5_moe": _ernie,
     "hunyuan_v1_moe": _hunyuan,
     "granitemoe": _granite,

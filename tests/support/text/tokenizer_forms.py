@@ -142,7 +142,7 @@ FORMS = {
         config={"pad_token": "<|endoftext|>"},
     ),
     "minimax": PublishedForm(
-        families=("minimax_m2",),
+        families=("minimax_m2", "minimax_m3_vl_text"),
         said="byte-level, words by case, markers that are not special",
         tokenizer_class="GPT2Tokenizer",
         special=("]!p~[", "]~!b[", "[e~[", "]~b]", "]!d~[", "<fim_prefix>"),

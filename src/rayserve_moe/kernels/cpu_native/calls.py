@@ -20,6 +20,7 @@ from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_layer import AttentionInputs
 from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.latent_attention import LatentConfig
+from rayserve_moe.kernels.reference.activations import SILU, Activation
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.reference.gated_delta import DeltaPools, Pieces
 from rayserve_moe.kernels.reference.layers import Rotation, WordMasses
@@ -168,8 +169,18 @@ def expert_sums(hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, 
     first = jnp.asarray(experts.first_slot, jnp.int32)
     arrays = (_or_empty(array, hidden_TD.dtype) for array in weights[:6])
     scales = (_or_empty(array, jnp.float32) for array in weights[6:])
-    counts, activation = np.int64(config.num_slots), config.activation
-    return call(hidden_TD, slots_TK, gates_TK, *arrays, *scales, first, num_slots=counts, activation=activation)
+    return call(
+        hidden_TD,
+        slots_TK,
+        gates_TK,
+        *arrays,
+        *scales,
+        first,
+        num_slots=np.int64(config.num_slots),
+        activation=config.activation.name,
+        slope=np.float32(config.activation.slope),
+        limit=np.float32(config.activation.limit),
+    )
 
 
 def _or_empty(array: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -187,11 +198,17 @@ def expert_results(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExpe
     return results_PD.astype(hidden_TD.dtype).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
 
-def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Array], *, layer: jax.Array) -> jax.Array:
+def gated_mlp(
+    hidden_TD: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    layer: jax.Array,
+    activation: Activation = SILU,
+) -> jax.Array:
     """Compute `layers.gated_mlp` of packed weights: every token takes the only expert of its layer."""
     slots_T1 = jnp.zeros((len(hidden_TD), 1), jnp.int32)
     ones_T1 = jnp.ones(slots_T1.shape, jnp.float32)
-    config = ProductConfig(num_slots=1, mean_rows=len(hidden_TD))
+    config = ProductConfig(num_slots=1, mean_rows=len(hidden_TD), activation=activation)
     return expert_sums(hidden_TD, slots_T1, ones_T1, LayerExperts(ExpertWeights(*weights), layer, config))
 
 
