@@ -26,8 +26,11 @@ the rotation other than YaRN (and the fixed `alpha` of Hunyuan), and quantised f
 
 DeepSeek-V3.2 and GLM-5 are served with dense attention, up to `index_topk` tokens of a sequence. Up to that length
 their index selects every token, so that dense attention is exact. A larger `max_model_len` raises an error that names
-`index_topk`. Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3. The
-files of Hy3 name no dtype and hold bfloat16.
+`index_topk`. MiniMax-M3 is served in the same way, up to the tokens of `sparse_topk_blocks` blocks.
+
+Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3, `rotary_dim` of
+MiniMax-M3. The files of Hy3 name no dtype and hold bfloat16. Multimodal models are served without their vision tower:
+an image in a request is rejected with an error that names its field.
 
 The reference kernels compute every family in float32 and bfloat16 on any mesh, and the native CPU kernels in bfloat16.
 
@@ -76,7 +79,7 @@ def _knobs(spec: Any) -> Iterator[str]:
             yield from (mixer.kind for mixer in value if mixer.kind != GroupedAttention.kind)
             yield from ("windows",) if spec.has_windows else ()
             yield from (name for mixer in value for name in _knobs(mixer))
-        elif is_dataclass(value) and knob.name != "yarn":
+        elif is_dataclass(value) and knob.default is not None:
             yield from _knobs(value)
         elif knob.default not in (MISSING, value) and knob.name != "shared_size":
             yield knob.name

@@ -235,6 +235,8 @@ PUBLISHED = {
     "kimi-k2": (1026, 33),
     "ling-mini-2.0": (16, 1),
     "minimax-m2": (229, 11),
+    "minimax-m3": (426, 26),  # without the index and the vision tower
+    "mistral-small-4": (119, 7),  # without the vision tower
     "mixtral-8x7b": (47, 13),
     "olmoe-1b-7b": (7, 1),
     "qwen1.5-moe-a2.7b": (14, 3),

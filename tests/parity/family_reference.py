@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from tests.parity.ling_reference import LingReference
@@ -66,7 +74,9 @@ def reference_model(case: FamilyCase) -> FamilyReference | LingReference:
     if case.family not in CONFIG_MAPPING:
         return LingReference(case)
     config = AutoConfig.for_model(case.family, **copy.deepcopy(case.config))
-    return FamilyReference(random_model(config, seed=case.variant + 1))
+    is_listed = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = AutoModelForCausalLM if is_listed else AutoModelForImageTextToText
+    return FamilyReference(random_model(config, kind, seed=case.variant + 1))
 
 
 def routers_of(model: PreTrainedModel) -> list[torch.nn.Module]:

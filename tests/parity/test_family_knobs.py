@@ -49,7 +49,7 @@ def turned(spec: Any) -> Iterator[tuple[str, Any]]:
         if knob.name == "mixers":
             (own,) = value
             yield from ((f"{own.kind}.{path}", replace(spec, mixers=(part,))) for path, part in turned(own))
-        elif is_dataclass(value) and knob.name != "yarn":
+        elif is_dataclass(value) and knob.default is not None:
             yield from ((f"{knob.name}.{path}", replace(spec, **{knob.name: part})) for path, part in turned(value))
         elif knob.default not in (MISSING, value) and knob.name not in NOT_TURNED:
             yield knob.name, replace(spec, **{knob.name: knob.default})
@@ -72,6 +72,9 @@ def others(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
         yield "router.groups_kept", replace(spec, router=replace(router, groups_kept=router.groups_kept + 1))
     if isinstance(own, LatentAttention):
         yield "mla.norm_eps", with_attention(spec, norm_eps=0.1)
+    if isinstance(own, LatentAttention) and (growth := own.query_scale):
+        yield "mla.query_scale.beta", with_attention(spec, query_scale=replace(growth, beta=2 * growth.beta))
+        yield "mla.query_scale.length", with_attention(spec, query_scale=replace(growth, length=2 * growth.length))
     if yarn := own.rope.yarn:
         for name, value in {"attention_factor": 1.7, "truncate": not yarn.truncate, "factor": 16.0}.items():
             yield f"{own.kind}.rope.yarn.{name}", with_attention(spec, yarn=replace(yarn, **{name: value}))

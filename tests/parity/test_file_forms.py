@@ -1,9 +1,9 @@
-"""Every form in which transformers writes the files of a hybrid family, served in float32, against transformers."""
+"""Forms in which transformers writes the files of a family, served in float32, against transformers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,10 @@ VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
     "num_position_embeddings": 16,
 }  # fmt: skip
+PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 32, "image_size": 16, "patch_size": 4,
+}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 """Sections of the rotation by time, height and width; for text all three have the same positions."""
@@ -37,7 +41,8 @@ class Form:
 
     name: str
     case: str
-    is_multimodal: bool = False
+    multimodal: Callable[[dict[str, Any]], Any] | None = None
+    """Function from the config of a text model to that of the multimodal model around it, if any."""
     is_fused: bool = False
     """Read from files that have the experts of a layer in two tensors."""
     rereads: Any = None
@@ -45,24 +50,36 @@ class Form:
     wanted: str = ""
     """A tensor by which the form is known."""
 
-    def multimodal_config(self, text: dict[str, Any]) -> Any:
-        text = copy.deepcopy(text)
-        text["rope_parameters"] = {**ROPE, **text.get("rope_parameters", {}), **SECTIONS}
-        config = AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=copy.deepcopy(VISION))
-        config.tie_word_embeddings = text.get("tie_word_embeddings", False)
-        return config
+
+def in_qwen(text: dict[str, Any]) -> Any:
+    """Return the config of Qwen3.5 with a language model."""
+    text["rope_parameters"] = {**ROPE, **text.get("rope_parameters", {}), **SECTIONS}
+    return AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=copy.deepcopy(VISION))
+
+
+def in_mistral(text: dict[str, Any]) -> Any:
+    """Return the config of Mistral 3 with a language model of Mistral 4."""
+    text = {"model_type": "mistral4", **text}
+    return AutoConfig.for_model("mistral3", text_config=text, vision_config=copy.deepcopy(PIXTRAL))
+
+
+def in_minimax(text: dict[str, Any]) -> Any:
+    """Return the config of MiniMax-M3 with a language model."""
+    text = {"model_type": "minimax_m3_vl_text", **text}
+    vision = {**PIXTRAL, "model_type": "minimax_m3_vl_vision", "hidden_size": 24}
+    return AutoConfig.for_model("minimax_m3_vl", text_config=text, vision_config=vision, projector_hidden_size=64)
 
 
 _EXPERTS, _NESTED = "layers.0.mlp.experts.", "model.language_model.layers.0.mlp.experts."
 FORMS = (
-    Form("fused", "qwen3_next-0", False, True, AutoModelForCausalLM, f"model.{_EXPERTS}gate_up_proj"),
-    Form("fused", "qwen3_5_moe_text-0", False, True, AutoModelForCausalLM, f"model.{_EXPERTS}gate_up_proj"),
-    Form("multimodal", "qwen3_5_moe_text-0", True, wanted=f"{_NESTED}0.gate_proj.weight"),
-    Form("multimodal-tied", "qwen3_5_moe_text-2", True, wanted=f"{_NESTED}0.gate_proj.weight"),
+    Form("fused", "qwen3_next-0", None, True, AutoModelForCausalLM, f"model.{_EXPERTS}gate_up_proj"),
+    Form("fused", "qwen3_5_moe_text-0", None, True, AutoModelForCausalLM, f"model.{_EXPERTS}gate_up_proj"),
+    Form("multimodal", "qwen3_5_moe_text-0", in_qwen, wanted=f"{_NESTED}0.gate_proj.weight"),
+    Form("multimodal-tied", "qwen3_5_moe_text-2", in_qwen, wanted=f"{_NESTED}0.gate_proj.weight"),
     Form(
         "multimodal-fused",
         "qwen3_5_moe_text-0",
-        True,
+        in_qwen,
         True,
         AutoModelForImageTextToText,
         f"{_NESTED}gate_up_proj",
@@ -70,20 +87,34 @@ FORMS = (
     Form(
         "language-model-of-multimodal",
         "qwen3_5_moe_text-0",
-        True,
+        in_qwen,
         False,
         AutoModelForCausalLM,
         f"{_NESTED}0.gate_proj.weight",
     ),
+    Form("multimodal", "mistral4-0", in_mistral, wanted=f"language_model.model.{_EXPERTS}gate_up_proj"),
+    Form(
+        "multimodal",
+        "minimax_m3_vl_text-0",
+        in_minimax,
+        wanted="language_model.model.layers.1.block_sparse_moe.experts.0.w1.weight",
+    ),
+    Form(
+        "multimodal-tied",
+        "minimax_m3_vl_text-2",
+        in_minimax,
+        wanted="language_model.model.layers.0.block_sparse_moe.experts.0.w1.weight",
+    ),
 )
-"""The last is of the architecture of text models, with the tensor names of the multimodal one."""
+"""One is of the architecture of text models, with the tensor names of the multimodal one."""
 
 
 def written(form: Form, directory: Path) -> tuple[Path, Any]:
     """The checkpoint of a form, and the model of transformers that it was written from."""
     case = next(case for case in FAMILY_CASES if case.name == form.case)
-    if form.is_multimodal:
-        config, kind = form.multimodal_config(case.config), AutoModelForImageTextToText
+    if form.multimodal:
+        config, kind = form.multimodal(copy.deepcopy(case.config)), AutoModelForImageTextToText
+        config.tie_word_embeddings = case.config.get("tie_word_embeddings", False)
     else:
         config, kind = AutoConfig.for_model(case.family, **copy.deepcopy(case.config)), AutoModelForCausalLM
     reference = live.FamilyReference(live.random_model(config, kind, seed=case.variant + 1))
@@ -100,7 +131,8 @@ def written(form: Form, directory: Path) -> tuple[Path, Any]:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
     path, model = written(request.param, tmp_path_factory.mktemp("form"))
     assert request.param.wanted in load_file(path / "model.safetensors")
-    reference = comparison.reference_of(model, seed=0, is_recurrent=True)
+    is_recurrent = request.param.case.startswith(comparison.RECURRENT)
+    reference = comparison.reference_of(model, seed=0, is_recurrent=is_recurrent)
     with ExitStack() as running:
         yield running.enter_context(Engine(str(path), **comparison.ENGINE)), reference
 

@@ -14,8 +14,7 @@ from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySe
 from rayserve_moe.execution.processor_module import digest_of, load_processors
 from rayserve_moe.execution.served_model import RunnerSettings, runner_settings
 from rayserve_moe.model.family_table import family_of, rules_of, spec_from_config
-from rayserve_moe.model.layers.moe import experts_in_files
-from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.requests.records import ModelCard
 from rayserve_moe.text.tokenizer import Tokenizer
@@ -94,5 +93,5 @@ def check_tensors(files: CheckpointFiles) -> None:
     Raises: CheckpointError as in `names.verify`, UnsupportedModelError for the config.
     """
     spec, rules = spec_from_config(files.config), rules_of(files.config, files.tensors)
-    tree = experts_in_files(parameter_specs(spec, dtype="float32"), rules, spec=spec)
+    tree = parameters_in_files(parameter_specs(spec, dtype="float32"), rules, spec=spec)
     verify(files, tree, rules=rules, ignored=getattr(family_of(files.config), "IGNORED", ()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.kernels.reference.activations import SILU, Activation
 from rayserve_moe.kernels.table import Kernels
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -26,8 +27,7 @@ class ExpertConfig:
     """`topk`, `replicas_only` or `balanced`."""
     capacity_scope: str = "global"
     """The tokens that compete for slots of limited capacity (`balanced_layer`)."""
-    activation: str = "silu"
-    """A key of `expert_products.ACTIVATIONS`."""
+    activation: Activation = SILU
     weight_dtype: str = ""
     """`int8` or `float8_e4m3fn` for quantised matrices of experts; empty: the dtype of all weights."""
 

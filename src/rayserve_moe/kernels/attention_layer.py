@@ -117,7 +117,8 @@ class PagedKernels(NamedTuple):
 class AttentionInputs(NamedTuple):
     """Arguments of a layer's attention besides the stream and the pool: weights of all layers under the names of
     `model.parameters`, the tokens of the step, their rotation, and the layer's number; optionally the results of
-    `AttentionKernels.describe_singles` and `AttentionKernels.norm_and_project`."""
+    `AttentionKernels.describe_singles` and `AttentionKernels.norm_and_project`, and float32 factors of the queries of
+    latent attention [T]."""
 
     weights: Mapping[str, jax.Array]
     batch: TokenBatch
@@ -125,6 +126,7 @@ class AttentionInputs(NamedTuple):
     layer: jax.Array
     singles: DescribedSingles | None = None
     projected: tuple[jax.Array, jax.Array] | None = None
+    query_scale_T: jax.Array | None = None
 
 
 def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
@@ -145,7 +147,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     `batch.layer_pages` assigns. `decode` attends the single tokens, `prefill` the blocks; `project` has the signature
     of `project_rows`. `write_and_decode` replaces `decode` and writes the rows that it attends.
     """
-    weights, batch, rotation, layer, singles, projected = inputs
+    weights, batch, rotation, layer, singles, projected, _ = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}

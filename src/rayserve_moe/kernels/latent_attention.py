@@ -63,13 +63,14 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     the rows of `rows_of`; `rotation` is for r elements. Queries come from a latent of their own if `weights` have it
     (q_a, q_a_norm, q_b).
     """
-    weights, batch, rotation, layer, singles, *_ = inputs
+    weights, batch, rotation, layer, singles, _, query_scale_T = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
     latent_width = len(of_layer["kv_a_norm_LC"])
     with jax.named_scope("projections"):
         latents_T1C = _latents(normed_TD, of_layer, rotation, config)
         queries_TAC = _absorbed_queries(normed_TD, of_layer, rotation, config)
+        queries_TAC = queries_TAC if query_scale_T is None else queries_TAC * query_scale_T[:, None, None]
     step = PagedStep(batch, first_page, rows_of(latents_T1C), num_late=batch.num_singles if write_and_decode else 0)
     kv_pages = write_early(kv_pages, step)
     with jax.named_scope("paged_attention"):

@@ -163,10 +163,10 @@ def layers_of(
 def first_layers_dense(config: Mapping[str, Any], *, default: int) -> tuple[int, ...]:
     """Return the layers without experts: by `mlp_layer_types`, else the first `first_k_dense_replace`."""
     num_layers = integer_of(config, "num_hidden_layers")
-    types = config.get("mlp_layer_types")
-    if types is None:
+    if config.get("mlp_layer_types") is None:
         return tuple(range(min(num_layers, count_of(config, "first_k_dense_replace", default))))
-    return tuple(i for i, kind in enumerate(_layer_types(config, "mlp_layer_types", "sparse dense")) if kind == "dense")
+    types = layer_types_of(config, "mlp_layer_types", "sparse dense")
+    return tuple(i for i, kind in enumerate(types) if kind == "dense")
 
 
 def layers_between_dense(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -186,14 +186,18 @@ def windows_of(config: Mapping[str, Any], *, default: int, sliding: Sequence[int
     """
     window, num_layers = integer_of(config, "sliding_window", default), integer_of(config, "num_hidden_layers")
     if config.get("layer_types") is not None:
-        types = _layer_types(config, "layer_types", "full_attention sliding_attention")
+        types = layer_types_of(config, "layer_types", "full_attention sliding_attention")
         sliding = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
     if sliding and config.get("sliding_window", default) is None:
         raise UnsupportedModelError("config.json: sliding_window is null, and layers have sliding attention")
     return tuple(window if i in sliding else 0 for i in range(num_layers)) if sliding else ()
 
 
-def _layer_types(config: Mapping[str, Any], key: str, known: str) -> list[str]:
+def layer_types_of(config: Mapping[str, Any], key: str, known: str) -> list[str]:
+    """Return the kind of each layer at `key`.
+
+    Raises: UnsupportedModelError if a layer has none, or one that is not in `known`, which are separated by spaces.
+    """
     types, num_layers = config[key], integer_of(config, "num_hidden_layers")
     if (
         not isinstance(types, list | tuple)
@@ -232,15 +236,15 @@ def latent_model_of(
     )
 
 
-def within_index(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+def within_index(spec: ModelSpec, limit: int, *, key: str) -> ModelSpec:
     """Return a model of sparse attention limited to the context in which its index selects every token.
 
-    Attention over at most `index_topk` tokens is dense, and exact without the index (DeepSeek-V3.2, arXiv:2512.02556).
+    Attention over at most `limit` tokens, by the `key` of the config, is dense, and exact without the index
+    (DeepSeek-V3.2, arXiv:2512.02556).
     """
-    limit = integer_of(config, "index_topk", 2048)
     if spec.max_position_embeddings <= limit:
         return spec
-    reason = f"index_topk {limit}: {spec.family} is served with dense attention, exact up to that length"
+    reason = f"{key} {limit}: {spec.family} is served with dense attention, exact up to that length"
     return replace(spec, max_position_embeddings=limit, context_limit=reason)
 
 
@@ -265,7 +269,7 @@ def hybrid_layers_of(
     """
     num_layers = integer_of(config, "num_hidden_layers")
     if config.get("layer_types") is not None:
-        types = _layer_types(config, "layer_types", "linear_attention full_attention")
+        types = layer_types_of(config, "layer_types", "linear_attention full_attention")
         is_full = [kind == "full_attention" for kind in types]
     else:
         interval = integer_of(config, "full_attention_interval", 4)

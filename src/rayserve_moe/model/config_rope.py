@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayserve_moe.model.config_values import amount_of, flag_of, integer_of, number_of, object_of, refuse_other_values
-from rayserve_moe.model.spec import RopeSpec, UnsupportedModelError, YarnSpec
+from rayserve_moe.model.spec import QueryScaleSpec, RopeSpec, UnsupportedModelError, YarnSpec
 
 
 def rope_of(
@@ -63,6 +63,13 @@ def score_scale_of(config: Mapping[str, Any], head_dim: int) -> float | None:
         return None
     grown = _mscale(_factor(config, rope), weight)
     return head_dim**-0.5 * grown * grown
+
+
+def query_scale_of(config: Mapping[str, Any]) -> QueryScaleSpec | None:
+    """Return the factor of queries by `llama_4_scaling_beta` of the rotation; None if it has none."""
+    rope = _parameters(config)
+    beta = amount_of(rope, "llama_4_scaling_beta")
+    return QueryScaleSpec(beta, _original_length(config, rope)) if beta else None
 
 
 def _kind(rope: Mapping[str, Any]) -> Any:

@@ -54,6 +54,12 @@ MAX_INTEGERS = {
     "linear_conv_kernel_dim": 64,
     "full_attention_interval": 512,
     "index_topk": 1 << 24,
+    "index_topk_blocks": 1 << 20,
+    "index_block_size": 1 << 20,
+    "sparse_topk_blocks": 1 << 20,
+    "sparse_block_size": 1 << 20,
+    "dense_intermediate_size": 1 << 20,
+    "shared_intermediate_size": 1 << 20,
 }
 """Maximum value of each integer: several times the value of published models."""
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e12

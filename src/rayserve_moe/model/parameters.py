@@ -9,6 +9,10 @@ sharding and memory sizing read this tree.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from rayserve_moe.model.layers.mlp import halves_in_files
+from rayserve_moe.model.layers.moe import experts_in_files
 from rayserve_moe.model.layers.table import FFNS, MIXERS
 from rayserve_moe.model.param_spec import ParamSpec, norm_spec
 from rayserve_moe.model.spec import ModelSpec
@@ -39,6 +43,17 @@ def parameter_specs(
         if spec.layers_with_ffn(kind):
             tree |= ffn.parameters(spec, dtype=dtype, expert_dtype=expert_dtype, num_redundant=num_redundant)
     return tree
+
+
+def parameters_in_files(
+    tree: dict[str, dict[str, ParamSpec]], rules: Mapping[str, str], *, spec: ModelSpec
+) -> dict[str, dict[str, ParamSpec]]:
+    """Return the parameters of a model in the forms of the files that `rules` name.
+
+    The files of a family may hold experts, and gate and up of a gated MLP, in separate tensors or in one.
+    """
+    tree = {group: halves_in_files(params, rules) for group, params in tree.items()}
+    return experts_in_files(tree, rules, spec=spec) if "experts" in tree else tree
 
 
 def _norm(spec: ModelSpec, role: str, dtype: str, layers: tuple[int, ...]) -> ParamSpec:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from rayserve_moe.experts.router_spec import RouterSpec, one_of
+from rayserve_moe.kernels.reference.activations import Activation
 from rayserve_moe.requests.records import RoutingLayout
 
 
@@ -49,8 +50,17 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class QueryScaleSpec:
+    """Factor of a query by its position p: 1 + beta ln(1 + floor(p / length)), after the rotation (Llama 4)."""
+
+    beta: float
+    length: int
+    """Number of first positions with the factor 1."""
+
+
+@dataclass(frozen=True)
 class ExpertSpec:
-    """Gated MLPs of the experts, and the shared expert of every MoE layer."""
+    """Gated MLPs of the experts, and the shared expert of every MoE layer; dense MLPs have their activation."""
 
     intermediate_size: int
     layout: str = one_of("per_expert", "fused_out_in", "fused_in_out_interleaved")
@@ -59,11 +69,21 @@ class ExpertSpec:
     bias: bool = False
     """True if gate, up and down have biases."""
     activation: str = one_of("silu", "clamped_swiglu")
-    """`silu`, or `clamped_swiglu` (gpt-oss: gate <= 7, up within 7, gate * sigmoid(1.702 gate) * (up + 1))."""
+    """Activation of every gated MLP of the model: `silu`, or `clamped_swiglu` (gate * sigmoid(slope * gate) * (up + 1),
+    with gate at most the limit and up within it)."""
+    gate_slope: float = 1.702
+    """Slope of `clamped_swiglu`."""
+    gate_limit: float = 7.0
+    """Limit of `clamped_swiglu`."""
     shared: str = one_of("none", "plain", "sigmoid_gated")
     """`none`, `plain` or `sigmoid_gated`."""
     shared_size: int = 0
     """Width of the shared expert."""
+
+    @property
+    def gating(self) -> Activation:
+        """Return the activation with its constants."""
+        return Activation(self.activation, self.gate_slope, self.gate_limit)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,11 @@ def in_language_model(rules: Mapping[str, str]) -> dict[str, str]:
     return moved(rules, "model.", "model.language_model.")
 
 
+def below_language_model(rules: Mapping[str, str]) -> dict[str, str]:
+    """Return the rules for a multimodal model whose files have all of the language model below one prefix."""
+    return {role: f"language_model.{name}" for role, name in rules.items()}
+
+
 def _weights(prefix: str, **tensors: str) -> dict[str, str]:
     return {role: f"{prefix}{name}.weight" for role, name in tensors.items()}
 

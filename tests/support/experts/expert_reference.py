@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.kernels.reference.activations import Activation
 
 
 def scores_by_hand(hidden_TD: np.ndarray, router_DE: np.ndarray, bias_E: np.ndarray | None, *, score: str):
@@ -36,8 +37,9 @@ def gates_by_hand(scores_TE: np.ndarray, ids_TK: np.ndarray, *, router: RouterSp
     return gates_TK * router.scale
 
 
-def activation_by_hand(gate: np.ndarray, up: np.ndarray, *, activation: str) -> np.ndarray:
-    if activation == "clamped_swiglu":
-        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+def activation_by_hand(gate: np.ndarray, up: np.ndarray, *, activation: Activation) -> np.ndarray:
+    name, slope, limit = activation
+    if name == "clamped_swiglu":
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        return gate / (1 + np.exp(-slope * gate)) * (up + 1)
     return gate / (1 + np.exp(-gate)) * up

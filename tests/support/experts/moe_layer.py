@@ -22,6 +22,7 @@ from rayserve_moe.experts.layer import apply_experts
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import RouterWeights, count_tokens
 from rayserve_moe.experts.slot_mapping import placement_arrays
+from rayserve_moe.kernels.reference.activations import SILU, Activation
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.table import KERNELS
 from rayserve_moe.parallel.mesh import use_cpu_devices
@@ -65,7 +66,7 @@ class MoeCase:
     dtype: str = "float32"
     rule: Mapping[str, Any] = field(default_factory=dict)
     has_bias: bool = False
-    activation: str = "silu"
+    activation: Activation = SILU
 
     @cached_property
     def router_spec(self) -> RouterSpec:
@@ -105,7 +106,7 @@ GROUPED = MoeCase(
     num_tokens=11,
     top_k=6,
     has_bias=True,
-    activation="clamped_swiglu",
+    activation=Activation("clamped_swiglu", slope=1.3, limit=2.0),
     rule={
         "score": "sigmoid",
         "logit_bias": True,

@@ -40,6 +40,16 @@ _LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size":
 _GLM = {**_LATENT, "num_key_value_heads": 2, "head_dim": 16, "first_k_dense_replace": 1}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 _MSCALE = {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 4.0}
+_M3 = {
+    **_LOCAL, "dense_intermediate_size": 96, "shared_intermediate_size": 48, "head_dim": 32, "rotary_dim": 16,
+    "index_n_heads": 1, "index_head_dim": 16, "index_block_size": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+_GROWING = {**_LATENT, "n_group": 1, "topk_group": 1}
+_GROWN = {
+    **_YARN, "rope_theta": 20.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0, "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 
 _LING = {
     "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4,
@@ -249,6 +259,32 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
             "routed_scaling_factor": 1.7, "first_k_dense_replace": 0, "attention_bias": True,
         },
         {**_INDEXED, "n_shared_experts": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "mistral4": (
+        {**_GROWING, "q_lora_rank": 20, "rope_parameters": _GROWN},
+        {
+            **_GROWING, "q_lora_rank": None, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+            "norm_topk_prob": False, "routed_scaling_factor": 1.7,
+            "rope_parameters": {**_GROWN, "llama_4_scaling_beta": 0.3, "mscale": 0.7, "factor": 8.0},
+        },
+        {
+            **_GROWING, "q_lora_rank": 20, "n_shared_experts": 1, "rope_interleave": False, "attention_bias": True,
+            "tie_word_embeddings": True, "rope_parameters": {**_GROWN, "original_max_position_embeddings": 5},
+        },
+    ),
+    "minimax_m3_vl_text": (
+        {
+            **_M3, "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+        {
+            **_M3, "num_key_value_heads": 4, "swiglu_alpha": 1.3, "swiglu_limit": 1.5, "routed_scaling_factor": 1.7,
+            "layer_types": ["minimax_m3_sparse"] * 3, "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+        {
+            **_M3, "num_key_value_heads": 1, "num_local_experts": 12, "tie_word_embeddings": True, "swiglu_limit": 0.7,
+            "rotary_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
     ),
     "bailing_moe_v2": (
         {**_LING, "num_key_value_heads": 2},

@@ -14,6 +14,7 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.step.function import step_logits
 from rayserve_moe.execution.step.pytrees import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.states import PoolCounts, pool_shapes
@@ -32,6 +33,12 @@ def prompt_logits_of(
     return lambda token_ids: outputs_of(token_ids)[0]
 
 
+def with_offset(array: jax.Array, loaded: ParamSpec, wanted: ParamSpec) -> jax.Array:
+    """Return the scales of a norm with another offset than they were loaded with, and any other array as it is."""
+    added = wanted.file.offset - loaded.file.offset
+    return array + added if added else array
+
+
 def prompt_outputs_of(
     runner: HostRunner, *, longest: int, spec: ModelSpec | None = None
 ) -> Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray]]:
@@ -43,9 +50,10 @@ def prompt_outputs_of(
     """
     spec, experts = spec or runner.config.spec, runner.config.experts
     config = replace(
-        runner.config, spec=spec, experts=replace(experts, router=spec.router, activation=spec.experts.activation)
+        runner.config, spec=spec, experts=replace(experts, router=spec.router, activation=spec.experts.gating)
     )
     tree = parameter_specs(spec, dtype="float32", expert_dtype=experts.weight_dtype)
+    loaded = parameter_specs(runner.config.spec, dtype="float32", expert_dtype=experts.weight_dtype)
     num_blocks = -(-longest // BLOCK)
     shape = StepShape(0, num_blocks, BLOCK)
     page_table = np.tile(np.arange(1, num_blocks + 1, dtype=np.int32), (num_blocks, 1))
@@ -69,7 +77,10 @@ def prompt_outputs_of(
         ids[:count], positions[:count] = token_ids, np.arange(count)
         slots[:count] = PAGE + np.arange(count)
         params = runner.weights.params
-        needed = {group: {name: params[group][name] for name in specs} for group, specs in tree.items()}
+        needed = {
+            group: {name: with_offset(params[group][name], loaded[group][name], specs[name]) for name in specs}
+            for group, specs in tree.items()
+        }
         weights = replace(runner.weights, params=needed)
         # One row, whose own entry is 1, begins at the entry of zeros.
         rows, entries = np.zeros(num_blocks, np.int32), np.tile(np.array([[1, 0, 0]], np.int32), (num_blocks, 1))

@@ -115,6 +115,15 @@ def _minimax(config: Config, draw: Draw) -> None:
     config["rotary_dim"] = draw.choice(range(2, config["head_dim"] + 1, 2))
 
 
+def _minimax_m3(config: Config, draw: Draw) -> None:
+    _local(config, draw)
+    del config["attention_bias"]
+    layers, num_dense = config["num_hidden_layers"], _dense_first(config, draw)
+    config.update(moe_layer_freq=[0] * num_dense + [1] * (layers - num_dense), swiglu_alpha=draw.choice([0.5, 1.702]))
+    config.update(dense_intermediate_size=draw.choice([1, 40]), shared_intermediate_size=draw.choice([1, 33, 48]))
+    config.update(swiglu_limit=draw.choice([0.3, 7.0]), rotary_dim=draw.choice(range(2, config["head_dim"] + 1, 2)))
+
+
 def _ernie(config: Config, draw: Draw) -> None:
     _experts(config, draw, count="moe_num_experts", chosen="moe_k")
     del config["head_dim"]
@@ -155,6 +164,12 @@ def _deepseek_v3(config: Config, draw: Draw) -> None:
     _latent(config, draw)
     _groups(config, draw, count="n_routed_experts")
     config.update(norm_topk_prob=draw.random() < 0.7, rope_interleave=draw.random() < 0.5)
+
+
+def _mistral4(config: Config, draw: Draw) -> None:
+    _deepseek_v3(config, draw)
+    scaled = {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": draw.choice([0.1, 0.5])}
+    config["rope_scaling"] = {**scaled, "original_max_position_embeddings": draw.choice([1, 7, 64])}
 
 
 def _bailing(config: Config, draw: Draw) -> None:
@@ -218,9 +233,11 @@ _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "glm4_moe_lite": _deepseek_v3,
     "gpt_oss": _gpt_oss,
     "minimax_m2": _minimax,
+    "minimax_m3_vl_text": _minimax_m3,
     "ernie4_5_moe": _ernie,
     "hunyuan_v1_moe": _hunyuan,
     "granitemoe": _granite,
+    "mistral4": _mistral4,
     "bailing_moe_v2": _bailing,
     "hy_v3": _hy_v3,
     "dots1": _dots1,

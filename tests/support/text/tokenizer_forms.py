@@ -29,6 +29,12 @@ CASED = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """Split pattern of gpt-oss and MiniMax: words by upper and lower case."""
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Split pattern of Mistral: words by case, each digit a word."""
 DEEPSEEK = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
@@ -136,7 +142,7 @@ FORMS = {
         config={"pad_token": "<|endoftext|>"},
     ),
     "minimax": PublishedForm(
-        families=("minimax_m2",),
+        families=("minimax_m2", "minimax_m3_vl_text"),
         said="byte-level, words by case, markers that are not special",
         tokenizer_class="GPT2Tokenizer",
         special=("]!p~[", "]~!b[", "[e~[", "]~b]", "]!d~[", "<fim_prefix>"),
@@ -158,6 +164,18 @@ FORMS = {
         falls_back=True,
         adds_bos=True,
         config={"unk_token": "<unk>", "add_bos_token": True, "add_eos_token": False, "legacy": True},
+    ),
+    "mistral": PublishedForm(
+        families=("mistral4",),
+        said="byte-level, words by case, adds its first token; or `tekken.json`",
+        published="Mistral Nemo's, of the same form",
+        tokenizer_class="PreTrainedTokenizerFast",
+        special=("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "<pad>"),
+        bos="<s>",
+        eos="</s>",
+        splits=(TEKKEN,),
+        adds_bos=True,
+        config={"unk_token": "<unk>", "pad_token": "<pad>", "add_bos_token": True, "add_prefix_space": False},
     ),
     "ernie": PublishedForm(
         families=("ernie4_5_moe",),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.synthetic import SyntheticModel, write_checkpoint
 from rayserve_moe.execution.card import check_tensors
+from rayserve_moe.model.family_table import family_of
 from rayserve_moe.model.spec import UnsupportedModelError
 from rayserve_moe.requests.records import WeightsRefusedError
 from tests.support.checkpoints.fused_experts import fused_tensors
@@ -25,7 +28,7 @@ from tests.unit.execution.test_staged_weights import loaded
 
 Tensors = dict[str, np.ndarray]
 NESTED = "model.language_model."
-MULTIMODAL = "Qwen3_5MoeForConditionalGeneration"
+PREFIX = "language_model."
 OUTER = ("dtype", "tie_word_embeddings", "quantization_config")
 
 
@@ -61,10 +64,45 @@ def nested(tensors: Tensors) -> Tensors:
     return named | {"model.visual.pos_embed.weight": np.ones((16, 16), np.float32)}
 
 
+def below_prefix(tensors: Tensors) -> Tensors:
+    """As in a multimodal model with all of the language model below one prefix, beside what reads images."""
+    names = ("vision_tower.ln_pre.weight", "multi_modal_projector.norm.weight")
+    others = {name: np.ones(4, np.float32) for name in names}
+    return {PREFIX + name: array for name, array in tensors.items()} | others
+
+
+MINIMAX_NAMES = {
+    r"^language_model\.": "",
+    r"\.block_sparse_moe\.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+    r"\.block_sparse_moe\.": ".mlp.",
+    r"\.w1\.": ".gate_proj.",
+    r"\.w3\.": ".up_proj.",
+    r"\.w2\.": ".down_proj.",
+}
+
+
+def text_of_minimax(tensors: Tensors) -> Tensors:
+    """As the class for text writes them: a tensor for gate and up in experts, shared experts and dense layers."""
+    renamed = {
+        reduce(lambda name, pair: re.sub(*pair, name), MINIMAX_NAMES.items(), name): array
+        for name, array in tensors.items()
+    }
+    found = with_fused_experts(renamed)
+    for name in [name for name in found if name.endswith(".gate_proj.weight")]:
+        both = [found.pop(name), found.pop(name.replace(".gate_", ".up_"))]
+        found[name.replace(".gate_", ".gate_up_")] = np.concatenate(both)
+    return found | {"model.layers.1.self_attn.indexer.q_norm.weight": np.ones(4, np.float32)}
+
+
 def multimodal_config(path: Path) -> dict[str, Any]:
     text = json.loads((path / "config.json").read_text())
     outer = {key: text.pop(key) for key in OUTER if key in text}
-    return {**outer, "architectures": [MULTIMODAL], "text_config": text, "vision_config": {"depth": 1}}
+    return {
+        **outer,
+        "architectures": [family_of(text).OTHER_ARCHITECTURES[0]],
+        "text_config": text,
+        "vision_config": {"depth": 1},
+    }
 
 
 FORMS: dict[str, tuple[str, tuple[Callable[[Tensors], Tensors], ...], bool]] = {
@@ -73,6 +111,8 @@ FORMS: dict[str, tuple[str, tuple[Callable[[Tensors], Tensors], ...], bool]] = {
     "multimodal": ("qwen3_5_moe_text", (nested,), True),
     "multimodal and fused": ("qwen3_5_moe_text", (with_fused_experts, nested), True),
     "text with nested names": ("qwen3_5_moe_text", (nested,), False),
+    "mistral4, multimodal": ("mistral4", (below_prefix,), True),
+    "minimax_m3, text": ("minimax_m3_vl_text", (text_of_minimax,), False),
     "multimodal with names of text": ("qwen3_5_moe_text", (), True),
 }
 

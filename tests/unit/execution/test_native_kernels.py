@@ -143,7 +143,7 @@ def test_grouped_query_attention_is_computed_with_every_knob(knob):
             "group_score": "top2_sum", "renormalize_floor": 0.1, "scale": 2.5,
         }.items()),
         *(("experts", knob, value) for knob, value in {
-            "bias": True, "activation": "clamped_swiglu", "shared": "plain",
+            "bias": True, "activation": "clamped_swiglu", "gate_slope": 1.2, "gate_limit": 3.0, "shared": "plain",
         }.items()),
     ],
 )  # fmt: skip

@@ -23,6 +23,8 @@ class LatentModel:
     bias: bool = False
     score_scale: float | None = None
     interleaved: bool = False
+    query_scale: tuple[float, int] | None = None
+    """beta and length of `spec.QueryScaleSpec`."""
     num_layers: int = 2
     norm_eps: float = 0.1
     seed: int = field(default=5, repr=False)
@@ -72,6 +74,9 @@ class LatentModel:
             [queries[..., : self.nope], turned(queries[..., self.nope :], theta=theta, interleaved=self.interleaved)],
             axis=-1,
         )
+        if self.query_scale is not None:
+            beta, length = self.query_scale
+            queries = queries * (1 + beta * np.log(1 + np.arange(num_tokens) // length))[:, None, None]
         scores = np.einsum("thd,shd->hts", queries, keys) * self.scale
         scores[:, np.triu(np.ones((num_tokens, num_tokens), bool), 1)] = -np.inf
         shares = np.exp(scores - scores.max(-1, keepdims=True))

@@ -14,6 +14,8 @@ from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference.attention import KEYS_PER_SPAN
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import KERNELS, LATENT_ATTENTION
+from rayserve_moe.model.layers.paged import query_scales
+from rayserve_moe.model.spec import QueryScaleSpec
 from tests.unit.kernels.latent_cases import LatentModel, Weights
 
 PAGE, BLOCK, LAYER, THETA, LENGTH = 16, 8, 1, 100.0, KEYS_PER_SPAN + 21
@@ -35,7 +37,8 @@ def compiled(model: LatentModel, kernels: str):
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
         rotation = rotation_of(batch.positions_T, frequencies)
-        inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER))
+        factors = None if model.query_scale is None else query_scales(batch, QueryScaleSpec(*model.query_scale))
+        inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER), query_scale_T=factors)
         return LATENT_ATTENTION[kernels][0].run.attend(hidden, pool, inputs, config=config)
 
     return jax.jit(layer)

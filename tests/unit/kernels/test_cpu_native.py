@@ -281,11 +281,12 @@ E4M3 = tuple(matrix.astype(jnp.float8_e4m3fn) for matrix in MATRICES)
 SCALES = tuple(bias.astype(jnp.float32)[:, None] for bias in BIASES)
 BLOCKS = tuple(jnp.tile(scale, (1, 8, 1)) for scale in SCALES)
 NO_SCALES = (NUMBERS[0, :0],) * 3
+OF_EXPERTS = {"num_slots": np.int64(1), "activation": "silu", "slope": np.float32(1), "limit": np.float32(1)}
 ATTRIBUTES = {
     "norm": {"eps": np.float32(1e-6)},
-    "experts": {"num_slots": np.int64(1), "activation": "silu"},
-    "int8experts": {"num_slots": np.int64(1), "activation": "silu"},
-    "fp8experts": {"num_slots": np.int64(1), "activation": "silu"},
+    "experts": OF_EXPERTS,
+    "int8experts": OF_EXPERTS,
+    "fp8experts": OF_EXPERTS,
     "scores": {"score": "softmax"},
     "rotation": {"factor": np.float32(1)},
     "choose": {"last_place": np.int64(15)},

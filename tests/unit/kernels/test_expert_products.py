@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayserve_moe.kernels.reference.activations import SILU, Activation, activate
 from rayserve_moe.kernels.reference.expert_products import (
-    ACTIVATIONS,
     ExpertWeights,
     LayerExperts,
     ProductConfig,
@@ -24,6 +24,7 @@ COMPILED = {kernel.__name__: jax.jit(kernel) for kernel in (multiply_in_blocks, 
 """The native one takes packed bfloat16 only; `test_cpu_native.py` holds it to these."""
 KERNEL = pytest.mark.parametrize("kernel", COMPILED.values(), ids=COMPILED.keys())
 WIDTH, INNER, NUM_LAYERS = 6, 4, 3
+CLAMPED = Activation("clamped_swiglu", slope=1.5, limit=5.0)
 
 
 def weights_for(num_slots: int, *, biased: bool = False) -> ExpertWeights:
@@ -42,7 +43,7 @@ def dense(hidden: np.ndarray, slots: np.ndarray, weights: ExpertWeights, *, firs
         if slots[token, pick] < num_slots:
             expert, row = first_slot + slots[token, pick], hidden[token].astype(np.float64)
             gate, up = row @ gates[expert] + gate_biases[expert], row @ ups[expert] + up_biases[expert]
-            inner = activation_by_hand(gate, up, activation="clamped_swiglu" if biases else "silu")
+            inner = activation_by_hand(gate, up, activation=CLAMPED if biases else SILU)
             out[token, pick] = inner @ downs[expert] + down_biases[expert]
     return out
 
@@ -52,7 +53,7 @@ def check(kernel, slots: np.ndarray, num_slots: int, layer: int, *, biased: bool
     size, drawn = 1 + 4 * biased, np.random.default_rng(slots.size).standard_normal((len(slots), WIDTH))
     hidden = drawn.astype(np.float32) * size
     weights, first_slot = weights_for(num_slots, biased=biased), layer * num_slots
-    config = ProductConfig(num_slots, slots.size / num_slots, "clamped_swiglu" if biased else "silu")
+    config = ProductConfig(num_slots, slots.size / num_slots, CLAMPED if biased else SILU)
     experts = LayerExperts(weights, jnp.asarray(first_slot, jnp.int32), config)
     found = kernel(jnp.asarray(hidden), jnp.asarray(slots, jnp.int32), experts)
     expected = dense(hidden, slots, weights, first_slot=first_slot, num_slots=num_slots)
@@ -77,8 +78,9 @@ def test_every_bias_shows(kernel, which):
 
 def test_both_limits_of_the_clamped_activation_show():
     gate, up = np.array([9.0, 9.0, -9.0, 1.0]), np.array([1.0, 9.0, -9.0, -9.0])
-    expected = activation_by_hand(gate, up, activation="clamped_swiglu")
-    np.testing.assert_allclose(ACTIVATIONS["clamped_swiglu"](jnp.asarray(gate), jnp.asarray(up)), expected, rtol=1e-5)
+    activation = Activation("clamped_swiglu")
+    expected = activation_by_hand(gate, up, activation=activation)
+    np.testing.assert_allclose(activate(jnp.asarray(gate), jnp.asarray(up), activation), expected, rtol=1e-5)
     assert expected[0] == pytest.approx(14, abs=1e-3) and expected[1] == pytest.approx(56, abs=1e-3)
 
 
@@ -148,7 +150,7 @@ def test_rows_may_come_in_parts(kernel):
 @KERNEL
 def test_the_gate_has_the_activation_of_the_config(kernel):
     hidden, weights = jnp.full((3, WIDTH), 0.5), weights_for(1)
-    experts = LayerExperts(weights, 2, ProductConfig(1, 3.0, "gelu"))
+    experts = LayerExperts(weights, 2, ProductConfig(1, 3.0, Activation("gelu")))
     found = kernel(hidden, jnp.zeros((3, 1), jnp.int32), experts)
     gate, up, down = (array[2] for array in weights[:3])
     expected = (jax.nn.gelu(hidden @ gate) * (hidden @ up)) @ down

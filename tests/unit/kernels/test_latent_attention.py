@@ -15,6 +15,7 @@ MODELS = {
     "queries of a latent": LatentModel(),
     "queries of the hidden state": LatentModel(q_lora=None),
     "biases, a scale, and pairs of neighbours": LatentModel(bias=True, score_scale=0.45, interleaved=True),
+    "queries that grow": LatentModel(query_scale=(0.5, 7)),
     "one head, wide values": LatentModel(heads=1, value=24, nope=4),
 }
 
@@ -43,7 +44,9 @@ def test_the_cache_holds_one_latent_and_one_rotated_key_of_a_token_in_its_own_la
     assert np.isnan(rows[LENGTH:]).all()
 
 
-@pytest.mark.parametrize("change", [{"norm_eps": 1e-6}, {"score_scale": 0.4}, {"interleaved": True}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"norm_eps": 1e-6}, {"score_scale": 0.4}, {"interleaved": True}, {"query_scale": (0.5, 7)}], ids=str
+)
 def test_what_is_configured_shows_in_what_outputs_are_held_to(change):
     model = MODELS["queries of a latent"]
     hidden, weights = drawn(model), model.weights()

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rayserve_moe.kernels.reference.activations import SILU, Activation
 from rayserve_moe.kernels.reference.layers import gated_mlp, project, rms_norm, rotate, rotation_of
 from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
+from tests.support.experts.expert_reference import activation_by_hand
 
 GENERATOR_SEED = 6
 
@@ -81,12 +83,17 @@ def test_project_multiplies_and_adds_the_bias():
     assert project(jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-def test_parts_of_a_gated_mlp_add_up_to_the_whole():
+def stacked(array: np.ndarray) -> jax.Array:
+    return jnp.asarray(array)[None]
+
+
+@pytest.mark.parametrize("activation", [SILU, Activation("clamped_swiglu", slope=1.3, limit=0.7)], ids=str)
+def test_parts_of_a_gated_mlp_add_up_to_the_whole(activation):
     hidden, gate, up, down = normal(4, 6), normal(6, 10), normal(6, 10) * 2, normal(10, 6)
-    wide = hidden.astype(np.float64) @ gate
-    expected = wide / (1 + np.exp(-wide)) * (hidden @ up) @ down
+    rows, layer = hidden.astype(np.float64), jnp.int32(0)
+    expected = activation_by_hand(rows @ gate, rows @ up, activation=activation) @ down
     parts = [
-        gated_mlp(jnp.asarray(hidden), tuple(jnp.asarray(array)[None] for array in weights), layer=jnp.int32(0))
+        gated_mlp(jnp.asarray(hidden), tuple(map(stacked, weights)), layer=layer, activation=activation)
         for part in (slice(0, 4), slice(4, 10))
         for weights in [(gate[:, part], up[:, part], down[part])]
     ]

@@ -11,8 +11,8 @@ from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.narrow_weights import NARROW
 from rayserve_moe.kernels.reference import layers
+from rayserve_moe.kernels.reference.activations import ACTIVATIONS, SILU, Activation, activate
 from rayserve_moe.kernels.reference.expert_products import (
-    ACTIVATIONS,
     ExpertWeights,
     LayerExperts,
     ProductConfig,
@@ -24,6 +24,11 @@ from tests.support.kernels.native_kernels import need_native_kernels
 TOKENS, INNER, SLOTS, TOP_K = 9, 96, 5, 2
 WIDTH = 74
 """No whole panels of 32: the last one is narrower."""
+ANY_ACTIVATION = pytest.mark.parametrize(
+    "activation",
+    [*map(Activation, ACTIVATIONS), Activation("clamped_swiglu", slope=0.8, limit=1.5)],
+    ids=lambda activation: f"{activation.name}-{activation.limit}",
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,27 +51,27 @@ def packed(weights: ExpertWeights) -> ExpertWeights:
     return ExpertWeights(*map(pack, weights[:3]), *weights[3:])
 
 
-def experts_of(weights: ExpertWeights, activation: str) -> LayerExperts:
+def experts_of(weights: ExpertWeights, activation: Activation) -> LayerExperts:
     """Those of the second layer."""
     return LayerExperts(weights, SLOTS, ProductConfig(SLOTS, TOKENS * TOP_K / SLOTS, activation))
 
 
-def rounding_of(weights: ExpertWeights, hidden: jax.Array, slots: np.ndarray, activation: str) -> np.ndarray:
+def rounding_of(weights: ExpertWeights, hidden: jax.Array, slots: np.ndarray, activation: Activation) -> np.ndarray:
     """Results [T, K, D] in float64, the inner rows rounded to bfloat16 as both kernels round them."""
     wide = [None if array is None else np.asarray(array, np.float64)[SLOTS:][slots] for array in weights[:6]]
     gate, up, down, *biases = wide
     gate_bias, up_bias, down_bias = (0.0 if bias is None else bias for bias in biases)
     rows = np.asarray(hidden, np.float64)
     gate, up = (np.einsum("TD,TKDF->TKF", rows, each) + bias for each, bias in ((gate, gate_bias), (up, up_bias)))
-    inner = ACTIVATIONS[activation](jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32)).astype(jnp.bfloat16)
+    inner = activate(jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32), activation).astype(jnp.bfloat16)
     return np.einsum("TKF,TKFD->TKD", np.asarray(inner, np.float64), down) + down_bias
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("has_biases", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@ANY_ACTIVATION
 def test_experts_with_biases_and_any_activation_are_those_of_the_blocks(activation, has_biases):
-    generator = np.random.default_rng(len(activation))
+    generator = np.random.default_rng(len(activation.name))
     weights, hidden = weights_of(generator, has_biases=has_biases), draw(generator, TOKENS, WIDTH)
     slots = np.stack([generator.permutation(SLOTS)[:TOP_K] for _ in range(TOKENS)]).astype(np.int32)
     exact = rounding_of(weights, hidden, slots, activation)
@@ -79,7 +84,17 @@ def test_experts_with_biases_and_any_activation_are_those_of_the_blocks(activati
     np.testing.assert_array_equal(row[0], native[3])
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@ANY_ACTIVATION
+def test_an_mlp_has_the_activation_of_its_call(activation):
+    generator = np.random.default_rng(4)
+    weights, hidden = weights_of(generator, has_biases=False)[:3], draw(generator, TOKENS, WIDTH)
+    found = calls.gated_mlp(hidden, tuple(map(pack, weights)), layer=jnp.int32(SLOTS), activation=activation)
+    wide = (hidden.astype(jnp.float32), tuple(each.astype(jnp.float32) for each in weights))
+    expected = layers.gated_mlp(*wide, layer=jnp.int32(SLOTS), activation=activation)
+    np.testing.assert_allclose(found, expected, atol=2**-6 * np.abs(expected).max())
+
+
+@ANY_ACTIVATION
 def test_columns_of_zeros_add_nothing(activation):
     """Weights and biases whose inner width is padded give the same bits."""
     generator = np.random.default_rng(1)
@@ -98,7 +113,7 @@ def test_columns_of_zeros_add_nothing(activation):
     np.testing.assert_array_equal(once, again)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@ANY_ACTIVATION
 def test_what_is_no_number_stays_none(activation):
     generator = np.random.default_rng(2)
     weights, hidden = weights_of(generator, has_biases=True), draw(generator, TOKENS, WIDTH)
@@ -109,7 +124,7 @@ def test_what_is_no_number_stays_none(activation):
     np.testing.assert_array_equal(np.delete(found, 4, 0), np.delete(calls.expert_results(hidden, slots, experts), 4, 0))
 
 
-@pytest.mark.parametrize("activation", ["relu", ""])
+@pytest.mark.parametrize("activation", [Activation("relu"), Activation("")])
 def test_other_activations_are_refused(activation):
     generator = np.random.default_rng(3)
     experts = experts_of(weights_of(generator, has_biases=False), activation)
@@ -161,7 +176,7 @@ def test_experts_in_8_bits_have_the_bits_of_the_numbers_that_they_stand_for(dtyp
     biases = [draw(generator, 2 * SLOTS, size) for size in (INNER + 64, INNER + 64, 3 * WIDTH)]
     for added in ({}, dict(zip(("gate_bias_XF", "up_bias_XF", "down_bias_XD"), biases, strict=True))):
         both = (each._replace(**added) for each in (packed(quantized), plain))
-        found, wanted = (calls.expert_results(hidden, slots, experts_of(each, "silu")) for each in both)
+        found, wanted = (calls.expert_results(hidden, slots, experts_of(each, SILU)) for each in both)
         np.testing.assert_array_equal(found, wanted)
         assert np.abs(wide(found)).max() > 0.1
 
@@ -171,14 +186,14 @@ def test_any_scales_are_those_of_the_blocks(dtype):
     generator = np.random.default_rng(8)
     quantized, _ = random_experts(2 * SLOTS, WIDTH, INNER, seed=8, dtype=dtype)
     hidden, slots = draw(generator, TOKENS, WIDTH), jnp.asarray(generator.integers(0, SLOTS, (TOKENS, 2)), jnp.int32)
-    found = wide(calls.expert_results(hidden, slots, experts_of(packed(quantized), "silu")))
-    wanted = wide(multiply_in_blocks(hidden, slots, experts_of(quantized, "silu")))
+    found = wide(calls.expert_results(hidden, slots, experts_of(packed(quantized), SILU)))
+    wanted = wide(multiply_in_blocks(hidden, slots, experts_of(quantized, SILU)))
     np.testing.assert_allclose(found, wanted, atol=2**-7 * np.abs(wanted).max())
 
 
 def test_integers_without_scales_are_refused():
     quantized, _ = random_experts(2 * SLOTS, WIDTH, INNER, seed=9)
-    experts = experts_of(packed(quantized)._replace(up_scale_XZF=jnp.zeros((0, 1, INNER))), "silu")
+    experts = experts_of(packed(quantized)._replace(up_scale_XZF=jnp.zeros((0, 1, INNER))), SILU)
     with pytest.raises(Exception, match=r"columns of 8 bits have scales|weights are no experts"):
         jax.block_until_ready(calls.expert_results(jnp.ones((2, WIDTH), jnp.bfloat16), jnp.zeros((2, 1), int), experts))
 

@@ -24,10 +24,11 @@ MODELS = {
     "biases, a scale, and pairs of neighbours": LatentModel(bias=True, score_scale=0.45, interleaved=True),
     "whole panels": LatentModel(64, heads=5, q_lora=96, kv_lora=160, nope=64, rope=32, value=64, interleaved=True),
     "more than panels": LatentModel(96, heads=3, q_lora=50, kv_lora=52, nope=34, rope=18, value=46, bias=True),
+    "queries that grow": LatentModel(64, rope=18, interleaved=True, query_scale=(0.5, 7)),
     "one head, wide values": LatentModel(heads=1, value=24, nope=4),
     "17 heads of odd values": LatentModel(heads=18, value=7),
 }
-QUICK = ("queries of a latent", "more than panels")
+QUICK = ("queries of a latent", "more than panels", "queries that grow")
 NATIVE = {"dtype": jnp.bfloat16, "kernels": "cpu_native"}
 
 
@@ -116,8 +117,9 @@ def call_of(model: LatentModel, weights: Weights):
         pool = changes.pop(
             "pool", jnp.full((model.num_layers * 10, PAGE, 1, model.kv_lora + model.rope), jnp.nan, jnp.bfloat16)
         )
+        query_scale_T = changes.pop("query_scale_T", None)
         config = LatentConfig(changes.pop("nope", model.nope), model.norm_eps, model.scale)
-        inputs = AttentionInputs(stacked | changes, batch, rotation, jnp.int32(layer))
+        inputs = AttentionInputs(stacked | changes, batch, rotation, jnp.int32(layer), query_scale_T=query_scale_T)
         rows = jnp.asarray(hidden, jnp.bfloat16)
         return jax.block_until_ready(
             jax.jit(lambda rows, pool: attend_latent_layer(rows, pool, inputs, config=config))(rows, pool)
@@ -153,6 +155,7 @@ def ones(*shape: int) -> jax.Array:
         {"q_a_bias_LR": ones(2, 18)},
         {"kv_a_bias_LC": ones(2, 16)},
         {"rotation": Rotation(jnp.ones((1, 3)), jnp.ones((1, 3)))},
+        {"query_scale_T": jnp.ones(2)},
     ],
     ids=str,
 )

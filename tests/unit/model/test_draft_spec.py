@@ -72,3 +72,8 @@ def test_a_prediction_layer_of_a_hybrid_has_attention_and_experts_and_no_recurre
     for norm in ("embedding_norm_D", "hidden_norm_D", "norm_D"):
         assert (own[norm].dtype, own[norm].file.offset) == ("float32", 1.0)
     assert own["fc_AD"].dtype == "bfloat16"
+
+
+def test_a_dense_head_has_its_own_activation():
+    target = replace(DEEP, experts=replace(DEEP.experts, activation="clamped_swiglu", gate_limit=1.0))
+    assert eagle_spec(HEAD, target, algorithm="EAGLE3", names=()).layer.experts.activation == "silu"

@@ -11,7 +11,7 @@ import pytest
 
 from rayserve_moe.config.derive import max_model_len
 from rayserve_moe.config.settings import ModelSettings, SettingsError
-from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS
+from rayserve_moe.kernels.reference.activations import ACTIVATIONS
 from rayserve_moe.kernels.reference.layers import SCORES
 from rayserve_moe.model.family_table import FAMILIES, prediction_rules_of, spec_from_config
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec, UnsupportedModelError
@@ -87,6 +87,12 @@ KNOBS = {
     "deepseek_v32-0": {"router.num_groups": 4, "max_position_embeddings": 512, "context_limit": ""},
     "deepseek_v32-2": {"dense": (0, 2), "mixer.norm_eps": 1e-6},
     "glm_moe_dsa-0": {"router.num_groups": 1, "norm_eps": 1e-3, "mixer.norm_eps": 1e-6, "router.scale": 2.5},
+    "mistral4-0": {"mixer.query_scale.beta": 0.1, "mixer.query_scale.length": 16, "mixer.rope.rotary_dim": None},
+    "mistral4-1": {"mixer.q_lora_rank": None, "router.group_score": "top2_sum", "dense": (0,)},
+    "mistral4-2": {"mixer.rope.interleaved": False, "mixer.output_bias": True, "experts.layout": "fused_out_in"},
+    "minimax_m3_vl_text-0": {"dense": (0,), "mixer.rope.rotary_dim": 16, "norm_offset": 1.0, "experts.gate_limit": 7.0},
+    "minimax_m3_vl_text-1": {"dense": (1,), "experts.gate_slope": 1.3, "experts.gate_limit": 1.5, "router.scale": 1.7},
+    "minimax_m3_vl_text-2": {"dense": (), "mixer.rope.rotary_dim": None, "router.scale": 2.0, "context_limit": ""},
     "granitemoe-2": {"mixer.score_scale": 1.0, "experts.layout": "fused_out_in"},
 }
 
@@ -131,6 +137,38 @@ def test_sparse_attention_is_limited_to_the_length_at_which_it_is_dense(family: 
     assert max_model_len(ModelSettings(), 100, context_limit=spec.context_limit) == 100
     with pytest.raises(SettingsError, match="max_model_len 101 exceeds index_topk 100"):
         max_model_len(ModelSettings(max_model_len=101), 100, context_limit=spec.context_limit)
+
+
+PUBLISHED_M3 = {
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "index_block_size")),
+    "hidden_act": "swigluoai",
+    "use_gemma_norm": True,
+    "qk_norm_type": "per_head",
+    "moe_layer_freq": [0, 1, 1],
+    "sparse_attention_config": {
+        "use_sparse_attention": True,
+        "sparse_attention_freq": [0, 1, 1],
+        "sparse_disable_index_value": [0, 1, 1],
+        "sparse_block_size": 32,
+        "sparse_topk_blocks": 16,
+    },
+}
+
+
+def test_both_spellings_of_minimax_m3_are_the_same_model():
+    assert spec_of("minimax_m3_vl_text-0", **PUBLISHED_M3) == spec_of("minimax_m3_vl_text-0")
+
+
+def test_blocks_of_sparse_attention_limit_the_context_unless_no_layer_has_any():
+    index = {**PUBLISHED_M3["sparse_attention_config"], "sparse_topk_blocks": 3}
+    limited = spec_of("minimax_m3_vl_text-0", **PUBLISHED_M3 | {"sparse_attention_config": index})
+    assert limited.max_position_embeddings == 96
+    wanted = "max_model_len 97 exceeds sparse_topk_blocks 3 times sparse_block_size 32 = 96: "
+    with pytest.raises(SettingsError, match=wanted):
+        max_model_len(ModelSettings(max_model_len=97), 96, context_limit=limited.context_limit)
+    for change in ({"use_sparse_attention": False}, {"sparse_attention_freq": [0, 0, 0]}):
+        whole = spec_of("minimax_m3_vl_text-0", **PUBLISHED_M3 | {"sparse_attention_config": index | change})
+        assert (whole.max_position_embeddings, whole.context_limit) == (512, "")
 
 
 def test_a_published_file_of_hy3_without_a_dtype_has_bfloat16():
@@ -215,6 +253,30 @@ REFUSED = {
     "number below any": ("mixtral-0", {"rms_norm_eps": 1e-300}, "rms_norm_eps must be a positive number from 1e-30"),
     "experts of no key": ("bailing_moe_v2-0", {"num_experts": None}, "num_experts must be a positive"),
     "more experts than there are": ("glm4_moe-0", {"num_experts_per_tok": 17}, "num_experts_per_tok .* 17 exceeds 16"),
+    "dense Mistral": ("mistral4-0", {"model_type": "mistral"}, "model_type = .mistral."),
+    "another part of a head": (
+        "mistral4-0",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor rotates 12 elements of a head, not the qk_rope_head_dim = 8",
+    ),
+    "plain norms": ("minimax_m3_vl_text-0", {"use_gemma_norm": False}, "use_gemma_norm = False"),
+    "gated output": ("minimax_m3_vl_text-0", {"attention_output_gate": True}, "attention_output_gate = True"),
+    "norms of whole projections": (
+        "minimax_m3_vl_text-0",
+        {"qk_norm_type": "per_layer"},
+        "qk_norm_type = .per_layer.",
+    ),
+    "two rotated widths": ("minimax_m3_vl_text-0", {"rotary_dim": 8}, "rotary_dim = 8, but .* rotates 16"),
+    "layers of no flag": (
+        "minimax_m3_vl_text-0",
+        {"mlp_layer_types": None, "moe_layer_freq": [0, 1]},
+        "moe_layer_freq must give each layer 0 or 1",
+    ),
+    "values of the index": (
+        "minimax_m3_vl_text-0",
+        {"sparse_attention_config": {"sparse_disable_index_value": [0, 1, 0]}},
+        r"sparse_disable_index_value = \[0, 1, 0\] is not supported",
+    ),
     "dense layers alone": ("glm4_moe-0", {"first_k_dense_replace": 3}, "no layer has experts: .*first_k_dense_replace"),
     "text for a flag": ("olmoe-0", {"norm_topk_prob": "false"}, "norm_topk_prob must be true or false"),
 }
@@ -268,7 +330,7 @@ def test_a_value_of_any_key_is_read_or_refused_by_a_key(family: str):
             messages.append(str(error))
     keys = (*config, *rope, "topk_group", "rope_theta", "num_experts")
     assert all(any(key in message for key in keys) for message in messages)
-    assert all(message.isprintable() and len(message) < 600 for message in messages)
+    assert all(message.isprintable() and len(message) < 900 for message in messages)  # one lists all architectures
     for missing in config:
         rest = {key: value for key, value in config.items() if key != missing}
         with contextlib.suppress(UnsupportedModelError):

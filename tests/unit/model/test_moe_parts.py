@@ -121,6 +121,8 @@ def test_four_devices_compute_what_one_does(backend, shared):
         *(
             pytest.param(change, marks=pytest.mark.slow)
             for change in (
+                {"gate_slope": 0.4},
+                {"gate_limit": 0.1},
                 {"score": "softmax"},
                 {"logit_bias": False},
                 {"groups_kept": 3},

@@ -33,9 +33,9 @@ from rayserve_moe.model.draft_spec import (
 )
 from rayserve_moe.model.family_table import prediction_rules_of
 from rayserve_moe.model.layers.choice import NO_POOL_LIMITS, divided_sizes, kernels_for, summed_widths
-from rayserve_moe.model.layers.moe import experts_in_files
 from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.parameters import parameters_in_files
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.states import PoolCounts, pool_shapes
 
@@ -158,9 +158,7 @@ def load_draft(
     Raises: CheckpointError.
     """
     plan = config.layer.plan
-    tree = draft_tree(config, dtype=dtype)
-    if "experts" in tree:
-        tree = experts_in_files(tree, opened.rules, spec=config.draft.layer)
+    tree = parameters_in_files(draft_tree(config, dtype=dtype), opened.rules, spec=config.draft.layer)
     params = load_parameters(
         WeightSource(opened.files, opened.rules, None, opened.ignored),
         tree,

@@ -21,10 +21,10 @@ from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.table import KERNELS, Kernels
 from rayserve_moe.model.family_table import family_of, rules_of, spec_from_config
 from rayserve_moe.model.layers.choice import NO_POOL_LIMITS, divided_sizes, kernels_for
-from rayserve_moe.model.layers.moe import QUANTIZED, experts_in_files
+from rayserve_moe.model.layers.moe import QUANTIZED
 from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.param_spec import ParamSpec
-from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan, num_parts
@@ -64,7 +64,7 @@ def model_config(
         slot_choice="first" if selection == "topk" and num_redundant else experts.dispatch,
         selection=selection,
         capacity_scope=experts.capacity_scope,
-        activation=spec.experts.activation,
+        activation=spec.experts.gating,
         weight_dtype=QUANTIZED.get(experts.weight_dtype, ""),
     )
     return ModelConfig(spec, config)
@@ -138,7 +138,7 @@ def read_parameters(
     rules, ignored = rules_of(files.config, files.tensors), getattr(family_of(files.config), "IGNORED", ())
     params = load_parameters(
         WeightSource(files, rules, expert_of_slot, ignored),
-        experts_in_files(tree, rules, spec=spec_from_config(files.config)),
+        parameters_in_files(tree, rules, spec=spec_from_config(files.config)),
         sharding_of=lambda spec: plan.sharding(spec.axes),
         in_host_memory=in_host_memory,
         num_threads=num_threads,

@@ -23,7 +23,7 @@ from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.execution.weights.share import write_share
 from rayserve_moe.execution.weights.staged import SPARE_SHARE, StagedWeights, refusing
 from rayserve_moe.model.family_table import family_of, rules_of
-from rayserve_moe.model.layers.moe import experts_in_files
+from rayserve_moe.model.parameters import parameters_in_files
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.requests.records import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport
@@ -74,7 +74,7 @@ class TensorStaging:
         slots = served.placement.expert_of_slot if expert_of_slot is None else np.array(expert_of_slot)
         with refusing():
             self._sent = SentParameters(
-                experts_in_files(tree, self._rules, spec=served.config.spec),
+                parameters_in_files(tree, self._rules, spec=served.config.spec),
                 rules=self._rules,
                 ignored=self._ignored,
                 sharding_of=lambda spec: served.config.plan.sharding(spec.axes),

@@ -20,6 +20,7 @@ from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_layer import AttentionInputs
 from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.latent_attention import LatentConfig
+from rayserve_moe.kernels.reference.activations import SILU, Activation
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.reference.gated_delta import DeltaPools, Pieces
 from rayserve_moe.kernels.reference.layers import Rotation, WordMasses
@@ -168,8 +169,18 @@ def expert_sums(hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, 
     first = jnp.asarray(experts.first_slot, jnp.int32)
     arrays = (_or_empty(array, hidden_TD.dtype) for array in weights[:6])
     scales = (_or_empty(array, jnp.float32) for array in weights[6:])
-    counts, activation = np.int64(config.num_slots), config.activation
-    return call(hidden_TD, slots_TK, gates_TK, *arrays, *scales, first, num_slots=counts, activation=activation)
+    return call(
+        hidden_TD,
+        slots_TK,
+        gates_TK,
+        *arrays,
+        *scales,
+        first,
+        num_slots=np.int64(config.num_slots),
+        activation=config.activation.name,
+        slope=np.float32(config.activation.slope),
+        limit=np.float32(config.activation.limit),
+    )
 
 
 def _or_empty(array: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -187,11 +198,17 @@ def expert_results(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExpe
     return results_PD.astype(hidden_TD.dtype).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
 
-def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Array], *, layer: jax.Array) -> jax.Array:
+def gated_mlp(
+    hidden_TD: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    layer: jax.Array,
+    activation: Activation = SILU,
+) -> jax.Array:
     """Compute `layers.gated_mlp` of packed weights: every token takes the only expert of its layer."""
     slots_T1 = jnp.zeros((len(hidden_TD), 1), jnp.int32)
     ones_T1 = jnp.ones(slots_T1.shape, jnp.float32)
-    config = ProductConfig(num_slots=1, mean_rows=len(hidden_TD))
+    config = ProductConfig(num_slots=1, mean_rows=len(hidden_TD), activation=activation)
     return expert_sums(hidden_TD, slots_T1, ones_T1, LayerExperts(ExpertWeights(*weights), layer, config))
 
 
@@ -255,13 +272,13 @@ def attend_latent_layer(
     tokens takes 23 ms against 14 ms expanded; 2,048 tokens in chunks of 512 take 253 against 198 ms. With the widths of
     `deepseek-v3-small` (8 heads) it is 2.9 against 2.6 ms, and 36 against 37 ms.
     """
-    weights, batch, rotation, layer, *_ = inputs
+    weights, batch, rotation, layer, _, _, query_scale_T = inputs
     batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
     nothing = jnp.zeros((0, 0), jnp.bfloat16)
     shapes = (jax.ShapeDtypeStruct(normed_TD.shape, jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
-    call = jax.ffi.ffi_call(f"{PREFIX}latent", shapes, input_output_aliases={19: 1})
+    call = jax.ffi.ffi_call(f"{PREFIX}latent", shapes, input_output_aliases={20: 1})
     out_TD, kv_pages = call(
         normed_TD,
         weights.get("q_a_LDR", nothing),
@@ -273,6 +290,7 @@ def attend_latent_layer(
         jnp.asarray(layer, jnp.int32),
         jnp.asarray(first_page, jnp.int32),
         jnp.asarray(num_pages, jnp.int32),
+        _or_empty(query_scale_T, jnp.float32),
         kv_pages,
         num_singles=np.int64(batch.num_singles),
         nope_dim=np.int64(config.nope_dim),

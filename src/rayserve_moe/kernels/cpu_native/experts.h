@@ -21,24 +21,29 @@ inline Activation activation_of(std::string_view name) {
                                     : Activation::kUnknown;
 }
 
-// What down is multiplied with: `ACTIVATIONS` of `kernels/reference/expert_products.py`. NaN stays NaN.
-inline F16 activate(Activation activation, F16 gate, F16 up) {
-  if (activation == Activation::kSilu) return gated_by_sigmoid(gate, gate) * up;
-  if (activation == Activation::kGelu) {  // x (1 + tanh(y)) / 2 is x times the sigmoid of 2 y
+struct ActivationConfig {
+  Activation kind;
+  float slope, limit;  // of kClampedSwiglu
+};
+
+// What down is multiplied with: `ACTIVATIONS` of `kernels/reference/activations.py`. NaN stays NaN.
+inline F16 activate(const ActivationConfig& activation, F16 gate, F16 up) {
+  if (activation.kind == Activation::kSilu) return gated_by_sigmoid(gate, gate) * up;
+  if (activation.kind == Activation::kGelu) {  // x (1 + tanh(y)) / 2 is x times the sigmoid of 2 y
     const F16 cubic = fma((gate * gate), all(0.044715f), all(1.0f));
     const F16 twice = ((gate * cubic)) * all(1.5957691216f);
     return gated_by_sigmoid(gate, twice) * up;
   }
-  const F16 limit = all(7.0f);
+  const F16 limit = all(activation.limit);
   gate = least(limit, gate);
-  up = most(all(-7.0f), least(limit, up));
-  const F16 gated = gated_by_sigmoid(gate, (gate * all(1.702f)));
+  up = most(all(-activation.limit), least(limit, up));
+  const F16 gated = gated_by_sigmoid(gate, gate * all(activation.slope));
   return gated * ((up + all(1.0f)));
 }
 
 struct ExpertShapes {
   int64_t num_tokens, top_k, width, inner, num_slots;
-  Activation activation;
+  ActivationConfig activation;
 };
 
 template <class Weight>

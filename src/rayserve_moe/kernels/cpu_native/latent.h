@@ -38,6 +38,7 @@ struct LatentArrays {
   const float *cos, *sin;                        // [T, r / 2]
   const int32_t *kv_slots, *positions;           // [T]
   const int32_t* page_table;                     // [singles + blocks, P]
+  const float* query_scale;                      // [T], factors of queries; null: 1
   bf16* pool;                                    // this layer's pages, [pages, page, 1, C + r]
   float* out;                                    // [T, D]
 };
@@ -109,7 +110,17 @@ inline void norm_latents(const LatentShapes& s, const LatentArrays& a, LatentRow
   });
 }
 
-// Multiplies the part of each head that has no position into the latent space, and rotates the other.
+inline Pair scaled(const Pair& pair, float factor) { return {pair.low * all(factor), pair.high * all(factor)}; }
+
+inline void scale_row(bf16* row, int64_t width, float factor) {
+  for (int64_t i = 0; i < width; i += 16) {
+    const Mask lanes = lanes_of(i, width);
+    store(row + i, wide(row + i, lanes) * all(factor), lanes);
+  }
+}
+
+// Multiplies the part of each head that has no position into the latent space, and rotates the other; both times the
+// factor of the token's queries, before they are rounded.
 inline void absorb(const LatentShapes& s, const LatentArrays& a, LatentRows& rows) {
   const int64_t depth = s.heads() * s.nope, panels = num_panels(s.latent);
   const int64_t pieces = (panels + kAbsorbedPanels - 1) / kAbsorbedPanels;
@@ -123,11 +134,15 @@ inline void absorb(const LatentShapes& s, const LatentArrays& a, LatentRows& row
       const bf16* const of_head = a.k_b + column * depth + head * s.nope * columns;  // its rows of the panel
       const bf16* panels[1] = {panel_of(of_head, s.nope, columns, 0)};
       multiply_rows(queries, query_stride, s.batch.num_tokens, s.nope, panels, [&](int64_t t, const Pair(&result)[1]) {
-        store_columns(target + t * stride, result[0], column, s.latent);
+        const Pair query = a.query_scale ? scaled(result[0], a.query_scale[t]) : result[0];
+        store_columns(target + t * stride, query, column, s.latent);
       });
     }
-    for (int64_t t = 0; t < s.batch.num_tokens && first == 0; ++t)
-      rotate_into(target + t * stride + s.latent, queries + t * query_stride + s.nope, t, s, a);
+    for (int64_t t = 0; t < s.batch.num_tokens && first == 0; ++t) {
+      bf16* const turned = target + t * stride + s.latent;
+      rotate_into(turned, queries + t * query_stride + s.nope, t, s, a);
+      if (a.query_scale) scale_row(turned, s.rope, a.query_scale[t]);
+    }
   });
 }
 

@@ -23,14 +23,15 @@ int64_t blocks_of(F32& scales, int64_t slots, int64_t depth, int64_t columns) {
 template <class Weight, class Matrices>
 ffi::Error Experts(Bf16 hidden, S32 slots, F32 gates, Matrices gate, Matrices up, Matrices down, Bf16 gate_bias,
                    Bf16 up_bias, Bf16 down_bias, F32 gate_scale, F32 up_scale, F32 down_scale, S32 first_slot,
-                   int64_t num_slots, std::string_view activation, ffi::ResultBuffer<ffi::F32> out) {
+                   int64_t num_slots, std::string_view activation, float slope, float limit,
+                   ffi::ResultBuffer<ffi::F32> out) {
   if (!have_dims(2, hidden, slots) || !have_dims(3, gate) || !have_dims(0, first_slot))
     return wrong("experts take arrays of other numbers of dimensions");
   if constexpr (std::is_same_v<Weight, native::Fp8>)
     for (auto* matrices : {&gate, &up, &down})
       if (matrices->element_type() != ffi::F8E4M3FN) return wrong("these experts take matrices of e4m3");
   const native::ExpertShapes shapes{size_of(hidden, 0), size_of(slots, 1), size_of(hidden, 1), size_of(gate, 2),
-                                    num_slots, native::activation_of(activation)};
+                                    num_slots, {native::activation_of(activation), slope, limit}};
   const int64_t first = first_slot.typed_data()[0], all = size_of(gate, 0), size = shapes.width * shapes.inner;
   const int64_t inner = shapes.inner, width = shapes.width;
   const int64_t up_blocks = blocks_of(up_scale, all, width, inner), down_blocks = blocks_of(down_scale, all, inner, width);
@@ -46,7 +47,7 @@ ffi::Error Experts(Bf16 hidden, S32 slots, F32 gates, Matrices gate, Matrices up
   if (num_slots < 0 || first < 0 || num_slots > all - first) return wrong("there are no such expert slots");
   if (shapes.num_tokens * shapes.top_k > INT32_MAX) return wrong("there are too many picks");
   if (shapes.width % 2 || shapes.inner % native::kPanel) return wrong("experts take even rows, and inner ones of whole panels");
-  if (shapes.activation == native::Activation::kUnknown) return wrong("experts have no such activation");
+  if (shapes.activation.kind == native::Activation::kUnknown) return wrong("experts have no such activation");
   native::ExpertArrays<Weight> arrays{numbers(hidden), slots.typed_data(), gates.typed_data()};
   arrays.gate = from_row<Weight>(gate, first, size), arrays.up = from_row<Weight>(up, first, size);
   arrays.down = from_row<Weight>(down, first, size);
@@ -66,12 +67,15 @@ ffi::Error Experts(Bf16 hidden, S32 slots, F32 gates, Matrices gate, Matrices up
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeExperts, (Experts<native::bf16, Bf16>),
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<F32>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
-                                  .Attr<int64_t>("num_slots").Attr<std::string_view>("activation").Ret<F32>());
+                                  .Attr<int64_t>("num_slots").Attr<std::string_view>("activation")
+                                  .Attr<float>("slope").Attr<float>("limit").Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeInt8Experts, (Experts<int8_t, S8>),
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<F32>().Arg<S8>().Arg<S8>().Arg<S8>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
-                                  .Attr<int64_t>("num_slots").Attr<std::string_view>("activation").Ret<F32>());
+                                  .Attr<int64_t>("num_slots").Attr<std::string_view>("activation")
+                                  .Attr<float>("slope").Attr<float>("limit").Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeFp8Experts, (Experts<native::Fp8, F8>),
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<F32>().Arg<F8>().Arg<F8>().Arg<F8>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
-                                  .Attr<int64_t>("num_slots").Attr<std::string_view>("activation").Ret<F32>());
+                                  .Attr<int64_t>("num_slots").Attr<std::string_view>("activation")
+                                  .Attr<float>("slope").Attr<float>("limit").Ret<F32>());

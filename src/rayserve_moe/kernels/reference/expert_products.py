@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.narrow_weights import NARROW, dequantized, in_blocks
+from rayserve_moe.kernels.reference.activations import SILU, Activation, activate
 from rayserve_moe.kernels.slot_order import inverse, order_by_slot, take
 
 
@@ -42,27 +43,10 @@ class ExpertWeights(NamedTuple):
     down_scale_XZD: jax.Array | None = None
 
 
-Activation = Callable[[jax.Array, jax.Array], jax.Array]
-"""From gate and up to the operand of down."""
 Multiply = Callable[..., jax.Array]
 """The signature of `multiply_in_blocks`."""
 
 TILE_ROWS = 256
-
-GATE_LIMIT, GATE_SLOPE = 7.0, 1.702
-
-
-def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up within 7 (gpt-oss, arXiv:2508.10925)."""
-    gate, up = jnp.minimum(gate, GATE_LIMIT), jnp.clip(up, -GATE_LIMIT, GATE_LIMIT)
-    return gate * jax.nn.sigmoid(GATE_SLOPE * gate) * (up + 1)
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": lambda gate, up: jax.nn.silu(gate) * up,
-    "gelu": lambda gate, up: jax.nn.gelu(gate) * up,
-    "clamped_swiglu": clamped_swiglu,
-}
 
 
 @dataclass(frozen=True)
@@ -74,7 +58,7 @@ class ProductConfig:
 
     num_slots: int
     mean_rows: float
-    activation: str = "silu"
+    activation: Activation = SILU
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +94,7 @@ def multiply_in_blocks(hidden_TD: jax.Array, slots_TK: jax.Array, experts: Layer
         assignments = first_assignment_S[slot] + (i - first_block_S[slot]) * block + jnp.arange(block)
         tokens = order_P.at[assignments].get(mode="clip") // top_k
         rows_BD = hidden_TD[tokens].reshape(block, -1)
-        return _expert(rows_BD, weights, experts.first_slot + slot, ACTIVATIONS[config.activation])
+        return _expert(rows_BD, weights, experts.first_slot + slot, config.activation)
 
     def visit(i: jax.Array, results_YD: jax.Array) -> jax.Array:
         rows_BD = jax.lax.cond(i < num_blocks, multiply, lambda _: jnp.zeros_like(results_YD[:block]), i)
@@ -149,7 +133,7 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
 
     gate_up, down = _products(weights)
     gate, up = (multiply(sorted_PD, product) for product in gate_up)
-    inner = ACTIVATIONS[experts.config.activation](gate, up).astype(hidden_TD.dtype)
+    inner = activate(gate, up, experts.config.activation).astype(hidden_TD.dtype)
     down = multiply(inner, down)
     rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
     return take(rows_P, place_P).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
@@ -213,7 +197,7 @@ def _count_assignments(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, 
     return slots_P, jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
 
 
-def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array, activate: Activation) -> jax.Array:
+def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array, activation: Activation) -> jax.Array:
     def multiply(rows: jax.Array, product: _Product) -> jax.Array:
         matrix, scales = product.matrices[index], None if product.scales is None else product.scales[index]
         if scales is not None and in_blocks(scales):
@@ -224,7 +208,7 @@ def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array, activa
 
     gate_up, down = _products(weights)
     gate, up = (multiply(rows_BD, product) for product in gate_up)
-    return multiply(activate(gate, up).astype(rows_BD.dtype), down).astype(rows_BD.dtype)
+    return multiply(activate(gate, up, activation).astype(rows_BD.dtype), down).astype(rows_BD.dtype)
 
 
 class _Product(NamedTuple):

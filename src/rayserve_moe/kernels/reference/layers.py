@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
+from rayserve_moe.kernels.reference.activations import SILU, Activation, activate
+
 NO_ID = 2**31 - 1
 """Id of no token."""
 
@@ -40,13 +42,19 @@ def project(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None = None)
     return out if bias is None else out + bias
 
 
-def gated_mlp(hidden_TD: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Array], *, layer: jax.Array) -> jax.Array:
-    """Compute the SiLU-gated MLP of a layer: float32 [T, D], a partial sum on a device that holds a part of I.
+def gated_mlp(
+    hidden_TD: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    layer: jax.Array,
+    activation: Activation = SILU,
+) -> jax.Array:
+    """Compute the gated MLP of a layer: float32 [T, D], a partial sum on a device that holds a part of I.
 
     `weights` are gate and up [N, D, I] and down [N, I, D] of all dense layers.
     """
     gate_DI, up_DI, down_ID = (stacked[layer] for stacked in weights)
-    inner = jax.nn.silu(project(hidden_TD, gate_DI)) * project(hidden_TD, up_DI)
+    inner = activate(project(hidden_TD, gate_DI), project(hidden_TD, up_DI), activation)
     return jnp.matmul(inner, down_ID, preferred_element_type=jnp.float32)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.narrow_weights import NARROW, scale_rows
+from rayserve_moe.kernels.reference.activations import SILU, Activation
 
 LANES, SUBLANES = 128, 8
 TILE_ROWS, CONVERTED_TOKENS = 64, 16
@@ -43,7 +44,7 @@ class DispatchSizes:
     """Slots of a rank."""
     axes: tuple[tuple[str, int], ...]
     """Names and sizes of the mesh axes of the ranks, the fastest axis last."""
-    activation: str = "silu"
+    activation: Activation = SILU
     weight_dtype: str = "bfloat16"
     num_cores: int = 1
     """Cores of a device; each has a part of the slots."""

@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
-from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS, Activation, LayerExperts
+from rayserve_moe.kernels.reference.activations import Activation, activate
+from rayserve_moe.kernels.reference.expert_products import LayerExperts
 from rayserve_moe.kernels.slot_order import order_by_slot, take
 
 BlockPlace = tuple[jax.Array | int, ...]
@@ -119,7 +120,7 @@ def _kernel_for(
     """Return the kernel for rows and experts of these shapes."""
     (num_rows, width), num_slots = rows_RD.shape, experts.config.num_slots
     num_blocks = experts.weights.gate_XDF.shape[2] // block
-    activate, given = ACTIVATIONS[experts.config.activation], [s for s in experts.weights[6:] if s is not None]
+    given = [s for s in experts.weights[6:] if s is not None]
 
     def held_block(step: jax.Array, part: jax.Array, first_1: jax.Array, held_S: jax.Array) -> BlockPlace:
         """Return slot and block of a step's weights: a slot without rows has the next first or the last block."""
@@ -145,7 +146,7 @@ def _kernel_for(
     scales = [pl.BlockSpec((1, s.shape[1], size), at) for s, (size, at) in zip(given, of_scales, strict=False)]
     sums = pltpu.VMEM((num_rows if num_blocks > 1 else ALIGNED_ROWS, width), jnp.float32)
     return pl.pallas_call(
-        partial(_multiply_slot, num_blocks=num_blocks, has_scales=bool(given), activate=activate),
+        partial(_multiply_slot, num_blocks=num_blocks, has_scales=bool(given), activation=experts.config.activation),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_slots, num_blocks),
@@ -160,7 +161,7 @@ def _kernel_for(
     )
 
 
-def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Activation) -> None:
+def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activation: Activation) -> None:
     """Multiply the tiles of a slot's rows with a block of the expert width; rows of other slots do not change."""
     _, begin_S, _, rows_ref, gate_ref, up_ref, down_ref = refs[:7]
     scale_refs = [ref.at[0] for ref in refs[7:10]] if has_scales else [None] * 3
@@ -175,7 +176,7 @@ def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activate: Acti
         rows_MD = rows_ref[tile, :]
         gate_MB = held_product(rows_MD, gate_ref[0], scale_refs[0])
         up_MB = held_product(rows_MD, up_ref[0], scale_refs[1])
-        inner_MB = activate(gate_MB, up_MB).astype(rows_MD.dtype)
+        inner_MB = activate(gate_MB, up_MB, activation).astype(rows_MD.dtype)
         first_block = part * (down_ref.shape[1] // SCALE_BLOCK)
         sum_MD = held_product(inner_MB, down_ref[0], scale_refs[2], first=first_block)
         place_M1 = at + jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0)

@@ -34,7 +34,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
-from rayserve_moe.kernels.reference.expert_products import ACTIVATIONS, LayerExperts
+from rayserve_moe.kernels.reference.activations import activate
+from rayserve_moe.kernels.reference.expert_products import LayerExperts
 from rayserve_moe.kernels.tpu.dispatch_rows import (
     as_words,
     count_slots,
@@ -347,7 +348,7 @@ def _multiply_tile(
     columns = [lower for lower, _ in parts] + [upper for _, upper in parts]
     rows_MD = jnp.concatenate([column.astype(jnp.bfloat16) for column in columns], axis=1)
     gate_MB, up_MB = (_product(rows_MD, refs, place, half) for place in (0, 1))
-    inner_MB = ACTIVATIONS[sizes.activation](gate_MB, up_MB).astype(jnp.bfloat16)
+    inner_MB = activate(gate_MB, up_MB, sizes.activation).astype(jnp.bfloat16)
     result_MD = _product(inner_MB, refs, 2, half, block)
 
     def place(result_MD: jax.Array) -> None:

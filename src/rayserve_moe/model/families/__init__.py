@@ -14,6 +14,8 @@ from rayserve_moe.model.families import granitemoe as granitemoe
 from rayserve_moe.model.families import hunyuan_v1_moe as hunyuan_v1_moe
 from rayserve_moe.model.families import hy_v3 as hy_v3
 from rayserve_moe.model.families import minimax_m2 as minimax_m2
+from rayserve_moe.model.families import minimax_m3_vl_text as minimax_m3_vl_text
+from rayserve_moe.model.families import mistral4 as mistral4
 from rayserve_moe.model.families import mixtral as mixtral
 from rayserve_moe.model.families import olmoe as olmoe
 from rayserve_moe.model.families import qwen2_moe as qwen2_moe

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayserve_moe.model.config_parts import biased_sigmoid_router_of, latent_model_of, outline_of, within_index
-from rayserve_moe.model.config_values import refuse_other_values
+from rayserve_moe.model.config_values import integer_of, refuse_other_values
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.tensor_names import LATENT_MODEL
 
@@ -34,4 +34,4 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     outline = outline_of(config, norm_eps=1e-5, max_positions=202752)
     router = biased_sigmoid_router_of(config, scale=2.5)
     spec = latent_model_of(config, "glm_moe_dsa", router=router, num_dense=3, outline=outline)
-    return within_index(spec, config)
+    return within_index(spec, integer_of(config, "index_topk", 2048), key="index_topk")

@@ -17,10 +17,10 @@ from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.table import LATENT_ATTENTION, AttentionKernels, Kernels
 from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
 from rayserve_moe.model.layers.kinds import Mixer
-from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
+from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention, query_scales
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
 from rayserve_moe.model.param_spec import FileForm, ParamSpec
-from rayserve_moe.model.spec import ModelSpec, RopeSpec, ScoreShape, UnsupportedModelError
+from rayserve_moe.model.spec import ModelSpec, QueryScaleSpec, RopeSpec, ScoreShape, UnsupportedModelError
 from rayserve_moe.state.kinds import ArraySpec, StateKind
 
 KIND = "mla"
@@ -56,6 +56,8 @@ class LatentAttention:
     """Bias of o."""
     score_scale: float | None = None
     """None stands for head_dim ** -0.5."""
+    query_scale: QueryScaleSpec | None = None
+    """Factor of queries by position, if any."""
 
     @property
     def head_dim(self) -> int:
@@ -164,9 +166,10 @@ def attention_choice(own: LatentAttention, kernels: Kernels, *, pool: PoolFormat
 
 
 def prepare(own: LatentAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
-    """Return rotations and kernel descriptions of a step's tokens."""
+    """Return rotations, factors of queries and kernel descriptions of a step's tokens."""
     (pool,) = pools[STATE]
-    return prepare_attention(batch, pool, rope=own.rope, width=own.rotary_width, windows=(), config=config)
+    step = prepare_attention(batch, pool, rope=own.rope, width=own.rotary_width, windows=(), config=config)
+    return step if own.query_scale is None else step._replace(query_scale_T=query_scales(batch, own.query_scale))
 
 
 def latent_config(own: LatentAttention) -> LatentConfig:

@@ -4,12 +4,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import jax
 
 from rayserve_moe.model.layers.kinds import Ffn
 from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.spec import ModelSpec
+
+PAIRS = (("dense_gate", "dense_up"), ("shared_gate", "shared_up"))
+"""Roles of gate and up, which may share a tensor of the files."""
 
 
 def parameters(
@@ -47,7 +53,8 @@ def apply(
     """Return the MLP's output for every token [T, D], without routing."""
     weights = params["dense"]
     matrices = weights["gate_NDI"], weights["up_NDI"], weights["down_NID"]
-    out_TD = config.plan.sum_over_tensor(config.kernels.mlp(normed_TD, matrices, layer=layer))
+    made_TD = config.kernels.mlp(normed_TD, matrices, layer=layer, activation=config.spec.experts.gating)
+    out_TD = config.plan.sum_over_tensor(made_TD)
     return out_TD.astype(normed_TD.dtype), None
 
 
@@ -55,6 +62,24 @@ def product(role: str, shape: tuple[int, int], layers: tuple[int, ...], dtype: s
     """Return a matrix of a gated MLP, sharded over the tensor axis on its inner dimension."""
     axes = ("dense_inner", "model") if role.endswith("_down") else ("model", "dense_inner")
     return ParamSpec((len(layers), *shape), dtype, ("layers", *axes), role, layers, file=TRANSPOSED)
+
+
+def halves_in_files(params: Mapping[str, ParamSpec], rules: Mapping[str, str]) -> dict[str, ParamSpec]:
+    """Return the parameters of a group as in the files that `rules` name.
+
+    If gate and up of a gated MLP have the same name, they are the first and the second half of that tensor.
+    """
+    return {name: _half(param) if _is_half(param.role, rules) else param for name, param in params.items()}
+
+
+def _is_half(role: str, rules: Mapping[str, str]) -> bool:
+    return any(role in pair and rules[pair[0]] == rules[pair[1]] for pair in PAIRS)
+
+
+def _half(param: ParamSpec) -> ParamSpec:
+    width = param.filled_shape[param.column_dim]
+    start = width if param.role.endswith("_up") else 0
+    return replace(param, file=replace(param.file, repeat_width=width, period=2 * width, start=start))
 
 
 FFN = Ffn(parameters, apply, divided_sizes)

@@ -192,7 +192,8 @@ def _shared_expert(
 ) -> jax.Array:
     """Return the shared expert's output for every token, float32 [T, D], times its gate if it has one (Qwen2-MoE)."""
     matrices = weights["gate_MDS"], weights["up_MDS"], weights["down_MSD"]
-    out_TD = config.plan.sum_over_tensor(config.kernels.mlp(normed_TD, matrices, layer=moe_layer))
+    made_TD = config.kernels.mlp(normed_TD, matrices, layer=moe_layer, activation=config.spec.experts.gating)
+    out_TD = config.plan.sum_over_tensor(made_TD)
     if config.spec.experts.shared != "sigmoid_gated":
         return out_TD
     gate_D1 = weights["out_gate_MD1"][moe_layer].astype(jnp.float32)

@@ -8,12 +8,13 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs, DescribedSingles, TokenBatch
 from rayserve_moe.kernels.reference.layers import Rotation
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
-from rayserve_moe.model.spec import RopeSpec, YarnSpec
+from rayserve_moe.model.spec import QueryScaleSpec, RopeSpec, YarnSpec
 
 
 class AttentionStep(NamedTuple):
@@ -23,6 +24,8 @@ class AttentionStep(NamedTuple):
     """Rotation of every token."""
     singles: DescribedSingles | None
     """Kernel description of single tokens; None if the kernel needs none or the step has none."""
+    query_scale_T: jax.Array | None = None
+    """Factors of queries, float32; None stands for 1."""
 
 
 def prepare_attention(
@@ -74,11 +77,17 @@ def attend(  # noqa: PLR0913 (the differences between kinds of attention)
     normed_TD, pools = rows
     (pool,) = pools[state]
     step: AttentionStep = inputs.prepared[mixer]
-    of_layer = AttentionInputs(weights, inputs.batch, step.rotation, layer, step.singles, made)
+    of_layer = AttentionInputs(weights, inputs.batch, step.rotation, layer, step.singles, made, step.query_scale_T)
     out_TD, pool = config.kernels.attention.attend(normed_TD, pool, of_layer, config=attention)
     out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)
     out_TD = out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD
     return out_TD, {**pools, state: (pool,)}
+
+
+def query_scales(batch: TokenBatch, spec: QueryScaleSpec) -> jax.Array:
+    """Return the factor of each token's queries, float32 [T]; padding has the factor of position 0."""
+    turns_T = jnp.maximum(batch.positions_T, 0) // spec.length
+    return 1.0 + spec.beta * jnp.log1p(turns_T.astype(jnp.float32))
 
 
 MIN_RAMP = 0.001

@@ -66,12 +66,13 @@ void scores(Case c, int64_t width, int64_t experts) {
   c.compare("scores", found, expected, 1e-5);
 }
 
-double activated(native::Activation activation, double gate, double up) {
-  if (activation == native::Activation::kSilu) return gate / (1 + std::exp(-gate)) * up;
-  if (activation == native::Activation::kGelu)
+double activated(const native::ActivationConfig& activation, double gate, double up) {
+  if (activation.kind == native::Activation::kSilu) return gate / (1 + std::exp(-gate)) * up;
+  if (activation.kind == native::Activation::kGelu)
     return gate * (1 + std::tanh(std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate))) / 2 * up;
-  gate = std::min(gate, 7.0), up = std::clamp(up, -7.0, 7.0);
-  return gate / (1 + std::exp(-1.702 * gate)) * (up + 1);
+  const double slope = activation.slope, limit = activation.limit;
+  gate = std::min(gate, limit), up = std::clamp(up, -limit, limit);
+  return gate / (1 + std::exp(-slope * gate)) * (up + 1);
 }
 
 void experts(Case c, int64_t tokens, int64_t top_k, int64_t width, int64_t inner, int64_t slots) {
@@ -91,7 +92,7 @@ void experts(Case c, int64_t tokens, int64_t top_k, int64_t width, int64_t inner
   std::vector<float> gates(picks), found(tokens * width);
   for (int32_t& each : slot_of) each = c.below(int(slots) + 3) - 1;  // some lie on other devices
   for (float& each : gates) each = float(c.below(1000)) / 1000;
-  const auto activation = native::Activation(c.number % 3);
+  const native::ActivationConfig activation{native::Activation(c.number % 3), 1.702f, c.number % 2 ? 7.0f : 1.5f};
   const bool has_biases = c.number / 3 % 2;
   const Numbers biases[3] = {c.draw(slots * inner, 2), c.draw(slots * inner, 2), c.draw(slots * width)};
   const bf16* given[3] = {};
@@ -163,7 +164,7 @@ void narrow_experts(Case c, bool has_blocks, int64_t tokens, int64_t top_k, int6
   std::vector<int32_t> slot_of(picks);
   std::vector<float> gates(picks, 0.5f), found(tokens * width), wanted(found);
   for (int32_t& each : slot_of) each = c.below(int(slots) + 1);
-  const native::ExpertShapes shapes{tokens, top_k, width, inner, slots, native::Activation::kSilu};
+  const native::ExpertShapes shapes{tokens, top_k, width, inner, slots, {native::Activation::kSilu}};
   native::expert_sums(shapes, native::ExpertArrays<Weight>{hidden.data(), slot_of.data(), gates.data(),
                                                            integers[0].data(), integers[1].data(), integers[2].data(),
                                                            nullptr, nullptr, nullptr, scales[0].data(),

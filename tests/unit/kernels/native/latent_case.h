@@ -21,7 +21,7 @@ struct LatentLayer {
 
 struct LatentBatch {
   std::vector<int32_t> table, positions, slots, row_of;
-  std::vector<float> cos, sin;
+  std::vector<float> cos, sin, query_scale;  // the last may be empty
   Numbers pool;
 
   LatentBatch(Case& c, const LatentLayer& l)
@@ -46,6 +46,7 @@ struct LatentBatch {
       const double angle = positions[i / half] * std::pow(1e4, -double(i % half) / double(half));
       cos[i] = float(std::cos(angle)), sin[i] = float(std::sin(angle));
     }
+    for (int64_t i = 0; i < l.tokens() && c.number % 2; ++i) query_scale.push_back(1 + 0.1f * float(i % 7));
   }
 
   int64_t slot(const LatentLayer& l, int64_t row, int64_t place) const {
@@ -104,9 +105,10 @@ inline void rotate_in_place(bf16* row, const LatentLayer& l, const LatentBatch& 
 inline Numbers head_values(const LatentLayer& l, const LatentWeights& w, const LatentBatch& b, const Numbers& pool,
                            const bf16* query, int64_t t, int64_t head) {
   Numbers absorbed(l.cached()), values(l.value);
+  const double factor = b.query_scale.empty() ? 1 : b.query_scale[t];
   for (int64_t i = 0; i < l.latent; ++i)
-    absorbed[i] = rounded(dot(query, w.k_b.plain, head * l.nope * l.latent + i, l.nope, l.latent));
-  std::copy_n(query + l.nope, l.rope, absorbed.begin() + l.latent);
+    absorbed[i] = rounded(factor * dot(query, w.k_b.plain, head * l.nope * l.latent + i, l.nope, l.latent));
+  for (int64_t i = 0; i < l.rope; ++i) absorbed[l.latent + i] = rounded(factor * value_of(query[l.nope + i]));
   Exact totals(l.latent), weights;
   double sum = 0;
   for (int64_t place = 0; place <= b.positions[t]; ++place) {
@@ -172,7 +174,7 @@ inline void latent_attention(Case c, const LatentLayer& l) {
       s, {hidden.data(), w.q_a.lying.data(), w.q_b.lying.data(), w.kv_a.lying.data(), w.k_b.lying.data(),
           w.v_b.lying.data(), w.o.lying.data(), w.q_a_norm.data(), w.kv_a_norm.data(), or_none(w.q_a_bias),
           or_none(w.kv_a_bias), b.cos.data(), b.sin.data(), b.slots.data(), b.positions.data(), b.table.data(),
-          b.pool.data(), found.data()});
+          b.query_scale.empty() ? nullptr : b.query_scale.data(), b.pool.data(), found.data()});
   c.compare("latent attention", found, latent_definition(l, w, b, hidden, expected_pool), 0x1p-6);
   Exact here, there;
   for (size_t i = 0; i < b.pool.size(); ++i) {

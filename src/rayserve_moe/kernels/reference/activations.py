@@ -1,0 +1,50 @@
+"""Activations of gated MLPs as data: from the products with gate and up to the operand of down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Activation(NamedTuple):
+    """Name and constants of an activation."""
+
+    name: str = "silu"
+    """A key of `ACTIVATIONS`."""
+    slope: float = 1.702
+    """Factor of the gate within the sigmoid of `clamped_swiglu`."""
+    limit: float = 7.0
+    """Bound of gate and up in `clamped_swiglu`."""
+
+
+SILU = Activation()
+
+
+def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    """Return the operand of down, of the shape and dtype of `gate` and `up`. KeyError for another name."""
+    return ACTIVATIONS[activation.name](gate, up, activation)
+
+
+def _silu(gate: jax.Array, up: jax.Array, _: Activation) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _gelu(gate: jax.Array, up: jax.Array, _: Activation) -> jax.Array:
+    return jax.nn.gelu(gate) * up
+
+
+def _clamped_swiglu(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    """Return gate * sigmoid(slope * gate) * (up + 1), with gate at most the limit and up within it (gpt-oss,
+    arXiv:2508.10925)."""
+    gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+    return gate * jax.nn.sigmoid(activation.slope * gate) * (up + 1)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array, Activation], jax.Array]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "clamped_swiglu": _clamped_swiglu,
+}
