@@ -54,6 +54,8 @@ MAX_INTEGERS = {
     "linear_conv_kernel_dim": 64,
     "full_attention_interval": 512,
     "index_topk": 1 << 24,
+    "num_dense_layers": 512,
+    "global_attn_every_n_layers": 512,
 }
 """Maximum value of each integer: several times the value of published models."""
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e12
