@@ -31,7 +31,9 @@ SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "vocab_size": 512}
 EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 64)
 TOP_K = dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 8)
 PROMPTS = np.random.default_rng(9).integers(3, SIZES["vocab_size"], (16, 64)).tolist()
-ROUTED_IN_BFLOAT16 = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "minimax_m2", "granitemoe")
+ROUTED_IN_BFLOAT16 = (
+    "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "minimax_m2", "granitemoe", "afmoe", "laguna",
+)  # fmt: skip
 """Families whose routers transformers computes in the model's dtype."""
 FAMILIES = tuple(case.family for case in FAMILY_CASES if not case.variant and case.family in CONFIG_MAPPING)
 
@@ -40,7 +42,11 @@ def larger_case(family: str) -> FamilyCase:
     """The first case of a family with more layers and experts, so that bfloat16 shows."""
     (case,) = (case for case in FAMILY_CASES if case.family == family and not case.variant)
     changes = {name: size for name, size in (EXPERTS | TOP_K).items() if name in case.config}
-    return FamilyCase(family, 0, {**case.config, **SIZES, **changes})
+    num_layers = SIZES["num_hidden_layers"]
+    by_layer = {
+        name: (value * num_layers)[:num_layers] for name, value in case.config.items() if isinstance(value, list)
+    }
+    return FamilyCase(family, 0, {**case.config, **SIZES, **changes, **by_layer})
 
 
 def measure(family: str, directory: Path) -> dict[str, Any]:

@@ -29,8 +29,10 @@ their index selects every token, so that dense attention is exact. A larger `max
 `index_topk`. MiniMax-M3 is served in the same way, up to the tokens of `sparse_topk_blocks` blocks.
 
 Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3, `rotary_dim` of
-MiniMax-M3. The files of Hy3 name no dtype and hold bfloat16. Multimodal models are served without their vision tower:
+MiniMax-M3, `route_norm` of Trinity, `mlp_only_layers`, `norm_topk_prob` and `gating_types` of Laguna. The files of Hy3 name no dtype and hold bfloat16. Multimodal models are served without their vision tower:
 an image in a request is rejected with an error that names its field.
+
+`swa` is grouped attention of layers with windows whose rotation or query heads differ from the other layers.
 
 The reference kernels compute every family in float32 and bfloat16 on any mesh, and the native CPU kernels in bfloat16.
 
@@ -78,10 +80,11 @@ def _knobs(spec: Any) -> Iterator[str]:
         if knob.name == "mixers":
             yield from (mixer.kind for mixer in value if mixer.kind != GroupedAttention.kind)
             yield from ("windows",) if spec.has_windows else ()
+            yield from ("post_norms",) if spec.has_post_norms else ()
             yield from (name for mixer in value for name in _knobs(mixer))
         elif is_dataclass(value) and knob.default is not None:
             yield from _knobs(value)
-        elif knob.default not in (MISSING, value) and knob.name != "shared_size":
+        elif knob.default not in (MISSING, value) and knob.name not in ("shared_size", "kind"):
             yield knob.name
 
 

@@ -233,6 +233,7 @@ PUBLISHED = {
     "hunyuan-a13b": (80, 13),
     "hy3": (295, 21),
     "kimi-k2": (1026, 33),
+    "laguna-xs-2.1": (33, 3),
     "ling-mini-2.0": (16, 1),
     "minimax-m2": (229, 11),
     "minimax-m3": (426, 26),  # without the index and the vision tower
@@ -246,6 +247,7 @@ PUBLISHED = {
     "qwen3.5-35b-a3b": (35, 3),
     "qwen3.5-397b-a17b": (396, 17),  # without the vision tower
     "solar-open-100b": (103, 12),
+    "trinity-mini": (26, 3),
 }
 """Parameters of each preset, and of one token's path with the embedding and the head, in units of 1e9."""
 

@@ -24,7 +24,8 @@ from tests.parity.ling_reference import LingReference
 from tests.parity.scored import Scored
 from tests.support.models.families import FamilyCase
 
-_ROUTERS = ("TopKRouter", "TopkRouter", "MoEV1Gate")
+_ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "MoEV1Gate")
+_SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 class FamilyReference:
@@ -43,7 +44,7 @@ class FamilyReference:
     def selection_bias(self) -> np.ndarray:
         """What is added to scores to choose, float32 [M, E]; [0] where nothing is."""
         arrays = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        found = [array for name, array in arrays.items() if name.endswith("e_score_correction_bias")]
+        found = [array for name, array in arrays.items() if name.endswith(_SELECTION_BIASES)]
         return np.stack([array.detach().numpy().reshape(-1) for array in found]) if found else np.zeros(1, np.float32)
 
     def score(self, token_ids: Sequence[int]) -> Scored:
@@ -114,6 +115,6 @@ def perturb(model: torch.nn.Module, generator: torch.Generator, *, width: int) -
         if "norm" in name.rsplit(".", 2)[-2]:
             array.copy_(1 + 0.2 * drawn)
         elif name.endswith(("bias", "sinks", "_bias")):
-            array.copy_((0.1 if "correction" in name else 0.3) * drawn)
+            array.copy_((0.1 if name.endswith(_SELECTION_BIASES) else 0.3) * drawn)
         else:
             array.copy_(0.96 * width**-0.5 * drawn)

@@ -12,7 +12,7 @@ import pytest
 
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.layers.latent import LatentAttention
-from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.spec import ModelSpec, RopeSpec
 from tests.support.engine.host_runners import new_runner
 from tests.support.models.attention_specs import with_attention
 from tests.support.models.core import NUM_PAGES
@@ -31,15 +31,19 @@ CASES = [
 ]
 
 NOT_TURNED = {
+    "kind",
     "layout",
     "fused_qkv",
+    "gate_form",
     "bias_in_row",
     "selection_bias_in_row",
     "num_groups",
     "groups_kept",
     "shared_size",
+    "norm_offset",
 }
-"""Where tensors lie, what stands with another knob, and what another shape of parameters goes with."""
+"""Where tensors lie, what stands with another knob, what another shape of parameters goes with, and what is added to
+them when they are read."""
 
 
 def turned(spec: Any) -> Iterator[tuple[str, Any]]:
@@ -47,8 +51,9 @@ def turned(spec: Any) -> Iterator[tuple[str, Any]]:
     for knob in fields(spec):
         value = getattr(spec, knob.name)
         if knob.name == "mixers":
-            (own,) = value
-            yield from ((f"{own.kind}.{path}", replace(spec, mixers=(part,))) for path, part in turned(own))
+            for place, own in enumerate(value):
+                for path, part in turned(own):
+                    yield f"{own.kind}.{path}", replace(spec, mixers=(*value[:place], part, *value[place + 1 :]))
         elif is_dataclass(value) and knob.default is not None:
             yield from ((f"{knob.name}.{path}", replace(spec, **{knob.name: part})) for path, part in turned(value))
         elif knob.default not in (MISSING, value) and knob.name not in NOT_TURNED:
@@ -57,11 +62,11 @@ def turned(spec: Any) -> Iterator[tuple[str, Any]]:
 
 def others(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
     """What has no plain value."""
-    router, (own,) = spec.router, spec.mixers
-    assert isinstance(own, GroupedAttention | LatentAttention)
-    yield f"{own.kind}.rope.theta", with_attention(spec, theta=own.rope.theta / 4)
+    router = spec.router
+    if spec.has_post_norms:
+        yield "post_norms", replace(spec, layers=tuple(replace(layer, post_norms=False) for layer in spec.layers))
     if spec.has_windows:
-        yield "windows", with_attention(spec, windows=[0] * spec.num_layers)
+        yield "windows", replace(spec, layers=tuple(replace(layer, window=0) for layer in spec.layers))
     yield "norm_eps", replace(spec, norm_eps=0.1)
     if router.top_k > 1:
         yield "router.renormalize", replace(spec, router=replace(router, renormalize=not router.renormalize))
@@ -70,14 +75,29 @@ def others(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
         yield "router.group_score", replace(spec, router=replace(router, group_score=other))
         yield "router.num_groups", replace(spec, router=replace(router, num_groups=1, groups_kept=1))
         yield "router.groups_kept", replace(spec, router=replace(router, groups_kept=router.groups_kept + 1))
+    for own in spec.mixers:
+        yield from _others_of_mixer(spec, own)
+
+
+def _others_of_mixer(spec: ModelSpec, own: Any) -> Iterator[tuple[str, ModelSpec]]:
     if isinstance(own, LatentAttention):
-        yield "mla.norm_eps", with_attention(spec, norm_eps=0.1)
-    if isinstance(own, LatentAttention) and (growth := own.query_scale):
-        yield "mla.query_scale.beta", with_attention(spec, query_scale=replace(growth, beta=2 * growth.beta))
-        yield "mla.query_scale.length", with_attention(spec, query_scale=replace(growth, length=2 * growth.length))
+        yield "mla.norm_eps", with_attention(spec, kind=own.kind, norm_eps=0.1)
+        if growth := own.query_scale:
+            for name in ("beta", "length"):
+                doubled = replace(growth, **{name: 2 * getattr(growth, name)})
+                yield f"mla.query_scale.{name}", with_attention(spec, kind=own.kind, query_scale=doubled)
+    if not isinstance(own, GroupedAttention | LatentAttention):
+        return
+    if own.rope is None:
+        yield f"{own.kind}.rope", with_attention(spec, kind=own.kind, rope=RopeSpec(1e4))
+        return
+    yield f"{own.kind}.rope.theta", with_attention(spec, kind=own.kind, theta=own.rope.theta / 4)
+    if isinstance(own, GroupedAttention):
+        yield f"{own.kind}.rope", with_attention(spec, kind=own.kind, rope=None)
     if yarn := own.rope.yarn:
         for name, value in {"attention_factor": 1.7, "truncate": not yarn.truncate, "factor": 16.0}.items():
-            yield f"{own.kind}.rope.yarn.{name}", with_attention(spec, yarn=replace(yarn, **{name: value}))
+            other = replace(yarn, **{name: value})
+            yield f"{own.kind}.rope.yarn.{name}", with_attention(spec, kind=own.kind, yarn=other)
 
 
 def knobs_of(spec: ModelSpec) -> dict[str, ModelSpec]:

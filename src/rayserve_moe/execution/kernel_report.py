@@ -29,7 +29,6 @@ from rayserve_moe.kernels.reference.gated_delta import PIECE, DeltaPools, DeltaT
 from rayserve_moe.kernels.reference.layers import Rotation
 from rayserve_moe.kernels.table import KERNELS
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
-from rayserve_moe.model.layers.attention import KIND as GROUPED
 from rayserve_moe.model.layers.attention import GroupedAttention, attention_config, begin_choice
 from rayserve_moe.model.layers.choice import attention_choices
 from rayserve_moe.model.layers.gated_delta import KIND as GATED_DELTA
@@ -100,8 +99,10 @@ def _operations(served: ServedModel) -> Iterator[tuple[str, ChoiceOf]]:
         return kernels.add_norm.choose(hidden_TD, hidden_TD, scales, layer=LAYER, eps=config.spec.norm_eps)
 
     yield "add_norm", add_norm
-    if GROUPED in params:
-        yield from _grouped_attention(config, params, hidden_of)
+    grouped = [own for own in config.spec.mixers if isinstance(own, GroupedAttention)]
+    for own in grouped:
+        for name, choice_of in _grouped_attention(own, config, params[own.kind], hidden_of):
+            yield name if len(grouped) == 1 else f"{name} {own.kind}", choice_of
     for mixer, choice in attention_choices(config.spec, KERNELS[kernels.name], pool=pool).items():
         yield f"attention {mixer}", lambda _, choice=choice: choice
     if GATED_DELTA in params and kernels.recurrence.advance_layer is None:
@@ -122,11 +123,13 @@ def device_shapes(config: ModelConfig, *, dtype: str) -> Shapes:
 
 
 def _grouped_attention(
-    config: ModelConfig, params: Shapes, hidden_of: Callable[[StepShape], jax.Array]
+    own: GroupedAttention,
+    config: ModelConfig,
+    weights: dict[str, jax.Array],
+    hidden_of: Callable[[StepShape], jax.Array],
 ) -> Iterator[tuple[str, ChoiceOf]]:
     """Yield the projections of grouped-query attention."""
-    own, kernels = cast(GroupedAttention, config.spec.mixer(GROUPED)), config.kernels.attention
-    attention, weights = attention_config(own, config.spec, config.plan), params[GROUPED]
+    kernels, attention = config.kernels.attention, attention_config(own, config.spec, config.plan)
     of_layer = {name: shaped(*array.shape[1:], dtype=array.dtype) for name, array in weights.items()}
 
     def rotation_of(shape: StepShape) -> Rotation:

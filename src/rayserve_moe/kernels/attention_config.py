@@ -37,3 +37,9 @@ class AttentionConfig:
     """Factor of scores; None: head_dim ** -0.5."""
     windows: tuple[int, ...] = ()
     """Positions that each layer sees, its own included; 0: all. Empty: all in every layer."""
+    output_gate: str = "none"
+    """`none`, or the function of the gates that multiply outputs: `sigmoid` or `softplus`."""
+    pool_layers: tuple[int, ...] = ()
+    """Number of each layer among the layers of the pool. Empty: the pool holds these layers only."""
+    num_pool_layers: int = 0
+    """Number of layers of the pool if `pool_layers` is not empty."""

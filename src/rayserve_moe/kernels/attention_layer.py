@@ -28,6 +28,10 @@ WritingAttention = Callable[..., tuple[jax.Array, jax.Array]]
 """The signature of `reference.attention.attend_new`."""
 
 
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
+"""Functions of output gates, in float32."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenBatch:
@@ -69,7 +73,10 @@ class TokenBatch:
     def of_layer(
         self, layer: jax.Array, kv_pages: jax.Array, num_layers: int
     ) -> tuple[TokenBatch, jax.Array, jax.Array | int]:
-        """Return the batch of a layer's page table, the layer's first page in the pool, and its number of pages."""
+        """Return the batch of a layer's page table, the layer's first page in the pool, and its number of pages.
+
+        `layer` is one of the `num_layers` layers of the pool.
+        """
         if not self.layer_pages:
             num_pages = kv_pages.shape[0] // num_layers
             assert num_pages * num_layers == kv_pages.shape[0], "layers have equally many pages"
@@ -148,7 +155,8 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     of `project_rows`. `write_and_decode` replaces `decode` and writes the rows that it attends.
     """
     weights, batch, rotation, layer, singles, projected, _ = inputs
-    batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
+    pool_layer, num_layers = place_in_pool(layer, config, len(weights["q_LDH"]))
+    batch, first_page, _ = batch.of_layer(pool_layer, kv_pages, num_layers)
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
         queries, rows = projected or project(
@@ -168,12 +176,30 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
 
         attended_THh, kv_pages = _attend_by_window(attend, layer, config)
     with jax.named_scope("output_product"):
-        attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
-        if "gate_LDH" in of_layer:
-            gate_TH = multiply(normed_TD, of_layer["gate_LDH"]).astype(jnp.float32)
-            attended_TH = (attended_TH * jax.nn.sigmoid(gate_TH)).astype(attended_TH.dtype)
+        attended_TH = _gated(attended_THh, normed_TD, of_layer, config).reshape(normed_TD.shape[0], -1)
         out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
+
+
+def place_in_pool(layer: jax.Array, config: AttentionConfig, num_layers: int) -> tuple[jax.Array, int]:
+    """Return the number of a layer among the layers of the pool, and their number.
+
+    `layer` is one of the `num_layers` layers of its kind.
+    """
+    if not config.pool_layers:
+        return layer, num_layers
+    return jnp.asarray(np.array(config.pool_layers, np.int32))[layer], config.num_pool_layers
+
+
+def _gated(
+    attended_THh: jax.Array, normed_TD: jax.Array, weights: Mapping[str, jax.Array], config: AttentionConfig
+) -> jax.Array:
+    """Return attended values times their gates [T, H, h], or [T, H, 1] if a head has a single gate."""
+    if config.output_gate == "none":
+        return attended_THh
+    matrix = weights["gate_LDA"] if "gate_LDA" in weights else weights["gate_LDH"]
+    gates = GATES[config.output_gate](multiply(normed_TD, matrix).astype(jnp.float32))
+    return (attended_THh * gates.reshape(*attended_THh.shape[:2], -1)).astype(attended_THh.dtype)
 
 
 def _attend_by_window(

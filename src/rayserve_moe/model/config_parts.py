@@ -178,19 +178,36 @@ def layers_between_dense(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(i for i in range(integer_of(config, "num_hidden_layers")) if i in dense or (i + 1) % every != 0)
 
 
+def attention_by_window(
+    layers: tuple[LayerSpec, ...], full: GroupedAttention, windowed: GroupedAttention
+) -> dict[str, Any]:
+    """Return `layers` and `mixers` of a ModelSpec: attention is `full` without a window, else `windowed`.
+
+    If both are equal, a single kind of mixer remains.
+    """
+    of_kind = {"gqa": full, "swa": replace(windowed, kind="swa")}
+    if full != windowed:
+        layers = tuple(replace(layer, mixer="swa" if layer.window else "gqa") for layer in layers)
+    kinds = {layer.mixer for layer in layers}
+    return {"layers": layers, "mixers": tuple(mixer for kind, mixer in of_kind.items() if kind in kinds)}
+
+
 def windows_of(config: Mapping[str, Any], *, default: int, sliding: Sequence[int]) -> tuple[int, ...]:
     """Return the window of each layer in positions, 0 for full attention; empty if no layer has a window.
 
     Layers of type `sliding_attention` in `layer_types` have the window `sliding_window` (or `default`). Without
     `layer_types`, the layers in `sliding` have it.
     """
-    window, num_layers = integer_of(config, "sliding_window", default), integer_of(config, "num_hidden_layers")
+    num_layers = integer_of(config, "num_hidden_layers")
     if config.get("layer_types") is not None:
         types = layer_types_of(config, "layer_types", "full_attention sliding_attention")
         sliding = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
-    if sliding and config.get("sliding_window", default) is None:
+    if not sliding:
+        return ()
+    if config.get("sliding_window", default) is None:
         raise UnsupportedModelError("config.json: sliding_window is null, and layers have sliding attention")
-    return tuple(window if i in sliding else 0 for i in range(num_layers)) if sliding else ()
+    window = integer_of(config, "sliding_window", default)
+    return tuple(window if i in sliding else 0 for i in range(num_layers))
 
 
 def layer_types_of(config: Mapping[str, Any], key: str, known: str) -> list[str]:
@@ -298,7 +315,7 @@ def hybrid_model_of(
     heads = heads_of(config, head_dim=256)
     rotary_dim = rotary_dim_of(config, heads["head_dim"], default=heads["head_dim"] // 4) or heads["head_dim"]
     rope = rope_of(config, family, rotary_dim=rotary_dim)
-    attention = GroupedAttention(**heads, qk_norm="head", output_gate=True, rope=rope)
+    attention = GroupedAttention(**heads, qk_norm="head", output_gate="sigmoid", gate_form="in_query", rope=rope)
     layers = hybrid_layers_of(config, linear="gated_delta", full="gqa", dense=dense)
     kinds = {layer.mixer for layer in layers}
     return ModelSpec(

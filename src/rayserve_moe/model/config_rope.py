@@ -43,6 +43,28 @@ def rope_of(
     return RopeSpec(found, rotary_dim=rotary_dim, interleaved=interleaved, yarn=yarn)
 
 
+def rope_of_type(
+    config: Mapping[str, Any], family: str, kind: str, *, head_dim: int, default: Mapping[str, Any]
+) -> RopeSpec:
+    """Read the rotation of layers of a type, `rope_parameters[kind]`; a config without `rope_parameters` has `default`.
+
+    Raises: UnsupportedModelError if the config has no rotation for this type, or another type of rotation.
+    """
+    if config.get("rope_scaling") is not None:
+        raise UnsupportedModelError(
+            f"config.json: rope_scaling = {reprlib.repr(config['rope_scaling'])} is not supported for {family} "
+            "(only rope_parameters per layer type)"
+        )
+    of_types = object_of(config, "rope_parameters")
+    found = of_types.get(kind) if of_types else default
+    if not isinstance(found, Mapping):
+        raise UnsupportedModelError(
+            f"config.json: rope_parameters must have an object for {kind!r}, found {reprlib.repr(dict(of_types))}"
+        )
+    own = {**config, "rope_parameters": found}
+    return rope_of(own, family, rotary_dim=rotary_dim_of(own, head_dim, default=head_dim))
+
+
 def rotary_dim_of(config: Mapping[str, Any], head_dim: int, *, default: int) -> int | None:
     """Return the number of rotated elements per head, by `partial_rotary_factor` or `default`; None for all."""
     key, width = "rotary_dim", default

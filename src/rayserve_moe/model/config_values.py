@@ -60,6 +60,8 @@ MAX_INTEGERS = {
     "sparse_block_size": 1 << 20,
     "dense_intermediate_size": 1 << 20,
     "shared_intermediate_size": 1 << 20,
+    "num_dense_layers": 512,
+    "global_attn_every_n_layers": 512,
 }
 """Maximum value of each integer: several times the value of published models."""
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e12

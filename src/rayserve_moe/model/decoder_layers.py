@@ -90,7 +90,7 @@ def apply_layer(
     """Compute a layer; return the carry and, for a layer with experts, its routing."""
     hidden_TD, normed_TD, pools = mixer_block(params, carry, kind, place=place, inputs=inputs, config=config)
     out_TD, routing = FFNS[kind.ffn].apply(params, normed_TD, inputs, layer=place.of_ffn, config=config)
-    added_TD = scaled(out_TD, config.spec.factors.residual_multiplier)
+    added_TD = _addend(params, out_TD, "ffn", kind=kind, layer=place.layer, config=config)
     return LayerCarry(hidden_TD, added_TD, pools, carry.num_done), routing
 
 
@@ -118,8 +118,17 @@ def mixer_block(
     else:
         hidden_TD, made = begun
         out_TD, pools = mixer.apply(own, weights, (hidden_TD, pools), inputs, layer=layer, config=config, made=made)
-    added_TD = scaled(out_TD, config.spec.factors.residual_multiplier)
+    added_TD = _addend(params, out_TD, "mixer", kind=kind, layer=place.layer, config=config)
     return *_add_and_norm(hidden_TD, added_TD, params["mlp_norm"]["scale"], place.layer, config), pools
+
+
+def _addend(
+    params: Parameters, out_TD: jax.Array, part: str, *, kind: LayerSpec, layer: jax.Array, config: ModelConfig
+) -> jax.Array:
+    """Return the addend of the stream by the output of a layer's `mixer` or `ffn`: normed and scaled as configured."""
+    if kind.post_norms:
+        out_TD = norm_rows(out_TD, params["post_norms"][f"{part}_LD"][layer], config)
+    return scaled(out_TD, config.spec.factors.residual_multiplier)
 
 
 def scaled(hidden_TD: jax.Array, factor: float) -> jax.Array:

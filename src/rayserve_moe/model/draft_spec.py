@@ -136,9 +136,9 @@ def prediction_spec(target: ModelSpec) -> DraftSpec:
 
     It has experts and the target's attention, also if other layers of the target are recurrent.
     """
-    mixers = (target.mixer(layer.mixer) for layer in reversed(target.layers))
-    mixer = next(own for own in mixers if own.score_shape() is not None)
-    layer = replace(target, layers=(LayerSpec(mixer.kind, "moe"),), mixers=(mixer,))
+    attending = (each for each in reversed(target.layers) if target.mixer(each.mixer).score_shape() is not None)
+    kind = replace(next(attending).kind, ffn="moe")
+    layer = replace(target, layers=(kind,), mixers=(target.mixer(kind.mixer),))
     return DraftSpec("NEXTN", layer, recycles_normed=True)
 
 

@@ -144,6 +144,8 @@ class LayerSpec:
     """Kind of the feed-forward network."""
     window: int = 0
     """Number of positions that a token sees, including its own; 0 for all."""
+    post_norms: bool = False
+    """True if the outputs of the mixer and of the feed-forward network are normed before they are added."""
 
     @property
     def kind(self) -> LayerSpec:
@@ -188,6 +190,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         kinds = {layer.mixer for layer in self.layers}
         assert kinds == {mixer.kind for mixer in self.mixers}, f"layers have the mixers {kinds}"
+        assert len({layer.post_norms for layer in self.layers}) == 1, "all layers norm their outputs, or none"
         _refuse_unsupported_values(self.family, self)
         if not self.moe_layer_ids and self.family not in DENSE_DRAFTS:
             raise UnsupportedModelError(
@@ -216,6 +219,11 @@ class ModelSpec:
     def has_windows(self) -> bool:
         """Return True if any layer has a window."""
         return any(layer.window for layer in self.layers)
+
+    @property
+    def has_post_norms(self) -> bool:
+        """Return True if layers norm their outputs; all layers of a model do, or none."""
+        return any(layer.post_norms for layer in self.layers)
 
     def windows(self, mixer: str) -> tuple[int, ...]:
         """Return the window of every layer with a kind of mixer; empty if all have full attention."""

@@ -40,13 +40,17 @@ class KeptState(NamedTuple):
 
 
 def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
-    """Return the states of a model's layers; token kinds share page tables."""
+    """Return the states of a model's layers; token kinds share page tables, and kinds of mixers may share a state."""
     spec, kernels, tensor_size = config.spec, config.kernels, config.plan.tensor_size
+    layers: dict[StateKind, set[int]] = {}
+    for mixer in spec.mixers:
+        for kind in MIXERS[mixer.kind].states(mixer, kernels=kernels, tensor_size=tensor_size):
+            layers.setdefault(kind, set()).update(spec.layers_with_mixer(mixer.kind))
     found = tuple(
-        KeptState(kind, tuple(spec.layers[layer].window for layer in spec.layers_with_mixer(mixer.kind)))
-        for mixer in spec.mixers
-        for kind in MIXERS[mixer.kind].states(mixer, kernels=kernels, tensor_size=tensor_size)
+        KeptState(kind, tuple(spec.layers[layer].window for layer in sorted(of_kind)))
+        for kind, of_kind in layers.items()
     )
+    assert len({state.kind.name for state in found}) == len(found), "layers that share a pool have equal rows"
     num_token_kinds = sum(state.kind.per == "token" for state in found)
     assert num_token_kinds, "sequences have pages"
     assert num_token_kinds == 1 or not spec.has_windows, "windows of layers that share page tables"

@@ -54,6 +54,9 @@ LATENT_ATTENTION = {
 }
 """Multi-head latent attention."""
 
+OUTPUT_GATE = _weights(_ATTENTION, output_gate="gate_proj")
+"""Gates of the elements of attention's output."""
+
 DENSE_MLP = _weights(_MLP, dense_gate="gate_proj", dense_up="up_proj", dense_down="down_proj")
 """MLP of a layer without experts."""
 

@@ -25,14 +25,19 @@ def latent_of(spec: ModelSpec) -> LatentAttention:
     return own
 
 
-def with_attention(spec: ModelSpec, *, windows: Sequence[int] = (), **knobs: Any) -> ModelSpec:
-    """Return the model with other knobs of its mixer or of that one's rotation, and with `windows` of its layers."""
-    (own,) = spec.mixers
+def with_attention(spec: ModelSpec, *, kind: str = "", windows: Sequence[int] = (), **knobs: Any) -> ModelSpec:
+    """Return the model with other knobs of a mixer or of that one's rotation, and with `windows` of its layers.
+
+    The mixer is the one of a `kind`, or the only one.
+    """
+    (own,) = (mixer for mixer in spec.mixers if kind in ("", mixer.kind))
     assert isinstance(own, GroupedAttention | LatentAttention), own
     of_rope = {name: value for name, value in knobs.items() if hasattr(own.rope, name)}
     others = {name: value for name, value in knobs.items() if name not in of_rope}
     layers = spec.layers
     if windows:
         layers = tuple(replace(layer, window=window) for layer, window in zip(layers, windows, strict=True))
-    mixer = replace(own, **{"rope": replace(own.rope, **of_rope), **others})
-    return replace(spec, mixers=(mixer,), layers=layers)
+    rope = replace(own.rope, **of_rope) if of_rope else own.rope
+    mixer = replace(own, **{"rope": rope, **others})
+    mixers = tuple(mixer if each is own else each for each in spec.mixers)
+    return replace(spec, mixers=mixers, layers=layers)

@@ -71,6 +71,20 @@ _INDEXED = {
     "index_topk": 512,
 }  # fmt: skip
 
+_TRINITY = {
+    **_EXPERTS, "num_key_value_heads": 2, "head_dim": 16, "num_shared_experts": 1, "sliding_window": 12,
+    "route_scale": 2.826, "mup_enabled": True,
+}  # fmt: skip
+
+_SLIDING_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+_LAGUNA = {
+    **_EXPERTS, "num_key_value_heads": 2, "head_dim": 16, "shared_expert_intermediate_size": 32, "sliding_window": 12,
+    "moe_routed_scaling_factor": 2.5, "rope_parameters": {
+        "full_attention": {**_YARN, "rope_theta": 5e5, "partial_rotary_factor": 0.5, "attention_factor": 1.1},
+        "sliding_attention": _SLIDING_ROPE,
+    },
+}  # fmt: skip
+
 _HYBRID = {
     **_EXPERTS, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32, "shared_expert_intermediate_size": 32,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -284,6 +298,38 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
         {
             **_M3, "num_key_value_heads": 1, "num_local_experts": 12, "tie_word_embeddings": True, "swiglu_limit": 0.7,
             "rotary_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "afmoe": (
+        {**_TRINITY, "num_dense_layers": 1, "global_attn_every_n_layers": 2},
+        {
+            **_TRINITY, "num_dense_layers": 0, "head_dim": 32, "num_key_value_heads": 4, "attention_bias": True,
+            "num_shared_experts": 2, "mup_enabled": False, "sliding_window": 20, "route_scale": 1.0,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        {
+            **_TRINITY, "num_hidden_layers": 4, "num_dense_layers": 2, "num_key_value_heads": 1, "num_experts": 12,
+            "tie_word_embeddings": True, "rope_parameters": _YARN,
+        },
+    ),
+    "laguna": (
+        {
+            **_LAGUNA, "num_attention_heads_per_layer": [4, 8, 8],
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        {
+            **_LAGUNA, "gating": "per-element", "head_dim": 32, "num_key_value_heads": 4, "attention_bias": True,
+            "mlp_layer_types": ["dense", "dense", "sparse"], "moe_routed_scaling_factor": 1.0,
+            "shared_expert_intermediate_size": 48,
+        },
+        {
+            **_LAGUNA, "num_hidden_layers": 4, "num_attention_heads_per_layer": [8, 4, 8, 4], "num_experts": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20, "num_key_value_heads": 1,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "gating": "per-head",
+            "tie_word_embeddings": True, "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 1.0},
+                "sliding_attention": {**_SLIDING_ROPE, "partial_rotary_factor": 0.5},
+            },
         },
     ),
     "bailing_moe_v2": (

@@ -220,6 +220,32 @@ def _indexed(config: Config, draw: Draw) -> None:
     config.update(rope_interleave=True, q_lora_rank=draw.choice([2, 10, 50]))
 
 
+def _afmoe(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="num_experts")
+    kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(config["num_hidden_layers"])]
+    config.update(sliding_window=_window(draw), layer_types=draw.choice([None, kinds]))
+    config.update(global_attn_every_n_layers=draw.choice([1, 2, 4]), num_dense_layers=_dense_first(config, draw))
+    config.update(num_shared_experts=draw.choice([0, 1, 2]), route_scale=draw.choice([1.0, 2.826]))
+    config.update(attention_bias=draw.random() < 0.5, mup_enabled=draw.random() < 0.7)
+
+
+def _laguna(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="num_experts")
+    kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(config["num_hidden_layers"])]
+    heads = {kind: config["num_attention_heads"] * draw.choice([1, 2]) for kind in sorted(set(kinds))}
+    ropes = {kind: {"rope_theta": draw.choice([1e4, 5e5])} for kind in heads}
+    ropes[kinds[0]] |= config.pop("rope_scaling", {}) | {"rope_theta": config.pop("rope_theta")}
+    for rope in ropes.values():
+        rope["partial_rotary_factor"] = draw.choice([0.5, 1.0])
+    config.update(layer_types=kinds, rope_parameters=ropes, sliding_window=_window(draw))
+    config.update(num_attention_heads_per_layer=[heads[kind] for kind in kinds], attention_bias=draw.random() < 0.5)
+    config.update(
+        gating=draw.choice([True, "per-head", "per-element"]), moe_routed_scaling_factor=draw.choice([1.0, 2.5])
+    )
+    config["shared_expert_intermediate_size"] = draw.choice([1, 33, 48])
+    config["mlp_only_layers"] = draw.sample(range(config["num_hidden_layers"]), _dense_first(config, draw))
+
+
 _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "qwen3_moe": _qwen3,
     "qwen2_moe": _qwen2,
@@ -244,4 +270,6 @@ _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "solar_open": _solar_open,
     "deepseek_v32": _indexed,
     "glm_moe_dsa": _indexed,
+    "afmoe": _afmoe,
+    "laguna": _laguna,
 }

@@ -32,7 +32,7 @@ from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
 from tests.support.checkpoints.fused_experts import LAYOUTS, fused, fused_family
 from tests.support.experts.placements import random_placement
 from tests.support.models.core import CORE_CONFIG
-from tests.support.models.families import FAMILY_CASES
+from tests.support.models.families import FAMILY_CASES, write_family
 
 PLENTY, NOTHING = 1 << 60, 0
 
@@ -117,6 +117,16 @@ def test_weights_of_every_family_are_staged_into_the_slots_of_a_placement(tmp_pa
     assert_weights(runner, second, placement)
     held = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(runner.weights.params))
     assert runner.staged.bytes_per_device == held
+
+
+def test_a_kind_of_attention_that_differs_is_named(tmp_path):
+    """Also if a later kind has the served value of the same knob."""
+    case = next(case for case in FAMILY_CASES if case.name == "laguna-0")
+    served = write_family(case, tmp_path / "served", seed=1)
+    ropes = case.config["rope_parameters"]
+    other = {**ropes, "full_attention": {**ropes["full_attention"], "rope_theta": 7.0}}
+    with pytest.raises(WeightsRefusedError, match=r"of another model: gqa\.rope differ$"):
+        loaded(served).staged.read(str(write_family(case, tmp_path / "other", seed=1, rope_parameters=other)))
 
 
 def test_the_capacity_of_slots_is_none_of_the_weights(core_checkpoint, other_checkpoint):

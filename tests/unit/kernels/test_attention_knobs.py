@@ -15,7 +15,7 @@ from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import CPU
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
-from rayserve_moe.model.layers.attention import attention_config, kv_repeats
+from rayserve_moe.model.layers.attention import GroupedAttention, attention_config, kv_repeats
 from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec, YarnSpec
@@ -47,6 +47,10 @@ KNOBS: dict[str, dict[str, Any]] = {
     "neighbouring pairs": {"interleaved": True},
     "neighbouring pairs of a part": {"interleaved": True, "rotary_dim": 6},
     "yarn": {"yarn": replace(YARN, truncate=False)},
+    "no rotation": {"rope": None},
+    "sigmoid gates": {"output_gate": "sigmoid"},
+    "softplus gates": {"output_gate": "softplus"},
+    "softplus gates of heads": {"output_gate": "softplus", "gate_form": "head", "windows": (0, 5, 11)},
 }
 MESHES = {"2 x 2": (2, 2), "1 x 4, with KV heads on two devices each": (1, 4)}
 
@@ -90,7 +94,17 @@ def definition(spec: ModelSpec, weights: dict[str, np.ndarray], layer: int) -> n
     queries, keys = turned(queries, spec), turned(keys, spec)
     if attention.qk_norm == "head" and attention.qk_norm_after_rope:
         queries, keys = (normed(part, scale, spec) for part, scale in zip((queries, keys), scales, strict=True))
-    return attended(queries, keys, values, of_layer, spec, layer) @ of_layer["o_LHD"]
+    out = attended(queries, keys, values, of_layer, spec, layer)
+    return (out * gates(hidden, of_layer, attention)).reshape(NUM_TOKENS, -1) @ of_layer["o_LHD"]
+
+
+def gates(hidden: np.ndarray, weights: dict[str, np.ndarray], attention: GroupedAttention) -> np.ndarray:
+    """The factors of a token's heads, [T, H, h] or [T, H, 1]."""
+    if attention.output_gate == "none":
+        return np.ones((1, 1, 1))
+    raw = hidden @ weights["gate_LDA" if attention.gate_form == "head" else "gate_LDH"]
+    of_gate = {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "softplus": lambda x: np.log1p(np.exp(x))}
+    return of_gate[attention.output_gate](raw).reshape(NUM_TOKENS, attention.num_heads, -1)
 
 
 def normed(part: np.ndarray, scale: np.ndarray, spec: ModelSpec) -> np.ndarray:
@@ -99,6 +113,8 @@ def normed(part: np.ndarray, scale: np.ndarray, spec: ModelSpec) -> np.ndarray:
 
 def turned(heads: np.ndarray, spec: ModelSpec) -> np.ndarray:
     rope, width = attention_of(spec).rope, attention_of(spec).rotary_width
+    if rope is None:
+        return heads
     places = np.arange(width).reshape(-1, 2).T if rope.interleaved else np.arange(width).reshape(2, -1)
     frequencies = rope_frequencies(rope, width).astype(np.float64)
     angles = np.arange(NUM_TOKENS)[:, None, None] * frequencies
@@ -128,7 +144,7 @@ def attended(
     total = exponentials.sum(-1)
     if attention.sinks:
         total += np.exp(weights["sinks_LA"])[:, None]
-    return np.einsum("hts,shd->thd", exponentials / total[..., None], values).reshape(NUM_TOKENS, -1)
+    return np.einsum("hts,shd->thd", exponentials / total[..., None], values)
 
 
 Step = Callable[..., tuple[jax.Array, jax.Array]]
@@ -137,7 +153,7 @@ Step = Callable[..., tuple[jax.Array, jax.Array]]
 def step_on(plan: ParallelPlan, spec: ModelSpec) -> Step:
     """One step of one layer as a compiled program: the output product, summed over devices, and the pool."""
     own = attention_of(spec)
-    config, yarn = attention_config(own, spec, plan), own.rope.yarn
+    config, yarn = attention_config(own, spec, plan), own.rope and own.rope.yarn
 
     def step(weights: dict[str, jax.Array], pool: jax.Array, hidden: jax.Array, batch: TokenBatch, layer: jax.Array):
         frequencies = rope_frequencies(own.rope, own.rotary_width)
@@ -196,7 +212,7 @@ def test_a_sequence_in_steps_equals_the_definition_of_every_knob_and_not_the_pla
         expected, found = definition(spec, weights, layer), run_sequence(spec, step, layer)
         np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
         for name in knobs:
-            if name == "windows" and not knobs[name][layer]:
+            if name == "gate_form" or (name == "windows" and not knobs[name][layer]):
                 continue
             plain = spec_with({knob: value for knob, value in knobs.items() if knob != name})
             assert np.abs(definition(plain, weights, layer) - expected).max() > 1e-3, f"{name} changes nothing"
@@ -204,7 +220,9 @@ def test_a_sequence_in_steps_equals_the_definition_of_every_knob_and_not_the_pla
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("name", ["clip after the norm of all heads", "sinks, windows, biases and yarn"])
+@pytest.mark.parametrize(
+    "name", ["clip after the norm of all heads", "sinks, windows, biases and yarn", "softplus gates of heads"]
+)
 def test_a_mesh_computes_what_one_device_computes(mesh, name):
     spec = spec_with(KNOBS[name])
     plan = plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0])

@@ -120,8 +120,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "part of a head": {"rotary_dim": 20},
     "neighbouring pairs of a part": {"interleaved": True, "rotary_dim": 36, "head_dim": 48},
     "neighbouring pairs": {"interleaved": True},
-    "an output gate, and float32 norms": {"output_gate": True, "norm_offset": 1.0},
-    "an output gate and biases": {"output_gate": True, "bias": True, "qk_norm": "none"},
+    "an output gate, and float32 norms": {"output_gate": "sigmoid", "gate_form": "in_query", "norm_offset": 1.0},
+    "an output gate and biases": {"output_gate": "sigmoid", "bias": True, "qk_norm": "none"},
+    "softplus gates of elements": {"output_gate": "softplus", "head_dim": 24},
+    "softplus gates of heads": {"output_gate": "softplus", "gate_form": "head", "head_dim": 24},
+    "sigmoid gates of heads": {"output_gate": "sigmoid", "gate_form": "head"},
+    "no rotation": {"rope": None},
     **{f"heads of {width}": {"head_dim": width} for width in (8, 16, 24, 64, 96, 160, 192)},
 }
 
@@ -146,7 +150,13 @@ def test_it_is_the_pure_layer(model, case):
 
 
 @pytest.mark.parametrize(
-    "model", ["norms of heads", "a window shorter than a block, sinks", "an output gate, and float32 norms"]
+    "model",
+    [
+        "norms of heads",
+        "a window shorter than a block, sinks",
+        "an output gate, and float32 norms",
+        "softplus gates of heads",
+    ],
 )
 def test_a_token_comes_out_the_same_alone_in_company_and_in_a_block(model):
     spec = spec_with(**MODELS[model])
@@ -211,11 +221,11 @@ def test_a_later_token_that_is_not_finite_leaves_the_earlier_ones_as_they_are():
     "wrong",
     [
         {"q_norm_Lh": (NUM_LAYERS, 16)}, {"q_norm_Lh": (1, 32)}, {"sinks_LA": (NUM_LAYERS, 5)},
-        {"q_bias_LH": (NUM_LAYERS, 32)},
+        {"q_bias_LH": (NUM_LAYERS, 32)}, {"gate_LDH": (NUM_LAYERS, 128, 5)},
     ],
 )  # fmt: skip
 def test_weights_that_do_not_fit_are_refused(wrong):
-    spec = spec_with()
+    spec = spec_with(output_gate="sigmoid")
     weights = drawn_weights(spec) | {name: jnp.ones(shape, jnp.bfloat16) for name, shape in wrong.items()}
     with pytest.raises(Exception, match="weights of attention do not fit"):
         run(CPU_NATIVE, spec, batch_of([(0, 5)], []), drawn_hidden(1, spec.hidden_size), weights)

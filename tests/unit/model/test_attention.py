@@ -5,20 +5,27 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
+from rayserve_moe.config.settings import ExpertSettings
+from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.table import CPU, PAGED, TPU, Kernels
 from rayserve_moe.kernels.tpu.paged_attention import attend_new
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
-from rayserve_moe.model.layers.attention import GroupedAttention, states
-from rayserve_moe.model.layers.choice import kernels_for
+from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.layers.attention import GroupedAttention, attention_config, states
+from rayserve_moe.model.layers.choice import divided_sizes, kernels_for
 from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec, UnsupportedModelError, YarnSpec
+from rayserve_moe.model.states import states_of
+from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.state.kinds import ArraySpec
 from tests.support.models.attention_specs import attention_of, with_attention
+from tests.support.models.families import FAMILY_CASES, config_of
 
 YARN = YarnSpec(factor=32.0, original_length=4096)
 
@@ -72,6 +79,24 @@ def test_the_rotated_part_is_an_even_part_of_a_head():
     for wrong in (5, head_dim + 2):
         with pytest.raises(UnsupportedModelError, match=f"rotary_dim {wrong} must be even and at most"):
             with_attention(spec, rotary_dim=wrong)
+
+
+def test_without_a_rotation_heads_turn_by_nothing():
+    spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
+    own = attention_of(with_attention(spec, rope=None))
+    assert own.rotary_width == own.head_dim
+    assert rope_frequencies(own.rope, own.rotary_width).tolist() == [0.0] * (own.head_dim // 2)
+
+
+def test_kinds_with_other_heads_share_a_pool_in_the_order_of_layers():
+    spec = next(spec_from_config(config_of(case)) for case in FAMILY_CASES if case.name == "laguna-2")
+    full, windowed = (own for own in spec.mixers if isinstance(own, GroupedAttention))
+    assert [attention_config(own, spec).pool_layers for own in (full, windowed)] == [(1, 3), (0, 2)]
+    assert {attention_config(own, spec).num_pool_layers for own in (full, windowed)} == {4}
+    config = model_config(spec, plan_for(jax.devices()[:1]), experts=ExpertSettings())
+    assert [state.windows for state in states_of(config)] == [(20, 0, 20, 0)]
+    assert divided_sizes(spec, 2)["num_attention_heads"] == 4
+    assert divided_sizes(spec, 2)["num_attention_heads (swa)"] == 8
 
 
 def test_a_tpu_has_one_attention_for_all_heads_and_pools():

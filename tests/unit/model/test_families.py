@@ -14,7 +14,7 @@ from rayserve_moe.config.settings import ModelSettings, SettingsError
 from rayserve_moe.kernels.reference.activations import ACTIVATIONS
 from rayserve_moe.kernels.reference.layers import SCORES
 from rayserve_moe.model.family_table import FAMILIES, prediction_rules_of, spec_from_config
-from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec, UnsupportedModelError
+from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RopeSpec, RouterSpec, UnsupportedModelError
 from tests.support.models.attention_specs import attention_of, latent_of, with_attention
 from tests.support.models.families import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
 
@@ -25,11 +25,13 @@ def spec_of(name: str, **changes: Any) -> ModelSpec:
 
 
 def knob(spec: Any, path: str) -> Any:
-    (own,) = spec.mixers
     if path in ("windows", "dense"):
-        return spec.windows(own.kind) if path == "windows" else spec.layers_with_ffn("dense")
-    if path.startswith("mixer."):
-        spec, path = own, path.removeprefix("mixer.")
+        windows = tuple(layer.window for layer in spec.layers) if spec.has_windows else ()
+        return windows if path == "windows" else spec.layers_with_ffn("dense")
+    first, _, rest = path.partition(".")
+    own = [mixer for mixer in spec.mixers if first in ("mixer", mixer.kind)]
+    if own:
+        (spec,), path = own, rest
     for part in path.split("."):
         spec = getattr(spec, part)
     return spec
@@ -93,6 +95,34 @@ KNOBS = {
     "minimax_m3_vl_text-0": {"dense": (0,), "mixer.rope.rotary_dim": 16, "norm_offset": 1.0, "experts.gate_limit": 7.0},
     "minimax_m3_vl_text-1": {"dense": (1,), "experts.gate_slope": 1.3, "experts.gate_limit": 1.5, "router.scale": 1.7},
     "minimax_m3_vl_text-2": {"dense": (), "mixer.rope.rotary_dim": None, "router.scale": 2.0, "context_limit": ""},
+    "afmoe-0": {
+        "windows": (12, 0, 12),
+        "dense": (0,),
+        "gqa.rope": None,
+        "swa.rope.theta": 1e4,
+        "swa.output_gate": "sigmoid",
+        "factors.embedding_multiplier": 8.0,
+        "has_post_norms": True,
+        "router.scale": 2.826,
+    },
+    "afmoe-1": {"windows": (0, 20, 20), "dense": (), "gqa.output_bias": True, "experts.shared_size": 64},
+    "afmoe-2": {"windows": (12, 12, 12, 0), "dense": (0, 1), "swa.rope.yarn.factor": 4.0, "norm_eps": 1e-5},
+    "laguna-0": {
+        "windows": (0, 12, 12),
+        "dense": (0,),
+        "gqa.num_heads": 4,
+        "swa.num_heads": 8,
+        "gqa.rope.rotary_dim": 8,
+        "swa.rope.rotary_dim": None,
+        "gqa.rope.yarn.attention_factor": 1.1,
+        "swa.rope.yarn": None,
+        "swa.gate_form": "head",
+        "swa.output_gate": "softplus",
+        "router.scale": 2.5,
+        "norm_eps": 1e-6,
+    },
+    "laguna-1": {"windows": (), "dense": (0, 1), "mixer.gate_form": "element", "experts.shared_size": 48},
+    "laguna-2": {"windows": (20, 0, 20, 0), "dense": (1,), "swa.rope.rotary_dim": 8, "gqa.rope.theta": 5e5},
     "granitemoe-2": {"mixer.score_scale": 1.0, "experts.layout": "fused_out_in"},
 }
 
@@ -193,7 +223,47 @@ def test_a_single_layer_has_its_experts():
     assert spec.moe_layer_ids == (0,)
 
 
+def test_trinity_honours_the_published_key_that_transformers_ignores():
+    assert not spec_of("afmoe-0", route_norm=False).router.renormalize
+
+
+def test_layers_that_differ_in_windows_alone_are_of_one_kind():
+    """Neither is a kind without layers."""
+    assert [mixer.kind for mixer in spec_of("afmoe-0", layer_types=["full_attention"] * 3).mixers] == ["gqa"]
+    assert [mixer.kind for mixer in spec_of("afmoe-0", layer_types=["sliding_attention"] * 3).mixers] == ["swa"]
+    assert [mixer.kind for mixer in spec_of("gpt_oss-0").mixers] == ["gqa"]
+
+
+def test_laguna_honours_the_published_keys_that_transformers_ignores():
+    """Layers with windows may be of no type: M.1 has a window of 0."""
+    published = {"mlp_layer_types": None, "mlp_only_layers": [0, 1], "decoder_sparse_step": 1}
+    assert spec_of("laguna-0", **published).moe_layer_ids == (2,)
+    assert not spec_of("laguna-0", norm_topk_prob=False).router.renormalize
+    assert spec_of("laguna-1", gating_types=["per_head"] * 3).mixers == spec_of("laguna-1", gating=True).mixers
+    assert spec_of("laguna-1", sliding_window=0) == spec_of("laguna-1")
+
+
+def test_laguna_without_rotations_has_those_of_its_class():
+    full, windowed = spec_of("laguna-0", rope_parameters=None).mixers
+    assert (full.rope, windowed.rope) == (RopeSpec(5e5, rotary_dim=8), RopeSpec(1e4))
+
+
 REFUSED = {
+    "heads of one type": (
+        "laguna-0",
+        {"num_attention_heads_per_layer": [4, 8, 4]},
+        r"num_attention_heads_per_layer must .* found \[4, 8, 4\]",
+    ),
+    "gates by layer": ("laguna-0", {"gating_types": ["per_head", "per_element", "per_head"]}, "gating_types = .*elem"),
+    "no gate": ("laguna-0", {"gating": False}, "gating = False is not supported for laguna"),
+    "one rotation": ("laguna-0", {"rope_parameters": {"rope_theta": 1e4}}, "object for 'full_attention', found .*1000"),
+    "scaling beside rotations": ("laguna-0", {"rope_scaling": {"type": "yarn"}}, "rope_scaling = .*yarn.* laguna"),
+    "softcap": ("laguna-0", {"moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping = 30.0"),
+    "weights of inputs": ("laguna-0", {"moe_apply_router_weight_on_input": True}, "weight_on_input = True"),
+    "sinks of windows": ("laguna-0", {"swa_attention_sink_enabled": True}, "swa_attention_sink_enabled = True"),
+    "score of Trinity": ("afmoe-0", {"score_func": "softmax"}, "score_func = 'softmax' is not supported for afmoe"),
+    "groups of Trinity": ("afmoe-0", {"num_expert_groups": 2}, "num_expert_groups = 2 is not supported for afmoe"),
+    "limited groups": ("afmoe-0", {"num_limited_groups": 2}, "num_limited_groups = 2 is not supported for afmoe"),
     "linear rope": ("mixtral-0", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
     "every rope that is read": ("mixtral-0", {"rope_scaling": {"type": "longrope"}}, "only 'default' or 'yarn'"),
     "rope per layer type": ("mixtral-0", {"rope_scaling": {"full_attention": {}}}, "per layer type .*full_attention"),
@@ -330,7 +400,8 @@ def test_a_value_of_any_key_is_read_or_refused_by_a_key(family: str):
             messages.append(str(error))
     keys = (*config, *rope, "topk_group", "rope_theta", "num_experts")
     assert all(any(key in message for key in keys) for message in messages)
-    assert all(message.isprintable() and len(message) < 900 for message in messages)  # one lists all architectures
+    longest = 150 + len(", ".join(FAMILIES))  # the message of another architecture
+    assert all(message.isprintable() and len(message) < longest for message in messages)
     for missing in config:
         rest = {key: value for key, value in config.items() if key != missing}
         with contextlib.suppress(UnsupportedModelError):

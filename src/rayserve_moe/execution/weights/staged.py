@@ -188,11 +188,13 @@ def _check_alike(found: ModelSpec, served: ModelSpec) -> None:
 
 
 def _knobs(spec: ModelSpec) -> Iterator[tuple[str, Any]]:
-    """Yield the fields that weights depend on, by name; fields of mixers by their own names."""
+    """Yield the fields that weights depend on, by name; fields of mixers by their own names, and kinds if several."""
     for part in dataclasses.fields(spec):
         if part.name == "mixers":
             for mixer in spec.mixers:
-                yield from ((knob.name, getattr(mixer, knob.name)) for knob in dataclasses.fields(cast(Any, mixer)))
+                of_kind = f"{mixer.kind}." if len(spec.mixers) > 1 else ""
+                for knob in dataclasses.fields(cast(Any, mixer)):
+                    yield of_kind + knob.name, getattr(mixer, knob.name)
         elif part.name not in OF_FILES:
             yield part.name, getattr(spec, part.name)
 

@@ -4,6 +4,7 @@
 
 #include "attention_core.h"
 #include "attention_heads.h"
+#include "logarithm.h"
 #include "projections.h"
 #include "scratch.h"
 #include "threads.h"
@@ -16,6 +17,8 @@ struct AttentionShapes {
   int64_t window;  // positions that a query sees; 0: all
   float scale;
   HeadRules rules;
+  int64_t gate_width = 0;     // gates of a token: one for each element of its queries, or for each head; 0: none
+  bool has_softplus = false;  // gates are softplus, not sigmoids
   int64_t q_width() const { return num_heads * rules.head_width; }
   int64_t kv_width() const { return num_kv_heads * rules.head_width; }
 };
@@ -23,7 +26,7 @@ struct AttentionShapes {
 struct AttentionArrays {
   const bf16* hidden;          // [T, D], normed
   const bf16 *q, *k, *v, *o;   // this layer's, packed
-  const bf16* gate;            // of each element of the queries, packed; null: none
+  const bf16* gate;            // packed; null: none
   HeadNorm q_norm, k_norm;
   const bf16 *q_bias, *k_bias, *v_bias;  // null: none
   const bf16* sinks;                     // [H]; null: none
@@ -85,12 +88,24 @@ inline void attend_blocks(const AttentionShapes& s, const AttentionArrays& a, co
   });
 }
 
-// Attended queries times the sigmoid of their gates, in place.
-inline void gate_rows(bf16* attended, const bf16* gates, int64_t num_tokens, int64_t width) {
-  for_pieces(num_tokens, 8, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin * width; i < end * width; i += 16) {
+// `x` times the gate of `y`.
+inline F16 gated(F16 x, F16 y, bool has_softplus) { return has_softplus ? x * softplus(y) : gated_by_sigmoid(x, y); }
+
+// Attended queries times their gates, in place.
+inline void gate_rows(const AttentionShapes& s, bf16* attended, const bf16* gates) {
+  const int64_t width = s.q_width(), h = s.rules.head_width;
+  for_pieces(s.num_tokens, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * width; i < end * width && s.gate_width == width; i += 16) {
       const Mask lanes = lanes_of(i, end * width);
-      store(attended + i, gated_by_sigmoid(wide(attended + i, lanes), wide(gates + i, lanes)), lanes);
+      store(attended + i, gated(wide(attended + i, lanes), wide(gates + i, lanes), s.has_softplus), lanes);
+    }
+    for (int64_t head = begin * s.num_heads; head < end * s.num_heads && s.gate_width != width; ++head) {
+      const F16 gate = from_bits(all_i(int32_t(gates[head]) << 16));
+      bf16* row = attended + head * h;
+      for (int64_t i = 0; i < h; i += 16) {
+        const Mask lanes = lanes_of(i, h);
+        store(row + i, gated(wide(row + i, lanes), gate, s.has_softplus), lanes);
+      }
     }
   });
 }
@@ -98,20 +113,20 @@ inline void gate_rows(bf16* attended, const bf16* gates, int64_t num_tokens, int
 inline void attention_layer(const AttentionShapes& s, const AttentionArrays& a) {
   const int64_t q_width = s.q_width(), kv_width = s.kv_width();
   thread_local Scratch<bf16> scratch;
-  bf16* queries = scratch.sized(s.num_tokens * ((a.gate ? 3 : 2) * q_width + 2 * kv_width));
+  bf16* queries = scratch.sized(s.num_tokens * (2 * q_width + 2 * kv_width + s.gate_width));
   bf16* attended = queries + s.num_tokens * q_width;
   bf16* keys = attended + s.num_tokens * q_width;
   bf16* values = keys + s.num_tokens * kv_width;
   bf16* gates = values + s.num_tokens * kv_width;
   project(a.hidden, s.num_tokens, s.width, {{a.q, a.q_bias, queries, q_width}, {a.k, a.k_bias, keys, kv_width},
                                             {a.v, a.v_bias, values, kv_width},
-                                            {a.gate, nullptr, gates, a.gate ? q_width : 0}});
+                                            {a.gate, nullptr, gates, s.gate_width}});
   for_pieces(s.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
       place_token(s, a, t, queries + t * q_width, keys + t * kv_width, values + t * kv_width);
   });
   attend_blocks(s, a, queries, attended);
-  if (a.gate) gate_rows(attended, gates, s.num_tokens, q_width);
+  if (a.gate) gate_rows(s, attended, gates);
   multiply_all(attended, s.num_tokens, q_width, a.o, s.width, a.out);
 }
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_layer import AttentionInputs
+from rayserve_moe.kernels.attention_layer import AttentionInputs, place_in_pool
 from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference.activations import SILU, Activation
@@ -47,7 +47,8 @@ TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
 """Name of each kernel as programs call it, and its symbol in the library."""
 KERNEL_OF = {"bfloat16": "experts", "int8": "int8experts", "float8_e4m3fn": "fp8experts"}
 PROJECTIONS = ("q_LDH", "k_LDG", "v_LDG", "o_LHD")
-GATE = "gate_LDH"
+GATES = ("gate_LDH", "gate_LDA")
+"""Gates of each element of the queries, or of each head."""
 DELTA = ("q_LDK", "k_LDK", "v_LDH", "z_LDH", "b_LDH", "a_LDH")
 DELTA_VECTORS = ("q_taps_LJ1K", "k_taps_LJ1K", "v_taps_LJ1H", "decay_LH", "decay_bias_LH", "norm_Lv")
 NORMS = (("q_norm_L", "H"), ("k_norm_L", "G"))
@@ -58,7 +59,7 @@ LATENT_MATRICES = ("kv_a_LDC", "k_b_LHC", "v_b_LHC", "o_LHD")
 LATENT_VECTORS = ("q_a_norm_LR", "kv_a_norm_LC", "q_a_bias_LR", "kv_a_bias_LC")
 LAYOUT_OF = MappingProxyType(
     {
-        **dict.fromkeys((*PROJECTIONS, GATE, *DELTA, *LATENT, *EXPERTS, *MLPS), "packed"),
+        **dict.fromkeys((*PROJECTIONS, *GATES, *DELTA, *LATENT, *EXPERTS, *MLPS), "packed"),
         **dict.fromkeys(("head", "v_b_LHC"), "packed_columns"),
     }
 )
@@ -220,7 +221,8 @@ def attend_layer(
     It rounds at the same places.
     """
     weights, batch, rotation, layer, *_ = inputs
-    batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
+    pool_layer, num_layers = place_in_pool(layer, config, len(weights["q_LDH"]))
+    batch, first_page, num_pages = batch.of_layer(pool_layer, kv_pages, num_layers)
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
     assert 2 * rotation.cos.shape[1] <= config.head_dim == kv_pages.shape[3], "no such heads rotate"
@@ -238,7 +240,7 @@ def attend_layer(
     out_TD, kv_pages = call(
         normed_TD,
         *(weights[name] for name in PROJECTIONS),
-        weights.get(GATE, nothing[None]),
+        nothing[None] if config.output_gate == "none" else next(weights[name] for name in GATES if name in weights),
         *norms,
         *(weights.get(name, nothing) for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG", "sinks_LA")),
         _mean_squares(normed_TD, weights, layer, config),
@@ -255,6 +257,7 @@ def attend_layer(
         clip=np.float32(config.clip or 0.0),
         is_interleaved=config.interleaved_rotation,
         norms_after=config.norms_after_rotation,
+        has_softplus=config.output_gate == "softplus",
     )
     return out_TD, kv_pages
 

@@ -21,6 +21,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
                      Bf16 v_bias, Bf16 sinks, F32 mean_squares, F32 cos, F32 sin, S32 kv_slots, S32 positions,
                      S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, Bf16 pool,
                      int64_t num_singles, float eps, float scale, float clip, bool is_interleaved, bool norms_after,
+                     bool has_softplus,
                      ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, cos) || !have_dims(3, q) || !have_dims(4, pool) ||
       !have_dims(0, layer, first_page, num_pages))
@@ -43,7 +44,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
   const int64_t q_width = s.q_width(), kv_width = s.kv_width();
   if (!is(q, {num_layers, s.width, q_width}) || !is(k, {num_layers, s.width, kv_width}) ||
       !is(v, {num_layers, s.width, kv_width}) || !is(o, {num_layers, q_width, s.width}) ||
-      !is_absent_or(gate, {num_layers, s.width, q_width}) ||
+      (!is_absent_or(gate, {num_layers, s.width, q_width}) && !is(gate, {num_layers, s.width, s.num_heads})) ||
       !is_norm(q_norm, num_layers, head_width, q_width) || !is_norm(k_norm, num_layers, head_width, kv_width) ||
       !is_absent_or(q_bias, {num_layers, q_width}) || !is_absent_or(k_bias, {num_layers, kv_width}) ||
       !is_absent_or(v_bias, {num_layers, kv_width}) || !is_absent_or(sinks, {num_layers, s.num_heads}))
@@ -57,6 +58,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
   a.hidden = numbers(hidden);
   a.q = of_layer(q, at), a.k = of_layer(k, at), a.v = of_layer(v, at), a.o = of_layer(o, at);
   a.gate = of_layer(gate, at);
+  s.gate_width = gate.element_count() ? size_of(gate, 2) : 0, s.has_softplus = has_softplus;
   a.q_norm = norm_of(q_norm, at), a.k_norm = norm_of(k_norm, at);
   a.q_bias = of_layer(q_bias, at), a.k_bias = of_layer(k_bias, at), a.v_bias = of_layer(v_bias, at);
   a.sinks = of_layer(sinks, at);
@@ -80,4 +82,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
                                   .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>()
                                   .Attr<int64_t>("num_singles").Attr<float>("eps").Attr<float>("scale")
                                   .Attr<float>("clip").Attr<bool>("is_interleaved").Attr<bool>("norms_after")
+                                  .Attr<bool>("has_softplus")
                                   .Ret<F32>().Ret<Bf16>());

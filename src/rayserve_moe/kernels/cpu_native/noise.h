@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "logarithm.h"
 #include "rows.h"
 
 namespace native {
@@ -33,23 +34,6 @@ inline Words threefry(const uint32_t (&key)[2], Words counters) {
 inline void fold_in(uint32_t (&key)[2], uint32_t number) {
   const Words words = threefry(key, {zeros_i(), all_i(int32_t(number))});
   key[0] = uint32_t(first_lane(words.first)), key[1] = uint32_t(first_lane(words.second));
-}
-
-// Natural logarithm of positive normal numbers, to about one unit in the last place: Cephes' polynomial.
-inline F16 logarithm(F16 x) {
-  F16 exponent = exponent_of(x), m = mantissa_of(x);
-  const F16 one = all(1.0f);
-  const Mask is_large = is_more(m, all(1.41421356f));
-  m = either(is_large, m * all(0.5f), m);
-  exponent = either(is_large, exponent + one, exponent);
-  const F16 r = m - one, square = r * r;
-  F16 p = all(7.0376836292e-2f);
-  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
-                  2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
-    p = fma(p, r, all(c));
-  F16 rest = fma(exponent, all(-2.12194440e-4f), (((p * r)) * square));
-  rest = fnma(all(0.5f), square, rest);
-  return fma(exponent, all(0.693359375f), (r + rest));
 }
 
 inline I16 sixteen_from(int32_t first) {

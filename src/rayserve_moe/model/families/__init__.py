@@ -1,5 +1,6 @@
 """Table of model families, a line each; a module describes the models of its ARCHITECTURE."""
 
+from rayserve_moe.model.families import afmoe as afmoe
 from rayserve_moe.model.families import bailing_moe_v2 as bailing_moe_v2
 from rayserve_moe.model.families import deepseek_v2 as deepseek_v2
 from rayserve_moe.model.families import deepseek_v3 as deepseek_v3
@@ -13,6 +14,7 @@ from rayserve_moe.model.families import gpt_oss as gpt_oss
 from rayserve_moe.model.families import granitemoe as granitemoe
 from rayserve_moe.model.families import hunyuan_v1_moe as hunyuan_v1_moe
 from rayserve_moe.model.families import hy_v3 as hy_v3
+from rayserve_moe.model.families import laguna as laguna
 from rayserve_moe.model.families import minimax_m2 as minimax_m2
 from rayserve_moe.model.families import minimax_m3_vl_text as minimax_m3_vl_text
 from rayserve_moe.model.families import mistral4 as mistral4

@@ -26,7 +26,8 @@ from rayserve_moe.model.spec import ModelSpec, RopeSpec, ScoreShape
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.state.kinds import ArraySpec, StateKind
 
-KIND = "gqa"
+KINDS = ("gqa", "swa")
+"""Kinds of this mixer. Their layers differ in parameters, and share a pool."""
 STATE = "kv"
 
 
@@ -34,14 +35,14 @@ STATE = "kv"
 class GroupedAttention:
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245). Widths are in elements."""
 
-    kind: ClassVar[str] = KIND
     has_windows: ClassVar[bool] = True
 
     num_heads: int
     """Query heads."""
     num_kv_heads: int
     head_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
+    """None: queries and keys do not rotate."""
     bias: bool = False
     """Biases of q, k and v."""
     output_bias: bool = False
@@ -55,15 +56,20 @@ class GroupedAttention:
     """True if each query head has a logit that enters only the denominator of the softmax."""
     score_scale: float | None = None
     """None stands for head_dim ** -0.5."""
-    output_gate: bool = False
-    """True if files hold a gate after the query of each head; its sigmoid multiplies the head's output."""
+    output_gate: str = one_of("none", "sigmoid", "softplus")
+    """Function of the gates that multiply outputs, in float32."""
+    gate_form: str = one_of("element", "head", "in_query")
+    """Gates in files: of each `element` of the queries, of each `head`, or of each element after the query of its head
+    (`in_query`)."""
     fused_qkv: bool = one_of(False, True)
     """True if files hold q, k and v of a layer as rows of a single tensor, in this order."""
+    kind: str = one_of(*KINDS)
+    """`swa` for layers with windows if their heads or their rotation differ from the other layers of the model."""
 
     @property
     def rotary_width(self) -> int:
-        """Return the number of elements of a head that rotate."""
-        return self.rope.rotary_dim or self.head_dim
+        """Return the number of elements of a head that rotate, or turn by zero without a rotation."""
+        return self.head_dim if self.rope is None else self.rope.rotary_dim or self.head_dim
 
     def unsupported_reason(self) -> str:
         """Return why the sizes do not fit each other; empty if they do."""
@@ -99,7 +105,7 @@ def kv_repeats(own: GroupedAttention, tensor_size: int) -> int:
 
 def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_size: int) -> dict[str, ParamSpec]:
     """Return projections, and the configured norms, biases and sinks."""
-    layers, width, q_width = spec.layers_with_mixer(KIND), spec.hidden_size, own.num_heads * own.head_dim
+    layers, width, q_width = spec.layers_with_mixer(own.kind), spec.hidden_size, own.num_heads * own.head_dim
     repeats = kv_repeats(own, tensor_size)
     kv_width = own.num_kv_heads * own.head_dim * repeats
 
@@ -118,10 +124,8 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
         "v_LDG": of_kv_heads(project("v", (width, kv_width), ("model", "kv_heads"))),
         "o_LHD": project("o", (q_width, width), ("heads", "model")),
     }
-    if own.output_gate:
-        pair = replace(TRANSPOSED, period=2 * own.head_dim, repeat_width=own.head_dim)
-        specs["gate_LDH"] = replace(specs["q_LDH"], file=replace(pair, start=own.head_dim))
-        specs["q_LDH"] = replace(specs["q_LDH"], file=pair)
+    if own.output_gate != "none":
+        specs |= _gates(specs["q_LDH"], own)
     specs |= _norms(own, spec, dtype=dtype, kv_form=specs["k_LDG"].file)
     if own.sinks:
         specs["sinks_LA"] = per_layer("sinks", own.num_heads, "heads", "normal")
@@ -134,9 +138,21 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
     return specs | (_cut_out_of_one(specs, own) if own.fused_qkv else {})
 
 
+def _gates(queries: ParamSpec, own: GroupedAttention) -> dict[str, ParamSpec]:
+    """Return the gates, and the queries if files hold both in a tensor."""
+    if own.gate_form == "in_query":
+        pair = replace(TRANSPOSED, period=2 * own.head_dim, repeat_width=own.head_dim)
+        gates = replace(queries, file=replace(pair, start=own.head_dim))
+        return {"gate_LDH": gates, "q_LDH": replace(queries, file=pair)}
+    gates = replace(queries, role="output_gate")
+    if own.gate_form == "head":
+        return {"gate_LDA": replace(gates, shape=(*gates.shape[:2], own.num_heads))}
+    return {"gate_LDH": gates}
+
+
 def _norms(own: GroupedAttention, spec: ModelSpec, *, dtype: str, kv_form: FileForm) -> dict[str, ParamSpec]:
     """Return the norms of queries and keys; `kv_form` has the copies of KV heads."""
-    layers = spec.layers_with_mixer(KIND)
+    layers = spec.layers_with_mixer(own.kind)
 
     def norm(role: str, size: int, axis: str) -> ParamSpec:
         shape, axes = (len(layers), size), ("layers", axis)
@@ -187,21 +203,26 @@ def attention_choice(_: GroupedAttention, kernels: Kernels, *, pool: PoolFormat)
 def prepare(own: GroupedAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
     """Return rotations and kernel descriptions of a step's tokens."""
     (pool,) = pools[STATE]
-    windows = config.spec.windows(KIND)
+    windows = config.spec.windows(own.kind)
     return prepare_attention(batch, pool, rope=own.rope, width=own.rotary_width, windows=windows, config=config)
 
 
 def attention_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan | None = None) -> AttentionConfig:
     """Return the static attention configuration of all layers; `plan` None places all heads on a single device."""
+    sharing = [layer for layer, each in enumerate(spec.layers) if each.mixer in KINDS]
+    mine = spec.layers_with_mixer(own.kind)
     return AttentionConfig(
         head_dim=own.head_dim,
         eps=spec.norm_eps,
         plan=plan,
-        interleaved_rotation=own.rope.interleaved,
+        interleaved_rotation=own.rope is not None and own.rope.interleaved,
         norms_after_rotation=own.qk_norm_after_rope,
         clip=own.clip_qkv,
         score_scale=own.score_scale,
-        windows=spec.windows(KIND),
+        windows=spec.windows(own.kind),
+        output_gate=own.output_gate,
+        pool_layers=() if len(mine) == len(sharing) else tuple(map(sharing.index, mine)),
+        num_pool_layers=len(sharing),
     )
 
 
@@ -216,8 +237,9 @@ def begin_choice(
 ) -> Choice[Callable[..., Any]]:
     """Return the choice of a kernel that adds, norms and projects at once; arguments as for `begin`."""
     at_once = config.kernels.attention.norm_and_project
-    reason = "attention has an output gate" if own.output_gate else "norms have an offset"
-    if own.output_gate or config.spec.norm_offset:
+    has_gate = own.output_gate != "none"
+    reason = "attention has an output gate" if has_gate else "norms have an offset"
+    if has_gate or config.spec.norm_offset:
         return Choice(None, {candidate.name: reason for candidate in at_once.candidates})
     attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
     return at_once.choose(*stream, stacked, rotation=rotation, config=attention)
@@ -236,7 +258,7 @@ def begin(
 
     Returns None if no such kernel exists for these sizes.
     """
-    rotation = inputs.prepared[KIND].rotation
+    rotation = inputs.prepared[own.kind].rotation
     choice = begin_choice(own, weights, stream, rotation=rotation, layer=layer, config=config)
     if choice.candidate is None:
         return None
@@ -262,7 +284,7 @@ def apply(  # noqa: PLR0913 (the interface of `Mixer`)
         weights,
         rows,
         inputs,
-        mixer=KIND,
+        mixer=own.kind,
         state=STATE,
         layer=layer,
         attention=attention,

@@ -46,7 +46,8 @@ def divided_sizes(spec: ModelSpec, tensor_size: int) -> dict[str, int]:
     """Return the sizes that must be divisible by `tensor_size`, by their keys in `config.json`."""
     sizes: dict[str, int] = {}
     for own in spec.mixers:
-        sizes |= own.divided_sizes(tensor_size)
+        for name, size in own.divided_sizes(tensor_size).items():
+            sizes[name if sizes.get(name, size) == size else f"{name} ({own.kind})"] = size
     for kind, ffn in FFNS.items():
         sizes |= ffn.divided_sizes(spec) if spec.layers_with_ffn(kind) else {}
     return sizes

@@ -29,11 +29,17 @@ class AttentionStep(NamedTuple):
 
 
 def prepare_attention(
-    batch: TokenBatch, pool: jax.Array, *, rope: RopeSpec, width: int, windows: tuple[int, ...], config: ModelConfig
+    batch: TokenBatch,
+    pool: jax.Array,
+    *,
+    rope: RopeSpec | None,
+    width: int,
+    windows: tuple[int, ...],
+    config: ModelConfig,
 ) -> AttentionStep:
     """Return the rotation of `width` elements per head by position, and the kernel description of single tokens."""
     with jax.named_scope("rotation"):
-        factor = rope.yarn.attention_factor if rope.yarn else 1.0
+        factor = rope.yarn.attention_factor if rope and rope.yarn else 1.0
         rotation = config.kernels.rotation(batch.positions_T, rope_frequencies(rope, width), factor=factor)
     return AttentionStep(rotation, _describe_singles(batch, pool, windows, config))
 
@@ -94,13 +100,17 @@ MIN_RAMP = 0.001
 """Minimum width of the ramp, in dimensions, as in transformers."""
 
 
-def rope_frequencies(rope: RopeSpec, width: int) -> np.ndarray:
+def rope_frequencies(rope: RopeSpec | None, width: int) -> np.ndarray:
     """Return radians per position of each pair of `width` rotated elements: float32 [h / 2], rounded from float64.
+
+    Without a rotation all are zero, which leaves heads as they are.
 
     Frequencies are theta ** (-2 i / h) (Su et al., arXiv:2104.09864). YaRN (arXiv:2309.00071, section 3.2) divides by
     the factor the frequency of pairs with fewer than `beta_slow` turns in the original length, keeps pairs with more
     than `beta_fast` turns, and interpolates linearly in i between them.
     """
+    if rope is None:
+        return np.zeros(width // 2, np.float32)
     frequencies = rope.theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
     if rope.yarn is not None:
         slowed = _slowed_share(rope.yarn, rope.theta, width)

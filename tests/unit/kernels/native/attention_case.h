@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 
 #include "attention.h"
 #include "case.h"
@@ -14,6 +15,8 @@ struct Layer {
   bool has_norms, has_biases, has_sinks, is_norm_of_all, norms_after, is_interleaved;
   int64_t rotated_pairs, window;
   float clip;
+  int64_t gate_width;  // of all heads, or one for each; 0: no gates
+  bool has_softplus;
   int64_t q_norm_width() const { return !has_norms ? 0 : is_norm_of_all ? q_width() : head_width; }
   int64_t k_norm_width() const { return !has_norms ? 0 : is_norm_of_all ? kv_width() : head_width; }
   int64_t tokens() const { return singles + blocks * block_tokens; }
@@ -31,6 +34,7 @@ inline Layer layer_of(Case& c, Layer l) {
   l.rotated_pairs = c.below(2) ? l.head_width / 2 : c.below(int(l.head_width / 2) + 1);
   l.window = c.below(2) ? 0 : 1 + c.below(50);
   l.clip = c.below(3) ? 0.0f : 0.7f;
+  l.gate_width = std::array{int64_t(0), l.heads, l.q_width()}[c.below(3)], l.has_softplus = c.below(2);
   return l;
 }
 
@@ -71,14 +75,15 @@ struct Batch {
 };
 
 struct Weights {
-  Numbers q, k, v, o, q_norm, k_norm, q_bias, k_bias, v_bias, sinks;
+  Numbers q, k, v, o, q_norm, k_norm, q_bias, k_bias, v_bias, sinks, gate;
 
   Weights(Case& c, const Layer& l)
       : q(c.draw(kWidth * l.q_width(), 0.2)), k(c.draw(kWidth * l.kv_width(), 0.2)),
         v(c.draw(kWidth * l.kv_width(), 0.2)), o(c.draw(l.q_width() * kWidth, 0.2)),
         q_norm(c.draw(l.q_norm_width(), 0.2, 1)), k_norm(c.draw(l.k_norm_width(), 0.2, 1)),
         q_bias(c.draw(l.has_biases ? l.q_width() : 0)), k_bias(c.draw(l.has_biases ? l.kv_width() : 0)),
-        v_bias(c.draw(l.has_biases ? l.kv_width() : 0)), sinks(c.draw(l.has_sinks ? l.heads : 0)) {}
+        v_bias(c.draw(l.has_biases ? l.kv_width() : 0)), sinks(c.draw(l.has_sinks ? l.heads : 0)),
+        gate(c.draw(kWidth * l.gate_width, 0.2)) {}
 };
 
 inline void norm(Numbers& heads, const Numbers& scale) {
@@ -193,20 +198,32 @@ inline void check_places(Case& c, const native::AttentionShapes& s, native::Atte
 
 inline const bf16* or_null(const Numbers& numbers) { return numbers.empty() ? nullptr : numbers.data(); }
 
+// Attended heads of one token times their gates.
+inline void gate_heads(const Layer& l, const bf16* row, const Weights& w, Numbers& attended) {
+  for (int64_t i = 0; i < l.q_width() && l.gate_width; ++i) {
+    const int64_t column = l.gate_width == l.q_width() ? i : i / l.head_width;
+    const double raw = value_of(rounded(dot(row, w.gate, column, kWidth, l.gate_width)));
+    attended[i] = rounded(value_of(attended[i]) * (l.has_softplus ? std::log1p(std::exp(raw)) : 1 / (1 + std::exp(-raw))));
+  }
+}
+
 inline void attention(Case c, const Layer& l) {
   const Weights w(c, l);
   Batch b(c, l);
   const Numbers hidden = c.draw(l.tokens() * kWidth), q = packed(w.q, kWidth, l.q_width()),
                 k = packed(w.k, kWidth, l.kv_width()), v = packed(w.v, kWidth, l.kv_width()),
-                o = packed(w.o, l.q_width(), kWidth);
+                o = packed(w.o, l.q_width(), kWidth),
+                gate = l.gate_width ? packed(w.gate, kWidth, l.gate_width) : Numbers();
   Numbers expected_pool = b.pool;
   std::vector<float> found(l.tokens() * kWidth);
   const native::AttentionShapes shapes{
       l.tokens(),  kWidth,   l.heads,        l.kv_heads,      l.page_size, l.pages(),
       l.singles,   l.blocks, l.block_tokens, l.table_width(), l.window,    1 / std::sqrt(float(l.head_width)),
-      {l.head_width, l.rotated_pairs, l.is_interleaved, l.norms_after, l.clip, 1e-6f}};
+      {l.head_width, l.rotated_pairs, l.is_interleaved, l.norms_after, l.clip, 1e-6f},
+      l.gate_width, l.has_softplus};
   native::AttentionArrays arrays{};
   arrays.hidden = hidden.data(), arrays.q = q.data(), arrays.k = k.data(), arrays.v = v.data(), arrays.o = o.data();
+  arrays.gate = or_null(gate);
   arrays.q_norm = {{or_null(w.q_norm)}, l.q_norm_width()}, arrays.k_norm = {{or_null(w.k_norm)}, l.k_norm_width()};
   arrays.q_bias = or_null(w.q_bias), arrays.k_bias = or_null(w.k_bias), arrays.v_bias = or_null(w.v_bias);
   arrays.sinks = or_null(w.sinks), arrays.cos = b.cos.data(), arrays.sin = b.sin.data();
@@ -222,6 +239,7 @@ inline void attention(Case c, const Layer& l) {
       const Numbers one = attend(l, b, w, expected_pool, queries[t].data() + head * l.head_width, t, head);
       attended.insert(attended.end(), one.begin(), one.end());
     }
+    gate_heads(l, hidden.data() + t * kWidth, w, attended);
     for (int64_t d = 0; d < kWidth; ++d) expected.push_back(dot(attended.data(), w.o, d, l.q_width(), kWidth));
   }
   c.compare("attention", found, expected, 0x1p-6);
