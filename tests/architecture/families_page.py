@@ -29,8 +29,9 @@ their index selects every token, so that dense attention is exact. A larger `max
 `index_topk`. MiniMax-M3 is served in the same way, up to the tokens of `sparse_topk_blocks` blocks.
 
 Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3, `rotary_dim` of
-MiniMax-M3, `route_norm` of Trinity, `mlp_only_layers`, `norm_topk_prob` and `gating_types` of Laguna. The files of Hy3 name no dtype and hold bfloat16. Multimodal models are served without their vision tower:
-an image in a request is rejected with an error that names its field.
+MiniMax-M3, `route_norm` of Trinity, `mlp_only_layers`, `norm_topk_prob` and `gating_types` of Laguna. The files of Hy3
+name no dtype and hold bfloat16. Multimodal models are served without their vision tower: an image in a request is
+rejected with an error that names its field.
 
 `swa` is grouped attention of layers with windows whose rotation or query heads differ from the other layers.
 
