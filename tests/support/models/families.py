@@ -80,7 +80,7 @@ _SLIDING_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_fact
 _LAGUNA = {
     **_EXPERTS, "num_key_value_heads": 2, "head_dim": 16, "shared_expert_intermediate_size": 32, "sliding_window": 12,
     "moe_routed_scaling_factor": 2.5, "rope_parameters": {
-        "full_attention": {**_YARN, "rope_theta": 5e5, "partial_rotary_factor": 0.5, "attention_factor": 1.1},
+        "full_attention": {**_YARN, "rope_theta": 5e3, "partial_rotary_factor": 0.5, "attention_factor": 1.1},
         "sliding_attention": _SLIDING_ROPE,
     },
 }  # fmt: skip
