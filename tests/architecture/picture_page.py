@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "rayserve_moe"
 PAGE = ROOT / "docs" / "packages.svg"
 COLUMN, ROW, TOP = 236, 60, 50
-BOX_WIDTH, BOX_HEIGHT = 112, 30
+BOX_WIDTH, BOX_HEIGHT, GAP = 112, 30, 10
 KINDS = {
     "Ray and HTTP": ("#efe6f7", "cli serving rollouts bench fleet cluster"),
     "plain Python": (
@@ -28,7 +28,6 @@ KINDS = {
     "pure JAX": ("#fdebd3", "decoding model experts kernels parallel"),
 }
 """What a package may load besides the standard library, as the import contracts have it; a column and a colour each."""
-WIDTH = COLUMN * len(KINDS)
 INK, LINE = "#24292f", "#8c959f"
 
 
@@ -73,11 +72,11 @@ def direct(edges: set[tuple[str, str]]) -> list[tuple[str, str]]:
 def page() -> str:
     """Return the picture's text."""
     places = _places()
-    height = TOP + len(layers()) * ROW
+    height, width = TOP + len(layers()) * ROW, _columns()[1]
     edges = imports()
     assert not arrows_up(edges), f"imports point down, but for {sorted(arrows_up(edges))}"
     described = "; ".join(f"{importer} imports {imported}" for importer, imported in direct(edges))
-    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     text = f'font-family="system-ui, sans-serif" font-size="13" fill="{INK}"'
     head = f'<path d="M0 0L7 3L0 6z" fill="{LINE}"/>'
     marker = f'<marker id="end" markerWidth="7" markerHeight="7" refX="6" refY="3" orient="auto">{head}</marker>'
@@ -86,7 +85,7 @@ def page() -> str:
         '<title id="title">Packages and what they import</title>',
         f'<desc id="desc">{escape(described)}</desc>',
         f"<defs>{marker}</defs>",
-        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         *_legend(),
         *(_arrow(places[importer], places[imported]) for importer, imported in direct(edges)),
         *(_box(name, x, y) for name, (x, y) in places.items()),
@@ -95,22 +94,33 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
+def _beside(layer: list[str], names: str) -> list[str]:
+    """Return the packages of a kind in a layer, which stand side by side."""
+    return [name for name in layer if name in names.split()]
+
+
+def _columns() -> tuple[list[float], int]:
+    """Return the middle of each kind's column, which holds its longest row of boxes, and the picture's width."""
+    most = [max(len(_beside(layer, names)) for layer in layers()) for _, names in KINDS.values()]
+    widths = [max(COLUMN, count * (BOX_WIDTH + GAP) + GAP) for count in most]
+    return [sum(widths[:i]) + width / 2 for i, width in enumerate(widths)], sum(widths)
+
+
 def _places() -> dict[str, tuple[float, float]]:
-    """Middle and top of every box: its layer's row, its kind's column, side by side where a layer has two of one."""
-    places = {}
+    """Middle and top of every box: its layer's row, its kind's column, side by side where a layer has several."""
+    places, (middles, _) = {}, _columns()
     for row, layer in enumerate(layers()):
-        for column, (_, names) in enumerate(KINDS.values()):
-            beside = [name for name in layer if name in names.split()]
+        for middle, (_, names) in zip(middles, KINDS.values(), strict=True):
+            beside = _beside(layer, names)
             for i, name in enumerate(beside):
-                x = COLUMN * (column + 0.5) + (i - (len(beside) - 1) / 2) * (BOX_WIDTH + 10)
-                places[name] = (x, TOP + row * ROW)
+                places[name] = (middle + (i - (len(beside) - 1) / 2) * (BOX_WIDTH + GAP), TOP + row * ROW)
     return places
 
 
 def _legend() -> list[str]:
     parts = [
-        f'<text x="{COLUMN * (i + 0.5):.0f}" y="28" text-anchor="middle" font-size="15">{kind}</text>'
-        for i, kind in enumerate(KINDS)
+        f'<text x="{middle:.0f}" y="28" text-anchor="middle" font-size="15">{kind}</text>'
+        for middle, kind in zip(_columns()[0], KINDS, strict=True)
     ]
     note = "An arrow is an import; what follows from others is left out."
     return [*parts, f'<text x="20" y="{TOP + len(layers()) * ROW - 8}" font-size="12">{note}</text>']
