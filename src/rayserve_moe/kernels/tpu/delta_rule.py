@@ -36,10 +36,16 @@ NUM_POOLS = len(DeltaPools._fields)
 
 
 def unsupported_reason(
-    tokens: DeltaTokens, pools: DeltaPools, pieces: Pieces, *, layer: tuple[jax.Array, ...], delta: bool = True
+    tokens: DeltaTokens,
+    pools: DeltaPools,
+    pieces: Pieces,
+    *,
+    layer: tuple[jax.Array, ...],
+    delta: bool = True,
+    interpret: Any = False,
 ) -> str:
     """Return why `advance_tokens` does not take a call; empty if it does."""
-    del pieces, layer
+    del pieces, layer, interpret
     (num_tokens, num_heads, width), key_heads = tokens.values_THv.shape, tokens.keys_TKd.shape[1]
     if num_tokens > MAX_TOKENS:
         return f"{num_tokens} tokens, not {MAX_TOKENS} or fewer"
