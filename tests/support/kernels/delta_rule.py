@@ -32,6 +32,7 @@ from rayserve_moe.kernels.reference.gated_delta import (
 )
 from rayserve_moe.kernels.table import CPU, KERNELS, TPU
 from rayserve_moe.kernels.tpu import delta_rule, delta_visits
+from rayserve_moe.kernels.tpu.delta_call import NUM_BUFFERS
 from tests.support.engine.host_runners import WAY, card_of, prepared_runner
 from tests.support.engine.run_requests import run_together
 from tests.support.engine.workload import draw_prompt, request_for
@@ -280,9 +281,27 @@ def a_visit_that_never_ends() -> None:
     )
 
 
+class _SemaphoresOfNeighbours:
+    """Semaphores of buffers, each found at the number of the next buffer."""
+
+    def __init__(self, arrived_B: Any) -> None:
+        self._arrived_B = arrived_B
+        self.at = self
+
+    def __getitem__(self, buffer: jax.Array) -> Any:
+        return self._arrived_B.at[jax.lax.rem(buffer + NUM_BUFFERS - 1, NUM_BUFFERS)]
+
+
 def a_visit_into_the_buffer_in_use() -> None:
+    """Copies go to another buffer, and are awaited as those of their own."""
     begin = delta_visits._begin_visit
-    delta_visits._begin_visit = lambda call, visit, buffer: begin(call, visit, jax.lax.rem(buffer + 1, 3))
+
+    def begin_elsewhere(call: Any, visit: jax.Array, buffer: jax.Array) -> None:
+        arrived_B = _SemaphoresOfNeighbours(call.semaphores.arrived_B)
+        other = call._replace(semaphores=call.semaphores._replace(arrived_B=arrived_B))
+        begin(other, visit, jax.lax.rem(buffer + 1, NUM_BUFFERS))
+
+    delta_visits._begin_visit = begin_elsewhere
 
 
 def a_ring_without_its_last_tile() -> None:
