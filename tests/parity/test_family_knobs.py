@@ -34,6 +34,7 @@ NOT_TURNED = {
     "kind",
     "layout",
     "fused_qkv",
+    "fused",
     "gate_form",
     "bias_in_row",
     "selection_bias_in_row",

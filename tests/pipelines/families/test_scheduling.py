@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -96,9 +97,13 @@ def test_cached_prompts_come_to_the_same(one_device: HostRunner, card: ModelCard
     cycle.scheduler.flush()
 
 
+DENSE_GATE = re.compile(r"\.layers\.(\d+)\.mlp\.gate(?:_up)?_proj\.weight$")
+"""Name of the gate of a dense MLP, alone or in one tensor with up."""
+
+
 def test_rows_are_those_of_the_layers_with_experts(core_checkpoint: Path, card: ModelCard, each_alone: Outcomes):
     with safe_open(core_checkpoint / "model.safetensors", "np") as tensors:
-        dense = {int(name.split(".")[2]) for name in tensors.offset_keys() if name.endswith(".mlp.gate_proj.weight")}
+        dense = {int(found[1]) for name in tensors.offset_keys() if (found := DENSE_GATE.search(name))}
     layout = card.routing
     assert layout.layer_ids == tuple(layer for layer in range(layout.num_hidden_layers) if layer not in dense)
     for outcome in each_alone.values():
