@@ -30,7 +30,7 @@ MARKED = re.compile(
 
 
 OF_ONE_TABLE = ("|", "**", "`")
-"""How paragraphs begin that belong to the table beside them: its rows, its title or load, its conditions."""
+"""First words of paragraphs kept with their table: its rows, title, load or conditions."""
 
 
 def page(text: str) -> str:

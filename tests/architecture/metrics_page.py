@@ -19,7 +19,7 @@ class Group(NamedTuple):
 
     title: str
     starts: tuple[str, ...]
-    """How the names of its metrics begin; an exact name, or a prefix that ends with `_`."""
+    """Names of its metrics: exact, or prefixes that end with `_`."""
     note: str = ""
 
 

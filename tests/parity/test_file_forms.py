@@ -42,7 +42,7 @@ class Form:
     name: str
     case: str
     multimodal: Callable[[dict[str, Any]], Any] | None = None
-    """Function from the config of a text model to that of the multimodal model around it, if any."""
+    """Wraps a text config into the multimodal config around it; None for text models."""
     is_fused: bool = False
     """Read from files that have the experts of a layer in two tensors."""
     rereads: Any = None

@@ -90,7 +90,7 @@ def drafting_engine(core_checkpoint: Path, draft_folder: Path, engine_with: Engi
 
 
 def logits_of_rows(runner: HostRunner) -> Callable[[], np.ndarray]:
-    """Return what computes the logits of the draft's head of what is kept of every row; compiled once."""
+    """Return the compiled function from the kept hidden states of all rows to the draft head's logits."""
     config = runner.served.draft
     assert config is not None
 

@@ -43,7 +43,7 @@ class Block:
     file: str = ""
     """Path of the file that runs it, from its mark."""
     how: str = ""
-    """What was checked without a test, from its mark."""
+    """Kind of check without a test, from its mark."""
 
 
 class _NavLoader(yaml.SafeLoader):
@@ -102,7 +102,7 @@ def _end_of_block(lines: list[str], start: int) -> int:
 
 
 def fault_of_mark(block: Block, page: str) -> str:
-    """Return what is wrong with the mark of a block; empty if it is right. `page` is the page's file name."""
+    """Return the fault of a block's mark; empty without one. `page` is the page's file name."""
     if block.file:
         path = ROOT / block.file
         if not path.is_file():

@@ -293,7 +293,7 @@ class _SemaphoresOfNeighbours:
 
 
 def a_visit_into_the_buffer_in_use() -> None:
-    """Copies go to another buffer, and are awaited as those of their own."""
+    """Copies go to another buffer, but signal the semaphores of their own."""
     begin = delta_visits._begin_visit
 
     def begin_elsewhere(call: Any, visit: jax.Array, buffer: jax.Array) -> None:

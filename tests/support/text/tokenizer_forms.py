@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,17 +152,6 @@ FORMS = {
         splits=(CASED,),
         config={"unk_token": "]!d~[", "add_prefix_space": False},
     ),
-    "minimax_m3": PublishedForm(
-        families=("minimax_m3_vl_text",),
-        said="as MiniMax-M2's, with a class that keeps the file's pipeline; no published file was read",
-        tokenizer_class="PreTrainedTokenizerFast",
-        special=("]!p~[", "]~!b[", "[e~[", "]~b]", "]!d~[", "<fim_prefix>"),
-        plain=("<minimax:tool_call>", "</minimax:tool_call>", *_THINK),
-        bos="]~!b[",
-        eos="[e~[",
-        splits=(CASED,),
-        config={"unk_token": "]!d~[", "add_prefix_space": False},
-    ),
     "mixtral": PublishedForm(
         families=("mixtral",),
         said="byte fallback, a space before the text, adds its first token",
@@ -289,6 +278,13 @@ FORMS = {
         model_config={"auto_map": {"AutoConfig": "configuration_bailing_moe_v2.BailingMoeV2Config"}},
     ),
 }
+FORMS["minimax_m3"] = replace(
+    FORMS["minimax"],
+    families=("minimax_m3_vl_text",),
+    said="as MiniMax-M2's, with a class that keeps the file's pipeline; no published file was read",
+    published="",
+    tokenizer_class="PreTrainedTokenizerFast",
+)
 FORM_OF_FAMILY = {family: name for name, form in FORMS.items() for family in form.families}
 
 

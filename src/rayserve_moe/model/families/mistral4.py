@@ -34,7 +34,7 @@ OTHER_ARCHITECTURES = ("Mistral3ForConditionalGeneration",)
 CHECKPOINT_RULES = DECODER | LATENT_ATTENTION | DENSE_MLP | EXPERTS | FUSED_EXPERTS | SHARED_EXPERTS
 OTHER_RULES = (below_language_model(CHECKPOINT_RULES),)
 IGNORED = ("vision_tower.*", "multi_modal_projector.*")
-"""What reads images, which are refused."""
+"""Tensors of the vision tower: requests with images are rejected."""
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:

@@ -150,7 +150,7 @@ def _watch(ray: int, deployment: int, kept: dict[str, int], *, plan: Plan, folde
 
 
 def _restart(name: str, code: int, folder: Path) -> str:
-    """Return the message that a process has ended with an exit code, and why as far as its log says."""
+    """Return a message with the exit code of an ended process and the last lines of its log."""
     logs = log_folder(folder)
     how = [f"signal {-code}" if code < 0 else f"status {code}", _last_of(logs / f"{name}.log")]
     return f"the process of {name} has ended ({': '.join(filter(None, how))}), and is started again; logs: {logs}"
