@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rayserve_moe.engine.recovery.hosts import Recovery, progress_of
 from rayserve_moe.requests.fields import MAX_LISTED_IDS, MAX_LOGIT_BIASES, declared
 from rayserve_moe.requests.processor_arguments import processed_row
 from rayserve_moe.requests.records import (
@@ -25,18 +26,28 @@ MAX_HIDDEN_NUMBERS = 1 << 24
 """Maximum number of float32 hidden state values returned for a request: 64 MiB."""
 
 
+MAX_QUEUE_S = 5.0
+"""Seconds after a loss during which new requests are queued; later they are rejected until the hosts are replaced."""
+
+
 class EngineBusyError(RuntimeError):
     """Raised if too many requests wait or run; the client may retry later."""
 
 
+class EngineRebuildingError(RuntimeError):
+    """Raised if hosts have been under replacement for too long to queue requests; the client may retry later."""
+
+
 @dataclass(frozen=True)
 class Capacity:
-    """Limit on the number of live requests of an engine."""
+    """Limit on the number of live requests of an engine; 0 while its hosts are replaced for more than `MAX_QUEUE_S`."""
 
     live: Sized
     """Requests that wait or run."""
     max_live: int
     """Maximum number of live requests."""
+    recovery: Recovery | None = None
+    """Replaces lost hosts; None if nothing does."""
 
     def check_size(self, wanted: int) -> None:
         """Raise RequestError if `wanted` requests exceed the limit even of an idle engine."""
@@ -44,7 +55,13 @@ class Capacity:
             raise RequestError(f"{wanted} prompts exceed the {self.max_live} live requests of a replica", "prompt")
 
     def check(self, wanted: int = 1) -> None:
-        """Raise EngineBusyError if `wanted` more requests exceed the limit now. May be called from any thread."""
+        """Raise EngineBusyError if `wanted` more requests exceed the limit now. May be called from any thread.
+
+        Raises: EngineRebuildingError, even if the limit is reached too: places become free once the hosts are replaced.
+        """
+        progress = progress_of(self.recovery) if wanted else None
+        if progress is not None and progress.seconds > MAX_QUEUE_S:
+            raise EngineRebuildingError(f"hosts are being replaced: {progress.phase}, {progress.seconds:.0f} s so far")
         if wanted and (number := len(self.live)) + wanted > self.max_live:
             raise EngineBusyError(f"{number} requests are waiting or running; try again later")
 

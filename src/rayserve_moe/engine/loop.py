@@ -42,13 +42,7 @@ from rayserve_moe.scheduling.step_plan import StartReport
 
 log = logging.getLogger(__name__)
 Outputs = Collection[ChoiceResult]
-MAX_QUEUE_S = 5.0
-"""Seconds after a loss during which new requests are queued; later they are rejected until the hosts are replaced."""
 _PART = re.compile(r"([_-]\d+)?")
-
-
-class EngineRebuildingError(RuntimeError):
-    """Raised if hosts have been under replacement for too long to queue requests; the client may retry later."""
 
 
 class EngineLoop:
@@ -101,7 +95,7 @@ class EngineLoop:
         )
         self.request_metrics = self._outputs.metrics
         max_live = max_live_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size)
-        self.capacity = Capacity(self._outputs, max_live)
+        self.capacity = Capacity(self._outputs, max_live, self.recovery)
         self.control = EngineControl(
             self._cycle, executor, eplb=self.eplb, outputs=self._outputs, commands=self._commands, card=card
         )
@@ -133,9 +127,6 @@ class EngineLoop:
         Raises: RequestError if the request cannot be served, EngineBusyError if too many requests are live,
             EngineRebuildingError, EngineStoppedError.
         """
-        progress = None if self.recovery is None else self.recovery.progress
-        if progress is not None and progress.seconds > MAX_QUEUE_S:
-            raise EngineRebuildingError(f"hosts are being replaced: {progress.phase}, {progress.seconds:.0f} s so far")
         max_tokens = (self.start_report.num_pages - 1) * self._settings.cache.page_size  # page 0 holds padding
         check_request(request, self.card, max_tokens=max_tokens)
         guides: Several[Guide | None] = [None] * request.sampling.n

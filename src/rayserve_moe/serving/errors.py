@@ -14,9 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
-from rayserve_moe.engine.admission import EngineBusyError
+from rayserve_moe.engine.admission import EngineBusyError, EngineRebuildingError
 from rayserve_moe.engine.command_queue import EngineStoppedError
-from rayserve_moe.engine.loop import EngineRebuildingError
 from rayserve_moe.requests.records import RequestError
 
 _TYPE_OF_STATUS = {

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.config.settings import CacheSettings, ClusterSettings, ParallelSettings, SchedulerSettings, Settings
+from rayserve_moe.engine.admission import EngineRebuildingError
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.engine.executor import GroupLayout
-from rayserve_moe.engine.loop import EngineLoop, EngineRebuildingError, EngineStoppedError
+from rayserve_moe.engine.loop import EngineLoop, EngineStoppedError
 from rayserve_moe.engine.recovery import hosts as recovery
 from rayserve_moe.engine.recovery.hosts import RebuildBounds, progress_of
 from rayserve_moe.requests.records import GenerationRequest
@@ -186,9 +187,12 @@ def test_requests_queue_for_new_hosts_and_are_refused_once_that_takes_long(monke
         loop.check_health()
         progress = progress_of(loop.recovery)
         assert progress is not None and progress.phase == "starting"
-        monkeypatch.setattr("rayserve_moe.engine.loop.MAX_QUEUE_S", 0.0)
+        monkeypatch.setattr("rayserve_moe.engine.admission.MAX_QUEUE_S", 0.0)
         with pytest.raises(EngineRebuildingError, match="starting"):
             loop.submit(request("c"), Listener().receive)
+        with pytest.raises(EngineRebuildingError, match="starting"):
+            replace(loop.capacity, max_live=2).check()  # it is full too: it rebuilds nevertheless
+        loop.capacity.check(0)  # a request that needs no place is answered
         executor.may_rebuild.set()
         assert [each.read_all()[0].kind for each in (first, second)] == ["length"] * 2
         assert progress_of(loop.recovery) is None
