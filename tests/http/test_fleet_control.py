@@ -250,6 +250,21 @@ def test_a_lone_replica_answers_as_without_a_fleet_and_outlives_the_actor(engine
         assert fleet["a"].post(UPDATE, json={"model_path": str(checkpoint), "weight_version": "0"}).json()["success"]
 
 
+@pytest.mark.parametrize("path", ["/get_weight_version", "/server_info"])
+def test_reports_tell_how_many_replicas_should_answer(path, engine, second_engine):
+    """A lost replica is no longer listed, and its successor is not there yet: the number still tells."""
+    with local_fleet({"a": engine, "b": second_engine}) as fleet:
+        fleet.calls.wanted = 2
+        both = fleet["a"].get(path).json()
+        assert list(both["replicas"]) == ["a", "b"] and both["num_wanted_replicas"] == 2
+        fleet.remove("b")
+        fleet.sync()
+        left = fleet["a"].get(path).json()
+        assert list(left["replicas"]) == ["a"] and left["missing"] == [] and left["num_wanted_replicas"] == 2
+        fleet.calls.wanted = 1  # scaled down: a single replica answers as one without a fleet
+        assert "replicas" not in fleet["a"].get(path).json()
+
+
 def test_control_of_a_fleet_without_its_actor_is_refused(fleet, other_checkpoint):
     fleet.state.is_lost = True
     for path, body in ((PAUSE, {}), (UPDATE, {"model_path": str(other_checkpoint)})):

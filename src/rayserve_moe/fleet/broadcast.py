@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,8 @@ class Answers:
     """By replica name, sorted."""
     missing: tuple[str, ...] = ()
     """Names of replicas that did not answer."""
+    num_wanted: int | None = None
+    """Number of replicas that Serve keeps up: above the number of answers while it replaces one; None if unknown."""
 
     @property
     def values_by_replica(self) -> dict[str, Any]:
@@ -87,7 +89,19 @@ def expected_of(listed: dict[str, str], members: Collection[str]) -> set[str]:
 def listed_replicas(application: str, deployment: str) -> dict[str, str]:
     """Return the replicas of a deployment that Serve's controller lists, with their states. Blocks.
 
-    Raises StateUnavailableError while no controller runs.
+    Raises: StateUnavailableError while no controller runs.
+    """
+    return _states_of(_details_of(application, deployment))
+
+
+def _states_of(details: dict[str, Any]) -> dict[str, str]:
+    return {one["replica_id"]: ReplicaState(one["state"]).value for one in details.get("replicas", [])}
+
+
+def _details_of(application: str, deployment: str) -> dict[str, Any]:
+    """Return what Serve's controller tells about a deployment; empty if it has none of this name. Blocks.
+
+    Raises: StateUnavailableError while no controller runs.
     """
     try:
         client = _get_global_client()
@@ -95,10 +109,7 @@ def listed_replicas(application: str, deployment: str) -> dict[str, str]:
         details = client.get_serve_details()
     except (RayError, RayServeException) as error:
         raise StateUnavailableError(f"Serve's controller does not answer: {type(error).__name__}") from error
-    found = details["applications"].get(application, {}).get("deployments", {})
-    return {
-        one["replica_id"]: ReplicaState(one["state"]).value for one in found.get(deployment, {}).get("replicas", [])
-    }
+    return details["applications"].get(application, {}).get("deployments", {}).get(deployment, {})
 
 
 class FleetCalls:
@@ -128,12 +139,20 @@ class FleetCalls:
         while True:
             began = time.monotonic()
             sent = await self._sent(call, arguments, timeout_s=timeout_s)
-            listed = await asyncio.to_thread(listed_replicas, self._application, self._deployment)
-            answers = collect(sent, expected_of(listed, members()))
+            details = await asyncio.to_thread(_details_of, self._application, self._deployment)
+            answers = collect(sent, expected_of(_states_of(details), members()))
             now = time.monotonic()
             if not answers.missing or now > deadline or now - began >= timeout_s:
-                return answers
+                return replace(answers, num_wanted=details.get("target_num_replicas"))
             await asyncio.sleep(_RETRY_S)
+
+    async def num_wanted(self) -> int | None:
+        """Return the number of replicas that Serve keeps up; None if its controller does not answer."""
+        try:
+            details = await asyncio.to_thread(_details_of, self._application, self._deployment)
+        except StateUnavailableError:
+            return None
+        return details.get("target_num_replicas")
 
     async def _sent(self, call: str, arguments: tuple[Any, ...], *, timeout_s: float) -> list[Any]:
         """Send a call once; return answers and errors, without the late replicas."""

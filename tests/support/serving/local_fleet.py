@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any
 
@@ -41,12 +41,13 @@ class OwnState:
 
 @dataclass
 class OwnCalls:
-    """Calls in this process. Those in `silent` do not answer; `listed` is what Serve would list."""
+    """Calls in this process. Those in `silent` do not answer; `listed` and `wanted` are what Serve would tell."""
 
     replicas: dict[str, ApiState] = field(default_factory=dict)
     listed: dict[str, str] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
+    wanted: int | None = None
 
     def put(self, content: bytearray) -> list[Any]:
         return [bytes(content)]
@@ -58,7 +59,10 @@ class OwnCalls:
         self.asked.append(call)
         told = [name for name in self.replicas if name not in self.silent and name in self.listed]
         answers = [await answer(self.replicas[name], call, arguments=arguments) for name in told]
-        return collect(answers, expected_of(self.listed, members()))
+        return replace(collect(answers, expected_of(self.listed, members())), num_wanted=self.wanted)
+
+    async def num_wanted(self) -> int | None:
+        return self.wanted
 
 
 @dataclass

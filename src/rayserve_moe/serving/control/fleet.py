@@ -61,6 +61,22 @@ class Fleet:
         except StateUnavailableError as error:
             raise _unknown() from error
 
+    async def report(self, name: str) -> Answers:
+        """Return the answers of all replicas, with the number of replicas that Serve keeps up.
+
+        A single replica answers without a name, but under its name while Serve replaces the others.
+
+        Raises: ApiError 503 if Serve cannot list the replicas.
+        """
+        answers = await self.call(name)
+        if (alone := answers.by_replica.get("")) is None or (membership := self.state.membership) is None:
+            return answers
+        num_wanted = await membership.calls.num_wanted()
+        if num_wanted is None or num_wanted < 2:
+            return answers
+        own = membership.member.name
+        return Answers({own: Answer(own, alone.value)}, num_wanted=num_wanted)
+
     async def every(self, name: str, *arguments: Any, timeout_s: float = CHANGE_S) -> list[Any]:
         """Return the values of all replicas' answers.
 

@@ -59,13 +59,12 @@ def model_router(state: ApiState) -> APIRouter:
     @router.get("/server_info", **answers())
     @router.get("/get_server_info", **answers())
     async def server_info() -> Response:
-        answers = await Fleet(state).call("statistics")
+        answers = await Fleet(state).report("statistics")
         kernels = dict(state.loop.start_report.kernels)
         about = {**_model_description(state), "version": package_version(), "kernels": kernels}
         if (alone := answers.by_replica.get("")) is not None:
             return json_answer({**about, "statistics": alone.value})
-        each = answers.values_by_replica
-        return json_answer({**about, "replicas": each, "missing": list(answers.missing)})
+        return json_answer({**about, **_fleet_fields(answers)})
 
     _add_versions(router, state)
     return router
@@ -77,12 +76,11 @@ def _add_versions(router: APIRouter, state: ApiState) -> None:
     @router.get("/weight_info", **answers())
     @router.get("/get_weight_version", **answers())
     async def get_weight_version() -> Response:
-        answers = await Fleet(state).call("weight_version")
+        answers = await Fleet(state).report("weight_version")
         if "" in answers.by_replica:
             return json_answer({"weight_version": state.card.weight_version})
-        each = answers.values_by_replica
-        version = {"weight_version": state.card.weight_version, "replicas": each, "missing": list(answers.missing)}
-        return json_answer({**version, "agree": not answers.missing and len(set(each.values())) == 1})
+        agree = not answers.missing and len(set(answers.values)) == 1
+        return json_answer({"weight_version": state.card.weight_version, **_fleet_fields(answers), "agree": agree})
 
     @router.get("/version", **answers())
     async def version() -> Response:
@@ -93,6 +91,12 @@ def _add_versions(router: APIRouter, state: ApiState) -> None:
         if request.query_params.get("include_dp", "true").lower() not in ("true", "1"):
             raise ApiError(400, "`include_dp` is not supported: leave it out", param="include_dp")
         return json_answer({"world_size": state.loop.start_report.num_expert_ranks})
+
+
+def _fleet_fields(answers: Answers) -> dict:
+    """Return the answers by replica, the replicas without one, and how many Serve keeps up if it knows."""
+    wanted = {} if answers.num_wanted is None else {"num_wanted_replicas": answers.num_wanted}
+    return {"replicas": answers.values_by_replica, "missing": list(answers.missing), **wanted}
 
 
 def _model_object(state: ApiState) -> dict:
