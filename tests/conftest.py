@@ -100,6 +100,13 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("all")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of comparisons with the reference, and torch with it, in runs without them."""
+    if "not parity" not in config.option.markexpr or not collection_path.match("parity/*.py"):
+        return None
+    return "pytestmark = pytest.mark.parity" in collection_path.read_text(encoding="utf-8") or None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Have `-n` keep together what shares a cluster or an engine."""

@@ -6,6 +6,8 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -16,12 +18,17 @@ MAX_PER_THOUSAND = {"where": 3, "what": 2, "one": 3}
 PLAIN_NAME = re.compile(r"^_?(most|longest|least)_|_(most|longest|least)$", re.IGNORECASE)
 KEPT = {"is_least", "most_common", "at_least"}
 """Names of a stored format, of the standard library, and a plain phrase."""
-TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the parsed files of the package."""
+    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def docstrings() -> Iterator[str]:
     """Yield the docstrings of modules, classes, functions and fields."""
-    for tree in TREES.values():
+    for tree in trees().values():
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
             for statement in body if isinstance(body, list) else ():
@@ -44,7 +51,7 @@ def test_docstrings_have_few_words_that_make_puzzles(counts: Counter[str], word:
 def test_bounds_are_named_max_and_min() -> None:
     names = {
         (file.relative_to(PACKAGE).as_posix(), name)
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         for node in ast.walk(tree)
         for name in (getattr(node, "id", None), getattr(node, "arg", None), getattr(node, "name", None))
         if isinstance(name, str) and PLAIN_NAME.search(name) and name not in KEPT

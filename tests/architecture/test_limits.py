@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from tests.architecture import limits, package_pages, picture_page
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = limits.read_sources(ROOT / "src" / "rayserve_moe")
+sources = cache(partial(limits.read_sources, ROOT / "src" / "rayserve_moe"))
+"""Sources of the package, parsed by the process that runs these tests only."""
 
 
 def _lines(count: int, line: str = "x = 1") -> str:
@@ -105,7 +107,9 @@ ALLOWED = [
 
 @pytest.mark.parametrize("name", limits.CHECKS)
 def test_every_source_file_keeps_the_rule(name: str) -> None:
-    problems = [f"src/rayserve_moe/{source.path}:{text}" for source in SOURCES for text in limits.CHECKS[name](source)]
+    problems = [
+        f"src/rayserve_moe/{source.path}:{text}" for source in sources() for text in limits.CHECKS[name](source)
+    ]
     assert not problems, "\n".join(problems)
 
 
@@ -123,12 +127,12 @@ def test_every_check_has_a_violation_and_an_allowed_case() -> None:
     assert {case[0] for case in VIOLATIONS} == {case[0] for case in ALLOWED} == set(limits.CHECKS)
 
 
-IMPORTS = picture_page.imports()
+imports = cache(picture_page.imports)
 
 
 @pytest.mark.parametrize("folder", package_pages.packages(), ids=lambda folder: folder.name)
 def test_a_package_says_what_it_is_for_what_it_imports_and_where_to_begin(folder: Path) -> None:
-    imported = {other for importer, other in IMPORTS if importer == folder.name}
+    imported = {other for importer, other in imports() if importer == folder.name}
     assert package_pages.faults(folder, imported) == []
 
 
