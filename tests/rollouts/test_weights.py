@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,9 +17,10 @@ from hypothesis.extra.numpy import arrays
 from safetensors.numpy import load_file
 
 from rayserve_moe import Engine
+from rayserve_moe.checkpoints.bucket import SentTensor
 from rayserve_moe.rollouts.answers import Refused
 from rayserve_moe.rollouts.client import BlockingRolloutClient
-from rayserve_moe.rollouts.weights import HeldDtypes, rounded, sent_tensors
+from rayserve_moe.rollouts.weights import HeldDtypes, WeightSending, rounded, sent_tensors
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.support.engine.shared_settings import ONE_ROW, write_served
@@ -104,3 +107,23 @@ def test_a_call_serves_what_the_disk_would(client, paths):
     with pytest.raises(Refused, match=r"no tensor model\.x"):
         client.update_weights_from({"model.x": first[ROUTER]}, weight_version="never")
     assert client.weight_version() == "4"
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, asyncio.CancelledError, MemoryError])
+def test_a_client_that_is_interrupted_between_buckets_leaves_nothing_staged(interruption, client, paths, monkeypatch):
+    whole, staged = WeightSending.buckets, []
+
+    def interrupted(sending: WeightSending, tensors: list[SentTensor], *, is_delta: bool) -> Iterator[Any]:
+        yield next(iter(whole(sending, tensors, is_delta=is_delta)))
+        staged.append(client.engine.loop.control.tensors.num_staged(sending.update_id))
+        raise interruption
+
+    first, other = (load_file(path / "model.safetensors") for path in paths)
+    client.update_weights_from(first, weight_version="whole")
+    before, tensors = served(client), client.engine.loop.control.tensors
+    monkeypatch.setattr(WeightSending, "buckets", interrupted)
+    with pytest.raises(interruption):
+        client.update_weights_from(other, weight_version="never", bucket_bytes=100_000, update_id=interruption.__name__)
+    assert staged == [1] and tensors.num_staged(interruption.__name__) == 0
+    assert client.weight_version() == "whole"
+    np.testing.assert_equal(served(client), before)

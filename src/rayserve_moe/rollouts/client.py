@@ -11,6 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 from urllib.parse import urlencode
 
@@ -40,6 +41,9 @@ _CUT = frozenset({500, 502, 503, 504})
 _NOT_FOUND = 404
 RESUME_S, RETRY_S = 60.0, 0.25
 """Maximum time for resuming an interrupted answer at other replicas, and the interval of attempts."""
+DROP_S = 10.0
+"""Maximum time for dropping an update that ends early."""
+_TENSOR_PATH = "/update_weights_from_tensor"
 _UNUSABLE = frozenset({401, 403, 405, 501})
 """The key is wrong, or this is another kind of server."""
 _Result = TypeVar("_Result")
@@ -157,11 +161,22 @@ class RolloutClient:
         sending = WeightSending(weight_version, served_version=info["weight_version"], **options)
         tensors = sent_tensors(rounded(params, held), None if base is None else rounded(base, held))
         answer: dict[str, Any] = {}
-        for query, bucket in sending.buckets(tensors, is_delta=base is not None):
-            path = f"/update_weights_from_tensor?{urlencode(query)}"
-            raw = await self._ask("POST", path, body=None, accept="application/json", content=bucket)
-            answer = json.loads(raw)
+        is_whole = False
+        try:
+            for query, bucket in sending.buckets(tensors, is_delta=base is not None):
+                path = f"{_TENSOR_PATH}?{urlencode(query)}"
+                raw = await self._ask("POST", path, body=None, accept="application/json", content=bucket)
+                answer = json.loads(raw)
+            is_whole = True
+        finally:
+            if not is_whole:
+                await self._drop(sending.update_id)
         return answer
+
+    async def _drop(self, update_id: str) -> None:
+        """Free what hosts have staged of an update that ends early; without an answer they do so in ten minutes."""
+        with suppress(Unavailable, Faulty, Refused, Unusable, TimeoutError):
+            await asyncio.wait_for(self._json("DELETE", f"{_TENSOR_PATH}?update_id={update_id}"), DROP_S)
 
     async def flush(self) -> None:
         """Drop all cached prefixes. Raises Refused while requests run."""

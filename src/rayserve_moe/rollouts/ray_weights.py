@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -44,18 +45,24 @@ def update_weights_over_ray(
     update_id, buckets = uuid.uuid4().hex, bucketed(tensors, bucket_bytes)
     order = WeightOrder("", weight_version, aborts_requests=abort_all_requests)
     sent_bytes: dict[str, list[int]] = {}
-    outcome = None
-    for number, bucket in enumerate(buckets):
-        heads = [(tensor.name, tensor.shape) for tensor in bucket]
-        wanted = server.call("wanted", update_id, number, heads, base_version)
-        shares = shares_for(bucket, wanted, base_version=base_version)
-        is_last = number == len(buckets) - 1
-        outcome = server.call("stage", update_id, number, shares, order if is_last else None)
-        if not outcome.success:
-            raise Refused(outcome.message)
-        for name, share in shares.items():
-            before = sent_bytes.get(name, [0] * len(share.num_bytes))
-            sent_bytes[name] = [sum(pair) for pair in zip(before, share.num_bytes, strict=True)]
+    outcome, is_whole = None, False
+    try:
+        for number, bucket in enumerate(buckets):
+            heads = [(tensor.name, tensor.shape) for tensor in bucket]
+            wanted = server.call("wanted", update_id, number, heads, base_version)
+            shares = shares_for(bucket, wanted, base_version=base_version)
+            is_last = number == len(buckets) - 1
+            outcome = server.call("stage", update_id, number, shares, order if is_last else None)
+            if not outcome.success:
+                raise Refused(outcome.message)
+            for name, share in shares.items():
+                before = sent_bytes.get(name, [0] * len(share.num_bytes))
+                sent_bytes[name] = [sum(pair) for pair in zip(before, share.num_bytes, strict=True)]
+        is_whole = True
+    finally:
+        if not is_whole:
+            with suppress(Faulty, Refused, Unavailable):
+                server.call("drop", update_id)
     assert outcome is not None, "at least one bucket was sent"
     return {
         "success": True,

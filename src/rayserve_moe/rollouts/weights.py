@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -92,15 +92,17 @@ class WeightSending:
     bucket_bytes: int = BUCKET_BYTES
     """Approximate bytes of a bucket."""
     abort_all_requests: bool = False
+    update_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Identifies the update; the server takes an id once."""
 
     def buckets(
         self, tensors: Sequence[SentTensor], *, is_delta: bool
     ) -> Iterator[tuple[dict[str, str], list[bytes | memoryview]]]:
         """Yield the query and the body of every request, in order; at least one."""
         groups = bucketed(tensors, self.bucket_bytes)
-        update_id, base_version = uuid.uuid4().hex, self.base_version or self.served_version
+        base_version = self.base_version or self.served_version
         for number, group in enumerate(groups):
-            query = {"update_id": update_id, "bucket": str(number), "weight_version": self.weight_version}
+            query = {"update_id": self.update_id, "bucket": str(number), "weight_version": self.weight_version}
             query["abort_all_requests"] = str(self.abort_all_requests).lower()
             query["last"] = str(number == len(groups) - 1).lower()
             yield query, list(write_bucket(group, base_version=base_version if is_delta else None))
