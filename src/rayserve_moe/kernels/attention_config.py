@@ -39,7 +39,12 @@ class AttentionConfig:
     """Positions that each layer sees, its own included; 0: all. Empty: all in every layer."""
     output_gate: str = "none"
     """`none`, or the function of the gates that multiply outputs: `sigmoid` or `softplus`."""
-    pool_layers: tuple[int, ...] = ()
-    """Number of each layer among the layers of the pool. Empty: the pool holds these layers only."""
-    num_pool_layers: int = 0
-    """Number of layers of the pool if `pool_layers` is not empty."""
+    value_dim: int = 0
+    """Elements of a value; 0: as many as of a head."""
+    value_scale: float = 1.0
+    """Factor of values, ahead of the pool."""
+
+    @property
+    def value_width(self) -> int:
+        """Return the number of elements of a value."""
+        return self.value_dim or self.head_dim
