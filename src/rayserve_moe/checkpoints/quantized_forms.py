@@ -102,12 +102,12 @@ def in_fp4(name: str, parts: tuple[str, str, str], stored: Mapping[str, TensorEn
             f"{stored[scale].file.name}: {scale}, {stored[scale].dtype} of shape {list(grid)}, does not have a scale "
             f"for each group of {width} values of {values}, {list(packed)} bytes"
         )
-    if stored[scale].dtype == "U8":
-        parts = (values, scale)
-    else:
+    has_factor = stored[scale].dtype != "U8"
+    if has_factor:
         _check_factor(factor, stored, packed[:-2])
-    decode = partial(_decode_fp4, parts=parts, groups=_Groups(table, width, axis), divides=divides)
-    return name, QuantizedTensor(tuple(shape), parts, decode)
+    held = parts if has_factor else parts[:2]
+    decode = partial(_decode_fp4, parts=held, groups=_Groups(table, width, axis), divides=divides)
+    return name, QuantizedTensor(tuple(shape), held, decode)
 
 
 @dataclass(frozen=True)
