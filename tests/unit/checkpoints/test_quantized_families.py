@@ -144,3 +144,10 @@ def test_fused_blocks_of_fp8_keep_their_scales(tmp_path):
         of_file = values[:, first : first + inner].transpose(0, 2, 1)
         np.testing.assert_array_equal(np.asarray(held[array][1]).astype(np.float32), of_file)
         np.testing.assert_array_equal(np.asarray(held[scale][1])[:, 0], np.repeat(scales[:, 0], inner, axis=1))
+
+
+def test_settings_in_the_config_of_the_text_model_declare_blocks_too():
+    outer = LAYOUTS["mistral4, multimodal, fused"][0].config(SETTINGS["block fp8"])
+    text = {**outer["text_config"], "quantization_config": outer["quantization_config"]}
+    inner = {key: value for key, value in outer.items() if key != "quantization_config"} | {"text_config": text}
+    assert spec_from_config(inner).block_dtype == spec_from_config(outer).block_dtype == "float8_e4m3fn"
