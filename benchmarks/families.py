@@ -2,8 +2,9 @@
 
     python -m benchmarks.families [--sizes] [--only gpt-oss-120b@v6e:4x4] [--out FILE.json]
 
-16 sequences of 4096 tokens per data rank, all layers compiled by `rayserve-moe compile-check --estimate`, each in a
-process of its own; no TPU is needed, nothing is measured. Ends with 1 where a model does not fit, copies weights or
+16 sequences of 4096 tokens per data rank (2048 where the model is served with dense attention up to that length), all
+layers compiled by `rayserve-moe compile-check --estimate`, each in a process of its own; no TPU is needed, nothing is
+measured. Ends with 1 where a model does not fit, copies weights or
 pages, or has more than `MOST_TEMPORARIES` bytes of temporaries. With `--sizes` nothing is compiled: weights and cache
 are those that a server would lay out, next to what a program may use.
 """
@@ -40,6 +41,7 @@ class Family:
     topology: str
     tensor: int = 1
     expert_dtype: str = "bfloat16"
+    context: int = CONTEXT
 
     @property
     def name(self) -> str:
@@ -48,10 +50,12 @@ class Family:
     def options(self) -> list[str]:
         """The options of `compile-check`."""
         served = ["--model", self.model, "--topology", self.topology, "--tp", str(self.tensor)]
-        sizes = ["--batch", str(SEQUENCES), "--context", str(CONTEXT), "--expert-dtype", self.expert_dtype]
+        sizes = ["--batch", str(SEQUENCES), "--context", str(self.context), "--expert-dtype", self.expert_dtype]
         return [*served, *sizes, "--programs", f"decode_{SEQUENCES}", "--estimate", "--json"]
 
 
+DENSE_CONTEXT = 2048
+"""Of models with sparse attention: up to it their index selects every token, and they are served without it."""
 CASES = {
     case.name: case
     for case in (
@@ -70,6 +74,16 @@ CASES = {
         Family("qwen3-next-80b-a3b", "v6e:2x4"),
         Family("qwen3.5-397b-a17b", "v5p:4x4x4"),
         Family("qwen3.5-397b-a17b", "tpu7x:2x2x1", 1, "fp8"),
+        Family("hy3", "v6e:4x4", 8, "int8"),
+        Family("hy3", "v5p:2x2x2", 2),
+        Family("minimax-m3", "v6e:4x4", 8, "int8", DENSE_CONTEXT),
+        Family("minimax-m3", "v5p:2x2x4", 4, "bfloat16", DENSE_CONTEXT),
+        Family("mistral-small-4", "v6e:2x2", 4, "int8"),
+        Family("mistral-small-4", "v6e:2x4", 8),
+        Family("glm-5.2", "v6e:4x8", 8, "int8", DENSE_CONTEXT),
+        Family("glm-5.2", "v5p:2x2x4", 8, "bfloat16", DENSE_CONTEXT),
+        Family("deepseek-v3.2", "v6e:4x8", 8, "int8", DENSE_CONTEXT),
+        Family("deepseek-v3.2", "v5p:2x2x4", 4, "bfloat16", DENSE_CONTEXT),
     )
 }
 KEY = "families"
@@ -89,6 +103,7 @@ def run(case: Family) -> dict[str, Any]:
     return {
         **{name: report[name] for name in ("num_layers", "dp", "tp", "weights_bytes", "kv_pool_bytes", "faults")},
         "expert_dtype": case.expert_dtype,
+        "context": case.context,
         **{name: program[name] for name in kept},
         "estimate": {name: estimate.get(name) for name in ("layer", "step", "roofline", "bound", "share_of_roofline")},
     }
@@ -100,13 +115,13 @@ def sizes(cases: Mapping[str, Family]) -> str:
     use_host_alone()
     rows = []
     for name, case in cases.items():
-        values = {"max_model_len": CONTEXT, "max_running_requests": SEQUENCES, "expert_dtype": case.expert_dtype}
+        values = {"max_model_len": case.context, "max_running_requests": SEQUENCES, "expert_dtype": case.expert_dtype}
         laid = case_of_model(case.model, case.topology, tp=case.tensor, values=values)
         served = lay_out(laid)
         plan, layers = served.config.plan, served.config.spec.num_layers
         cached = bytes_on_device(served.state(laid.settings.cache.num_pages).pools)
         held, capacity = bytes_on_device(served.weights), chip_of(case.topology).device_capacity
-        of_token = cached / (SEQUENCES * CONTEXT)
+        of_token = cached / (SEQUENCES * case.context)
         gigabytes = (f"{each / 1e9:.2f}" for each in (held, cached, held + cached, capacity))
         split = f"dp {plan.data_size} x tp {plan.tensor_size}"
         share = f"{of_token / (GROUPED_BYTES * layers):.3f}"
@@ -135,7 +150,7 @@ def _row(case: str, found: Mapping[str, Any]) -> list[str]:
     memory, step = found["memory"], found["estimate"]["step"]
     if not memory:
         return [case, split, found["expert_dtype"], found["error"], *[""] * 11]
-    cached = found["kv_pool_bytes"] / (SEQUENCES * CONTEXT)
+    cached = found["kv_pool_bytes"] / (SEQUENCES * found["context"])
     exchanged = sum(each["num_bytes"] * each["times"] for each in found["collectives"])
     return [
         f"{case}, {found['num_layers']} layers",

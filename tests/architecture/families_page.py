@@ -35,6 +35,11 @@ rejected with an error that names its field.
 
 `swa` is grouped attention of layers with windows whose rotation or query heads differ from the other layers.
 
+Files may be quantised: block fp8 (`fp8`), MXFP4 (`mxfp4`), NVFP4 and fp8 of Model Optimizer (`modelopt`, or
+`hf_quant_config.json` of older exports), and NVFP4, MXFP4, symmetric int4, int8 or fp8 of `compressed-tensors`, each
+with a tensor per expert; block fp8, MXFP4 and NVFP4 of Model Optimizer also with a tensor of all experts. Weights are
+decoded while they are read; `expert_dtype` holds experts in 8 bits.
+
 The reference kernels compute every family in float32 and bfloat16 on any mesh, and the native CPU kernels in bfloat16.
 
 A checkpoint's `tokenizer.json` may be byte-level (GPT-2's, tiktoken's and tekken's in that file), or fall back to bytes

@@ -7,7 +7,6 @@ that the file is unchanged since it was opened. `names` maps tensors to paramete
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,7 +25,8 @@ from rayserve_moe.checkpoints.header import (
     read_header,
 )
 from rayserve_moe.checkpoints.places import check_directory, exists, place_of
-from rayserve_moe.checkpoints.quantized import QuantizedTensor, decoded_entries, find_quantized
+from rayserve_moe.checkpoints.quantized import decoded_entries, find_quantized, quantization_of
+from rayserve_moe.checkpoints.quantized_forms import QuantizedTensor
 from rayserve_moe.checkpoints.remote import (
     NUM_CONNECTIONS,
     AnyDirectory,
@@ -47,6 +47,7 @@ from rayserve_moe.config.given_files import (
 CONFIG_FILE = "config.json"
 NAMES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}
 """Names of 8-bit dtypes in files."""
+QUANTIZATION_FILE = "hf_quant_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -101,16 +102,18 @@ class CheckpointFiles:
     def read_scales(
         self, name: str, region: tuple[tuple[int, int], ...], *, dtype: str, block: int
     ) -> np.ndarray | None:
-        """Return the scales of a decoded matrix in a region, `[from, to)` of rows and of columns.
+        """Return the scales of a decoded matrix in a region, `[from, to)` of its expert, rows and columns.
 
         Float32 [rows, blocks of columns]; None unless its file holds `dtype` in squares of `block`.
         """
         found = self.quantized.get(name)
         if found is None or found.block != (block, block) or NAMES[dtype] != self.stored[found.parts[0]].dtype:
             return None
-        (first, last), columns = region
+        *leading, (first, last), columns = region
         rows = np.arange(first, last) // block
-        scales = self._read_stored(found.parts[1], (slice(int(rows[0]), int(rows[-1]) + 1),)).astype(np.float32)
+        index = (*(slice(*bounds) for bounds in leading), slice(int(rows[0]), int(rows[-1]) + 1))
+        scales = self._read_stored(found.parts[1], index).astype(np.float32)
+        scales = scales.reshape(scales.shape[-2:])
         return scales[rows - rows[0], columns[0] // block : -(-columns[1] // block)]
 
     def read_integers(self, name: str) -> np.ndarray:
@@ -172,6 +175,7 @@ def open_checkpoint(directory: str | Path, reach: Reach = ANYWHERE, *, cache: Pa
     else:
         raise CheckpointError(f"{place}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
     try:
+        config = _with_quantization(config, tensors, place, reach)
         quantized = find_quantized(config, tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{place}: {error}") from error
@@ -186,11 +190,27 @@ def read_config(directory: str | Path, reach: Reach = ANYWHERE) -> dict[str, Any
 def _config_of(place: AnyDirectory, reach: Reach) -> dict[str, Any]:
     check_directory(place, reach, holds=CONFIG_FILE)
     config = _read_json(place / CONFIG_FILE, reach)
-    if not isinstance(quantization := config.get("quantization_config") or {}, dict):
-        raise CheckpointError(
-            f"{place / CONFIG_FILE}: quantization_config must be an object, found {reprlib.repr(quantization)}"
-        )
+    try:
+        quantization_of(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{place / CONFIG_FILE}: {error}") from error
     return config
+
+
+def _with_quantization(
+    config: dict[str, Any], tensors: Mapping[str, TensorEntry], place: AnyDirectory, reach: Reach
+) -> dict[str, Any]:
+    """Return the config with the `quantization` of older files of Model Optimizer, which stands in a file of its own.
+
+    The file is read only if tensors have bytes without a `quantization_config`.
+    """
+    if quantization_of(config) or not any(entry.dtype in ("U8", "F8_E4M3") for entry in tensors.values()):
+        return config
+    if not exists(place / QUANTIZATION_FILE, reach):
+        return config
+    return config | {
+        "quantization_config": {**_read_json(place / QUANTIZATION_FILE, reach), "quant_method": "modelopt"}
+    }
 
 
 def _read_json(file: AnyFile, reach: Reach) -> dict[str, Any]:

@@ -153,12 +153,14 @@ def object_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the language model: `text_config` of a multimodal config, else the config itself.
 
-    Outside of `text_config`, a multimodal config has the quantization, the tying of the head and, if any, the dtype.
+    Outside of `text_config`, a multimodal config has the tying of the head and, if any, the quantization and the dtype.
 
     Raises: UnsupportedModelError if `text_config` is not an object.
     """
     if config.get("text_config") is None:
         return config
-    outer = {key: config.get(key) for key in ("quantization_config", "tie_word_embeddings")}
-    outer |= {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    outer = {"tie_word_embeddings": config.get("tie_word_embeddings")}
+    outer |= {
+        key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if config.get(key) is not None
+    }
     return {**object_of(config, "text_config"), **outer}

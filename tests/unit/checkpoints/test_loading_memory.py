@@ -21,7 +21,7 @@ from rayserve_moe.checkpoints.names import tensor_places
 from rayserve_moe.model.family_table import family_of, spec_from_config
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.checkpoints.quantized_tensors import store_as
+from tests.support.checkpoints.quantized_tensors import MODELOPT, store_as
 from tests.support.models.families import FAMILY_CASES, config_of
 
 MESH = jax.make_mesh((4,), ("devices",), devices=jax.devices()[:4])
@@ -48,6 +48,7 @@ CASES = {
         {"quant_method": "compressed-tensors"},
     ),
     "mxfp4": Case("gpt_oss-0", {"num_local_experts": NUM_EXPERTS, "intermediate_size": 256}, {"quant_method": "mxfp4"}),
+    "nvfp4": Case("mistral4-0", LATENT, MODELOPT),
 }
 
 
@@ -59,7 +60,7 @@ def written(directory: Path, config: dict[str, Any], form: str) -> Path:
     tree = parameter_specs(spec_from_config(config), dtype="bfloat16")
     for name, (place, *_) in tensor_places(tree, family_of(config).CHECKPOINT_RULES).items():
         shape = place.spec.file_shape
-        is_stored = len(shape) == 3 if form == "mxfp4" else name.endswith("_proj.weight")
+        is_stored = len(shape) == 3 if form in ("mxfp4", "nvfp4") else name.endswith("_proj.weight")
         tensors |= store_as(form, name, shape, rng) if is_stored else {name: np.ones(shape, ml_dtypes.bfloat16)}
     save_file(tensors, directory / "model.safetensors")
     return directory

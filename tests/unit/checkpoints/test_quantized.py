@@ -17,7 +17,14 @@ from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.model.families.qwen3_moe import CHECKPOINT_RULES
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
-from tests.support.checkpoints.quantized_tensors import FORMATS, Format
+from tests.support.checkpoints.quantized_tensors import (
+    FORMATS,
+    MODELOPT,
+    PACKED_FLOATS,
+    Format,
+    decode_whole,
+    parts_of,
+)
 
 NAME = "w.weight"
 
@@ -40,8 +47,8 @@ def case(request, tmp_path) -> tuple[Format, dict[str, np.ndarray], CheckpointFi
 def test_every_value_is_what_its_format_defines_rounded_once(case, dtype):
     made, stored, files = case
     wanted = np.array([made.value(stored, at) for at in np.ndindex(*made.shape)]).reshape(made.shape)
-    values = files.read(NAME)
-    assert values.dtype == np.float32 and values.shape == files.tensors[NAME].shape == made.shape
+    values = files.read(made.name)
+    assert values.dtype == np.float32 and values.shape == files.tensors[made.name].shape == made.shape
     if dtype == np.float32:
         np.testing.assert_array_equal(values, wanted.astype(np.float32))
     np.testing.assert_array_equal(values.astype(dtype), wanted.astype(np.float32).astype(dtype))
@@ -49,16 +56,16 @@ def test_every_value_is_what_its_format_defines_rounded_once(case, dtype):
 
 def test_a_decoded_slice_is_the_slice_of_the_whole(case):
     made, _, files = case
-    whole, rng = files.read(NAME), np.random.default_rng(6)
+    whole, rng = files.read(made.name), np.random.default_rng(6)
     for _ in range(40):
         bounds = (sorted(rng.integers(0, size + 1, 2)) for size in made.shape[: rng.integers(1, len(made.shape) + 1)])
         index = tuple(slice(int(start), int(stop)) for start, stop in bounds)
-        np.testing.assert_array_equal(files.read(NAME, index), whole[index])
+        np.testing.assert_array_equal(files.read(made.name, index), whole[index])
 
 
 def test_only_decoded_tensors_are_seen_and_all_bytes_are_counted(case):
-    _, stored, files = case
-    assert set(files.tensors) == {NAME}
+    made, stored, files = case
+    assert set(files.tensors) == {made.name}
     assert files.num_bytes == sum(values.nbytes for values in stored.values())
 
 
@@ -73,7 +80,7 @@ def test_reading_a_slice_reads_no_other_rows(case, monkeypatch):
         return values
 
     monkeypatch.setattr(CheckpointFiles, "_read_stored", noted)
-    files.read(NAME, (slice(1, 2),))
+    files.read(made.name, (slice(1, 2),))
     of_row = max(values.nbytes for values in stored.values()) / made.shape[0]
     assert sizes[0] == of_row
 
@@ -96,6 +103,65 @@ def test_a_quantised_checkpoint_loads_as_its_decoded_twin(tmp_path, single):
         source = WeightSource(files, CHECKPOINT_RULES)
         loaded.append(load_parameters(source, tree, sharding_of=lambda _: SingleDeviceSharding(jax.devices()[0])))
     jax.tree.map(np.testing.assert_array_equal, *loaded)
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "nvfp4 with a divisor"])
+def test_every_pair_of_codes_of_nvfp4_is_decoded(tmp_path, form):
+    """Next to the types of ml_dtypes: e2m1 codes by e4m3 scales, all but the NaNs."""
+    values, scale, factor = parts_of(form, NAME)
+    codes = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
+    scales = np.arange(256, dtype=np.uint8)
+    scales[(scales & 0x7F) == 0x7F] = 0
+    stored = {
+        values: np.tile(codes, (256, 1)),
+        scale: np.repeat(scales, 256)[:, None].view(ml_dtypes.float8_e4m3fn),
+        factor: np.full((1,), np.float32(1) / np.float32(3)),
+    }
+    files = opened(tmp_path / "model", stored, FORMATS[form].settings)
+    np.testing.assert_array_equal(files.read(NAME), decode_whole(form, NAME, stored))
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "MIXED_PRECISION", "w4a16_nvfp4"])
+def test_tensors_that_settings_exclude_are_read_as_they_are(tmp_path, algorithm):
+    """Next to NVFP4, and fp8 with a scale of the whole; scales of activations and caches are left out."""
+    stored = {
+        **FORMATS["nvfp4"].make(np.random.default_rng(1)),
+        **{
+            name.replace("w.", "f."): held
+            for name, held in FORMATS["fp8 of modelopt"].make(np.random.default_rng(2)).items()
+        },
+        "router.weight": np.ones((2, 16), np.float32),
+        "k_proj.k_scale": np.ones((), np.float32),
+    }
+    settings = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["router*"]}
+    files = opened(tmp_path / "model", stored, settings)
+    assert set(files.tensors) == {"w.weight", "f.weight", "router.weight"}
+    assert files.tensors["router.weight"].dtype == "F32" and "router.weight" not in files.quantized
+    np.testing.assert_array_equal(files.read("router.weight"), stored["router.weight"])
+
+
+def test_the_settings_of_older_exports_stand_in_a_file_of_their_own(tmp_path):
+    made, directory = FORMATS["nvfp4"], tmp_path / "model"
+    stored = made.make(np.random.default_rng(5))
+    wanted = opened(tmp_path / "twin", stored, made.settings).read(NAME)
+    directory.mkdir()
+    save_file(stored, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({}))
+    with pytest.raises(CheckpointError, match=r"tensor w\.weight has dtype U8"):
+        open_checkpoint(directory).read(NAME)
+    older = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (directory / "hf_quant_config.json").write_text(json.dumps(older))
+    np.testing.assert_array_equal(open_checkpoint(directory).read(NAME), wanted)
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "INT4_AWQ"}}))
+    with pytest.raises(CheckpointError, match="quant_algo = 'INT4_AWQ' is not supported"):
+        open_checkpoint(directory)
+
+
+def test_the_settings_may_stand_in_the_config_of_the_text_model(tmp_path):
+    made = FORMATS["nvfp4"]
+    stored = made.make(np.random.default_rng(5))
+    inner = opened(tmp_path / "inner", stored, None, {"text_config": {"quantization_config": made.settings}})
+    np.testing.assert_array_equal(inner.read(NAME), opened(tmp_path / "outer", stored, made.settings).read(NAME))
 
 
 def with_change(case: str, **changes: np.ndarray | None) -> dict[str, np.ndarray]:
@@ -170,6 +236,80 @@ REFUSED = {
         of_strategy("channel"),
         r"w.weight_scale, .* does not match .* in blocks of \[1, 21\]",
     ),
+    "nvfp4 of another algorithm": (
+        {},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        r"quant_algo = 'NVFP4_AWQ' is not supported \(only NVFP4, W4A16_NVFP4, FP8, MIXED_PRECISION\)",
+    ),
+    "nvfp4 without an algorithm": ({}, {"quant_method": "modelopt"}, "quant_algo = None is not supported"),
+    "nvfp4 in other groups": ({}, {**MODELOPT, "group_size": 32}, "group_size = 32 is not that of NVFP4, 16"),
+    "nvfp4 that is none": ({}, MODELOPT, "quant_method = 'modelopt', but no tensor is stored that way"),
+    "nvfp4 without scales": (
+        with_change("nvfp4", scale=None),
+        MODELOPT,
+        "w.weight is U8, but its scale w.weight_scale is missing",
+    ),
+    "nvfp4 of experts without scales": (
+        {"e.up_proj": FORMATS["nvfp4 of all experts"].make(np.random.default_rng(0))["e.up_proj"]},
+        MODELOPT,
+        "e.up_proj is U8, but its scale e.up_proj_weight_scale is missing",
+    ),
+    "packed values without scales": (
+        with_change("nvfp4 with a divisor", scale=None),
+        PACKED_FLOATS,
+        "w.weight_packed is U8, but its scale w.weight_scale is missing",
+    ),
+    "nvfp4 without values": (
+        with_change("nvfp4", **{"": None}),
+        MODELOPT,
+        "quantised tensor w.weight must be F8_E4M3 or I8 with 2 or 3 dimensions, found nothing",
+    ),
+    "nvfp4 without a factor": (
+        with_change("nvfp4", scale_2=None),
+        MODELOPT,
+        "quantised tensor w.weight_scale_2 must be one F32 number, found nothing",
+    ),
+    "nvfp4 with a factor per row": (
+        with_change("nvfp4", scale_2=np.ones(7, np.float32)),
+        MODELOPT,
+        r"w.weight_scale_2 must be one F32 number, found F32 of shape \[7\] in model.safetensors",
+    ),
+    "nvfp4 with factors of halves": (
+        {
+            **FORMATS["nvfp4 of all experts"].make(np.random.default_rng(0)),
+            "e.up_proj_weight_scale_2": np.ones((3, 2), np.float32),
+        },
+        MODELOPT,
+        r"e.up_proj_weight_scale_2 must be one F32 number or 3 of them, found F32 of shape \[3, 2\]",
+    ),
+    "nvfp4 with a divisor of another type": (
+        with_change("nvfp4 with a divisor", global_scale=np.ones(1, np.float16)),
+        PACKED_FLOATS,
+        "w.weight_global_scale must be one F32 number, found F16",
+    ),
+    "nvfp4 with scales of other groups": (
+        with_change("nvfp4", scale=np.ones((7, 6), ml_dtypes.float8_e4m3fn)),
+        MODELOPT,
+        r"w.weight_scale, F8_E4M3 of shape \[7, 6\], does not have a scale for each group of 16 values of w.weight",
+    ),
+    "nvfp4 with wide scales": (
+        with_change("nvfp4", scale=np.ones((7, 3), np.float32)),
+        MODELOPT,
+        "w.weight_scale must be F8_E4M3 or U8 with 2 dimensions, found F32",
+    ),
+    "nvfp4 with scales of channels": (
+        {**with_change("nvfp4"), "w.pre_quant_scale": np.ones(48, np.float32)},
+        MODELOPT,
+        "model.safetensors: w.pre_quant_scale: scales of channels are not supported",
+    ),
+    "scales of other experts": (
+        {
+            **FORMATS["block fp8 of all experts"].make(np.random.default_rng(0)),
+            "e.up_proj_scale_inv": np.ones((2, 3, 4), np.float32),
+        },
+        FORMATS["block fp8 of all experts"].settings,
+        r"e.up_proj_scale_inv, F32 of shape \[2, 3, 4\], does not match a matrix of shape \[3, 37, 50\]",
+    ),
     "blocks without scales": (
         with_change("mxfp4", scales=None),
         FORMATS["mxfp4"].settings,
@@ -203,11 +343,29 @@ def test_scales_are_those_of_the_strategy_where_one_is_stated(tmp_path, case, se
 
 
 @pytest.mark.parametrize(
-    ("case", "scale"), [("block fp8", "scale_inv"), ("int4 by groups", "scale"), ("mxfp4", "scales")]
+    ("case", "scale"),
+    [
+        ("block fp8", "scale_inv"),
+        ("int4 by groups", "scale"),
+        ("mxfp4", "scales"),
+        ("mxfp4 of a matrix", "scale"),
+        ("nvfp4", "scale_2"),
+        ("nvfp4 with a divisor", "global_scale"),
+    ],
 )
 def test_scales_that_are_not_finite_give_values_that_are_not(tmp_path, case, scale):
     """Without a warning: who loads them refuses the tensor."""
     made = FORMATS[case]
     of_case = with_change(case)[f"w.weight_{scale}"]
-    stored = with_change(case, **{scale: np.full_like(of_case, 255 if case == "mxfp4" else np.inf)})
+    wrong = {np.dtype(np.uint8): 255}.get(of_case.dtype, np.nan if "fp4" in case else np.inf)
+    stored = with_change(case, **{scale: np.full_like(of_case, wrong)})
     assert not np.isfinite(opened(tmp_path / "model", stored, made.settings).read(NAME)).any()
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "wrong"), [("nvfp4", "scale", np.nan), ("nvfp4 with a divisor", "global_scale", 0)]
+)
+def test_scales_of_nvfp4_that_are_no_numbers_give_values_that_are_not(tmp_path, form, part, wrong):
+    held = with_change(form)[f"w.weight_{part}"]
+    stored = with_change(form, **{part: np.full_like(held, wrong)})
+    assert not np.isfinite(opened(tmp_path / "model", stored, FORMATS[form].settings).read(NAME)).all()

@@ -31,8 +31,10 @@ ARCHITECTURE = "Mistral4ForCausalLM"
 OTHER_ARCHITECTURES = ("Mistral3ForConditionalGeneration",)
 """The multimodal model, whose language model alone is served."""
 
-CHECKPOINT_RULES = DECODER | LATENT_ATTENTION | DENSE_MLP | EXPERTS | FUSED_EXPERTS | SHARED_EXPERTS
-OTHER_RULES = (below_language_model(CHECKPOINT_RULES),)
+_PER_EXPERT = DECODER | LATENT_ATTENTION | DENSE_MLP | EXPERTS | SHARED_EXPERTS
+CHECKPOINT_RULES = _PER_EXPERT | FUSED_EXPERTS
+OTHER_RULES = (below_language_model(CHECKPOINT_RULES), below_language_model(_PER_EXPERT), _PER_EXPERT)
+"""Quantised files may have a tensor per expert."""
 IGNORED = ("vision_tower.*", "multi_modal_projector.*")
 """Tensors of the vision tower: requests with images are rejected."""
 
