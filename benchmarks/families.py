@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.estimate_table import milliseconds, share
 from benchmarks.markdown import markdown_table
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.execution.memory import bytes_on_device
@@ -141,7 +142,7 @@ def families(cases: Mapping[str, Any]) -> str:
     """A row per model; GB are 1e9 bytes of one device."""
     heading = ["model and slice", "split", "experts", "weights, GB", "KV, GB", "peak, GB", "limit, GB"]
     heading += ["temporaries, GB", "weights or KV copied, bytes", "XLA's exchanges, MB a step", "kernels"]
-    heading += ["cache of a token, bytes", "of 8 KV heads of 128", "step, ms", "share of roofline"]
+    heading += ["cache of a token, bytes", "of 8 KV heads of 128", "step calibrated, ms", "share of the bound"]
     return markdown_table(heading, [_row(case, found) for case, found in cases.items()])
 
 
@@ -164,8 +165,8 @@ def _row(case: str, found: Mapping[str, Any]) -> list[str]:
         ", ".join(found["kernels"]),
         f"{cached:,.0f}",
         f"{cached / (GROUPED_BYTES * found['num_layers']):.3f}",
-        f"{step['seconds'] * 1e3:.2f} ({step['bare_seconds'] * 1e3:.2f})" if step else "",
-        f"{found['estimate']['share_of_roofline']:.0%}" if step else "",
+        milliseconds(step) if step else "",
+        share(max(found["estimate"]["roofline"].values()), step) if step else "",
     ]
 
 

@@ -92,7 +92,7 @@ def test_an_estimate_is_printed_with_the_ops_of_a_layer():
     command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", *few, "--programs", "decode_16"]
     done = subprocess.run([*command, "--estimate"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "ESTIMATED from schedules, not measured" in done.stdout
+    assert "ESTIMATED, not measured: from schedules" in done.stdout
     assert "step of 48 layers (2 compiled)" in done.stdout
     assert "1 x low_latency_dispatch" in done.stdout
 

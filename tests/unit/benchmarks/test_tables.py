@@ -72,14 +72,14 @@ def every_section() -> dict:
     loads = {"imbalance": 1.25, "kept_share": 0.75, "unfilled": 0.0}
     memory = dict.fromkeys(("peak", "temporaries", "limit"), 2_500_000_000)
     compiled = {"name": "decode", "memory": memory, "collectives": [], "copied_bytes": {}, "compile_s": 1.5}
-    part = dict.fromkeys(("num_ops", "small_ops", "bundles", "hbm_bytes", "seconds", "bare_seconds"), 0.5)
+    part = dict.fromkeys(("num_ops", "small_ops", "bundles", "hbm_bytes", "seconds", "peak_seconds"), 0.5)
+    part |= {"min_seconds": 0.25, "max_seconds": 1.0}
     named = {"scope": "experts", "source": "", "name": "fusion.1"} | dict.fromkeys(
-        ("times", "us", "bare_us", "bundles", "hbm_bytes"), 1
+        ("times", "us", "peak_us", "bundles", "hbm_bytes"), 1
     )
     estimated = {
-        "overhead_us": 1.2, "compiled_layers": 3, "layer": part, "step": part,
-        "roofline": {"hbm_s": 0.25}, "bound": "hbm",
-        "share_of_roofline": 0.5, "bare_share_of_roofline": 1.0, "ops_in_layer": [named],
+        "compiled_layers": 3, "layer": part, "step": part, "roofline": {"hbm_s": 0.25}, "bound": "hbm",
+        "share_of_roofline": 0.5, "share_of_matrix_peak": 0.125, "ops_in_layer": [named],
     }  # fmt: skip
     compiled |= {"copied_activation_bytes": 4096, "ops_per_layer": 7}
     refused = {"name": "prefill", "memory": None, "error": "too large"}
@@ -87,7 +87,7 @@ def every_section() -> dict:
     whole = {
         "dp": 8, "tp": 2, "expert_dtype": "int8", "num_layers": 2, "weights_bytes": 2e9, "kv_pool_bytes": 2**16 * 4096,
         "error": "", "memory": memory, "copied_bytes": {}, "collectives": [exchange], "kernels": {"paged_attention": 1},
-        "estimate": {"step": {"seconds": 0.01, "bare_seconds": 0.005}, "share_of_roofline": 0.625},
+        "estimate": {"step": {"min_seconds": 0.008, "max_seconds": 0.02}, "roofline": {"hbm_s": 0.005}},
     }  # fmt: skip
     too_large = whole | {"memory": None, "error": "no room"}
     operands = {"exchanged": ["bf16"], "gathered": ["s32"]}
@@ -372,7 +372,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("exchange_bytes", "0.875"),
         ("step_transports", "250 (250-250)"),
         ("compile_gate", "2.50"),
-        ("step_estimate", "50% (100%)"),
+        ("step_estimate", "50% (25% to 100%)"),
         ("families", "0.500"),
         ("families", "no room"),
         ("compile_gate", "too large"),

@@ -32,17 +32,30 @@ def per_link(found: Slice, operation: str, groups: list[list[int]], num_bytes: i
     [
         # Two links across the middle of the four; each half has four devices.
         ("all-gather", 4 / 2),
-        ("all-reduce", 1 / 2),
+        # More than over the cut is what a chip with two links sends: twice all parts but its own.
+        ("all-reduce", 2 * 7 / 8 / 2),
         ("reduce-scatter", 4 / 8 / 2),
         ("all-to-all", 4 * 4 / 8 / 2),
         ("ragged-all-to-all", 4 * 4 / 8 / 2),
         ("collective-permute", 1 / 2),
     ],
 )
-def test_the_middle_of_the_longest_axis_is_the_narrowest_cut(operation, expected):
-    # A gather is worst over the cut behind the first pair: six devices send their shards to it.
-    worst = 6 / 2 if operation == "all-gather" else 6 / 8 / 2 if operation == "reduce-scatter" else expected
+def test_a_collective_is_bound_by_the_narrowest_cut_or_by_a_chip(operation, expected):
+    # A gather is worst for a chip in a corner: it receives seven shards over its two links.
+    worst = 7 / 2 if operation == "all-gather" else 7 / 8 / 2 if operation == "reduce-scatter" else expected
     assert per_link(slice_of("v6e:2x4"), operation, [ALL]) == pytest.approx(worst)
+
+
+def test_a_chip_receives_a_gathered_shard_once_for_all_its_devices():
+    """Four chips of two devices, in a square: six shards from elsewhere over two links."""
+    found = slice_of("tpu7x:2x2x1")
+    assert found.min_chip_links() == 2
+    assert per_link(found, "all-gather", [ALL]) == pytest.approx(6 / 2)
+    assert per_link(found, "all-reduce", [ALL]) == pytest.approx(2 * 3 / 4 / 2), "four chips, not eight devices"
+
+
+def test_chips_of_a_torus_have_links_on_both_sides():
+    assert slice_of("v5p:4x4x4").min_chip_links() == 6 and slice_of("v5p:2x4x4").min_chip_links() == 3
 
 
 def test_groups_that_no_cut_divides_send_nothing():

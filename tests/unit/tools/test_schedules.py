@@ -164,7 +164,7 @@ def test_a_region_is_executed_unless_the_caller_knows_how_often():
     """The region of a trip is found by what it does with states: it reads and writes them, or does one of both."""
     schedule = read_schedule(SKIPPED)
     assert schedule.regions == (Region(3, 7), Region(4, 4), Region(6, 6))
-    assert schedule.spent() == Spent(1 + 8 * 9, 8 * 2 * STATE_BYTES, is_least=False)
+    assert schedule.spent() == Spent(1 + 8 * 9, 8 * 2 * STATE_BYTES, is_least=False, visits=8)
     of_trips, of_writes = executed(reads=True, writes=True, runs=4), executed(reads=False, writes=True, runs=0.5)
     assert schedule.spent(region_runs=[of_trips]).bundles == 1 + 8 * 4 + 4 * 5
     found = schedule.spent(region_runs=[of_trips, of_writes])
@@ -214,3 +214,24 @@ def test_a_folder_gives_the_schedules_of_one_program_after_the_other(tmp_path):
 
 def test_the_folder_is_named_to_libtpu(tmp_path):
     assert f"--xla_jf_dump_to={tmp_path} " in dump_environment(tmp_path)["LIBTPU_INIT_ARGS"]
+
+
+STREAMED = """\
+     0   :  { %8 = dma.hbm_to_vmem [thread:$0] /*hbm=*/%s6_s1, /*size_in_granules=*/8, /*vmem=*/%s8_s1 }
+   0x1   :  { %9 = dma.done.wait [#allocation8], 8 }
+   0x2   :  { %1 = vwait.ge.trace [#allocation26], 0  ;;  %s1_s1 = smov 0 }
+   0x3 LB: > { %s3_s3 = sphi %s1_s1, %s2_s2 } /* Start region 1 */
+   0x4   : > { %8 = dma.hbm_to_vmem [thread:$0] /*hbm=*/%s6_s1, /*size_in_granules=*/8192, /*vmem=*/%s8_s1 }
+   0x5   : > { %9 = dma.done.wait [#allocation9], 8192 }
+   0x6   : > { %5 = vmatmul.mubr.bf16.gmra.mxu0 %v1_v1  ;;  %6 = vmatmul.mubr.bf16.gmra.mrb[4].mxu1 %v2_v2 }
+   0x7   : > { %s2_s2 = sadd.s32 1, %s3_s3  ;;  %p4_p4 = scmp.ge.s32.totalorder %s2_s2, 5 }
+   0x8   :  { %4 = sbr.rel (!%p4_p4) target = $region1 }
+   0x9   :  { %9 = dma.done.wait [#allocation7], 8 }
+"""
+
+
+def test_what_stands_before_the_first_large_copy_and_outside_the_visits_is_counted():
+    """Indices and a barrier come first; three waits are not repeated with the five visits."""
+    spent = read_schedule(STREAMED).spent()
+    assert spent.lead_bundles == 3 + 1, "of the first visit too"
+    assert (spent.num_waits, spent.visits, spent.matrix_ops) == (3, 5, 10)

@@ -12,7 +12,17 @@ from rayserve_moe.tools.estimate.dump import Schedules
 from rayserve_moe.tools.estimate.kernel_work import AttentionSizes, AttentionWork, RecurrentWork, StepWork, work_of
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.program_ops import Block, Op, ProgramReader, divides_over_cores, scope_of
-from rayserve_moe.tools.estimate.step_time import Estimate, Pricing, estimate
+from rayserve_moe.tools.estimate.rates import (
+    AT_PEAK,
+    ATTENTION,
+    COLLECTIVE,
+    COPY,
+    KERNEL,
+    PRODUCT,
+    PROMPT_ATTENTION,
+    calibrated,
+)
+from rayserve_moe.tools.estimate.step_time import Estimate, OpPrice, Pricing, estimate
 from rayserve_moe.tools.hlo_text import Instruction, read_program
 
 V6E = CHIPS["v6e"]
@@ -112,11 +122,11 @@ def test_an_op_costs_its_bundles_or_its_bytes_and_the_overhead():
     costs = {one.op.name: one for one in found.ops}
     in_memory, in_core = 1000 * 32 / V6E.hbm_bytes, BUNDLES / V6E.clock_hz
     assert in_core > in_memory
-    assert costs["first"].bare_seconds == pytest.approx(in_core)
-    assert costs["first"].seconds == pytest.approx(in_core + OVERHEAD_S)
+    assert costs["first"].peak_seconds == pytest.approx(in_core + OVERHEAD_S)
     slower = read(schedules=SCHEDULES | {"first": schedule(copy="100000")})
     (first,) = (one for one in slower.ops if one.op.name == "first")
-    assert first.bare_seconds == pytest.approx(100000 * 32 / V6E.hbm_bytes)
+    assert first.peak_seconds == pytest.approx(100000 * 32 / V6E.hbm_bytes + OVERHEAD_S)
+    assert first.seconds == pytest.approx(100000 * 32 / V6E.hbm_bytes / V6E.hbm_share + OVERHEAD_S)
 
 
 def test_ops_that_are_alike_share_a_schedule_and_scalars_are_no_ops():
@@ -176,15 +186,15 @@ def test_what_was_started_earlier_costs_what_is_not_hidden():
     found = read()
     transfer = 4 * 1024 * 1024 / V6E.hbm_bytes
     (fetch,) = (one for one in found.ops if one.op.name == "fetch")
-    assert fetch.bare_seconds == pytest.approx(transfer - 500 / V6E.clock_hz)
-    assert fetch.seconds == pytest.approx(transfer + OVERHEAD_S - 500 / V6E.clock_hz - OVERHEAD_S)
-    hidden = read(schedules=SCHEDULES | {"beside": schedule(5000)})
+    assert fetch.peak_seconds == pytest.approx(transfer - 500 / V6E.clock_hz), "the overhead of one hides the other's"
+    assert fetch.seconds == pytest.approx(transfer / V6E.hbm_share - 500 / V6E.clock_hz)
+    hidden = read(schedules=SCHEDULES | {"beside": schedule(6000)})
     (fetch,) = (one for one in hidden.ops if one.op.name == "fetch")
     assert fetch.seconds == 0
     # Beside an op that waits for memory itself nothing is hidden from memory.
     busy = read(schedules=SCHEDULES | {"beside": schedule(5, copy="10000000")})
     (fetch,) = (one for one in busy.ops if one.op.name == "fetch")
-    assert fetch.bare_seconds == pytest.approx(transfer)
+    assert fetch.peak_seconds == pytest.approx(transfer)
 
 
 def test_what_a_call_starts_is_hidden_by_what_the_call_does():
@@ -207,18 +217,73 @@ def test_exchanges_that_are_underway_together_share_what_hides_them():
     """Of 10 us of computing the first takes 8 of the links' time, and leaves 2 to the second."""
     computing = Op("product", "fusion", "", bundles=10e-6 * V6E.clock_hz)
     one, other = (Op(name, "ragged-all-to-all", "", link_s=8e-6, starts_at=0) for name in ("one", "other"))
-    assert Pricing(V6E).costs(Block([computing, one, other]), 0.0) == pytest.approx([10e-6, 0.0, 6e-6])
+    costs = Pricing(V6E, AT_PEAK).costs(Block([computing, one, other]))
+    assert costs == pytest.approx([10e-6 + OVERHEAD_S, 0.0, 6e-6]), "the overhead of the product hides theirs"
+
+
+RATES = calibrated(V6E)
+BYTES_OF_10_US = 10e-6 * V6E.hbm_bytes * RATES.hbm_share
+
+
+def price(op: Op) -> OpPrice:
+    return OpPrice(op, V6E, RATES)
+
+
+@pytest.mark.parametrize(("core_us", "expected_us"), [(5.0, 12.0), (11.0, 12.0), (13.0, 13.0)])
+def test_visits_of_a_kernel_take_their_code_or_their_copy_with_its_latency(core_us, expected_us):
+    """Ten visits of 1 us of bytes each, which wait 0.2 us more; then the last visit, which no copy hides."""
+    kernel = Op("k", "custom-call", "", bundles=core_us * 1e-6 * V6E.clock_hz, hbm_bytes=BYTES_OF_10_US, visits=10)
+    found = price(replace(kernel, kind=KERNEL))
+    assert RATES.wait_s == 0.2e-6
+    assert found.seconds == pytest.approx(expected_us * 1e-6 + min(core_us, 10.0) * 1e-6 / 10)
+    assert price(kernel).seconds == pytest.approx(max(10.0, core_us) * 1e-6), "XLA's own op"
+
+
+def test_code_and_waits_before_the_first_copy_are_added():
+    kernel = Op("k", "custom-call", "", bundles=2e-6 * V6E.clock_hz, hbm_bytes=BYTES_OF_10_US, visits=1e9, kind=KERNEL)
+    plain = price(replace(kernel, visits=10))
+    led = price(replace(kernel, visits=10, lead_bundles=1e-6 * V6E.clock_hz, num_waits=5))
+    code_less = 1e-6 / 10  # of the visit that nothing hides
+    assert led.seconds - plain.seconds == pytest.approx(1e-6 + 5 * RATES.wait_s - code_less)
+
+
+def test_attention_of_single_tokens_hides_only_a_part():
+    both = Op("a", "custom-call", "", bundles=8e-6 * V6E.clock_hz, hbm_bytes=BYTES_OF_10_US, visits=4, kind=ATTENTION)
+    ends = 8e-6 / 4
+    assert price(both).seconds == pytest.approx(10e-6 + RATES.exposed_share * 8e-6 + 4 * 2 * RATES.wait_s + ends)
+    prompts = price(replace(both, kind=PROMPT_ATTENTION))
+    assert prompts.core_s == pytest.approx(8e-6 * RATES.prompt_stall)
+
+
+def test_matrix_units_bound_what_bundles_do_not_show():
+    """16 rows of 256 x 256 are 8 cycles of one of two units."""
+    product = Op("p", "fusion", "", bundles=100.0, matrix_ops=1000.0)
+    assert price(product).seconds == pytest.approx(1000 * 8 / 2 / V6E.clock_hz / RATES.matrix_share)
+    assert price(product).kind == PRODUCT and price(replace(product, matrix_ops=1.0)).kind == COPY
+
+
+def test_a_collective_of_many_devices_starts_late():
+    one = Op("c", "all-gather", "", link_s=5e-6, kind=COLLECTIVE, num_peers=2)
+    assert price(one).overhead_s == OVERHEAD_S
+    assert price(replace(one, num_peers=3)).overhead_s == RATES.collective_s
+
+
+def test_ranges_hold_the_estimate_and_the_peaks_are_below_them():
+    step = read().step
+    assert step.min_seconds < step.seconds < step.max_seconds and step.peak_seconds < step.seconds
 
 
 def test_a_collective_costs_its_links():
     found = read()
     (exchange,) = (one for one in found.ops if one.op.name == "sum")
-    assert exchange.seconds == pytest.approx(32 / V6E.link_bytes + OVERHEAD_S)
-    assert found.roofline.link_s == pytest.approx(3 * 32 / V6E.link_bytes)
+    assert exchange.seconds == pytest.approx(32 / V6E.link_bytes + OVERHEAD_S), "two devices wait for nobody else"
+    assert found.step.link_s == pytest.approx(3 * 32 / V6E.link_bytes)
 
 
 def test_the_roofline_is_the_largest_bound():
+    """It is of the hardware: what the program's own exchange sends does not raise it."""
     found = read()
+    assert found.roofline.link_s == 0.0 < found.step.link_s
     assert found.roofline.seconds == pytest.approx(2e6 / V6E.hbm_bytes) and found.roofline.bound == "hbm"
     assert found.share_of_roofline == pytest.approx(found.roofline.seconds / found.step.seconds)
 

@@ -1,4 +1,4 @@
-"""Published figures of TPU chips: the only constants of a step-time estimate besides its overhead per op."""
+"""Published figures of TPU chips; `rates` has what devices reach of them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ class Chip:
     """Bytes of HBM that a program may use on a device."""
     core_vmem: int
     """Bytes of a core's own memory."""
+    hbm_share: float
+    """Share of the peak bandwidth of HBM that copies reach (`rates.CONSTANTS`)."""
+    matrix_units: int
+    """Matrix units of a core."""
+    matrix_cycles: int
+    """Cycles that a bfloat16 matrix instruction of a schedule occupies its unit."""
 
     @property
     def cores_per_device(self) -> int:
@@ -70,6 +76,9 @@ CHIPS: dict[str, Chip] = {
         ring_length=16,
         device_capacity=_gib(15.75),
         core_vmem=128 << 20,
+        hbm_share=0.86,
+        matrix_units=4,
+        matrix_cycles=16,
     ),
     "v5p": Chip(
         1.75e9,
@@ -82,6 +91,9 @@ CHIPS: dict[str, Chip] = {
         ring_length=4,
         device_capacity=_gib(95.74),
         core_vmem=64 << 20,
+        hbm_share=0.86,
+        matrix_units=4,
+        matrix_cycles=16,
     ),
     "v6e": Chip(
         1.75e9,
@@ -94,6 +106,9 @@ CHIPS: dict[str, Chip] = {
         ring_length=16,
         device_capacity=_gib(31.25),
         core_vmem=128 << 20,
+        hbm_share=0.86,
+        matrix_units=2,
+        matrix_cycles=8,
     ),
     "tpu7x": Chip(
         2.20e9,
@@ -106,6 +121,9 @@ CHIPS: dict[str, Chip] = {
         ring_length=4,
         device_capacity=_gib(94.75),
         core_vmem=64 << 20,
+        hbm_share=0.86,
+        matrix_units=2,
+        matrix_cycles=8,
     ),
 }
 """By the first part of a topology's name.
@@ -117,8 +135,8 @@ is assumed equal to v5p, because both have 1200 GB/s per chip. Clocks are not pu
 units x rows x columns x 2 x rows fed in a cycle): v5e 197e12 / (4 x 128 x 128 x 2), v5p 459e12 / (2 x 4 x 128 x 128 x
 2), v6e 918e12 / (2 x 256 x 256 x 2 x 2), tpu7x 2307e12 / (2 x 2 x 256 x 256 x 2 x 2). Units are from
 `jax.experimental.pallas.tpu.get_tpu_info`; two rows per cycle on the last two chips are inferred from schedules, which
-reach 82 % of that peak. Capacity: the value that libtpu's compiler reports when it rejects a program
-(`tools.compile_check.hbm_limit`).
+reach 82 % of that peak. A matrix instruction takes in 16 rows of bfloat16, at one or two rows per cycle. Capacity: the
+value that libtpu's compiler reports when it rejects a program (`tools.compile_check.hbm_limit`).
 """
 
 

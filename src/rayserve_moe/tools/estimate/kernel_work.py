@@ -15,6 +15,7 @@ from rayserve_moe.kernels.tpu.grouped_ffn import TILE_ROWS, inner_block
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.kernels.tpu.rotary_heads import tile_tokens
 from rayserve_moe.tools.estimate.bundles import RegionRuns, Schedule, Spent
+from rayserve_moe.tools.estimate.rates import ATTENTION, KERNEL, PROMPT_ATTENTION
 from rayserve_moe.tools.hlo_report import HBM
 from rayserve_moe.tools.hlo_text import Instruction
 
@@ -48,6 +49,8 @@ class AttentionWork:
     """Bytes of keys and values that the visits read."""
     num_pages: int
     """Pages of the visits, which are copied one by one."""
+    is_of_prompts: bool = False
+    """True if the queries are those of prompts."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class StepWork:
     """A step's work on a device."""
 
     used_slots: float
-    """Expert slots of a layer with any rows."""
+    """Expert slots of a layer with any rows, on the device that has most of them."""
     expert_rows: float
     """Rows of all expert slots of a layer."""
     attention: dict[AttentionSizes, AttentionWork]
@@ -82,6 +85,8 @@ class StepWork:
     """Minimum of the whole model: used weights, keys and values, once each."""
     recurrent: RecurrentWork | None = None
     """None: no layer has a recurrent state."""
+    exchanged_bytes: float = 0.0
+    """Minimum of the whole model: one row per token and device with any of its experts, there and back."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,10 @@ class KernelWork:
     """Instead of `open_trips`: trips per entry of every such loop, in order."""
     region_runs: tuple[RegionRuns, ...] = ()
     """Executions of regions that few steps of the grid run."""
+    kind: str = KERNEL
+    """Kind of op (`rates.SPREADS`)."""
+    visits: float = 0.0
+    """Copies that follow each other, by all cores; 0: as in the schedule."""
 
     def of_core(self, schedule: Schedule, *, cores: int, iterations: int) -> Spent:
         """Return the cost of the schedule of one of the cores that divide the work."""
@@ -152,7 +161,9 @@ def _grouped_product(instruction: Instruction, operands: list[Instruction], work
     slot_bytes = weights.num_bytes / weights.num_elements * inner * outer
     shapes = [shape for shape in (*given, *instruction.shapes) if shape is not weights]
     rows_bytes = sum(shape.num_bytes for shape in shapes if shape.space == HBM)
-    return KernelWork(work.used_slots * slot_bytes + rows_bytes, (max(1.0, visits) * blocks,))
+    return KernelWork(
+        work.used_slots * slot_bytes + rows_bytes, (max(1.0, visits) * blocks,), visits=max(1.0, visits) * blocks
+    )
 
 
 def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
@@ -165,7 +176,7 @@ def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: St
     blocks = inner // inner_block(width, inner, weights[0].num_bytes // weights[0].num_elements)
     shapes = [shape for shape in (*given, *instruction.shapes) if len(shape.dims) == 2 and shape.space == HBM]
     num_bytes = work.used_slots * slot_bytes + sum(shape.num_bytes for shape in shapes)
-    return KernelWork(num_bytes, ((work.used_slots + rows / TILE_ROWS) * blocks,))
+    return KernelWork(num_bytes, ((work.used_slots + rows / TILE_ROWS) * blocks,), visits=work.used_slots * blocks)
 
 
 def _low_latency_dispatch(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
@@ -185,10 +196,10 @@ def _low_latency_dispatch(instruction: Instruction, operands: list[Instruction],
     num_bytes = work.used_slots * slot_bytes + sum(shape.num_bytes for shape in shapes)
     tiles = work.used_slots + work.expert_rows / DISPATCH_TILE_ROWS
     if not here:
-        return KernelWork(num_bytes, (tiles,), 2 * row_bytes)
+        return KernelWork(num_bytes, (tiles,), 2 * row_bytes, visits=work.used_slots)
     blocks = inner // widest_block(width, inner, itemsize)
     trips = ((work.used_slots + work.expert_rows / GROUP_ROWS) * blocks, tiles * blocks)
-    return KernelWork(num_bytes + 4 * row_bytes, trips, 2 * row_bytes)
+    return KernelWork(num_bytes + 4 * row_bytes, trips, 2 * row_bytes, visits=trips[0])
 
 
 def _streamed_heads(instruction: Instruction, operands: list[Instruction]) -> KernelWork:
@@ -213,6 +224,7 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     attention = work.attention.get(AttentionSizes(out.dims[0], out.dims[1], out.dims[3]))
     if attention is None:
         return None
+    kind = PROMPT_ATTENTION if attention.is_of_prompts else ATTENTION
     if kernel_name(instruction) == "paged_attention_of_groups":
         # Like below, in a loop over groups. A group's rows are in a single piece of the pool, or sometimes two. The
         # innermost loop waits for the writes of the previous group.
@@ -220,10 +232,11 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
         pieces = num_groups + max(0, rows - num_groups) / CLEARED_ROWS
         written = pieces * CLEARED_ROWS * pool[0].num_bytes / math.prod(pool[0].dims[:2])
         trips = (num_groups, attention.num_visits, attention.num_pages / 2, pieces)
-        return KernelWork(attention.kv_bytes + written, trips)
+        return KernelWork(attention.kv_bytes + written, trips, kind=kind, visits=num_groups)
     # Of the two loops over a block's pages, each runs for some of the blocks. New rows go back with their group.
     written = sum(out.dims[0] * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)
-    return KernelWork(attention.kv_bytes + written, (attention.num_visits, attention.num_pages / 2))
+    trips = (attention.num_visits, attention.num_pages / 2)
+    return KernelWork(attention.kv_bytes + written, trips, kind=kind, visits=attention.num_query_blocks)
 
 
 def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
@@ -261,6 +274,7 @@ def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
     return KernelWork(
         num_bytes,
         (),
+        visits=work.num_visits,
         trips_each=(*[tiles] * 5, *waits, share, 1.0, *waits),
         region_runs=tuple(RegionRuns(of, reads=reads, writes=writes, runs=count) for of, reads, writes, count in runs),
     )

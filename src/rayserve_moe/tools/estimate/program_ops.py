@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from rayserve_moe.tools.estimate.dump import Schedules
-from rayserve_moe.tools.estimate.kernel_work import PARALLEL, KernelWork, StepWork, work_of
+from rayserve_moe.tools.estimate.kernel_work import PARALLEL, KernelWork, StepWork, kernel_name, work_of
 from rayserve_moe.tools.estimate.links import Slice, groups_of
+from rayserve_moe.tools.estimate.rates import COLLECTIVE, COPY, KERNEL
 from rayserve_moe.tools.hlo_report import COLLECTIVES, HBM
 from rayserve_moe.tools.hlo_text import ArrayShape, Instruction, ProgramText, condition_of
 
@@ -43,6 +44,18 @@ class Op:
     """Cores of the device over cores in use; a kernel on a single core has only its share of the bandwidth."""
     is_least: bool = False
     """True if a loop with unknown trips was counted once."""
+    kind: str = COPY
+    """Kind of op (`rates.SPREADS`)."""
+    lead_bundles: float = 0.0
+    """Bundles of a kernel before its first large copy from HBM starts."""
+    num_waits: float = 0.0
+    """Waits of a kernel that nothing hides."""
+    visits: float = 1.0
+    """Copies of a kernel that follow each other; of decode attention, sequences."""
+    matrix_ops: float = 0.0
+    """Instructions of a core's matrix units."""
+    num_peers: int = 1
+    """Devices of a group of a collective."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +142,24 @@ class ProgramReader:
         moved = kernel.hbm_bytes if kernel else bytes_by_shape(self.program, instruction, operands=operands)
         if not kernel and spent.hbm_bytes is not None:
             moved = spent.hbm_bytes * share
-        name, opcode, idle = instruction.name, instruction.opcode, cores / share
-        source = self.program.source_of(instruction)
-        linked = self._exchange_seconds(kernel.exchanged_bytes) if kernel else 0.0
+        is_kernel = bool(kernel_name(instruction))
         return [
-            Op(name, opcode, scope, source, spent.bundles, moved, linked, idle_factor=idle, is_least=spent.is_least)
+            Op(
+                instruction.name,
+                instruction.opcode,
+                scope,
+                self.program.source_of(instruction),
+                spent.bundles,
+                moved,
+                self._exchange_seconds(kernel.exchanged_bytes) if kernel else 0.0,
+                idle_factor=cores / share,
+                is_least=spent.is_least,
+                kind=kernel.kind if kernel else KERNEL if is_kernel else COPY,
+                lead_bundles=spent.lead_bundles if is_kernel else 0.0,
+                num_waits=spent.num_waits if is_kernel else 0,
+                visits=(kernel.visits if kernel else 0.0) / share or spent.visits,
+                matrix_ops=spent.matrix_ops,
+            )
         ]
 
     def _exchange_seconds(self, num_bytes: float) -> float:
@@ -170,7 +196,9 @@ class ProgramReader:
         if operation == "ragged-all-to-all":
             sent = min(_largest(one.shapes).num_bytes for one in (operands[0], done))
         source = self.program.source_of(instruction)
-        return Op(instruction.name, operation, scope, source, link_s=self.place.seconds(operation, sent, groups=groups))
+        link_s = self.place.seconds(operation, sent, groups=groups)
+        num_peers = max(map(len, groups))
+        return Op(instruction.name, operation, scope, source, link_s=link_s, kind=COLLECTIVE, num_peers=num_peers)
 
 
 def scope_of(instruction: Instruction, program: ProgramText) -> str:

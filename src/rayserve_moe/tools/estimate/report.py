@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from rayserve_moe.model.model_config import ModelConfig
-from rayserve_moe.tools.estimate.chips import OVERHEAD_S, chip_of
+from rayserve_moe.tools.estimate.chips import chip_of
 from rayserve_moe.tools.estimate.dump import DumpFolder, Schedules
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.program_ops import ProgramReader
@@ -29,9 +29,11 @@ class NamedOp:
     times: float
     """Number of executions."""
     us: float
-    """Microseconds with the overhead per op."""
-    bare_us: float
-    """Microseconds without the overhead."""
+    """Calibrated microseconds."""
+    peak_us: float
+    """Microseconds at the peaks of the specification."""
+    kind: str
+    """Kind of op, whose spread the ranges have (`rates.SPREADS`)."""
     bundles: float
     hbm_bytes: float
     link_us: float
@@ -41,25 +43,23 @@ class NamedOp:
 
 @dataclass(frozen=True)
 class EstimateReport:
-    """The estimate of a step, from schedules alone: nothing in it was measured.
+    """The estimate of a step, from schedules and the rates that published device times support.
 
-    No device has confirmed the overhead per op, so every time is also given without it.
+    Nothing in it was measured on this system.
     """
 
     num_layers: int
     """Layers of the estimated step."""
     compiled_layers: int
     """Layers that were compiled. With fewer, arrays that grow with the model (expert tables, KV pool) are too small."""
-    overhead_us: float
-    """Charge per op beyond its work."""
     layer: Part
     step: Part
     roofline: Roofline
     bound: str
     share_of_roofline: float
-    """With the overhead."""
-    bare_share_of_roofline: float
-    """Without the overhead."""
+    """Bound of the hardware / calibrated time."""
+    share_of_matrix_peak: float
+    """Operations over the peak of the matrix units / calibrated time."""
     scopes: dict[str, Part]
     ops_in_layer: list[NamedOp]
     """By cost, most expensive first."""
@@ -91,17 +91,19 @@ class Estimator:
         place = Slice(chip, tuple(tuple(device.coords) for device in self.model.plan.mesh.devices.flat))
         tree = ProgramReader(program, Schedules(program, self.dump.take()), place, work).tree()
         whole = self.model.spec.num_layers
-        found = estimate(tree, chip=chip, work=work, missing_layers=whole - (num_layers or whole))
+        everywhere = [list(range(len(place.devices)))]
+        min_link_s = place.seconds("all-to-all", round(work.exchanged_bytes), groups=everywhere)
+        missing = whole - (num_layers or whole)
+        found = estimate(tree, chip=chip, work=work, min_link_s=min_link_s, missing_layers=missing)
         return EstimateReport(
             whole,
             num_layers or whole,
-            OVERHEAD_S / MICROSECOND,
             found.layer,
             found.step,
             found.roofline,
             found.roofline.bound,
-            found.roofline.seconds / found.step.seconds,
-            found.roofline.seconds / found.step.bare_seconds,
+            found.share_of_roofline,
+            found.roofline.flops_s / found.step.seconds,
             found.by_scope(),
             [_named(one) for one in found.by_cost()],
             [_named(one) for one in found.by_cost(in_layer=False)],
@@ -109,29 +111,35 @@ class Estimator:
         )
 
 
+CALIBRATED = (
+    "ESTIMATED, not measured: from schedules, at rates that published device times of other kernels support; the range "
+    "is their spread"
+)
+
+
 def estimate_lines(report: EstimateReport) -> Iterator[str]:
     """Yield the estimate as lines for a terminal: the step, its parts, and the most expensive ops of a layer."""
     step, layer, roofline = report.step, report.layer, asdict(report.roofline)
     bounds = ", ".join(f"{name.removesuffix('_s')} {seconds * 1e3:.2f}" for name, seconds in roofline.items())
-    yield (
-        f"  ESTIMATED from schedules, not measured; each op {report.overhead_us:.1f} us beyond its work, which no "
-        "device has confirmed (in brackets: without it)"
-    )
+    yield f"  {CALIBRATED}"
     few = f" ({report.compiled_layers} compiled)" if report.compiled_layers < report.num_layers else ""
-    share = f"{report.share_of_roofline:.0%} ({report.bare_share_of_roofline:.0%})"
     yield (
-        f"    step of {report.num_layers} layers{few} {step.seconds * 1e3:.2f} ({step.bare_seconds * 1e3:.2f}) ms; "
-        f"roofline {report.roofline.seconds * 1e3:.2f} ms, {share} of it reached; {bounds} ms"
+        f"    step of {report.num_layers} layers{few} {step.seconds * 1e3:.2f} ms ({step.min_seconds * 1e3:.2f} to "
+        f"{step.max_seconds * 1e3:.2f}); at the peaks of the chip {step.peak_seconds * 1e3:.2f} ms"
     )
     yield (
-        f"    layer {layer.seconds * 1e6:.1f} ({layer.bare_seconds * 1e6:.1f}) us: {layer.num_ops:.0f} ops, "
-        f"{layer.small_ops:.0f} of them small, {layer.bundles:,.0f} bundles, {layer.hbm_bytes / 1e6:.1f} MB of HBM, "
-        f"links {layer.link_s * 1e6:.1f} us"
+        f"    bound of the hardware {report.roofline.seconds * 1e3:.2f} ms, {report.share_of_roofline:.0%} of it "
+        f"reached ({bounds} ms); {report.share_of_matrix_peak:.0%} of the matrix peak"
+    )
+    yield (
+        f"    layer {layer.seconds * 1e6:.1f} us ({layer.min_seconds * 1e6:.1f} to {layer.max_seconds * 1e6:.1f}): "
+        f"{layer.num_ops:.0f} ops, {layer.small_ops:.0f} of them small, {layer.bundles:,.0f} bundles, "
+        f"{layer.hbm_bytes / 1e6:.1f} MB of HBM, links {layer.link_s * 1e6:.1f} us"
     )
     for one in report.ops_in_layer[:NUM_NAMED]:
         at_least = ", at least" if one.is_least else ""
         yield (
-            f"      {one.us:8.1f} ({one.bare_us:.1f}) us  {one.scope or '-'}: {one.times:.0f} x {one.name}, "
+            f"      {one.us:8.1f} us (at peak {one.peak_us:.1f})  {one.scope or '-'}: {one.times:.0f} x {one.name}, "
             f"{one.bundles:,.0f} bundles, {one.hbm_bytes / 1e6:.2f} MB{at_least}"
         )
 
@@ -144,7 +152,8 @@ def _named(one: OpTime) -> NamedOp:
         op.source,
         times,
         one.seconds * times / MICROSECOND,
-        one.bare_seconds * times / MICROSECOND,
+        one.peak_seconds * times / MICROSECOND,
+        one.kind,
         op.bundles * times,
         op.hbm_bytes * times,
         op.link_s * times / MICROSECOND,

@@ -1,14 +1,16 @@
 """The work of a step of a served model on a device, for kernels and the roofline.
 
-Every sequence has its whole context, prompts start at their first token, and routing is even.
+Every sequence has its whole context, prompts start at their first token, and every token chooses its experts at
+random. A step ends with its fullest device, so the expert slots in use are those of that device.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
+import numpy as np
 
 from rayserve_moe.execution.programs.buckets import PREFILL_BLOCK_TOKENS
 from rayserve_moe.execution.weights.placing import parameter_tree
@@ -52,14 +54,15 @@ class StepSizes:
 def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -> StepWork:
     """Return the work of a step of all sequences, with `prompt_tokens` more per data rank.
 
-    Each layer is assumed to see all positions. Weights count if a step uses them; for expert slots the expected share.
+    Each layer is assumed to see all positions. Weights count if a step uses them; for expert slots the expected share
+    of the device with most slots in use.
     """
     plan, spec, experts = model.plan, model.spec, model.experts
     num_devices = plan.mesh.devices.size
     rank_tokens = sizes.rows + prompt_tokens
     all_tokens = rank_tokens * plan.data_size
     slots = experts.num_slots // num_devices
-    used_slots = slots * (1 - (1 - spec.router.top_k / experts.num_slots) ** all_tokens)
+    used_slots = fullest_slots(slots, num_devices, share=spec.router.top_k / experts.num_slots, num_tokens=all_tokens)
     expert_rows = all_tokens * spec.router.top_k / num_devices
     flops, weight_bytes = 0.0, 0.0
     for group, specs in parameter_tree(model, dtype=sizes.dtype).items():
@@ -88,7 +91,28 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
         for state in entry_states(model)
     )
     recurrent = _recurrent_work(model, sizes, prompt_tokens=prompt_tokens)
-    return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + state_bytes, recurrent)
+    rows_sent = all_tokens / num_devices * devices_of_token(experts.num_slots, num_devices, top_k=spec.router.top_k)
+    exchanged = 2 * rows_sent * spec.hidden_size * jnp.dtype(sizes.dtype).itemsize * len(spec.moe_layer_ids)
+    return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + state_bytes, recurrent, exchanged)
+
+
+def fullest_slots(num_slots: int, num_devices: int, *, share: float, num_tokens: int) -> float:
+    """Return the expected number of expert slots in use on the device that uses most of its `num_slots`.
+
+    `share` is the probability that a token uses a slot. Slots are taken as independent, which 16 tokens of 8 experts
+    on 8 devices change by 1 %.
+    """
+    in_use = 1 - (1 - share) ** num_tokens
+    at_most = np.cumsum(
+        [math.comb(num_slots, k) * in_use**k * (1 - in_use) ** (num_slots - k) for k in range(num_slots)]
+    )
+    return float(np.sum(1 - at_most.clip(0.0, 1.0) ** num_devices))
+
+
+def devices_of_token(num_slots: int, num_devices: int, *, top_k: int) -> float:
+    """Return the expected number of devices that have an expert of a token, out of `num_slots` on all devices."""
+    elsewhere = num_slots - num_slots // num_devices
+    return num_devices * (1 - math.comb(elsewhere, top_k) / math.comb(num_slots, top_k))
 
 
 def _recurrent_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int) -> RecurrentWork | None:
@@ -135,7 +159,8 @@ def _attention_work(
         query_rows = scores.num_heads // model.plan.tensor_size // layout.num_sets
         length, tile = min(sizes.context, prompt_tokens), tile_queries_for(PREFILL_BLOCK_TOKENS, query_rows)
         ends = [min(length, end + tile) for end in range(0, length, tile)] * math.ceil(prompt_tokens / length)
-        work[call_of(math.ceil(prompt_tokens / PREFILL_BLOCK_TOKENS))] = _visits(sizes, ends, row_bytes=row_bytes)
+        num_blocks = math.ceil(prompt_tokens / PREFILL_BLOCK_TOKENS)
+        work[call_of(num_blocks)] = replace(_visits(sizes, ends, row_bytes=row_bytes), is_of_prompts=True)
     return work
 
 
