@@ -87,7 +87,8 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
         for state in entry_states(model)
     )
     recurrent = _recurrent_work(model, sizes, prompt_tokens=prompt_tokens)
-    return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + state_bytes, recurrent)
+    device_share = 1 - (1 - 1 / num_devices) ** spec.router.top_k
+    return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + state_bytes, recurrent, device_share)
 
 
 def _recurrent_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int) -> RecurrentWork | None:
