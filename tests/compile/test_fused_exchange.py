@@ -33,11 +33,11 @@ CASES = [
 
 
 @cache
-def compiled(topology: str, tokens_per_device: int) -> ProgramText:
-    """Compile a layer by the backend `fused`, with experts and tokens split over all devices."""
+def compiled(topology: str, tokens_per_device: int, backend: str = "fused") -> ProgramText:
+    """Compile a layer by a backend, with experts and tokens split over all devices."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     plan = ParallelPlan(Mesh(np.asarray(devices).reshape(-1, 1), (DATA, TENSOR)))
-    config = ExpertConfig(RouterSpec(NUM_EXPERTS, TOP_K, renormalize=True), KERNELS["tpu"], plan, backend="fused")
+    config = ExpertConfig(RouterSpec(NUM_EXPERTS, TOP_K, renormalize=True), KERNELS["tpu"], plan, backend=backend)
 
     def on_device(routed: RoutedTokens, weights: ExpertWeights) -> jax.Array:
         experts = PlacedExperts(weights, jnp.int32(0), None)
@@ -62,13 +62,13 @@ def compiled(topology: str, tokens_per_device: int) -> ProgramText:
     return read_program(lowered.compile(compiler_options=COMPILER_OPTIONS_OF_PLATFORM["tpu"]).as_text() or "")
 
 
-def products_during_exchanges(program: ProgramText) -> list[int]:
-    """Return the number of grouped products between start and end of each exchange of the main computation."""
+def products_during_exchanges(program: ProgramText, product: str = "ragged-dot-none") -> list[int]:
+    """Return the number of products between start and end of each exchange of the main computation."""
     entry, found = program.computations[program.entry], []
     for first, start in enumerate(entry):
         if start.opcode in ("ragged-all-to-all-start", "call-start") and "ragged-all-to-all" in start.name:
             last = next(i for i in range(first + 1, len(entry)) if start.name in entry[i].operands)
-            found.append(sum(other.name.startswith("ragged-dot-none") for other in entry[first:last]))
+            found.append(sum(other.name.startswith(product) for other in entry[first:last]))
     return found
 
 

@@ -222,7 +222,14 @@ class ExpertSettings:
     """Expert placement and token dispatch."""
 
     backend: str = _choice(
-        "auto", "local", "replicated", "all_to_all", "fused", "low_latency_dispatch", key="expert_backend"
+        "auto",
+        "local",
+        "replicated",
+        "all_to_all",
+        "fused",
+        "device_sums",
+        "low_latency_dispatch",
+        key="expert_backend",
     )
     """`auto` selects by the number of tokens, other values are fixed choices. `low_latency_dispatch` is a TPU kernel
     for few tokens; steps that it does not support use `all_to_all`."""

@@ -232,7 +232,7 @@ def plan_route(slots_TK: jax.Array, *, config: ExchangeConfig) -> Route:
     me, sent_RR = jax.lax.axis_index(config.axes), counts_RY[:, num_slots : num_slots + num_ranks]
     mine_RS = jax.lax.dynamic_slice_in_dim(counts_RY, me * num_local, num_local, axis=1)
     pairs_RS = np.arange(num_slots).reshape(num_ranks, num_local)
-    sent, received = _runs(sent_RR, me)
+    sent, received = runs_between(sent_RR, me)
     return Route(
         order=order_by_slot(slots_TK, num_slots),
         sent=sent,
@@ -254,7 +254,7 @@ def _counted_slots(num_ranks: int, num_slots: int) -> tuple[np.ndarray, np.ndarr
     return first_Y, end_Y
 
 
-def _runs(sent_RR: jax.Array, me: jax.Array) -> tuple[Runs, Runs]:
+def runs_between(sent_RR: jax.Array, me: jax.Array) -> tuple[Runs, Runs]:
     """Return the runs that rank `me` sends and receives, from the rows of each sender to each receiver."""
     ranks_R = jnp.asarray(np.arange(len(sent_RR)))
 

@@ -10,13 +10,14 @@ on the placement. `local` is the same on a single device: nothing is gathered an
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.experts import low_latency
+from rayserve_moe.experts import device_sums, low_latency
 from rayserve_moe.experts.all_to_all import apply_all_to_all, exchange_sizes
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
@@ -72,13 +73,13 @@ def apply_replicated(tokens: RoutedTokens, experts: PlacedExperts, *, config: Ex
 
 START_BYTES = 256 << 10
 """Bytes that a link moves while a collective starts: some 3 us at 90 GB/s."""
-LOW_LATENCY, ALL_TO_ALL = "low_latency_dispatch", "all_to_all"
+LOW_LATENCY, DEVICE_SUMS, ALL_TO_ALL = "low_latency_dispatch", "device_sums", "all_to_all"
 
 
 def choose_backend(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> Choice[ExpertBackend]:
     """Return the choice of a backend for these tokens: by `config.backend`, or by `EXPERT_BACKENDS` if that is `auto`.
 
-    All-to-all takes the calls that low-latency dispatch does not. Only shapes and dtypes count.
+    All-to-all takes the calls that low-latency dispatch or device sums do not. Only shapes and dtypes count.
     Raises: KeyError for an unknown name.
     """
     if config.backend == "auto":
@@ -86,6 +87,9 @@ def choose_backend(tokens: RoutedTokens, experts: PlacedExperts, *, config: Expe
     named = {backend.name: backend for backend in EXPERT_BACKENDS}
     if config.backend == LOW_LATENCY:
         return choose((named[LOW_LATENCY], named[ALL_TO_ALL]), tokens, experts, config=config)
+    if config.backend == DEVICE_SUMS:
+        fast_or_not = replace(named[DEVICE_SUMS], unsupported_reason=device_sums.unsupported_kind)
+        return choose((fast_or_not, named[ALL_TO_ALL]), tokens, experts, config=config)
     return Choice(named[config.backend])
 
 
@@ -134,6 +138,7 @@ EXPERT_BACKENDS: tuple[Candidate[ExpertBackend], ...] = (
     Candidate("local", apply_local, several_devices),
     Candidate(LOW_LATENCY, low_latency.apply_low_latency, low_latency.unsupported_reason),
     Candidate("replicated", apply_replicated, gathers_more),
+    Candidate(DEVICE_SUMS, device_sums.apply_device_sums, device_sums.unsupported_reason),
     Candidate("fused", partial(apply_all_to_all, overlapped=True), few_tokens),
     Candidate(ALL_TO_ALL, apply_all_to_all),
 )
@@ -150,7 +155,7 @@ def product_shapes(
     (num_tokens, width), dtype, weights = tokens.hidden_TD.shape, tokens.hidden_TD.dtype, experts.weights
     top_k, plan = config.router.top_k, config.plan
     match backend:
-        case "low_latency_dispatch":
+        case "low_latency_dispatch" | "device_sums":
             return None
         case "all_to_all" | "fused":
             chunk, num_tokens = exchange_sizes(tokens.hidden_TD, config=config, overlapped=backend == "fused")

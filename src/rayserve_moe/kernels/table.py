@@ -24,10 +24,14 @@ from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 from rayserve_moe.kernels.reference import attention as attention_reference
+from rayserve_moe.kernels.reference import device_sums as reference_sums
 from rayserve_moe.kernels.reference import expert_products, gated_delta, layers
+from rayserve_moe.kernels.reference.device_sums import DeviceSumKernels
 from rayserve_moe.kernels.tpu import (
     add_norm,
     delta_rule,
+    device_rows,
+    device_sums,
     dispatch_sizes,
     grouped_ffn,
     low_latency_dispatch,
@@ -48,6 +52,16 @@ def no_low_latency(_: DispatchSizes) -> str:
 
 
 NO_LOW_LATENCY: Function = Candidate("low_latency_dispatch", low_latency_dispatch.dispatch_experts, no_low_latency)
+DEVICE_SUMS: Candidate[DeviceSumKernels] = Candidate(
+    "xla",
+    DeviceSumKernels(
+        reference_sums.place_rows,
+        partial(reference_sums.sum_experts, multiply=expert_products.multiply_in_blocks),
+        reference_sums.add_rows,
+        reference_sums.max_rows,
+    ),
+)
+"""An exchange with a row for each token and device, by XLA."""
 ADD_NORM = operation("xla", layers.add_and_norm)
 """The sum of a stream and its norm by XLA."""
 ADVANCE = operation("xla", gated_delta.advance)
@@ -84,6 +98,8 @@ class ExpertKernels:
     """Fused: `router_scores` and `experts.routing.select_top_k` (`top_experts.choose_experts`)."""
     low_latency: Function = NO_LOW_LATENCY
     """`sums` over the experts of all ranks (`low_latency_dispatch.dispatch_experts`); its reason takes the sizes."""
+    device_sums: Candidate[DeviceSumKernels] = DEVICE_SUMS
+    """The parts of an exchange of a row for each token and device; its reason takes tokens and weights."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +289,13 @@ TPU = replace(
         choose=Operation((Candidate("top_experts", top_experts.choose_experts, top_experts.unsupported_reason),)),
         low_latency=Candidate(
             "low_latency_dispatch", low_latency_dispatch.dispatch_experts, dispatch_sizes.unsupported_reason
+        ),
+        device_sums=Candidate(
+            "device_sums",
+            DeviceSumKernels(
+                device_rows.place_rows, device_sums.sum_experts, device_rows.add_rows, device_sums.max_rows
+            ),
+            device_sums.unsupported_reason,
         ),
     ),
     recurrence=RecurrenceKernels(

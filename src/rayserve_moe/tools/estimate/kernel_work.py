@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, WINDOW_ROWS
+from rayserve_moe.kernels.tpu import device_rows, device_sums
 from rayserve_moe.kernels.tpu.delta_visits import TILE
 from rayserve_moe.kernels.tpu.dispatch_sizes import GROUP_ROWS, widest_block
 from rayserve_moe.kernels.tpu.dispatch_sizes import TILE_ROWS as DISPATCH_TILE_ROWS
@@ -87,6 +88,8 @@ class StepWork:
     """None: no layer has a recurrent state."""
     exchanged_bytes: float = 0.0
     """Minimum of the whole model: one row per token and device with any of its experts, there and back."""
+    device_share: float = 1.0
+    """Share of the tokens that have an expert on a device."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
     match kernel_name(instruction):
         case "ragged-dot-none":
             return _grouped_product(instruction, operands, work)
+        case "device_sums" | "place_rows" | "add_rows" as name:
+            return _DEVICE_SUMS[name](instruction, operands, work)
         case "grouped_ffn":
             return _grouped_ffn(instruction, operands, work)
         case "low_latency_dispatch":
@@ -177,6 +182,44 @@ def _grouped_ffn(instruction: Instruction, operands: list[Instruction], work: St
     shapes = [shape for shape in (*given, *instruction.shapes) if len(shape.dims) == 2 and shape.space == HBM]
     num_bytes = work.used_slots * slot_bytes + sum(shape.num_bytes for shape in shapes)
     return KernelWork(num_bytes, ((work.used_slots + rows / TILE_ROWS) * blocks,), visits=work.used_slots * blocks)
+
+
+def _device_sums(_: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
+    """Count the tiles of a slot, of which the last is half empty, and the rows that a chunk receives and returns.
+
+    Loops with unknown trips, in order: slots, clear rows, list a sender's assignments, tiles, add a tile's rows, pack
+    rows. Rows are cleared and packed in one step of the grid, and count in each.
+    """
+    given = [shape for operand in operands for shape in operand.shapes]
+    weights, places = [shape for shape in given if len(shape.dims) == 3], given[3]
+    rows = max((shape for shape in given if len(shape.dims) == 2), key=lambda shape: shape.num_bytes)
+    width = weights[0].dims[1]
+    num_ranks, num_assigned = places.dims[0], places.dims[1] - device_sums.UNROLLED
+    num_rows, of_slot = rows.num_bytes / (2 * width) * work.device_share, num_assigned / work.used_slots
+    slot_bytes = sum(math.prod(shape.dims[1:]) * shape.num_bytes / shape.num_elements for shape in weights)
+    of_step, tile = num_rows / device_sums.UNROLLED / work.used_slots, device_sums.TILE_ROWS
+    tiles = of_slot / tile + 0.5
+    listed = of_slot / num_ranks / device_sums.UNROLLED + 0.5
+    trips = (work.used_slots, of_step, listed, tiles, of_slot / tiles / device_sums.UNROLLED, of_step)
+    scalars = sum(shape.num_bytes for shape in given if shape not in weights and shape is not rows)
+    return KernelWork(work.used_slots * slot_bytes + 2 * num_rows * 2 * width + scalars, (), trips_each=trips)
+
+
+def _place_rows(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
+    """Count the rows that a chunk sends. Loops with unknown trips: groups of rows, and the wait for the last two."""
+    tokens = max((shape for one in operands for shape in one.shapes), key=lambda shape: shape.num_bytes)
+    num_bytes = instruction.shapes[0].num_bytes * work.device_share
+    groups = num_bytes / (device_rows.GROUP_ROWS * 2 * tokens.dims[-1])
+    return KernelWork(tokens.num_bytes + num_bytes, (), trips_each=(groups, 2.0))
+
+
+def _add_rows(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:
+    """Count the bytes of the rows that come back, and of the sums; the trips are in the schedule."""
+    rows = max((shape for one in operands for shape in one.shapes), key=lambda shape: shape.num_bytes)
+    return KernelWork(rows.num_bytes * work.device_share + instruction.shapes[0].num_bytes, ())
+
+
+_DEVICE_SUMS = {"device_sums": _device_sums, "place_rows": _place_rows, "add_rows": _add_rows}
 
 
 def _low_latency_dispatch(instruction: Instruction, operands: list[Instruction], work: StepWork) -> KernelWork:

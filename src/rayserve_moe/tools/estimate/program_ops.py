@@ -194,7 +194,9 @@ class ProgramReader:
         groups = groups_of(instruction, num_devices=len(self.place.devices))
         sent = sum(_largest(operand.shapes).num_bytes for operand in operands)
         if operation == "ragged-all-to-all":
-            sent = min(_largest(one.shapes).num_bytes for one in (operands[0], done))
+            rows = min((_largest(one.shapes) for one in (operands[0], done)), key=lambda shape: shape.num_bytes)
+            # Words are rows of `device_sums`: one for each token and device.
+            sent = round(rows.num_bytes * (self.work.device_share if rows.dtype == "u32" else 1.0))
         source = self.program.source_of(instruction)
         link_s = self.place.seconds(operation, sent, groups=groups)
         num_peers = max(map(len, groups))

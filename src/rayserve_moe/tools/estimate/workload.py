@@ -91,9 +91,19 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
         for state in entry_states(model)
     )
     recurrent = _recurrent_work(model, sizes, prompt_tokens=prompt_tokens)
-    rows_sent = all_tokens / num_devices * devices_of_token(experts.num_slots, num_devices, top_k=spec.router.top_k)
+    devices = devices_of_token(experts.num_slots, num_devices, top_k=spec.router.top_k)
+    rows_sent = all_tokens / num_devices * devices
     exchanged = 2 * rows_sent * spec.hidden_size * jnp.dtype(sizes.dtype).itemsize * len(spec.moe_layer_ids)
-    return StepWork(used_slots, expert_rows, attention, flops, weight_bytes + state_bytes, recurrent, exchanged)
+    return StepWork(
+        used_slots,
+        expert_rows,
+        attention,
+        flops,
+        weight_bytes + state_bytes,
+        recurrent,
+        exchanged_bytes=exchanged,
+        device_share=devices / num_devices,
+    )
 
 
 def fullest_slots(num_slots: int, num_devices: int, *, share: float, num_tokens: int) -> float:
