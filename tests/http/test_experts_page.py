@@ -14,7 +14,8 @@ from rayserve_moe.balancing.migration import MigrationProgress
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance, rank_loads
-from rayserve_moe.engine.eplb.control import ActorView, BalancingView, MigrationRecord
+from rayserve_moe.engine.eplb.control import BalancingView, MigrationRecord, RealisedBalance
+from rayserve_moe.engine.eplb.health import ActorView, PlanProblem
 from rayserve_moe.engine.eplb.steps import COUNTS_EVERY_UNPLANNED
 from rayserve_moe.serving.api.routes.pages import read_page
 from tests.http.conftest import served
@@ -51,7 +52,8 @@ class ShownBalancing:
             plans=[1],
             progress=MigrationProgress(1, layers, layers - 1, 30, 20),
             history=[MigrationRecord(1, 512, 1.7e9, 30, layers, *promised, 0.25, "under way")],
-            actor=ActorView(True, 1, {"stale": 2}),
+            actor=ActorView(True, 1, {"stale": 2}, 12.5, 0.4, 0.0, PlanProblem("stale", "experts are moving", 1.7e9)),
+            realised=RealisedBalance(1.01, 1.02, [1.5] * layers, [3.0] * layers),
         )
 
     def view(self):
