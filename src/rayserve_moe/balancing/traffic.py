@@ -6,18 +6,22 @@ as `experts.slot_mapping` chooses them on devices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.balancing.placement import (
+    NEAR_TOKENS,
+    NEEDED_POINTS,
+    OWN_POINTS,
+    SLICE_POINTS,
+    ExpertPlacement,
+)
 
 WHOLE = 1 << 20  # a share of an expert's tokens is measured in parts of this
 GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples spread evenly over the 32-bit numbers
-NEAR_TOKENS = 128
-"""Maximum tokens of a step, over all ranks, whose slots are chosen by distance; above it loads decide."""
-OTHER_RANK_POINTS, SLICE_POINTS = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -59,91 +63,113 @@ class Traffic(NamedTuple):
         return self.used_slots * rates.slot_s + self.hottest_rows * rates.row_s + links
 
 
-def traffic_of(
-    placement: ExpertPlacement,
-    rows: np.ndarray,
-    *,
-    batch: int,
-    num_slices: int = 1,
-    near: bool | None = None,
-    sources: np.ndarray | None = None,
-) -> Traffic:
-    """Return the traffic of `rows` [tokens, layers, k], taken in batches of `batch` tokens in order.
+@dataclass(frozen=True)
+class Batches:
+    """Tokens in batches, divided over the ranks in turn; tokens beyond the last whole batch count only if alone."""
 
-    The tokens of a batch are divided over the ranks in turn, or by `sources` [tokens]. `near` selects the slots by
-    distance; None: if the batch has at most `NEAR_TOKENS`. Tokens beyond the last whole batch are left out unless they
-    are all.
+    num_rows: int
+    """Tokens that there are."""
+    size: int
+    """Tokens of a batch."""
+    num_ranks: int
+    num_slices: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens that count."""
+        return self.num_rows // self.size * self.size or self.num_rows
+
+    @property
+    def of_tokens(self) -> np.ndarray:
+        """Return the number of each token's batch."""
+        return np.arange(self.num_tokens) // self.size
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """Return the rank that dispatches each token."""
+        return np.arange(self.num_tokens) % self.size % self.num_ranks
+
+
+def traffic_of(
+    placement: ExpertPlacement, rows: np.ndarray, *, batch: int, num_slices: int = 1, near: bool | None = None
+) -> Traffic:
+    """Return the traffic of `rows` [tokens, layers, k] in `Batches`.
+
+    `near` selects slots by distance; None: if the batch has at most `NEAR_TOKENS`.
     """
     num_ranks, is_near = placement.ep_size, batch <= NEAR_TOKENS if near is None else near
-    num_tokens = len(rows) // batch * batch or len(rows)
-    rank_T = np.arange(num_tokens) % batch % num_ranks if sources is None else sources[:num_tokens]
-    batch_T = np.arange(num_tokens) // batch
-    num_batches = int(batch_T[-1]) + 1 if num_tokens else 1
-    per_slice = num_ranks // num_slices
-    found = []
-    for layer in range(placement.num_layers):
+    batches = Batches(len(rows), batch, num_ranks, num_slices)
+    sources = batches.ranks
+    groups = batches.of_tokens * num_ranks + sources
+
+    def slots_of(layer: int, ids: np.ndarray) -> np.ndarray:
         maps = LayerMaps.of(placement, layer)
-        ids_TK = np.asarray(rows[:num_tokens, layer], np.int64)
-        by_shares = slots_by_shares(maps, ids_TK, ranks=rank_T, groups=batch_T * num_ranks + rank_T)
-        slots_TK = (
-            nearest_slots(maps, ids_TK, ranks=rank_T, by_shares=by_shares, num_slices=num_slices)
-            if is_near
-            else by_shares
-        )
-        ranks_TK = slots_TK // placement.slots_per_rank
-        is_used_TR = np.zeros((num_tokens, num_ranks), np.bool_)
-        np.put_along_axis(is_used_TR, ranks_TK, values=True, axis=1)
-        distinct = np.count_nonzero(is_used_TR)
-        own = np.count_nonzero(is_used_TR[np.arange(num_tokens), rank_T])
-        loads_BR = np.bincount(
-            (batch_T[:, None] * num_ranks + ranks_TK).reshape(-1), minlength=num_batches * num_ranks
-        ).reshape(num_batches, num_ranks)
-        is_used_BP = np.zeros((num_batches, placement.num_slots), np.bool_)
-        is_used_BP[batch_T[:, None], slots_TK] = True
-        used_BR = is_used_BP.reshape(num_batches, num_ranks, -1).sum(axis=2)
-        numbers = (
-            distinct,
-            distinct - own,
-            np.count_nonzero(ranks_TK != rank_T[:, None]),
-            np.count_nonzero(ranks_TK // per_slice != rank_T[:, None] // per_slice),
-        )
+        by_shares = slots_by_shares(maps, ids, ranks=sources, groups=groups)
+        if not is_near:
+            return by_shares
+        return nearest_slots(maps, ids, ranks=sources, by_shares=by_shares, num_slices=num_slices)
+
+    return count_traffic(slots_of, rows, batches, slots_per_rank=placement.slots_per_rank)
+
+
+def count_traffic(
+    slots_of: Callable[[int, np.ndarray], np.ndarray], rows: np.ndarray, batches: Batches, *, slots_per_rank: int
+) -> Traffic:
+    """Count the traffic of `rows` [tokens, layers, k] if `slots_of(layer, ids)` are the slots that tokens take."""
+    num_tokens, num_ranks = batches.num_tokens, batches.num_ranks
+    sources, batch = batches.ranks, batches.of_tokens
+    num_batches, per_slice = -(-num_tokens // batches.size), num_ranks // batches.num_slices
+    found = []
+    for layer in range(rows.shape[1]):
+        slots = slots_of(layer, np.asarray(rows[:num_tokens, layer], np.int64))
+        ranks = slots // slots_per_rank
+        is_used = np.zeros((num_tokens, num_ranks), np.bool_)
+        np.put_along_axis(is_used, ranks, values=True, axis=1)
+        distinct, own = np.count_nonzero(is_used), np.count_nonzero(is_used[np.arange(num_tokens), sources])
+        is_far = ranks // per_slice != sources[:, None] // per_slice
+        numbers = distinct, distinct - own, np.count_nonzero(ranks != sources[:, None]), np.count_nonzero(is_far)
+        keys = batch[:, None] * num_ranks + ranks
+        loads = np.bincount(keys.reshape(-1), minlength=num_batches * num_ranks).reshape(num_batches, num_ranks)
+        is_used = np.zeros((num_batches, num_ranks * slots_per_rank), np.bool_)
+        is_used[batch[:, None], slots] = True
+        used = is_used.reshape(num_batches, num_ranks, -1).sum(axis=2)
         per_token = [number / max(1, num_tokens) for number in numbers]
-        found.append((*per_token, loads_BR.max(axis=1).mean(), used_BR.max(axis=1).mean(), loads_BR.sum(axis=0)))
+        found.append((*per_token, loads.max(axis=1).mean(), used.max(axis=1).mean(), loads.sum(axis=0)))
     return Traffic(*(np.array(column, np.float64) for column in zip(*found, strict=True)))
 
 
 class LayerMaps(NamedTuple):
     """The maps of a layer for choosing slots."""
 
-    bounds_P: np.ndarray
-    """Begin of each slot's share, as expert * WHOLE plus that part of WHOLE, in the order of `slots_P`."""
-    slots_P: np.ndarray
+    bounds: np.ndarray
+    """Begin of each slot's share, as expert * WHOLE plus that part of WHOLE, in the order of `slots`."""
+    slots: np.ndarray
     """Slots by expert."""
-    slot_on_ER: np.ndarray
+    slot_on: np.ndarray
     """Slot of an expert on a rank; -1: none."""
 
     @classmethod
     def of(cls, placement: ExpertPlacement, layer: int) -> LayerMaps:
         """Return the maps of a layer of a placement."""
-        experts_P, shares_P = placement.expert_of_slot[layer], placement.share_of_slot[layer].astype(np.float64)
-        slots_P = np.argsort(experts_P, kind="stable")
-        experts_P, shares_P = experts_P[slots_P].astype(np.int64), shares_P[slots_P]
-        starts_P = np.cumsum(shares_P) - shares_P
-        is_first_P = np.diff(experts_P, prepend=-1) != 0
-        starts_P -= np.maximum.accumulate(np.where(is_first_P, starts_P, 0))
-        bounds_P = experts_P * WHOLE + np.clip(np.rint(starts_P * WHOLE), 0, WHOLE - 1).astype(np.int64)
-        slot_for_ER = placement.slot_for[layer].astype(np.int64)
-        is_there_ER = slot_for_ER // placement.slots_per_rank == np.arange(placement.ep_size)
-        return cls(bounds_P, slots_P, np.where(is_there_ER, slot_for_ER, -1))
+        experts, shares = placement.expert_of_slot[layer], placement.share_of_slot[layer].astype(np.float64)
+        slots = np.argsort(experts, kind="stable")
+        experts, shares = experts[slots].astype(np.int64), shares[slots]
+        starts = np.cumsum(shares) - shares
+        is_first = np.diff(experts, prepend=-1) != 0
+        starts -= np.maximum.accumulate(np.where(is_first, starts, 0))
+        bounds = experts * WHOLE + np.clip(np.rint(starts * WHOLE), 0, WHOLE - 1).astype(np.int64)
+        slot_for = placement.slot_for[layer]
+        is_there = slot_for // placement.slots_per_rank == np.arange(placement.ep_size)
+        return cls(bounds, slots, np.where(is_there, slot_for, -1))
 
 
-def slots_by_shares(maps: LayerMaps, ids_TK: np.ndarray, *, ranks: np.ndarray, groups: np.ndarray) -> np.ndarray:
+def slots_by_shares(maps: LayerMaps, ids: np.ndarray, *, ranks: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Return the slot of every assignment [T, K] by shares.
 
     `ranks` [T] dispatch the tokens; tokens of the same of `groups` [T] are dispatched together.
     """
-    num_experts, num_ranks = maps.slot_on_ER.shape
-    keys = (groups[:, None] * num_experts + ids_TK).reshape(-1)
+    num_experts, num_ranks = maps.slot_on.shape
+    keys = (groups[:, None] * num_experts + ids).reshape(-1)
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     begins = np.flatnonzero(np.diff(ordered, prepend=-1))
@@ -152,35 +178,35 @@ def slots_by_shares(maps: LayerMaps, ids_TK: np.ndarray, *, ranks: np.ndarray, g
     place[order] = np.arange(len(ordered)) - np.repeat(begins, counts)
     count[order] = np.repeat(counts, counts)
     step = ((1 << 32) // num_ranks) % (1 << 32)
-    turn = (ranks[:, None].astype(np.uint64) * step + ids_TK.astype(np.uint64) * GOLDEN) % (1 << 32)
+    turn = (ranks[:, None].astype(np.uint64) * step + ids.astype(np.uint64) * GOLDEN) % (1 << 32)
     offsets = (turn >> np.uint64(8)).astype(np.float32) / np.float32(1 << 24)
-    fractions = (place.reshape(ids_TK.shape).astype(np.float32) + offsets) / count.reshape(ids_TK.shape).astype("f4")
+    fractions = (place.reshape(ids.shape).astype(np.float32) + offsets) / count.reshape(ids.shape).astype("f4")
     within = np.clip((fractions * np.float32(WHOLE)).astype(np.int64), 0, WHOLE - 2)
-    return maps.slots_P[np.searchsorted(maps.bounds_P, ids_TK * WHOLE + within, side="right") - 1]
+    return maps.slots[np.searchsorted(maps.bounds, ids * WHOLE + within, side="right") - 1]
 
 
 def nearest_slots(
-    maps: LayerMaps, ids_TK: np.ndarray, *, ranks: np.ndarray, by_shares: np.ndarray, num_slices: int = 1
+    maps: LayerMaps, ids: np.ndarray, *, ranks: np.ndarray, by_shares: np.ndarray, num_slices: int = 1
 ) -> np.ndarray:
     """Return the slot of every assignment [T, K] that is nearest to its token and to the token's other experts.
 
     In this order: a slot of the token's own rank; of its slice; of a rank that the token needs for an expert without
     another replica; of the rank that holds most of the token's experts; the slot `by_shares` [T, K]; of the next rank.
     """
-    num_ranks = maps.slot_on_ER.shape[1]
-    slot_TKR = maps.slot_on_ER[ids_TK]
-    has_TKR = slot_TKR >= 0
-    all_ranks, (num_tokens, top_k) = np.arange(num_ranks), ids_TK.shape
-    is_own_TR = all_ranks == ranks[:, None]
-    is_alone_TK = (has_TKR.sum(axis=2) == 1) & ~(has_TKR & is_own_TR[:, None]).any(axis=2)
-    is_needed_TR = (has_TKR & is_alone_TK[..., None]).any(axis=1)
+    num_ranks = maps.slot_on.shape[1]
+    slot = maps.slot_on[ids]
+    has = slot >= 0
+    all_ranks, ranks, (num_tokens, top_k) = np.arange(num_ranks, dtype=np.int32), ranks.astype(np.int32), ids.shape
+    is_own = all_ranks == ranks[:, None]
+    is_alone = (has.sum(axis=2) == 1) & ~(has & is_own[:, None]).any(axis=2)
+    is_needed = (has & is_alone[..., None]).any(axis=1)
     per_slice = num_ranks // num_slices
-    is_near_TR = all_ranks // per_slice == (ranks // per_slice)[:, None]
-    points_TR = 2 * SLICE_POINTS * is_own_TR + SLICE_POINTS * is_near_TR + OTHER_RANK_POINTS * is_needed_TR
-    points_TR += 2 * has_TKR.sum(axis=1)
-    is_share_TKR = slot_TKR == by_shares[..., None]
-    points_TKR = np.where(has_TKR, (points_TR[:, None] + is_share_TKR) * num_ranks, -1)
+    is_near = all_ranks // per_slice == (ranks // per_slice)[:, None]
+    points = 2 * has.sum(axis=1, dtype=np.int32)
+    for is_so, number in ((is_own, OWN_POINTS), (is_near, SLICE_POINTS), (is_needed, NEEDED_POINTS)):
+        points += np.int32(number) * is_so
     # Among equal ranks the next one after the token's own, so that tokens of different ranks spread.
-    points_TKR = points_TKR + np.where(has_TKR, num_ranks - 1 - (all_ranks - ranks[:, None, None]) % num_ranks, 0)
-    chosen_TK = points_TKR.argmax(axis=2)
-    return np.take_along_axis(slot_TKR, chosen_TK[..., None], axis=2).reshape(num_tokens, top_k)
+    points = points * num_ranks + num_ranks - 1 - (all_ranks - ranks[:, None]) % num_ranks
+    is_share = slot == by_shares[..., None].astype(np.int32)
+    chosen = np.where(has, points[:, None] + num_ranks * is_share, -1).argmax(axis=2)
+    return np.take_along_axis(slot, chosen[..., None], axis=2).reshape(num_tokens, top_k)

@@ -39,6 +39,8 @@ MAX_RECORDS = 64
 """Number of migrations in the history."""
 MAX_PLANS = 16
 """Number of plans whose loads are kept: some 100 KB each for a model of 60 layers and 256 experts."""
+MAX_SHOWN_ROWS = 256
+"""Number of sampled rows of which the ranks per token are shown."""
 UNDER_WAY, FINISHED, REPLACED, FAILED = "under way", "finished", "replaced", "failed"
 
 
@@ -113,6 +115,7 @@ class EplbControl:
             tokens = self._since_move.totals()
         is_known = progress.is_done and has_enough(tokens)
         loads = rank_loads(placement, tokens, dispatch=self._config.dispatch) if is_known else None
+        rows = rows[-MAX_SHOWN_ROWS:]
         distinct = traffic_of(placement, rows, batch=batch).distinct_ranks.tolist() if len(rows) else None
         return RealisedBalance(
             imbalance_promised=self.history.promised(progress),
@@ -166,7 +169,8 @@ class EplbControl:
             return
         began, step = time.perf_counter(), self._eplb.reading.step
         self.health.record_call()
-        proposal = planner.propose(state)
+        rows, batch = self._eplb.sampled_rows()
+        proposal = planner.propose(replace(state, rows=rows, batch=batch))
         self.health.record_answer()
         self.planning_s += time.perf_counter() - began
         if self._is_stopping:
