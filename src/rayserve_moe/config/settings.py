@@ -259,6 +259,9 @@ class BalancingSettings:
     """Steps of load that a plan uses; counts are read every 16 steps, and the last reading is always used."""
     slots_per_step: int = _number(8, (1, 1024), "eplb_slots_per_step")
     """Maximum expert slots that a device sends, and receives, per step."""
+    placement: str = _named("", "expert_placement")
+    """File of `plan-experts` with the placement that experts move to in the first steps; needs `enable_eplb`. Empty:
+    experts start in their own order."""
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,17 @@ class RolloutClient:
             answer = json.loads(raw)
         return answer
 
+    async def expert_placement(self) -> dict[str, Any]:
+        """Return where experts are, as the content of a placement file."""
+        return await self._json("GET", "/experts/placement")
+
+    async def place_experts(self, placement: Mapping[str, Any]) -> dict[str, Any]:
+        """Move experts to the placement of a file's content, while the server answers.
+
+        Raises Refused if it does not fit the server, or experts never move there.
+        """
+        return await self._json("POST", "/experts/placement", placement)
+
     async def flush(self) -> None:
         """Drop all cached prefixes. Raises Refused while requests run."""
         await self._json("POST", "/flush_cache", {})
@@ -248,6 +259,14 @@ class BlockingRolloutClient:
     def update_weights_from(self, params: Mapping[str, Any], *, weight_version: str, **options: Any) -> dict[str, Any]:
         """Call `RolloutClient.update_weights_from`."""
         return self._run(self._client.update_weights_from(params, weight_version=weight_version, **options))
+
+    def expert_placement(self) -> dict[str, Any]:
+        """Call `RolloutClient.expert_placement`."""
+        return self._run(self._client.expert_placement())
+
+    def place_experts(self, placement: Mapping[str, Any]) -> dict[str, Any]:
+        """Call `RolloutClient.place_experts`."""
+        return self._run(self._client.place_experts(placement))
 
     def flush(self) -> None:
         """Call `RolloutClient.flush`."""

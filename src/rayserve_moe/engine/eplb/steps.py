@@ -10,10 +10,11 @@ from dataclasses import replace
 import numpy as np
 
 from rayserve_moe.balancing.load_window import LoadReading
-from rayserve_moe.balancing.migration import Migration, MigrationPiece
+from rayserve_moe.balancing.migration import Migration, MigrationPiece, check_alike
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
+from rayserve_moe.balancing.placement_file import read_placement
 from rayserve_moe.balancing.planning import PlacementState
-from rayserve_moe.config.settings import BalancingSettings, ParallelSettings
+from rayserve_moe.config.settings import BalancingSettings, ParallelSettings, SettingsError
 from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.engine.extension import NewWeights, ReplacedHosts, Reset, StepExtension
 from rayserve_moe.requests.records import RoutingLayout
@@ -26,7 +27,7 @@ COUNTS_EVERY = 16
 """Steps between two readings of the devices' expert counts."""
 COUNTS_EVERY_UNPLANNED = 64
 """The same for servers whose experts never move. Readings are only displayed there, and each costs a small launch."""
-SAMPLED_STEPS, ROWS_PER_STEP = 8, 128
+SAMPLED_STEPS, ROWS_PER_STEP = 64, 64
 """Steps and rows per step of captured routing that are kept."""
 
 
@@ -43,8 +44,23 @@ def eplb_steps_for(
     hosts, slices, first = parallel.num_hosts, parallel.num_slices, report.placement or own_order
     migration = Migration(first, hosts=hosts, slices=slices, slots_per_step=settings.slots_per_step)
     if settings.enabled:
-        return EplbSteps(migration, own_order=own_order)
+        steps = EplbSteps(migration, own_order=own_order)
+        if settings.placement:
+            steps.set_target(_configured(settings.placement, first))
+        return steps
+    if settings.placement:
+        raise SettingsError("expert_placement needs enable_eplb: true, because experts move to it")
     return EplbSteps(migration, own_order=own_order, counts_every=COUNTS_EVERY_UNPLANNED, moves_experts=False)
+
+
+def _configured(file: str, first: ExpertPlacement) -> ExpertPlacement:
+    """Return the placement of the settings. Raises SettingsError if it does not fit the group."""
+    try:
+        placement = read_placement(file)
+        check_alike(first, placement)
+    except PlacementError as error:
+        raise SettingsError(f"expert_placement: {error}") from error
+    return placement
 
 
 class EplbSteps(StepExtension):
