@@ -156,7 +156,9 @@ class BalancingMetrics(Collector):
             "slots_moved": {(): totals["moved"]},
             "planning_seconds": {(): self._balancing.planning_s},
             "balancer_restarts": {(): view.actor.restarts},
-            **_health_of(view, {(reason,): each.time for reason, each in self._balancing.health.problems.items()}),
+            **_health_of(
+                view, {(reason,): each.time for reason, each in self._balancing.health.problems.copy().items()}
+            ),
         }
         for name, values in families.items():
             yield _family(f"expert_{name}", values, model=self._model)

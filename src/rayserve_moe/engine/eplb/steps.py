@@ -86,7 +86,7 @@ class EplbSteps(StepExtension):
         """Called in the engine thread after every reading."""
         self.peak_rows = np.ones(start.num_layers)
         """Rows of the hottest expert over the mean between the last two readings, float64 [layers]."""
-        self._rows: deque[tuple[np.ndarray, int]] = deque(maxlen=SAMPLED_STEPS)
+        self._rows: tuple[tuple[np.ndarray, int], ...] = ()  # replaced as a whole, for readers from other threads
         self._wanted: deque[ExpertPlacement] = deque(maxlen=1)
         self.counts_every, self._num_steps = counts_every, 0
         self._steps_with_pieces = set[int]()
@@ -108,7 +108,7 @@ class EplbSteps(StepExtension):
         """Return rows of the last counted steps [tokens, layers, k], none without captured routing, and the mean number
         of tokens of these steps.
         """
-        kept = list(self._rows)
+        kept = self._rows
         if not kept:
             return np.zeros((0, self.migration.placement.num_layers, 1), np.uint8), 1
         num_tokens = sum(number for _, number in kept)
@@ -116,7 +116,7 @@ class EplbSteps(StepExtension):
 
     def forget_counts(self) -> None:
         """Begin a new generation of counts, after a change of weights or of counting."""
-        self._rows.clear()
+        self._rows = ()
         self.reading = replace(self.reading, generation=self.reading.generation + 1, step=self._num_steps)
         self.on_reading()
 
@@ -198,7 +198,8 @@ class EplbSteps(StepExtension):
         if result.expert_counts is not None:
             self.peak_rows = _peak_rows(self.reading.counts, result.expert_counts)
             if result.routing is not None and len(result.routing):
-                self._rows.append((result.routing[:ROWS_PER_STEP].copy(), len(result.routing)))
+                sample = result.routing[:ROWS_PER_STEP].copy(), len(result.routing)
+                self._rows = (*self._rows[1 - SAMPLED_STEPS :], sample)
             self.reading = LoadReading(self.reading.generation, self._num_steps, result.expert_counts)
             self.on_reading()
 
