@@ -23,6 +23,7 @@ COMMANDS = {
     "rollout": ("rollouts.job_options", "sample the prompts of a file into Parquet shards"),
     "scale": ("serving.start.scale", "change how many replicas an application has"),
     "compile-check": ("tools.check_options", "compile a server's programs for a TPU topology"),
+    "plan-experts": ("rollouts.plan_options", "plan where experts lie from the rows of a rollout"),
     "plan-slice": ("tools.plan_slice.options", "estimate slices and settings for a model's traffic"),
 }
 COMPLETION = "completion"

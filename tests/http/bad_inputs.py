@@ -325,6 +325,10 @@ BAD_COMMANDS = [
     ("a request without a name", "/resume_request", {"from_token": 1}, 400, "rid"),
     ("a cursor below zero", "/resume_request", {"rid": "x", "from_token": -1}, 400, "from_token"),
     ("a cursor in words", "/resume_request", {"rid": "x", "from_token": MARKER}, 400, "from_token"),
+    ("experts in words", "/experts/placement",
+     {"num_experts": 4, "ep_size": 1, "expert_of_slot": [[MARKER]]}, 400, "expert_of_slot.0.0"),
+    ("experts of no layer", "/experts/placement", {"num_experts": 4, "ep_size": 1, "expert_of_slot": []}, 400,
+     "expert_of_slot"),
     ("a flush in words", "/update_weights_from_disk", {"model_path": "/x", "flush_cache": MARKER}, 400, "flush_cache"),
 ]  # fmt: skip
 

@@ -17,6 +17,7 @@ ROUTES = {
         "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version", "/flush_cache",
         "/", "/docs", "/experts", "/experts/state", "/ping", "/ready", "/liveness", "/load", "/version", "/weight_info",
         "/get_world_size", "/is_paused", "/is_sleeping", "/v1/fields", "/v1/responses/{response_id}",
+        "/experts/placement",
     },
     "post": {
         "/resume_request",
@@ -26,7 +27,8 @@ ROUTES = {
         "/skyrl/v1/generate", "/tokenize", "/detokenize", "/finish_session", "/pause", "/resume", "/abort_requests",
         "/inference/v1/abort_requests", "/update_weights", "/update_weight_version", "/begin_weight_update",
         "/end_weight_update", "/areal_update_weights", "/areal_pause_generation", "/areal_continue_generation",
-        "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/score", "/v1/embeddings", *REASONS,
+        "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/score", "/v1/embeddings",
+        "/experts/placement", *REASONS,
     },
     "delete": {"/v1/responses/{response_id}", "/update_weights_from_tensor"},
 }  # fmt: skip

@@ -10,15 +10,25 @@ import numpy as np
 import pytest
 
 from rayserve_moe.balancing.load_window import AGED
-from rayserve_moe.balancing.migration import MigrationProgress
+from rayserve_moe.balancing.migration import Migration, MigrationProgress
 from rayserve_moe.balancing.placement import identity_placement
+from rayserve_moe.balancing.placement_file import placement_as_json, placement_in, read_placement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance, rank_loads
-from rayserve_moe.engine.eplb.control import ActorView, BalancingView, MigrationRecord
-from rayserve_moe.engine.eplb.steps import COUNTS_EVERY_UNPLANNED
+from rayserve_moe.cli import main
+from rayserve_moe.engine.eplb.control import BalancingView, MigrationRecord, RealisedBalance
+from rayserve_moe.engine.eplb.health import ActorView, PlanProblem
+from rayserve_moe.engine.eplb.steps import COUNTS_EVERY_UNPLANNED, EplbSteps
+from rayserve_moe.rollouts.answers import Refused
+from rayserve_moe.rollouts.client import BlockingRolloutClient
+from rayserve_moe.rollouts.plan_experts import place_from_rows
+from rayserve_moe.rollouts.shards import RolloutDirectory
 from rayserve_moe.serving.api.routes.pages import read_page
 from tests.http.conftest import served
+from tests.support.experts.eplb_proposals import CountedSteps
+from tests.support.experts.placements import random_placement
 from tests.support.serving.http_server import KEY
+from tests.unit.rollouts.test_plan_experts import skewed
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
 
@@ -51,7 +61,8 @@ class ShownBalancing:
             plans=[1],
             progress=MigrationProgress(1, layers, layers - 1, 30, 20),
             history=[MigrationRecord(1, 512, 1.7e9, 30, layers, *promised, 0.25, "under way")],
-            actor=ActorView(True, 1, {"stale": 2}),
+            actor=ActorView(True, 1, {"stale": 2}, 12.5, 0.4, 0.0, PlanProblem("stale", "experts are moving", 1.7e9)),
+            realised=RealisedBalance(1.01, 1.02, [1.5] * layers, [3.0] * layers),
         )
 
     def view(self):
@@ -98,6 +109,55 @@ def test_the_numbers_are_those_of_balancing(engine, shown, monkeypatch):
     with served(engine) as url:
         answer = httpx.get(f"{url}/experts/state")
     assert answer.json() == shown.view().as_json()
+
+
+def test_a_placement_is_told_and_moved_to(engine, monkeypatch):
+    """On steps that move experts; the pieces travel in the steps of a model (tests/pipelines)."""
+    start = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
+    eplb = EplbSteps(Migration(start, hosts=1, slots_per_step=8))
+    monkeypatch.setattr(engine.loop, "eplb", eplb)
+    wanted = random_placement(start, seed=1)
+    with served(engine) as url, BlockingRolloutClient(url) as client:
+        np.testing.assert_array_equal(placement_in(client.expert_placement()).expert_of_slot, start.expert_of_slot)
+        assert client.place_experts(placement_as_json(wanted))["version"] == 1
+        CountedSteps(eplb, np.ones((LAYERS, EXPERTS))).run(60)
+        told = client.expert_placement()
+        np.testing.assert_array_equal(placement_in(told).expert_of_slot, wanted.expert_of_slot)
+        assert told["weight_version"] == engine.loop.card.weight_version
+        with pytest.raises(Refused, match="the placements differ"):
+            client.place_experts(placement_as_json(identity_placement(LAYERS, EXPERTS, ep_size=RANKS)))
+        with pytest.raises(Refused, match="has no slot"):
+            client.place_experts(placement_as_json(wanted) | {"num_experts": EXPERTS + 1})
+        with pytest.raises(Refused, match="expert_of_slot"):
+            client.place_experts({"num_experts": EXPERTS, "ep_size": RANKS})
+
+
+def test_a_rollout_moves_the_experts_of_its_server(engine, monkeypatch, tmp_path, capsys):
+    """By the command, which writes and sends, and as the rollout job does it."""
+    start = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
+    with RolloutDirectory(tmp_path) as directory:
+        directory.write_rollouts([skewed(number) for number in range(0, 40, 2)])
+    for does_it in ("command", "job"):
+        eplb = EplbSteps(Migration(start, hosts=1, slots_per_step=8))
+        monkeypatch.setattr(engine.loop, "eplb", eplb)
+        with served(engine) as url:
+            if does_it == "command":
+                out = tmp_path / "planned.json"
+                command = ["plan-experts", str(tmp_path), "--url", url, "--batch", "8", "--out", str(out), "--send"]
+                assert main(command) == 0, capsys.readouterr().err
+            else:
+                assert place_from_rows(tmp_path, url=url, batch=8) == 1
+        CountedSteps(eplb, np.ones((LAYERS, EXPERTS))).run(60)
+        wanted = read_placement(out)
+        np.testing.assert_array_equal(eplb.migration.placement.expert_of_slot, wanted.expert_of_slot)
+        assert (wanted.expert_of_slot != start.expert_of_slot).any()
+
+
+def test_experts_that_never_move_are_told_so(http, engine):
+    placement = http.get("/experts/placement").json()
+    assert placement["num_experts"] == engine.loop.card.routing.num_experts
+    answer = http.post("/experts/placement", json=placement)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "experts_stay")
 
 
 def test_loads_of_a_plan_are_those_that_are_kept(engine, shown, monkeypatch):

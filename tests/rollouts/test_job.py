@@ -14,6 +14,9 @@ import pytest
 from starlette.types import Message
 
 from rayserve_moe import Engine, cli, extract_routed_experts_from_meta_info
+from rayserve_moe.balancing.migration import Migration
+from rayserve_moe.balancing.placement import identity_placement
+from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.rollouts import load
 from rayserve_moe.rollouts.driver import MAX_FAULTS
 from rayserve_moe.rollouts.shards import RolloutDirectory
@@ -70,6 +73,22 @@ def test_routing_is_the_models_own(undisturbed: Samples, engine: Engine) -> None
         layout = engine.loop.card.routing
         rows = extract_routed_experts_from_meta_info(scored).reshape(-1, layout.num_hidden_layers, layout.top_k)
         assert np.array_equal(rows[:-1, list(layout.layer_ids)], sample["rows"])
+
+
+def test_a_job_moves_the_servers_experts_once_all_is_sampled(
+    url: str, engine: Engine, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server whose experts cannot move says so, and the samples are complete all the same."""
+    assert job(prompts, tmp_path / "kept", "--url", url, "--place-experts", "8") == 0
+    assert "experts stay: experts stay where they are" in summary_in(tmp_path / "kept")["experts"]
+    layout = engine.loop.card.routing
+    start = identity_placement(len(layout.layer_ids), layout.num_experts, ep_size=4, num_redundant=4)
+    eplb = EplbSteps(Migration(start, hosts=1, slots_per_step=1))
+    monkeypatch.setattr(engine.loop, "eplb", eplb)
+    assert job(prompts, tmp_path / "moved", "--url", url, "--place-experts", "8") == 0
+    assert summary_in(tmp_path / "moved")["experts"] == "experts move to placement 1"
+    assert eplb.state() is None, "a migration is requested"
+    assert job(prompts, tmp_path / "without", "--url", url, "--place-experts", "8", "--no-routing") == 2
 
 
 def test_a_run_again_does_nothing(url: str, road: UnreliableRoad, prompts: Path, tmp_path: Path) -> None:

@@ -260,7 +260,11 @@ def transfer_sources(old: ExpertPlacement, new: ExpertPlacement, *, hosts: int, 
 def check_alike(old: ExpertPlacement, new: ExpertPlacement) -> None:
     """Raise PlacementError if two placements have different layers, slots or ranks."""
     if old.expert_of_slot.shape != new.expert_of_slot.shape or old.slot_for.shape != new.slot_for.shape:
-        raise PlacementError("the placements have different layers, slots or ranks")
+        shapes = [
+            f"{each.num_layers} layers of {each.num_experts} experts in {each.num_slots} slots on {each.ep_size} ranks"
+            for each in (old, new)
+        ]
+        raise PlacementError(f"the placements differ: {shapes[0]}, and {shapes[1]}")
 
 
 def _own_rank_sources(old: ExpertPlacement, new: ExpertPlacement) -> np.ndarray:

@@ -12,6 +12,10 @@ import numpy as np
 
 MAX_REDUNDANT = 128
 SHARE_TOLERANCE = 1e-4
+NEAR_TOKENS = 128
+"""Maximum tokens of a step, over all ranks, whose slots are chosen by distance; above it loads alone decide."""
+OWN_POINTS, SLICE_POINTS, NEEDED_POINTS = 8192, 4096, 64
+"""What decides between the slots of an expert by distance, and more than the number of a token's experts on a rank."""
 
 
 class PlacementError(ValueError):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from rayserve_moe.balancing.coactivation import RATES, cheapest, improvements
 from rayserve_moe.balancing.load_window import LoadReading, LoadWindow
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, placement_from
 from rayserve_moe.balancing.planner import replan
+from rayserve_moe.balancing.traffic import CostRates, traffic_of
 from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
 
 MIN_GAIN = 0.01
@@ -21,6 +23,10 @@ TOLERANCE = 0.02
 SURE = 3.0
 """Standard deviations of chance that a gain must exceed."""
 MIN_TOKENS_PER_EXPERT = 32
+MIN_ROWS = 256
+"""Minimum sample of routing for a plan that looks at the experts of a token together."""
+MIN_TIME_GAIN = 0.03
+"""Minimum decrease of a layer's estimated time for such a plan."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,12 @@ class LocalPlanner:
         if state.generation != self._generation or tokens.shape != (now.num_layers, now.num_experts):
             return None
         before = imbalance(rank_loads(now, tokens, dispatch=dispatch))
-        noise = chance(tokens, ep_size=now.ep_size)
-        if not is_worth(before, np.ones_like(before), noise=noise):
+        wanted = self._balanced(now, tokens, state.num_slices)
+        if dispatch == "shares":
+            wanted = cheaper_for_rows(wanted, state, load=tokens)
+        if wanted is now:
             return None
-        wanted = replan(tokens, now, tolerance=max(TOLERANCE, noise), num_slices=state.num_slices)
         after = imbalance(rank_loads(wanted, tokens, dispatch=dispatch))
-        if not is_worth(before, after, noise=noise):
-            return None
         return Proposal(
             state.version + 1,
             state.version,
@@ -75,6 +80,40 @@ class LocalPlanner:
             float(after.mean()),
             time.perf_counter() - started,
         )
+
+    def _balanced(self, now: ExpertPlacement, tokens: np.ndarray, num_slices: int) -> ExpertPlacement:
+        """Return the placement that balances `tokens`, or `now` if none is worth its moves."""
+        noise, dispatch = chance(tokens, ep_size=now.ep_size), self._config.dispatch
+        before = imbalance(rank_loads(now, tokens, dispatch=dispatch))
+        if not is_worth(before, np.ones_like(before), noise=noise):
+            return now
+        wanted = replan(tokens, now, tolerance=max(TOLERANCE, noise), num_slices=num_slices)
+        after = imbalance(rank_loads(wanted, tokens, dispatch=dispatch))
+        return wanted if is_worth(before, after, noise=noise) else now
+
+
+def cheaper_for_rows(
+    placement: ExpertPlacement, state: PlacementState, *, load: np.ndarray, rates: CostRates = RATES
+) -> ExpertPlacement:
+    """Return a placement with less estimated time for the state's rows than `placement`, or `placement` itself.
+
+    It has to save `MIN_TIME_GAIN`, because it moves many experts.
+    """
+    if len(state.rows) < MIN_ROWS or placement.slots_per_rank >= placement.num_experts or placement.ep_size == 1:
+        return placement
+    slices = state.num_slices
+    # A higher limit would give up balance that the next plan from counts would restore.
+    limits = (1 + TOLERANCE,)
+    tried = [placement, *improvements(placement, load, rows=state.rows, num_slices=slices, limits=limits)]
+    found = cheapest(tried, state.rows, batch=state.batch, num_slices=slices, rates=rates)
+    shown = state.rows[-max(MIN_ROWS, state.batch) :]
+    seconds = [
+        traffic_of(each, shown, batch=state.batch, num_slices=slices)
+        .seconds(rates, batch=state.batch, num_ranks=placement.ep_size)
+        .sum()
+        for each in (placement, found)
+    ]
+    return found if seconds[1] < (1 - MIN_TIME_GAIN) * seconds[0] else placement
 
 
 def planning_config(balancing: BalancingSettings, experts: ExpertSettings) -> PlanningConfig:
@@ -145,6 +184,10 @@ class PlacementState:
     """The current placement."""
     num_slices: int = 1
     """Slices that the ranks are divided over."""
+    rows: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
+    """Experts of a sample of tokens, [tokens, layers, k]; none if the server captures no routing."""
+    batch: int = 1
+    """Tokens of a step over all ranks, on average."""
 
 
 @dataclass(frozen=True, eq=False)

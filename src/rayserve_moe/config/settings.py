@@ -240,9 +240,9 @@ class ExpertSettings:
     num_redundant: int = _number(0, (0, 128), "num_redundant_experts")
     """Expert slots per layer for replicas of busy experts; lowered until the slots divide evenly over devices."""
     dispatch: str = _choice("shares", "static", "first", "capacity", key="eplb_dispatch")
-    """Slot of an expert that a token takes. `shares` splits tokens as planned, `static` uses one slot per device,
-    `first` uses no replica (for debugging), `capacity` fills the nearest slots to their capacity, then all slots
-    evenly."""
+    """Slot of an expert that a token takes. `shares` splits tokens as planned; in steps of at most 128 tokens it takes
+    the slot nearest to the token and its other experts. `static` uses one slot per device, `first` uses no replica (for
+    debugging), `capacity` fills the nearest slots to their capacity, then all slots evenly."""
     selection: str = _choice("auto", "topk", "replicas_only", "balanced", key="expert_selection")
     """`topk` takes the router's best experts, each in a single slot; `replicas_only` the same experts, in slots
     selected by `eplb_dispatch`; `balanced` sends a full slot's tokens to other experts, which changes the model's
@@ -266,6 +266,9 @@ class BalancingSettings:
     """Steps of load that a plan uses; counts are read every 16 steps, and the last reading is always used."""
     slots_per_step: int = _number(8, (1, 1024), "eplb_slots_per_step")
     """Maximum expert slots that a device sends, and receives, per step."""
+    placement: str = _named("", "expert_placement")
+    """File of `plan-experts` with the placement that experts move to in the first steps; needs `enable_eplb`. Empty:
+    experts start in their own order."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
+from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots, is_near
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows, take_part
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
 from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig, widened
@@ -52,9 +52,11 @@ def apply_all_to_all(
     part = take_part(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
     chunk, taken = exchange_sizes(tokens.hidden_TD, config=config, overlapped=overlapped)
     hidden_GTD, ids_GTK, gates_GTK, valid_GT = cut_into_chunks(part, chunk)
+    near = is_near(num_tokens, config=config)
 
     def choose(ids_TK: jax.Array, valid_T: jax.Array) -> jax.Array:
-        return choose_slots(ids_TK, valid_T, experts.maps, layer=experts.layer, rank=plan.expert_rank(), config=config)
+        rank, layer = plan.expert_rank(), experts.layer
+        return choose_slots(ids_TK, valid_T, experts.maps, layer=layer, rank=rank, config=config, near=near)
 
     # Each chunk divides its tokens over an expert's slots by their shares, so that ranks are even in every chunk.
     with jax.named_scope("dispatch"):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
+from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots, is_near
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
 from rayserve_moe.kernels.narrow_weights import in_blocks
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
@@ -29,8 +29,10 @@ def apply_low_latency(tokens: RoutedTokens, experts: PlacedExperts, *, config: E
     keeps_all = plan.tensor_size == 1 or num_tokens <= FEW_TOKENS
     part = (_mine_alone if keeps_all else take_part)(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
     with jax.named_scope("dispatch"):
-        rank = plan.expert_rank()
-        slots_TK = choose_slots(part.ids_TK, part.valid_T, experts.maps, layer=experts.layer, rank=rank, config=config)
+        rank, layer, near = plan.expert_rank(), experts.layer, is_near(num_tokens, config=config)
+        slots_TK = choose_slots(
+            part.ids_TK, part.valid_T, experts.maps, layer=layer, rank=rank, config=config, near=near
+        )
     sizes = _sizes_of(tokens.hidden_TD, experts.weights, config)
     product = ProductConfig(sizes.num_slots, sizes.num_ranks * sizes.num_rows / config.num_slots, config.activation)
     of_layer = LayerExperts(experts.weights, experts.layer * sizes.num_slots, product)

@@ -16,7 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.balancing.placement import ExpertPlacement
+from rayserve_moe.balancing.placement import (
+    NEAR_TOKENS,
+    NEEDED_POINTS,
+    OWN_POINTS,
+    SLICE_POINTS,
+    ExpertPlacement,
+)
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.slot_order import order_by_slot
@@ -67,7 +73,7 @@ def placement_arrays(placement: ExpertPlacement) -> PlacementArrays:
     return PlacementArrays(*(np.ascontiguousarray(array, dtype=np.int32) for array in arrays))
 
 
-def choose_slots(
+def choose_slots(  # noqa: PLR0913 (what differs from call to call is by keyword)
     ids_TK: jax.Array,
     valid_T: jax.Array,
     maps: PlacementArrays | None,
@@ -75,11 +81,13 @@ def choose_slots(
     layer: jax.Array,
     rank: jax.Array,
     config: ExpertConfig,
+    near: bool = False,
 ) -> jax.Array:
     """Return the slot of every assignment, int32 [T, K], over all ranks' slots; `config.num_slots` for padding.
 
     `rank` dispatches a token: a number, or [T, 1]. If several ranks choose for the same tokens, give them the same
-    `rank`. With `CHOSEN_BEFORE` the ids are slots, and -1 is none.
+    `rank`. With `CHOSEN_BEFORE` the ids are slots, and -1 is none. With `near`, shares only decide between slots that
+    are equally near to the token and to its other experts.
 
     Raises: ValueError for redundant slots without maps.
     """
@@ -92,6 +100,8 @@ def choose_slots(
         assert maps.slots_LP.shape[1] == config.num_slots, f"maps of {maps.slots_LP.shape} for {config.num_slots} slots"
         arrays = jax.tree.map(jnp.asarray, maps)
         slots_TK = SLOT_CHOICES[config.slot_choice](ids_TK, valid_T, arrays, layer, rank)
+        if near and config.slot_choice == "shares" and config.num_redundant:
+            slots_TK = _nearest(ids_TK, slots_TK, arrays.slot_for_LER[layer], rank=rank, config=config)
     return jnp.where(valid_T[:, None], slots_TK, config.num_slots)
 
 
@@ -112,6 +122,38 @@ def _by_shares(
     # A slot without a share begins at WHOLE - 1 at the latest, and no token stands there.
     key_TK = ids_TK * WHOLE + jnp.clip((fraction_TK * WHOLE).astype(jnp.int32), 0, WHOLE - 2)
     return slots_P[jnp.searchsorted(maps.bounds_LP[layer], key_TK, side="right", method="compare_all") - 1]
+
+
+def is_near(num_tokens: int, *, config: ExpertConfig) -> bool:
+    """Return True if steps with `num_tokens` of each data rank choose slots by distance."""
+    return num_tokens * config.plan.data_size <= NEAR_TOKENS
+
+
+def _nearest(
+    ids_TK: jax.Array, shares_TK: jax.Array, slot_for_ER: jax.Array, *, rank: jax.Array, config: ExpertConfig
+) -> jax.Array:
+    """Return the slots that are nearest to each token and its other experts; `shares_TK` are the slots by shares.
+
+    In this order: a slot of the token's own rank; of its slice; of a rank that the token needs for an expert without
+    another replica; of the rank that holds most of the token's experts; the slot by shares; of the next rank.
+    """
+    num_ranks = slot_for_ER.shape[1]
+    ranks_R = jnp.arange(num_ranks)
+    slot_TKR = slot_for_ER[ids_TK]
+    has_TKR = slot_TKR // (config.num_slots // num_ranks) == ranks_R
+    rank_T1 = jnp.broadcast_to(jnp.asarray(rank).reshape(-1, 1), (len(ids_TK), 1))
+    is_own_TR = ranks_R == rank_T1
+    is_alone_TK = (jnp.sum(has_TKR, axis=2) == 1) & ~jnp.any(has_TKR & is_own_TR[:, None], axis=2)
+    is_needed_TR = jnp.any(has_TKR & is_alone_TK[..., None], axis=1)
+    per_slice = num_ranks // config.plan.num_slices
+    is_near_TR = ranks_R // per_slice == rank_T1 // per_slice
+    points_TR = OWN_POINTS * is_own_TR + SLICE_POINTS * is_near_TR + NEEDED_POINTS * is_needed_TR
+    points_TR += 2 * jnp.sum(has_TKR, axis=1)
+    points_TKR = (points_TR[:, None] + (slot_TKR == shares_TK[..., None])) * num_ranks
+    distance_TR = (ranks_R - rank_T1) % num_ranks
+    points_TKR = jnp.where(has_TKR, points_TKR + (num_ranks - 1 - distance_TR)[:, None], -1)
+    best_TK1 = jnp.argmax(points_TKR, axis=2, keepdims=True)
+    return jnp.take_along_axis(slot_TKR, best_TK1, axis=2)[..., 0]
 
 
 def _by_rank(

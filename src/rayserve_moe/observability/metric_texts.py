@@ -105,6 +105,15 @@ _DECLARED = (
     _counter("expert_slots_moved", "slots that received another expert"),
     _counter("expert_planning_seconds", "time spent on requests for plans"),
     _counter("expert_balancer_restarts", "reconnections to a restarted planner"),
+    _gauge("expert_plan_age_seconds", "time since the planner last decided, by a plan or against one"),
+    _gauge("expert_plan_overdue_periods", "steps since then over the interval of plans; about 1 while plans are made"),
+    _gauge("expert_plan_wait_seconds", "time that the running call of the planner has taken"),
+    _gauge("expert_plan_problem_time_seconds", "time of the last refusal or failure, by reason, unix time", "reason"),
+    _gauge("expert_slots_under_way", "slots of the running rebalance that are not transferred yet"),
+    _gauge("expert_imbalance_promised", "imbalance that the plan of the current placement expects, mean over layers"),
+    _gauge("expert_imbalance_realised", "imbalance of the tokens counted since its rebalance, mean over layers"),
+    _gauge("expert_distinct_ranks", "devices that compute a token, if routing is captured", "layer"),
+    _gauge("expert_peak_rows_ratio", "rows of the hottest expert divided by the mean, last reading", "layer"),
 )
 METRICS = {each.name: each for each in _DECLARED}
 """All metrics by name."""

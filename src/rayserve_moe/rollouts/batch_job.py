@@ -29,10 +29,11 @@ from rayserve_moe.cluster.startup_memory import frozen
 from rayserve_moe.config.load import environment_setting, settings_from_yaml
 from rayserve_moe.config.settings import LoggingSettings
 from rayserve_moe.observability.logs import use_logging
-from rayserve_moe.rollouts.answers import Unusable
+from rayserve_moe.rollouts.answers import Faulty, Unavailable, Unusable
 from rayserve_moe.rollouts.client import RolloutClient
 from rayserve_moe.rollouts.driver import Driver, Source, with_retries
 from rayserve_moe.rollouts.job_options import ANY_VERSION, JobSettings, add_arguments, check
+from rayserve_moe.rollouts.plan_experts import place_from_rows
 from rayserve_moe.rollouts.prompts import check_sampling, count_rows, read_rows
 from rayserve_moe.rollouts.replica_pool import ReplicaPool, num_replicas_for
 from rayserve_moe.rollouts.request_batching import RequestBatcher
@@ -67,9 +68,22 @@ def run(options: argparse.Namespace) -> int:
         started = time.perf_counter()
         tally, status, reason = asyncio.run(_run(options, settings, directory=directory, num_rows=num_rows))
         summary = summary_of(tally, directory, seconds=time.perf_counter() - started, status=status, reason=reason)
+        if status == COMPLETE and options.place_experts:
+            summary["experts"] = _place_experts(options)
         directory.write_json("summary.json", summary)
     sys.stdout.write(as_text(summary) + "\n")
     return status
+
+
+def _place_experts(options: argparse.Namespace) -> str:
+    """Move the server's experts by the routing of this job; return the outcome, which is also printed."""
+    try:
+        version = place_from_rows(options.out, url=options.url, batch=options.place_experts)
+        outcome = f"experts move to placement {version}"
+    except (Unavailable, Faulty, Unusable, ValueError) as error:
+        outcome = f"experts stay: {error}"
+    sys.stderr.write(f"rollout: {outcome}\n")
+    return outcome
 
 
 async def _run(

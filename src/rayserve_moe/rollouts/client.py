@@ -173,14 +173,25 @@ class RolloutClient:
                 await self._drop(sending.update_id)
         return answer
 
-    async def _drop(self, update_id: str) -> None:
-        """Free what hosts have staged of an update that ends early; without an answer they do so in ten minutes."""
-        with suppress(Unavailable, Faulty, Refused, Unusable, TimeoutError):
-            await asyncio.wait_for(self._json("DELETE", f"{_TENSOR_PATH}?update_id={update_id}"), DROP_S)
+    async def expert_placement(self) -> dict[str, Any]:
+        """Return where experts are, as the content of a placement file."""
+        return await self._json("GET", "/experts/placement")
+
+    async def place_experts(self, placement: Mapping[str, Any]) -> dict[str, Any]:
+        """Move experts to the placement of a file's content, while the server answers.
+
+        Raises Refused if it does not fit the server, or experts never move there.
+        """
+        return await self._json("POST", "/experts/placement", placement)
 
     async def flush(self) -> None:
         """Drop all cached prefixes. Raises Refused while requests run."""
         await self._json("POST", "/flush_cache", {})
+
+    async def _drop(self, update_id: str) -> None:
+        """Free what hosts have staged of an update that ends early; without an answer they do so in ten minutes."""
+        with suppress(Unavailable, Faulty, Refused, Unusable, TimeoutError):
+            await asyncio.wait_for(self._json("DELETE", f"{_TENSOR_PATH}?update_id={update_id}"), DROP_S)
 
     async def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         raw = await self._ask(method, path, body=body, accept="application/json")
@@ -263,6 +274,14 @@ class BlockingRolloutClient:
     def update_weights_from(self, params: Mapping[str, Any], *, weight_version: str, **options: Any) -> dict[str, Any]:
         """Call `RolloutClient.update_weights_from`."""
         return self._run(self._client.update_weights_from(params, weight_version=weight_version, **options))
+
+    def expert_placement(self) -> dict[str, Any]:
+        """Call `RolloutClient.expert_placement`."""
+        return self._run(self._client.expert_placement())
+
+    def place_experts(self, placement: Mapping[str, Any]) -> dict[str, Any]:
+        """Call `RolloutClient.place_experts`."""
+        return self._run(self._client.place_experts(placement))
 
     def flush(self) -> None:
         """Call `RolloutClient.flush`."""

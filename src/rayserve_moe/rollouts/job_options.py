@@ -66,6 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weight-version", default=ANY_VERSION, help="count and keep only samples of these weights")
     add("--retry-errors", action="store_true", help="retry prompts that an earlier run gave up")
     add("--resample-damaged", action="store_true", help="set damaged shards aside and sample their prompts again")
+    add(
+        "--place-experts",
+        type=int,
+        metavar="BATCH",
+        default=0,
+        help="once all is sampled, plan where experts lie from the routing, for steps of BATCH tokens, and move them",
+    )
     add("--tokenizer", type=Path, help="the checkpoint's directory (default: the server's path)")
     add("--in-flight", type=int, default=0, help="samples in flight")
     add("--shard-mib", type=int, default=default.shard_bytes >> 20, help="samples in memory before a shard is written")
@@ -87,8 +94,10 @@ def check(options: argparse.Namespace) -> None:
     for name in ("n", "shard_mib", "flush_s", "give_up_s"):
         if not getattr(options, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be greater than 0")
-    if min(options.in_flight, options.replicas) < 0:
-        raise ValueError("--in-flight and --replicas must not be negative")
+    if min(options.in_flight, options.replicas, options.place_experts) < 0:
+        raise ValueError("--in-flight, --replicas and --place-experts must not be negative")
+    if options.place_experts and (not options.url or options.no_routing):
+        raise ValueError("--place-experts needs a server by --url, and routing")
     try:
         json.loads(options.sampling)
     except ValueError as error:

@@ -109,6 +109,11 @@ class Rollouts:
         """Ranges [first, last) of missing rows, per sample."""
         return [_ranges(entries) for entries in self.table["routing_missing"].to_pylist()]
 
+    @cached_property
+    def routing_versions(self) -> list[tuple[tuple[int, int, str], ...]]:
+        """Ranges [first, last) of rows and the weight version that they were computed under, per sample."""
+        return [_ranges(entries) for entries in self.table["routing_weight_version"].to_pylist()]
+
     def routed_experts(self, sample: int) -> RoutedExperts | None:
         """Return a sample's routing after verifying its checksum. Raises ValueError if the rows were altered."""
         rows = self.routing[sample]

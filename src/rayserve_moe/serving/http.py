@@ -49,7 +49,7 @@ GENERATION = (
 )
 TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody)
 CONTROL = (control.AbortBody, control.AbortIdsBody, control.PauseBody, control.PauseOptions, control.ResetOptions)
-WEIGHTS = (control.UpdateWeightsBody, control.WeightDirBody, control.WeightNameBody)
+WEIGHTS = (control.UpdateWeightsBody, control.WeightDirBody, control.WeightNameBody, control.PlacementBody)
 BODIES = (*GENERATION, *TEXT, *CONTROL, *WEIGHTS)
 
 

@@ -11,7 +11,7 @@ from importlib import metadata
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from rayserve_moe.engine.eplb.control import EplbControl
+from rayserve_moe.engine.eplb.control import BalancingView, EplbControl
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.observability.metric_texts import METRICS
@@ -156,9 +156,34 @@ class BalancingMetrics(Collector):
             "slots_moved": {(): totals["moved"]},
             "planning_seconds": {(): self._balancing.planning_s},
             "balancer_restarts": {(): view.actor.restarts},
+            **_health_of(
+                view, {(reason,): each.time for reason, each in self._balancing.health.problems.copy().items()}
+            ),
         }
         for name, values in families.items():
             yield _family(f"expert_{name}", values, model=self._model)
+
+
+def _health_of(view: BalancingView, problem_times: dict[tuple, float]) -> dict[str, Mapping[tuple, float]]:
+    """Return the families of the planner's state and of the placement's effects; unknown values are absent."""
+    actor, realised, progress = view.actor, view.realised, view.progress
+    known = {
+        "plan_age_seconds": actor.plan_age_s,
+        "plan_overdue_periods": actor.overdue_periods,
+        "plan_wait_seconds": actor.waiting_s,
+        "slots_under_way": 0 if progress.is_done else progress.num_slots - progress.num_slots_done,
+        "imbalance_promised": realised.imbalance_promised,
+        "imbalance_realised": realised.imbalance_realised,
+    }
+    by_layer = {"distinct_ranks": realised.distinct_ranks or [], "peak_rows_ratio": realised.peak_rows}
+    return {
+        "plan_problem_time_seconds": problem_times,
+        **{name: {} if value is None else {(): value} for name, value in known.items()},
+        **{
+            name: {(layer_id,): value for layer_id, value in zip(view.layer_ids, values, strict=False)}
+            for name, values in by_layer.items()
+        },
+    }
 
 
 def _family(name: str, values: Mapping[tuple, float], *, model: str) -> Metric:

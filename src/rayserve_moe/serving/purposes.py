@@ -59,6 +59,7 @@ GROUPS = {
         "/update_weights_from_disk": "serve the weights of another checkpoint of the same model",
         "/update_weights_from_tensor": "serve weights that are sent as safetensors, in buckets; DELETE drops them",
         "/flush_cache": "forget cached prefixes, while nothing runs",
+        "/experts/placement": "placement of experts as a file of `plan-experts`; POST moves them to another",
         "/reset_prefix_cache": "vLLM's name of `/flush_cache`; `reset_running_requests` has requests computed anew",
         "/pause": "vLLM's name of `/pause_generation`: `keep`, `wait` or `abort`",
         "/resume": "vLLM's name of `/continue_generation`",

@@ -102,6 +102,10 @@ class CountedSteps:
         self._failed: FailedFetch | None = None
         self.num_steps, self.num_fetches, self.fails_at = 0, 0, float("inf")
 
+    def shift_odds(self) -> None:
+        """Have other experts be the hot ones from now on."""
+        self._odds = np.roll(self._odds, self._odds.shape[1] // 2, axis=1)
+
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
             self.num_steps += 1

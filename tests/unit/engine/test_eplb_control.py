@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import LocalPlanner, PlacementState, PlanFailure, PlanningConfig, Proposal
 from rayserve_moe.engine.eplb.control import MAX_PLANS, EplbControl, MigrationHistory, ShownLoads
+from rayserve_moe.engine.eplb.health import ActorView
 from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps
 from tests.support.experts.eplb_proposals import GARBAGE, CountedSteps, proposal_for
 from tests.support.experts.placements import random_placement
@@ -77,6 +78,13 @@ class Served:
                 self.steps.assert_hold(self.eplb.migration.placement)
             time.sleep(0.001)
 
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait for the control thread, without steps."""
+        deadline = time.monotonic() + WITHIN_S
+        while not condition():
+            assert time.monotonic() < deadline, self.balancing.view().actor
+            time.sleep(0.001)
+
     def run_until_balanced(self) -> None:
         self.run_until(lambda: self.outcomes.count("finished"))
         view = self.balancing.view()
@@ -87,9 +95,13 @@ class Served:
         return [record.outcome for record in self.balancing.view().history]
 
 
+def served(*failures: PlanFailure) -> AbstractContextManager[Served]:
+    return served_by(Faulty([*failures]))
+
+
 @contextmanager
-def served(*failures: PlanFailure) -> Iterator[Served]:
-    running = Served(Faulty([*failures]))
+def served_by(planner: Faulty) -> Iterator[Served]:
+    running = Served(planner)
     try:
         yield running
     finally:
@@ -194,6 +206,88 @@ def test_a_planner_that_fails_is_asked_again(reason, restarts, refused):
         running.run_until_balanced()
         actor = running.balancing.view().actor
         assert (actor.alive, actor.restarts, actor.refused) == (True, restarts, refused)
+
+
+class Dead(Faulty):
+    """A planner that can be killed, hung, made to talk nonsense, or slowed down to more than two periods."""
+
+    fault = ""
+
+    def observe(self, reading: LoadReading) -> bool:
+        if self.fault == "killed":
+            raise PlanFailure("lost", "planted")
+        if self.fault == "raises":
+            raise KeyError("planted")
+        is_due = super().observe(reading)
+        return is_due and self.fault != "never due"
+
+    def propose(self, state: PlacementState) -> object:
+        if self.fault == "hangs":
+            self.may_answer.clear()
+        proposal = super().propose(state)
+        if self.fault == "nonsense":
+            return {"experts": "everywhere"}
+        return proposal
+
+
+SEEN: dict[str, Callable[[ActorView], bool]] = {
+    "killed": lambda actor: not actor.alive and actor.last_problem.reason == "lost",
+    "raises": lambda actor: not actor.alive and "KeyError" in actor.last_problem.detail,
+    "hangs": lambda actor: actor.overdue_periods >= 2 and actor.waiting_s > 0,
+    "nonsense": lambda actor: actor.refused["malformed"] > 0 and actor.last_problem.reason == "malformed",
+    "never due": lambda actor: actor.overdue_periods >= 2,
+}
+
+
+@pytest.mark.parametrize("fault", SEEN)
+def test_a_stuck_planner_is_seen_within_two_periods_and_serving_goes_on(fault):
+    """Periods are steps; the control thread gets its time, as it has between the steps of a model."""
+    planner = Dead([])
+    with served_by(planner) as running:
+        running.run_until_balanced()
+        running.run_until(lambda: running.balancing.view().actor.plan_age_s is not None and not is_moving(running))
+        before, healthy = running.eplb.migration.placement, running.balancing.view().actor
+        assert healthy.alive and healthy.overdue_periods < 2
+        planner.fault = fault
+        running.steps.shift_odds()
+        faulty_since = running.eplb.reading.step
+        running.run_until(lambda: running.eplb.reading.step >= faulty_since + 2 * RULES.interval + COUNTS_EVERY)
+        running.wait_until(lambda: SEEN[fault](running.balancing.view().actor))
+        assert running.eplb.migration.placement is before, "the old placement serves"
+        planner.fault = ""
+        planner.may_answer.set()
+        num_plans = len(running.outcomes)
+        running.run_until(lambda: running.outcomes[num_plans:].count("finished"))
+        actor = running.balancing.view().actor
+        assert actor.alive and actor.overdue_periods < 2 and actor.plan_age_s is not None
+
+
+def is_moving(running: Served) -> bool:
+    return running.eplb.state() is None
+
+
+def test_a_planner_with_nothing_to_do_is_not_overdue():
+    """It decides every time that experts should stay, and that is a decision."""
+    with served() as running:
+        running.run_until_balanced()
+        assert running.balancing.view().actor.plan_age_s is not None
+        for _ in range(5):
+            step = running.eplb.reading.step
+            running.run_until(lambda step=step: running.eplb.reading.step >= step + RULES.interval)
+            running.wait_until(lambda: running.balancing.view().actor.overdue_periods < 2)
+
+
+def test_what_a_plan_promised_is_shown_beside_what_it_does():
+    with served() as running:
+        running.run_until_balanced()
+        running.run_until(lambda: running.balancing.view().realised.imbalance_realised is not None)
+        view = running.balancing.view()
+        assert view.realised.imbalance_promised == view.history[-1].imbalance_after
+        assert view.realised.imbalance_realised == pytest.approx(view.realised.imbalance_promised, rel=0.05)
+        assert view.realised.distinct_ranks is None and min(view.realised.peak_rows) > 1
+        running.eplb.set_target(random_placement(START, seed=5))
+        running.run_until(lambda: running.eplb.state() is not None)
+        assert running.balancing.view().realised.imbalance_promised is None, "nobody planned this placement"
 
 
 def test_a_planner_that_is_not_there_yet_counts_as_none_that_was_lost():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement, placement_from
+from rayserve_moe.balancing.traffic import LayerMaps, nearest_slots, slots_by_shares
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
 from rayserve_moe.kernels.table import CPU
 from tests.support.experts.moe_layer import plan_of, shuffled
+from tests.support.experts.placements import random_placement
 from tests.support.session.hypothesis_examples import examples
 
 NUM_EXPERTS, TOP_K, RANKS = 8, 3, 4
@@ -28,9 +31,9 @@ def rule_for(placement: ExpertPlacement, choice: str = "shares") -> ExpertConfig
     )
 
 
-@partial(jax.jit, static_argnames=("config", "layer"))
-def chosen(ids, valid, maps, rank, config, layer=0):
-    return choose_slots(ids, valid, maps, layer=layer, rank=rank, config=config)
+@partial(jax.jit, static_argnames=("config", "layer", "near"))
+def chosen(ids, valid, maps, rank, config, layer=0, near=False):
+    return choose_slots(ids, valid, maps, layer=layer, rank=rank, config=config, near=near)
 
 
 def picks(num_tokens: int, seed: int) -> np.ndarray:
@@ -53,6 +56,43 @@ def test_a_slot_holds_the_expert_that_was_picked(placement, choice):
             )
             np.testing.assert_array_equal(placement.expert_of_slot[layer][slots[valid]], ids[valid])
             assert (slots[~valid] == placement.num_slots).all(), "padding uses no slot"
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("num_redundant", [0, 4, 8])
+def test_devices_choose_the_slots_that_plans_count_on(num_redundant, near, slices):
+    start = identity_placement(2, NUM_EXPERTS, ep_size=RANKS, num_redundant=num_redundant)
+    placement = random_placement(start, seed=num_redundant)
+    rule = rule_for(placement)
+    rule = replace(rule, plan=replace(rule.plan, num_slices=slices))
+    for rank in range(RANKS):
+        ids, ranks = picks(17, rank), np.full(17, rank)
+        for layer in (0, 1):
+            maps = LayerMaps.of(placement, layer)
+            expected = slots_by_shares(maps, ids.astype(np.int64), ranks=ranks, groups=ranks)
+            if near:
+                expected = nearest_slots(maps, ids.astype(np.int64), ranks=ranks, by_shares=expected, num_slices=slices)
+            slots = chosen(ids, np.ones(17, bool), placement_arrays(placement), rank, rule, layer, near)
+            np.testing.assert_array_equal(np.asarray(slots), expected)
+
+
+def test_the_nearest_slot_is_the_own_one_then_on_the_slice_then_beside_other_experts():
+    """Experts 0 and 1 have no replica; expert 2 is on every second rank, expert 3 on ranks 1 and 3."""
+    slots = np.array([[0, 2, 3, 1, 2, 4, 3, 5]])
+    placement = placement_from(slots, None, num_experts=6, ep_size=4)
+    maps, rule = placement_arrays(placement), rule_for(placement)
+
+    def ranks_of(ids, rank, slices=1):
+        config = replace(rule, plan=replace(rule.plan, num_slices=slices))
+        found = chosen(np.array([ids]), np.ones(1, bool), maps, rank, config, 0, near=True)
+        return (np.asarray(found)[0] // 2).tolist()
+
+    assert ranks_of([2, 3, 0], rank=2) == [2, 1, 0] or ranks_of([2, 3, 0], rank=2) == [2, 3, 0]
+    assert ranks_of([3, 0, 4], rank=3) == [3, 0, 2], "its own"
+    assert ranks_of([2, 0, 1], rank=3) == [0, 0, 1], "where it goes for expert 0 anyway"
+    assert ranks_of([2, 4, 1], rank=3) == [2, 2, 1], "where it goes for expert 4 anyway"
+    assert ranks_of([2, 0, 1], rank=3, slices=2) == [2, 0, 1], "on its slice, although expert 0 is elsewhere"
 
 
 def test_every_rank_keeps_the_shares_to_within_a_token(placement):

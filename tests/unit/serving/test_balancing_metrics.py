@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import identity_placement
-from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig
+from rayserve_moe.balancing.planning import LocalPlanner, PlanningConfig, RefusedPlanError
 from rayserve_moe.engine.eplb.control import EplbControl
-from rayserve_moe.engine.eplb.steps import EplbSteps
+from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps
 from rayserve_moe.serving.metrics import BalancingMetrics
 from tests.support.experts.eplb_proposals import CountedSteps
 
@@ -46,7 +46,11 @@ def test_metrics_are_the_numbers_of_the_view_by_layer_and_over_layers():
         time.sleep(0.001)
     balancing.stop()
     balancing._thread.join(WITHIN_S)
-    balancing.retry.refused["stale"] += 3
+    for _ in range(2):
+        steps.run(COUNTS_EVERY)
+        balancing.view()
+    balancing.health.refused["stale"] += 2
+    balancing.health.record_refusal(RefusedPlanError("stale", "planted"))
 
     view, told = balancing.view(), scraped(balancing)
     for placement, imbalances in (("before", view.imbalance_before), ("now", view.imbalance_now)):
@@ -59,3 +63,13 @@ def test_metrics_are_the_numbers_of_the_view_by_layer_and_over_layers():
     assert told["plans_refused_total", "stale"] == 3
     assert told["planning_seconds_total",] > 0
     assert (told["balancer_up",], told["balancer_restarts_total",]) == (0, 0), "nobody asks any more"
+    actor, realised = view.actor, view.realised
+    assert told["plan_problem_time_seconds", "stale"] == balancing.health.problems["stale"].time > 0
+    assert told["plan_overdue_periods",] == pytest.approx(actor.overdue_periods)
+    assert told["plan_wait_seconds",] == actor.waiting_s == 0 and told["slots_under_way",] == 0
+    assert 0 <= told["plan_age_seconds",] < WITHIN_S
+    assert told["imbalance_promised",] == realised.imbalance_promised == view.history[-1].imbalance_after
+    assert told["imbalance_realised",] == pytest.approx(realised.imbalance_realised)
+    assert not [name for name in told if name[0] == "distinct_ranks"], "no routing is captured"
+    for layer_id, peak in zip(LAYER_IDS, realised.peak_rows, strict=True):
+        assert told["peak_rows_ratio", str(layer_id)] == pytest.approx(peak) and peak > 1

@@ -25,18 +25,22 @@ from rayserve_moe.balancing.planning import (
     Proposal,
     RefusedPlanError,
     checked_placement,
+    has_enough,
     imbalance,
     rank_loads,
 )
+from rayserve_moe.balancing.traffic import traffic_of
+from rayserve_moe.engine.eplb.health import ActorView, PlannerHealth
 from rayserve_moe.engine.eplb.steps import EplbSteps
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 MAX_RECORDS = 64
 """Number of migrations in the history."""
 MAX_PLANS = 16
 """Number of plans whose loads are kept: some 100 KB each for a model of 60 layers and 256 experts."""
+MAX_SHOWN_ROWS = 256
+"""Number of sampled rows of which the ranks per token are shown."""
 UNDER_WAY, FINISHED, REPLACED, FAILED = "under way", "finished", "replaced", "failed"
 
 
@@ -53,9 +57,10 @@ class EplbControl:
         self._eplb, self._planner = eplb, planner
         self._config, self._layer_ids = config, layer_ids
         self._window, self._window_lock = LoadWindow(config.window), threading.Lock()
+        self._since_move, self._moved_version = LoadWindow(config.window), 0
         self._before = eplb.migration.placement
         self.history = MigrationHistory(eplb.migration)
-        self.retry = PlannerRetry()
+        self.health = PlannerHealth(interval=config.interval)
         self.planning_s = 0.0
         self._is_stopping = False
         self._news = threading.Event()
@@ -99,7 +104,24 @@ class EplbControl:
             history=self.history.records(),
             plan=plan,
             plans=list(self.history.plans()),
-            actor=self.retry.view(is_running=self._thread.is_alive()),
+            actor=self.health.view(step=self._eplb.reading.step, is_running=self._thread.is_alive()),
+            realised=self._realised(),
+        )
+
+    def _realised(self) -> RealisedBalance:
+        migration, (rows, batch) = self._eplb.migration, self._eplb.sampled_rows()
+        placement, progress = migration.placement, migration.progress
+        with self._window_lock:
+            tokens = self._since_move.totals()
+        is_known = progress.is_done and has_enough(tokens)
+        loads = rank_loads(placement, tokens, dispatch=self._config.dispatch) if is_known else None
+        rows = rows[-MAX_SHOWN_ROWS:]
+        distinct = traffic_of(placement, rows, batch=batch).distinct_ranks.tolist() if len(rows) else None
+        return RealisedBalance(
+            imbalance_promised=self.history.promised(progress),
+            imbalance_realised=None if loads is None else float(imbalance(loads).mean()),
+            distinct_ranks=distinct,
+            peak_rows=self._eplb.peak_rows.tolist(),
         )
 
     def _loads_of(self, tokens: np.ndarray, *, before: ExpertPlacement, after: ExpertPlacement) -> ShownLoads:
@@ -109,36 +131,52 @@ class EplbControl:
     def _take_reading(self) -> np.ndarray:
         """Add the last reading to the window; return the window's tokens per layer and expert."""
         with self._window_lock:
-            self._window.add(self._eplb.reading)
+            reading, progress = self._eplb.reading, self._eplb.migration.progress
+            self._window.add(reading)
+            if progress.is_done:
+                if progress.version != self._moved_version:
+                    self._since_move, self._moved_version = LoadWindow(self._config.window), progress.version
+                self._since_move.add(reading)
             return self._window.totals()
 
     def _run(self) -> None:
         assert self._planner is not None, "the thread runs only with a planner"
         while not self._is_stopping:
-            self._take_reading()
-            if not self.retry.rest_of_pause_s:
+            tokens = self._take_reading()
+            if not has_enough(tokens) or self._eplb.state() is None:
+                self.health.postpone(self._eplb.reading.step)
+            if not self.health.rest_of_pause_s:
                 self._ask(self._planner)
-            self._news.wait(self.retry.rest_of_pause_s)
+            self._news.wait(self.health.rest_of_pause_s)
             self._news.clear()
 
     def _ask(self, planner: Planner) -> None:
         try:
+            self.health.record_call()
             is_due = planner.observe(self._eplb.reading)
-            self.retry.record_answer()
+            self.health.record_answer()
             if is_due:
                 self._follow_plan(planner)
         except PlanFailure as failure:
-            self.retry.record_failure(failure)
+            self.health.record_failure(failure)
+        except Exception as error:
+            self.health.record_failure(PlanFailure("failed", f"{type(error).__name__}: {error}"))
 
     def _follow_plan(self, planner: Planner) -> None:
         """Request a plan; the engine migrates to it if it fits the current placement and counts."""
         state = self._eplb.state()
         if state is None:
             return
-        began = time.perf_counter()
-        proposal = planner.propose(state)
+        began, step = time.perf_counter(), self._eplb.reading.step
+        self.health.record_call()
+        rows, batch = self._eplb.sampled_rows()
+        proposal = planner.propose(replace(state, rows=rows, batch=batch))
+        self.health.record_answer()
         self.planning_s += time.perf_counter() - began
-        if proposal is None or self._is_stopping:
+        if self._is_stopping:
+            return
+        if proposal is None:
+            self.health.record_decision(step)
             return
         try:
             now = self._eplb.state()
@@ -146,52 +184,14 @@ class EplbControl:
                 raise RefusedPlanError("stale", "experts are moving")
             placement = checked_placement(proposal, now)
         except RefusedPlanError as error:
-            self.retry.refused[error.reason] += 1
-            log.warning("rejected an expert plan (%s): %s", error.reason, error)
+            self.health.record_refusal(error)
             return
+        self.health.record_decision(step)
         self._before = now.placement
         loads = self._loads_of(self._take_reading(), before=now.placement, after=placement)
         self.history.begin(proposal, placement, step=self._eplb.reading.step, loads=loads)
         with suppress(PlacementError):  # hosts were lost meanwhile, so the plan has the wrong number of ranks
             self._eplb.set_target(placement)
-
-
-class PlannerRetry:
-    """Retry state of a planner: pauses after failures, restarts, and rejected plans by reason."""
-
-    def __init__(self) -> None:
-        self.refused = Counter[str]()
-        self._is_reached, self._was_reached = False, False
-        self._num_losses_made_up, self._is_lost = 0, False
-        self._pause_s, self._resume_at = 0.0, 0.0
-
-    @property
-    def rest_of_pause_s(self) -> float | None:
-        """Return the seconds until the next retry, 0 if it is due; None while the planner answers."""
-        return None if self._is_reached else max(0.0, self._resume_at - time.monotonic())
-
-    def record_answer(self) -> None:
-        """Record an answer, which resets the pause."""
-        if self._is_lost:
-            self._num_losses_made_up += 1
-            log.info("the expert planner answers again")
-        self._is_reached, self._was_reached, self._is_lost, self._pause_s = True, True, False, 0.0
-
-    def record_failure(self, failure: PlanFailure) -> None:
-        """Record a failure and begin the next pause, twice as long as the previous pause."""
-        if failure.reason == "lost":
-            self._is_lost = self._was_reached
-        else:
-            self.refused[failure.reason] += 1
-            self._is_lost |= failure.reason == "late"
-        self._is_reached = False
-        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s or FIRST_PAUSE_S)
-        self._resume_at = time.monotonic() + self._pause_s
-        log.warning("the expert planner failed, retrying in %.1f s: %s", self._pause_s, failure)
-
-    def view(self, *, is_running: bool) -> ActorView:
-        """Return the state of the planner; without a running thread it is not alive."""
-        return ActorView(is_running and self._is_reached, self._num_losses_made_up, dict(self.refused))
 
 
 class MigrationHistory:
@@ -233,6 +233,15 @@ class MigrationHistory:
         with self._lock:
             self._settle()
             return list(self._records)
+
+    def promised(self, progress: MigrationProgress) -> float | None:
+        """Return the imbalance that the plan of the current placement expects; None for a placement without a plan."""
+        if not progress.is_done:
+            return None
+        for record in reversed(self.records()):
+            if (record.version, record.outcome) == (progress.version, FINISHED):
+                return record.imbalance_after
+        return None
 
     def plans(self) -> dict[int, ShownLoads]:
         """Return the loads of the last plans by version, oldest first."""
@@ -302,15 +311,17 @@ class MigrationRecord:
 
 
 @dataclass(frozen=True)
-class ActorView:
-    """State of the planner."""
+class RealisedBalance:
+    """How the current placement does, against what its plan expected."""
 
-    alive: bool
-    """True if it answers."""
-    restarts: int
-    """Number of times it was lost and found again."""
-    refused: dict[str, int]
-    """Number of refused plans, by reason."""
+    imbalance_promised: float | None
+    """Imbalance that the last finished plan expected, mean over layers; None without one, or while experts move."""
+    imbalance_realised: float | None
+    """Imbalance of the tokens counted since then, mean over layers; None before enough are counted."""
+    distinct_ranks: list[float] | None
+    """Ranks that compute a token, mean over the sampled rows, [L]; None if the server captures no routing."""
+    peak_rows: list[float]
+    """Rows of the hottest expert over the mean of its layer, between the last two readings, [L]."""
 
 
 @dataclass(frozen=True)
@@ -350,6 +361,7 @@ class BalancingView:
     history: list[MigrationRecord]
     """The last migrations, oldest first."""
     actor: ActorView
+    realised: RealisedBalance
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as dictionaries, lists and numbers, under the same names."""

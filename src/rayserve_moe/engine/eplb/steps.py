@@ -10,10 +10,11 @@ from dataclasses import replace
 import numpy as np
 
 from rayserve_moe.balancing.load_window import LoadReading
-from rayserve_moe.balancing.migration import Migration, MigrationPiece
+from rayserve_moe.balancing.migration import Migration, MigrationPiece, check_alike
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
+from rayserve_moe.balancing.placement_file import read_placement
 from rayserve_moe.balancing.planning import PlacementState
-from rayserve_moe.config.settings import BalancingSettings, ParallelSettings
+from rayserve_moe.config.settings import BalancingSettings, ParallelSettings, SettingsError
 from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.engine.extension import NewWeights, ReplacedHosts, Reset, StepExtension
 from rayserve_moe.requests.records import RoutingLayout
@@ -26,6 +27,8 @@ COUNTS_EVERY = 16
 """Steps between two readings of the devices' expert counts."""
 COUNTS_EVERY_UNPLANNED = 64
 """The same for servers whose experts never move. Readings are only displayed there, and each costs a small launch."""
+SAMPLED_STEPS, ROWS_PER_STEP = 64, 64
+"""Steps and rows per step of captured routing that are kept."""
 
 
 def eplb_steps_for(
@@ -41,8 +44,23 @@ def eplb_steps_for(
     hosts, slices, first = parallel.num_hosts, parallel.num_slices, report.placement or own_order
     migration = Migration(first, hosts=hosts, slices=slices, slots_per_step=settings.slots_per_step)
     if settings.enabled:
-        return EplbSteps(migration, own_order=own_order)
+        steps = EplbSteps(migration, own_order=own_order)
+        if settings.placement:
+            steps.set_target(_configured(settings.placement, first))
+        return steps
+    if settings.placement:
+        raise SettingsError("expert_placement needs enable_eplb: true, because experts move to it")
     return EplbSteps(migration, own_order=own_order, counts_every=COUNTS_EVERY_UNPLANNED, moves_experts=False)
+
+
+def _configured(file: str, first: ExpertPlacement) -> ExpertPlacement:
+    """Return the placement of the settings. Raises SettingsError if it does not fit the group."""
+    try:
+        placement = read_placement(file)
+        check_alike(first, placement)
+    except PlacementError as error:
+        raise SettingsError(f"expert_placement: {error}") from error
+    return placement
 
 
 class EplbSteps(StepExtension):
@@ -66,6 +84,9 @@ class EplbSteps(StepExtension):
         """The latest expert counts."""
         self.on_reading: Callable[[], object] = _ignore
         """Called in the engine thread after every reading."""
+        self.peak_rows = np.ones(start.num_layers)
+        """Rows of the hottest expert over the mean between the last two readings, float64 [layers]."""
+        self._rows: tuple[tuple[np.ndarray, int], ...] = ()  # replaced as a whole, for readers from other threads
         self._wanted: deque[ExpertPlacement] = deque(maxlen=1)
         self.counts_every, self._num_steps = counts_every, 0
         self._steps_with_pieces = set[int]()
@@ -83,8 +104,19 @@ class EplbSteps(StepExtension):
         migration = self.migration
         return PlacementState(self.reading.generation, progress.version, migration.placement, migration.num_slices)
 
+    def sampled_rows(self) -> tuple[np.ndarray, int]:
+        """Return rows of the last counted steps [tokens, layers, k], none without captured routing, and the mean number
+        of tokens of these steps.
+        """
+        kept = self._rows
+        if not kept:
+            return np.zeros((0, self.migration.placement.num_layers, 1), np.uint8), 1
+        num_tokens = sum(number for _, number in kept)
+        return np.concatenate([rows for rows, _ in kept]), max(1, round(num_tokens / len(kept)))
+
     def forget_counts(self) -> None:
         """Begin a new generation of counts, after a change of weights or of counting."""
+        self._rows = ()
         self.reading = replace(self.reading, generation=self.reading.generation + 1, step=self._num_steps)
         self.on_reading()
 
@@ -164,6 +196,10 @@ class EplbSteps(StepExtension):
             log.error("an expert fetch failed: layers from %d on keep their placement", result.failed_fetch.layer)
             self.migration.give_up(result.failed_fetch)
         if result.expert_counts is not None:
+            self.peak_rows = _peak_rows(self.reading.counts, result.expert_counts)
+            if result.routing is not None and len(result.routing):
+                sample = result.routing[:ROWS_PER_STEP].copy(), len(result.routing)
+                self._rows = (*self._rows[1 - SAMPLED_STEPS :], sample)
             self.reading = LoadReading(self.reading.generation, self._num_steps, result.expert_counts)
             self.on_reading()
 
@@ -180,6 +216,13 @@ class EplbSteps(StepExtension):
         except PlacementError as error:  # the plan was made before hosts were lost
             log.warning("ignored an expert plan: %s", error)
         return self.migration.next_piece()
+
+
+def _peak_rows(before: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """Return the hottest expert's rows between two readings over the layer's mean, 1 without rows; counts wrap."""
+    counted = now.astype(np.int32).view(np.uint32) - before.astype(np.int32).view(np.uint32)
+    means = counted.mean(axis=1)
+    return np.where(means > 0, counted.max(axis=1) / np.where(means > 0, means, 1), 1.0)
 
 
 def _ignore() -> None:

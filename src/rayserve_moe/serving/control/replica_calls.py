@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
+from rayserve_moe.balancing.placement import PlacementError
+from rayserve_moe.balancing.placement_file import placement_as_json, placement_in
 from rayserve_moe.checkpoints.bucket import Heads, SentShares, WantedTensor, read_bucket
 from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
@@ -88,6 +90,24 @@ async def _experts(state: ApiState, plan: int | None) -> dict[str, Any] | None:
     balancing = state.loop.eplb_control
     view = await asyncio.to_thread(balancing.view if plan is None else partial(balancing.view_of_plan, plan))
     return None if view is None else await asyncio.to_thread(view.as_json)
+
+
+async def _placement(state: ApiState) -> dict[str, Any]:
+    """Return the placement of experts as the content of a placement file."""
+    placement = state.loop.eplb.migration.placement
+    return await asyncio.to_thread(placement_as_json, placement, weight_version=state.card.weight_version)
+
+
+async def _place_experts(state: ApiState, content: dict[str, Any]) -> int:
+    """Have experts move to a placement; return the version that it gets if no other plan comes before."""
+    eplb = state.loop.eplb
+    if not eplb.moves_experts:
+        raise ApiError(400, "experts stay where they are: start with enable_eplb: true", code="experts_stay")
+    try:
+        eplb.set_target(await asyncio.to_thread(placement_in, content))
+    except PlacementError as error:
+        raise ApiError(400, str(error), code="placement_refused") from error
+    return eplb.migration.progress.version + 1
 
 
 async def _stage(state: ApiState, order_id: str, path: str) -> str:
@@ -182,6 +202,8 @@ CALLS: Calls = {
     "metrics": _metrics,
     "num_unended": _num_unended,
     "offered_weights": _offered_weights,
+    "place_experts": _place_experts,
+    "placement": _placement,
     "stage": _stage,
     "statistics": _statistics,
     "stored_response": _stored_response,

@@ -34,6 +34,7 @@ ADMIN_PATHS = frozenset(
         "/areal_update_weights",
         "/areal_pause_generation",
         "/areal_continue_generation",
+        "/experts/placement",
         *UNSUPPORTED_CONTROL,
     }
 )

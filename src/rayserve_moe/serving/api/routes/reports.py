@@ -19,12 +19,14 @@ from rayserve_moe.fleet.broadcast import Answers
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api.answers.request_streams import open_streams
 from rayserve_moe.serving.api.answers.streaming import json_answer, to_json
+from rayserve_moe.serving.api.schemas.control import PlacementBody
 from rayserve_moe.serving.api.schemas.known_fields import NOTHING, PLACES, KnownFields, known_fields, plain_objects
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control.fleet import Fleet
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.metrics import Collected, merged, package_version
-from rayserve_moe.serving.openapi import answers
+from rayserve_moe.serving.middleware.json_body import read_body
+from rayserve_moe.serving.openapi import COMMAND, answers, takes
 
 MAX_PROBE_S = 20.0
 _NAME_IN_PATH = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
@@ -200,6 +202,16 @@ def statistics_router(state: ApiState) -> APIRouter:
             to_json, view if names == [""] else {**view, "replica": chosen, "replicas": names}
         )
         return Response(text, media_type="application/json")
+
+    @router.get("/experts/placement", **answers(503))
+    async def expert_placement() -> Response:
+        return json_answer((await Fleet(state).every("placement"))[0])
+
+    @router.post("/experts/placement", **takes(PlacementBody, *COMMAND))
+    async def place_experts(request: Request) -> Response:
+        body = await read_body(request, PlacementBody, admission=state.admission)
+        versions = await Fleet(state).every("place_experts", body.model_dump())
+        return json_answer({"success": True, "message": "experts move with the next steps", "version": max(versions)})
 
     return router
 

@@ -10,6 +10,7 @@ from rayserve_moe.config.given_files import is_url
 from rayserve_moe.serving.api.schemas.field_types import MAX_CHOICES, RequestBody, RequestId, fault
 
 _MAX_PATH = 4096
+_MAX_EXPERTS, _MAX_LAYERS = 1 << 16, 1024
 
 
 def _absolute(path: str) -> str:
@@ -53,6 +54,16 @@ class ResetOptions(RequestBody):
     """Options of `/flush_cache` and `/reset_prefix_cache`: optionally preempt running requests first."""
 
     reset_running_requests: bool = False
+
+
+class PlacementBody(RequestBody):
+    """Body of `/experts/placement`: the content of a placement file, with a row per layer with experts."""
+
+    num_experts: Annotated[int, Field(ge=1, le=_MAX_EXPERTS)]
+    ep_size: Annotated[int, Field(ge=1, le=_MAX_EXPERTS)]
+    expert_of_slot: Annotated[list[list[int]], Field(min_length=1, max_length=_MAX_LAYERS)]
+    share_of_slot: Annotated[list[list[float]], Field(max_length=_MAX_LAYERS)] | None = None
+    weight_version: Annotated[str, Field(max_length=256)] = ""
 
 
 class AbortIdsBody(RequestBody):

@@ -1,0 +1,273 @@
+"""Placements from rows: experts that tokens choose together share a rank, as far as loads allow.
+
+The planner from counts (`planner`) balances the ranks first. Then pairs of ranks exchange replicas wherever that keeps
+more pairs of a token's experts on a rank, and no rank exceeds its limit. Several limits are tried; each layer takes the
+placement with the lowest cost (`traffic.CostRates`) for the batch size that is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayserve_moe.balancing.incremental import FIRST_ROUNDS, level
+from rayserve_moe.balancing.layout import Layout, layout_of
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, placement_from
+from rayserve_moe.balancing.planner import lower_bound, plan
+from rayserve_moe.balancing.traffic import CostRates, traffic_of
+
+MIN_SWEEPS, ROUNDS = 2, 64
+"""Sweeps over all pairs of ranks: at least so many, and with few ranks so many rounds in all. A layer without a gain in
+a sweep is finished."""
+LIMITS = (1.02, 1.2)
+"""Limits of a rank's load that are tried, relative to the placement from counts."""
+PAIR_ROWS, COST_ROWS = 2048, 256
+"""Rows per layer that pairs are counted in, and that costs are computed from; taken evenly from all."""
+TIE_FACTOR = 1.02
+"""Placements within this factor of a layer's minimum cost are tied; of these, the fewest ranks per token decide."""
+FAR_GAIN = 4.0
+"""Weight of a token whose expert comes to its slice, against a pair of experts that comes to a rank."""
+RATES = CostRates()
+
+
+@dataclass(frozen=True)
+class ServedGroup:
+    """The ranks and steps that a placement is planned for."""
+
+    ep_size: int
+    """Ranks that experts are divided over."""
+    num_redundant: int
+    """Slots of a layer beyond its experts; lowered until the ranks divide all slots."""
+    batch: int
+    """Tokens of a step over all ranks."""
+    num_slices: int = 1
+    """Slices that the ranks are divided over in order."""
+
+
+def loads_of(rows: np.ndarray, num_experts: int) -> np.ndarray:
+    """Count the tokens of each expert: `rows` [tokens, layers, k] to int64 [layers, experts]."""
+    num_layers = rows.shape[1]
+    counts = [np.bincount(rows[:, layer].reshape(-1), minlength=num_experts) for layer in range(num_layers)]
+    return np.array(counts, np.int64).reshape(num_layers, num_experts)
+
+
+def pair_counts(rows: np.ndarray, num_experts: int) -> np.ndarray:
+    """Count the tokens that chose two experts together: `rows` [tokens, layers, k] to float32 [layers, E, E].
+
+    The result is symmetric, with zeros on the diagonal.
+    """
+    num_layers, top_k = rows.shape[1:]
+    left, right = np.triu_indices(top_k, k=1)
+    found = np.empty((num_layers, num_experts, num_experts), np.float32)
+    for layer in range(num_layers):
+        ids = rows[:, layer].astype(np.int32)
+        keys = ids[:, left] * num_experts + ids[:, right]
+        counts = np.bincount(keys.reshape(-1), minlength=num_experts**2).reshape(num_experts, num_experts)
+        found[layer] = counts + counts.T
+        np.fill_diagonal(found[layer], 0)
+    return found
+
+
+def plan_from_rows(
+    rows: np.ndarray,
+    group: ServedGroup,
+    *,
+    num_experts: int,
+    rates: CostRates = RATES,
+    load: np.ndarray | None = None,
+    today: ExpertPlacement | None = None,
+) -> ExpertPlacement:
+    """Place the experts of every layer for `rows` [tokens, layers, k] that a group serves.
+
+    `load` [layers, experts] is balanced in place of the rows' own counts. Each layer takes the cheapest of the
+    placement from counts and its improvements, or of `today` if that has as many slots. Raises PlacementError for
+    numbers that do not fit.
+    """
+    _check(rows, group, num_experts)
+    load = loads_of(rows, num_experts) if load is None else load
+    first = plan(load, ep_size=group.ep_size, num_redundant=group.num_redundant)
+    if not len(rows) or first.slots_per_rank >= num_experts or group.ep_size == 1:
+        return first
+    tried = [first, *improvements(first, load, rows=rows, num_slices=group.num_slices)]
+    if today is not None and (today.ep_size, today.num_slots) == (first.ep_size, first.num_slots):
+        tried.insert(0, today)
+    return cheapest(tried, rows, batch=group.batch, num_slices=group.num_slices, rates=rates)
+
+
+def improvements(
+    first: ExpertPlacement,
+    load: np.ndarray,
+    *,
+    rows: np.ndarray,
+    num_slices: int,
+    limits: tuple[float, ...] = LIMITS,
+) -> Iterator[ExpertPlacement]:
+    """Yield a placement for each of `limits` with more of the rows' pairs together; each continues from the one before.
+
+    `load` [layers, experts] is what ranks are balanced for.
+    """
+    pairs = pair_counts(_sample(rows, PAIR_ROWS), first.num_experts)
+    shape = first.num_layers, first.ep_size, first.slots_per_rank
+    layout = layout_of(first.expert_of_slot.reshape(shape).astype(np.int64), first.num_experts)
+    layout.num_slices = num_slices
+    scaled = np.asarray(load, np.float64)
+    peaks = layout.peaks(layout.even_amounts(scaled))
+    bound = lower_bound(scaled, ep_size=first.ep_size, num_redundant=first.num_redundant)
+    for limit in limits:
+        gather_pairs(layout, scaled, pairs=pairs, limit=limit * peaks)
+        goal = np.maximum(bound, 1e-300)
+        amounts = level(layout, scaled, start=layout.even_amounts(scaled), goal=goal, rounds=FIRST_ROUNDS)
+        whole = np.take_along_axis(scaled, layout.by_layer, axis=1)
+        even = layout.even_amounts(np.ones_like(scaled))
+        shares = np.where(whole > 0, amounts / np.where(whole > 0, whole, 1), even)
+        yield placement_from(layout.by_layer.copy(), shares, num_experts=first.num_experts, ep_size=first.ep_size)
+
+
+def cheapest(
+    placements: list[ExpertPlacement], rows: np.ndarray, *, batch: int, num_slices: int = 1, rates: CostRates = RATES
+) -> ExpertPlacement:
+    """Return the placement whose layers have the lowest cost among those of `placements`.
+
+    Of tied costs it is the one with the fewest ranks per token; then the first.
+    """
+    sample, one = _sample(rows, max(COST_ROWS, batch)), placements[0]
+    found = [traffic_of(each, sample, batch=batch, num_slices=num_slices) for each in placements]
+    costs = np.array([each.seconds(rates, batch=batch, num_ranks=one.ep_size) for each in found])
+    ranks = np.array([each.distinct_ranks for each in found])
+    best = np.where(costs <= TIE_FACTOR * costs.min(axis=0), ranks, np.inf).argmin(axis=0)
+    layers = np.arange(len(best))
+    experts, shares = (
+        np.stack([getattr(each, name) for each in placements])[best, layers]
+        for name in ("expert_of_slot", "share_of_slot")
+    )
+    return placement_from(experts, shares, num_experts=one.num_experts, ep_size=one.ep_size)
+
+
+def _check(rows: np.ndarray, group: ServedGroup, num_experts: int) -> None:
+    if rows.ndim != 3 or rows.dtype.kind not in "iu":
+        raise PlacementError(f"rows are {rows.dtype} of shape {rows.shape}, not integers of [tokens, layers, k]")
+    if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_experts:
+        raise PlacementError(f"a row names an expert outside of 0..{num_experts - 1}")
+    if group.batch < 1:
+        raise PlacementError(f"steps of {group.batch} tokens compute nothing")
+    if group.num_slices < 1 or group.ep_size % group.num_slices:
+        raise PlacementError(f"{group.ep_size} ranks do not spread evenly over {group.num_slices} slices")
+
+
+def _sample(rows: np.ndarray, number: int) -> np.ndarray:
+    """Return at most `number` rows, at even distances."""
+    if len(rows) <= number:
+        return rows
+    return rows[np.arange(number) * len(rows) // number]
+
+
+def gather_pairs(layout: Layout, load: np.ndarray, *, pairs: np.ndarray, limit: np.ndarray) -> None:
+    """Exchange replicas between ranks to bring experts of `pairs` [layers, E, E] together, and replicas to each slice.
+
+    No exchange brings a rank above its layer's `limit` [layers], by `load` [layers, experts] in even shares. All pairs
+    of ranks take turns; disjoint pairs exchange at the same time.
+    """
+    # Of two experts with several replicas each, tokens need the smaller number of meetings.
+    weights = pairs / np.minimum(layout.counts[:, :, None], layout.counts[:, None, :]).astype(np.float32)
+    layers = np.arange(layout.num_layers)
+    num_ranks = layout.experts.shape[1]
+    for _ in range(max(MIN_SWEEPS, ROUNDS // max(1, num_ranks - 1))):
+        part = layout.of_layers(layers)
+        search = _PairSearch(part, load[layers], weights=weights[layers], limit=limit[layers])
+        for ones, others in _rounds(num_ranks):
+            search.exchange(ones, others)
+        layout.put(layers, part)
+        layers = layers[search.has_gained]
+        if not layers.size:
+            break
+
+
+def _rounds(num_ranks: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield rounds in which all ranks, or all but one, meet in pairs, such that every two ranks meet once."""
+    even = num_ranks + num_ranks % 2
+    circle = np.arange(even)
+    for _ in range(even - 1):
+        ones, others = circle[: even // 2], circle[even // 2 :][::-1]
+        real = (ones < num_ranks) & (others < num_ranks)
+        yield ones[real], others[real]
+        circle = np.concatenate([circle[:1], np.roll(circle[1:], 1)])
+
+
+class _PairSearch:
+    """Exchanges between pairs of ranks, in all layers at once, and the sums that value them."""
+
+    def __init__(self, layout: Layout, load: np.ndarray, *, weights: np.ndarray, limit: np.ndarray) -> None:
+        self._layout, self._weights, self._limit = layout, weights, limit
+        self._each = load / layout.counts
+        self._ranks = layout.even_amounts(load).reshape(layout.experts.shape).sum(axis=2)
+        self._load = load.astype(np.float32)
+        self._per_slice = layout.experts.shape[1] // layout.num_slices
+        slices = (layout.num_layers, layout.num_slices, self._per_slice, load.shape[1])
+        self._on_slice = layout.held.reshape(slices).sum(axis=2)
+        """Replicas on a slice, int [layers, slices, experts]."""
+        self._near = np.matmul(layout.held.astype(np.float32), weights)
+        """Pairs that an expert has on a rank, float32 [layers, ranks, experts]."""
+        self.has_gained = np.zeros(layout.num_layers, np.bool_)
+
+    def exchange(self, ones: np.ndarray, others: np.ndarray) -> None:
+        """Let each of the ranks `ones` make the best exchange with its partner of `others`, in every layer."""
+        layout = self._layout
+        ours, theirs = layout.experts[:, ones], layout.experts[:, others]
+        gain = self._gain(ones, others, ours=ours, theirs=theirs)
+        layers = np.arange(layout.num_layers)[:, None, None]
+        gain[layout.held[layers, others[:, None], ours]] = -1
+        np.swapaxes(gain, 2, 3)[layout.held[layers, ones[:, None], theirs]] = -1
+        given = self._each[layers, ours][..., None] - self._each[layers, theirs][..., None, :]
+        peak_one = self._ranks[:, ones][..., None, None] - given
+        peak_other = self._ranks[:, others][..., None, None] + given
+        limit = self._limit[:, None, None, None] * (1 + 1e-9)
+        gain[(np.maximum(peak_one, peak_other) > limit)] = -1
+        flat = gain.reshape(*gain.shape[:2], -1)
+        best = flat.argmax(axis=2)
+        layer, pair = np.nonzero(np.take_along_axis(flat, best[..., None], axis=2)[..., 0] > 1e-3)
+        if not layer.size:
+            return
+        i, j = np.divmod(best[layer, pair], ours.shape[2])
+        self._apply(layer, (ones[pair], i), other=(others[pair], j))
+
+    def _gain(self, ones: np.ndarray, others: np.ndarray, *, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        """Return the pairs that come together less those parted, [layers, pairs of ranks, slots, slots].
+
+        Between slices, tokens whose expert comes to a slice that lacks it count `FAR_GAIN` times.
+        """
+        layers = np.arange(self._layout.num_layers)[:, None, None]
+        moved_out = self._moved(ones, others, experts=ours)
+        moved_in = self._moved(others, ones, experts=theirs)
+        meeting = 2 * self._weights[layers[..., None], ours[..., None], theirs[..., None, :]]
+        return moved_out[..., None] + moved_in[..., None, :] - meeting
+
+    def _moved(self, here: np.ndarray, there: np.ndarray, *, experts: np.ndarray) -> np.ndarray:
+        """Return the gain of moving each of `experts` [layers, pairs, slots] from a rank to its partner."""
+        layers = np.arange(self._layout.num_layers)[:, None, None]
+        gain = self._near[layers, there[:, None], experts] - self._near[layers, here[:, None], experts]
+        if self._layout.num_slices == 1:
+            return gain
+        from_slice, to_slice = (ranks[:, None] // self._per_slice for ranks in (here, there))
+        lacks = self._on_slice[layers, to_slice, experts] == 0
+        leaves = self._on_slice[layers, from_slice, experts] == 1
+        change = (lacks.astype(np.float32) - leaves) * self._load[layers, experts]
+        return gain + FAR_GAIN * np.where(from_slice == to_slice, 0, change)
+
+    def _apply(self, layer: np.ndarray, one: tuple[np.ndarray, np.ndarray], *, other: tuple[np.ndarray, ...]) -> None:
+        layout = self._layout
+        gone, come = layout.experts[layer, *one], layout.experts[layer, *other]
+        layout.exchange(layer, one, other=(other[0], other[1]))
+        change = self._weights[layer, come] - self._weights[layer, gone]
+        self._near[layer, one[0]] += change
+        self._near[layer, other[0]] -= change
+        one_slice, other_slice = one[0] // self._per_slice, other[0] // self._per_slice
+        np.add.at(self._on_slice, (layer, one_slice, come), 1)
+        np.add.at(self._on_slice, (layer, other_slice, gone), 1)
+        np.add.at(self._on_slice, (layer, one_slice, gone), -1)
+        np.add.at(self._on_slice, (layer, other_slice, come), -1)
+        given = self._each[layer, gone] - self._each[layer, come]
+        self._ranks[layer, one[0]] -= given
+        self._ranks[layer, other[0]] += given
+        self.has_gained[layer] = True

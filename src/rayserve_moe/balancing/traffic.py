@@ -1,0 +1,212 @@
+"""Costs of tokens under a placement: the ranks that compute them, rows between ranks, and the hottest rank.
+
+It works on rows: the experts that routers chose for tokens, of a rollout or of a server's last steps. Slots are chosen
+as `experts.slot_mapping` chooses them on devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rayserve_moe.balancing.placement import (
+    NEAR_TOKENS,
+    NEEDED_POINTS,
+    OWN_POINTS,
+    SLICE_POINTS,
+    ExpertPlacement,
+)
+
+WHOLE = 1 << 20  # a share of an expert's tokens is measured in parts of this
+GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples spread evenly over the 32-bit numbers
+
+
+@dataclass(frozen=True)
+class CostRates:
+    """Seconds of a layer's work on a device and its links; the defaults are of Qwen3-30B-A3B in bfloat16 on v6e."""
+
+    slot_s: float = 9.4e6 / 1638e9
+    """Seconds to read an expert's weights, once per slot that has a token."""
+    row_s: float = 9.4e6 / 918e12
+    """Seconds to multiply a row by an expert."""
+    ici_s: float = 4096 / 180e9
+    """Seconds to send a row to another rank of the slice."""
+    dcn_s: float = 4096 / 6.25e9
+    """Seconds to send a row to another slice."""
+
+
+class Traffic(NamedTuple):
+    """Means over batches, per layer: float64 [layers] each."""
+
+    distinct_ranks: np.ndarray
+    """Ranks that compute a token."""
+    remote_ranks: np.ndarray
+    """Ranks other than the token's own that compute it."""
+    remote_rows: np.ndarray
+    """Rows of a token that leave its rank, one for each expert elsewhere."""
+    far_rows: np.ndarray
+    """Rows of a token that leave its slice."""
+    hottest_rows: np.ndarray
+    """Rows of a batch on its hottest rank."""
+    used_slots: np.ndarray
+    """Slots with a token on the rank with the most such slots."""
+    loads: np.ndarray
+    """Rows of all batches by rank, [layers, ranks]."""
+
+    def seconds(self, rates: CostRates, *, batch: int, num_ranks: int) -> np.ndarray:
+        """Return the seconds of a batch of `batch` tokens by layer: the hottest rank's work, then rows out and back."""
+        near_rows = self.remote_rows - self.far_rows
+        links = (near_rows * rates.ici_s + self.far_rows * rates.dcn_s) * 2 * batch / num_ranks
+        return self.used_slots * rates.slot_s + self.hottest_rows * rates.row_s + links
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Tokens in batches, divided over the ranks in turn; tokens beyond the last whole batch count only if alone."""
+
+    num_rows: int
+    """Tokens that there are."""
+    size: int
+    """Tokens of a batch."""
+    num_ranks: int
+    num_slices: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens that count."""
+        return self.num_rows // self.size * self.size or self.num_rows
+
+    @property
+    def of_tokens(self) -> np.ndarray:
+        """Return the number of each token's batch."""
+        return np.arange(self.num_tokens) // self.size
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """Return the rank that dispatches each token."""
+        return np.arange(self.num_tokens) % self.size % self.num_ranks
+
+
+def traffic_of(
+    placement: ExpertPlacement, rows: np.ndarray, *, batch: int, num_slices: int = 1, near: bool | None = None
+) -> Traffic:
+    """Return the traffic of `rows` [tokens, layers, k] in `Batches`.
+
+    `near` selects slots by distance; None: if the batch has at most `NEAR_TOKENS`.
+    """
+    num_ranks, is_near = placement.ep_size, batch <= NEAR_TOKENS if near is None else near
+    batches = Batches(len(rows), batch, num_ranks, num_slices)
+    sources = batches.ranks
+    groups = batches.of_tokens * num_ranks + sources
+
+    def slots_of(layer: int, ids: np.ndarray) -> np.ndarray:
+        maps = LayerMaps.of(placement, layer)
+        by_shares = slots_by_shares(maps, ids, ranks=sources, groups=groups)
+        if not is_near:
+            return by_shares
+        return nearest_slots(maps, ids, ranks=sources, by_shares=by_shares, num_slices=num_slices)
+
+    return count_traffic(slots_of, rows, batches, slots_per_rank=placement.slots_per_rank)
+
+
+def count_traffic(
+    slots_of: Callable[[int, np.ndarray], np.ndarray], rows: np.ndarray, batches: Batches, *, slots_per_rank: int
+) -> Traffic:
+    """Count the traffic of `rows` [tokens, layers, k] if `slots_of(layer, ids)` are the slots that tokens take."""
+    num_tokens, num_ranks = batches.num_tokens, batches.num_ranks
+    sources, batch = batches.ranks, batches.of_tokens
+    num_batches, per_slice = -(-num_tokens // batches.size), num_ranks // batches.num_slices
+    found = []
+    for layer in range(rows.shape[1]):
+        slots = slots_of(layer, np.asarray(rows[:num_tokens, layer], np.int64))
+        ranks = slots // slots_per_rank
+        is_used = np.zeros((num_tokens, num_ranks), np.bool_)
+        np.put_along_axis(is_used, ranks, values=True, axis=1)
+        distinct, own = np.count_nonzero(is_used), np.count_nonzero(is_used[np.arange(num_tokens), sources])
+        is_far = ranks // per_slice != sources[:, None] // per_slice
+        numbers = distinct, distinct - own, np.count_nonzero(ranks != sources[:, None]), np.count_nonzero(is_far)
+        keys = batch[:, None] * num_ranks + ranks
+        loads = np.bincount(keys.reshape(-1), minlength=num_batches * num_ranks).reshape(num_batches, num_ranks)
+        is_used = np.zeros((num_batches, num_ranks * slots_per_rank), np.bool_)
+        is_used[batch[:, None], slots] = True
+        used = is_used.reshape(num_batches, num_ranks, -1).sum(axis=2)
+        per_token = [number / max(1, num_tokens) for number in numbers]
+        found.append((*per_token, loads.max(axis=1).mean(), used.max(axis=1).mean(), loads.sum(axis=0)))
+    return Traffic(*(np.array(column, np.float64) for column in zip(*found, strict=True)))
+
+
+class LayerMaps(NamedTuple):
+    """The maps of a layer for choosing slots."""
+
+    bounds: np.ndarray
+    """Begin of each slot's share, as expert * WHOLE plus that part of WHOLE, in the order of `slots`."""
+    slots: np.ndarray
+    """Slots by expert."""
+    slot_on: np.ndarray
+    """Slot of an expert on a rank; -1: none."""
+
+    @classmethod
+    def of(cls, placement: ExpertPlacement, layer: int) -> LayerMaps:
+        """Return the maps of a layer of a placement."""
+        experts, shares = placement.expert_of_slot[layer], placement.share_of_slot[layer].astype(np.float64)
+        slots = np.argsort(experts, kind="stable")
+        experts, shares = experts[slots].astype(np.int64), shares[slots]
+        starts = np.cumsum(shares) - shares
+        is_first = np.diff(experts, prepend=-1) != 0
+        starts -= np.maximum.accumulate(np.where(is_first, starts, 0))
+        bounds = experts * WHOLE + np.clip(np.rint(starts * WHOLE), 0, WHOLE - 1).astype(np.int64)
+        slot_for = placement.slot_for[layer]
+        is_there = slot_for // placement.slots_per_rank == np.arange(placement.ep_size)
+        return cls(bounds, slots, np.where(is_there, slot_for, -1))
+
+
+def slots_by_shares(maps: LayerMaps, ids: np.ndarray, *, ranks: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return the slot of every assignment [T, K] by shares.
+
+    `ranks` [T] dispatch the tokens; tokens of the same of `groups` [T] are dispatched together.
+    """
+    num_experts, num_ranks = maps.slot_on.shape
+    keys = (groups[:, None] * num_experts + ids).reshape(-1)
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    begins = np.flatnonzero(np.diff(ordered, prepend=-1))
+    counts = np.diff(begins, append=len(ordered))
+    place, count = np.empty_like(keys), np.empty_like(keys)
+    place[order] = np.arange(len(ordered)) - np.repeat(begins, counts)
+    count[order] = np.repeat(counts, counts)
+    step = ((1 << 32) // num_ranks) % (1 << 32)
+    turn = (ranks[:, None].astype(np.uint64) * step + ids.astype(np.uint64) * GOLDEN) % (1 << 32)
+    offsets = (turn >> np.uint64(8)).astype(np.float32) / np.float32(1 << 24)
+    fractions = (place.reshape(ids.shape).astype(np.float32) + offsets) / count.reshape(ids.shape).astype("f4")
+    within = np.clip((fractions * np.float32(WHOLE)).astype(np.int64), 0, WHOLE - 2)
+    return maps.slots[np.searchsorted(maps.bounds, ids * WHOLE + within, side="right") - 1]
+
+
+def nearest_slots(
+    maps: LayerMaps, ids: np.ndarray, *, ranks: np.ndarray, by_shares: np.ndarray, num_slices: int = 1
+) -> np.ndarray:
+    """Return the slot of every assignment [T, K] that is nearest to its token and to the token's other experts.
+
+    In this order: a slot of the token's own rank; of its slice; of a rank that the token needs for an expert without
+    another replica; of the rank that holds most of the token's experts; the slot `by_shares` [T, K]; of the next rank.
+    """
+    num_ranks = maps.slot_on.shape[1]
+    slot = maps.slot_on[ids]
+    has = slot >= 0
+    all_ranks, ranks, (num_tokens, top_k) = np.arange(num_ranks, dtype=np.int32), ranks.astype(np.int32), ids.shape
+    is_own = all_ranks == ranks[:, None]
+    is_alone = (has.sum(axis=2) == 1) & ~(has & is_own[:, None]).any(axis=2)
+    is_needed = (has & is_alone[..., None]).any(axis=1)
+    per_slice = num_ranks // num_slices
+    is_near = all_ranks // per_slice == (ranks // per_slice)[:, None]
+    points = 2 * has.sum(axis=1, dtype=np.int32)
+    for is_so, number in ((is_own, OWN_POINTS), (is_near, SLICE_POINTS), (is_needed, NEEDED_POINTS)):
+        points += np.int32(number) * is_so
+    # Among equal ranks the next one after the token's own, so that tokens of different ranks spread.
+    points = points * num_ranks + num_ranks - 1 - (all_ranks - ranks[:, None]) % num_ranks
+    is_share = slot == by_shares[..., None].astype(np.int32)
+    chosen = np.where(has, points[:, None] + num_ranks * is_share, -1).argmax(axis=2)
+    return np.take_along_axis(slot, chosen[..., None], axis=2).reshape(num_tokens, top_k)
