@@ -39,6 +39,8 @@ class AttentionConfig:
     """Positions that each layer sees, its own included; 0: all. Empty: all in every layer."""
     output_gate: str = "none"
     """`none`, or the function of the gates that multiply outputs: `sigmoid` or `softplus`."""
+    norms_values: bool = False
+    """True if values are normed without a scale."""
     pool_layers: tuple[int, ...] = ()
     """Number of each layer among the layers of the pool. Empty: the pool holds these layers only."""
     num_pool_layers: int = 0

@@ -30,17 +30,19 @@ def project_heads(
     """Return queries, keys and values of this device's heads, [T, heads, h] each.
 
     `weights` are the layer's, under the names of `model.parameters`. Norms and biases may be absent; a norm covers each
-    head by itself, or all heads of all devices together.
+    head by itself, or all heads of all devices together. Without a matrix of values, values are the projected keys.
     """
     heads_of = {
         name: project(normed_TD, weights[matrix], weights.get(bias)).reshape(len(normed_TD), -1, config.head_dim)
         for name, matrix, bias in (
             ("q", "q_LDH", "q_bias_LH"),
             ("k", "k_LDG", "k_bias_LG"),
-            ("v", "v_LDG", "v_bias_LG"),
+            ("v", "v_LDG" if "v_LDG" in weights else "k_LDG", "v_bias_LG"),
         )
     }
     queries, keys, values = heads_of["q"], heads_of["k"], heads_of["v"]
+    if config.norms_values:
+        values = rms_norm(values, jnp.ones(config.head_dim, values.dtype), config.eps)
     if not config.norms_after_rotation:
         queries, keys = _norm_queries_and_keys(queries, keys, weights, config)
     if config.clip is not None:

@@ -90,7 +90,7 @@ def eagle_spec(config: Mapping[str, Any], target: ModelSpec, *, algorithm: str, 
         dense_intermediate_size=integer_of(config, "intermediate_size"),
         mixers=(GroupedAttention(**heads_of(config), rope=rope_of(config, family), bias=has_bias),),
         router=target.router,
-        experts=replace(target.experts, shared="none", shared_size=0, activation="silu"),
+        experts=replace(target.experts, shared="none", shared_size=0, separate_norms=False, activation="silu"),
     )
     layer = replace(layer, tie_embeddings=False)
     if layer.vocab_size != target.vocab_size:

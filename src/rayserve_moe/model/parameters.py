@@ -44,6 +44,9 @@ def parameter_specs(
         tree["post_norms"] = {
             f"{part}_LD": _norm(spec, f"post_{part}_norm", dtype, layers) for part in ("mixer", "ffn")
         }
+    if spec.has_scalars:
+        scalars = ParamSpec((len(layers), 1), dtype, ("layers", None), "layer_scalar", layers, initial="ones")
+        tree["layer_scalars"] = {"scalar_L1": scalars}
     for kind, ffn in FFNS.items():
         if spec.layers_with_ffn(kind):
             tree |= ffn.parameters(spec, dtype=dtype, expert_dtype=expert_dtype, num_redundant=num_redundant)

@@ -126,7 +126,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "softplus gates of heads": {"output_gate": "softplus", "gate_form": "head", "head_dim": 24},
     "sigmoid gates of heads": {"output_gate": "sigmoid", "gate_form": "head"},
     "no rotation": {"rope": None},
-    **{f"heads of {width}": {"head_dim": width} for width in (8, 16, 24, 64, 96, 160, 192)},
+    "normed values": {"value_norm": True, "score_scale": 1.0},
+    "keys as values": {"values": "keys", "value_norm": True},
+    **{f"heads of {width}": {"head_dim": width} for width in (8, 16, 24, 64, 96, 160, 192, 512)},
 }
 
 

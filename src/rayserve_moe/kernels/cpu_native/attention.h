@@ -52,6 +52,7 @@ inline void place_token(const AttentionShapes& s, const AttentionArrays& a, int6
   const float* mean_squares = a.mean_squares ? a.mean_squares + 2 * t : nullptr;
   shape_heads(query, s.q_width(), a.q_norm, mean_squares, cos, sin, s.rules);
   shape_heads(key, s.kv_width(), a.k_norm, mean_squares ? mean_squares + 1 : nullptr, cos, sin, s.rules);
+  if (s.rules.norms_values) norm_plain(value, s.kv_width(), h, s.rules.eps);
   if (s.rules.clip > 0) clip_row(value, s.kv_width(), s.rules.clip);
   if (a.positions[t] < 0) return;  // padding: all of it has the same slot
   bf16* target = a.pool + int64_t(a.kv_slots[t]) * 2 * s.kv_width();

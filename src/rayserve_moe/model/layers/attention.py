@@ -61,6 +61,10 @@ class GroupedAttention:
     gate_form: str = one_of("element", "head", "in_query")
     """Gates in files: of each `element` of the queries, of each `head`, or of each element after the query of its head
     (`in_query`)."""
+    values: str = one_of("own", "keys")
+    """`keys`: a value is its key ahead of the norm and the rotation of keys."""
+    value_norm: bool = False
+    """True for an RMS norm of each value without a scale."""
     fused_qkv: bool = one_of(False, True)
     """True if files hold q, k and v of a layer as rows of a single tensor, in this order."""
     kind: str = one_of(*KINDS)
@@ -118,10 +122,12 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
     def per_layer(role: str, size: int, axis: str, initial: str) -> ParamSpec:
         return ParamSpec((len(layers), size), dtype, ("layers", axis), role, layers, initial=initial)
 
+    own_values = {"v_LDG": of_kv_heads(project("v", (width, kv_width), ("model", "kv_heads")))}
+    values = own_values if own.values == "own" else {}
     specs = {
         "q_LDH": project("q", (width, q_width), ("model", "heads")),
         "k_LDG": of_kv_heads(project("k", (width, kv_width), ("model", "kv_heads"))),
-        "v_LDG": of_kv_heads(project("v", (width, kv_width), ("model", "kv_heads"))),
+        **values,
         "o_LHD": project("o", (q_width, width), ("heads", "model")),
     }
     if own.output_gate != "none":
@@ -221,6 +227,7 @@ def attention_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan 
         score_scale=own.score_scale,
         windows=spec.windows(own.kind),
         output_gate=own.output_gate,
+        norms_values=own.value_norm,
         pool_layers=() if len(mine) == len(sharing) else tuple(map(sharing.index, mine)),
         num_pool_layers=len(sharing),
     )
