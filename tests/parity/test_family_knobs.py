@@ -44,6 +44,7 @@ NOT_TURNED = {
     "norm_offset",
     "values",
     "rounded_embedding_multiplier",
+    "float32_norms",
 }
 """Where tensors lie, what stands with another knob, what another shape of parameters goes with, what is added to them
 when they are read, and what rounds nothing in float32."""

@@ -174,7 +174,7 @@ def draft_parameters(draft: DraftSpec, *, dtype: str, **held: Any) -> dict[str, 
     width, num_joined = spec.hidden_size, len(draft.aux_layers) or 2
 
     def norm(role: str) -> ParamSpec:
-        return norm_spec(spec.norm_offset, (width,), ("model",), role, dtype=dtype)
+        return norm_spec(spec.norm_offset, (width,), ("model",), role, dtype=spec.norm_dtype(dtype))
 
     own = {"fc_AD": ParamSpec((num_joined * width, width), dtype, ("model", "model"), "fc", file=TRANSPOSED)}
     if draft.algorithm == "EAGLE3":

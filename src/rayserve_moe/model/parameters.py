@@ -66,7 +66,7 @@ def parameters_in_files(
 
 def _norm(spec: ModelSpec, role: str, dtype: str, layers: tuple[int, ...]) -> ParamSpec:
     shape, axes = (len(layers), spec.hidden_size), ("layers", "model")
-    return norm_spec(spec.norm_offset, shape, axes, role, dtype=dtype, layers=layers)
+    return norm_spec(spec.norm_offset, shape, axes, role, dtype=spec.norm_dtype(dtype), layers=layers)
 
 
 def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str, ParamSpec]:
@@ -74,7 +74,9 @@ def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str,
     rows = words if spec.tie_embeddings else ("vocabulary", "table_row")
     specs = {
         "table_VD": ParamSpec(table, dtype, rows, "embedding").padded("vocabulary", num_devices),
-        "final_norm_D": norm_spec(spec.norm_offset, (spec.hidden_size,), ("model",), "final_norm", dtype=dtype),
+        "final_norm_D": norm_spec(
+            spec.norm_offset, (spec.hidden_size,), ("model",), "final_norm", dtype=spec.norm_dtype(dtype)
+        ),
     }
     if not spec.tie_embeddings:
         specs["head_VD"] = ParamSpec(table, dtype, words, "head").padded("vocabulary", num_devices)

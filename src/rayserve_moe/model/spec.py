@@ -192,6 +192,9 @@ class ModelSpec:
     """Dtype of the weights in the files."""
     norm_offset: float = one_of(0.0, 1.0)
     """Added to the scales of norms in files; with 1 the sums are stored in float32."""
+    float32_norms: bool = False
+    """True if the scales of norms are stored in float32 also without an offset, so that a normed row is rounded once.
+    """
     block_dtype: str = ""
     """8-bit dtype of weights with scales per 128 x 128 block in the files; empty if none."""
     factors: FactorSpec = FactorSpec()
@@ -216,6 +219,10 @@ class ModelSpec:
             if problem := mixer.unsupported_reason():
                 raise UnsupportedModelError(f"{self.family}: {problem}")
         _refuse_unfit_windows(self)
+
+    def norm_dtype(self, dtype: str) -> str:
+        """Return the dtype of the scales of norms of a model that computes in `dtype`."""
+        return "float32" if self.float32_norms else dtype
 
     @property
     def num_layers(self) -> int:

@@ -162,7 +162,7 @@ def _norms(own: GroupedAttention, spec: ModelSpec, *, dtype: str, kv_form: FileF
 
     def norm(role: str, size: int, axis: str) -> ParamSpec:
         shape, axes = (len(layers), size), ("layers", axis)
-        return norm_spec(spec.norm_offset, shape, axes, role, dtype=dtype, layers=layers)
+        return norm_spec(spec.norm_offset, shape, axes, role, dtype=spec.norm_dtype(dtype), layers=layers)
 
     if own.qk_norm == "head":
         return {
@@ -245,8 +245,8 @@ def begin_choice(
     """Return the choice of a kernel that adds, norms and projects at once; arguments as for `begin`."""
     at_once = config.kernels.attention.norm_and_project
     has_gate = own.output_gate != "none"
-    reason = "attention has an output gate" if has_gate else "norms have an offset"
-    if has_gate or config.spec.norm_offset:
+    reason = "attention has an output gate" if has_gate else "scales of norms are float32"
+    if has_gate or config.spec.norm_offset or config.spec.float32_norms:
         return Choice(None, {candidate.name: reason for candidate in at_once.candidates})
     attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
     return at_once.choose(*stream, stacked, rotation=rotation, config=attention)

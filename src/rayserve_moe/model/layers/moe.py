@@ -178,7 +178,7 @@ def _norm_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
         "after_shared_MD": "post_shared_norm",
     }
     return {
-        name: norm_spec(spec.norm_offset, shape, axes, role, dtype=dtype, layers=layers)
+        name: norm_spec(spec.norm_offset, shape, axes, role, dtype=spec.norm_dtype(dtype), layers=layers)
         for name, role in roles.items()
         if spec.experts.shared != "none" or role != "post_shared_norm"
     }
