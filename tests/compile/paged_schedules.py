@@ -42,7 +42,7 @@ GROUPS = {"groups of 4": 4, "groups of 8": 8}
 def lanes_of(model: str) -> int:
     """Return the numbers in a row of the pool."""
     _, num_kv, width, latent_width = MODELS[model]
-    return latent_lanes(width) if latent_width else packed_width(num_kv, width)
+    return latent_lanes(width) if latent_width else packed_width(num_kv, width, width)
 
 
 def memory_bundles(chip: str, model: str) -> float:

@@ -41,7 +41,7 @@ def compiled_step(
 ):
     """New rows are written into a pool that is given away, then 16 blocks attend it; or both at once."""
     heads, kv_heads, width, latent_width = MODELS[model]
-    lanes = latent_lanes(width) if latent_width else packed_width(kv_heads, width)
+    lanes = latent_lanes(width) if latent_width else packed_width(kv_heads, width, width)
     pool, rows = shapes_of_rows(lanes, 16, is_8_bit=is_8_bit)
     queries = jax.ShapeDtypeStruct((16, num_queries, heads, width), jnp.bfloat16)
     table, positions = (jax.ShapeDtypeStruct((16, n), np.int32) for n in (CONTEXT // PAGE, num_queries))
@@ -63,7 +63,7 @@ def compiled_step(
 def compiled_groups(chip: str, model: str, most: int, *, is_8_bit: bool = False):
     """64 single tokens, up to `most` of a sequence, attend and write a pool that is given away."""
     heads, kv_heads, width, latent_width = MODELS[model]
-    lanes, num = latent_lanes(width) if latent_width else packed_width(kv_heads, width), 64
+    lanes, num = latent_lanes(width) if latent_width else packed_width(kv_heads, width, width), 64
     pool, rows = shapes_of_rows(lanes, num, is_8_bit=is_8_bit)
     queries, sinks = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((num, heads, width), (heads,)))
     table, of_tokens = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((num, CONTEXT // PAGE), (num,)))

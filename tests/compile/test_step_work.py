@@ -10,7 +10,7 @@ import pytest
 from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.tools.estimate.chips import chip_of
-from rayserve_moe.tools.estimate.kernel_work import RecurrentWork, StepWork
+from rayserve_moe.tools.estimate.kernel_work import AttentionWork, RecurrentWork, StepWork
 from rayserve_moe.tools.estimate.workload import StepSizes, step_work
 from rayserve_moe.tools.served_cases import case_of_model, lay_out
 
@@ -29,6 +29,12 @@ def served(batch: int, *, tp: int = 1, redundant: int = 0, drafts: str = "", kv_
 def work(batch: int, *, prompt_tokens: int = 0, kv_dtype: str = "bfloat16", **how: int | str) -> StepWork:
     sizes = StepSizes("v6e:2x4", batch, 1024, kv_dtype=kv_dtype)
     return step_work(served(batch, kv_dtype=kv_dtype, **how).config, sizes, prompt_tokens=prompt_tokens)
+
+
+def blocks_of(found: StepWork) -> dict[int, AttentionWork]:
+    """The work of attention by blocks of queries; all layers have the same heads."""
+    assert len({sizes[1:] for sizes in found.attention}) == 1
+    return {sizes.num_blocks: work for sizes, work in found.attention.items()}
 
 
 def test_few_tokens_use_few_slots_and_many_use_all():
@@ -67,14 +73,14 @@ def test_kernels_visit_blocks_of_keys():
             2 * 2,
             2 * 8,
         )
-        assert set(work(16, prompt_tokens=8192, kv_dtype=kv_dtype).attention) == {16, 8192 // 32}
+        assert blocks_of(work(16, prompt_tokens=8192, kv_dtype=kv_dtype)).keys() == {16, 8192 // 32}
 
 
 def test_drafts_are_verified_by_reading_pages_once():
     """Of 2 sequences of 4 rows each: weights and operations are those of 8 tokens, pages those of 2 sequences."""
     verify = step_work(served(2, drafts="NGRAM").config, StepSizes("v6e:2x4", 2, 1024, singles=8, rows_each=4))
     (found,) = verify.attention.values()
-    assert set(verify.attention) == {8} and found == work(2).attention[2]
+    assert blocks_of(verify).keys() == {8} and found == blocks_of(work(2))[2]
     assert verify.used_slots == work(8).used_slots and verify.flops == pytest.approx(work(8).flops)
     assert work(8).hbm_bytes - verify.hbm_bytes == pytest.approx(6 * 1024 * KV_BYTES * LAYERS)
     eight_bits = served(2, drafts="NGRAM", kv_dtype="float8_e4m3fn").config
@@ -95,7 +101,7 @@ def test_cores_that_share_a_device_share_blocks_of_an_attention_of_our_own():
     """Single tokens, of which there is an odd number, and prompts in blocks of 32, which see half of theirs."""
     values = {"max_model_len": 1024, "max_running_requests": 3}
     model = lay_out(case_of_model("qwen3-30b-a3b", "v5p:2x2x1", values=values)).config
-    found = step_work(model, StepSizes("v5p:2x2x1", 3, 1024), prompt_tokens=2048).attention
+    found = blocks_of(step_work(model, StepSizes("v5p:2x2x1", 3, 1024), prompt_tokens=2048))
     assert set(found) == {4, 2048 // 32}
     assert found[4].num_visits == 3 * 2 and found[4].num_pages == 3 * 8
     prompt = found[2048 // 32]

@@ -19,8 +19,9 @@ import pytest
 from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticModel, write_checkpoint
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.execution.runner import HostRunner
-from rayserve_moe.model import states
-from rayserve_moe.model.states import layer_pages_of
+from rayserve_moe.kernels.kv_pool import LayerPages, StatePages
+from rayserve_moe.model import states as model_states
+from rayserve_moe.model.states import token_states
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.state.paged import PagedState
 from tests.support.engine.host_runners import TWO_SHAPES, card_of, prepared_runner
@@ -89,7 +90,7 @@ def runner_of(checkpoint: Path, kernel_settings: dict[str, str]) -> RunnerOf:
 @pytest.fixture(scope="module")
 def unfreed(checkpoint: Path, runner_of: RunnerOf, card: ModelCard) -> Outcomes:
     """Each request alone, on one device where no layer frees anything."""
-    with patch.object(states, "windows_within", lambda windows, max_tokens: (0,) * len(windows)):
+    with patch.object(model_states, "windows_within", lambda windows, max_tokens: (0,) * len(windows)):
         keeps_all = runner_of.__wrapped__((1, 1))
     assert keeps_all.state.pools["kv"][0].shape[0] == 3 * NUM_PAGES
     return run_alone(keeps_all, card, workload(), way=WAY)
@@ -113,16 +114,17 @@ def test_a_mesh_of_two_by_two_is_one_device(runner_of: RunnerOf, card: ModelCard
 def test_what_stands_in_freed_pages_is_without_effect(runner_of: RunnerOf, card: ModelCard, unfreed: Outcomes):
     """After every step all pages of windowed layers that no coming query sees hold what is not a number."""
     runner = runner_of((1, 1))
-    kinds, groups = runner.served.pool.kinds, runner.served.pool.groups(NUM_PAGES)
-    places = layer_pages_of(kinds, groups) or [(0, i * groups[0].num_pages, groups[0].num_pages) for i in range(3)]
+    size, states = runner.served.pool.groups(NUM_PAGES)[0].num_pages, token_states(runner.served.config)
+    equal = StatePages("kv", tuple(LayerPages(0, i * size, size) for i in range(3)))
+    ((_, places),) = runner.served.step_config(NUM_PAGES).layer_pages or (equal,)
     num_poisoned = []
 
     def poison(cycle: StepCycle, step: int) -> None:
         page_of = windowed_of(cycle).page_of
         seen = [s.pages[max(0, s.num_computed + 1 - WINDOW) // PAGE :] for s in cycle.scheduler.running]
         is_seen = np.zeros(len(runner.state.pools["kv"][0]), np.bool_)
-        for kind, (_, first_page, num_pages) in zip(kinds, places, strict=True):
-            pages = page_of[np.concatenate([np.zeros(0, np.int32), *seen])] if kind.window else np.arange(num_pages)
+        for window, (_, first_page, num_pages) in zip(states[0].windows, places, strict=True):
+            pages = page_of[np.concatenate([np.zeros(0, np.int32), *seen])] if window else np.arange(num_pages)
             is_seen[first_page + pages] = True
         num_poisoned.append(np.count_nonzero(~is_seen))
         pool = jnp.where(jnp.asarray(is_seen)[:, None, None, None], runner.state.pools["kv"][0], jnp.nan)

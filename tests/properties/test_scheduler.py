@@ -21,7 +21,6 @@ from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS
 from rayserve_moe.scheduling.verify_rows import samples_that_count
 from rayserve_moe.state.entries import EntryState
 from rayserve_moe.state.groups import EntryGroup, page_groups
-from rayserve_moe.state.kinds import StateKind
 from tests.support.devices.simulated_device import STOP_TOKEN_ID, VOCABULARY, Past, SimulatedDevice, drawn
 from tests.support.session.hypothesis_examples import examples
 
@@ -76,7 +75,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         # No pages beyond those that rows see at once: what is cached behind windows has to make way.
         scheduler = SchedulerSettings(max_running_requests=num_rows, max_step_tokens=step_tokens)
         cache = CacheSettings(page_size=page_size, enable_prefix_caching=False)
-        kinds = [StateKind("kv", "token", (), window=window) for window in windows]
         self.scale = LONGER if entry_tokens == 64 else 1
         num_pages *= self.scale
         self.limits = StepLimits(
@@ -88,7 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=LONGEST_PROMPT * self.scale + MOST_NEW,
             num_data_ranks=num_data_ranks,
             caches_prefixes=caches_prefixes,
-            page_groups=page_groups(kinds, num_pages, scheduler=scheduler, cache=cache),
+            page_groups=page_groups(windows, num_pages, scheduler=scheduler, cache=cache),
             entry_groups=(EntryGroup("delta", entry_tokens, 1 + 2 * num_rows + num_kept, interval),)[
                 : entry_tokens > 0
             ],

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -46,24 +46,34 @@ class EntrySizes:
         return EntryGroup(self.kind.name, self.kind.entry_tokens, num_entries, cache.state_interval)
 
 
+class LayerSize(NamedTuple):
+    """A layer with pages."""
+
+    window: int
+    """Number of positions that a query sees; 0: all."""
+    page_bytes: int
+    """Bytes of a page on a device."""
+
+
 @dataclass(frozen=True)
 class PoolSizes:
     """Division of the page pool between layers."""
 
-    kinds: tuple[StateKind, ...]
-    """State kind of each layer with pages."""
+    layers: tuple[LayerSize, ...]
+    """All layers with pages."""
     scheduler: SchedulerSettings
     cache: CacheSettings
     entries: tuple[EntrySizes, ...] = ()
 
     def groups(self, num_pages: int) -> tuple[PageGroup, ...]:
         """Return the groups of layers, for sequences that hold up to `num_pages` pages on a data rank."""
-        return page_groups(self.kinds, num_pages, scheduler=self.scheduler, cache=self.cache)
+        windows = (layer.window for layer in self.layers)
+        return page_groups(windows, num_pages, scheduler=self.scheduler, cache=self.cache)
 
-    def num_layer_pages(self, num_pages: int) -> int:
-        """Return the number of pages of all layers together."""
-        sizes = {(group.kind, group.window): group.num_pages for group in self.groups(num_pages)}
-        return sum(sizes[kind.table_key] for kind in self.kinds)
+    def layer_bytes(self, num_pages: int) -> int:
+        """Return the bytes of the pages of all layers together."""
+        sizes = dict(self.groups(num_pages))
+        return sum(sizes[layer.window] * layer.page_bytes for layer in self.layers)
 
     def entry_groups(self, num_pages: int) -> tuple[EntryGroup, ...]:
         """Return the groups of layers with entries, beside `num_pages` pages of a data rank."""
@@ -77,17 +87,15 @@ class PoolSizes:
             for each, group in zip(self.entries, self.entry_groups(num_pages), strict=True)
         )
 
-    def num_pages_within(self, free: int, *, layer_page_bytes: int, longest: int, extra_page_bytes: int = 0) -> int:
+    def num_pages_within(self, free: int, *, longest: int, extra_page_bytes: int = 0) -> int:
         """Return `num_pages_that_fit` for sequences of up to `longest` tokens.
 
-        A page of a layer takes `layer_page_bytes`. A page of a sequence takes `extra_page_bytes` in addition.
+        A page of a sequence takes `extra_page_bytes` besides the pages of layers.
         """
         return num_pages_that_fit(
             self.cache,
             bytes_of=lambda num_pages: (
-                layer_page_bytes * self.num_layer_pages(num_pages)
-                + extra_page_bytes * num_pages
-                + self.entry_bytes(num_pages)
+                self.layer_bytes(num_pages) + extra_page_bytes * num_pages + self.entry_bytes(num_pages)
             ),
             free=free,
             max_useful=max_useful_pages(self.scheduler, self.cache, max_tokens=longest),

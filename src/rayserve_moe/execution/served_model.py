@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.config import derive
@@ -25,7 +25,7 @@ from rayserve_moe.config.settings import (
 from rayserve_moe.decoding.logit_processors import LogitProcessor
 from rayserve_moe.execution.drafts.model import draft_config, draft_shapes, draft_state_shapes
 from rayserve_moe.execution.drafts.parts import scratch_pages
-from rayserve_moe.execution.memory import EntrySizes, PoolSizes, page_bytes
+from rayserve_moe.execution.memory import EntrySizes, LayerSize, PoolSizes, page_bytes
 from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
 from rayserve_moe.execution.processor_module import load_processors
 from rayserve_moe.execution.programs.buckets import step_cost, step_shapes
@@ -40,7 +40,7 @@ from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.model.states import entry_states, layer_kinds, layer_pages_of, states_of, token_states
+from rayserve_moe.model.states import KeptState, entry_states, layer_pages_of, states_of, states_within, token_states
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 
@@ -125,8 +125,18 @@ class ServedModel:
     @cached_property
     def pool(self) -> PoolSizes:
         """Return the division of memory between layers and states."""
-        kinds = layer_kinds(self.config, max_tokens=self.longest)
-        return PoolSizes(kinds, self.settings.scheduler, self.settings.cache, self._entry_sizes())
+        size, plan = self.settings.cache.page_size, self.config.plan
+        layers = tuple(
+            LayerSize(window, size * state.row_bytes(plan, dtype=self.kv_dtype))
+            for state in self._paged
+            for window in state.windows
+        )
+        return PoolSizes(layers, self.settings.scheduler, self.settings.cache, self._entry_sizes())
+
+    @cached_property
+    def _paged(self) -> tuple[KeptState, ...]:
+        """Return the states on pages, with 0 for windows that cover every sequence."""
+        return states_within(self.config, max_tokens=self.longest)
 
     def _entry_sizes(self) -> tuple[EntrySizes, ...]:
         plan, dtype = self.config.plan, self.kv_dtype
@@ -144,7 +154,7 @@ class ServedModel:
     @property
     def num_tables(self) -> int:
         """Return the number of page tables of a row."""
-        return len({kind.table_key for kind in self.pool.kinds})
+        return len({layer.window for layer in self.pool.layers})
 
     @property
     def moves_experts(self) -> bool:
@@ -165,16 +175,11 @@ class ServedModel:
 
         Raises: SettingsError if fewer than two fit.
         """
-        size, plan = self.settings.cache.page_size, self.config.plan
-        of = partial(page_bytes, page_size=size, dtype=self.kv_dtype, plan=plan)
-        first, *others = token_states(self.config)
-        extra = of(others)
+        size, plan, of_draft = self.settings.cache.page_size, self.config.plan, 0
         if self.draft is not None:
-            of_draft = of(states_of(self.draft.layer))
+            of_draft = page_bytes(states_of(self.draft.layer), page_size=size, dtype=self.kv_dtype, plan=plan)
             free -= of_draft * self.num_rows * self._scratch_pages
-            extra += of_draft
-        of_layer = of([first]) // first.num_layers
-        return self.pool.num_pages_within(free, layer_page_bytes=of_layer, extra_page_bytes=extra, longest=self.longest)
+        return self.pool.num_pages_within(free, extra_page_bytes=of_draft, longest=self.longest)
 
     @property
     def _scratch_pages(self) -> int:
@@ -186,7 +191,7 @@ class ServedModel:
         return self.settings.speculation.max_drafts - 1
 
     def step_config(self, num_pages: int) -> StepConfig:
-        layer_pages = layer_pages_of(self.pool.kinds, self.pool.groups(num_pages))
+        layer_pages = layer_pages_of(self._paged, self.pool.groups(num_pages))
         return StepConfig(
             self.config,
             self.settings.cache.page_size,

@@ -40,8 +40,13 @@ class AttentionConfig:
     output_gate: str = "none"
     """`none`, or the function of the gates that multiply outputs: `sigmoid` or `softplus`."""
     norms_values: bool = False
-    """True if values are normed without a scale."""
-    pool_layers: tuple[int, ...] = ()
-    """Number of each layer among the layers of the pool. Empty: the pool holds these layers only."""
-    num_pool_layers: int = 0
-    """Number of layers of the pool if `pool_layers` is not empty."""
+    """True if values are normed without a scale, ahead of their factor."""
+    value_dim: int = 0
+    """Elements of a value; 0: as many as of a head."""
+    value_scale: float = 1.0
+    """Factor of values, ahead of the pool."""
+
+    @property
+    def value_width(self) -> int:
+        """Return the number of elements of a value."""
+        return self.value_dim or self.head_dim

@@ -1,6 +1,6 @@
 """Queries, keys and values of a layer: projected, normed, bounded and rotated."""
 
-# T tokens   D model width   H query heads * h   G KV heads * h   X heads   h head width
+# T tokens   D model width   H query heads * h   G KV heads * h   X heads   h head width   v value width
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ class StackedWeights(NamedTuple):
 def project_heads(
     normed_TD: jax.Array, weights: Mapping[str, jax.Array], *, rotation: Rotation, config: AttentionConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return queries, keys and values of this device's heads, [T, heads, h] each.
+    """Return queries, keys and values of this device's heads, [T, heads, h] each, values [T, heads, v].
 
     `weights` are the layer's, under the names of `model.parameters`. Norms and biases may be absent; a norm covers each
     head by itself, or all heads of all devices together. Without a matrix of values, values are the projected keys.
     """
-    heads_of = {
-        name: project(normed_TD, weights[matrix], weights.get(bias)).reshape(len(normed_TD), -1, config.head_dim)
-        for name, matrix, bias in (
-            ("q", "q_LDH", "q_bias_LH"),
-            ("k", "k_LDG", "k_bias_LG"),
-            ("v", "v_LDG" if "v_LDG" in weights else "k_LDG", "v_bias_LG"),
+    queries, keys, values = (
+        project(normed_TD, weights[matrix], weights.get(bias)).reshape(len(normed_TD), -1, width)
+        for matrix, bias, width in (
+            ("q_LDH", "q_bias_LH", config.head_dim),
+            ("k_LDG", "k_bias_LG", config.head_dim),
+            ("v_LDG" if "v_LDG" in weights else "k_LDG", "v_bias_LG", config.value_width),
         )
-    }
-    queries, keys, values = heads_of["q"], heads_of["k"], heads_of["v"]
+    )
     if config.norms_values:
-        values = rms_norm(values, jnp.ones(config.head_dim, values.dtype), config.eps)
+        values = rms_norm(values, jnp.ones(config.value_width, values.dtype), config.eps)
     if not config.norms_after_rotation:
         queries, keys = _norm_queries_and_keys(queries, keys, weights, config)
     if config.clip is not None:
         queries, keys, values = (jnp.clip(heads, -config.clip, config.clip) for heads in (queries, keys, values))
+    if config.value_scale != 1.0:
+        values = (values.astype(jnp.float32) * config.value_scale).astype(values.dtype)
     queries, keys = (rotate(heads, rotation, interleaved=config.interleaved_rotation) for heads in (queries, keys))
     if config.norms_after_rotation:
         queries, keys = _norm_queries_and_keys(queries, keys, weights, config)
@@ -62,7 +63,7 @@ def project_rows(
     stacked: StackedWeights | None = None,
     rows_of: Callable[[jax.Array, jax.Array], jax.Array] = kv_rows,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return queries [T, heads, h], and rows of the pool: by `kv_pool.kv_rows` [T, 2 * KV heads, h].
+    """Return queries [T, heads, h], and rows of the pool: by `kv_pool.kv_rows` [T, KV heads, h + v].
 
     `stacked` holds the weights of all layers, for kernels that read a layer in place.
     """

@@ -1,7 +1,7 @@
 """Grouped-query attention of a layer over the paged KV pool: from normed tokens to the output product."""
 
-# T tokens   D model width   H local query heads   G local KV heads   h head width   B blocks   Q tokens per block
-# L layers   P page-table width   U single-token blocks
+# T tokens   D model width   H local query heads   G local KV heads   h head width   v value width   B blocks
+# Q tokens per block   L layers   P page-table width   U single-token blocks
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
-from rayserve_moe.kernels.kv_pool import LayerPages, write_rows
+from rayserve_moe.kernels.kv_pool import StatePages, write_rows
 from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.reference.layers import Rotation
 from rayserve_moe.kernels.reference.layers import project as multiply
@@ -49,7 +49,7 @@ class TokenBatch:
     kv_slots_T: jax.Array
     page_table_BP: jax.Array
     num_singles: int = field(metadata={"static": True})
-    layer_pages: tuple[LayerPages, ...] = field(default=(), metadata={"static": True})
+    layer_pages: tuple[StatePages, ...] = field(default=(), metadata={"static": True})
     sequences_U: jax.Array | None = None
     max_together: int = field(default=1, metadata={"static": True})
     rows_B: jax.Array | None = None
@@ -70,18 +70,23 @@ class TokenBatch:
         """Return True for tokens that are not padding, bool [T]."""
         return self.positions_T >= 0
 
+    def of_state(self, state: str) -> TokenBatch:
+        """Return the batch for layers that keep a state."""
+        return replace(self, layer_pages=tuple(pages for pages in self.layer_pages if pages.state == state))
+
     def of_layer(
         self, layer: jax.Array, kv_pages: jax.Array, num_layers: int
     ) -> tuple[TokenBatch, jax.Array, jax.Array | int]:
         """Return the batch of a layer's page table, the layer's first page in the pool, and its number of pages.
 
-        `layer` is one of the `num_layers` layers of the pool.
+        The batch is one of `of_state`; `layer` is one of the `num_layers` layers that keep the state.
         """
         if not self.layer_pages:
             num_pages = kv_pages.shape[0] // num_layers
             assert num_pages * num_layers == kv_pages.shape[0], "layers have equally many pages"
             return self, layer * num_pages, num_pages
-        table, first_page, num_pages = jnp.asarray(np.array(self.layer_pages, np.int32))[layer]
+        ((_, layers),) = self.layer_pages
+        table, first_page, num_pages = jnp.asarray(np.array(layers, np.int32))[layer]
         own = replace(self, kv_slots_T=self.kv_slots_T[table], page_table_BP=self.page_table_BP[table], layer_pages=())
         return own, first_page, num_pages
 
@@ -149,14 +154,13 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new keys and values.
 
-    Norms, biases and sinks may be absent; the caller adds the output's bias. `kv_pages` is [L * pages, page, 2 * G, h],
+    Norms, biases and sinks may be absent; the caller adds the output's bias. `kv_pages` is [L * pages, page, G, h + v],
     or has other rows that `project` returns and the kernels read. Page p of layer l lies at l * pages + p, or as
     `batch.layer_pages` assigns. `decode` attends the single tokens, `prefill` the blocks; `project` has the signature
     of `project_rows`. `write_and_decode` replaces `decode` and writes the rows that it attends.
     """
     weights, batch, rotation, layer, singles, projected, _ = inputs
-    pool_layer, num_layers = place_in_pool(layer, config, len(weights["q_LDH"]))
-    batch, first_page, _ = batch.of_layer(pool_layer, kv_pages, num_layers)
+    batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
         queries, rows = projected or project(
@@ -168,7 +172,8 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     with jax.named_scope("paged_attention"):
 
         def attend(scores: ScoreConfig) -> tuple[jax.Array, jax.Array]:
-            kernels = PagedKernels(decode, prefill, write_and_decode).with_knobs(config=scores)
+            kernels = PagedKernels(decode, prefill, write_and_decode)
+            kernels = kernels.with_knobs(config=scores, value_width=config.value_dim)
             if "sinks_LA" in of_layer:
                 kernels = kernels.with_knobs(sinks_H=of_layer["sinks_LA"])
             described = singles and singles.by_window[scores.window]
@@ -181,20 +186,10 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 
-def place_in_pool(layer: jax.Array, config: AttentionConfig, num_layers: int) -> tuple[jax.Array, int]:
-    """Return the number of a layer among the layers of the pool, and their number.
-
-    `layer` is one of the `num_layers` layers of its kind.
-    """
-    if not config.pool_layers:
-        return layer, num_layers
-    return jnp.asarray(np.array(config.pool_layers, np.int32))[layer], config.num_pool_layers
-
-
 def _gated(
     attended_THh: jax.Array, normed_TD: jax.Array, weights: Mapping[str, jax.Array], config: AttentionConfig
 ) -> jax.Array:
-    """Return attended values times their gates [T, H, h], or [T, H, 1] if a head has a single gate."""
+    """Return attended values times their gates [T, H, v], or [T, H, 1] if a head has a single gate."""
     if config.output_gate == "none":
         return attended_THh
     matrix = weights["gate_LDA"] if "gate_LDA" in weights else weights["gate_LDH"]

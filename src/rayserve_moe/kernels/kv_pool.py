@@ -5,10 +5,11 @@ layer. So the pool of such a platform holds the bits of bfloat16 as uint16, and 
 copies of rows that are read are converted.
 """
 
-# T tokens   G local KV heads   h head width
+# T tokens   G local KV heads   h head width   v value width
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -29,9 +30,16 @@ class LayerPages(NamedTuple):
     num_pages: int
 
 
-def num_tables(layer_pages: tuple[LayerPages, ...]) -> int:
+class StatePages(NamedTuple):
+    """The pages of the layers that keep a state, in the pool of that state."""
+
+    state: str
+    layers: tuple[LayerPages, ...]
+
+
+def num_tables(layer_pages: Iterable[StatePages]) -> int:
     """Return the number of page tables of a sequence; 1 if `layer_pages` is empty."""
-    return 1 + max((pages.table for pages in layer_pages), default=0)
+    return 1 + max((pages.table for of_state in layer_pages for pages in of_state.layers), default=0)
 
 
 def write_rows(pool: jax.Array, rows: jax.Array, slots_T: jax.Array) -> jax.Array:
@@ -75,15 +83,14 @@ def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, coun
     return jax.lax.fori_loop(0, count, copy_one, pool)
 
 
-def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGh: jax.Array, slots_T: jax.Array) -> jax.Array:
-    """Write the K and V of each token by `write_rows`; `kv_pages` is [pages, page, 2 * G, h]."""
-    return write_rows(kv_pages, kv_rows(keys_TGh, values_TGh), slots_T)
+def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGv: jax.Array, slots_T: jax.Array) -> jax.Array:
+    """Write the K and V of each token by `write_rows`; `kv_pages` is [pages, page, G, h + v]."""
+    return write_rows(kv_pages, kv_rows(keys_TGh, values_TGv), slots_T)
 
 
-def kv_rows(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
-    """Return K and V of each token as a row of the pool, K and V of a head beside each other: [T, 2 * G, h]."""
-    num_tokens, num_heads, width = keys_TGh.shape
-    return jnp.stack([keys_TGh, values_TGh], axis=2).reshape(num_tokens, 2 * num_heads, width)
+def kv_rows(keys_TGh: jax.Array, values_TGv: jax.Array) -> jax.Array:
+    """Return K and V of each token as a row of the pool, the value of a head behind its key: [T, G, h + v]."""
+    return jnp.concatenate([keys_TGh, values_TGv], axis=2)
 
 
 def read_wide(stored: jax.Array) -> jax.Array:

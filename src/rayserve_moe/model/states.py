@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.kv_pool import LayerPages, held_shape
+from rayserve_moe.kernels.kv_pool import LayerPages, StatePages, held_shape
 from rayserve_moe.model.layers.table import MIXERS
 from rayserve_moe.model.model_config import ModelConfig, Pools
+from rayserve_moe.model.spec import MixerSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.state.kinds import ArraySpec, StateKind
 
@@ -40,7 +40,7 @@ class KeptState(NamedTuple):
 
 
 def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
-    """Return the states of a model's layers; token kinds share page tables, and kinds of mixers may share a state."""
+    """Return the states of a model's layers; layers with the same window share page tables, whatever their state."""
     spec, kernels, tensor_size = config.spec, config.kernels, config.plan.tensor_size
     layers: dict[StateKind, set[int]] = {}
     for mixer in spec.mixers:
@@ -50,11 +50,15 @@ def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
         KeptState(kind, tuple(spec.layers[layer].window for layer in sorted(of_kind)))
         for kind, of_kind in layers.items()
     )
-    assert len({state.kind.name for state in found}) == len(found), "layers that share a pool have equal rows"
-    num_token_kinds = sum(state.kind.per == "token" for state in found)
-    assert num_token_kinds, "sequences have pages"
-    assert num_token_kinds == 1 or not spec.has_windows, "windows of layers that share page tables"
+    assert len({state.kind.name for state in found}) == len(found), "layers that keep a state have equal rows"
+    assert any(state.kind.per == "token" for state in found), "sequences have pages"
     return found
+
+
+def state_of_mixer(config: ModelConfig, mixer: MixerSpec) -> KeptState:
+    """Return the only state of a kind of mixer."""
+    (kind,) = MIXERS[mixer.kind].states(mixer, kernels=config.kernels, tensor_size=config.plan.tensor_size)
+    return next(state for state in states_of(config) if state.kind == kind)
 
 
 def token_states(config: ModelConfig) -> tuple[KeptState, ...]:
@@ -72,22 +76,27 @@ def windows_within(windows: Sequence[int], *, max_tokens: int) -> tuple[int, ...
     return tuple(window if window < max_tokens else 0 for window in windows)
 
 
-def layer_kinds(config: ModelConfig, *, max_tokens: int) -> tuple[StateKind, ...]:
-    """Return the paged kind of each layer that keeps it, for sequences of up to `max_tokens` tokens."""
-    kept = token_states(config)[0]
-    return tuple(replace(kept.kind, window=window) for window in windows_within(kept.windows, max_tokens=max_tokens))
+def states_within(config: ModelConfig, *, max_tokens: int) -> tuple[KeptState, ...]:
+    """Return `token_states` with the windows of sequences of up to `max_tokens` tokens."""
+    return tuple(
+        state._replace(windows=windows_within(state.windows, max_tokens=max_tokens)) for state in token_states(config)
+    )
 
 
-def layer_pages_of(kinds: Sequence[StateKind], groups: Sequence[tuple[str, int, int]]) -> tuple[LayerPages, ...]:
-    """Return the page table and page range of each layer with `kinds`; empty if all layers share a table.
+def layer_pages_of(states: Iterable[KeptState], groups: Sequence[tuple[int, int]]) -> tuple[StatePages, ...]:
+    """Return the page table and page range of each layer of token kinds; empty if all layers share a table.
 
-    `groups` hold the name and window of each kind, and its pages per layer (`state.groups.PageGroup`).
+    `groups` hold a window and the pages of each layer with it (`state.groups.PageGroup`).
     """
     if len(groups) == 1:
         return ()
-    of_kind = {(name, window): (table, size) for table, (name, window, size) in enumerate(groups)}
-    tables, sizes = zip(*(of_kind[kind.table_key] for kind in kinds), strict=True)
-    return tuple(map(LayerPages, tables, accumulate(sizes, initial=0), sizes))
+    of_window = {window: (table, size) for table, (window, size) in enumerate(groups)}
+
+    def pages_of(windows: Sequence[int]) -> tuple[LayerPages, ...]:
+        tables, sizes = zip(*(of_window[window] for window in windows), strict=True)
+        return tuple(map(LayerPages, tables, accumulate(sizes, initial=0), sizes))
+
+    return tuple(StatePages(state.kind.name, pages_of(state.windows)) for state in states)
 
 
 class PoolCounts(NamedTuple):
@@ -101,13 +110,13 @@ class PoolCounts(NamedTuple):
 
 
 def pool_shapes(
-    config: ModelConfig, counts: PoolCounts, *, page_size: int, dtype: str, layer_pages: tuple[LayerPages, ...] = ()
+    config: ModelConfig, counts: PoolCounts, *, page_size: int, dtype: str, layer_pages: tuple[StatePages, ...] = ()
 ) -> Pools:
     """Return shapes, dtypes and shardings of the pools of all data ranks.
 
     Every layer and rank has the number of pages in `counts` or, by layer, in `layer_pages`.
     """
-    plan, held = config.plan, config.kernels.pool.dtypes.get(dtype, dtype)
+    plan, held, of_layers = config.plan, config.kernels.pool.dtypes.get(dtype, dtype), dict(layer_pages)
 
     def stacked(array: ArraySpec, count: int, *inner: int) -> Any:
         row = array.shape if array.dtype else held_shape(array.shape, dtype, held=held)
@@ -119,7 +128,8 @@ def pool_shapes(
         if state.kind.per == "entry":
             entries = (stacked(array, num_layers * counts.num_entries) for array in state.kind.entry)
             return (*entries, *(stacked(array, num_layers * counts.num_rows) for array in state.kind.ring))
-        total = sum(layer.num_pages for layer in layer_pages) or num_layers * counts.num_pages
+        of_state = of_layers.get(state.kind.name, ())
+        total = sum(layer.num_pages for layer in of_state) or num_layers * counts.num_pages
         return tuple(stacked(array, total, page_size) for array in state.kind.entry)
 
     return {state.kind.name: shapes(state) for state in states_of(config)}

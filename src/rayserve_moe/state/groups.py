@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import NamedTuple
 
 from rayserve_moe.config.derive import pages_per_sequence
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
-from rayserve_moe.state.kinds import StateKind
 
 
 class EntryGroup(NamedTuple):
@@ -25,10 +23,8 @@ class EntryGroup(NamedTuple):
 
 
 class PageGroup(NamedTuple):
-    """Layers with the same page table."""
+    """Layers with the same page table: those with the same window, whatever they keep on their pages."""
 
-    kind: str
-    """Name of their state kind."""
     window: int
     """Number of positions that a query sees. 0: all."""
     num_pages: int
@@ -36,9 +32,9 @@ class PageGroup(NamedTuple):
 
 
 def page_groups(
-    kinds: Iterable[StateKind], num_pages: int, *, scheduler: SchedulerSettings, cache: CacheSettings
+    windows: Iterable[int], num_pages: int, *, scheduler: SchedulerSettings, cache: CacheSettings
 ) -> tuple[PageGroup, ...]:
-    """Return the groups of layers with token kinds `kinds`, by window, then by name.
+    """Return the groups of layers with `windows`, by window.
 
     A group without a window has `num_pages` pages, as sequences do. A group with a window has no more than all rows can
     see at once: before a step, the positions of window - 1 tokens each, which lie on a page more than they fill; in
@@ -52,8 +48,7 @@ def page_groups(
         in_step = pages_per_sequence(scheduler.max_step_tokens, cache.page_size)
         return shares * (scheduler.max_running_requests * per_row + in_step) + 1
 
-    groups = (
-        PageGroup(name, window, min(num_pages, max_seen_pages(window)) if window else num_pages)
-        for name, window in {kind.table_key for kind in kinds}
+    return tuple(
+        PageGroup(window, min(num_pages, max_seen_pages(window)) if window else num_pages)
+        for window in sorted(set(windows))
     )
-    return tuple(sorted(groups, key=attrgetter("window", "kind")))

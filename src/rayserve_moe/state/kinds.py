@@ -34,19 +34,10 @@ class StateKind:
     """`token`: a row for every token, on pages. `entry`: an immutable entry per `entry_tokens` tokens."""
     entry: tuple[ArraySpec, ...]
     """Arrays of a token's row, or of an entry."""
-    window: int = 0
-    """Token kinds: number of positions that a query sees, its own included. 0: all."""
     entry_tokens: int = 0
     """Entry kinds: tokens between entries. 0 for token kinds."""
     ring: tuple[ArraySpec, ...] = ()
     """Entry kinds: arrays that a running row keeps of the tokens since its entry."""
 
     def __post_init__(self) -> None:
-        assert self.window >= 0, f"{self.name}: a window of {self.window} positions"
-        assert self.per == "token" or not self.window, f"{self.name}: entries have no window"
         assert (self.per == "entry") == (self.entry_tokens > 0), f"{self.name}: {self.entry_tokens} tokens per entry"
-
-    @property
-    def table_key(self) -> tuple[str, int]:
-        """Return the key of the page table of token kinds; layers with the same kind and window share it."""
-        return self.name, self.window

@@ -173,7 +173,7 @@ class PagedMemory:
 
     def __init__(self, limits: StepLimits) -> None:
         self._page_size = limits.page_size
-        groups = limits.page_groups or (PageGroup("kv", 0, limits.num_pages),)
+        groups = limits.page_groups or (PageGroup(0, limits.num_pages),)
         self._pools = [_Pool(limits, window=group.window, num_pages=group.num_pages) for group in groups]
         self._written_at = np.zeros_like(self._pools[0].stands_for)
         self._num_indices = -(-limits.max_tokens // limits.page_size) * len(self._pools)

@@ -60,6 +60,19 @@ class PagedCase:
     most_keys: int = 64
     num_cores: int = 1
     is_8_bit: bool = False
+    value_width: int = 0
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """A token's row in the pool of the reference."""
+        if self.latent_width:
+            return 1, self.width
+        return self.num_kv_heads, self.width + (self.value_width or self.width)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Sizes of values that kernels are told."""
+        return {"latent_width": self.latent_width, "value_width": self.value_width}
 
 
 SINGLES = PagedCase(((100, 1), (0, 0), (3, 1), (191, 1), (64, 1), (0, 0)), 1)
@@ -92,6 +105,20 @@ CASES = {
         is_writing=True,
         dtype="bfloat16",
         num_cores=2,
+    ),
+    "keys of 192 and values of 128, sinks, a window, described": PagedCase(
+        ((70, 1), (0, 0), (5, 1), (127, 1)),
+        1,
+        num_kv_heads=2,
+        width=192,
+        value_width=128,
+        config=ScoreConfig(window=33),
+        has_sinks=True,
+        is_described=True,
+        is_writing=True,
+    ),
+    "prompts with narrow keys and wide values": PagedCase(
+        ((100, 4), (0, 0), (3, 2), (160, 4)), 4, num_kv_heads=2, width=64, value_width=160
     ),
     "new latents, sinks": PagedCase(
         ((70, 1), (0, 0), (5, 1), (127, 1)), 1, 16, 1, 192, latent_width=128, has_sinks=True, is_writing=True
@@ -130,7 +157,7 @@ class PagedArrays:
 
     def __init__(self, case: PagedCase) -> None:
         generator, num_blocks = np.random.default_rng(len(case.blocks) + case.width), len(case.blocks)
-        row = (1, case.width) if case.latent_width else (2 * case.num_kv_heads, case.width)
+        row = case.row
         num_pages = num_blocks * TABLE_WIDTH + 1
         self.pool = generator.standard_normal((num_pages, PAGE, *row)).astype(np.float32)
         self.table = generator.permutation(np.arange(1, num_pages)).reshape(num_blocks, TABLE_WIDTH).astype(np.int32)
@@ -152,13 +179,16 @@ def outcome_of(case: PagedCase) -> Outcome:
     """The kernel next to its definition."""
     paged_sizes.MAX_ROWS, paged_sizes.MAX_KEYS = case.most_rows, case.most_keys
     paged_attention.cores_of_device = lambda _=None: case.num_cores
-    arrays, knobs = PagedArrays(case), {"config": case.config, "latent_width": case.latent_width}
+    arrays, knobs = (
+        PagedArrays(case),
+        {"config": case.config, **case.widths},
+    )
     pool, queries = (jnp.asarray(array, case.dtype) for array in (arrays.pool, arrays.queries))
     places = BlockPlaces(jnp.asarray(arrays.table), jnp.asarray(arrays.positions))
     knobs["sinks_H"] = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
     pool = pool.astype(jnp.float8_e4m3fn).astype(case.dtype) if case.is_8_bit else pool
     rows = pool.reshape(-1, *pool.shape[2:])
-    flat = packed_latents(rows) if case.latent_width else packed_kv(rows[:, 0::2], rows[:, 1::2])
+    flat = packed_latents(rows) if case.latent_width else packed_kv(*jnp.split(rows, [case.width], axis=2))
     expected = attention_reference.attend(queries, pool, places, **knobs)
     if case.is_described:
         sizes = {"page_size": PAGE, "table_width": TABLE_WIDTH, "windows": (0, case.config.window)}

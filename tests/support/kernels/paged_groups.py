@@ -66,6 +66,19 @@ class GroupCase:
     table_bytes: int = paged_sizes.PAGE_TABLE_BYTES
     poisoned: tuple[int, ...] = ()
     is_8_bit: bool = False
+    value_width: int = 0
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """A token's row in the pool of the reference."""
+        if self.latent_width:
+            return 1, self.width
+        return self.num_kv_heads, self.width + (self.value_width or self.width)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Sizes of values that kernels are told."""
+        return {"latent_width": self.latent_width, "value_width": self.value_width}
 
 
 CHAINS = GroupCase(((100, 4), (0, 0), (3, 1), (14, 4), (0, 3), (188, 4), (0, 0), (62, 4), (46, 2)), 4)
@@ -80,6 +93,9 @@ CASES = {
     ),
     "chains in several calls, which they reach over": replace(CHAINS, table_bytes=4 * TABLE_WIDTH * 3),
     "latents, sinks": replace(CHAINS, num_heads=16, num_kv_heads=1, width=192, latent_width=128, has_sinks=True),
+    "keys of 192 and values of 128, sinks, a window": replace(
+        CHAINS, width=192, value_width=128, has_sinks=True, config=ScoreConfig(window=20)
+    ),
     "long chains": LONG,
     "long chains of latents in bfloat16, in chunks of rows, on two cores": replace(
         LONG, num_heads=16, num_kv_heads=1, width=192, latent_width=128, dtype="bfloat16", num_cores=2
@@ -114,7 +130,7 @@ class GroupArrays:
         generator = np.random.default_rng(len(case.groups) + case.width)
         counts = np.array([max(1, count) for _, count in case.groups])
         self.sequences = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
-        row = (1, case.width) if case.latent_width else (2 * case.num_kv_heads, case.width)
+        row = case.row
         num_pages, num_tokens = len(counts) * TABLE_WIDTH + 1, len(self.sequences)
         self.pool = generator.standard_normal((FIRST_PAGE + num_pages, PAGE, *row)).astype(np.float32)
         pages = generator.permutation(np.arange(1, num_pages)).reshape(len(counts), TABLE_WIDTH)
@@ -143,7 +159,7 @@ class GroupArrays:
 def flat_of(case: GroupCase, rows: jnp.ndarray) -> jnp.ndarray:
     """Rows as the kernel's pool has them."""
     rows = rows.reshape(-1, *rows.shape[-2:])
-    flat = packed_latents(rows) if case.latent_width else packed_kv(rows[:, 0::2], rows[:, 1::2])
+    flat = packed_latents(rows) if case.latent_width else packed_kv(*jnp.split(rows, [case.width], axis=2))
     return paired_rows(flat) if case.is_8_bit else flat
 
 
@@ -152,7 +168,7 @@ def outcome_of(case: GroupCase) -> Outcome:
     paged_sizes.MAX_KEYS, paged_sizes.PAGE_TABLE_BYTES = case.most_keys, case.table_bytes
     paged_attention.cores_of_device = lambda _=None: case.num_cores
     arrays = GroupArrays(case)
-    knobs: dict[str, Any] = {"config": case.config, "latent_width": case.latent_width}
+    knobs: dict[str, Any] = {"config": case.config, **case.widths}
     knobs["sinks_H"] = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
     queries, pool, rows = (jnp.asarray(of, case.dtype) for of in (arrays.queries, arrays.pool, arrays.rows))
     if case.is_8_bit:

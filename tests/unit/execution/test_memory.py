@@ -72,14 +72,22 @@ def test_layers_that_see_less_leave_their_bytes_to_sequences():
     scheduler = SchedulerSettings(max_running_requests=num_rows, max_step_tokens=128)
 
     def sequences_that_fit(windows: tuple[int, ...]) -> int:
-        kinds = tuple(StateKind("kv", "token", (), window=window) for window in windows)
-        sizes = memory.PoolSizes(kinds, scheduler, CacheSettings(mem_fraction=1.0, enable_prefix_caching=False))
-        pages = sizes.num_pages_within(free, layer_page_bytes=100, longest=longest)
-        assert 100 * sizes.num_layer_pages(pages) <= free
-        assert pages == num_rows * longest // 16 + 1 or free < 100 * sizes.num_layer_pages(pages + 1)
+        layers = tuple(memory.LayerSize(window, 100) for window in windows)
+        sizes = memory.PoolSizes(layers, scheduler, CacheSettings(mem_fraction=1.0, enable_prefix_caching=False))
+        pages = sizes.num_pages_within(free, longest=longest)
+        assert sizes.layer_bytes(pages) <= free
+        assert pages == num_rows * longest // 16 + 1 or free < sizes.layer_bytes(pages + 1)
         return pages * 16 // longest
 
     assert [sequences_that_fit(windows) for windows in ((0, 0), (0, 128), (128, 128))] == [8, 13, num_rows]
+
+
+def test_each_layer_counts_with_the_bytes_of_its_own_pages():
+    """Full layers of 100 bytes a page, beside one of 300 whose window of 16 keeps 9 pages for two rows."""
+    scheduler = SchedulerSettings(max_running_requests=2, max_step_tokens=16)
+    layers = (memory.LayerSize(0, 100), memory.LayerSize(16, 300), memory.LayerSize(0, 100))
+    sizes = memory.PoolSizes(layers, scheduler, CacheSettings(page_size=16, enable_prefix_caching=False))
+    assert [sizes.layer_bytes(pages) for pages in (3, 100)] == [3 * 500, 100 * 200 + 8 * 300]
 
 
 @pytest.mark.parametrize("free", [0, 150, 399])

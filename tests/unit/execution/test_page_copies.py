@@ -12,7 +12,7 @@ import pytest
 
 from rayserve_moe.execution.step.page_copies import COPIES_SIZE, COPY_FIELDS, apply_copies, no_copies
 from rayserve_moe.execution.step.pytrees import DeviceState, DraftState
-from rayserve_moe.kernels.kv_pool import LayerPages
+from rayserve_moe.kernels.kv_pool import LayerPages, StatePages
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE, Kernels
 from tests.support.devices.rank_state import state_of_rows
 from tests.support.kernels.native_kernels import need_native_kernels
@@ -38,8 +38,8 @@ def vector_of(*copies: tuple[int, int, int, int]) -> np.ndarray:
 def copied(before: DeviceState, vector: np.ndarray, kernels: Kernels, layers: tuple[LayerPages, ...]) -> DeviceState:
     @jax.jit
     def run(given: DeviceState) -> DeviceState:
-        of_kinds = {"kv": layers}
-        return apply_copies(given, vector, data_rank=jnp.int32(1), layer_pages=of_kinds, copy=kernels.pool.copy_pages)
+        of_states = (StatePages("kv", layers),)
+        return apply_copies(given, vector, data_rank=jnp.int32(1), layer_pages=of_states, copy=kernels.pool.copy_pages)
 
     return run(jax.tree.map(jnp.asarray, before))
 
@@ -102,9 +102,11 @@ def test_rings_of_the_own_rank_are_copied_in_all_layers_wherever_a_prompt_ends()
     @jax.jit
     def run(given: DeviceState) -> DeviceState:
         vector = vector_of((1, 0, 1, 5), (0, 2, 0, 6), (1, 0, 2, 2 * PAGE))
-        of_kinds, num_rings = {"kv": LAYERS[:1]}, {"delta": (num_layers, len(rings))}
+        of_states, num_rings = (StatePages("kv", LAYERS[:1]),), {"delta": (num_layers, len(rings))}
         copy = CPU.pool.copy_pages
-        return apply_copies(given, vector, data_rank=jnp.int32(1), layer_pages=of_kinds, copy=copy, num_rings=num_rings)
+        return apply_copies(
+            given, vector, data_rank=jnp.int32(1), layer_pages=of_states, copy=copy, num_rings=num_rings
+        )
 
     after = run(jax.tree.map(jnp.asarray, before)).pools["delta"]
     assert np.array_equal(after[0], entry), "entries stay"

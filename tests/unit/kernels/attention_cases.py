@@ -29,7 +29,7 @@ class Case:
         pages_per_row = -(-longest // page_size) + 1
         num_pages = len(blocks) * pages_per_row + 1
         self.num_queries = max(count for _, count in blocks)
-        self.pages = generator.standard_normal((num_pages, page_size, 2 * num_kv_heads, width)).astype(np.float32)
+        self.pages = generator.standard_normal((num_pages, page_size, num_kv_heads, 2 * width)).astype(np.float32)
         scattered = generator.permutation(np.arange(1, num_pages)).astype(np.int32)
         self.page_table = scattered[: len(blocks) * pages_per_row].reshape(len(blocks), pages_per_row)
         shape = (len(blocks), self.num_queries, num_heads, width)
@@ -41,7 +41,7 @@ class Case:
     def dense(self, config: ScoreConfig = FULL_CAUSAL) -> np.ndarray:
         """The definition: softmax over the positions that a query sees."""
         out = np.zeros(self.queries.shape)
-        num_heads, num_kv_heads = self.queries.shape[2], self.pages.shape[2] // 2
+        (num_heads, width), num_kv_heads = self.queries.shape[2:], self.pages.shape[2]
         for block, query in np.ndindex(self.positions.shape):
             position = int(self.positions[block, query])
             if position < 0:
@@ -50,12 +50,12 @@ class Case:
             seen = [key for key in range(position + 1) if sees(position, key, config)]
             for head in range(num_heads):
                 kv_head = head // (num_heads // num_kv_heads)
-                scores = kv[seen, 2 * kv_head] @ np.asarray(self.queries[block, query, head], np.float64)
-                scores *= config.scale_for(self.queries.shape[-1])
+                scores = kv[seen, kv_head, :width] @ np.asarray(self.queries[block, query, head], np.float64)
+                scores *= config.scale_for(width)
                 if config.soft_cap:
                     scores = config.soft_cap * np.tanh(scores / config.soft_cap)
                 weights = np.exp(scores - scores.max())
-                out[block, query, head] = weights @ kv[seen, 2 * kv_head + 1] / weights.sum()
+                out[block, query, head] = weights @ kv[seen, kv_head, width:] / weights.sum()
         return out
 
     def run(self, kernel: Attend, config: ScoreConfig = FULL_CAUSAL) -> np.ndarray:

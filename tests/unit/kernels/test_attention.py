@@ -101,9 +101,9 @@ def test_8_bit_pages_cost_less_than_the_rounding_of_one_number(dtype):
 
 
 def test_what_8_bits_cannot_hold_becomes_the_largest_number():
-    pages, slots = jnp.zeros((1, 2, 2, 4), jnp.float8_e4m3fn), jnp.array([1], jnp.int32)
+    pages, slots = jnp.zeros((1, 2, 1, 8), jnp.float8_e4m3fn), jnp.array([1], jnp.int32)
     written = write_kv(pages, jnp.full((1, 1, 4), 1e6), jnp.full((1, 1, 4), -500.0), slots).astype(np.float32)
-    np.testing.assert_array_equal(written[0, 1], [[448.0] * 4, [-448.0] * 4])
+    np.testing.assert_array_equal(written[0, 1], [[448.0] * 4 + [-448.0] * 4])
 
 
 def test_a_config_refuses_negative_numbers():
@@ -159,13 +159,13 @@ def test_pages_out_of_reach_may_belong_to_others():
 
 def test_keys_and_values_are_written_to_their_slots_and_nowhere_else():
     generator = np.random.default_rng(3)
-    pages = generator.standard_normal((5, 4, 6, 2)).astype(np.float32)
-    keys, values = generator.standard_normal((2, 7, 3, 2)).astype(np.float32)
+    pages = generator.standard_normal((5, 4, 3, 5)).astype(np.float32)
+    keys, values = (generator.standard_normal((7, 3, width)).astype(np.float32) for width in (2, 3))
     slots = np.array([4, 19, 8, 9, 10, 0, 0], np.int32)
     written = np.asarray(write_kv(jnp.asarray(pages), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(slots)))
-    flat, old = written.reshape(20, 6, 2), pages.reshape(20, 6, 2)
+    flat, old = written.reshape(20, 3, 5), pages.reshape(20, 3, 5)
     for token, slot in enumerate(slots[:5]):
-        np.testing.assert_array_equal(flat[slot, 0::2], keys[token])
-        np.testing.assert_array_equal(flat[slot, 1::2], values[token])
+        np.testing.assert_array_equal(flat[slot, :, :2], keys[token])
+        np.testing.assert_array_equal(flat[slot, :, 2:], values[token])
     others = np.setdiff1d(np.arange(20), slots)
     np.testing.assert_array_equal(flat[others], old[others])

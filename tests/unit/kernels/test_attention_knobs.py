@@ -52,6 +52,14 @@ KNOBS: dict[str, dict[str, Any]] = {
     "softplus gates": {"output_gate": "softplus"},
     "values normed": {"value_norm": True},
     "keys as values": {"values": "keys", "value_norm": True, "qk_norm": "head"},
+    "narrow values": {"value_dim": 5},
+    "wide values, scaled, sinks and gates of elements": {
+        "value_dim": 12,
+        "value_scale": 0.7,
+        "sinks": True,
+        "output_gate": "sigmoid",
+        "bias": True,
+    },
     "softplus gates of heads": {"output_gate": "softplus", "gate_form": "head", "windows": (0, 5, 11)},
 }
 MESHES = {"2 x 2": (2, 2), "1 x 4, with KV heads on two devices each": (1, 4)}
@@ -88,14 +96,15 @@ def definition(spec: ModelSpec, weights: dict[str, np.ndarray], layer: int) -> n
         ]
     if attention.qk_norm == "full":
         parts = [normed(parts[0], of_layer["q_norm_LH"], spec), normed(parts[1], of_layer["k_norm_LG"], spec), parts[2]]
-    queries, keys, values = (part.reshape(NUM_TOKENS, -1, attention.head_dim) for part in parts)
+    widths = attention.head_dim, attention.head_dim, attention.value_width
+    queries, keys, values = (part.reshape(NUM_TOKENS, -1, width) for part, width in zip(parts, widths, strict=True))
     values = normed(values, np.ones(1), spec) if attention.value_norm else values
     scales = of_layer.get("q_norm_Lh"), of_layer.get("k_norm_Lh")
     if attention.qk_norm == "head" and not attention.qk_norm_after_rope:
         queries, keys = (normed(part, scale, spec) for part, scale in zip((queries, keys), scales, strict=True))
     if attention.clip_qkv is not None:
         queries, keys, values = (part.clip(-attention.clip_qkv, attention.clip_qkv) for part in (queries, keys, values))
-    queries, keys = turned(queries, spec), turned(keys, spec)
+    queries, keys, values = turned(queries, spec), turned(keys, spec), values * attention.value_scale
     if attention.qk_norm == "head" and attention.qk_norm_after_rope:
         queries, keys = (normed(part, scale, spec) for part, scale in zip((queries, keys), scales, strict=True))
     out = attended(queries, keys, values, of_layer, spec, layer)
@@ -180,9 +189,11 @@ def run_sequence(spec: ModelSpec, step: Step, layer: int, *, repeats: int = 1) -
     weights, hidden, attention = drawn_weights(spec), drawn_hidden(spec), attention_of(spec)
     for name in ("k_LDG", "v_LDG", "k_bias_LG", "v_bias_LG", "k_norm_LG"):
         if name in weights:
-            heads = weights[name].reshape(*weights[name].shape[:-1], -1, attention.head_dim)
+            width = attention.value_width if name.startswith("v_") else attention.head_dim
+            heads = weights[name].reshape(*weights[name].shape[:-1], -1, width)
             weights[name] = np.repeat(heads, repeats, axis=-2).reshape(*weights[name].shape[:-1], -1)
-    shape = spec.num_layers * NUM_PAGES, PAGE, 2 * attention.num_kv_heads * repeats, attention.head_dim
+    row_width = attention.head_dim + attention.value_width
+    shape = spec.num_layers * NUM_PAGES, PAGE, attention.num_kv_heads * repeats, row_width
     pool, found = np.full(shape, np.nan, np.float32), np.full(hidden.shape, np.nan)
     window = spec.layers[layer].window or NUM_TOKENS
     steps = [(-1, first, counts) for first, *counts in PROMPT]
@@ -216,7 +227,7 @@ def test_a_sequence_in_steps_equals_the_definition_of_every_knob_and_not_the_pla
         expected, found = definition(spec, weights, layer), run_sequence(spec, step, layer)
         np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
         for name in knobs:
-            if name in ("gate_form", "values") or (name == "windows" and not knobs[name][layer]):
+            if name in ("gate_form", "values", "value_dim") or (name == "windows" and not knobs[name][layer]):
                 continue
             plain = spec_with({knob: value for knob, value in knobs.items() if knob != name})
             assert np.abs(definition(plain, weights, layer) - expected).max() > 1e-3, f"{name} changes nothing"
@@ -225,7 +236,13 @@ def test_a_sequence_in_steps_equals_the_definition_of_every_knob_and_not_the_pla
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize(
-    "name", ["clip after the norm of all heads", "sinks, windows, biases and yarn", "softplus gates of heads"]
+    "name",
+    [
+        "clip after the norm of all heads",
+        "sinks, windows, biases and yarn",
+        "softplus gates of heads",
+        "wide values, scaled, sinks and gates of elements",
+    ],
 )
 def test_a_mesh_computes_what_one_device_computes(mesh, name):
     spec = spec_with(KNOBS[name])

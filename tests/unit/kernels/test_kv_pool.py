@@ -34,8 +34,8 @@ def test_bits_hold_what_bfloat16_holds():
     generator = np.random.default_rng(4)
     keys, values = jnp.asarray(generator.standard_normal((2, 9, 2, 8)), jnp.bfloat16)
     slots = jnp.asarray(generator.permutation(40)[:9], jnp.int32)
-    plain = write_kv(jnp.zeros((3, PAGE, 4, 8), jnp.bfloat16), keys, values, slots)
-    bits = write_kv(jnp.zeros((3, PAGE, 4, 8), jnp.uint16), keys, values, slots)
+    plain = write_kv(jnp.zeros((3, PAGE, 2, 16), jnp.bfloat16), keys, values, slots)
+    bits = write_kv(jnp.zeros((3, PAGE, 2, 16), jnp.uint16), keys, values, slots)
     np.testing.assert_array_equal(read_wide(bits), plain.astype(jnp.float32))
     table, positions = jnp.asarray([[1, 0, 2]]), jnp.asarray([[40, 41]])
     attended = [
@@ -51,8 +51,8 @@ def test_attention_over_8_bits_is_attention_over_what_was_rounded_before():
     slots = jnp.asarray(generator.permutation(40)[:9], jnp.int32)
     rounded = (heads.astype(jnp.float8_e4m3fn).astype(jnp.float32) for heads in (keys, values))
     pools = (
-        write_kv(jnp.zeros((3, PAGE, 4, 8), jnp.uint8), keys, values, slots),
-        write_kv(jnp.zeros((3, PAGE, 4, 8), jnp.float32), *rounded, slots),
+        write_kv(jnp.zeros((3, PAGE, 2, 16), jnp.uint8), keys, values, slots),
+        write_kv(jnp.zeros((3, PAGE, 2, 16), jnp.float32), *rounded, slots),
     )
     places = attention_reference.BlockPlaces(jnp.asarray([[1, 0, 2]]), jnp.asarray([[40, 41]]))
     np.testing.assert_array_equal(*(attention_reference.attend(keys[None, :2], pool, places) for pool in pools))
@@ -62,8 +62,8 @@ def test_bits_hold_what_8_bits_hold_and_what_is_too_large_is_the_largest():
     generator = np.random.default_rng(5)
     keys, values = jnp.asarray(400 * generator.standard_normal((2, 9, 2, 8)), jnp.float32)
     slots = jnp.asarray(generator.permutation(40)[:9], jnp.int32)
-    bits = read_wide(write_kv(jnp.zeros((3, PAGE, 4, 8), jnp.uint8), keys, values, slots))
-    plain = read_wide(write_kv(jnp.zeros((3, PAGE, 4, 8), jnp.float8_e4m3fn), keys, values, slots))
+    bits = read_wide(write_kv(jnp.zeros((3, PAGE, 2, 16), jnp.uint8), keys, values, slots))
+    plain = read_wide(write_kv(jnp.zeros((3, PAGE, 2, 16), jnp.float8_e4m3fn), keys, values, slots))
     np.testing.assert_array_equal(bits, plain)
     written = bits.reshape(-1, 4, 8)[slots]
     given = jnp.stack([keys, values], axis=2).reshape(9, 4, 8)
@@ -79,7 +79,7 @@ def compiled_layers(spec: ModelSpec, dtype: str, *, num_pages: int):
     specs = parameter_specs(spec, dtype=dtype)["gqa"]
     weights = {name: jnp.full(param.shape, 0.01, dtype) for name, param in specs.items()}
     own = attention_of(spec)
-    shape = spec.num_layers * num_pages, PAGE, 2 * own.num_kv_heads, own.head_dim
+    shape = spec.num_layers * num_pages, PAGE, own.num_kv_heads, 2 * own.head_dim
     pool = jnp.zeros(shape, CPU.pool.dtypes.get(dtype, dtype))
     places = np.arange(8, dtype=np.int32)
     tables = np.tile(np.arange(1, 5, dtype=np.int32), (5, 1))

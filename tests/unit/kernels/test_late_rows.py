@@ -33,8 +33,8 @@ def random_step(singles: tuple[int, ...], prompts: tuple[tuple[int, int], ...]):
     batch = TokenBatch(
         jnp.zeros_like(positions_T), jnp.asarray(positions_T), jnp.asarray(slots_T), jnp.asarray(pages), len(singles)
     )
-    shapes = (len(positions_T), HEADS, WIDTH), (len(positions_T), 2 * KV_HEADS, WIDTH)
-    shapes += ((FIRST_PAGE + 1 + num_blocks * PAGES_EACH, PAGE, 2 * KV_HEADS, WIDTH),)
+    shapes = (len(positions_T), HEADS, WIDTH), (len(positions_T), KV_HEADS, 2 * WIDTH)
+    shapes += ((FIRST_PAGE + 1 + num_blocks * PAGES_EACH, PAGE, KV_HEADS, 2 * WIDTH),)
     queries, rows, pool = (jnp.asarray(generator.standard_normal(shape), jnp.float32) for shape in shapes)
     return queries, pool, lambda num_late: PagedStep(batch, jnp.int32(FIRST_PAGE), rows, num_late)
 

@@ -72,7 +72,8 @@ def batch_of(singles: list[tuple[int, int]], blocks: list[tuple[int, int, int]])
 
 
 def pool_of(spec: ModelSpec) -> jax.Array:
-    shape = (NUM_LAYERS, NUM_PAGES, PAGE, 2 * attention_of(spec).num_kv_heads, attention_of(spec).head_dim)
+    own = attention_of(spec)
+    shape = (NUM_LAYERS, NUM_PAGES, PAGE, own.num_kv_heads, own.head_dim + own.value_width)
     pool = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
     pool[:, np.setdiff1d(np.arange(NUM_PAGES), PAGES_OF)] = np.nan
     return jnp.asarray(pool, jnp.bfloat16).reshape(-1, *shape[2:])
@@ -128,6 +129,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "no rotation": {"rope": None},
     "normed values": {"value_norm": True, "score_scale": 1.0},
     "keys as values": {"values": "keys", "value_norm": True},
+    "normed wide values": {"value_dim": 40, "value_norm": True},
+    "narrow values, scaled": {"value_dim": 20, "value_scale": 0.707, "sinks": True},
+    "wide values, gates of elements": {"head_dim": 24, "value_dim": 40, "output_gate": "sigmoid", "bias": True},
     **{f"heads of {width}": {"head_dim": width} for width in (8, 16, 24, 64, 96, 160, 192, 512)},
 }
 

@@ -27,7 +27,7 @@ def test_a_head_of_a_flat_row_is_multiplied_with_its_own_queries_alone(num_kv, w
     queries = generator.standard_normal((2, 3, num_heads, width)).astype(np.float32)
     keys, values = (generator.standard_normal((5, num_kv, width)).astype(np.float32) for _ in range(2))
     rows, layout = packed_kv(jnp.asarray(keys), jnp.asarray(values)), layout_of(lanes, width)
-    assert rows.shape == (5, lanes) and packed_width(num_kv, width) == lanes
+    assert rows.shape == (5, lanes) and packed_width(num_kv, width, width) == lanes
     spread = np.asarray(spread_queries(jnp.asarray(queries), layout))
     weighted = []
     for i in range(layout.num_sets):
@@ -40,7 +40,7 @@ def test_a_head_of_a_flat_row_is_multiplied_with_its_own_queries_alone(num_kv, w
 
 
 def test_rows_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="heads of 128 do not lie in rows of 640"):
+    with pytest.raises(ValueError, match="heads of 128 with values of 128 do not lie in rows of 640"):
         layout_of(640, 128)
     with pytest.raises(ValueError, match="latents of 100 of 192 elements do not lie in rows of 256"):
         layout_of(256, 192, latent_width=100)

@@ -17,12 +17,13 @@ from rayserve_moe.kernels.table import CPU, PAGED, TPU, Kernels
 from rayserve_moe.kernels.tpu.paged_attention import attend_new
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.model.layers.attention import GroupedAttention, attention_config, states
+from rayserve_moe.model.layers.attention import GroupedAttention, states
 from rayserve_moe.model.layers.choice import divided_sizes, kernels_for
 from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec, UnsupportedModelError, YarnSpec
-from rayserve_moe.model.states import states_of
+from rayserve_moe.model.states import PoolCounts, layer_pages_of, pool_shapes, states_of
 from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.state.groups import PageGroup
 from rayserve_moe.state.kinds import ArraySpec
 from tests.support.models.attention_specs import attention_of, with_attention
 from tests.support.models.families import FAMILY_CASES, config_of
@@ -95,13 +96,23 @@ def test_without_a_rotation_heads_turn_by_nothing():
     assert rope_frequencies(own.rope, own.rotary_width).tolist() == [0.0] * (own.head_dim // 2)
 
 
-def test_kinds_with_other_heads_share_a_pool_in_the_order_of_layers():
+def test_kinds_with_other_heads_have_a_pool_each():
     spec = next(spec_from_config(config_of(case)) for case in FAMILY_CASES if case.name == "laguna-2")
-    full, windowed = (own for own in spec.mixers if isinstance(own, GroupedAttention))
-    assert [attention_config(own, spec).pool_layers for own in (full, windowed)] == [(1, 3), (0, 2)]
-    assert {attention_config(own, spec).num_pool_layers for own in (full, windowed)} == {4}
     config = model_config(spec, plan_for(jax.devices()[:1]), experts=ExpertSettings())
-    assert [state.windows for state in states_of(config)] == [(20, 0, 20, 0)]
+    assert [(state.kind.name, state.windows) for state in states_of(config)] == [
+        ("kv", (0, 0)),
+        ("window_kv", (20, 20)),
+    ]
+    groups = (PageGroup(0, 30), PageGroup(20, 12))
+    assert layer_pages_of(states_of(config), groups) == (
+        ("kv", ((0, 0, 30), (0, 30, 30))),
+        ("window_kv", ((1, 0, 12), (1, 12, 12))),
+    )
+    assert layer_pages_of(states_of(config), groups[:1]) == (), "all layers see everything"
+    counts, pages = PoolCounts(30), layer_pages_of(states_of(config), groups)
+    of_tables = pool_shapes(config, counts, page_size=4, dtype="bfloat16", layer_pages=pages)
+    of_one = pool_shapes(config, counts, page_size=4, dtype="bfloat16")
+    assert [pools[name][0].shape[0] for pools in (of_tables, of_one) for name in pools] == [60, 24, 60, 60]
     assert divided_sizes(spec, 2)["num_attention_heads"] == 4
     assert divided_sizes(spec, 2)["num_attention_heads (swa)"] == 8
 
@@ -126,6 +137,17 @@ def test_a_tpu_has_one_attention_for_all_heads_and_pools():
         own = attention_of(other)
         row, flat = (row_of(own, kernels=kernels, tensor_size=2) for kernels in (CPU, found))
         assert flat.shape == (math.prod(row.shape) * max(1, 128 // own.head_dim),)
+
+
+def test_a_row_holds_keys_and_values_of_their_own_sizes():
+    """As they are, or in whole registers; pairs of 8 bits fill pairs of registers."""
+    spec = with_attention(spec_from_hf(PRESETS["tiny"].hf_config("float32")), head_dim=192, value_dim=128)
+    own = attention_of(with_attention(spec, num_kv_heads=4, num_heads=8))
+    assert row_of(own, kernels=CPU, tensor_size=2).shape == (4, 192 + 128)
+    assert row_of(own, kernels=kernels_for(spec, TPU), tensor_size=2).shape == (4 * (256 + 128),)
+    with pytest.raises(UnsupportedModelError, match="pairs of registers, and keys of 192 with values of 128 take 3"):
+        kernels_for(spec, TPU, pool=PoolFormat(is_8_bit=True))
+    assert kernels_for(with_attention(spec, value_dim=256), TPU, pool=PoolFormat(is_8_bit=True)).name == "tpu"
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,8 @@ def outputs(spec: ModelSpec, mesh: tuple[int, int] = (1, 1), backend: str = "aut
         slots = (page_rows * PAGE)[:, :, None] + np.arange(PAGE)
         arrays = ids_PT.reshape(-1), positions, slots.reshape(-1), page_rows
         batch = TokenBatch(*(jnp.asarray(array, jnp.int32) for array in arrays), num_singles=0)
-        heads = 2 * CORE_CONFIG.num_key_value_heads // mesh[1]
-        pool = jnp.zeros((3 * (1 + 2 * per_rank), PAGE, heads, CORE_CONFIG.head_dim))
+        heads = CORE_CONFIG.num_key_value_heads // mesh[1]
+        pool = jnp.zeros((3 * (1 + 2 * per_rank), PAGE, heads, 2 * CORE_CONFIG.head_dim))
         out = forward(params, {"kv": (pool,)}, batch, config=config, maps=maps)
         logits = logits_of(params, out.hidden_TD, config=config)
         return logits.reshape(2, NUM_TOKENS, -1), out.topk_ids_MTK

@@ -48,7 +48,7 @@ def block_by(kernels: Kernels, prompt: tuple[int, ...]) -> list[np.ndarray]:
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     spec = replace(with_attention(spec, num_heads=4, num_kv_heads=2, head_dim=128), hidden_size=WIDTH)
     config = model_config(spec, plan_for(jax.devices()[:1]), experts=ExpertSettings(), kernels=kernels)
-    generator, row = np.random.default_rng(3), (2 * 2, 128)
+    generator, row = np.random.default_rng(3), (2, 2 * 128)
     shapes = {"q_LDH": (WIDTH, 512), "k_LDG": (WIDTH, 256), "v_LDG": (WIDTH, 256), "o_LHD": (512, WIDTH)}
     shapes |= {"q_norm_Lh": (128,), "k_norm_Lh": (128,), "norm_LD": (WIDTH,)}
     drawn = {name: generator.standard_normal((LAYERS, *shape)) / 8 for name, shape in shapes.items()}

@@ -140,7 +140,7 @@ def test_no_pages_are_pages_too(rank: DataRank):
 
 def test_a_prefix_is_found_as_far_as_all_states_can_use_it(table: RowTable):
     """Five pages are cached, an entry stands after the fourth, and queries see five positions."""
-    groups = (PageGroup("kv", 5, NUM_PAGES),)
+    groups = (PageGroup(5, NUM_PAGES),)
     entry_groups = (EntryGroup("delta", 2 * PAGE_SIZE, 8 + 2 * len(ROWS)),)
     rank = DataRank(1, ROWS, num_pages=NUM_PAGES, table=table, page_groups=groups, entry_groups=entry_groups)
     first = admitted(rank, table, one("a", 21), num_computed=21)

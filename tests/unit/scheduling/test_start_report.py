@@ -21,7 +21,7 @@ def test_programs_are_found_on_disk_where_every_host_finds_them():
 
 
 def test_a_report_says_what_layers_with_a_window_keep():
-    groups = (PageGroup("kv", 0, 80), PageGroup("kv", 128, 40))
+    groups = (PageGroup(0, 80), PageGroup(128, 40))
     (windowed,) = {slowest_start([StartReport(80, page_groups=groups) for _ in range(2)])}
     assert windowed.page_groups == groups and "page_groups" not in windowed.statistics()
     assert str(windowed).startswith("80 KV pages per data rank, 40 for a window of 128; weights")

@@ -9,7 +9,7 @@ import pytest
 
 from rayserve_moe.tools.estimate.chips import CHIPS, OVERHEAD_S
 from rayserve_moe.tools.estimate.dump import Schedules
-from rayserve_moe.tools.estimate.kernel_work import AttentionWork, RecurrentWork, StepWork, work_of
+from rayserve_moe.tools.estimate.kernel_work import AttentionSizes, AttentionWork, RecurrentWork, StepWork, work_of
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.program_ops import Block, Op, ProgramReader, divides_over_cores, scope_of
 from rayserve_moe.tools.estimate.step_time import Estimate, Pricing, estimate
@@ -17,7 +17,11 @@ from rayserve_moe.tools.hlo_text import Instruction, read_program
 
 V6E = CHIPS["v6e"]
 WORK = StepWork(
-    used_slots=4.0, expert_rows=100.0, attention={2: AttentionWork(2, 6, 6144, 12)}, flops=1e9, hbm_bytes=2e6
+    used_slots=4.0,
+    expert_rows=100.0,
+    attention={AttentionSizes(2, 4, 128): AttentionWork(2, 6, 6144, 12)},
+    flops=1e9,
+    hbm_bytes=2e6,
 )
 BUNDLES = 100
 
@@ -272,7 +276,7 @@ ENTRY %main (rows: bf16[48,64], weights: bf16[12,64,32], q: bf16[2,4,8]) -> f32[
   %rows = bf16[48,64]{1,0} parameter(0)
   %weights = bf16[12,64,32]{2,1,0} parameter(1)
   %q = bf16[2,4,8]{2,1,0} parameter(2)
-  %paged_attention.7 = bf16[2,4,8]{2,1,0} custom-call(%q), custom_call_target="tpu_custom_call"
+  %paged_attention.7 = bf16[2,4,8,128]{3,2,1,0} custom-call(%q), custom_call_target="tpu_custom_call"
   ROOT %ragged-dot-none.3 = f32[48,32]{1,0} custom-call(%rows, %weights), \
 custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="16,64,32"}
 }
@@ -317,7 +321,8 @@ def test_pages_of_a_sequence_are_visited_once_for_all_of_its_drafts():
     """Two sequences of four rows each, of two blocks of keys: rows lie in a piece of 16, or now and then in two."""
     program = read_program(DRAFTED)
     kernel = next(part for part in program.computations[program.entry] if part.opcode == "custom-call")
-    found = work_of(kernel, [], work=replace(WORK, attention={8: AttentionWork(2, 4, 6144, 16)}))
+    attention = {AttentionSizes(8, 4, 128): AttentionWork(2, 4, 6144, 16)}
+    found = work_of(kernel, [], work=replace(WORK, attention=attention))
     pieces = 2 + 6 / 16
     assert found is not None and found.open_trips == (2, 4, 8, pieces)
     assert found.hbm_bytes == 6144 + pieces * 16 * 256 * 2

@@ -14,7 +14,7 @@ from rayserve_moe.execution.step.function import BIAS_AXES, COUNT_AXES, ROW_AXES
 from rayserve_moe.execution.step.pack import PackedBlocks
 from rayserve_moe.execution.step.pytrees import BlockInputs, DeviceState, StepShape
 from rayserve_moe.execution.step.row_updates import MAX_BIASES
-from rayserve_moe.kernels.kv_pool import LayerPages, num_tables
+from rayserve_moe.kernels.kv_pool import StatePages, num_tables
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.states import PoolCounts, pool_shapes
 from rayserve_moe.model.transformer import words_of
@@ -34,13 +34,13 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
     dtype: str,
     num_rows: int,
     pages_per_row: int,
-    layer_pages: tuple[LayerPages, ...] = (),
+    layer_pages: tuple[StatePages, ...] = (),
     num_entries: int = 0,
     num_columns: int = 0,
 ) -> DeviceState:
     """Return the shapes of the state of all data ranks, with `num_rows` rows each.
 
-    Every layer has `num_pages` pages, or the pages given by `layer_pages`. `dtype` is the dtype of the KV cache. Layers
+    Every layer has `num_pages` pages, or those of `layer_pages`. `dtype` is the dtype of the KV cache. Layers
     with entries have `num_entries`. A row has `num_columns` state values after its page tables.
     """
     spec, plan = config.spec, config.plan

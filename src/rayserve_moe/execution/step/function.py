@@ -31,6 +31,7 @@ from rayserve_moe.execution.step.samples import (
 )
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.kv_pool import StatePages
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import draft_parameters
 from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools
@@ -179,10 +180,10 @@ def copy_pages(state: DeviceState, vector: jax.Array, *, config: StepConfig) -> 
     plan = config.model.plan
 
     def on_device(state: DeviceState, vector: jax.Array) -> DeviceState:
-        layers = {
-            kept.kind.name: config.layer_pages or equal_pages(state.pools[kept.kind.name], kept.num_layers)
+        layers = config.layer_pages or [
+            StatePages(kept.kind.name, equal_pages(state.pools[kept.kind.name], kept.num_layers))
             for kept in token_states(config.model)
-        }
+        ]
         rings = {kept.kind.name: (kept.num_layers, len(kept.kind.ring)) for kept in entry_states(config.model)}
         kernel = config.model.kernels.pool.copy_pages
         return apply_copies(state, vector, data_rank=plan.data_rank(), layer_pages=layers, copy=kernel, num_rings=rings)

@@ -19,7 +19,7 @@ from rayserve_moe.decoding.sampling import SamplingBatch
 from rayserve_moe.decoding.truncation import Limits
 from rayserve_moe.execution.step.pytrees import DeviceState, DraftState, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.kv_pool import LayerPages
+from rayserve_moe.kernels.kv_pool import StatePages
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.states import entry_states
 from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, RowFloats, RowIntegers
@@ -141,7 +141,7 @@ def unpack(
     *,
     layout: InputLayout,
     page_size: int,
-    layer_pages: tuple[LayerPages, ...] = (),
+    layer_pages: tuple[StatePages, ...] = (),
 ) -> DeviceInput:
     """Return the step that `vector_W` and the state of its rows describe, on a device; the page table is up to date."""
     at, shape = layout.slices, layout.shape

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.execution.step.pytrees import DeviceState
-from rayserve_moe.kernels.kv_pool import LayerPages, copy_pages, num_tables
+from rayserve_moe.kernels.kv_pool import LayerPages, StatePages, copy_pages, num_tables
 from rayserve_moe.kernels.table import Kernel
 from rayserve_moe.scheduling.step_plan import StepPlan
 
@@ -54,16 +54,16 @@ def apply_copies(
     vector: jax.Array,
     *,
     data_rank: jax.Array,
-    layer_pages: Mapping[str, tuple[LayerPages, ...]],
+    layer_pages: Sequence[StatePages],
     copy: Kernel,
     num_rings: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> DeviceState:
     """Copy the pages and rings of this data rank on a device, by `kv_pool.copy_pages` or an equivalent kernel.
 
-    `layer_pages` gives, by state kind, the page ranges of its layers. `num_rings` gives, by state kind, the number of
+    `layer_pages` gives the page ranges of the layers of token kinds. `num_rings` gives, by state kind, the number of
     layers and the number of row arrays, which come last.
     """
-    page_size, num_groups = state.pools[next(iter(layer_pages))][0].shape[1], max(map(num_tables, layer_pages.values()))
+    page_size, num_groups = state.pools[layer_pages[0].state][0].shape[1], num_tables(layer_pages)
     ranks_C, sources_C, targets_C, ends_C = vector.reshape(MAX_COPIES, COPY_FIELDS).T
     columns_CG = (ends_C // page_size)[:, None] * num_groups + jnp.arange(num_groups)
     is_own_C1 = ((ranks_C == data_rank) & (ends_C % page_size > 0))[:, None]
@@ -89,10 +89,11 @@ def apply_copies(
         rings = (copy_pages(ring, from_N, to_N, num_copies * num_layers) for ring in arrays[-num_arrays:])
         return (*arrays[:-num_arrays], *rings)
 
+    of_states = dict(layer_pages)
     pools = {
         name: with_rings(arrays, *num_rings[name])
         if name in num_rings
-        else tuple(copied(pool, layer_pages[name]) for pool in arrays)
+        else tuple(copied(pool, of_states[name]) for pool in arrays)
         for name, arrays in state.pools.items()
     }
     state = replace(state, pools=pools)

@@ -14,7 +14,7 @@ from rayserve_moe.decoding.adjustment import AdjustmentState
 from rayserve_moe.decoding.logit_processors import LogitProcessor
 from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.experts.slot_mapping import PlacementArrays
-from rayserve_moe.kernels.kv_pool import LayerPages
+from rayserve_moe.kernels.kv_pool import StatePages
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools
 
@@ -39,7 +39,7 @@ class StepConfig:
     model: ModelConfig
     page_size: int
     capture_routing: bool
-    layer_pages: tuple[LayerPages, ...] = ()
+    layer_pages: tuple[StatePages, ...] = ()
     """As in `TokenBatch`."""
     max_drafts: int = 0
     """Maximum number of drafts of any `StepPlan`."""

@@ -17,10 +17,15 @@ struct AttentionShapes {
   int64_t window;  // positions that a query sees; 0: all
   float scale;
   HeadRules rules;
+  int64_t value_width = 0;  // of a head; its key has rules.head_width
+  float value_scale = 1.0f;  // factor of values, ahead of the pool
   int64_t gate_width = 0;     // gates of a token: one for each element of its queries, or for each head; 0: none
   bool has_softplus = false;  // gates are softplus, not sigmoids
   int64_t q_width() const { return num_heads * rules.head_width; }
-  int64_t kv_width() const { return num_kv_heads * rules.head_width; }
+  int64_t k_width() const { return num_kv_heads * rules.head_width; }
+  int64_t v_width() const { return num_kv_heads * value_width; }
+  int64_t out_width() const { return num_heads * value_width; }
+  int64_t row_width() const { return k_width() + v_width(); }
 };
 
 struct AttentionArrays {
@@ -34,7 +39,7 @@ struct AttentionArrays {
   const float* mean_squares;             // [T, 2], of queries and of keys of all devices; null: those of these heads
   const int32_t *kv_slots, *positions;   // [T]
   const int32_t* page_table;             // [singles + blocks, P]
-  bf16* pool;                            // this layer's pages, [pages, page, 2 * G, h]
+  bf16* pool;                            // this layer's pages, [pages, page, G, h + v]
   float* out;                            // [T, D]
 };
 
@@ -47,18 +52,19 @@ inline BlockTokens tokens_of(int64_t block, const AttentionShapes& s) {
 // Norms, bounds and rotates the queries and keys of one token, and writes its key and value to the pool.
 inline void place_token(const AttentionShapes& s, const AttentionArrays& a, int64_t t, bf16* query, bf16* key,
                         bf16* value) {
-  const int64_t h = s.rules.head_width;
+  const int64_t h = s.rules.head_width, v = s.value_width;
   const float *cos = a.cos + t * s.rules.rotated_pairs, *sin = a.sin + t * s.rules.rotated_pairs;
   const float* mean_squares = a.mean_squares ? a.mean_squares + 2 * t : nullptr;
   shape_heads(query, s.q_width(), a.q_norm, mean_squares, cos, sin, s.rules);
-  shape_heads(key, s.kv_width(), a.k_norm, mean_squares ? mean_squares + 1 : nullptr, cos, sin, s.rules);
-  if (s.rules.norms_values) norm_plain(value, s.kv_width(), h, s.rules.eps);
-  if (s.rules.clip > 0) clip_row(value, s.kv_width(), s.rules.clip);
+  shape_heads(key, s.k_width(), a.k_norm, mean_squares ? mean_squares + 1 : nullptr, cos, sin, s.rules);
+  if (s.rules.norms_values) norm_plain(value, s.v_width(), v, s.rules.eps);
+  if (s.rules.clip > 0) clip_row(value, s.v_width(), s.rules.clip);
+  if (s.value_scale != 1.0f) multiply_row(value, s.v_width(), s.value_scale);
   if (a.positions[t] < 0) return;  // padding: all of it has the same slot
-  bf16* target = a.pool + int64_t(a.kv_slots[t]) * 2 * s.kv_width();
-  for (int64_t g = 0; g < s.num_kv_heads; ++g, target += 2 * h) {
+  bf16* target = a.pool + int64_t(a.kv_slots[t]) * s.row_width();
+  for (int64_t g = 0; g < s.num_kv_heads; ++g, target += h + v) {
     std::memcpy(target, key + g * h, h * sizeof(bf16));
-    std::memcpy(target + h, value + g * h, h * sizeof(bf16));
+    std::memcpy(target + h, value + g * v, v * sizeof(bf16));
   }
 }
 
@@ -74,12 +80,12 @@ inline int64_t heads_together(const AttentionShapes& s, int64_t num_threads) {
 
 // Attends all blocks. Single tokens read more than they compute, and take several heads at a time; other blocks one.
 inline void attend_blocks(const AttentionShapes& s, const AttentionArrays& a, const bf16* queries, bf16* attended) {
-  const int64_t h = s.rules.head_width, group = s.num_heads / s.num_kv_heads;
+  const int64_t h = s.rules.head_width, v = s.value_width, group = s.num_heads / s.num_kv_heads;
   const int64_t together = heads_together(s, Crew::instance().num_threads());
   const int64_t pieces = (s.num_kv_heads + together - 1) / together, of_singles = s.num_singles * pieces;
   const auto run = [&](int64_t block, int64_t g, int64_t count) {
     const QueryRows rows{queries, a.positions, tokens_of(block, s), s.num_heads, g * group, group};
-    const PagedKeys kv{a.pool + g * 2 * h, 2 * s.kv_width(), s.page_size, h, h, h, 2 * h};
+    const PagedKeys kv{a.pool + g * (h + v), s.row_width(), s.page_size, h, v, h, h + v};
     attend(rows, count, a.page_table + block * s.table_width, kv, {s.scale, s.window, a.sinks}, attended);
   };
   for_each(of_singles + s.num_blocks * s.num_kv_heads, [&](int64_t item) {
@@ -94,7 +100,7 @@ inline F16 gated(F16 x, F16 y, bool has_softplus) { return has_softplus ? x * so
 
 // Attended queries times their gates, in place.
 inline void gate_rows(const AttentionShapes& s, bf16* attended, const bf16* gates) {
-  const int64_t width = s.q_width(), h = s.rules.head_width;
+  const int64_t width = s.out_width(), v = s.value_width;
   for_pieces(s.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * width; i < end * width && s.gate_width == width; i += 16) {
       const Mask lanes = lanes_of(i, end * width);
@@ -102,9 +108,9 @@ inline void gate_rows(const AttentionShapes& s, bf16* attended, const bf16* gate
     }
     for (int64_t head = begin * s.num_heads; head < end * s.num_heads && s.gate_width != width; ++head) {
       const F16 gate = from_bits(all_i(int32_t(gates[head]) << 16));
-      bf16* row = attended + head * h;
-      for (int64_t i = 0; i < h; i += 16) {
-        const Mask lanes = lanes_of(i, h);
+      bf16* row = attended + head * v;
+      for (int64_t i = 0; i < v; i += 16) {
+        const Mask lanes = lanes_of(i, v);
         store(row + i, gated(wide(row + i, lanes), gate, s.has_softplus), lanes);
       }
     }
@@ -112,23 +118,23 @@ inline void gate_rows(const AttentionShapes& s, bf16* attended, const bf16* gate
 }
 
 inline void attention_layer(const AttentionShapes& s, const AttentionArrays& a) {
-  const int64_t q_width = s.q_width(), kv_width = s.kv_width();
+  const int64_t q_width = s.q_width(), k_width = s.k_width(), v_width = s.v_width(), out_width = s.out_width();
   thread_local Scratch<bf16> scratch;
-  bf16* queries = scratch.sized(s.num_tokens * (2 * q_width + 2 * kv_width + s.gate_width));
+  bf16* queries = scratch.sized(s.num_tokens * (q_width + out_width + k_width + v_width + s.gate_width));
   bf16* attended = queries + s.num_tokens * q_width;
-  bf16* keys = attended + s.num_tokens * q_width;
-  bf16* values = keys + s.num_tokens * kv_width;
-  bf16* gates = values + s.num_tokens * kv_width;
-  project(a.hidden, s.num_tokens, s.width, {{a.q, a.q_bias, queries, q_width}, {a.k, a.k_bias, keys, kv_width},
-                                            {a.v, a.v_bias, values, kv_width},
+  bf16* keys = attended + s.num_tokens * out_width;
+  bf16* values = keys + s.num_tokens * k_width;
+  bf16* gates = values + s.num_tokens * v_width;
+  project(a.hidden, s.num_tokens, s.width, {{a.q, a.q_bias, queries, q_width}, {a.k, a.k_bias, keys, k_width},
+                                            {a.v, a.v_bias, values, v_width},
                                             {a.gate, nullptr, gates, s.gate_width}});
   for_pieces(s.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
-      place_token(s, a, t, queries + t * q_width, keys + t * kv_width, values + t * kv_width);
+      place_token(s, a, t, queries + t * q_width, keys + t * k_width, values + t * v_width);
   });
   attend_blocks(s, a, queries, attended);
   if (a.gate) gate_rows(s, attended, gates);
-  multiply_all(attended, s.num_tokens, q_width, a.o, s.width, a.out);
+  multiply_all(attended, s.num_tokens, out_width, a.o, s.width, a.out);
 }
 
 }  // namespace native

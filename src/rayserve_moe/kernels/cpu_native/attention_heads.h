@@ -30,6 +30,13 @@ inline void clip_row(bf16* row, int64_t width, float bound) {
   }
 }
 
+inline void multiply_row(bf16* row, int64_t width, float factor) {
+  for (int64_t i = 0; i < width; i += 16) {
+    const Mask lanes = lanes_of(i, width);
+    store(row + i, wide(row + i, lanes) * all(factor), lanes);
+  }
+}
+
 inline void rotate_halves(bf16* head, const float* cos, const float* sin, int64_t pairs) {
   for (int64_t i = 0; i < pairs; i += 16) {
     const Mask lanes = lanes_of(i, pairs);

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_config import AttentionConfig
-from rayserve_moe.kernels.attention_layer import AttentionInputs, place_in_pool
+from rayserve_moe.kernels.attention_layer import AttentionInputs
 from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference.activations import SILU, Activation
@@ -221,11 +221,11 @@ def attend_layer(
     It rounds at the same places.
     """
     weights, batch, rotation, layer, *_ = inputs
-    pool_layer, num_layers = place_in_pool(layer, config, len(weights["q_LDH"]))
-    batch, first_page, num_pages = batch.of_layer(pool_layer, kv_pages, num_layers)
+    batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
-    assert 2 * rotation.cos.shape[1] <= config.head_dim == kv_pages.shape[3], "no such heads rotate"
+    assert 2 * rotation.cos.shape[1] <= config.head_dim, "no such heads rotate"
+    assert kv_pages.shape[3] == config.head_dim + config.value_width, "rows of other keys and values"
     assert weights["q_LDH"].shape[1] == weights["o_LHD"].shape[2] == normed_TD.shape[1], "weights of another width"
     nothing = jnp.zeros((0, 0), jnp.bfloat16)
     norms = (weights.get(f"{name}h", weights.get(f"{name}{whole}", nothing)) for name, whole in NORMS)
@@ -252,9 +252,11 @@ def attend_layer(
         np.array(config.windows, np.int32),
         kv_pages,
         num_singles=np.int64(batch.num_singles),
+        value_width=np.int64(config.value_width),
         eps=np.float32(config.eps),
         scale=np.float32(config.head_dim**-0.5 if config.score_scale is None else config.score_scale),
         clip=np.float32(config.clip or 0.0),
+        value_scale=np.float32(config.value_scale),
         is_interleaved=config.interleaved_rotation,
         norms_after=config.norms_after_rotation,
         norms_values=config.norms_values,

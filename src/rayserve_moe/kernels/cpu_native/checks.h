@@ -12,7 +12,7 @@ inline int64_t times(int64_t part, int64_t whole) { return part > 0 && whole % p
 // Whether heads can be shaped and attended so. Pairs of numbers are what products take.
 inline bool are_heads(const AttentionShapes& s) {
   const HeadRules& rules = s.rules;
-  return rules.head_width > 0 && rules.head_width % 2 == 0 && times(s.num_kv_heads, s.num_heads) > 0 &&
+  return rules.head_width > 0 && rules.head_width % 2 == 0 && s.value_width > 0 && s.out_width() % 2 == 0 && times(s.num_kv_heads, s.num_heads) > 0 &&
          rules.rotated_pairs >= 0 && 2 * rules.rotated_pairs <= rules.head_width && rules.clip >= 0 && s.window >= 0;
 }
 

@@ -20,8 +20,8 @@ native::HeadNorm norm_of(Scales& scale, int64_t layer) {
 ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Scales q_norm, Scales k_norm, Bf16 q_bias, Bf16 k_bias,
                      Bf16 v_bias, Bf16 sinks, F32 mean_squares, F32 cos, F32 sin, S32 kv_slots, S32 positions,
                      S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, Bf16 pool,
-                     int64_t num_singles, float eps, float scale, float clip, bool is_interleaved, bool norms_after,
-                     bool has_softplus, bool norms_values,
+                     int64_t num_singles, int64_t value_width, float eps, float scale, float clip, float value_scale,
+                     bool is_interleaved, bool norms_after, bool has_softplus, bool norms_values,
                      ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, cos) || !have_dims(3, q) || !have_dims(4, pool) ||
       !have_dims(0, layer, first_page, num_pages))
@@ -30,10 +30,11 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
   const int64_t at = layer.typed_data()[0], num_layers = size_of(q, 0), begin = first_page.typed_data()[0];
   if (at < 0 || at >= num_layers) return wrong("there is no such layer");
   if (!is_absent_or(windows, {num_layers})) return wrong("each layer has a window");
-  const int64_t head_width = size_of(pool, 3);
+  const int64_t head_width = size_of(pool, 3) - value_width;
   s.rules = {head_width, size_of(cos, 1), is_interleaved, norms_after, clip, eps, norms_values};
   s.num_tokens = size_of(hidden, 0), s.width = size_of(hidden, 1);
-  s.num_kv_heads = native::times(2, size_of(pool, 2)), s.page_size = size_of(pool, 1);
+  s.num_kv_heads = size_of(pool, 2), s.page_size = size_of(pool, 1);
+  s.value_width = value_width, s.value_scale = value_scale;
   s.num_heads = native::times(head_width, size_of(q, 2)), s.num_pages = num_pages.typed_data()[0];
   s.num_singles = num_singles, s.num_blocks = size_of(page_table, 0) - num_singles;
   s.block_tokens = s.num_blocks ? native::times(s.num_blocks, s.num_tokens - num_singles) : 0;
@@ -41,13 +42,13 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
   s.window = windows.element_count() ? windows.typed_data()[at] : 0;
   if (!native::fit(s)) return wrong("attention has no such heads, pages, blocks or widths");
   if (begin < 0 || s.num_pages > size_of(pool, 0) - begin) return wrong("the pool has no such pages");
-  const int64_t q_width = s.q_width(), kv_width = s.kv_width();
-  if (!is(q, {num_layers, s.width, q_width}) || !is(k, {num_layers, s.width, kv_width}) ||
-      !is(v, {num_layers, s.width, kv_width}) || !is(o, {num_layers, q_width, s.width}) ||
-      (!is_absent_or(gate, {num_layers, s.width, q_width}) && !is(gate, {num_layers, s.width, s.num_heads})) ||
-      !is_norm(q_norm, num_layers, head_width, q_width) || !is_norm(k_norm, num_layers, head_width, kv_width) ||
-      !is_absent_or(q_bias, {num_layers, q_width}) || !is_absent_or(k_bias, {num_layers, kv_width}) ||
-      !is_absent_or(v_bias, {num_layers, kv_width}) || !is_absent_or(sinks, {num_layers, s.num_heads}))
+  const int64_t q_width = s.q_width(), k_width = s.k_width(), v_width = s.v_width(), out_width = s.out_width();
+  if (!is(q, {num_layers, s.width, q_width}) || !is(k, {num_layers, s.width, k_width}) ||
+      !is(v, {num_layers, s.width, v_width}) || !is(o, {num_layers, out_width, s.width}) ||
+      (!is_absent_or(gate, {num_layers, s.width, out_width}) && !is(gate, {num_layers, s.width, s.num_heads})) ||
+      !is_norm(q_norm, num_layers, head_width, q_width) || !is_norm(k_norm, num_layers, head_width, k_width) ||
+      !is_absent_or(q_bias, {num_layers, q_width}) || !is_absent_or(k_bias, {num_layers, k_width}) ||
+      !is_absent_or(v_bias, {num_layers, v_width}) || !is_absent_or(sinks, {num_layers, s.num_heads}))
     return wrong("weights of attention do not fit each other");
   if (!is(cos, {s.num_tokens, s.rules.rotated_pairs}) || !is(sin, {s.num_tokens, s.rules.rotated_pairs}) ||
       !is(kv_slots, {s.num_tokens}) || !is(positions, {s.num_tokens}) || !is(*out, {s.num_tokens, s.width}) ||
@@ -65,7 +66,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
   a.cos = cos.typed_data(), a.sin = sin.typed_data();
   a.mean_squares = mean_squares.element_count() ? mean_squares.typed_data() : nullptr;
   a.kv_slots = kv_slots.typed_data(), a.positions = positions.typed_data(), a.page_table = page_table.typed_data();
-  a.pool = reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * s.page_size * 2 * kv_width;
+  a.pool = reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * s.page_size * s.row_width();
   a.out = out->typed_data();
   if (!native::are_in_pool(s, a)) return wrong("a token's position, slot or page lies outside the pool");
   native::attention_layer(s, a);
@@ -80,7 +81,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
                                   .Arg<Bf16>().Arg<Scales>().Arg<Scales>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>()
                                   .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>()
-                                  .Attr<int64_t>("num_singles").Attr<float>("eps").Attr<float>("scale")
-                                  .Attr<float>("clip").Attr<bool>("is_interleaved").Attr<bool>("norms_after")
-                                  .Attr<bool>("has_softplus").Attr<bool>("norms_values")
+                                  .Attr<int64_t>("num_singles").Attr<int64_t>("value_width").Attr<float>("eps")
+                                  .Attr<float>("scale").Attr<float>("clip").Attr<float>("value_scale")
+                                  .Attr<bool>("is_interleaved").Attr<bool>("norms_after").Attr<bool>("has_softplus")
+                                  .Attr<bool>("norms_values")
                                   .Ret<F32>().Ret<Bf16>());

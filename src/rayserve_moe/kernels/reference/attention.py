@@ -88,7 +88,7 @@ class NewRows(NamedTuple):
     first_page: jax.Array
 
 
-def attend(
+def attend(  # noqa: PLR0913 (knobs, by keyword)
     queries_BQHh: jax.Array,
     kv_pages: jax.Array,
     places: BlockPlaces,
@@ -96,19 +96,24 @@ def attend(
     config: ScoreConfig = FULL_CAUSAL,
     sinks_H: jax.Array | None = None,
     latent_width: int = 0,
+    value_width: int = 0,
 ) -> jax.Array:
     """Attend each query to the keys of its block's sequence at positions up to its own, within the window of `config`.
 
-    `kv_pages` is [N, page, 2 * G, h], K and V of a head next to each other, in a dtype of `kv_pool`. With a
-    `latent_width` of v it is [N, page, G, h]: keys, with values as their first v elements. A query at position -1 is
-    padding and gives zeros. Rows that a block does not see have no effect, even NaN. `sinks_H` are scores of heads,
-    which count in the denominator of their softmax only. Returns [B, Q, H, v] in the queries' dtype (v is h without
-    `latent_width`).
+    `kv_pages` is [N, page, G, h + v], the value of a head behind its key, in a dtype of `kv_pool`. With a
+    `latent_width` of v it is [N, page, G, h]: keys, with values as their first v elements. `value_width` is v without
+    `latent_width`, and h if it is 0. A query at position -1 is padding and gives zeros. Rows that a block does not see
+    have no effect, even NaN. `sinks_H` are scores of heads, which count in the denominator of their softmax only.
+    Returns [B, Q, H, v] in the queries' dtype.
     """
+    width = queries_BQHh.shape[-1]
+    value_width = latent_width or value_width or width
+    assert kv_pages.shape[3] == width + (0 if latent_width else value_width), "rows of other keys and values"
     pages_per_span = max(1, KEYS_PER_SPAN // kv_pages.shape[1])
     page_table_BP = jnp.pad(places.page_table_BP, ((0, 0), (0, -places.page_table_BP.shape[1] % pages_per_span)))
 
-    attend_block = partial(_attend_block, config=config, sinks_H=sinks_H, latent_width=latent_width)
+    values = slice(0, latent_width) if latent_width else slice(width, width + value_width)
+    attend_block = partial(_attend_block, config=config, sinks_H=sinks_H, values=values)
 
     def attend_one(block: tuple[jax.Array, ...]) -> jax.Array:
         return attend_block(block, kv_pages, pages_per_span=pages_per_span)
@@ -138,12 +143,15 @@ def _attend_block(
     pages_per_span: int,
     config: ScoreConfig,
     sinks_H: jax.Array | None,
-    latent_width: int,
+    values: slice,
 ) -> jax.Array:
-    """Attend a block: queries [Q, H, h], pages [P] and positions [Q]; return [Q, H, v]."""
+    """Attend a block: queries [Q, H, h], pages [P] and positions [Q]; return [Q, H, v].
+
+    `values` are the elements of a row of the pool that are the value of a head.
+    """
     queries_QHh, pages_P, positions_Q = block
     num_queries, num_heads, width = queries_QHh.shape
-    span, num_kv_heads = pages_per_span * kv_pages.shape[1], kv_pages.shape[2] // (1 if latent_width else 2)
+    span, num_kv_heads = pages_per_span * kv_pages.shape[1], kv_pages.shape[2]
     group = num_heads // num_kv_heads
     queries = queries_QHh.astype(jnp.float32) * config.scale_for(width)
     queries = queries.reshape(num_queries, num_kv_heads, group, width)
@@ -154,29 +162,20 @@ def _attend_block(
 
     def visit_span(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         rows = kv_pages[jax.lax.dynamic_slice_in_dim(pages_P, i * pages_per_span, pages_per_span)]
-        keys_GSh, values_GSv = _keys_and_values(rows.reshape(span, -1, width), latent_width)
+        rows_GSX = read_wide(rows.reshape(span, *kv_pages.shape[2:])).transpose(1, 0, 2)
+        keys_GSh, values_GSv = rows_GSX[..., :width], rows_GSX[..., values]
         key_positions_S = i * span + jnp.arange(span)
         visible = _visible(key_positions_S, positions_M, last_position, first_key, config)
         # A weight of zero does not silence what an earlier owner of the page left there: 0 * NaN is NaN.
         values_GSv = jnp.where(visible.any_S[:, None], values_GSv, 0.0)
         return _accumulate(carry, queries_GMh, keys_GSh, values_GSv, visible.each_MS, config)
 
-    value_width = latent_width or width
+    value_width = values.stop - values.start
     start = _start((*queries_GMh.shape[:2], value_width), sinks_H)
     total_GMh, _, weight_GM = jax.lax.fori_loop(first_key // span, last_position // span + 1, visit_span, start)
     out = jnp.where((positions_M >= 0)[:, None], total_GMh / jnp.maximum(weight_GM, 1.0)[..., None], 0.0)
     out = out.reshape(num_kv_heads, group, num_queries, value_width).transpose(2, 0, 1, 3)
     return out.reshape(num_queries, num_heads, value_width).astype(queries_QHh.dtype)
-
-
-def _keys_and_values(rows_SRh: jax.Array, latent_width: int) -> tuple[jax.Array, jax.Array]:
-    """Cut a span of the pool into float32 keys [G, S, h] and values [G, S, v]."""
-    if latent_width:
-        keys_GSh = read_wide(rows_SRh).transpose(1, 0, 2)
-        return keys_GSh, keys_GSh[..., :latent_width]
-    span, num_rows, width = rows_SRh.shape
-    keys_GSh, values_GSh = read_wide(rows_SRh).reshape(span, num_rows // 2, 2, width).transpose(2, 1, 0, 3)
-    return keys_GSh, values_GSh
 
 
 def _start(shape_GMv: tuple[int, ...], sinks_H: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -2,10 +2,12 @@
 
 Heads narrower than a register share one: a set of P heads is `K .. K | V .. V`, two slices of 128 lanes, and the sets
 follow each other. So the product of a slice serves P heads, with queries that are zero beside their own head, and no
-lane of the pool is padding. A latent is a row of its own, padded with zeros to whole registers.
+lane of the pool is padding. Other heads are a set each, keys and values padded with zeros to whole registers, and so is
+a latent.
 
     two heads of 64     | K0 K1 | V0 V1 | K2 K3 | V2 V3 | ..
     heads of 128        | K0 | V0 | K1 | V1 | ..
+    keys of 192, V 128  | K0, 0 | V0 | K1, 0 | V1 | ..
     a latent of 512+64  | latent            | rotated, 0 |
 """
 
@@ -32,7 +34,9 @@ class RowLayout:
     set_heads: int
     """Heads of a set."""
     head_dim: int
-    """Elements of a head."""
+    """Elements of a key."""
+    value_dim: int
+    """Elements of a value."""
     key_lanes: int
     """Lanes of a set's keys."""
     value_lanes: int
@@ -48,15 +52,21 @@ class RowLayout:
         return slice(keys, keys + self.key_lanes), slice(values, values + self.value_lanes)
 
 
-def heads_of_a_set(head_dim: int) -> int:
-    """Return the number of heads that share a register; 1 if they do not divide it."""
-    return LANES // head_dim if LANES % head_dim == 0 else 1
+def heads_of_a_set(head_dim: int, value_dim: int) -> int:
+    """Return the number of heads that share a register; 1 if they do not divide it, or values are of another size."""
+    return LANES // head_dim if LANES % head_dim == 0 and value_dim == head_dim else 1
 
 
-def packed_width(num_kv_heads: int, head_dim: int) -> int:
+def packed_width(num_kv_heads: int, head_dim: int, value_dim: int) -> int:
     """Return the lanes of a row of K and V; heads are repeated until they fill sets (`repeats_of`)."""
-    shared = heads_of_a_set(head_dim)
-    return 2 * num_kv_heads * repeats_of(num_kv_heads, head_dim) // shared * _whole(shared * head_dim)
+    shared = heads_of_a_set(head_dim, value_dim)
+    return num_kv_heads * repeats_of(num_kv_heads, shared) // shared * set_lanes(head_dim, value_dim)
+
+
+def set_lanes(head_dim: int, value_dim: int) -> int:
+    """Return the lanes of the keys and values of a set."""
+    shared = heads_of_a_set(head_dim, value_dim)
+    return _whole(shared * head_dim) + _whole(shared * value_dim)
 
 
 def latent_lanes(width: int) -> int:
@@ -64,35 +74,41 @@ def latent_lanes(width: int) -> int:
     return _whole(width)
 
 
-def repeats_of(num_kv_heads: int, head_dim: int) -> int:
-    """Return how often a row holds every KV head: more than once if the heads of a device do not fill sets."""
+def repeats_of(num_kv_heads: int, shared: int) -> int:
+    """Return how often a row holds every KV head: more than once if those of a device do not fill sets of `shared`."""
     repeats = 1
-    while num_kv_heads * repeats % heads_of_a_set(head_dim):
+    while num_kv_heads * repeats % shared:
         repeats *= 2
     return repeats
 
 
-def layout_of(row_lanes: int, head_dim: int, *, latent_width: int = 0) -> RowLayout:
-    """Return the layout of rows of `row_lanes` for queries of `head_dim`; ValueError if they do not match."""
+def layout_of(row_lanes: int, head_dim: int, *, latent_width: int = 0, value_width: int = 0) -> RowLayout:
+    """Return the layout of rows of `row_lanes` for queries of `head_dim`; ValueError if they do not match.
+
+    Values are part of a latent if `latent_width` is not 0, else have `value_width` elements, or `head_dim` if it is 0.
+    """
     if latent_width:
         if row_lanes != latent_lanes(head_dim) or latent_width % LANES:
             raise ValueError(f"latents of {latent_width} of {head_dim} elements do not lie in rows of {row_lanes}")
-        return RowLayout(1, 1, head_dim, row_lanes, latent_width, 0, row_lanes)
-    shared = heads_of_a_set(head_dim)
-    lanes = _whole(shared * head_dim)
-    if row_lanes % (2 * lanes):
-        raise ValueError(f"heads of {head_dim} do not lie in rows of {row_lanes}")
-    return RowLayout(row_lanes // (2 * lanes), shared, head_dim, lanes, lanes, lanes, 2 * lanes)
+        return RowLayout(1, 1, head_dim, latent_width, row_lanes, latent_width, 0, row_lanes)
+    value_dim = value_width or head_dim
+    shared, lanes = heads_of_a_set(head_dim, value_dim), set_lanes(head_dim, value_dim)
+    if row_lanes % lanes:
+        raise ValueError(f"heads of {head_dim} with values of {value_dim} do not lie in rows of {row_lanes}")
+    keys, values = _whole(shared * head_dim), _whole(shared * value_dim)
+    return RowLayout(row_lanes // lanes, shared, head_dim, value_dim, keys, values, keys, lanes)
 
 
-def packed_kv(keys_TGh: jax.Array, values_TGh: jax.Array) -> jax.Array:
+def packed_kv(keys_TGh: jax.Array, values_TGv: jax.Array) -> jax.Array:
     """Return keys and values of each token as a row [T, X]."""
-    num_tokens, num_heads, width = keys_TGh.shape
-    repeats, shared = repeats_of(num_heads, width), heads_of_a_set(width)
-    pair = (jnp.repeat(heads, repeats, axis=1) for heads in (keys_TGh, values_TGh))
-    sets = (heads.reshape(num_tokens, -1, shared * width) for heads in pair)
-    rows = jnp.stack([_padded(heads, _whole(shared * width)) for heads in sets], axis=2)
-    return rows.reshape(num_tokens, -1)
+    num_tokens, num_heads, _ = keys_TGh.shape
+    shared = heads_of_a_set(keys_TGh.shape[2], values_TGv.shape[2])
+    sets = []
+    for heads in (keys_TGh, values_TGv):
+        repeated = jnp.repeat(heads, repeats_of(num_heads, shared), axis=1)
+        width = shared * heads.shape[2]
+        sets.append(_padded(repeated.reshape(num_tokens, -1, width), _whole(width)))
+    return jnp.concatenate(sets, axis=2).reshape(num_tokens, -1)
 
 
 def packed_latents(latents_T1h: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.tpu.byte_pairs import product_dtype, rows_to_write
-from rayserve_moe.kernels.tpu.packed_rows import gather_heads, spread_queries
+from rayserve_moe.kernels.tpu.packed_rows import LANES, gather_heads, set_lanes, spread_queries
 from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, attend_groups, groups_of
 from rayserve_moe.kernels.tpu.paged_sizes import (
     CLEARED_ROWS,
@@ -36,16 +36,26 @@ from rayserve_moe.kernels.tpu.paged_tiles import attend_tile, sink_rows, tile_sc
 from rayserve_moe.kernels.tpu.paged_writes import NEW_ROWS
 
 
-def unsupported_reason(pool: PoolFormat) -> str:
-    """Return why the kernel does not take a pool; empty if it does."""
-    if pool.page_size % CLEARED_ROWS:
-        return f"page_size {pool.page_size} is no multiple of {CLEARED_ROWS}"
-    return ""
+def unsupported_reason(pool: PoolFormat, *, head_dim: int, value_dim: int) -> str:
+    """Return why the kernel does not take a pool of keys and values of these sizes; empty if it does."""
+    num_registers = set_lanes(head_dim, value_dim) // LANES
+    if pool.is_8_bit and num_registers % 2:
+        return (
+            f"kv_cache_dtype fp8 stores pairs of registers, and keys of {head_dim} with values of {value_dim} take "
+            f"{num_registers}"
+        )
+    return _unsupported_pages(pool)
 
 
 def unsupported_latents(pool: PoolFormat) -> str:
     """Return why the kernel does not take a pool of latents; empty if it does."""
-    return "kv_cache_dtype fp8 does not store latents" if pool.is_8_bit else unsupported_reason(pool)
+    return "kv_cache_dtype fp8 does not store latents" if pool.is_8_bit else _unsupported_pages(pool)
+
+
+def _unsupported_pages(pool: PoolFormat) -> str:
+    if pool.page_size % CLEARED_ROWS:
+        return f"page_size {pool.page_size} is no multiple of {CLEARED_ROWS}"
+    return ""
 
 
 def attend(  # noqa: PLR0913 (the reference's signature)
@@ -56,6 +66,7 @@ def attend(  # noqa: PLR0913 (the reference's signature)
     config: ScoreConfig = FULL_CAUSAL,
     sinks_H: jax.Array | None = None,
     latent_width: int = 0,
+    value_width: int = 0,
     interpret: Any = False,
 ) -> jax.Array:
     """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `packed_rows` has them.
@@ -66,7 +77,7 @@ def attend(  # noqa: PLR0913 (the reference's signature)
     Returns: [B, Q, H, v].
     Raises: ValueError for a pool of other rows, of 8 bits that are not paired, or of pages of no multiple of 16 keys.
     """
-    knobs = Knobs(config, sinks_H, latent_width)
+    knobs = Knobs(config, sinks_H, latent_width, value_width)
     return _attend(queries_BQHh, kv_pages, places, None, knobs=knobs, interpret=interpret)[0]
 
 
@@ -79,6 +90,7 @@ def attend_new(  # noqa: PLR0913 (as `attend`)
     config: ScoreConfig = FULL_CAUSAL,
     sinks_H: jax.Array | None = None,
     latent_width: int = 0,
+    value_width: int = 0,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend as `reference.attention.attend_new` does, over a pool as `attend` takes it.
@@ -86,7 +98,7 @@ def attend_new(  # noqa: PLR0913 (as `attend`)
     `places.together` declares the tokens of a sequence, which are adjacent; without it every token has its own
     sequence. Nothing is written for padding.
     """
-    knobs = Knobs(config, sinks_H, latent_width)
+    knobs = Knobs(config, sinks_H, latent_width, value_width)
     if places.together is not None:
         num_cores = cores_for(len(queries_BHh), interpret)
         return attend_groups(queries_BHh, kv_pages, places, new, knobs=knobs, num_cores=num_cores, interpret=interpret)
@@ -124,7 +136,7 @@ def _attend(
         attended, kv_pages = call(queries_BCQRK[part], kv_pages, of_call, news, shape=of_part)
         parts.append(attended)
     attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    attended_BQHv = gather_heads(attended_BCQRV, layout, width=knobs.latent_width or layout.head_dim)
+    attended_BQHv = gather_heads(attended_BCQRV, layout, width=layout.value_dim)
     return attended_BQHv.astype(queries_BQHh.dtype), kv_pages
 
 

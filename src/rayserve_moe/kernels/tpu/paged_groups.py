@@ -66,7 +66,7 @@ def attend_groups(  # noqa: PLR0913 (arrays, by keyword)
         own_UCRV, kv_pages = call(queries_UCRK, kv_pages, of_part, NewRows(rows_RX, new.first_page))
         attended_UCRV = jnp.where(visits.is_own_U[:, None, None, None], own_UCRV, attended_UCRV)
     attended_UCQRV = jnp.asarray(attended_UCRV)[:, :, None, :query_rows]
-    attended_UQHv = gather_heads(attended_UCQRV, layout, width=knobs.latent_width or layout.head_dim)
+    attended_UQHv = gather_heads(attended_UCQRV, layout, width=layout.value_dim)
     return attended_UQHv[:, 0].astype(queries_UHh.dtype), kv_pages
 
 

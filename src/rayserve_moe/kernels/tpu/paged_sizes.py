@@ -37,6 +37,7 @@ class Knobs(NamedTuple):
     config: ScoreConfig
     sinks_H: jax.Array | None
     latent_width: int
+    value_width: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,9 @@ def layout_for(kv_pages: jax.Array, head_dim: int, knobs: Knobs) -> RowLayout:
     page_size = kv_pages.shape[1]
     if page_size % CLEARED_ROWS or kv_pages.dtype.itemsize == 1:
         raise ValueError(f"a pool of {kv_pages.dtype} in pages of {page_size} keys: 8 bits, or no multiple of 16")
-    return layout_of(lanes_in_8_bits(kv_pages), head_dim, latent_width=knobs.latent_width)
+    return layout_of(
+        lanes_in_8_bits(kv_pages), head_dim, latent_width=knobs.latent_width, value_width=knobs.value_width
+    )
 
 
 def shape_for(

@@ -79,6 +79,10 @@ def unsupported_reason(
     """
     if config.head_dim != HEAD_WIDTH:
         return f"heads of {config.head_dim} elements, not {HEAD_WIDTH}"
+    if config.value_width != HEAD_WIDTH:
+        return f"values of {config.value_width} elements, not {HEAD_WIDTH}"
+    if config.value_scale != 1.0:
+        return "values are scaled"
     if 2 * rotation.cos.shape[1] != HEAD_WIDTH:
         return f"{2 * rotation.cos.shape[1]} of {HEAD_WIDTH} elements rotate"
     if "q_norm_Lh" not in weights:

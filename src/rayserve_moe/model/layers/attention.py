@@ -1,6 +1,6 @@
 """Grouped-query attention: configuration, parameters, state and computation."""
 
-# T tokens   L layers of the kind   D model width   H query heads   G KV heads   h head width
+# T tokens   L layers of the kind   D model width   H query heads   G KV heads   h head width   v value width
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from rayserve_moe.model.spec import ModelSpec, RopeSpec, ScoreShape
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.state.kinds import ArraySpec, StateKind
 
-KINDS = ("gqa", "swa")
-"""Kinds of this mixer. Their layers differ in parameters, and share a pool."""
-STATE = "kv"
+STATES = {"gqa": "kv", "swa": "window_kv"}
+"""State of each kind of this mixer. Kinds differ in heads, rotation and rows, and each has a pool."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,17 @@ class GroupedAttention:
     """True for an RMS norm of each value without a scale."""
     fused_qkv: bool = one_of(False, True)
     """True if files hold q, k and v of a layer as rows of a single tensor, in this order."""
-    kind: str = one_of(*KINDS)
+    kind: str = one_of(*STATES)
     """`swa` for layers with windows if their heads or their rotation differ from the other layers of the model."""
+    value_dim: int | None = None
+    """Elements of a value; None stands for head_dim."""
+    value_scale: float = 1.0
+    """Factor of values after their projection."""
+
+    @property
+    def value_width(self) -> int:
+        """Return the number of elements of a value."""
+        return self.value_dim or self.head_dim
 
     @property
     def rotary_width(self) -> int:
@@ -86,6 +94,8 @@ class GroupedAttention:
                 f"rotary_dim {self.rotary_width} must be even and at most {self.head_dim}: see head_dim (or "
                 "hidden_size / num_attention_heads)"
             )
+        if self.values == "keys" and (self.value_width != self.head_dim or self.bias):
+            return "values that are keys have no width and no bias of their own"
         return ""
 
     def divided_sizes(self, tensor_size: int) -> dict[str, int]:
@@ -95,11 +105,11 @@ class GroupedAttention:
 
     def summed_widths(self, tensor_size: int) -> dict[str, int]:
         """Return the widths that products on a device sum over."""
-        return {"head_dim": self.head_dim}
+        return {"head_dim": self.head_dim} | ({"v_head_dim": self.value_dim} if self.value_dim else {})
 
     def score_shape(self) -> ScoreShape:
         """Return the sizes of scores and values."""
-        return ScoreShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, values_are_keys=False)
+        return ScoreShape(self.num_heads, self.num_kv_heads, self.head_dim, self.value_width, values_are_keys=False)
 
 
 def kv_repeats(own: GroupedAttention, tensor_size: int) -> int:
@@ -110,26 +120,27 @@ def kv_repeats(own: GroupedAttention, tensor_size: int) -> int:
 def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_size: int) -> dict[str, ParamSpec]:
     """Return projections, and the configured norms, biases and sinks."""
     layers, width, q_width = spec.layers_with_mixer(own.kind), spec.hidden_size, own.num_heads * own.head_dim
-    repeats = kv_repeats(own, tensor_size)
-    kv_width = own.num_kv_heads * own.head_dim * repeats
+    repeats, out_width = kv_repeats(own, tensor_size), own.num_heads * own.value_width
+    k_width, v_width = (own.num_kv_heads * size * repeats for size in (own.head_dim, own.value_width))
 
     def project(role: str, shape: tuple[int, int], axes: tuple[str, str]) -> ParamSpec:
         return ParamSpec((len(layers), *shape), dtype, ("layers", *axes), role, layers, file=TRANSPOSED)
 
     def of_kv_heads(spec: ParamSpec) -> ParamSpec:
-        return replace(spec, file=replace(spec.file, repeats=repeats, repeat_width=own.head_dim))
+        head_width = own.value_width if spec.role.startswith("v") else own.head_dim
+        return replace(spec, file=replace(spec.file, repeats=repeats, repeat_width=head_width))
 
     def per_layer(role: str, size: int, axis: str, initial: str) -> ParamSpec:
         return ParamSpec((len(layers), size), dtype, ("layers", axis), role, layers, initial=initial)
 
-    own_values = {"v_LDG": of_kv_heads(project("v", (width, kv_width), ("model", "kv_heads")))}
-    values = own_values if own.values == "own" else {}
     specs = {
         "q_LDH": project("q", (width, q_width), ("model", "heads")),
-        "k_LDG": of_kv_heads(project("k", (width, kv_width), ("model", "kv_heads"))),
-        **values,
-        "o_LHD": project("o", (q_width, width), ("heads", "model")),
+        "k_LDG": of_kv_heads(project("k", (width, k_width), ("model", "kv_heads"))),
+        "v_LDG": of_kv_heads(project("v", (width, v_width), ("model", "kv_heads"))),
+        "o_LHD": project("o", (out_width, width), ("heads", "model")),
     }
+    if own.values == "keys":
+        del specs["v_LDG"]
     if own.output_gate != "none":
         specs |= _gates(specs["q_LDH"], own)
     specs |= _norms(own, spec, dtype=dtype, kv_form=specs["k_LDG"].file)
@@ -137,8 +148,8 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
         specs["sinks_LA"] = per_layer("sinks", own.num_heads, "heads", "normal")
     if own.bias:
         specs["q_bias_LH"] = per_layer("q_bias", q_width, "heads", "normal")
-        specs["k_bias_LG"] = of_kv_heads(per_layer("k_bias", kv_width, "kv_heads", "normal"))
-        specs["v_bias_LG"] = of_kv_heads(per_layer("v_bias", kv_width, "kv_heads", "normal"))
+        specs["k_bias_LG"] = of_kv_heads(per_layer("k_bias", k_width, "kv_heads", "normal"))
+        specs["v_bias_LG"] = of_kv_heads(per_layer("v_bias", v_width, "kv_heads", "normal"))
     if own.output_bias:
         specs["o_bias_LD"] = per_layer("o_bias", width, "model", "normal")
     return specs | (_cut_out_of_one(specs, own) if own.fused_qkv else {})
@@ -150,7 +161,7 @@ def _gates(queries: ParamSpec, own: GroupedAttention) -> dict[str, ParamSpec]:
         pair = replace(TRANSPOSED, period=2 * own.head_dim, repeat_width=own.head_dim)
         gates = replace(queries, file=replace(pair, start=own.head_dim))
         return {"gate_LDH": gates, "q_LDH": replace(queries, file=pair)}
-    gates = replace(queries, role="output_gate")
+    gates = replace(queries, role="output_gate", shape=(*queries.shape[:2], own.num_heads * own.value_width))
     if own.gate_form == "head":
         return {"gate_LDA": replace(gates, shape=(*gates.shape[:2], own.num_heads))}
     return {"gate_LDH": gates}
@@ -179,44 +190,44 @@ def _norms(own: GroupedAttention, spec: ModelSpec, *, dtype: str, kv_form: FileF
 
 def _cut_out_of_one(specs: dict[str, ParamSpec], own: GroupedAttention) -> dict[str, ParamSpec]:
     """Return q, k and v parameters as consecutive column ranges of a fused tensor."""
-    q_width, kv_width = (count * own.head_dim for count in (own.num_heads, own.num_kv_heads))
-    starts = {"q_": 0, "k_": q_width, "v_": q_width + kv_width}
+    q_width, k_width = (count * own.head_dim for count in (own.num_heads, own.num_kv_heads))
+    starts, v_width = {"q_": 0, "k_": q_width, "v_": q_width + k_width}, own.num_kv_heads * own.value_width
     return {
-        name: replace(found, file=replace(found.file, start=starts[name[:2]], num_columns=q_width + 2 * kv_width))
+        name: replace(found, file=replace(found.file, start=starts[name[:2]], num_columns=q_width + k_width + v_width))
         for name, found in specs.items()
         if name[:2] in starts and "norm" not in name
     }
 
 
 def states(own: GroupedAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
-    """Return the row of a token: [2 * KV heads, h] with K and V of a head adjacent, sharded by heads.
+    """Return the row of a token: [KV heads, h + v] with the value of a head behind its key, sharded by heads.
 
     With packed rows (`kernels.tpu.packed_rows`) it is one-dimensional.
     """
     num_heads = own.num_kv_heads * kv_repeats(own, tensor_size)
     if kernels.attention.has_packed_rows:
-        width = tensor_size * packed_width(num_heads // tensor_size, own.head_dim)
-        return (StateKind(STATE, "token", (ArraySpec((width,), ("kv_heads",)),)),)
-    return (StateKind(STATE, "token", (ArraySpec((2 * num_heads, own.head_dim), ("kv_heads", None)),)),)
+        width = tensor_size * packed_width(num_heads // tensor_size, own.head_dim, own.value_width)
+        row = ArraySpec((width,), ("kv_heads",))
+    else:
+        row = ArraySpec((num_heads, own.head_dim + own.value_width), ("kv_heads", None))
+    return (StateKind(STATES[own.kind], "token", (row,)),)
 
 
-def attention_choice(_: GroupedAttention, kernels: Kernels, *, pool: PoolFormat) -> Choice[AttentionKernels]:
+def attention_choice(own: GroupedAttention, kernels: Kernels, *, pool: PoolFormat) -> Choice[AttentionKernels]:
     """Return the choice of attention for these heads and a pool."""
     candidates = GROUPED_ATTENTION.get(kernels.name, (Candidate(kernels.name, kernels.attention),))
-    return choose(candidates, pool)
+    return choose(candidates, pool, head_dim=own.head_dim, value_dim=own.value_width)
 
 
 def prepare(own: GroupedAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
     """Return rotations and kernel descriptions of a step's tokens."""
-    (pool,) = pools[STATE]
+    (pool,) = pools[STATES[own.kind]]
     windows = config.spec.windows(own.kind)
     return prepare_attention(batch, pool, rope=own.rope, width=own.rotary_width, windows=windows, config=config)
 
 
 def attention_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan | None = None) -> AttentionConfig:
     """Return the static attention configuration of all layers; `plan` None places all heads on a single device."""
-    sharing = [layer for layer, each in enumerate(spec.layers) if each.mixer in KINDS]
-    mine = spec.layers_with_mixer(own.kind)
     return AttentionConfig(
         head_dim=own.head_dim,
         eps=spec.norm_eps,
@@ -228,8 +239,8 @@ def attention_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan 
         windows=spec.windows(own.kind),
         output_gate=own.output_gate,
         norms_values=own.value_norm,
-        pool_layers=() if len(mine) == len(sharing) else tuple(map(sharing.index, mine)),
-        num_pool_layers=len(sharing),
+        value_dim=own.value_dim or 0,
+        value_scale=own.value_scale,
     )
 
 
@@ -292,7 +303,7 @@ def apply(  # noqa: PLR0913 (the interface of `Mixer`)
         rows,
         inputs,
         mixer=own.kind,
-        state=STATE,
+        state=STATES[own.kind],
         layer=layer,
         attention=attention,
         config=config,

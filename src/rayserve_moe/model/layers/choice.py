@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.candidates import Choice
 from rayserve_moe.kernels.table import AttentionKernels, Kernels
 from rayserve_moe.model.layers.table import FFNS, MIXERS
-from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
+from rayserve_moe.model.spec import MixerSpec, ModelSpec, UnsupportedModelError
 
 NO_POOL_LIMITS = PoolFormat()
 """A pool that every attention takes."""
@@ -44,10 +45,7 @@ def kernels_for(spec: ModelSpec, kernels: Kernels, *, pool: PoolFormat = NO_POOL
 
 def divided_sizes(spec: ModelSpec, tensor_size: int) -> dict[str, int]:
     """Return the sizes that must be divisible by `tensor_size`, by their keys in `config.json`."""
-    sizes: dict[str, int] = {}
-    for own in spec.mixers:
-        for name, size in own.divided_sizes(tensor_size).items():
-            sizes[name if sizes.get(name, size) == size else f"{name} ({own.kind})"] = size
+    sizes = _of_mixers(spec, lambda own: own.divided_sizes(tensor_size))
     for kind, ffn in FFNS.items():
         sizes |= ffn.divided_sizes(spec) if spec.layers_with_ffn(kind) else {}
     return sizes
@@ -55,7 +53,13 @@ def divided_sizes(spec: ModelSpec, tensor_size: int) -> dict[str, int]:
 
 def summed_widths(spec: ModelSpec, tensor_size: int) -> dict[str, int]:
     """Return the widths that products of mixers on a device sum over, by their keys in `config.json`."""
-    widths = {"hidden_size": spec.hidden_size}
+    return {"hidden_size": spec.hidden_size} | _of_mixers(spec, lambda own: own.summed_widths(tensor_size))
+
+
+def _of_mixers(spec: ModelSpec, sizes_of: Callable[[MixerSpec], dict[str, int]]) -> dict[str, int]:
+    """Return sizes of all mixers by key; a size that differs from that of an earlier mixer has the kind in its key."""
+    sizes: dict[str, int] = {}
     for own in spec.mixers:
-        widths |= own.summed_widths(tensor_size)
-    return widths
+        for name, size in sizes_of(own).items():
+            sizes[name if sizes.get(name, size) == size else f"{name} ({own.kind})"] = size
+    return sizes

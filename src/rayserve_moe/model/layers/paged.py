@@ -83,7 +83,8 @@ def attend(  # noqa: PLR0913 (the differences between kinds of attention)
     normed_TD, pools = rows
     (pool,) = pools[state]
     step: AttentionStep = inputs.prepared[mixer]
-    of_layer = AttentionInputs(weights, inputs.batch, step.rotation, layer, step.singles, made, step.query_scale_T)
+    batch = inputs.batch.of_state(state)
+    of_layer = AttentionInputs(weights, batch, step.rotation, layer, step.singles, made, step.query_scale_T)
     out_TD, pool = config.kernels.attention.attend(normed_TD, pool, of_layer, config=attention)
     out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)
     out_TD = out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD

@@ -6,7 +6,7 @@ from rayserve_moe.model.layers import attention, gated_delta, latent, mlp, moe
 from rayserve_moe.model.layers.kinds import Ffn, Mixer
 
 MIXERS: dict[str, Mixer] = {
-    **dict.fromkeys(attention.KINDS, attention.MIXER),
+    **dict.fromkeys(attention.STATES, attention.MIXER),
     "mla": latent.MIXER,
     "gated_delta": gated_delta.MIXER,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, WINDOW_ROWS
 from rayserve_moe.kernels.tpu.delta_visits import TILE
@@ -22,6 +23,17 @@ _NUMBERED = re.compile(r"(\.clone)*\.\d+$")
 ROUND_SLACK = 1.5
 """Rows that an exchange can receive, relative to even routing (`experts.tokens.round_rows`)."""
 PARALLEL = "dimension_semantics<parallel>"
+
+
+class AttentionSizes(NamedTuple):
+    """Sizes by which a call of paged attention is known."""
+
+    num_blocks: int
+    """Blocks of queries with padding, or single tokens."""
+    num_sets: int
+    """Sets of heads on a device."""
+    value_lanes: int
+    """Lanes of the values of a set."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +74,8 @@ class StepWork:
     """Expert slots of a layer with any rows."""
     expert_rows: float
     """Rows of all expert slots of a layer."""
-    attention: dict[int, AttentionWork]
-    """Per layer, by query rows of a kernel call."""
+    attention: dict[AttentionSizes, AttentionWork]
+    """Per layer, by sizes of a kernel call."""
     flops: float
     """Minimum of the whole model."""
     hbm_bytes: float
@@ -198,7 +210,7 @@ def _rotary_heads(instruction: Instruction, operands: list[Instruction]) -> Kern
 
 def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | None:
     out, *pool = instruction.shapes
-    attention = work.attention.get(out.dims[0])
+    attention = work.attention.get(AttentionSizes(out.dims[0], out.dims[1], out.dims[3]))
     if attention is None:
         return None
     if kernel_name(instruction) == "paged_attention_of_groups":

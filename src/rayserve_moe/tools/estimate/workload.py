@@ -18,9 +18,9 @@ from rayserve_moe.kernels.tpu.packed_rows import layout_of
 from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block, tile_queries_for
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import MixerSpec, ModelSpec, ScoreShape
-from rayserve_moe.model.states import entry_states, token_states
+from rayserve_moe.model.states import entry_states, state_of_mixer, token_states
 from rayserve_moe.parallel.mesh import cores_of
-from rayserve_moe.tools.estimate.kernel_work import AttentionWork, RecurrentWork, StepWork
+from rayserve_moe.tools.estimate.kernel_work import AttentionSizes, AttentionWork, RecurrentWork, StepWork
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,13 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
     states, attention = token_states(model), {}
     seen = sizes.rows * sizes.context + prompt_tokens * min(sizes.context, max(prompt_tokens, 1)) / 2
     for mixer, shape in _scoring(spec):
-        row_bytes = states[0].row_bytes(plan, dtype=sizes.kv_dtype)
-        attention = _attention_work(model, shape, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
+        kept = state_of_mixer(model, mixer)
+        row_bytes = kept.row_bytes(plan, dtype=sizes.kv_dtype)
+        attention |= _attention_work(model, shape, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
         heads, num_layers = shape.num_heads // plan.tensor_size, len(spec.layers_with_mixer(mixer.kind))
         flops += 2 * heads * (shape.key_width + shape.value_width) * seen * num_layers
-    kept = sizes.sequences * sizes.context + prompt_tokens
-    state_bytes = sum(state.row_bytes(plan, dtype=sizes.kv_dtype) * kept * state.num_layers for state in states)
+    num_kept = sizes.sequences * sizes.context + prompt_tokens
+    state_bytes = sum(state.row_bytes(plan, dtype=sizes.kv_dtype) * num_kept * state.num_layers for state in states)
     # A sequence reads its entry, and half of its ring on average.
     state_bytes += sizes.sequences * sum(
         (state.row_bytes(plan, dtype=sizes.kv_dtype) + state.ring_bytes(plan, dtype=sizes.kv_dtype) // 2)
@@ -119,15 +120,22 @@ def _of_table(name: str, *, ties: bool) -> float:
 
 def _attention_work(
     model: ModelConfig, scores: ScoreShape, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
-) -> dict[int, AttentionWork]:
+) -> dict[AttentionSizes, AttentionWork]:
     """Return the work of single tokens and of blocks of prompts; every core has equally many blocks."""
     num, cores = sizes.sequences, cores_of(model.plan.mesh)
-    work = {_whole(sizes.places, cores): _visits(sizes, [sizes.context] * num, row_bytes=row_bytes)}
+    row_lanes = row_bytes // jnp.dtype(sizes.kv_dtype).itemsize
+    widths = (scores.value_width, 0) if scores.values_are_keys else (0, scores.value_width)
+    layout = layout_of(row_lanes, scores.key_width, latent_width=widths[0], value_width=widths[1])
+
+    def call_of(num_blocks: int) -> AttentionSizes:
+        return AttentionSizes(_whole(num_blocks, cores), layout.num_sets, layout.value_lanes)
+
+    work = {call_of(sizes.places): _visits(sizes, [sizes.context] * num, row_bytes=row_bytes)}
     if prompt_tokens:
-        length, tile = min(sizes.context, prompt_tokens), _tile_queries(model, scores, row_bytes=row_bytes, sizes=sizes)
+        query_rows = scores.num_heads // model.plan.tensor_size // layout.num_sets
+        length, tile = min(sizes.context, prompt_tokens), tile_queries_for(PREFILL_BLOCK_TOKENS, query_rows)
         ends = [min(length, end + tile) for end in range(0, length, tile)] * math.ceil(prompt_tokens / length)
-        num_blocks = math.ceil(prompt_tokens / PREFILL_BLOCK_TOKENS)
-        work[_whole(num_blocks, cores)] = _visits(sizes, ends, row_bytes=row_bytes)
+        work[call_of(math.ceil(prompt_tokens / PREFILL_BLOCK_TOKENS))] = _visits(sizes, ends, row_bytes=row_bytes)
     return work
 
 
@@ -137,15 +145,6 @@ def _visits(sizes: StepSizes, lengths: list[int], *, row_bytes: int) -> Attentio
     pages = [math.ceil(length / sizes.page_size) for length in lengths]
     visits, num = sum(math.ceil(each / of_block) for each in pages), len(lengths)
     return AttentionWork(num, visits, sum(pages) * sizes.page_size * row_bytes, sum(pages))
-
-
-def _tile_queries(model: ModelConfig, scores: ScoreShape, *, row_bytes: int, sizes: StepSizes) -> int:
-    """Return the number of queries of a block of a prompt that are attended at once."""
-    row_lanes = row_bytes // jnp.dtype(sizes.kv_dtype).itemsize
-    value_width = scores.value_width if scores.values_are_keys else 0
-    layout = layout_of(row_lanes, scores.key_width, latent_width=value_width)
-    query_rows = scores.num_heads // model.plan.tensor_size // layout.num_sets
-    return tile_queries_for(PREFILL_BLOCK_TOKENS, query_rows)
 
 
 def _whole(num_blocks: int, cores: int) -> int:

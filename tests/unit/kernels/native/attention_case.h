@@ -17,14 +17,21 @@ struct Layer {
   float clip;
   int64_t gate_width;  // of all heads, or one for each; 0: no gates
   bool has_softplus;
+  int64_t value_width;  // of a head; 0: as its key
+  float value_scale = 1;
+  bool norms_values = false;
   int64_t q_norm_width() const { return !has_norms ? 0 : is_norm_of_all ? q_width() : head_width; }
-  int64_t k_norm_width() const { return !has_norms ? 0 : is_norm_of_all ? kv_width() : head_width; }
+  int64_t k_norm_width() const { return !has_norms ? 0 : is_norm_of_all ? k_width() : head_width; }
   int64_t tokens() const { return singles + blocks * block_tokens; }
   int64_t rows() const { return singles + blocks; }
   int64_t table_width() const { return (kMost + page_size - 1) / page_size; }
   int64_t pages() const { return rows() * table_width() + 1; }  // page 0 is nobody's
   int64_t q_width() const { return heads * head_width; }
-  int64_t kv_width() const { return kv_heads * head_width; }
+  int64_t k_width() const { return kv_heads * head_width; }
+  int64_t value() const { return value_width ? value_width : head_width; }
+  int64_t v_width() const { return kv_heads * value(); }
+  int64_t row_width() const { return k_width() + v_width(); }
+  int64_t out_width() const { return heads * value(); }
 };
 
 // With knobs of any values.
@@ -34,7 +41,9 @@ inline Layer layer_of(Case& c, Layer l) {
   l.rotated_pairs = c.below(2) ? l.head_width / 2 : c.below(int(l.head_width / 2) + 1);
   l.window = c.below(2) ? 0 : 1 + c.below(50);
   l.clip = c.below(3) ? 0.0f : 0.7f;
-  l.gate_width = std::array{int64_t(0), l.heads, l.q_width()}[c.below(3)], l.has_softplus = c.below(2);
+  l.value_width = c.below(2) ? 0 : 2 * (1 + c.below(int(l.head_width))), l.value_scale = c.below(3) ? 1.0f : 0.707f;
+  l.norms_values = c.below(2);
+  l.gate_width = std::array{int64_t(0), l.heads, l.out_width()}[c.below(3)], l.has_softplus = c.below(2);
   return l;
 }
 
@@ -46,7 +55,7 @@ struct Batch {
 
   Batch(Case& c, const Layer& l)
       : table(l.rows() * l.table_width(), INT32_MAX), positions(l.tokens(), -1), slots(l.tokens()), row_of(l.tokens()),
-        cos(l.tokens() * l.rotated_pairs), sin(cos), pool(l.pages() * l.page_size * 2 * l.kv_width(), kNan) {
+        cos(l.tokens() * l.rotated_pairs), sin(cos), pool(l.pages() * l.page_size * l.row_width(), kNan) {
     int64_t t = 0;
     for (int64_t row = 0; row < l.rows(); ++row) {
       const int64_t room = row < l.singles ? 1 : l.block_tokens, used = c.below(4) ? 1 + c.below(int(room)) : 0;
@@ -55,8 +64,8 @@ struct Batch {
       for (int64_t p = first_seen / l.page_size; p * l.page_size < end; ++p)
         table[row * l.table_width() + p] = int32_t(1 + p * l.rows() + row);
       for (int64_t place = first_seen; place < end && place < first; ++place) {
-        const Numbers both = c.draw(2 * l.kv_width());
-        std::copy(both.begin(), both.end(), pool.begin() + slot(l, row, place) * 2 * l.kv_width());
+        const Numbers both = c.draw(l.row_width());
+        std::copy(both.begin(), both.end(), pool.begin() + slot(l, row, place) * l.row_width());
       }
       for (int64_t i = 0; i < room; ++i, ++t) {
         row_of[t] = int32_t(row);
@@ -78,11 +87,11 @@ struct Weights {
   Numbers q, k, v, o, q_norm, k_norm, q_bias, k_bias, v_bias, sinks, gate;
 
   Weights(Case& c, const Layer& l)
-      : q(c.draw(kWidth * l.q_width(), 0.2)), k(c.draw(kWidth * l.kv_width(), 0.2)),
-        v(c.draw(kWidth * l.kv_width(), 0.2)), o(c.draw(l.q_width() * kWidth, 0.2)),
+      : q(c.draw(kWidth * l.q_width(), 0.2)), k(c.draw(kWidth * l.k_width(), 0.2)),
+        v(c.draw(kWidth * l.v_width(), 0.2)), o(c.draw(l.out_width() * kWidth, 0.2)),
         q_norm(c.draw(l.q_norm_width(), 0.2, 1)), k_norm(c.draw(l.k_norm_width(), 0.2, 1)),
-        q_bias(c.draw(l.has_biases ? l.q_width() : 0)), k_bias(c.draw(l.has_biases ? l.kv_width() : 0)),
-        v_bias(c.draw(l.has_biases ? l.kv_width() : 0)), sinks(c.draw(l.has_sinks ? l.heads : 0)),
+        q_bias(c.draw(l.has_biases ? l.q_width() : 0)), k_bias(c.draw(l.has_biases ? l.k_width() : 0)),
+        v_bias(c.draw(l.has_biases ? l.v_width() : 0)), sinks(c.draw(l.has_sinks ? l.heads : 0)),
         gate(c.draw(kWidth * l.gate_width, 0.2)) {}
 };
 
@@ -124,16 +133,20 @@ inline Numbers heads_of(const Layer& l, const bf16* row, const Numbers& weights,
 inline std::vector<Numbers> project(const Layer& l, const Weights& w, const Batch& b, const Numbers& hidden,
                                     Numbers& pool) {
   std::vector<Numbers> queries;
-  const int64_t h = l.head_width, kv_width = l.kv_width();
+  const int64_t h = l.head_width, v = l.value();
+  const Numbers ones(l.norms_values ? v : 0, rounded(1.0));
+  Layer of_values = l;
+  of_values.norms_after = false;
   for (int64_t t = 0; t < l.tokens(); ++t) {
     const bf16* row = hidden.data() + t * kWidth;
     const float *cos = b.cos.data() + t * l.rotated_pairs, *sin = b.sin.data() + t * l.rotated_pairs;
     queries.push_back(heads_of(l, row, w.q, w.q_bias, w.q_norm, cos, sin, l.q_width()));
-    const Numbers key = heads_of(l, row, w.k, w.k_bias, w.k_norm, cos, sin, kv_width);
-    const Numbers value = heads_of(l, row, w.v, w.v_bias, {}, nullptr, nullptr, kv_width);
-    for (int64_t i = 0; i < kv_width && b.positions[t] >= 0; ++i) {
-      bf16* target = pool.data() + b.slots[t] * 2 * kv_width + i / h * 2 * h + i % h;
-      target[0] = key[i], target[h] = value[i];
+    const Numbers key = heads_of(l, row, w.k, w.k_bias, w.k_norm, cos, sin, l.k_width());
+    Numbers value = heads_of(of_values, row, w.v, w.v_bias, ones, nullptr, nullptr, l.v_width());
+    for (bf16& each : value) each = rounded(value_of(each) * double(l.value_scale));
+    for (int64_t g = 0; g < l.kv_heads && b.positions[t] >= 0; ++g) {
+      const auto target = pool.begin() + b.slots[t] * l.row_width() + g * (h + v);
+      std::copy_n(key.begin() + g * h, h, target), std::copy_n(value.begin() + g * v, v, target + h);
     }
   }
   return queries;
@@ -142,13 +155,13 @@ inline std::vector<Numbers> project(const Layer& l, const Weights& w, const Batc
 // What one head of a token sees of its sequence.
 inline Numbers attend(const Layer& l, const Batch& b, const Weights& w, const Numbers& pool, const bf16* query, int64_t t,
                       int64_t head) {
-  const int64_t h = l.head_width, group = head / (l.heads / l.kv_heads);
+  const int64_t h = l.head_width, v = l.value(), group = head / (l.heads / l.kv_heads);
   std::vector<const bf16*> keys;
-  Exact totals(h), scores;
+  Exact totals(v), scores;
   double sum = 0, largest = l.has_sinks ? value_of(w.sinks[head]) : -1e30;
   const int64_t first = l.window ? std::max<int64_t>(0, b.positions[t] - l.window + 1) : 0;
   for (int64_t place = first; place <= b.positions[t]; ++place) {
-    keys.push_back(pool.data() + (b.slot(l, b.row_of[t], place) * l.kv_heads + group) * 2 * h);
+    keys.push_back(pool.data() + (b.slot(l, b.row_of[t], place) * l.kv_heads + group) * (h + v));
     double score = 0;
     for (int64_t i = 0; i < h; ++i) score += value_of(query[i]) * value_of(keys.back()[i]);
     scores.push_back(score / std::sqrt(double(h)));
@@ -158,10 +171,10 @@ inline Numbers attend(const Layer& l, const Batch& b, const Weights& w, const Nu
   for (size_t i = 0; i < keys.size(); ++i) {
     const double weight = std::exp(scores[i] - largest);
     sum += weight;
-    for (int64_t d = 0; d < h; ++d) totals[d] += weight * value_of(keys[i][h + d]);
+    for (int64_t d = 0; d < v; ++d) totals[d] += weight * value_of(keys[i][h + d]);
   }
-  Numbers out(h);
-  for (int64_t d = 0; d < h && !keys.empty(); ++d) out[d] = rounded(totals[d] / sum);
+  Numbers out(v);
+  for (int64_t d = 0; d < v && !keys.empty(); ++d) out[d] = rounded(totals[d] / sum);
   return out;
 }
 
@@ -200,8 +213,8 @@ inline const bf16* or_null(const Numbers& numbers) { return numbers.empty() ? nu
 
 // Attended heads of one token times their gates.
 inline void gate_heads(const Layer& l, const bf16* row, const Weights& w, Numbers& attended) {
-  for (int64_t i = 0; i < l.q_width() && l.gate_width; ++i) {
-    const int64_t column = l.gate_width == l.q_width() ? i : i / l.head_width;
+  for (int64_t i = 0; i < l.out_width() && l.gate_width; ++i) {
+    const int64_t column = l.gate_width == l.out_width() ? i : i / l.value();
     const double raw = value_of(rounded(dot(row, w.gate, column, kWidth, l.gate_width)));
     attended[i] = rounded(value_of(attended[i]) * (l.has_softplus ? std::log1p(std::exp(raw)) : 1 / (1 + std::exp(-raw))));
   }
@@ -211,16 +224,16 @@ inline void attention(Case c, const Layer& l) {
   const Weights w(c, l);
   Batch b(c, l);
   const Numbers hidden = c.draw(l.tokens() * kWidth), q = packed(w.q, kWidth, l.q_width()),
-                k = packed(w.k, kWidth, l.kv_width()), v = packed(w.v, kWidth, l.kv_width()),
-                o = packed(w.o, l.q_width(), kWidth),
+                k = packed(w.k, kWidth, l.k_width()), v = packed(w.v, kWidth, l.v_width()),
+                o = packed(w.o, l.out_width(), kWidth),
                 gate = l.gate_width ? packed(w.gate, kWidth, l.gate_width) : Numbers();
   Numbers expected_pool = b.pool;
   std::vector<float> found(l.tokens() * kWidth);
   const native::AttentionShapes shapes{
       l.tokens(),  kWidth,   l.heads,        l.kv_heads,      l.page_size, l.pages(),
       l.singles,   l.blocks, l.block_tokens, l.table_width(), l.window,    1 / std::sqrt(float(l.head_width)),
-      {l.head_width, l.rotated_pairs, l.is_interleaved, l.norms_after, l.clip, 1e-6f},
-      l.gate_width, l.has_softplus};
+      {l.head_width, l.rotated_pairs, l.is_interleaved, l.norms_after, l.clip, 1e-6f, l.norms_values},
+      l.value(), l.value_scale, l.gate_width, l.has_softplus};
   native::AttentionArrays arrays{};
   arrays.hidden = hidden.data(), arrays.q = q.data(), arrays.k = k.data(), arrays.v = v.data(), arrays.o = o.data();
   arrays.gate = or_null(gate);
@@ -240,7 +253,7 @@ inline void attention(Case c, const Layer& l) {
       attended.insert(attended.end(), one.begin(), one.end());
     }
     gate_heads(l, hidden.data() + t * kWidth, w, attended);
-    for (int64_t d = 0; d < kWidth; ++d) expected.push_back(dot(attended.data(), w.o, d, l.q_width(), kWidth));
+    for (int64_t d = 0; d < kWidth; ++d) expected.push_back(dot(attended.data(), w.o, d, l.out_width(), kWidth));
   }
   c.compare("attention", found, expected, 0x1p-6);
   Exact here, there;
