@@ -42,9 +42,12 @@ NOT_TURNED = {
     "groups_kept",
     "shared_size",
     "norm_offset",
+    "values",
+    "rounded_embedding_multiplier",
+    "float32_norms",
 }
-"""Where tensors lie, what stands with another knob, what another shape of parameters goes with, and what is added to
-them when they are read."""
+"""Where tensors lie, what stands with another knob, what another shape of parameters goes with, what is added to them
+when they are read, and what rounds nothing in float32."""
 
 
 def turned(spec: Any) -> Iterator[tuple[str, Any]]:
@@ -66,6 +69,8 @@ def others(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
     router = spec.router
     if spec.has_post_norms:
         yield "post_norms", replace(spec, layers=tuple(replace(layer, post_norms=False) for layer in spec.layers))
+    if spec.has_scalars:
+        yield "scalars", replace(spec, layers=tuple(replace(layer, has_scalar=False) for layer in spec.layers))
     if spec.has_windows:
         yield "windows", replace(spec, layers=tuple(replace(layer, window=0) for layer in spec.layers))
     yield "norm_eps", replace(spec, norm_eps=0.1)

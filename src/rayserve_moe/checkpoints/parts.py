@@ -135,8 +135,14 @@ def columns_of_piece(columns: np.ndarray) -> slice | np.ndarray:
 
 
 def as_held(spec: ParamSpec, read: np.ndarray, *, columns: slice | np.ndarray) -> np.ndarray:
-    """Return the columns of a piece of a file in the orientation of the parameter; booleans have no offset."""
+    """Return the columns of a piece of a file in the orientation of the parameter, times its factor, with its offset.
+
+    Booleans, which mark the columns that are given, have neither.
+    """
     read = read.reshape(read.shape[spec.num_leading_dims :])
     held = read.T if spec.file.transposed else read
     held = held[columns] if spec.column_dim == 0 else held[..., columns]
-    return held + np.float32(spec.file.offset) if spec.file.offset and held.dtype != np.bool_ else held
+    if held.dtype == np.bool_:
+        return held
+    held = held * np.float32(spec.file.factor) if spec.file.factor != 1.0 else held
+    return held + np.float32(spec.file.offset) if spec.file.offset else held

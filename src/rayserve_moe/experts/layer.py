@@ -57,19 +57,21 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
 
     Raises: KeyError if the backend of `config` is unknown.
     """
-    tally_4 = None
+    tally_4, routed_TD = None, hidden_TD if router.rows_TD is None else router.rows_TD
     if config.limits_capacity:
         assert capacity is not None, "slots of limited capacity need it"
-        scores = _scores(hidden_TD, router, config)
+        scores = _scores(routed_TD, router, config)
         with jax.named_scope("selection"):
             slots_TK, ids_TK, gates_TK, tally_4 = assign_slots(
                 scores, valid_T, maps=maps, layer=layer, capacity=capacity, config=config, forced=forced
             )
-        tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T)
         maps, config = None, replace(config, slot_choice=CHOSEN_BEFORE)
     else:
-        ids_TK, gates_TK = _select(hidden_TD, router, config, forced)
-        tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, valid_T)
+        ids_TK, gates_TK = _select(routed_TD, router, config, forced)
+        slots_TK = ids_TK
+    if router.factors_E is not None:
+        gates_TK = gates_TK * router.factors_E[ids_TK]
+    tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T)
     placed = PlacedExperts(weights, layer, maps)
     backend = choose_backend(tokens, placed, config=config).candidate
     assert backend is not None, "the last candidate takes every call"

@@ -34,6 +34,10 @@ class RouterSpec:
     renormalize_floor: float = 0.0
     scale: float = 1.0
     selection_bias_in_row: bool = False
+    own_norm: bool = False
+    """True if the router reads the residual stream by a norm of its own, False if it reads the experts' input."""
+    expert_factors: bool = False
+    """True if weights are multiplied by a factor of their expert, last of all."""
 
     def problem(self) -> str | None:
         """Return the reason against numbers that no router can have; None without a reason."""

@@ -23,13 +23,16 @@ MIN_TOTAL = 1e-20
 class RouterWeights(NamedTuple):
     """Float32 weights of a layer's router: the matrix, and the biases of logits and of the choice, if any.
 
-    `stacked`: the weights of all layers, for kernels that read a layer in place.
+    `stacked`: the weights of all layers, for kernels that read a layer in place. `factors_E` multiply the weights of
+    experts. `rows_TD` are rows that the router reads in place of the experts' input.
     """
 
     matrix_DE: jax.Array
     logit_bias_E: jax.Array | None = None
     selection_bias_E: jax.Array | None = None
     stacked: StackedRouter | None = None
+    factors_E: jax.Array | None = None
+    rows_TD: jax.Array | None = None
 
 
 def router_of_layer(stacked: StackedRouter) -> RouterWeights:

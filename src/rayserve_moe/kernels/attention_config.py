@@ -39,6 +39,8 @@ class AttentionConfig:
     """Positions that each layer sees, its own included; 0: all. Empty: all in every layer."""
     output_gate: str = "none"
     """`none`, or the function of the gates that multiply outputs: `sigmoid` or `softplus`."""
+    norms_values: bool = False
+    """True if values are normed without a scale, ahead of their factor."""
     value_dim: int = 0
     """Elements of a value; 0: as many as of a head."""
     value_scale: float = 1.0

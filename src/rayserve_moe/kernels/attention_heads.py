@@ -30,16 +30,18 @@ def project_heads(
     """Return queries, keys and values of this device's heads, [T, heads, h] each, values [T, heads, v].
 
     `weights` are the layer's, under the names of `model.parameters`. Norms and biases may be absent; a norm covers each
-    head by itself, or all heads of all devices together.
+    head by itself, or all heads of all devices together. Without a matrix of values, values are the projected keys.
     """
     queries, keys, values = (
         project(normed_TD, weights[matrix], weights.get(bias)).reshape(len(normed_TD), -1, width)
         for matrix, bias, width in (
             ("q_LDH", "q_bias_LH", config.head_dim),
             ("k_LDG", "k_bias_LG", config.head_dim),
-            ("v_LDG", "v_bias_LG", config.value_width),
+            ("v_LDG" if "v_LDG" in weights else "k_LDG", "v_bias_LG", config.value_width),
         )
     )
+    if config.norms_values:
+        values = rms_norm(values, jnp.ones(config.value_width, values.dtype), config.eps)
     if not config.norms_after_rotation:
         queries, keys = _norm_queries_and_keys(queries, keys, weights, config)
     if config.clip is not None:

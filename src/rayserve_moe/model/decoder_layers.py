@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from rayserve_moe.experts.layer import LayerRouting
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.layer_runs import LayerRun
+from rayserve_moe.model.layers.kinds import FfnRows
 from rayserve_moe.model.layers.table import FFNS, MIXERS
 from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools, StepInputs
 from rayserve_moe.model.spec import LayerSpec
@@ -89,8 +90,12 @@ def apply_layer(
 ) -> tuple[LayerCarry, LayerRouting | None]:
     """Compute a layer; return the carry and, for a layer with experts, its routing."""
     hidden_TD, normed_TD, pools = mixer_block(params, carry, kind, place=place, inputs=inputs, config=config)
-    out_TD, routing = FFNS[kind.ffn].apply(params, normed_TD, inputs, layer=place.of_ffn, config=config)
+    rows = FfnRows(hidden_TD, normed_TD)
+    out_TD, routing = FFNS[kind.ffn].apply(params, rows, inputs, layer=place.of_ffn, config=config)
     added_TD = _addend(params, out_TD, "ffn", kind=kind, layer=place.layer, config=config)
+    if kind.has_scalar:
+        hidden_TD = (hidden_TD + added_TD) * params["layer_scalars"]["scalar_L1"][place.layer]
+        added_TD = jnp.zeros_like(hidden_TD)
     return LayerCarry(hidden_TD, added_TD, pools, carry.num_done), routing
 
 

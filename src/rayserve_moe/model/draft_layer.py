@@ -14,6 +14,7 @@ import numpy as np
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.decoder_layers import LayerPlace, apply_layer, first_carry, norm_rows, step_inputs
 from rayserve_moe.model.draft_spec import DraftSpec
+from rayserve_moe.model.layers.kinds import FfnRows
 from rayserve_moe.model.layers.table import FFNS, MIXERS
 from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools, StepInputs
 from rayserve_moe.model.transformer import ForwardOutput, embedded, normed_logits, words_of
@@ -131,5 +132,6 @@ def _mixed(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelC
 def _after_mixer(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelConfig) -> Rows:
     (hidden_TD, pools), (layer,) = rows, config.spec.layers
     normed_TD = norm_rows(hidden_TD, params["mlp_norm"]["scale"][FIRST], config)
-    out_TD, _ = FFNS[layer.ffn].apply(params, normed_TD, inputs, layer=jnp.asarray(FIRST), config=config)
+    ffn_rows = FfnRows(hidden_TD, normed_TD)
+    out_TD, _ = FFNS[layer.ffn].apply(params, ffn_rows, inputs, layer=jnp.asarray(FIRST), config=config)
     return hidden_TD + out_TD, pools

@@ -90,7 +90,7 @@ def eagle_spec(config: Mapping[str, Any], target: ModelSpec, *, algorithm: str, 
         dense_intermediate_size=integer_of(config, "intermediate_size"),
         mixers=(GroupedAttention(**heads_of(config), rope=rope_of(config, family), bias=has_bias),),
         router=target.router,
-        experts=replace(target.experts, shared="none", shared_size=0, activation="silu"),
+        experts=replace(target.experts, shared="none", shared_size=0, separate_norms=False, activation="silu"),
     )
     layer = replace(layer, tie_embeddings=False)
     if layer.vocab_size != target.vocab_size:
@@ -174,7 +174,7 @@ def draft_parameters(draft: DraftSpec, *, dtype: str, **held: Any) -> dict[str, 
     width, num_joined = spec.hidden_size, len(draft.aux_layers) or 2
 
     def norm(role: str) -> ParamSpec:
-        return norm_spec(spec.norm_offset, (width,), ("model",), role, dtype=dtype)
+        return norm_spec(spec.norm_offset, (width,), ("model",), role, dtype=spec.norm_dtype(dtype))
 
     own = {"fc_AD": ParamSpec((num_joined * width, width), dtype, ("model", "model"), "fc", file=TRANSPOSED)}
     if draft.algorithm == "EAGLE3":

@@ -36,6 +36,8 @@ class FileForm:
     """Number of columns in the file; 0 derives it from whole periods."""
     offset: float = 0.0
     """Added to the values of the file: 1 for norms stored as scales minus one."""
+    factor: float = 1.0
+    """Multiplies the values of the file."""
 
 
 TRANSPOSED = FileForm(transposed=True)

@@ -44,6 +44,9 @@ def parameter_specs(
         tree["post_norms"] = {
             f"{part}_LD": _norm(spec, f"post_{part}_norm", dtype, layers) for part in ("mixer", "ffn")
         }
+    if spec.has_scalars:
+        scalars = ParamSpec((len(layers), 1), dtype, ("layers", None), "layer_scalar", layers, initial="ones")
+        tree["layer_scalars"] = {"scalar_L1": scalars}
     for kind, ffn in FFNS.items():
         if spec.layers_with_ffn(kind):
             tree |= ffn.parameters(spec, dtype=dtype, expert_dtype=expert_dtype, num_redundant=num_redundant)
@@ -63,7 +66,7 @@ def parameters_in_files(
 
 def _norm(spec: ModelSpec, role: str, dtype: str, layers: tuple[int, ...]) -> ParamSpec:
     shape, axes = (len(layers), spec.hidden_size), ("layers", "model")
-    return norm_spec(spec.norm_offset, shape, axes, role, dtype=dtype, layers=layers)
+    return norm_spec(spec.norm_offset, shape, axes, role, dtype=spec.norm_dtype(dtype), layers=layers)
 
 
 def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str, ParamSpec]:
@@ -71,7 +74,9 @@ def _embedding_specs(spec: ModelSpec, dtype: str, num_devices: int) -> dict[str,
     rows = words if spec.tie_embeddings else ("vocabulary", "table_row")
     specs = {
         "table_VD": ParamSpec(table, dtype, rows, "embedding").padded("vocabulary", num_devices),
-        "final_norm_D": norm_spec(spec.norm_offset, (spec.hidden_size,), ("model",), "final_norm", dtype=dtype),
+        "final_norm_D": norm_spec(
+            spec.norm_offset, (spec.hidden_size,), ("model",), "final_norm", dtype=spec.norm_dtype(dtype)
+        ),
     }
     if not spec.tie_embeddings:
         specs["head_VD"] = ParamSpec(table, dtype, words, "head").padded("vocabulary", num_devices)

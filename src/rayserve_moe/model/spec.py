@@ -47,6 +47,8 @@ class RopeSpec:
     interleaved: bool = False
     """Pairs are (2i, 2i + 1) if True, else (i, i + half)."""
     yarn: YarnSpec | None = None
+    turning_pairs: int | None = None
+    """Number of first pairs that turn; the frequency of the other pairs is zero. None for all."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ class ExpertSpec:
     `fused_in_out_interleaved` (gate and up alternate, not transposed)."""
     bias: bool = False
     """True if gate, up and down have biases."""
-    activation: str = one_of("silu", "clamped_swiglu")
-    """Activation of every gated MLP of the model: `silu`, or `clamped_swiglu` (gate * sigmoid(slope * gate) * (up + 1),
-    with gate at most the limit and up within it)."""
+    activation: str = one_of("silu", "gelu_tanh", "clamped_swiglu")
+    """Activation of every gated MLP of the model: `silu`, `gelu_tanh` (GELU by its tanh approximation), or
+    `clamped_swiglu` (gate * sigmoid(slope * gate) * (up + 1), with gate at most the limit and up within it)."""
     gate_slope: float = 1.702
     """Slope of `clamped_swiglu`."""
     gate_limit: float = 7.0
@@ -79,6 +81,9 @@ class ExpertSpec:
     """`none`, `plain` or `sigmoid_gated`."""
     shared_size: int = 0
     """Width of the shared expert."""
+    separate_norms: bool = False
+    """True if experts read the stream by a norm of their own, and the outputs of experts and of the shared expert are
+    normed before their sum."""
 
     @property
     def gating(self) -> Activation:
@@ -88,14 +93,18 @@ class ExpertSpec:
 
 @dataclass(frozen=True)
 class FactorSpec:
-    """Constant factors of the residual stream and of the logits (Granite)."""
+    """Constant factors of the residual stream and of the logits (Granite), and the bound of logits (Gemma)."""
 
     embedding_multiplier: float = 1.0
     """Factor of the embedding."""
+    rounded_embedding_multiplier: bool = False
+    """True if that factor is rounded to the dtype of the embedding."""
     residual_multiplier: float = 1.0
     """Factor of a layer's output."""
     logits_divisor: float = 1.0
     """Divisor of logits."""
+    logits_cap: float = 0.0
+    """If positive, a logit y becomes cap * tanh(y / cap), after the divisor."""
 
 
 class ScoreShape(NamedTuple):
@@ -146,6 +155,8 @@ class LayerSpec:
     """Number of positions that a token sees, including its own; 0 for all."""
     post_norms: bool = False
     """True if the outputs of the mixer and of the feed-forward network are normed before they are added."""
+    has_scalar: bool = False
+    """True if the stream after the layer is multiplied by a number of the layer."""
 
     @property
     def kind(self) -> LayerSpec:
@@ -181,6 +192,9 @@ class ModelSpec:
     """Dtype of the weights in the files."""
     norm_offset: float = one_of(0.0, 1.0)
     """Added to the scales of norms in files; with 1 the sums are stored in float32."""
+    float32_norms: bool = False
+    """True if the scales of norms are stored in float32 also without an offset, so that a normed row is rounded once.
+    """
     block_dtype: str = ""
     """8-bit dtype of weights with scales per 128 x 128 block in the files; empty if none."""
     factors: FactorSpec = FactorSpec()
@@ -191,6 +205,7 @@ class ModelSpec:
         kinds = {layer.mixer for layer in self.layers}
         assert kinds == {mixer.kind for mixer in self.mixers}, f"layers have the mixers {kinds}"
         assert len({layer.post_norms for layer in self.layers}) == 1, "all layers norm their outputs, or none"
+        assert len({layer.has_scalar for layer in self.layers}) == 1, "all layers have a scalar, or none"
         _refuse_unsupported_values(self.family, self)
         if not self.moe_layer_ids and self.family not in DENSE_DRAFTS:
             raise UnsupportedModelError(
@@ -204,6 +219,10 @@ class ModelSpec:
             if problem := mixer.unsupported_reason():
                 raise UnsupportedModelError(f"{self.family}: {problem}")
         _refuse_unfit_windows(self)
+
+    def norm_dtype(self, dtype: str) -> str:
+        """Return the dtype of the scales of norms of a model that computes in `dtype`."""
+        return "float32" if self.float32_norms else dtype
 
     @property
     def num_layers(self) -> int:
@@ -224,6 +243,11 @@ class ModelSpec:
     def has_post_norms(self) -> bool:
         """Return True if layers norm their outputs; all layers of a model do, or none."""
         return any(layer.post_norms for layer in self.layers)
+
+    @property
+    def has_scalars(self) -> bool:
+        """Return True if layers multiply the stream by a number; all layers of a model do, or none."""
+        return any(layer.has_scalar for layer in self.layers)
 
     def windows(self, mixer: str) -> tuple[int, ...]:
         """Return the window of every layer with a kind of mixer; empty if all have full attention."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rayserve_moe.experts.balanced_layer import step_capacity
 from rayserve_moe.experts.routing import count_tokens
@@ -99,8 +100,10 @@ def embedded(params: Parameters, token_ids_T: jax.Array, *, config: ModelConfig)
     take = config.kernels.head.tied_rows if config.spec.tie_embeddings else take_rows
     with jax.named_scope("embedding"):
         rows_TD = look_up(params["embedding"]["table_VD"], token_ids_T, plan=config.plan, take=take)
-        hidden_TD = rows_TD[:, : config.spec.hidden_size]
-        return scaled(hidden_TD, config.spec.factors.embedding_multiplier)
+        hidden_TD, factors = rows_TD[:, : config.spec.hidden_size], config.spec.factors
+        factor = factors.embedding_multiplier
+        factor = float(np.asarray(factor, hidden_TD.dtype)) if factors.rounded_embedding_multiplier else factor
+        return scaled(hidden_TD, factor)
 
 
 def words_of(config: ModelConfig) -> VocabularyPart:
@@ -121,9 +124,13 @@ def normed_logits(
     params: Parameters, normed_SD: jax.Array, *, config: ModelConfig, are_everywhere: bool = False
 ) -> jax.Array:
     """Return `logits_of` for normed hidden states; `are_everywhere` if all devices have the same."""
-    embedding = params["embedding"]
-    head = partial(config.kernels.head.logits, head_VD=embedding.get("head_VD", embedding["table_VD"]))
+    embedding, factors = params["embedding"], config.spec.factors
+    score = partial(config.kernels.head.logits, head_VD=embedding.get("head_VD", embedding["table_VD"]))
+
+    def head(hidden_SD: jax.Array) -> jax.Array:
+        logits_SV, cap = score(hidden_SD), factors.logits_cap
+        logits_SV = logits_SV if factors.logits_divisor == 1.0 else logits_SV / factors.logits_divisor
+        return cap * jnp.tanh(logits_SV / cap) if cap else logits_SV
+
     with jax.named_scope("head"):
-        logits_WV = local_logits(normed_SD, head, part=words_of(config), plan=None if are_everywhere else config.plan)
-        divisor = config.spec.factors.logits_divisor
-        return logits_WV if divisor == 1.0 else logits_WV / divisor
+        return local_logits(normed_SD, head, part=words_of(config), plan=None if are_everywhere else config.plan)

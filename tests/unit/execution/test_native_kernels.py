@@ -126,7 +126,7 @@ def test_heads_of_a_device_are_judged_as_they_lie_there():
     "knob",
     [
         {"windows": (128, 0, 128, 0)}, {"sinks": True}, {"qk_norm": "full"}, {"clip_qkv": 8.0}, {"score_scale": 0.5},
-        {"head_dim": 80}, {"qk_norm_after_rope": True},
+        {"head_dim": 80}, {"qk_norm_after_rope": True}, {"value_norm": True}, {"values": "keys"},
     ],
 )  # fmt: skip
 def test_grouped_query_attention_is_computed_with_every_knob(knob):
@@ -140,10 +140,11 @@ def test_grouped_query_attention_is_computed_with_every_knob(knob):
     [
         *(("router", knob, value) for knob, value in {
             "score": "sigmoid", "logit_bias": True, "selection_bias": True, "num_groups": 4, "groups_kept": 2,
-            "group_score": "top2_sum", "renormalize_floor": 0.1, "scale": 2.5,
+            "group_score": "top2_sum", "renormalize_floor": 0.1, "scale": 2.5, "own_norm": True, "expert_factors": True,
         }.items()),
         *(("experts", knob, value) for knob, value in {
             "bias": True, "activation": "clamped_swiglu", "gate_slope": 1.2, "gate_limit": 3.0, "shared": "plain",
+            "separate_norms": True,
         }.items()),
     ],
 )  # fmt: skip

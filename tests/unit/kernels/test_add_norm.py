@@ -36,6 +36,18 @@ def test_it_is_the_sum_and_its_norm(dtype, layer):
     )
 
 
+def test_a_norm_is_not_rounded_ahead_of_float32_scales():
+    """Their products with rounded norms would be other numbers."""
+    hidden, added = (jnp.asarray(array, jnp.bfloat16) for array in (HIDDEN, ADDED))
+    kernel = jax.jit(partial(add_and_norm, eps=1e-6, interpret=True))
+    _, found = kernel(hidden, added, jnp.asarray(SCALES), layer=jnp.int32(1))
+    wanted, rounded = (
+        np.asarray(rms_norm(hidden + added, jnp.asarray(SCALES[1], dtype), 1e-6), np.float32)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    assert (np.asarray(found, np.float32) != wanted).mean() < 0.01 < (rounded != wanted).mean()
+
+
 def test_many_tokens_are_left_to_xla():
     hidden = jax.ShapeDtypeStruct((1 << 14, WIDTH), jnp.bfloat16)
     reason = unsupported_reason(hidden, hidden, jnp.asarray(SCALES), layer=jnp.int32(0), eps=1e-6)

@@ -50,6 +50,8 @@ KNOBS: dict[str, dict[str, Any]] = {
     "no rotation": {"rope": None},
     "sigmoid gates": {"output_gate": "sigmoid"},
     "softplus gates": {"output_gate": "softplus"},
+    "values normed": {"value_norm": True},
+    "keys as values": {"values": "keys", "value_norm": True, "qk_norm": "head"},
     "narrow values": {"value_dim": 5},
     "wide values, scaled, sinks and gates of elements": {
         "value_dim": 12,
@@ -86,7 +88,8 @@ def definition(spec: ModelSpec, weights: dict[str, np.ndarray], layer: int) -> n
     """The whole sequence at once, in float64."""
     attention, of_layer = attention_of(spec), {name: array[layer].astype(np.float64) for name, array in weights.items()}
     hidden = drawn_hidden(spec).astype(np.float64)
-    parts = [hidden @ of_layer[name] for name in ("q_LDH", "k_LDG", "v_LDG")]
+    of_values = "v_LDG" if attention.values == "own" else "k_LDG"
+    parts = [hidden @ of_layer[name] for name in ("q_LDH", "k_LDG", of_values)]
     if attention.bias:
         parts = [
             part + of_layer[name] for part, name in zip(parts, ("q_bias_LH", "k_bias_LG", "v_bias_LG"), strict=True)
@@ -95,6 +98,7 @@ def definition(spec: ModelSpec, weights: dict[str, np.ndarray], layer: int) -> n
         parts = [normed(parts[0], of_layer["q_norm_LH"], spec), normed(parts[1], of_layer["k_norm_LG"], spec), parts[2]]
     widths = attention.head_dim, attention.head_dim, attention.value_width
     queries, keys, values = (part.reshape(NUM_TOKENS, -1, width) for part, width in zip(parts, widths, strict=True))
+    values = normed(values, np.ones(1), spec) if attention.value_norm else values
     scales = of_layer.get("q_norm_Lh"), of_layer.get("k_norm_Lh")
     if attention.qk_norm == "head" and not attention.qk_norm_after_rope:
         queries, keys = (normed(part, scale, spec) for part, scale in zip((queries, keys), scales, strict=True))
@@ -223,7 +227,7 @@ def test_a_sequence_in_steps_equals_the_definition_of_every_knob_and_not_the_pla
         expected, found = definition(spec, weights, layer), run_sequence(spec, step, layer)
         np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
         for name in knobs:
-            if name in ("gate_form", "value_dim") or (name == "windows" and not knobs[name][layer]):
+            if name in ("gate_form", "values", "value_dim") or (name == "windows" and not knobs[name][layer]):
                 continue
             plain = spec_with({knob: value for knob, value in knobs.items() if knob != name})
             assert np.abs(definition(plain, weights, layer) - expected).max() > 1e-3, f"{name} changes nothing"

@@ -150,7 +150,7 @@ def test_rows_may_come_in_parts(kernel):
 @KERNEL
 def test_the_gate_has_the_activation_of_the_config(kernel):
     hidden, weights = jnp.full((3, WIDTH), 0.5), weights_for(1)
-    experts = LayerExperts(weights, 2, ProductConfig(1, 3.0, Activation("gelu")))
+    experts = LayerExperts(weights, 2, ProductConfig(1, 3.0, Activation("gelu_tanh")))
     found = kernel(hidden, jnp.zeros((3, 1), jnp.int32), experts)
     gate, up, down = (array[2] for array in weights[:3])
     expected = (jax.nn.gelu(hidden @ gate) * (hidden @ up)) @ down

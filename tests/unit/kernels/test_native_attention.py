@@ -127,9 +127,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "softplus gates of heads": {"output_gate": "softplus", "gate_form": "head", "head_dim": 24},
     "sigmoid gates of heads": {"output_gate": "sigmoid", "gate_form": "head"},
     "no rotation": {"rope": None},
+    "normed values": {"value_norm": True, "score_scale": 1.0},
+    "keys as values": {"values": "keys", "value_norm": True},
+    "normed wide values": {"value_dim": 40, "value_norm": True},
     "narrow values, scaled": {"value_dim": 20, "value_scale": 0.707, "sinks": True},
     "wide values, gates of elements": {"head_dim": 24, "value_dim": 40, "output_gate": "sigmoid", "bias": True},
-    **{f"heads of {width}": {"head_dim": width} for width in (8, 16, 24, 64, 96, 160, 192)},
+    **{f"heads of {width}": {"head_dim": width} for width in (8, 16, 24, 64, 96, 160, 192, 512)},
 }
 
 

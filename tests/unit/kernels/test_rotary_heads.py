@@ -56,6 +56,10 @@ def test_every_head_is_normed_and_turned_and_lies_as_in_the_pool(num_tokens):
     [
         pytest.param(PLAIN, (), "projections have biases", id="bias"),
         pytest.param(PLAIN, ("k_bias_LG", "q_norm_Lh", "k_norm_Lh"), "heads have no norm each", id="no norm"),
+        pytest.param(PLAIN, ("k_bias_LG", "v_LDG"), "values are keys, or normed", id="keys as values"),
+        pytest.param(
+            replace(PLAIN, norms_values=True), ("k_bias_LG",), "values are keys, or normed", id="normed values"
+        ),
         pytest.param(replace(PLAIN, clip=0.5), ("k_bias_LG",), "values are clipped", id="clip"),
         pytest.param(
             replace(PLAIN, interleaved_rotation=True), ("k_bias_LG",), "neighbouring elements rotate", id="pairs"

@@ -82,6 +82,13 @@ def test_the_rotated_part_is_an_even_part_of_a_head():
             with_attention(spec, rotary_dim=wrong)
 
 
+def test_pairs_beyond_those_that_turn_have_a_frequency_of_zero():
+    """Exponents count all pairs of a head, other than for a rotation of its first elements."""
+    found = rope_frequencies(RopeSpec(1e4, turning_pairs=2), 16)
+    np.testing.assert_allclose(found, [1.0, 1e4 ** (-2 / 16), *[0.0] * 6], rtol=1e-7)
+    assert not np.allclose(found[:2], rope_frequencies(RopeSpec(1e4, rotary_dim=4), 4))
+
+
 def test_without_a_rotation_heads_turn_by_nothing():
     spec = spec_from_hf(PRESETS["tiny"].hf_config("float32"))
     own = attention_of(with_attention(spec, rope=None))

@@ -41,8 +41,12 @@ ROUTER = RouterSpec(
     num_groups=4,
     groups_kept=2,
     group_score="top2_sum",
+    own_norm=True,
+    expert_factors=True,
 )
-EXPERTS = ExpertSpec(16, bias=True, activation="clamped_swiglu", shared="sigmoid_gated", shared_size=24)
+EXPERTS = ExpertSpec(
+    16, bias=True, activation="clamped_swiglu", shared="sigmoid_gated", shared_size=24, separate_norms=True
+)
 
 
 def spec_with(**changes: object) -> ModelSpec:
@@ -118,9 +122,13 @@ def test_four_devices_compute_what_one_does(backend, shared):
         {"selection_bias": False},
         {"activation": "silu"},
         {"shared": "plain"},
+        {"own_norm": False},
+        {"expert_factors": False},
+        {"separate_norms": False},
         *(
             pytest.param(change, marks=pytest.mark.slow)
             for change in (
+                {"activation": "gelu_tanh"},
                 {"gate_slope": 0.4},
                 {"gate_limit": 0.1},
                 {"score": "softmax"},

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.config.settings import ExpertSettings
 from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.execution.weights.placing import model_config
+from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.spec import FactorSpec
+from rayserve_moe.model.transformer import embedded
+from rayserve_moe.parallel.mesh import plan_for
 from tests.support.engine.host_runners import TWO_SHAPES, new_runner
 from tests.support.models.core import CORE_CONFIG
 from tests.support.models.full_logits import prompt_logits_of
@@ -30,6 +38,41 @@ def runner(tmp_path_factory) -> HostRunner:
     runner = new_runner(path, **TWO_SHAPES)
     runner.load()
     return runner
+
+
+def test_logits_are_capped_after_their_divisor(runner):
+    """At half of the largest logit."""
+
+    def logits_of(factors: FactorSpec) -> np.ndarray:
+        spec = replace(runner.config.spec, factors=factors)
+        return prompt_logits_of(runner, longest=len(PROMPT), spec=spec)(PROMPT)
+
+    plain = logits_of(FactorSpec(logits_divisor=7.0))
+    cap = float(np.abs(plain).max()) / 2
+    capped = logits_of(FactorSpec(logits_divisor=7.0, logits_cap=cap))
+    np.testing.assert_allclose(capped, cap * np.tanh(plain / cap), atol=1e-6 * cap)
+    assert np.abs(capped).max() < 0.97 * cap
+
+
+def test_a_multiplier_is_rounded_to_the_dtype_of_the_embedding_if_the_model_rounds_it():
+    """sqrt(2816) = 53.07 is 53 in bfloat16, where 265 and 265.3 lie on either side of a border between two numbers."""
+    spec = spec_from_hf(CORE_CONFIG.hf_config("bfloat16"))
+    table = np.full((spec.vocab_size, spec.hidden_size), 5.0)
+
+    def first(*, dtype: str, is_rounded: bool) -> float:
+        factors = FactorSpec(embedding_multiplier=2816**0.5, rounded_embedding_multiplier=is_rounded)
+        config = model_config(replace(spec, factors=factors), plan_for(jax.devices()[:1]), experts=ExpertSettings())
+        rows = jax.shard_map(
+            lambda table_VD, ids_T: embedded({"embedding": {"table_VD": table_VD}}, ids_T, config=config),
+            mesh=config.plan.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )(jnp.asarray(table, dtype), jnp.zeros(1, jnp.int32))
+        return float(rows[0, 0])
+
+    assert [first(dtype="bfloat16", is_rounded=is_rounded) for is_rounded in (True, False)] == [264.0, 266.0]
+    assert first(dtype="float32", is_rounded=True) == first(dtype="float32", is_rounded=False)
 
 
 def test_multipliers_are_those_of_weights_and_each_moves_the_logits(runner):

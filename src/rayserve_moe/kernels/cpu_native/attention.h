@@ -57,6 +57,7 @@ inline void place_token(const AttentionShapes& s, const AttentionArrays& a, int6
   const float* mean_squares = a.mean_squares ? a.mean_squares + 2 * t : nullptr;
   shape_heads(query, s.q_width(), a.q_norm, mean_squares, cos, sin, s.rules);
   shape_heads(key, s.k_width(), a.k_norm, mean_squares ? mean_squares + 1 : nullptr, cos, sin, s.rules);
+  if (s.rules.norms_values) norm_plain(value, s.v_width(), v, s.rules.eps);
   if (s.rules.clip > 0) clip_row(value, s.v_width(), s.rules.clip);
   if (s.value_scale != 1.0f) multiply_row(value, s.v_width(), s.value_scale);
   if (a.positions[t] < 0) return;  // padding: all of it has the same slot

@@ -14,6 +14,7 @@ struct HeadRules {
   bool norms_after;                   // queries and keys are normed after they are rotated
   float clip;                         // bounds queries, keys and values ahead of the rotation; 0: none
   float eps;
+  bool norms_values = false;          // values are normed, head by head, without scales
 };
 
 struct HeadNorm {
@@ -66,6 +67,18 @@ inline void norm_heads(bf16* heads, int64_t width, const HeadNorm& norm, const f
   for (int64_t i = 0; i < width && norm.scale; i += norm.width) {
     const float mean = mean_square ? *mean_square : mean_square_of(heads + i, norm.width);
     scale_row(heads + i, norm.scale, heads + i, norm.width, 1.0f / std::sqrt(mean + eps));
+  }
+}
+
+// Divides each of the heads of one token by its root mean square.
+inline void norm_plain(bf16* heads, int64_t width, int64_t head_width, float eps) {
+  for (int64_t begin = 0; begin < width; begin += head_width) {
+    bf16* head = heads + begin;
+    const F16 shrink = all(1.0f / std::sqrt(mean_square_of(head, head_width) + eps));
+    for (int64_t i = 0; i < head_width; i += 16) {
+      const Mask lanes = lanes_of(i, head_width);
+      store(head + i, wide(head + i, lanes) * shrink, lanes);
+    }
   }
 }
 

@@ -239,7 +239,7 @@ def attend_layer(
     )
     out_TD, kv_pages = call(
         normed_TD,
-        *(weights[name] for name in PROJECTIONS),
+        *({"v_LDG": weights["k_LDG"], **weights}[name] for name in PROJECTIONS),
         nothing[None] if config.output_gate == "none" else next(weights[name] for name in GATES if name in weights),
         *norms,
         *(weights.get(name, nothing) for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG", "sinks_LA")),
@@ -259,6 +259,7 @@ def attend_layer(
         value_scale=np.float32(config.value_scale),
         is_interleaved=config.interleaved_rotation,
         norms_after=config.norms_after_rotation,
+        norms_values=config.norms_values,
         has_softplus=config.output_gate == "softplus",
     )
     return out_TD, kv_pages

@@ -16,7 +16,7 @@ enum class Activation { kSilu, kGelu, kClampedSwiglu, kUnknown };
 
 inline Activation activation_of(std::string_view name) {
   return name == "silu"             ? Activation::kSilu
-         : name == "gelu"           ? Activation::kGelu
+         : name == "gelu_tanh"      ? Activation::kGelu
          : name == "clamped_swiglu" ? Activation::kClampedSwiglu
                                     : Activation::kUnknown;
 }

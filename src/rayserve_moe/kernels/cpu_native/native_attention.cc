@@ -21,7 +21,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
                      Bf16 v_bias, Bf16 sinks, F32 mean_squares, F32 cos, F32 sin, S32 kv_slots, S32 positions,
                      S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, Bf16 pool,
                      int64_t num_singles, int64_t value_width, float eps, float scale, float clip, float value_scale,
-                     bool is_interleaved, bool norms_after, bool has_softplus,
+                     bool is_interleaved, bool norms_after, bool has_softplus, bool norms_values,
                      ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, cos) || !have_dims(3, q) || !have_dims(4, pool) ||
       !have_dims(0, layer, first_page, num_pages))
@@ -31,7 +31,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
   if (at < 0 || at >= num_layers) return wrong("there is no such layer");
   if (!is_absent_or(windows, {num_layers})) return wrong("each layer has a window");
   const int64_t head_width = size_of(pool, 3) - value_width;
-  s.rules = {head_width, size_of(cos, 1), is_interleaved, norms_after, clip, eps};
+  s.rules = {head_width, size_of(cos, 1), is_interleaved, norms_after, clip, eps, norms_values};
   s.num_tokens = size_of(hidden, 0), s.width = size_of(hidden, 1);
   s.num_kv_heads = size_of(pool, 2), s.page_size = size_of(pool, 1);
   s.value_width = value_width, s.value_scale = value_scale;
@@ -84,4 +84,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
                                   .Attr<int64_t>("num_singles").Attr<int64_t>("value_width").Attr<float>("eps")
                                   .Attr<float>("scale").Attr<float>("clip").Attr<float>("value_scale")
                                   .Attr<bool>("is_interleaved").Attr<bool>("norms_after").Attr<bool>("has_softplus")
+                                  .Attr<bool>("norms_values")
                                   .Ret<F32>().Ret<Bf16>());

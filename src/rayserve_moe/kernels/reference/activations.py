@@ -32,8 +32,8 @@ def _silu(gate: jax.Array, up: jax.Array, _: Activation) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def _gelu(gate: jax.Array, up: jax.Array, _: Activation) -> jax.Array:
-    return jax.nn.gelu(gate) * up
+def _gelu_tanh(gate: jax.Array, up: jax.Array, _: Activation) -> jax.Array:
+    return jax.nn.gelu(gate, approximate=True) * up
 
 
 def _clamped_swiglu(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
@@ -45,6 +45,6 @@ def _clamped_swiglu(gate: jax.Array, up: jax.Array, activation: Activation) -> j
 
 ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array, Activation], jax.Array]] = {
     "silu": _silu,
-    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
     "clamped_swiglu": _clamped_swiglu,
 }

@@ -76,11 +76,12 @@ def row_of(stacked_RD: jax.Array, row: jax.Array) -> jax.Array:
 
 
 def sum_and_norm(
-    hidden_TD: jax.Array, added_TD: jax.Array, scale: jax.Array, eps: float
+    hidden_TD: jax.Array, added_TD: jax.Array, scale: jax.Array, eps: float, *, is_wide: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sum and its norm with a float32 scale, inside a kernel.
 
     They are computed in float32 with the roundings of the reference, because not every core computes in bfloat16.
+    `is_wide`: the scale is stored in float32, and the norm is not rounded ahead of it.
     """
     dtype = hidden_TD.dtype
 
@@ -89,10 +90,12 @@ def sum_and_norm(
 
     wide_TD = rounded(hidden_TD.astype(jnp.float32) + added_TD.astype(jnp.float32))
     normed_TD = wide_TD * jax.lax.rsqrt(jnp.mean(wide_TD * wide_TD, axis=-1, keepdims=True) + eps)
-    return wide_TD.astype(dtype), (rounded(normed_TD) * scale).astype(dtype)
+    normed_TD = normed_TD if is_wide else rounded(normed_TD)
+    return wide_TD.astype(dtype), (normed_TD * scale).astype(dtype)
 
 
 def _add_and_norm(*refs: Any, eps: float) -> None:
     layer_1, scale, hidden, added, total, normed = refs
     scale_of_layer = row_of(scale[...], jax.lax.rem(layer_1[0], scale.shape[0]))
-    total[...], normed[...] = sum_and_norm(hidden[...], added[...], scale_of_layer, eps)
+    is_wide = scale.dtype == jnp.float32
+    total[...], normed[...] = sum_and_norm(hidden[...], added[...], scale_of_layer, eps, is_wide=is_wide)

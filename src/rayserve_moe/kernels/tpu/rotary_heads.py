@@ -89,6 +89,8 @@ def unsupported_reason(
         return "heads have no norm each"
     if any(name in weights for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG")):
         return "projections have biases"
+    if "v_LDG" not in weights or config.norms_values:
+        return "values are keys, or normed"
     if config.interleaved_rotation:
         return "neighbouring elements rotate"
     if config.norms_after_rotation:

@@ -88,11 +88,11 @@ def unsupported_reason(
 ) -> str:
     """Return why `norm_and_project` does not take a call; empty if it does."""
     weights, (num_tokens, width) = stacked.of_layers, hidden_TD.shape
+    if reason := unsupported_heads(hidden_TD, weights, rotation=rotation, config=config):
+        return reason
     num_elements = max(width, sum(weights[name].shape[2] for name in MATRICES))
     if num_tokens * num_elements > MAX_ELEMENTS:
         return f"{num_tokens} tokens of {num_elements} elements exceed {MAX_ELEMENTS} elements"
-    if reason := unsupported_heads(hidden_TD, weights, rotation=rotation, config=config):
-        return reason
     return unsupported_shape(weights, num_cores=cores_of_device(interpret))
 
 

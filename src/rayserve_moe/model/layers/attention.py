@@ -60,6 +60,10 @@ class GroupedAttention:
     gate_form: str = one_of("element", "head", "in_query")
     """Gates in files: of each `element` of the queries, of each `head`, or of each element after the query of its head
     (`in_query`)."""
+    values: str = one_of("own", "keys")
+    """`keys`: a value is its key ahead of the norm and the rotation of keys."""
+    value_norm: bool = False
+    """True for an RMS norm of each value without a scale."""
     fused_qkv: bool = one_of(False, True)
     """True if files hold q, k and v of a layer as rows of a single tensor, in this order."""
     kind: str = one_of(*STATES)
@@ -90,6 +94,8 @@ class GroupedAttention:
                 f"rotary_dim {self.rotary_width} must be even and at most {self.head_dim}: see head_dim (or "
                 "hidden_size / num_attention_heads)"
             )
+        if self.values == "keys" and (self.value_width != self.head_dim or self.bias):
+            return "values that are keys have no width and no bias of their own"
         return ""
 
     def divided_sizes(self, tensor_size: int) -> dict[str, int]:
@@ -133,6 +139,8 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
         "v_LDG": of_kv_heads(project("v", (width, v_width), ("model", "kv_heads"))),
         "o_LHD": project("o", (out_width, width), ("heads", "model")),
     }
+    if own.values == "keys":
+        del specs["v_LDG"]
     if own.output_gate != "none":
         specs |= _gates(specs["q_LDH"], own)
     specs |= _norms(own, spec, dtype=dtype, kv_form=specs["k_LDG"].file)
@@ -165,7 +173,7 @@ def _norms(own: GroupedAttention, spec: ModelSpec, *, dtype: str, kv_form: FileF
 
     def norm(role: str, size: int, axis: str) -> ParamSpec:
         shape, axes = (len(layers), size), ("layers", axis)
-        return norm_spec(spec.norm_offset, shape, axes, role, dtype=dtype, layers=layers)
+        return norm_spec(spec.norm_offset, shape, axes, role, dtype=spec.norm_dtype(dtype), layers=layers)
 
     if own.qk_norm == "head":
         return {
@@ -230,6 +238,7 @@ def attention_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan 
         score_scale=own.score_scale,
         windows=spec.windows(own.kind),
         output_gate=own.output_gate,
+        norms_values=own.value_norm,
         value_dim=own.value_dim or 0,
         value_scale=own.value_scale,
     )
@@ -247,8 +256,8 @@ def begin_choice(
     """Return the choice of a kernel that adds, norms and projects at once; arguments as for `begin`."""
     at_once = config.kernels.attention.norm_and_project
     has_gate = own.output_gate != "none"
-    reason = "attention has an output gate" if has_gate else "norms have an offset"
-    if has_gate or config.spec.norm_offset:
+    reason = "attention has an output gate" if has_gate else "scales of norms are float32"
+    if has_gate or config.spec.norm_offset or config.spec.float32_norms:
         return Choice(None, {candidate.name: reason for candidate in at_once.candidates})
     attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
     return at_once.choose(*stream, stacked, rotation=rotation, config=attention)

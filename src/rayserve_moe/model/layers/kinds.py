@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -44,6 +44,15 @@ class Mixer:
     kernel; returns the stream and the argument `made` of `apply`. It may be absent, or return None."""
 
 
+class FfnRows(NamedTuple):
+    """Rows that a feed-forward network reads."""
+
+    hidden_TD: jax.Array
+    """The residual stream."""
+    normed_TD: jax.Array
+    """The stream, normed."""
+
+
 @dataclass(frozen=True)
 class Ffn:
     """Kind of feed-forward network, which follows the mixer."""
@@ -51,7 +60,7 @@ class Ffn:
     parameters: Callable[..., dict[str, dict[str, ParamSpec]]]
     """`(spec, *, dtype, expert_dtype, num_redundant)`: parameters by group, stacked over the layers of the kind."""
     apply: Callable[..., tuple[jax.Array, LayerRouting | None]]
-    """`(params, normed_TD, inputs, *, layer, config)`: the addend of the stream [T, D], and the routing of a layer with
+    """`(params, rows, inputs, *, layer, config)`: the addend of the stream [T, D], and the routing of a layer with
     experts."""
     divided_sizes: Callable[..., dict[str, int]]
     """`(spec)`: sizes that must be divisible by the tensor axis, by their keys in `config.json`."""

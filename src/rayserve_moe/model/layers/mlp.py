@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import jax
 
-from rayserve_moe.model.layers.kinds import Ffn
+from rayserve_moe.model.layers.kinds import Ffn, FfnRows
 from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.spec import ModelSpec
@@ -44,14 +44,14 @@ def divided_sizes(spec: ModelSpec) -> dict[str, int]:
 @jax.named_scope("dense_mlp")
 def apply(
     params: Parameters,
-    normed_TD: jax.Array,
+    rows: FfnRows,
     inputs: StepInputs,
     *,
     layer: jax.Array,
     config: ModelConfig,
 ) -> tuple[jax.Array, None]:
     """Return the MLP's output for every token [T, D], without routing."""
-    weights = params["dense"]
+    weights, normed_TD = params["dense"], rows.normed_TD
     matrices = weights["gate_NDI"], weights["up_NDI"], weights["down_NID"]
     made_TD = config.kernels.mlp(normed_TD, matrices, layer=layer, activation=config.spec.experts.gating)
     out_TD = config.plan.sum_over_tensor(made_TD)

@@ -16,10 +16,10 @@ from rayserve_moe.experts.routing import ForcedExperts, router_of_layer
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, scale_rows
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
-from rayserve_moe.model.layers.kinds import Ffn
+from rayserve_moe.model.layers.kinds import Ffn, FfnRows
 from rayserve_moe.model.layers.mlp import product
 from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs
-from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec
+from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec, norm_spec
 from rayserve_moe.model.spec import ModelSpec
 
 EXPERT_ARRAYS = (
@@ -38,7 +38,10 @@ The number of blocks is padded to a multiple of eight, because TPUs lay out more
 
 
 def router_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
-    """Return routers in float32, including biases, because rounding would change the selected experts."""
+    """Return routers in float32, including biases, because rounding would change the selected experts.
+
+    The scales of a router's own norm are divided by the root of the width when they are read.
+    """
     router, layers = spec.router, spec.moe_layer_ids
 
     def bias(role: str, *, is_row: bool = False) -> ParamSpec:
@@ -47,6 +50,12 @@ def router_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
 
     shape, axes = (len(layers), spec.hidden_size, router.num_experts), ("layers", "model", None)
     specs = {"router_MDE": ParamSpec(shape, "float32", axes, "router", layers, file=TRANSPOSED)}
+    if router.own_norm:
+        norm, of_norm = shape[:2], axes[:2]
+        file = FileForm(factor=spec.hidden_size**-0.5)
+        specs["norm_MD"] = ParamSpec(norm, "float32", of_norm, "router_norm", layers, file=file, initial="ones")
+    if router.expert_factors:
+        specs["factors_ME"] = replace(bias("expert_factors"), initial="ones")
     if router.logit_bias:
         specs["router_bias_ME"] = bias("router_bias")
     if router.selection_bias:
@@ -154,7 +163,25 @@ def parameters(
     groups = {"experts": router_specs(spec) | slots}
     if spec.experts.shared != "none":
         groups["shared"] = shared_specs(spec, dtype)
+    if spec.experts.separate_norms:
+        groups["expert_norms"] = _norm_specs(spec, dtype)
     return groups
+
+
+def _norm_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
+    """Return the norms before and after experts, and after the shared expert."""
+    layers = spec.moe_layer_ids
+    shape, axes = (len(layers), spec.hidden_size), ("layers", "model")
+    roles = {
+        "before_MD": "experts_norm",
+        "after_MD": "post_experts_norm",
+        "after_shared_MD": "post_shared_norm",
+    }
+    return {
+        name: norm_spec(spec.norm_offset, shape, axes, role, dtype=spec.norm_dtype(dtype), layers=layers)
+        for name, role in roles.items()
+        if spec.experts.shared != "none" or role != "post_shared_norm"
+    }
 
 
 def divided_sizes(spec: ModelSpec) -> dict[str, int]:
@@ -164,14 +191,24 @@ def divided_sizes(spec: ModelSpec) -> dict[str, int]:
 
 
 def apply(
-    params: Parameters, normed_TD: jax.Array, inputs: StepInputs, *, layer: jax.Array, config: ModelConfig
+    params: Parameters, rows: FfnRows, inputs: StepInputs, *, layer: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, LayerRouting]:
     """Return the experts' output for every token [T, D], and the routing of the layer."""
-    experts = params["experts"]
+    experts, normed_TD = params["experts"], rows.normed_TD
+
+    def normed(rows_TD: jax.Array, scale_MD: jax.Array) -> jax.Array:
+        with jax.named_scope("norm"):
+            return config.kernels.norm(rows_TD.astype(normed_TD.dtype), scale_MD[layer], config.spec.norm_eps)
+
+    router, norms = router_of_layer(_stacked_router(experts, layer)), params.get("expert_norms", {})
+    if config.spec.router.own_norm:
+        router = router._replace(rows_TD=normed(rows.hidden_TD, experts["norm_MD"]))
+    if config.spec.router.expert_factors:
+        router = router._replace(factors_E=experts["factors_ME"][layer])
     flat = ExpertWeights._make(_flatten(experts[name]) if name in experts else None for name in EXPERT_ARRAYS)
     out_TD, routing = apply_experts(
-        normed_TD,
-        router_of_layer(_stacked_router(experts, layer)),
+        normed(rows.hidden_TD, norms["before_MD"]) if norms else normed_TD,
+        router,
         flat,
         layer=layer,
         valid_T=inputs.valid_T,
@@ -180,8 +217,10 @@ def apply(
         forced=_forced_of_layer(inputs, layer),
         capacity=inputs.capacity,
     )
+    out_TD = normed(out_TD, norms["after_MD"]) if norms else out_TD
     if config.spec.experts.shared != "none":
         shared_TD = _shared_expert(params["shared"], normed_TD, layer, config)
+        shared_TD = normed(shared_TD, norms["after_shared_MD"]) if norms else shared_TD
         out_TD = out_TD.astype(jnp.float32) + shared_TD
     return out_TD.astype(normed_TD.dtype), routing
 

@@ -113,6 +113,8 @@ def rope_frequencies(rope: RopeSpec | None, width: int) -> np.ndarray:
     if rope is None:
         return np.zeros(width // 2, np.float32)
     frequencies = rope.theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+    if rope.turning_pairs is not None:
+        frequencies[rope.turning_pairs :] = 0.0
     if rope.yarn is not None:
         slowed = _slowed_share(rope.yarn, rope.theta, width)
         frequencies = frequencies / rope.yarn.factor * slowed + frequencies * (1 - slowed)

@@ -19,6 +19,7 @@ struct Layer {
   bool has_softplus;
   int64_t value_width;  // of a head; 0: as its key
   float value_scale = 1;
+  bool norms_values = false;
   int64_t q_norm_width() const { return !has_norms ? 0 : is_norm_of_all ? q_width() : head_width; }
   int64_t k_norm_width() const { return !has_norms ? 0 : is_norm_of_all ? k_width() : head_width; }
   int64_t tokens() const { return singles + blocks * block_tokens; }
@@ -41,6 +42,7 @@ inline Layer layer_of(Case& c, Layer l) {
   l.window = c.below(2) ? 0 : 1 + c.below(50);
   l.clip = c.below(3) ? 0.0f : 0.7f;
   l.value_width = c.below(2) ? 0 : 2 * (1 + c.below(int(l.head_width))), l.value_scale = c.below(3) ? 1.0f : 0.707f;
+  l.norms_values = c.below(2);
   l.gate_width = std::array{int64_t(0), l.heads, l.out_width()}[c.below(3)], l.has_softplus = c.below(2);
   return l;
 }
@@ -132,12 +134,15 @@ inline std::vector<Numbers> project(const Layer& l, const Weights& w, const Batc
                                     Numbers& pool) {
   std::vector<Numbers> queries;
   const int64_t h = l.head_width, v = l.value();
+  const Numbers ones(l.norms_values ? v : 0, rounded(1.0));
+  Layer of_values = l;
+  of_values.norms_after = false;
   for (int64_t t = 0; t < l.tokens(); ++t) {
     const bf16* row = hidden.data() + t * kWidth;
     const float *cos = b.cos.data() + t * l.rotated_pairs, *sin = b.sin.data() + t * l.rotated_pairs;
     queries.push_back(heads_of(l, row, w.q, w.q_bias, w.q_norm, cos, sin, l.q_width()));
     const Numbers key = heads_of(l, row, w.k, w.k_bias, w.k_norm, cos, sin, l.k_width());
-    Numbers value = heads_of(l, row, w.v, w.v_bias, {}, nullptr, nullptr, l.v_width());
+    Numbers value = heads_of(of_values, row, w.v, w.v_bias, ones, nullptr, nullptr, l.v_width());
     for (bf16& each : value) each = rounded(value_of(each) * double(l.value_scale));
     for (int64_t g = 0; g < l.kv_heads && b.positions[t] >= 0; ++g) {
       const auto target = pool.begin() + b.slots[t] * l.row_width() + g * (h + v);
@@ -227,7 +232,7 @@ inline void attention(Case c, const Layer& l) {
   const native::AttentionShapes shapes{
       l.tokens(),  kWidth,   l.heads,        l.kv_heads,      l.page_size, l.pages(),
       l.singles,   l.blocks, l.block_tokens, l.table_width(), l.window,    1 / std::sqrt(float(l.head_width)),
-      {l.head_width, l.rotated_pairs, l.is_interleaved, l.norms_after, l.clip, 1e-6f},
+      {l.head_width, l.rotated_pairs, l.is_interleaved, l.norms_after, l.clip, 1e-6f, l.norms_values},
       l.value(), l.value_scale, l.gate_width, l.has_softplus};
   native::AttentionArrays arrays{};
   arrays.hidden = hidden.data(), arrays.q = q.data(), arrays.k = k.data(), arrays.v = v.data(), arrays.o = o.data();
