@@ -147,6 +147,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
     config: ModelConfig,
     forced_MXK: jax.Array | None = None,
     asked: tuple[int, ...] = (),
+    captures: bool = False,
 ) -> tuple[ForwardOutput, jax.Array]:
     """Run the forward pass on a device, then return float32 logits [A, V] of `sample_places_S` of all data ranks."""
     out = forward(
@@ -158,6 +159,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
         forced_MXK=forced_MXK,
         capacity_factor=weights.capacity_factor,
         asked=asked,
+        captures=captures,
     )
     return out, logits_of(weights.params, out.hidden_TD[sample_places_S], config=config)
 
