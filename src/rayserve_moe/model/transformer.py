@@ -50,6 +50,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
     config: ModelConfig,
     maps: PlacementArrays | None = None,
     forced_MXK: jax.Array | None = None,
+    forced_IXK: jax.Array | None = None,
     capacity_factor: jax.Array | None = None,
     asked: tuple[int, ...] = (),
     captures: bool = False,
@@ -59,7 +60,8 @@ def forward(  # noqa: PLR0913 (the options of a call)
     `params` and `pools` are local shares. `batch` is this data rank's; batches of all ranks have the same shape, and
     idle ranks have padding. `maps` are the expert slots of all MoE layers, equal on every device; None is expert i in
     slot i. Routing is captured in router order, before the mapping to slots. Nonnegative `forced_MXK` replaces the
-    router's selection in prefill blocks; balanced selection ignores it. `capacity_factor` is a float32 scalar if slots
+    router's selection in prefill blocks; balanced selection ignores it. `forced_IXK` likewise replaces
+    the choice of indexes where its first position is not negative. `capacity_factor` is a float32 scalar if slots
     have limited capacity. `asked` are layers whose inputs are returned; `num_layers` stands for the output of the last
     layer. `captures` requests `chosen_ITK`.
     """
@@ -70,7 +72,9 @@ def forward(  # noqa: PLR0913 (the options of a call)
     if config.experts.limits_capacity:
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
-    inputs = step_inputs(batch, pools, config)._replace(maps=maps, forced=forced, capacity=capacity)
+    inputs = step_inputs(batch, pools, config)._replace(
+        maps=maps, forced=forced, capacity=capacity, chosen_IXK=forced_IXK
+    )
     captured_runs, chosen_runs, entering = [], [], {}
     carry = first_carry(hidden_TD, pools, batch, config=config)
     for run in layer_runs(config.spec, asked):

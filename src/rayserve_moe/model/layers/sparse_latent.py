@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
@@ -25,6 +26,7 @@ from rayserve_moe.model.layers.latent import STATES, LatentAttention, TokenIndex
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
+from rayserve_moe.requests.records import IndexLayout
 from rayserve_moe.state.kinds import StateKind
 
 STATE = "index_keys"
@@ -36,6 +38,16 @@ def index_of(own: LatentAttention) -> TokenIndex:
     """Return the index of sparse attention."""
     assert own.index is not None, f"{own.kind} has an index"
     return own.index
+
+
+def index_layout(spec: ModelSpec) -> IndexLayout | None:
+    """Return the layout of a model's index rows; None for a model without an index."""
+    layers = spec.layers_with_mixer(latent.SPARSE)
+    if not layers:
+        return None
+    own = spec.mixer(latent.SPARSE)
+    assert isinstance(own, LatentAttention), own
+    return IndexLayout(layers, index_of(own).top_k)
 
 
 def parameters(own: LatentAttention, spec: ModelSpec, *, dtype: str, tensor_size: int) -> dict[str, ParamSpec]:
@@ -107,17 +119,22 @@ def apply(
 ) -> tuple[jax.Array, Pools]:
     """Choose tokens by the index of the layer, and attend to them; write the latents and keys of new tokens.
 
-    If page tables cover at most `top_k` positions, the index is not read: attention is dense.
+    If page tables cover at most `top_k` positions, the index is not read: attention is dense unless choices are forced.
     """
     normed_TD, pools = rows
-    if _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k:
+    if _is_dense(own, inputs, pools):
         return latent.apply(own, weights, rows, inputs, layer=layer, config=config)
-    choose_tokens = config.kernels.attention.choose_tokens
-    assert choose_tokens is not None, f"{config.kernels.name} kernels of sparse attention choose tokens"
-    with jax.named_scope("index"):
-        of_layer = AttentionInputs(weights, inputs.batch, inputs.prepared[own.kind].rotation, layer)
-        chosen_TK, keys = choose_tokens(normed_TD, *pools[STATE], of_layer, config=index_config(own))
-    rows = normed_TD, {**pools, STATE: (keys,), CHOSEN: (chosen_TK,)}
+    if _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k:
+        ((chosen_TK,),) = passed(own, inputs.batch, pools).values()
+    else:
+        choose_tokens = config.kernels.attention.choose_tokens
+        assert choose_tokens is not None, f"{config.kernels.name} kernels of sparse attention choose tokens"
+        with jax.named_scope("index"):
+            of_layer = AttentionInputs(weights, inputs.batch, inputs.prepared[own.kind].rotation, layer)
+            chosen_TK, keys = choose_tokens(normed_TD, *pools[STATE], of_layer, config=index_config(own))
+        pools = {**pools, STATE: (keys,)}
+    chosen_TK = _with_forced(chosen_TK, inputs, layer)
+    rows = normed_TD, {**pools, CHOSEN: (chosen_TK,)}
     return latent.apply(own, weights, rows, inputs, layer=layer, config=config, chosen_TK=chosen_TK)
 
 
@@ -132,10 +149,24 @@ def apply_shared(
 ) -> tuple[jax.Array, Pools]:
     """Attend to the tokens that the last layer with an index chose; write the latents of new tokens."""
     _, pools = rows
-    is_dense = _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k
     (chosen_TK,) = pools[CHOSEN]
-    chosen = None if is_dense else chosen_TK
+    chosen = None if _is_dense(own, inputs, pools) else chosen_TK
     return latent.apply(own, weights, rows, inputs, layer=layer, config=config, chosen_TK=chosen)
+
+
+def _is_dense(own: LatentAttention, inputs: StepInputs, pools: Pools) -> bool:
+    """Return True if every token of a step sees all tokens before it."""
+    return inputs.chosen_IXK is None and _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k
+
+
+def _with_forced(chosen_TK: jax.Array, inputs: StepInputs, layer: jax.Array) -> jax.Array:
+    """Return the choice with the forced positions of tokens in prefill blocks, which come last."""
+    if inputs.chosen_IXK is None:
+        return chosen_TK
+    forced_XK = inputs.chosen_IXK[layer][:, : chosen_TK.shape[1]]
+    first = len(chosen_TK) - len(forced_XK)
+    chosen_XK = jnp.where(forced_XK[:, :1] >= 0, forced_XK, chosen_TK[first:])
+    return jnp.concatenate([chosen_TK[:first], chosen_XK])
 
 
 MIXER = Mixer(parameters, states, attention_choice, latent.prepare, apply, passed=passed, captured=CHOSEN)
