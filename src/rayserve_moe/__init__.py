@@ -20,6 +20,7 @@ _HOME_OF = {
     "LLM": "rayserve_moe.inprocess.llm",
     "RequestOutput": "rayserve_moe.inprocess.llm",
     "SamplingParams": "rayserve_moe.inprocess.arguments",
+    "extract_indexer_topk_from_meta_info": "rayserve_moe.replay.encoding",
     "extract_routed_experts_from_meta_info": "rayserve_moe.replay.encoding",
 }
 
@@ -30,6 +31,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "extract_indexer_topk_from_meta_info",
     "extract_routed_experts_from_meta_info",
 ]
 

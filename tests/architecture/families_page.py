@@ -24,9 +24,15 @@ when its `config.json` names one of these architectures. "What it needs" lists t
 Another value of a key under "Served for" raises `UnsupportedModelError` with the key and the value; so do scalings of
 the rotation other than YaRN (and the fixed `alpha` of Hunyuan), and quantised files in a format that is not read.
 
-DeepSeek-V3.2 and GLM-5 are served with dense attention, up to `index_topk` tokens of a sequence. Up to that length
-their index selects every token, so that dense attention is exact. A larger `max_model_len` raises an error that names
-`index_topk`. MiniMax-M3 is served in the same way, up to the tokens of `sparse_topk_blocks` blocks.
+In DeepSeek-V3.2 and GLM-5 (`dsa`), an index chooses the `index_topk` tokens that each token sees. Equal scores go to
+the lower position, so that the choice does not depend on chunks, other requests or drafts. `dsa_shared` layers take the
+choice of the last layer with an index. Contexts of up to `index_topk` tokens have the bits of dense attention.
+
+On TPUs, no kernel of sparse attention exists yet. With `max_model_len` up to `index_topk` the paged kernel computes
+dense attention. Beyond, XLA scores all keys and masks dense attention: exact, at the cost of dense attention and more.
+
+MiniMax-M3 is served with dense attention, up to the tokens of `sparse_topk_blocks` blocks. A larger `max_model_len`
+raises an error that names the key.
 
 Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3, `rotary_dim` of
 MiniMax-M3, `route_norm` of Trinity, `mlp_only_layers`, `norm_topk_prob` and `gating_types` of Laguna. The files of Hy3

@@ -13,7 +13,7 @@ from rayserve_moe.model.spec import ModelSpec, RouterSpec
 from tests.parity.family_reference import FamilyReference
 from tests.parity.ling_reference import LingReference
 from tests.parity.scored import Scored
-from tests.support.models.full_logits import prompt_logits_of
+from tests.support.models.full_logits import PromptOutputs, prompt_outputs_of
 
 NUM_NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 6, 30, 47)
@@ -68,12 +68,32 @@ def reference_of(reference: FamilyReference | LingReference, *, seed: int, is_re
     return Reference(prompts, greedy_ids, scored, reference.selection_bias(), max_difference)
 
 
-def logit_difference(engine: Engine, reference: Reference) -> float:
-    """The largest difference of any logit, by the largest logit. One device."""
+def outputs_of(engine: Engine, reference: Reference) -> list[PromptOutputs]:
+    """What the model computes for every sequence of the reference. One device."""
     sequences = [[*p, *ids[:-1]] for p, ids in zip(reference.prompts, reference.greedy_ids, strict=True)]
-    logits_of = prompt_logits_of(engine.runner, longest=max(map(len, sequences)))
-    pairs = zip(sequences, reference.scored, strict=True)
-    return max(float(np.abs(logits_of(ids) - one.logits).max()) for ids, one in pairs) / reference.size
+    compiled = prompt_outputs_of(engine.runner, longest=max(map(len, sequences)))
+    return [compiled(ids) for ids in sequences]
+
+
+def logit_difference(outputs: Sequence[PromptOutputs], reference: Reference) -> float:
+    """The largest difference of any logit, by the largest logit."""
+    pairs = zip(outputs, reference.scored, strict=True)
+    return max(float(np.abs(found.logits_TV - one.logits).max()) for found, one in pairs) / reference.size
+
+
+def differing_choices(outputs: Sequence[PromptOutputs], reference: Reference) -> tuple[int, int]:
+    """How often an index chooses other tokens for a token than the reference's, and of how many choices."""
+    num_differing = num_choices = 0
+    for found, one in zip(outputs, reference.scored, strict=True):
+        if one.tokens_ITK is None:
+            continue
+        assert found.chosen_ITK is not None and len(found.chosen_ITK) == len(one.tokens_ITK)
+        for ours_TK, theirs_TK in zip(found.chosen_ITK, one.tokens_ITK, strict=True):
+            for position, (ours, theirs) in enumerate(zip(ours_TK, theirs_TK, strict=True)):
+                wanted = np.sort(theirs[theirs <= position])
+                num_differing += not np.array_equal(ours[ours >= 0], wanted)
+                num_choices += 1
+    return num_differing, num_choices
 
 
 def answers_of(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

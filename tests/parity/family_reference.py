@@ -89,19 +89,27 @@ def routers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
 def score(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Scored:
     """Run all positions of sequences of one length at once; they follow each other in what is returned."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    tokens: list[torch.Tensor] = []
 
     def keep(_router: torch.nn.Module, _inputs: tuple, outputs: tuple) -> None:
         seen.append((outputs[0].float(), outputs[2]))
 
-    hooks = [router.register_forward_hook(keep) for router in routers_of(model)]
+    def keep_tokens(_index: torch.nn.Module, _inputs: tuple, outputs: torch.Tensor) -> None:
+        tokens.append(outputs.flatten(0, 1))
+
+    routers = routers_of(model)
+    hooks = [router.register_forward_hook(keep) for router in routers]
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+    hooks += [index.register_forward_hook(keep_tokens) for index in indexers]
     try:
         logits = model(torch.tensor([list(ids) for ids in sequences]), use_cache=False).logits.float()
     finally:
         for hook in hooks:
             hook.remove()
-    assert seen and len(seen) == len(hooks), "every router ran once"
+    assert seen and len(seen) == len(routers) and len(tokens) == len(indexers), "every router and index ran once"
     router_logits, chosen = (np.stack([found[i].numpy() for found in seen], 1) for i in (0, 1))
-    return Scored(logits.flatten(0, 1).numpy(), router_logits, chosen)
+    tokens_ITK = np.stack([each.numpy() for each in tokens]) if tokens else None
+    return Scored(logits.flatten(0, 1).numpy(), router_logits, chosen, tokens_ITK)
 
 
 @torch.no_grad()

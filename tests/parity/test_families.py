@@ -59,9 +59,14 @@ def assert_same(served: Served, engine: Engine, record_property: Record) -> None
 
 
 def test_logits_are_those_of_the_reference(served: Served, record_property: Record):
-    difference = comparison.logit_difference(served.engine(), served.reference)
+    outputs = comparison.outputs_of(served.engine(), served.reference)
+    difference = comparison.logit_difference(outputs, served.reference)
     record_property("logit difference", difference)
     assert difference <= served.reference.max_difference
+    num_differing, num_choices = comparison.differing_choices(outputs, served.reference)
+    record_property("choices of an index at ties", num_differing)
+    record_property("choices of an index", num_choices)
+    assert num_differing <= 1e-3 * num_choices
 
 
 def test_greedy_ids_and_routing_are_those_of_the_reference(served: Served, record_property: Record):

@@ -45,6 +45,7 @@ NOT_TURNED = {
     "values",
     "rounded_embedding_multiplier",
     "float32_norms",
+    "index",
 }
 """Where tensors lie, what stands with another knob, what another shape of parameters goes with, what is added to them
 when they are read, and what rounds nothing in float32."""
@@ -87,11 +88,12 @@ def others(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
 
 def _others_of_mixer(spec: ModelSpec, own: Any) -> Iterator[tuple[str, ModelSpec]]:
     if isinstance(own, LatentAttention):
-        yield "mla.norm_eps", with_attention(spec, kind=own.kind, norm_eps=0.1)
+        yield f"{own.kind}.norm_eps", with_attention(spec, kind=own.kind, norm_eps=0.1)
+        yield from _others_of_index(spec, own)
         if growth := own.query_scale:
             for name in ("beta", "length"):
                 doubled = replace(growth, **{name: 2 * getattr(growth, name)})
-                yield f"mla.query_scale.{name}", with_attention(spec, kind=own.kind, query_scale=doubled)
+                yield f"{own.kind}.query_scale.{name}", with_attention(spec, kind=own.kind, query_scale=doubled)
     if not isinstance(own, GroupedAttention | LatentAttention):
         return
     if own.rope is None:
@@ -104,6 +106,21 @@ def _others_of_mixer(spec: ModelSpec, own: Any) -> Iterator[tuple[str, ModelSpec
         for name, value in {"attention_factor": 1.7, "truncate": not yarn.truncate, "factor": 16.0}.items():
             other = replace(yarn, **{name: value})
             yield f"{own.kind}.rope.yarn.{name}", with_attention(spec, kind=own.kind, yarn=other)
+
+
+def _others_of_index(spec: ModelSpec, own: LatentAttention) -> Iterator[tuple[str, ModelSpec]]:
+    """Layers that share an index take the same number of tokens; a choice of all tokens shows by that alone."""
+    if own.index is None or own.kind != "dsa":
+        return
+    is_whole = own.index.top_k >= LENGTH
+    others = {"interleaved": not own.index.interleaved, "norm_eps": 1.0}
+    for name, value in ({"top_k": LENGTH // 3} if is_whole else others).items():
+        index = replace(own.index, **{name: value})
+        yield f"dsa.index.{name}", with_attention(spec, kind=own.kind, index=index)
+    fewer = replace(own.index, top_k=own.index.top_k // 2)
+    mixers = tuple(replace(mixer, index=fewer) for mixer in spec.mixers if isinstance(mixer, LatentAttention))
+    if not is_whole:
+        yield "dsa.index.top_k", replace(spec, mixers=mixers)
 
 
 def knobs_of(spec: ModelSpec) -> dict[str, ModelSpec]:

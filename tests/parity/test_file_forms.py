@@ -139,7 +139,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_every_form_of_files_is_served(served: tuple[Engine, Any], record_property: Any):
     engine, reference = served
-    difference = comparison.logit_difference(engine, reference)
+    outputs = comparison.outputs_of(engine, reference)
+    difference = comparison.logit_difference(outputs, reference)
     record_property("logit difference", difference)
     assert difference <= reference.max_difference
     answers = comparison.answers_of(engine, reference.prompts)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.replay.encoding import encode_routed_experts, routed_experts_info, routing_from
+from rayserve_moe.replay.encoding import encode_index, encode_routed_experts, routed_experts_info, routing_from
 from rayserve_moe.requests.columns import OUTPUT_COLUMNS, Columns, Values, as_array
 from rayserve_moe.requests.finish_reason import FinishReason
-from rayserve_moe.requests.records import GenerationRequest, ModelCard, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import GenerationRequest, IndexLayout, ModelCard, RoutedExperts, RoutingLayout
 from rayserve_moe.requests.results import ChoiceResult, DraftCounts, joined_ranges
 
 _NO_VALUES = np.zeros(0, np.float32)
@@ -63,6 +63,20 @@ def native_routing(request: GenerationRequest, result: ChoiceResult, *, layout: 
         return {}
     start = request.routed_experts_start
     return {**routing_fields(result.routing, layout, start=start), "routed_experts_start_len": start}
+
+
+def native_index(request: GenerationRequest, result: ChoiceResult, *, layout: IndexLayout | None) -> dict:
+    """Return the known index rows of a choice for its `meta_info`: base64 of int32 [rows, indexer layers, top_k].
+
+    The description has their shape, layers, checksum and missing ranges. With a missing row, the rows are None. A
+    running choice has no rows unless they are streamed.
+    """
+    if not request.return_indexer_topk or layout is None or (result.finish is None and result.routing is None):
+        return {}
+    if result.routing is None or result.routing.index is None:
+        return {"indexer_topk": None, "indexer_topk_info": None}
+    rows, info = encode_index(result.routing, layout)
+    return {"indexer_topk": rows, "indexer_topk_info": info}
 
 
 def weight_version_ranges(request: GenerationRequest, result: ChoiceResult) -> tuple[tuple[int, int, str], ...]:

@@ -331,6 +331,8 @@ def _check_selection(settings: Settings) -> None:
     experts = settings.experts
     if settings.replay.by_default != "off" and not settings.replay.enabled:
         raise SettingsError("routed_experts_by_default needs enable_return_routed_experts: true")
+    if settings.replay.shows_index and not settings.replay.enabled:
+        raise SettingsError("enable_return_indexer_topk needs enable_return_routed_experts: true")
     if experts.selection == "balanced" and settings.replay.enabled:
         raise SettingsError(
             "expert_selection balanced and enable_return_routed_experts exclude each other: which experts a token gets "

@@ -198,6 +198,11 @@ class ReplaySettings:
     by_default: str = _choice("off", "nested", key="routed_experts_by_default")
     """Routing that `/v1/completions` and `/v1/chat/completions` return by default: `nested` is the lists of vLLM's
     server flag, `off` none."""
+    shows_index: bool = _named(False, "enable_return_indexer_topk")
+    """For models with sparse attention: compile the capture of index rows into the steps and accept
+    `return_indexer_topk` on requests."""
+    index_store_mib: int = _number(4096, (1, 1 << 22))
+    """Maximum MiB of host memory for packed index rows; rows dropped beyond it are reported missing."""
     shows_hidden: bool = _named(False, "enable_return_hidden_states")
     """Return hidden states from decode steps too: for `return_hidden_states` and `/v1/embeddings`. A token probe
     program is compiled for each step size."""

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayserve_moe.engine.recovery.hosts import Recovery, progress_of
+from rayserve_moe.replay.index_rows import unpacked_index
 from rayserve_moe.requests.fields import MAX_LISTED_IDS, MAX_LOGIT_BIASES, declared
 from rayserve_moe.requests.processor_arguments import processed_row
 from rayserve_moe.requests.records import (
     GenerationRequest,
     ModelCard,
     RequestError,
+    RoutedExperts,
     SamplingParams,
 )
 from rayserve_moe.scheduling.sequence import Guide, Sequence
 from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS
 
-FORCED = "forced_routed_experts"
+FORCED, FORCED_INDEX = "forced_routed_experts", "forced_indexer_topk"
 MAX_HIDDEN_NUMBERS = 1 << 24
 """Maximum number of float32 hidden state values returned for a request: 64 MiB."""
 
@@ -91,6 +93,12 @@ def check_request(request: GenerationRequest, card: ModelCard, *, max_tokens: in
         raise RequestError(
             "routed experts are not captured by this server: start it with enable_return_routed_experts: true",
             "return_routed_experts",
+        )
+    if request.return_indexer_topk and card.index is None:
+        raise RequestError(
+            "no index rows are captured by this server: start it with enable_return_indexer_topk: true, for a model "
+            "with sparse attention",
+            "return_indexer_topk",
         )
     scores = request.logprob_token_ids or request.num_top_logprobs or request.score_prompt_from is not None
     for is_requested, check in (
@@ -224,6 +232,25 @@ def _check_forced_routing(request: GenerationRequest, card: ModelCard) -> None:
         raise RequestError(f"expert ids must lie in [0, {layout.num_experts})", name)
     if (np.diff(np.sort(rows, axis=-1), axis=-1) == 0).any():
         raise RequestError("no expert may appear twice in a row", name)
+    if forced.index is not None:
+        _check_forced_index(forced, forced.index, card)
+
+
+def _check_forced_index(forced: RoutedExperts, index: np.ndarray, card: ModelCard) -> None:
+    """Raise RequestError unless every row holds ascending positions up to its own for each index."""
+    layout, name = card.index, FORCED_INDEX
+    if layout is None:
+        raise RequestError(
+            "choices of an index cannot be forced: start the server with enable_return_indexer_topk", name
+        )
+    if len(index) != len(forced.rows):
+        raise RequestError(f"needs a row for each row of {FORCED}", name)
+    for position, packed in enumerate(index, forced.start):
+        rows = unpacked_index(packed, num_layers=len(layout.layer_ids), top_k=layout.top_k)
+        behind, before = rows[:, 1:], rows[:, :-1]
+        is_ascending = ((behind > before) & (before >= 0)) | (behind < 0)
+        if not (rows[:, 0] >= 0).all() or not is_ascending.all() or rows.max() > position:
+            raise RequestError(f"row {position} must hold ascending positions up to {position}, then -1", name)
 
 
 def sequences_of(request: GenerationRequest, card: ModelCard, *, guides: Iterable[Guide | None]) -> list[Sequence]:

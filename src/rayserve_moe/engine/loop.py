@@ -325,6 +325,7 @@ def capture_for(scheduler: Scheduler, card: ModelCard, *, num_pages: int) -> Rou
         num_pages=num_pages,
         num_data_ranks=len(scheduler.ranks),
         weight_version=card.weight_version,
+        max_index_bytes=0 if card.index is None else card.index.max_bytes,
     )
 
 

@@ -10,13 +10,14 @@ from rayserve_moe.checkpoints.model_path import located, model_name, with_small_
 from rayserve_moe.checkpoints.names import verify
 from rayserve_moe.config.derive import max_model_len
 from rayserve_moe.config.load import default_cache_directory
-from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySettings, Settings
+from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySettings, Settings, SettingsError
 from rayserve_moe.execution.processor_module import digest_of, load_processors
 from rayserve_moe.execution.served_model import RunnerSettings, runner_settings
 from rayserve_moe.model.family_table import family_of, rules_of, spec_from_config
+from rayserve_moe.model.layers.sparse_latent import index_layout
 from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.requests.records import ModelCard
+from rayserve_moe.requests.records import IndexLayout, ModelCard
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
@@ -82,9 +83,19 @@ def model_card(
         path=model.path,
         logprobs_mode=model.logprobs_mode,
         routing_by_default=replay.by_default,
+        index=_index_of(spec, replay) if replay.shows_index else None,
         hidden_size=spec.hidden_size if replay.shows_hidden else 0,
         takes_forced_routing=experts is None or experts.selection != "balanced",
     )
+
+
+def _index_of(spec: ModelSpec, replay: ReplaySettings) -> IndexLayout:
+    """Return the layout of index rows. Raises: SettingsError for a model without an index."""
+    if (layout := index_layout(spec)) is None:
+        raise SettingsError(
+            f"enable_return_indexer_topk: {spec.family} has no sparse attention with an index of tokens"
+        )
+    return dataclasses.replace(layout, max_bytes=replay.index_store_mib << 20)
 
 
 def check_tensors(files: CheckpointFiles) -> None:

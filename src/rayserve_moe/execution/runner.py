@@ -51,6 +51,7 @@ from rayserve_moe.execution.weights.share import read_share, read_spread
 from rayserve_moe.execution.weights.staged import StagedWeights
 from rayserve_moe.execution.weights.tensor_staging import TensorStaging
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.layers.sparse_latent import index_layout
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -79,7 +80,11 @@ class HostRunner:
         self._mover = _mover_for(self.served)
         """Moves experts between slots; None on a server whose experts never move."""
         self._packer = _packer_for(self.served)
-        self._block_inputs = {s: BlockInputSource(s, self.config) for s in self.served.shapes if s.num_blocks}
+        self._block_inputs = {
+            s: BlockInputSource(s, self.config, forces_index=self.served.settings.replay.shows_index)
+            for s in self.served.shapes
+            if s.num_blocks
+        }
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None
         self.later: LaterShapes | None = None
@@ -336,6 +341,7 @@ def _packer_for(served: ServedModel) -> Packer:
         num_data_ranks=served.config.plan.data_size,
         num_tables=served.num_tables,
         tells_nexts=served.draft is not None,
+        index=index_layout(served.config.spec) if served.settings.replay.shows_index else None,
     )
 
 

@@ -196,6 +196,7 @@ class ServedModel:
             self.config,
             self.settings.cache.page_size,
             self.settings.replay.enabled,
+            self.settings.replay.shows_index,
             layer_pages=layer_pages,
             max_drafts=self.settings.speculation.max_drafts,
             num_columns=num_columns(self.config),

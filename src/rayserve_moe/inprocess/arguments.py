@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rayserve_moe.replay.encoding import decode_each_forced
+from rayserve_moe.replay.encoding import decode_each_forced, decode_each_forced_index
 from rayserve_moe.requests.builder import build_request, param_names, read_given
 from rayserve_moe.requests.fields import FLAG, INT32_MAX, SGLANG, VLLM, Values, whole
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError, SharedSampling
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.truncation import truncation_to
 
-FORCED = "forced_routed_experts"
+FORCED, FORCED_INDEX = "forced_routed_experts", "forced_indexer_topk"
 _OPTIONS_WITHOUT_FIELD = {"return_logprob": FLAG, "logprob_start_len": whole(-1, INT32_MAX)}
 """Keywords that no field of a request holds unchanged."""
-OPTIONS = {*_OPTIONS_WITHOUT_FIELD, "rid", FORCED, *param_names(SGLANG, GenerationRequest).values()}
+OPTIONS = {*_OPTIONS_WITHOUT_FIELD, "rid", FORCED, FORCED_INDEX, *param_names(SGLANG, GenerationRequest).values()}
 """Keywords of a call of `Engine` besides sampling parameters."""
 _SCORES = ("logprobs", "prompt_logprobs")
 _OPTIONS_OF_LLM = {
@@ -125,6 +125,7 @@ def requests_from(
     `keywords` take precedence and include options. `logprob_start_len` p returns log-probs of prompt tokens at
     positions above p, -1 none. `forced_routed_experts` replaces the router's selection at prompt positions from 0: an
     array [rows, MoE layers, k] or any encoding of an answer; for a batch a list with an entry per prompt.
+    `forced_indexer_topk` likewise replaces the choice of indexes at the same positions.
     """
     each = one_each(sampling_params, len(prompts.ids), single=Mapping, otherwise={})
     lengths = list(map(len, prompts.ids))
@@ -132,6 +133,11 @@ def requests_from(
         forced = decode_each_forced(keywords.get(FORCED), card.routing, prompt_lens=lengths, is_batch=prompts.is_batch)
     except ValueError as error:
         raise RequestError(f"{FORCED}: {error}", FORCED) from error
+    try:
+        index = keywords.get(FORCED_INDEX)
+        forced = decode_each_forced_index(index, forced, card.index, is_batch=prompts.is_batch)
+    except ValueError as error:
+        raise RequestError(f"{FORCED_INDEX}: {error}", FORCED_INDEX) from error
     given = read_given(keywords, options=OPTIONS)
     for name, values in _OPTIONS_WITHOUT_FIELD.items():
         if name in given:

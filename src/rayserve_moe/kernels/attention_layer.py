@@ -101,14 +101,15 @@ class DescribedSingles(NamedTuple):
 class PagedStep(NamedTuple):
     """Arguments of a layer's paged attention beside queries and pool.
 
-    They are the tokens, the layer's first page, the rows of all tokens, and the number of single tokens with rows that
-    the attending kernel writes.
+    They are the tokens, the layer's first page, the rows of all tokens, the number of single tokens with rows that the
+    attending kernel writes, and the positions that tokens see (`AttentionInputs`).
     """
 
     batch: TokenBatch
     first_page: jax.Array
     rows_TX: jax.Array
     num_late: int
+    chosen_TK: jax.Array | None = None
 
 
 class PagedKernels(NamedTuple):
@@ -130,7 +131,7 @@ class AttentionInputs(NamedTuple):
     """Arguments of a layer's attention besides the stream and the pool: weights of all layers under the names of
     `model.parameters`, the tokens of the step, their rotation, and the layer's number; optionally the results of
     `AttentionKernels.describe_singles` and `AttentionKernels.norm_and_project`, and float32 factors of the queries of
-    latent attention [T]."""
+    latent attention [T] and the positions that tokens see, int32 [T, K], ascending with -1 behind (None: all)."""
 
     weights: Mapping[str, jax.Array]
     batch: TokenBatch
@@ -139,6 +140,7 @@ class AttentionInputs(NamedTuple):
     singles: DescribedSingles | None = None
     projected: tuple[jax.Array, jax.Array] | None = None
     query_scale_T: jax.Array | None = None
+    chosen_TK: jax.Array | None = None
 
 
 def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
@@ -159,7 +161,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     `batch.layer_pages` assigns. `decode` attends the single tokens, `prefill` the blocks; `project` has the signature
     of `project_rows`. `write_and_decode` replaces `decode` and writes the rows that it attends.
     """
-    weights, batch, rotation, layer, singles, projected, _ = inputs
+    weights, batch, rotation, layer, singles, projected, *_ = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
@@ -225,7 +227,7 @@ def attend_blocks(
 
     With `described` (see `BlockPlaces`), the result of padding among single tokens is undefined.
     """
-    batch, (num_tokens, *head_shape), parts = step.batch, queries_THh.shape, []
+    batch, (num_tokens, *head_shape), parts, chosen = step.batch, queries_THh.shape, [], step.chosen_TK
     singles, page_table_BP = batch.num_singles, batch.page_table_BP + step.first_page
     positions_U1 = batch.positions_T[:singles, None]
     if step.num_late:
@@ -235,12 +237,14 @@ def attend_blocks(
         attended, kv_pages = kernels.write_and_decode(queries_THh[:singles], kv_pages, places, new)
         parts.append(attended)
     elif singles:
-        places = BlockPlaces(page_table_BP[:singles], positions_U1, described)
+        of_singles = None if chosen is None else chosen[:singles, None]
+        places = BlockPlaces(page_table_BP[:singles], positions_U1, described, chosen_BQK=of_singles)
         parts.append(kernels.decode(queries_THh[:singles, None], kv_pages, places)[:, 0])
     if batch.num_prefill_blocks:
         blocks = (batch.num_prefill_blocks, (num_tokens - singles) // batch.num_prefill_blocks)
         queries_BQHh = queries_THh[singles:].reshape(*blocks, *head_shape)
-        places = BlockPlaces(page_table_BP[singles:], batch.positions_T[singles:].reshape(blocks))
+        of_blocks = None if chosen is None else chosen[singles:].reshape(*blocks, -1)
+        places = BlockPlaces(page_table_BP[singles:], batch.positions_T[singles:].reshape(blocks), chosen_BQK=of_blocks)
         attended = kernels.prefill(queries_BQHh, kv_pages, places)
         parts.append(attended.reshape(num_tokens - singles, *attended.shape[2:]))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0], kv_pages

@@ -28,7 +28,7 @@ from rayserve_moe.kernels.attention_layer import (
     attend_blocks,
     write_early,
 )
-from rayserve_moe.kernels.reference.attention import ScoreConfig
+from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig, attend
 from rayserve_moe.kernels.reference.layers import Rotation, project, rms_norm, rotate
 
 
@@ -61,9 +61,9 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
 
     As `attention_layer.attend_layer`, for a pool [L * pages, page, 1, C + r] that is the same on every device, or with
     the rows of `rows_of`; `rotation` is for r elements. Queries come from a latent of their own if `weights` have it
-    (q_a, q_a_norm, q_b).
+    (q_a, q_a_norm, q_b). A token sees the positions of `inputs.chosen_TK` only, if given.
     """
-    weights, batch, rotation, layer, singles, _, query_scale_T = inputs
+    weights, batch, rotation, layer, singles, _, query_scale_T, chosen_TK = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
     latent_width = len(of_layer["kv_a_norm_LC"])
@@ -71,7 +71,8 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
         latents_T1C = _latents(normed_TD, of_layer, rotation, config)
         queries_TAC = _absorbed_queries(normed_TD, of_layer, rotation, config)
         queries_TAC = queries_TAC if query_scale_T is None else queries_TAC * query_scale_T[:, None, None]
-    step = PagedStep(batch, first_page, rows_of(latents_T1C), num_late=batch.num_singles if write_and_decode else 0)
+    num_late = batch.num_singles if write_and_decode else 0
+    step = PagedStep(batch, first_page, rows_of(latents_T1C), num_late, chosen_TK)
     kv_pages = write_early(kv_pages, step)
     with jax.named_scope("paged_attention"):
         kernels = PagedKernels(decode, prefill, write_and_decode)
@@ -86,6 +87,30 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 
+def attend_chosen(
+    queries_BQHh: jax.Array, kv_pages: jax.Array, places: BlockPlaces, *, config: ScoreConfig, latent_width: int
+) -> jax.Array:
+    """Attend as `reference.attention.attend` over latents in rows of `packed_latents`, [N, page, X]."""
+    assert config.scale is not None, "the scale of scores does not follow from padded rows"
+    padding = kv_pages.shape[-1] - queries_BQHh.shape[-1]
+    queries_BQHX = jnp.pad(queries_BQHh, ((0, 0), (0, 0), (0, 0), (0, padding)))
+    return attend(queries_BQHX, kv_pages[:, :, None], places, config=config, latent_width=latent_width)
+
+
+def attend_by_choice(
+    normed_TD: jax.Array,
+    kv_pages: jax.Array,
+    inputs: AttentionInputs,
+    *,
+    config: LatentConfig,
+    dense: Callable[..., tuple[jax.Array, jax.Array]],
+    sparse: Callable[..., tuple[jax.Array, jax.Array]],
+) -> tuple[jax.Array, jax.Array]:
+    """Attend by `sparse` where tokens see chosen positions only, else by `dense`; both are `attend_latent_layer`."""
+    run = dense if inputs.chosen_TK is None else sparse
+    return run(normed_TD, kv_pages, inputs, config=config)
+
+
 def _latents(
     normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: LatentConfig
 ) -> jax.Array:
@@ -98,13 +123,18 @@ def _latents(
     return jnp.concatenate([latents_T1C, keys_T1r], axis=-1)
 
 
+def query_latents(normed_TD: jax.Array, weights: Mapping[str, jax.Array], *, norm_eps: float) -> jax.Array:
+    """Return the normed latents of queries, [T, R]."""
+    latents_TR = project(normed_TD, weights["q_a_LDR"], weights.get("q_a_bias_LR"))
+    return rms_norm(latents_TR, weights["q_a_norm_LR"], norm_eps)
+
+
 def _absorbed_queries(
     normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: LatentConfig
 ) -> jax.Array:
     """Return queries against latents and the shared rotated key, float32 [T, A, C + r]."""
     if "q_a_LDR" in weights:
-        latents_TR = project(normed_TD, weights["q_a_LDR"], weights.get("q_a_bias_LR"))
-        queries_TH = project(rms_norm(latents_TR, weights["q_a_norm_LR"], config.norm_eps), weights["q_b_LRH"])
+        queries_TH = project(query_latents(normed_TD, weights, norm_eps=config.norm_eps), weights["q_b_LRH"])
     else:
         queries_TH = project(normed_TD, weights["q_LDH"])
     k_b_AnC = weights["k_b_LHC"].reshape(-1, config.nope_dim, weights["k_b_LHC"].shape[1])

@@ -20,13 +20,14 @@ from rayserve_moe.kernels import kv_pool
 from rayserve_moe.kernels.attention_heads import project_packed_rows, project_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, Operation, operation, supports_all
-from rayserve_moe.kernels.cpu_native import calls
+from rayserve_moe.kernels.cpu_native import calls, index_call
 from rayserve_moe.kernels.cpu_native.layout import take_columns
-from rayserve_moe.kernels.latent_attention import attend_latent_layer
+from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_chosen, attend_latent_layer
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference import device_sums as reference_sums
-from rayserve_moe.kernels.reference import expert_products, gated_delta, layers
+from rayserve_moe.kernels.reference import expert_products, gated_delta, layers, token_index
 from rayserve_moe.kernels.reference.device_sums import DeviceSumKernels
+from rayserve_moe.kernels.token_index import choose_layer_tokens
 from rayserve_moe.kernels.tpu import (
     add_norm,
     delta_rule,
@@ -82,6 +83,8 @@ class AttentionKernels:
     """`attention_heads.project_rows`, bound in `attend`; empty if `attend` projects by itself."""
     has_packed_rows: bool = False
     """True if the pool has the rows of `packed_rows`."""
+    choose_tokens: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    """`token_index.choose_layer_tokens` with its kernel bound, for sparse attention."""
 
 
 @dataclass(frozen=True)
@@ -356,6 +359,46 @@ LATENT_ATTENTION: dict[str, AttentionCandidates] = {
     "tpu": (Candidate("paged", PAGED_LATENTS, paged_attention.unsupported_latents),),
 }
 """Candidates for latent attention by name of a table."""
+
+SPARSE_ATTENTION: dict[str, AttentionCandidates] = {
+    "cpu": (
+        Candidate(
+            "xla",
+            AttentionKernels(
+                partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend),
+                choose_tokens=partial(choose_layer_tokens, choose=token_index.choose_tokens),
+            ),
+        ),
+    ),
+    "cpu_native": (
+        Candidate(
+            "cpu_native",
+            AttentionKernels(calls.attend_latent_layer, choose_tokens=index_call.choose_layer_tokens),
+        ),
+    ),
+    "tpu": (
+        Candidate(
+            "paged to index_topk tokens, then xla",
+            replace(
+                PAGED_LATENTS,
+                attend=partial(
+                    attend_by_choice,
+                    dense=PAGED_LATENTS.attend,
+                    sparse=partial(
+                        attend_latent_layer, decode=attend_chosen, prefill=attend_chosen, rows_of=packed_latents
+                    ),
+                ),
+                choose_tokens=partial(choose_layer_tokens, choose=token_index.choose_tokens, rows_of=packed_latents),
+            ),
+            paged_attention.unsupported_latents,
+        ),
+    ),
+}
+"""Candidates for sparse latent attention by name of a table.
+
+On a TPU it is dense, by the kernel, if `max_model_len` is at most the number of chosen tokens. For longer contexts no
+kernel exists yet: XLA scores every key and masks dense attention, so a token costs as much as in dense attention.
+"""
 
 KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}
 """By name; the table with the name of a platform is the platform's own."""

@@ -12,7 +12,7 @@ from rayserve_moe.model.config_rope import rope_of, rotary_dim_of, score_scale_o
 from rayserve_moe.model.config_values import count_of, flag_of, integer_of, number_of
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.layers.gated_delta import GatedDelta
-from rayserve_moe.model.layers.latent import LatentAttention
+from rayserve_moe.model.layers.latent import SHARED, SPARSE, LatentAttention, TokenIndex
 from rayserve_moe.model.spec import (
     ExpertSpec,
     LayerSpec,
@@ -23,6 +23,8 @@ from rayserve_moe.model.spec import (
 )
 
 BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
+INDEX_KINDS = {"full": SPARSE, "shared": SHARED}
+"""Kind of sparse attention by type of indexer."""
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
@@ -251,6 +253,37 @@ def latent_model_of(
         router=router,
         experts=experts_of(config, "n_shared_experts", default=1),
     )
+
+
+def sparse_model_of(
+    config: Mapping[str, Any],
+    model: ModelSpec,
+    *,
+    heads: int,
+    interleaved: bool,
+    kinds: Sequence[str] = (),
+) -> ModelSpec:
+    """Return a model of latent attention with an index that chooses the tokens that each token sees.
+
+    `heads` is the default number of index heads, `interleaved` the form of the index's rotation. `kinds` give each
+    layer an index of its own (`full`), or the choice of the last layer that has one (`shared`); empty: all are `full`.
+    """
+    (mixer,) = model.mixers
+    assert isinstance(mixer, LatentAttention), mixer
+    index = TokenIndex(
+        num_heads=integer_of(config, "index_n_heads", heads),
+        head_dim=integer_of(config, "index_head_dim", 128),
+        top_k=integer_of(config, "index_topk", 2048),
+        interleaved=interleaved,
+    )
+    kinds = kinds or ["full"] * model.num_layers
+    if kinds[0] != "full":
+        raise UnsupportedModelError(
+            "config.json: indexer_types: the first layer has no earlier one to share an index with"
+        )
+    mixers = {name: replace(mixer, index=index, kind=kind) for name, kind in INDEX_KINDS.items() if name in kinds}
+    layers = tuple(replace(layer, mixer=INDEX_KINDS[kind]) for layer, kind in zip(model.layers, kinds, strict=True))
+    return replace(model, layers=layers, mixers=tuple(mixers.values()))
 
 
 def within_index(spec: ModelSpec, limit: int, *, key: str) -> ModelSpec:

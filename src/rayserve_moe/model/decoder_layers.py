@@ -28,6 +28,17 @@ class LayerCarry(NamedTuple):
     pools: Pools
     num_done: jax.Array
     """Completed periods of the run. It is carried because scanning over an index would add an operation per layer."""
+    passed: Pools
+    """Arrays that layers pass on to later layers of the step (`Mixer.passed`)."""
+
+
+class PeriodOutputs(NamedTuple):
+    """Outputs of the layers of a period, in their order."""
+
+    routings: tuple[LayerRouting, ...]
+    """Routing of each layer with experts."""
+    captured: tuple[jax.Array, ...]
+    """Captured array of each layer with one (`Mixer.captured`), if requested."""
 
 
 class LayerPlace(NamedTuple):
@@ -38,9 +49,13 @@ class LayerPlace(NamedTuple):
     of_ffn: jax.Array
 
 
-def first_carry(hidden_TD: jax.Array, pools: Pools) -> LayerCarry:
+def first_carry(hidden_TD: jax.Array, pools: Pools, batch: TokenBatch, *, config: ModelConfig) -> LayerCarry:
     """Return the carry of the first layer."""
-    return LayerCarry(hidden_TD, jnp.zeros_like(hidden_TD), pools, jnp.int32(0))
+    passed: Pools = {}
+    for own in config.spec.mixers:
+        if (passed_by := MIXERS[own.kind].passed) is not None:
+            passed |= passed_by(own, batch, pools)
+    return LayerCarry(hidden_TD, jnp.zeros_like(hidden_TD), pools, jnp.int32(0), passed)
 
 
 def step_inputs(batch: TokenBatch, pools: Pools, config: ModelConfig) -> StepInputs:
@@ -52,15 +67,23 @@ def step_inputs(batch: TokenBatch, pools: Pools, config: ModelConfig) -> StepInp
 
 
 def visit_period(
-    params: Parameters, carry: LayerCarry, *, run: LayerRun, inputs: StepInputs, config: ModelConfig
-) -> tuple[LayerCarry, tuple[LayerRouting, ...]]:
-    """Compute the next period of a run; return the carry and the routing of each layer with experts."""
-    routings = []
+    params: Parameters,
+    carry: LayerCarry,
+    *,
+    run: LayerRun,
+    inputs: StepInputs,
+    config: ModelConfig,
+    captures: bool = False,
+) -> tuple[LayerCarry, PeriodOutputs]:
+    """Compute the next period of a run; return the carry and the outputs of its layers."""
+    routings, captured = [], []
     for index, kind in enumerate(run.period):
         place = _place(run, index, carry.num_done)
         carry, routing = apply_layer(params, carry, kind, place=place, inputs=inputs, config=config)
         routings += [] if routing is None else [routing]
-    return carry._replace(num_done=carry.num_done + 1), tuple(routings)
+        if captures and (name := MIXERS[kind.mixer].captured):
+            captured += carry.passed[name]
+    return carry._replace(num_done=carry.num_done + 1), PeriodOutputs(tuple(routings), tuple(captured))
 
 
 def _place(run: LayerRun, index: int, num_done: jax.Array) -> LayerPlace:
@@ -89,14 +112,15 @@ def apply_layer(
     config: ModelConfig,
 ) -> tuple[LayerCarry, LayerRouting | None]:
     """Compute a layer; return the carry and, for a layer with experts, its routing."""
-    hidden_TD, normed_TD, pools = mixer_block(params, carry, kind, place=place, inputs=inputs, config=config)
+    hidden_TD, normed_TD, found = mixer_block(params, carry, kind, place=place, inputs=inputs, config=config)
+    pools, passed = ({name: found[name] for name in names} for names in (carry.pools, carry.passed))
     rows = FfnRows(hidden_TD, normed_TD)
     out_TD, routing = FFNS[kind.ffn].apply(params, rows, inputs, layer=place.of_ffn, config=config)
     added_TD = _addend(params, out_TD, "ffn", kind=kind, layer=place.layer, config=config)
     if kind.has_scalar:
         hidden_TD = (hidden_TD + added_TD) * params["layer_scalars"]["scalar_L1"][place.layer]
         added_TD = jnp.zeros_like(hidden_TD)
-    return LayerCarry(hidden_TD, added_TD, pools, carry.num_done), routing
+    return LayerCarry(hidden_TD, added_TD, pools, carry.num_done, passed), routing
 
 
 def mixer_block(
@@ -110,10 +134,10 @@ def mixer_block(
 ) -> tuple[jax.Array, jax.Array, Pools]:
     """Compute a mixer with its norm and residual.
 
-    Returns: the residual stream [T, D], its norm for the feed-forward network [T, D], and the pools.
+    Returns: the residual stream [T, D], its norm for the feed-forward network [T, D], and the pools with passed arrays.
     """
     mixer, own, weights = MIXERS[kind.mixer], config.spec.mixer(kind.mixer), params[kind.mixer]
-    (hidden_TD, added_TD, pools, _), layer = carry, place.of_mixer
+    hidden_TD, added_TD, layer, pools = carry.hidden_TD, carry.added_TD, place.of_mixer, {**carry.pools, **carry.passed}
     begun = None
     if mixer.begin is not None:
         begun = mixer.begin(own, weights, (hidden_TD, added_TD), inputs, layer=layer, config=config)

@@ -73,7 +73,8 @@ def draft_features(
             for rows_TD, name in ((embedded_TD, "embedding_norm_D"), (features_TD, "hidden_norm_D"))
         ]
         hidden_TD = _product(jnp.concatenate(joined, axis=1), own)
-        carry, (kind,), first = first_carry(hidden_TD, pools), model.spec.layers, jnp.asarray(FIRST)
+        carry = first_carry(hidden_TD, pools, batch, config=model)
+        (kind,), first = model.spec.layers, jnp.asarray(FIRST)
         place = LayerPlace(first, first, first)
         carry, _ = apply_layer(params, carry, kind.kind, place=place, inputs=inputs, config=model)
         hidden_TD, pools = carry.hidden_TD + carry.added_TD, carry.pools

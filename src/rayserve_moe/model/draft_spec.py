@@ -134,9 +134,11 @@ def _aux_layers(config: Mapping[str, Any], given: Mapping[str, Any], num_layers:
 def prediction_spec(target: ModelSpec) -> DraftSpec:
     """Return the multi-token prediction layer of a target (DeepSeek-V3, arXiv:2412.19437, 2.2).
 
-    It has experts and the target's attention, also if other layers of the target are recurrent.
+    It has experts and the target's attention, also if other layers of the target are recurrent, or take a choice of
+    tokens from an earlier layer.
     """
-    attending = (each for each in reversed(target.layers) if target.mixer(each.mixer).score_shape() is not None)
+    own = {mixer.kind for mixer in target.mixers if mixer.score_shape() is not None and not mixer.needs_earlier_layers}
+    attending = (each for each in reversed(target.layers) if each.mixer in own)
     kind = replace(next(attending).kind, ffn="moe")
     layer = replace(target, layers=(kind,), mixers=(target.mixer(kind.mixer),))
     return DraftSpec("NEXTN", layer, recycles_normed=True)

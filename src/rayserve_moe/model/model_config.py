@@ -52,5 +52,7 @@ class StepInputs(NamedTuple):
     """Slots of the experts; None stands for expert i in slot i."""
     forced: tuple[jax.Array, jax.Array] | None = None
     """Forced routing [M, X, K], and a bool scalar that is True if any entry is forced."""
+    chosen_IXK: jax.Array | None = None
+    """Forced positions that tokens in prefill blocks see, by layer with an index; -1 for tokens left to the index."""
     capacity: StepCapacity | None = None
     """Capacity of slots, or None without a limit."""

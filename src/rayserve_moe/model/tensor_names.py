@@ -54,6 +54,13 @@ LATENT_ATTENTION = {
 }
 """Multi-head latent attention."""
 
+TOKEN_INDEX = {
+    **_weights(_ATTENTION + "indexer.", index_q="wq_b", index_k="wk", index_k_norm="k_norm"),
+    "index_k_norm_bias": _ATTENTION + "indexer.k_norm.bias",
+    "index_weights": _ATTENTION + "indexer.weights_proj.weight",
+}
+"""Index of sparse attention."""
+
 OUTPUT_GATE = _weights(_ATTENTION, output_gate="gate_proj")
 """Gates of the elements of attention's output."""
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ class ForwardOutput(NamedTuple):
     """Sum of the layers' tallies (`LimitedAssignments`) if slots have limited capacity, else None."""
     entering: tuple[jax.Array, ...] = ()
     """Inputs [T, D] of the layers in `asked`."""
+    chosen_ITK: jax.Array | None = None
+    """Positions that each token sees, int32, by layer with an index (`sparse_latent.CHOSEN`), if requested."""
 
 
 def forward(  # noqa: PLR0913 (the options of a call)
@@ -49,17 +51,20 @@ def forward(  # noqa: PLR0913 (the options of a call)
     config: ModelConfig,
     maps: PlacementArrays | None = None,
     forced_MXK: jax.Array | None = None,
+    forced_IXK: jax.Array | None = None,
     capacity_factor: jax.Array | None = None,
     asked: tuple[int, ...] = (),
+    captures: bool = False,
 ) -> ForwardOutput:
     """Run all layers on a device's share; must be called inside the sharded step.
 
     `params` and `pools` are local shares. `batch` is this data rank's; batches of all ranks have the same shape, and
     idle ranks have padding. `maps` are the expert slots of all MoE layers, equal on every device; None is expert i in
     slot i. Routing is captured in router order, before the mapping to slots. Nonnegative `forced_MXK` replaces the
-    router's selection in prefill blocks; balanced selection ignores it. `capacity_factor` is a float32 scalar if slots
+    router's selection in prefill blocks; balanced selection ignores it. `forced_IXK` likewise replaces
+    the choice of indexes where its first position is not negative. `capacity_factor` is a float32 scalar if slots
     have limited capacity. `asked` are layers whose inputs are returned; `num_layers` stands for the output of the last
-    layer.
+    layer. `captures` requests `chosen_ITK`.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
     forced = capacity = None
@@ -68,16 +73,19 @@ def forward(  # noqa: PLR0913 (the options of a call)
     if config.experts.limits_capacity:
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
-    inputs = step_inputs(batch, pools, config)._replace(maps=maps, forced=forced, capacity=capacity)
-    captured_runs, entering, carry = [], {}, first_carry(hidden_TD, pools)
+    inputs = step_inputs(batch, pools, config)._replace(
+        maps=maps, forced=forced, capacity=capacity, chosen_IXK=forced_IXK
+    )
+    captured_runs, chosen_runs, entering = [], [], {}
+    carry = first_carry(hidden_TD, pools, batch, config=config)
     for run in layer_runs(config.spec, asked):
         if run.first in asked:
             entering[run.first] = carry.hidden_TD + carry.added_TD
-        visit = partial(visit_period, params, run=run, inputs=inputs, config=config)
+        visit = partial(visit_period, params, run=run, inputs=inputs, config=config, captures=captures)
         begin = carry._replace(num_done=jnp.int32(0))
-        carry, captured = jax.lax.scan(lambda carry, _, visit=visit: visit(carry), begin, length=run.length)
-        if captured:
-            captured_runs.append(captured[0] if len(captured) == 1 else jax.tree.map(_in_turns, *captured))
+        carry, found = jax.lax.scan(lambda carry, _, visit=visit: visit(carry), begin, length=run.length)
+        captured_runs += [_in_layer_order(found.routings)] if found.routings else []
+        chosen_runs += [_in_layer_order(found.captured)] if found.captured else []
     hidden_TD = carry.hidden_TD + carry.added_TD
     routing = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *captured_runs)
     with jax.named_scope("routing_capture"):
@@ -86,8 +94,14 @@ def forward(  # noqa: PLR0913 (the options of a call)
         counts_ME = jax.vmap(count, in_axes=(0, None))(routing.ids_TK, batch.valid_T)
     tally_4 = None if routing.tally_4 is None else jnp.sum(routing.tally_4, axis=0, dtype=jnp.int32)
     entering[config.spec.num_layers] = hidden_TD
-    found = tuple(entering[layer] for layer in asked)
-    return ForwardOutput(hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, found)
+    chosen_ITK = jnp.concatenate(chosen_runs) if chosen_runs else None
+    inputs_of = tuple(entering[layer] for layer in asked)
+    return ForwardOutput(hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, inputs_of, chosen_ITK)
+
+
+def _in_layer_order(of_period: tuple[Any, ...]) -> Any:
+    """Return the stacked outputs of the layers of a period, [periods, ...] each, as outputs of all layers of a run."""
+    return of_period[0] if len(of_period) == 1 else jax.tree.map(_in_turns, *of_period)
 
 
 def _in_turns(*arrays: jax.Array) -> jax.Array:

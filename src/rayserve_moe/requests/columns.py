@@ -34,7 +34,8 @@ class Ragged:
         return len(self.lengths)
 
     def __getitem__(self, index: slice | np.ndarray) -> Ragged:
-        return ragged(self.entries()[index] if isinstance(index, slice) else _masked(self.entries(), index))
+        entries = self.entries()[index] if isinstance(index, slice) else _masked(self.entries(), index)
+        return ragged(entries, self.values.dtype.type)
 
     @property
     def size(self) -> int:

@@ -161,6 +161,8 @@ class RequestedEvidence:
     """Ids whose log-probs are returned at positions of the prompt."""
     return_hidden_states: str = stated("", HIDDEN_STATES, vllm=None)
     """Return the states of the last layer: of all tokens (true), or of the last token (`last`)."""
+    return_indexer_topk: bool = stated(False, FLAG, openai=None, vllm=None)
+    """Return the positions that the indexes of sparse attention choose."""
 
     @property
     def wants_evidence(self) -> bool:
@@ -207,6 +209,11 @@ class GenerationRequest(RequestedEvidence):
         """Return True if the answer is limited token by token."""
         return self.constraint is not None or self.thinking is not None or bool(self.bad_word_ids)
 
+    @property
+    def wants_rows(self) -> bool:
+        """Return True if rows of its tokens are returned, of routing or of an index."""
+        return self.return_routed_experts or self.return_indexer_topk
+
 
 @dataclass(frozen=True)
 class RoutedExperts:
@@ -224,6 +231,9 @@ class RoutedExperts:
     """Ranges labelled with the source of their rows."""
     weight_version: tuple[tuple[int, int, str], ...] = ()
     """Ranges labelled with the version of the weights."""
+    index: np.ndarray | None = None
+    """Packed index rows (`replay.index_rows`) of the same positions, object [num_rows], None for a row that is not
+    known; None if they are not captured."""
 
 
 class RequestError(ValueError):
@@ -259,6 +269,18 @@ class RoutingLayout:
 
 
 @dataclass(frozen=True)
+class IndexLayout:
+    """Layout of the rows of the index of sparse attention."""
+
+    layer_ids: tuple[int, ...]
+    """Layers with an index of their own."""
+    top_k: int
+    """Maximum number of positions that a token sees."""
+    max_bytes: int = 0
+    """Maximum bytes of stored rows in host memory."""
+
+
+@dataclass(frozen=True)
 class ModelCard:
     """Properties of the served model for the layers above the engine."""
 
@@ -277,6 +299,8 @@ class ModelCard:
     """Maximum bytes of a schema, an expression or a grammar of a request."""
     routing_by_default: str = "off"
     """Form in which OpenAI's routes return routing if a request does not set it; `off` for none."""
+    index: IndexLayout | None = None
+    """Layout of index rows; None if the server does not return them."""
     hidden_size: int = 0
     """Length of a hidden state; 0 if hidden states do not leave the devices."""
     processors: tuple[tuple[ProcessorArgument, ...], ...] = ()

@@ -83,7 +83,16 @@ def joined_routing(before: RoutedExperts | None, after: RoutedExperts | None) ->
         missing=joined_ranges(before.missing + after.missing),
         source=joined_ranges(before.source + after.source),
         weight_version=joined_ranges(before.weight_version + after.weight_version),
+        index=_joined_index(before, after),
     )
+
+
+def _joined_index(before: RoutedExperts, after: RoutedExperts) -> np.ndarray | None:
+    """Join index rows; the rows of a piece without any are not known."""
+    if before.index is None and after.index is None:
+        return None
+    pieces = (np.full(len(each.rows), None, object) if each.index is None else each.index for each in (before, after))
+    return np.concatenate(list(pieces))
 
 
 def joined_ranges(ranges: tuple) -> tuple:

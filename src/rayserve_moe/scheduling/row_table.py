@@ -148,7 +148,7 @@ class RowTable:
         self.num_departures += 1
         wants = self.wants
         wants.num_with_stop_ids -= bool(sequence.rules.stop_token_ids)
-        wants.num_with_routing -= sequence.request.return_routed_experts
+        wants.num_with_routing -= sequence.request.wants_rows
         wants.num_with_columns -= sequence.evidence.columns.bits > 0
         wants.num_held -= sequence.is_held
         wants.num_probed -= bool(wants.are_probed[row])
@@ -195,8 +195,8 @@ class RowTable:
         wants.stop_ids[row, : len(stop_ids)] = list(stop_ids)
         wants.num_with_stop_ids += bool(stop_ids)
         wants.is_incremental[row] = request.incremental
-        wants.routing[row] = request.return_routed_experts
-        wants.num_with_routing += request.return_routed_experts
+        wants.routing[row] = request.wants_rows
+        wants.num_with_routing += request.wants_rows
         wants.columns[row] = sequence.evidence.columns.bits
         wants.num_with_columns += sequence.evidence.columns.bits > 0
         is_held, is_probed = sequence.is_held, sequence.is_probed

@@ -281,7 +281,7 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
     scheduler.flush()
     for sequence in unfinished(scheduler):
         record_weights(sequence, weight_version)
-        if sequence.num_outputs and sequence.request.return_routed_experts:
+        if sequence.num_outputs and sequence.request.wants_rows:
             sequence.cache.num_cacheable = sequence.num_prompt_tokens
         if (probe := sequence.evidence.probe) is not None:
             probe.change_weights(weight_version)

@@ -32,7 +32,7 @@ import numpy as np
 
 from rayserve_moe.balancing.migration import FailedFetch, MigrationPiece
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.requests.columns import Columns
+from rayserve_moe.requests.columns import Columns, Ragged
 from rayserve_moe.requests.fields import MAX_LISTED_IDS
 from rayserve_moe.scheduling.token_probe import TokenProbe
 from rayserve_moe.state.groups import EntryGroup, PageGroup
@@ -134,6 +134,8 @@ class BlockWork:
     """Indices of tokens in the plan."""
     forced_rows: np.ndarray | None = None
     """Experts of each of the tokens in place of the router's choice, [N, MoE layers, k]."""
+    forced_index: Ragged | None = None
+    """Packed index rows of each of the tokens in place of the index's choice, uint8; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,8 @@ class StepResult:
     """int32; 0 for logits that were not finite."""
     routing: np.ndarray | None = None
     """Routing rows of all tokens of the plan, [tokens, MoE layers, k], if requested."""
+    index: Ragged | None = None
+    """Packed index rows of all tokens of the plan (`replay.index_rows`), uint8, with routing rows."""
     pack_s: float = 0.0
     device_s: float = 0.0
     """Seconds that the host of rank 0 spent packing the step and waiting for the devices."""

@@ -26,7 +26,7 @@ from tests.support.engine.workload import mixed_workload
 from tests.support.models.core import PAGE_SIZE
 from tests.support.models.families import FamilyCase
 
-pytestmark = families("deepseek_v3-0", variants=3)
+pytestmark = families("deepseek_v3-0", "glm_moe_dsa-1", variants=3)
 
 TIGHT = 29
 """Pages for two long sequences."""
@@ -46,19 +46,25 @@ def workload() -> list[GenerationRequest]:
 
 
 @pytest.fixture(scope="module")
-def card(core_checkpoint: Path) -> ModelCard:
-    return card_of(core_checkpoint)
+def captured(case: FamilyCase) -> dict[str, bool]:
+    """Settings: rows of routing, and of the index of a model that has one."""
+    return {"enable_return_routed_experts": True, "enable_return_indexer_topk": "index_topk" in case.config}
 
 
 @pytest.fixture(scope="module")
-def runner_of(core_checkpoint: Path, kernel_settings: dict[str, str]) -> RunnerOf:
+def card(core_checkpoint: Path, captured: dict[str, bool]) -> ModelCard:
+    return card_of(core_checkpoint, **captured)
+
+
+@pytest.fixture(scope="module")
+def runner_of(core_checkpoint: Path, kernel_settings: dict[str, str], captured: dict[str, bool]) -> RunnerOf:
     """Compiled runners by their mesh: experts of those of several devices can move."""
     moving = {"enable_eplb": True, "eplb_slots_per_step": 1, "num_redundant_experts": 4}
 
     @cache
     def prepared(mesh: tuple[int, int]) -> HostRunner:
         changes = kernel_settings if mesh == (1, 1) else {**kernel_settings, **moving}
-        return prepared_runner(core_checkpoint, mesh=mesh, enable_return_routed_experts=True, **TWO_SHAPES, **changes)
+        return prepared_runner(core_checkpoint, mesh=mesh, **captured, **TWO_SHAPES, **changes)
 
     return prepared
 

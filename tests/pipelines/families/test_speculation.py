@@ -21,7 +21,7 @@ from tests.support.models.families import FAMILY_CASES, FamilyCase, write_family
 from tests.support.speculation.draft_checkpoints import with_prediction_layer
 from tests.support.speculation.random_requests import DRAFTS, PLAIN, SPECULATES, random_requests
 
-BEHIND = ("deepseek_v3-0", "glm4_moe-0")
+BEHIND = ("deepseek_v3-0", "glm4_moe-0", "deepseek_v32-0", "glm_moe_dsa-1")
 """The layer stands behind the last one, and is of its kind."""
 BESIDE = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0")
 """The layer stands beside the decoder. It has full attention, also where the last layer is recurrent."""

@@ -65,8 +65,8 @@ def prepared_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any
     return runner
 
 
-def card_of(path: Path) -> ModelCard:
+def card_of(path: Path, **values: Any) -> ModelCard:
     """The card of a checkpoint whose engine captures routing."""
-    found = settings_from({"model_path": path, "enable_return_routed_experts": True})
+    found = settings_from({"model_path": path, "enable_return_routed_experts": True, **values})
     spec = spec_from_config(read_config(path))
     return model_card(spec, model=found.model, replay=found.replay, name=path.name, eos_token_ids=(2,))

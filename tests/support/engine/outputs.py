@@ -85,6 +85,14 @@ def assert_same(
     elif routing:
         np.testing.assert_array_equal(actual.rows, expected.rows)
         assert actual.routing is not None and actual.routing.missing == ()
+        assert_same_index(actual.routing, expected.routing)
+
+
+def assert_same_index(actual: RoutedExperts, expected: RoutedExperts | None) -> None:
+    """Assert that the same tokens were chosen for every token, where both have captured an index, and that all know."""
+    if actual.index is not None and expected is not None and expected.index is not None:
+        assert all(row is not None for row in actual.index)
+        np.testing.assert_array_equal(actual.index, expected.index)
 
 
 def assert_known_rows_agree(actual: Outcome, expected: Outcome) -> None:

@@ -67,8 +67,8 @@ _SOLAR = {
     "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 _INDEXED = {
-    **_LATENT, "q_lora_rank": 20, "first_k_dense_replace": 1, "index_n_heads": 4, "index_head_dim": 16,
-    "index_topk": 512,
+    **_LATENT, "q_lora_rank": 20, "first_k_dense_replace": 1, "index_n_heads": 32, "index_head_dim": 16,
+    "index_topk": 24,
 }  # fmt: skip
 
 _TRINITY = {
@@ -262,8 +262,8 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
         {**_INDEXED, "n_group": 4, "topk_group": 2},
         {**_INDEXED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rope_parameters": _MSCALE},
         {
-            **_INDEXED, "n_group": 8, "topk_group": 3, "mlp_layer_types": ["dense", "sparse", "dense"],
-            "norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True,
+            **_INDEXED, "index_topk": 512, "n_group": 8, "topk_group": 3, "attention_bias": True,
+            "mlp_layer_types": ["dense", "sparse", "dense"], "norm_topk_prob": False, "tie_word_embeddings": True,
         },
     ),
     "glm_moe_dsa": (
@@ -272,7 +272,10 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
             **_INDEXED, "indexer_types": ["full", "shared", "full"], "n_group": 4, "topk_group": 2,
             "routed_scaling_factor": 1.7, "first_k_dense_replace": 0, "attention_bias": True,
         },
-        {**_INDEXED, "n_shared_experts": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
+        {
+            **_INDEXED, "index_topk": 9, "index_topk_freq": 2, "index_skip_topk_offset": 1, "num_hidden_layers": 5,
+            "n_shared_experts": 1, "norm_topk_prob": False, "tie_word_embeddings": True,
+        },
     ),
     "mistral4": (
         {**_GROWING, "q_lora_rank": 20, "rope_parameters": _GROWN},

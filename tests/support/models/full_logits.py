@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,17 @@ def prompt_logits_of(
     As `prompt_outputs_of` does.
     """
     outputs_of = prompt_outputs_of(runner, longest=longest, spec=spec)
-    return lambda token_ids: outputs_of(token_ids)[0]
+    return lambda token_ids: outputs_of(token_ids).logits_TV
+
+
+class PromptOutputs(NamedTuple):
+    """Outputs of every position of a sequence."""
+
+    logits_TV: np.ndarray
+    ids_MTK: np.ndarray
+    """Experts of each layer that routes."""
+    chosen_ITK: np.ndarray | None
+    """Positions that each token sees, of each layer with an index (`sparse_latent.CHOSEN`)."""
 
 
 def with_offset(array: jax.Array, loaded: ParamSpec, wanted: ParamSpec) -> jax.Array:
@@ -41,9 +52,8 @@ def with_offset(array: jax.Array, loaded: ParamSpec, wanted: ParamSpec) -> jax.A
 
 def prompt_outputs_of(
     runner: HostRunner, *, longest: int, spec: ModelSpec | None = None
-) -> Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray]]:
-    """Return a function from the ids of one sequence (up to `longest`) to its logits, float32 [T, V], and experts
-    [M, T, K].
+) -> Callable[[Sequence[int]], PromptOutputs]:
+    """Return a function from the ids of one sequence (up to `longest`) to its outputs.
 
     One device; every position is sampled from, in one step over an empty pool. Compiled once, for the weights that the
     runner has when it is called. `spec` computes another model from the same weights.
@@ -61,16 +71,18 @@ def prompt_outputs_of(
         config, PoolCounts(num_blocks + 1, num_entries=2, num_rows=1), page_size=PAGE, dtype=runner.served.dtype
     )
 
-    def all_logits(weights: ModelWeights, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
+    def all_logits(weights: ModelWeights, batch: TokenBatch) -> tuple[jax.Array | None, ...]:
         everywhere, empty = jnp.arange(shape.num_tokens), jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), pools)
-        out, logits_TV = step_logits(weights, empty, batch=batch, sample_places_S=everywhere, config=config)
-        return logits_TV, out.topk_ids_MTK
+        out, logits_TV = step_logits(
+            weights, empty, batch=batch, sample_places_S=everywhere, config=config, captures=True
+        )
+        return logits_TV, out.topk_ids_MTK, out.chosen_ITK
 
     parts = PartitionSpec()
     sharded = jax.shard_map(all_logits, mesh=runner.config.plan.mesh, in_specs=parts, out_specs=parts, check_vma=False)
     compiled = jax.jit(sharded)
 
-    def of(token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def of(token_ids: Sequence[int]) -> PromptOutputs:
         count = len(token_ids)
         ids, positions, slots = np.zeros((3, shape.num_tokens), np.int32)
         positions[:] = -1
@@ -85,7 +97,8 @@ def prompt_outputs_of(
         # One row, whose own entry is 1, begins at the entry of zeros.
         rows, entries = np.zeros(num_blocks, np.int32), np.tile(np.array([[1, 0, 0]], np.int32), (num_blocks, 1))
         batch = TokenBatch(ids, positions, slots, page_table, num_singles=0, rows_B=rows, entries_B3=entries)
-        logits_TV, ids_MTK = compiled(weights, batch)
-        return np.asarray(logits_TV)[:count], np.asarray(ids_MTK)[:, :count]
+        logits_TV, ids_MTK, chosen_ITK = compiled(weights, batch)
+        chosen = None if chosen_ITK is None else np.asarray(chosen_ITK)[:, :count]
+        return PromptOutputs(np.asarray(logits_TV)[:count], np.asarray(ids_MTK)[:, :count], chosen)
 
     return of

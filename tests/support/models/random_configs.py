@@ -218,6 +218,8 @@ def _solar_open(config: Config, draw: Draw) -> None:
 def _indexed(config: Config, draw: Draw) -> None:
     _deepseek_v3(config, draw)
     config.update(rope_interleave=True, q_lora_rank=draw.choice([2, 10, 50]))
+    config.update(index_n_heads=draw.choice([1, 3, 32]), index_head_dim=draw.choice([16, 50, 128]))
+    config["index_topk"] = draw.choice([1, 7, 40, 2048])
 
 
 def _afmoe(config: Config, draw: Draw) -> None:

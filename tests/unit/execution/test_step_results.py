@@ -39,7 +39,7 @@ def copied(plan: StepPlan) -> set[str]:
     ("wanted", "names"),
     [
         ({}, set()),
-        ({"wants_routing": True}, {"topk_ids_MTK"}),
+        ({"wants_routing": True}, {"topk_ids_MTK", "chosen_ITK"}),
         ({"columns": ("top_ids", "top_logprobs")}, {"top"}),
         ({"wants_expert_counts": True}, {"expert_counts_ME"}),
     ],

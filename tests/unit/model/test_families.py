@@ -28,6 +28,8 @@ def knob(spec: Any, path: str) -> Any:
     if path in ("windows", "dense"):
         windows = tuple(layer.window for layer in spec.layers) if spec.has_windows else ()
         return windows if path == "windows" else spec.layers_with_ffn("dense")
+    if path == "indexed":
+        return spec.layers_with_mixer("dsa")
     first, _, rest = path.partition(".")
     own = [mixer for mixer in spec.mixers if first in ("mixer", mixer.kind)]
     if own:
@@ -86,9 +88,11 @@ KNOBS = {
     "solar_open-0": {"dense": (), "mixer.qk_norm": "none", "mixer.rope.theta": 1e6, "router.scale": 1.0},
     "solar_open-1": {"mixer.bias": True, "mixer.output_bias": False, "experts.shared_size": 64},
     "solar_open-2": {"mixer.rope.yarn.attention_factor": 1 + 0.1 * math.log(4)},
-    "deepseek_v32-0": {"router.num_groups": 4, "max_position_embeddings": 512, "context_limit": ""},
-    "deepseek_v32-2": {"dense": (0, 2), "mixer.norm_eps": 1e-6},
+    "deepseek_v32-0": {"router.num_groups": 4, "dsa.index.top_k": 24, "dsa.index.interleaved": False},
+    "deepseek_v32-2": {"dense": (0, 2), "mixer.norm_eps": 1e-6, "mixer.index.top_k": 512},
     "glm_moe_dsa-0": {"router.num_groups": 1, "norm_eps": 1e-3, "mixer.norm_eps": 1e-6, "router.scale": 2.5},
+    "glm_moe_dsa-1": {"indexed": (0, 2), "dsa.index.interleaved": True, "dsa_shared.index.num_heads": 32},
+    "glm_moe_dsa-2": {"indexed": (0, 2, 4), "dsa.index.top_k": 9},
     "mistral4-0": {"mixer.query_scale.beta": 0.1, "mixer.query_scale.length": 16, "mixer.rope.rotary_dim": None},
     "mistral4-1": {"mixer.q_lora_rank": None, "router.group_score": "top2_sum", "dense": (0,)},
     "mistral4-2": {"mixer.rope.interleaved": False, "mixer.output_bias": True, "experts.layout": "fused_out_in"},
@@ -160,13 +164,36 @@ def test_a_config_that_puts_windows_on_no_layer_has_none():
     assert not spec_of("qwen2_moe-1", **windowed, max_window_layers=0).has_windows
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_sparse_attention_is_limited_to_the_length_at_which_it_is_dense(family: str):
-    spec = spec_of(f"{family}-0", index_topk=100)
-    assert spec.max_position_embeddings == 100
-    assert max_model_len(ModelSettings(), 100, context_limit=spec.context_limit) == 100
-    with pytest.raises(SettingsError, match="max_model_len 101 exceeds index_topk 100"):
-        max_model_len(ModelSettings(max_model_len=101), 100, context_limit=spec.context_limit)
+def test_layers_of_glm_share_an_index_by_types_by_letters_or_at_an_interval():
+    """GLM-5.2 as published: an interval of 4 from an offset of 3 on."""
+    types = {"indexer_types": None}
+    published = {
+        **types,
+        "mlp_layer_types": None,
+        "num_hidden_layers": 12,
+        "index_topk_freq": 4,
+        "index_skip_topk_offset": 3,
+    }
+    assert spec_of("glm_moe_dsa-1", **published).layers_with_mixer("dsa") == (0, 1, 2, 6, 10)
+    assert spec_of("glm_moe_dsa-1", **types).layers_with_mixer("dsa") == (0, 1, 2)
+    assert spec_of("glm_moe_dsa-1", **types, index_topk_pattern="FSF") == spec_of("glm_moe_dsa-1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"indexer_types": ["shared", "full", "full"]}, "indexer_types: the first layer"),
+        ({"indexer_types": ["full", "whole", "full"]}, "indexer_types must give each layer one of"),
+        ({"indexer_types": None, "index_topk_pattern": "FX"}, "index_topk_pattern must consist of F and S, found 'FX'"),
+        ({"indexer_types": None, "index_topk_pattern": "FS"}, "index_topk_pattern must give each layer one of"),
+        ({"q_lora_rank": None}, "q_lora_rank is null, and the index"),
+        ({"index_head_dim": 4}, "index_head_dim 4 is less than the 8 elements that rotate"),
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave"),
+    ],
+)
+def test_an_index_that_is_not_computed_is_refused_by_its_key(changes: dict[str, Any], named: str):
+    with pytest.raises(UnsupportedModelError, match=named):
+        spec_of("glm_moe_dsa-1", **changes)
 
 
 PUBLISHED_M3 = {

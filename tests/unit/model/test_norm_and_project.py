@@ -64,7 +64,7 @@ def block_by(kernels: Kernels, prompt: tuple[int, ...]) -> list[np.ndarray]:
 
     def run(pool: jax.Array) -> tuple[jax.Array, ...]:
         pools = {"kv": (pool,)}
-        carry, inputs = LayerCarry(hidden, added, pools, jnp.int32(0)), step_inputs(batch, pools, config)
+        carry, inputs = LayerCarry(hidden, added, pools, jnp.int32(0), {}), step_inputs(batch, pools, config)
         place = LayerPlace(*[jnp.int32(LAYER)] * 3)
         *found, pools = mixer_block(weights, carry, spec.layers[LAYER], place=place, inputs=inputs, config=config)
         return *found, *pools["kv"]

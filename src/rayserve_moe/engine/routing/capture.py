@@ -40,11 +40,14 @@ class RoutingCapture(StepExtension):
         num_pages: int,
         num_data_ranks: int = 1,
         weight_version: str,
+        max_index_bytes: int = 0,
     ) -> None:
         self._layout, self._table = layout, table
         self._page_size = page_size = table.page_size
         self._slots_per_rank = num_pages * page_size
-        self._store = RoutingStore(layout, num_slots=num_data_ranks * self._slots_per_rank)
+        num_slots = num_data_ranks * self._slots_per_rank
+        self._store = RoutingStore(layout, num_slots=num_slots, max_index_bytes=max_index_bytes)
+        self._has_index = max_index_bytes > 0
         self._num_data_ranks = num_data_ranks
         self._versions = [weight_version]
         self._submitted: dict[int, Callable[..., None]] = {}
@@ -79,7 +82,8 @@ class RoutingCapture(StepExtension):
         """Store the rows of a step's result. Rows that never arrive stay missing."""
         store_rows = self._submitted.pop(result.step_id, None)
         if store_rows is not None and result.routing is not None:
-            store_rows(result.routing, belongs=slice(None) if counts is None else tokens_that_count(schedule, counts))
+            belongs = slice(None) if counts is None else tokens_that_count(schedule, counts)
+            store_rows(result, belongs=belongs)
         for preemption in self._preempted:
             self._retain(preemption)
         self._preempted.clear()
@@ -92,7 +96,7 @@ class RoutingCapture(StepExtension):
 
     def released(self, sequence: Sequence) -> None:
         """Collect the rows of an ended sequence if its client wants them."""
-        if sequence.request.return_routed_experts:
+        if sequence.request.wants_rows:
             sequence.routing.final = self._published(sequence)
 
     def reset(self, cause: Reset) -> None:
@@ -124,6 +128,7 @@ class RoutingCapture(StepExtension):
                 for a, b, version in _runs(np.where(known.is_known, known.versions, NO_VERSION), start)
                 if version != NO_VERSION
             ),
+            index=known.index if self._has_index else None,
         )
 
     def _published(self, sequence: Sequence) -> RoutedExperts:
@@ -140,14 +145,14 @@ class RoutingCapture(StepExtension):
         The row of the last token is excluded, since no output followed it.
         """
         sequence = preemption.sequence
-        if sequence.request.return_routed_experts:
+        if sequence.request.wants_rows:
             start = min(sequence.published.num_routing_rows, sequence.num_prompt_tokens)
             sequence.routing.kept = self._known_rows(sequence, preemption, start, origins=preemption.origins)
             self._has_kept = True
 
     def _store_rows(
         self,
-        rows: np.ndarray,
+        result: StepResult,
         *,
         belongs: np.ndarray | slice,
         places: Places,
@@ -159,16 +164,19 @@ class RoutingCapture(StepExtension):
 
         Forks copy the last page of their prompts.
         """
+        assert result.routing is not None, "rows of a step without any"
         slots, stamps = (each[belongs] for each in places)
-        self._store.write(slots, stamps, rows=rows[belongs], versions=version)
-        for kept_slots, kept_stamps, kept_rows, versions in kept:
-            self._store.write(kept_slots, kept_stamps, rows=kept_rows, versions=versions)
+        index = None if result.index is None else [row.tobytes() for row in result.index[belongs].entries()]
+        self._store.write(slots, stamps, rows=result.routing[belongs], versions=version, index=index)
+        for kept_slots, kept_stamps, kept_rows, versions, kept_index in kept:
+            self._store.write(kept_slots, kept_stamps, rows=kept_rows, versions=versions, index=kept_index)
         if forks is not None:
             (slots, stamps), own = forks
             rows, is_known = self._store.read(slots, stamps)
             own_slots, own_stamps = (places[is_known] for places in own)
             versions = self._store.versions(slots)[is_known]
-            self._store.write(own_slots, own_stamps, rows=rows[is_known], versions=versions)
+            copied = self._store.index(slots[is_known], is_known[is_known])
+            self._store.write(own_slots, own_stamps, rows=rows[is_known], versions=versions, index=copied)
 
     def _forked_places(self, plan: StepPlan, table: RowTable) -> tuple[Places, Places]:
         """Return the slots and stamps of the rows that forks copy, and of their copies."""
@@ -201,10 +209,13 @@ class RoutingCapture(StepExtension):
             np.zeros((count, *self._layout.row_shape), self._layout.dtype),
             np.zeros(count, np.int32),
             _kinds(origins, start, count),
+            np.full(count, None, object),
         )
         slots, stamps = self._places(held, start, start + num_computed)
         known.rows[:num_computed], known.is_known[:num_computed] = self._store.read(slots, stamps)
         known.versions[:num_computed] = self._store.versions(slots)
+        if (index := self._store.index(slots, known.is_known[:num_computed])) is not None:
+            known.index[:num_computed] = index
         if (kept := sequence.routing.kept) is not None:
             _add_kept(known, kept, first_output=sequence.num_prompt_tokens)
         return known
@@ -229,12 +240,13 @@ class RoutingCapture(StepExtension):
                 part = np.arange(first, last)[known.is_known[first - known.start : last - known.start]] - known.start
                 slots, stamps = self._places(sequence, first, last)
                 places = part + known.start - first
-                kept.append((slots[places], stamps[places], known.rows[part], known.versions[part]))
+                rows, versions, index = (each[part] for each in (known.rows, known.versions, known.index))
+                kept.append((slots[places], stamps[places], rows, versions, index))
         return kept
 
 
 def _streams_routing(request: GenerationRequest) -> bool:
-    return request.return_routed_experts and request.stream_routed_experts
+    return request.wants_rows and request.stream_routed_experts
 
 
 def _add_kept(known: KnownRows, kept: KnownRows, *, first_output: int) -> None:

@@ -15,6 +15,7 @@ from rayserve_moe.execution.step.pack import PackedBlocks
 from rayserve_moe.execution.step.pytrees import BlockInputs, DeviceState, StepShape
 from rayserve_moe.execution.step.row_updates import MAX_BIASES
 from rayserve_moe.kernels.kv_pool import StatePages, num_tables
+from rayserve_moe.model.layers.sparse_latent import index_layout
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.states import PoolCounts, pool_shapes
 from rayserve_moe.model.transformer import words_of
@@ -72,8 +73,8 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
 class BlockInputSource:
     """Source of the block inputs of a shape; steps without forced routing need no transfer."""
 
-    def __init__(self, shape: StepShape, config: ModelConfig) -> None:
-        self._arrays = block_input_shapes(shape, config)
+    def __init__(self, shape: StepShape, config: ModelConfig, *, forces_index: bool = False) -> None:
+        self._arrays = block_input_shapes(shape, config, forces_index=forces_index)
 
     @cached_property
     def nothing(self) -> BlockInputs:
@@ -81,23 +82,33 @@ class BlockInputSource:
 
         They come from the host: a program that fills an array would be compiled during a step.
         """
-        return BlockInputs(*(_like(array, np.full(array.shape, -1, array.dtype)) for array in self._arrays))
+        return jax.tree.map(lambda array: _like(array, np.full(array.shape, -1, array.dtype)), self._arrays)
 
     def inputs(self, packed: PackedBlocks | None) -> BlockInputs:
         """Return the inputs of a step."""
         if packed is None or packed.forced is None:
             return self.nothing
-        return BlockInputs(_like(self.nothing.forced_NMXK, packed.forced))
+        inputs = self.nothing._replace(forced_NMXK=_like(self.nothing.forced_NMXK, packed.forced))
+        if packed.forced_index is None or inputs.chosen_NIXK is None:
+            return inputs
+        return inputs._replace(chosen_NIXK=_like(inputs.chosen_NIXK, packed.forced_index))
 
 
-def block_input_shapes(shape: StepShape, config: ModelConfig) -> BlockInputs:
-    """Return shapes, dtypes and shardings of the block inputs of a shape, for all data ranks."""
+def block_input_shapes(shape: StepShape, config: ModelConfig, *, forces_index: bool = False) -> BlockInputs:
+    """Return shapes, dtypes and shardings of the block inputs of a shape, for all data ranks.
+
+    `forces_index` includes choices of an index.
+    """
     plan, layout = config.plan, config.spec.routing_layout
     num_tokens, (num_layers, top_k) = shape.num_blocks * shape.block_tokens, layout.row_shape
-    forced = (plan.data_size, num_layers, num_tokens, top_k)
-    return BlockInputs(
-        cast(jax.Array, jax.ShapeDtypeStruct(forced, jnp.int16, sharding=plan.sharding(("data_ranks",))))
-    )
+
+    def array(num_layers: int, top_k: int, dtype: DTypeLike) -> jax.Array:
+        sizes = plan.data_size, num_layers, num_tokens, top_k
+        return cast(jax.Array, jax.ShapeDtypeStruct(sizes, dtype, sharding=plan.sharding(("data_ranks",))))
+
+    index = index_layout(config.spec) if forces_index else None
+    chosen = None if index is None else array(len(index.layer_ids), index.top_k, jnp.int32)
+    return BlockInputs(array(num_layers, top_k, jnp.int16), chosen)
 
 
 def _like(array: jax.Array | jax.ShapeDtypeStruct, values: np.ndarray) -> jax.Array:

@@ -72,8 +72,10 @@ def run_step(
             batch=step.batch,
             sample_places_S=step.sample_places_S,
             forced_MXK=blocks and blocks.forced_NMXK[0],
+            forced_IXK=None if blocks is None or blocks.chosen_NIXK is None else blocks.chosen_NIXK[0],
             config=config.model,
             asked=config.aux_layers,
+            captures=config.capture_index,
         )
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
         state = replace(state, pools=out.pools, expert_counts_ME=counts_ME)
@@ -103,6 +105,7 @@ def _output(sampled: Sampled, out: ForwardOutput, *, config: StepConfig) -> Step
         sampled_bits(sampled, plan.data_size),
         {"top": top_bits(sampled.top, plan.data_size)},
         _captured_routing(out, config),
+        None if out.chosen_ITK is None else plan.gather_data_ranks(out.chosen_ITK, dim=1),
         tally_N4=tally_N4,
     )
 
@@ -147,7 +150,9 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
     sample_places_S: jax.Array,
     config: ModelConfig,
     forced_MXK: jax.Array | None = None,
+    forced_IXK: jax.Array | None = None,
     asked: tuple[int, ...] = (),
+    captures: bool = False,
 ) -> tuple[ForwardOutput, jax.Array]:
     """Run the forward pass on a device, then return float32 logits [A, V] of `sample_places_S` of all data ranks."""
     out = forward(
@@ -157,8 +162,10 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
         config=config,
         maps=weights.maps,
         forced_MXK=forced_MXK,
+        forced_IXK=forced_IXK,
         capacity_factor=weights.capacity_factor,
         asked=asked,
+        captures=captures,
     )
     return out, logits_of(weights.params, out.hidden_TD[sample_places_S], config=config)
 
@@ -226,7 +233,8 @@ def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockIn
     """Return the tree of `blocks` with partitions in place of arrays: forced routing is sharded as its tokens."""
     if blocks is None:
         return None
-    return BlockInputs(cast(jax.Array, config.plan.partition(("data_ranks",))))
+    of_ranks = cast(jax.Array, config.plan.partition(("data_ranks",)))
+    return BlockInputs(of_ranks, None if blocks.chosen_NIXK is None else of_ranks)
 
 
 def weight_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> ModelWeights:

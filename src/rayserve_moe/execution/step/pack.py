@@ -13,6 +13,8 @@ import numpy as np
 from rayserve_moe.execution.step.inputs import InputLayout, Sections
 from rayserve_moe.execution.step.page_copies import copy_vectors
 from rayserve_moe.execution.step.pytrees import StepShape
+from rayserve_moe.replay.index_rows import unpacked_index
+from rayserve_moe.requests.records import IndexLayout
 from rayserve_moe.scheduling.step_plan import BlockWork, PageTableChanges, StepPlan
 
 
@@ -22,6 +24,8 @@ class PackedBlocks:
 
     forced: np.ndarray | None
     """int16 [ranks, MoE layers, block tokens, k], -1 for tokens left to the router; None without forced routing."""
+    forced_index: np.ndarray | None = None
+    """int32 [ranks, indexer layers, block tokens, top_k], -1 for tokens left to the index; None without forced rows."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,9 @@ class Packer:
         num_data_ranks: int = 1,
         num_tables: int = 1,
         tells_nexts: bool = False,
+        index: IndexLayout | None = None,
     ) -> None:
+        self._index = index
         self.rows_per_rank, self._num_ranks, self._num_tables = rows_per_rank, num_data_ranks, num_tables
         self._block_tokens, self._tells_nexts = shapes[0].block_tokens, tells_nexts
         self.layouts = {shape: InputLayout(shape, rows_per_rank, num_tables, tells_nexts) for shape in shapes}
@@ -134,8 +140,23 @@ class Packer:
             self._fill_changes(vectors, plan.pages, at=at)
         sample_places = ranks[chunks] * shape.num_singles + samples_before[chunks]
         packed_blocks = _pack_blocks(plan.block_work, token_places, shape, self._num_ranks)
+        if packed_blocks is not None and plan.block_work.forced_index is not None:
+            of_index = self._forced_index(plan.block_work, token_places, shape)
+            packed_blocks = replace(packed_blocks, forced_index=of_index)
         copies = tuple(copy_vectors(plan, rows_per_rank=self.rows_per_rank)) if planned.num_forks else ()
         return PackedStep(plan.step_id, shape, vectors, token_places, sample_places, packed_blocks, copies=copies)
+
+    def _forced_index(self, work: BlockWork, token_places: np.ndarray, shape: StepShape) -> np.ndarray:
+        """Return the forced choices of an index, as `PackedBlocks.forced_index`."""
+        layout, rows = self._index, work.forced_index
+        assert layout is not None and rows is not None, "choices are forced on a server that captures them"
+        num_layers, num_tokens = len(layout.layer_ids), shape.num_blocks * shape.block_tokens
+        forced = np.full((self._num_ranks, num_layers, num_tokens, layout.top_k), -1, np.int32)
+        of_ranks, of_tokens = np.divmod(token_places[work.forced_tokens], shape.num_tokens)
+        for rank, token, row in zip(of_ranks, of_tokens - shape.num_singles, rows.entries(), strict=True):
+            if len(row):
+                forced[rank, :, token] = unpacked_index(row.tobytes(), num_layers=num_layers, top_k=layout.top_k)
+        return forced
 
     def _pack_singles(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         """Pack a decode step of a single rank, the common case, in few calls."""

@@ -39,6 +39,7 @@ class StepConfig:
     model: ModelConfig
     page_size: int
     capture_routing: bool
+    capture_index: bool = False
     layer_pages: tuple[StatePages, ...] = ()
     """As in `TokenBatch`."""
     max_drafts: int = 0
@@ -126,10 +127,12 @@ class DeviceState(AdjustmentState):
 
 
 class BlockInputs(NamedTuple):
-    """Forced routing of tokens in prefill blocks, of all data ranks."""
+    """Forced routing, and forced choices of an index, of tokens in prefill blocks, of all data ranks."""
 
     forced_NMXK: jax.Array
     """Forced experts of tokens, int16; -1 for none."""
+    chosen_NIXK: jax.Array | None = None
+    """Forced positions that tokens see, int32 by layer with an index; -1 for none. None if they cannot be forced."""
 
 
 @jax.tree_util.register_dataclass
@@ -147,6 +150,8 @@ class StepOutput:
     """
     topk_ids_MTK: jax.Array | None = None
     """Routing in the store's dtype, the ranks' tokens concatenated; None if the server does not capture it."""
+    chosen_ITK: jax.Array | None = None
+    """Positions that each token sees, int32, by layer with an index, as the routing; None if they are not captured."""
     expert_counts_ME: jax.Array | None = None
     """Expert counts of all data ranks, after steps that want them."""
     tally_N4: jax.Array | None = None

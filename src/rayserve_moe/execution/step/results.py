@@ -12,7 +12,8 @@ import numpy as np
 from rayserve_moe.balancing.migration import FailedFetch
 from rayserve_moe.execution.step.pack import PackedStep
 from rayserve_moe.execution.step.pytrees import StepOutput
-from rayserve_moe.requests.columns import Columns, Ragged
+from rayserve_moe.replay.index_rows import packed_index
+from rayserve_moe.requests.columns import Columns, Ragged, ragged
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.scheduling.token_probe import IS_FINITE
 
@@ -22,6 +23,7 @@ def wanted_outputs(plan: StepPlan) -> frozenset[str]:
     wanted = {
         "sampled_N3S": True,
         "topk_ids_MTK": plan.wants_routing,
+        "chosen_ITK": plan.wants_routing,
         "top": "top_ids" in plan.columns,
         "expert_counts_ME": plan.wants_expert_counts,
         "tally_N4": True,
@@ -52,12 +54,17 @@ def step_result(
     if output.topk_ids_MTK is not None:
         rows_NMK = np.asarray(output.topk_ids_MTK)[:, packed.token_places].transpose(1, 0, 2)
         routing = np.ascontiguousarray(rows_NMK)
+    index = None
+    if output.chosen_ITK is not None:
+        chosen_NIK = np.asarray(output.chosen_ITK)[:, packed.token_places].transpose(1, 0, 2)
+        index = ragged((np.frombuffer(row, np.uint8) for row in packed_index(chosen_NIK)), np.uint8)
     return StepResult(
         packed.step_id,
         ids,
         logprob_bits.view(np.float32),
         ranks,
         routing,
+        index,
         pack_s,
         device_s,
         columns=_columns(output.columns, packed.sample_places),

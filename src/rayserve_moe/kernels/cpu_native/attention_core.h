@@ -27,10 +27,13 @@ struct QueryRows {
   const int32_t* positions;  // [T]; -1: padding
   BlockTokens tokens;
   int64_t num_heads, first_head, group;
+  int64_t num_chosen = 0;  // keys that a single token sees, wherever they lie; 0: all up to its position
   int64_t count() const { return tokens.count * group; }
   int64_t head(int64_t row) const { return first_head + row % group; }
   int64_t place(int64_t row) const { return (tokens.first + row / group) * num_heads + head(row); }  // in [T, heads]
-  int64_t position(int64_t row) const { return positions[tokens.first + row / group]; }
+  int64_t position(int64_t row) const {  // of the last key that it sees
+    return num_chosen > 0 ? num_chosen - 1 : positions[tokens.first + row / group];
+  }
 };
 
 inline Range seen_from(int64_t position, int64_t window) {
@@ -210,6 +213,23 @@ inline void attend(const QueryRows& first, int64_t num_kv_heads, const int32_t* 
     }
   }
   for (int64_t g = 0; g < num_kv_heads; ++g) end_walk(rows[g], kv, buffers[g], out);
+}
+
+// Attends the rows of one token to the keys at its chosen positions, `rows.num_chosen` of them: `out` is as in `attend`.
+inline void attend_chosen(const QueryRows& rows, const int32_t* chosen, const int32_t* pages, const PagedKeys& kv,
+                          const Scoring& scoring, bf16* out) {
+  thread_local SpanBuffers b;
+  Walk walk = begin_walk(rows, kv, scoring, b);
+  std::optional<TileScope> tiles;
+  if (has_tiles) tiles.emplace();
+  for (int64_t start = 0; start < rows.num_chosen; start += kSpan) {
+    for (int64_t i = 0; i < kSpan; ++i) {
+      const int64_t key = start + i < rows.num_chosen ? chosen[start + i] : -1;
+      b.rows[i] = key < 0 ? nullptr : kv.first + (pages[key / kv.page_size] * kv.page_size + key % kv.page_size) * kv.stride;
+    }
+    visit_span(walk, start, rows.num_chosen, kv, scoring, tiles ? &*tiles : nullptr, b);
+  }
+  end_walk(rows, kv, b, out);
 }
 
 }  // namespace native

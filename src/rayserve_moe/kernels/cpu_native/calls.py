@@ -29,6 +29,7 @@ PREFIX = "rayserve_moe_"
 NAMES = (
     "Attention",
     "Latent",
+    "Index",
     "Delta",
     "Experts",
     "Int8Experts",
@@ -55,11 +56,13 @@ NORMS = (("q_norm_L", "H"), ("k_norm_L", "G"))
 EXPERTS = ("gate_MPDF", "up_MPDF", "down_MPFD")
 MLPS = ("gate_NDI", "up_NDI", "down_NID", "gate_MDS", "up_MDS", "down_MSD")
 LATENT = ("q_a_LDR", "q_b_LRH", "kv_a_LDC", "k_b_LHC")
+INDEX_MATRICES = ("index_q_LRi", "index_k_LDd")
+INDEX_VECTORS = ("index_k_norm_Ld", "index_k_norm_bias_Ld", "index_weights_LDA")
 LATENT_MATRICES = ("kv_a_LDC", "k_b_LHC", "v_b_LHC", "o_LHD")
 LATENT_VECTORS = ("q_a_norm_LR", "kv_a_norm_LC", "q_a_bias_LR", "kv_a_bias_LC")
 LAYOUT_OF = MappingProxyType(
     {
-        **dict.fromkeys((*PROJECTIONS, *GATES, *DELTA, *LATENT, *EXPERTS, *MLPS), "packed"),
+        **dict.fromkeys((*PROJECTIONS, *GATES, *DELTA, *LATENT, *INDEX_MATRICES, *EXPERTS, *MLPS), "packed"),
         **dict.fromkeys(("head", "v_b_LHC"), "packed_columns"),
     }
 )
@@ -278,13 +281,13 @@ def attend_latent_layer(
     tokens takes 23 ms against 14 ms expanded; 2,048 tokens in chunks of 512 take 253 against 198 ms. With the widths of
     `deepseek-v3-small` (8 heads) it is 2.9 against 2.6 ms, and 36 against 37 ms.
     """
-    weights, batch, rotation, layer, _, _, query_scale_T = inputs
+    weights, batch, rotation, layer, _, _, query_scale_T, chosen_TK = inputs
     batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
     nothing = jnp.zeros((0, 0), jnp.bfloat16)
     shapes = (jax.ShapeDtypeStruct(normed_TD.shape, jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
-    call = jax.ffi.ffi_call(f"{PREFIX}latent", shapes, input_output_aliases={20: 1})
+    call = jax.ffi.ffi_call(f"{PREFIX}latent", shapes, input_output_aliases={21: 1})
     out_TD, kv_pages = call(
         normed_TD,
         weights.get("q_a_LDR", nothing),
@@ -297,6 +300,7 @@ def attend_latent_layer(
         jnp.asarray(first_page, jnp.int32),
         jnp.asarray(num_pages, jnp.int32),
         _or_empty(query_scale_T, jnp.float32),
+        _or_empty(chosen_TK, jnp.int32),
         kv_pages,
         num_singles=np.int64(batch.num_singles),
         nope_dim=np.int64(config.nope_dim),

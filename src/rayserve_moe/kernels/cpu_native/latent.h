@@ -39,6 +39,8 @@ struct LatentArrays {
   const int32_t *kv_slots, *positions;           // [T]
   const int32_t* page_table;                     // [singles + blocks, P]
   const float* query_scale;                      // [T], factors of queries; null: 1
+  const int32_t* chosen;                         // [T, K], positions that tokens see, -1 behind; null: all
+  int64_t num_chosen;                            // K
   bf16* pool;                                    // this layer's pages, [pages, page, 1, C + r]
   float* out;                                    // [T, D]
 };
@@ -153,8 +155,18 @@ struct LatentPiece {
   int64_t first_head, num_heads;
 };
 
+// How many chosen tokens a token sees; 0 where it sees all.
+inline int64_t num_seen(int64_t t, const LatentArrays& a) {
+  if (!a.chosen || a.positions[t] < 0) return 0;
+  const int32_t* const chosen = a.chosen + t * a.num_chosen;
+  int64_t count = std::min(a.num_chosen, int64_t(a.positions[t]) + 1);
+  while (count > 0 && chosen[count - 1] < 0) --count;
+  return count == int64_t(a.positions[t]) + 1 ? 0 : count;
+}
+
 // At most `most` rows each, and enough pieces for all threads where there are the rows for it.
-inline std::vector<LatentPiece> cut_into_pieces(const LatentShapes& s) {
+// Tokens of blocks in which one does not see all are pieces of their own.
+inline std::vector<LatentPiece> cut_into_pieces(const LatentShapes& s, const LatentArrays& a) {
   const AttentionShapes& b = s.batch;
   const int64_t num_pieces = kPiecesPerThread * Crew::instance().num_threads();
   const auto size = [&](int64_t all, int64_t fewest, int64_t most) {
@@ -166,21 +178,30 @@ inline std::vector<LatentPiece> cut_into_pieces(const LatentShapes& s) {
   for (int64_t t = 0; t < b.num_singles; ++t)
     for (int64_t head = 0; head < s.heads(); head += heads)
       pieces.push_back({t, {t, 1}, head, std::min(heads, s.heads() - head)});
-  for (int64_t block = b.num_singles; block < b.num_singles + b.num_blocks; ++block)
-    for (int64_t first = 0; first < b.block_tokens; first += tokens)
-      pieces.push_back({block, {tokens_of(block, b).first + first, std::min(tokens, b.block_tokens - first)}, 0, s.heads()});
+  for (int64_t block = b.num_singles; block < b.num_singles + b.num_blocks; ++block) {
+    const int64_t begin = tokens_of(block, b).first;
+    bool is_sparse = false;
+    for (int64_t t = begin; t < begin + b.block_tokens; ++t) is_sparse |= num_seen(t, a) > 0;
+    const int64_t together = is_sparse ? 1 : tokens;
+    for (int64_t first = 0; first < b.block_tokens; first += together)
+      pieces.push_back({block, {begin + first, std::min(together, b.block_tokens - first)}, 0, s.heads()});
+  }
   return pieces;
 }
 
 inline void attend_to_latents(const LatentShapes& s, const LatentArrays& a, LatentRows& rows) {
   const AttentionShapes& b = s.batch;
   const PagedKeys kv{a.pool, s.cached(), b.page_size, s.cached(), s.latent, 0};
-  const std::vector<LatentPiece> pieces = cut_into_pieces(s);
+  const std::vector<LatentPiece> pieces = cut_into_pieces(s, a);
   for_each(int64_t(pieces.size()), [&](int64_t item) {
     const LatentPiece& piece = pieces[item];
+    const int64_t first = piece.tokens.first, seen = piece.tokens.count == 1 ? num_seen(first, a) : 0;
     const QueryRows queries{rows.absorbed.data(), a.positions, piece.tokens, s.heads(), piece.first_head,
-                            piece.num_heads};
-    attend(queries, 1, a.page_table + piece.block * b.table_width, kv, {b.scale, 0, nullptr}, rows.attended.data());
+                            piece.num_heads, seen};
+    const int32_t* const pages = a.page_table + piece.block * b.table_width;
+    const Scoring scoring{b.scale, 0, nullptr};
+    if (seen > 0) attend_chosen(queries, a.chosen + first * a.num_chosen, pages, kv, scoring, rows.attended.data());
+    else attend(queries, 1, pages, kv, scoring, rows.attended.data());
   });
 }
 

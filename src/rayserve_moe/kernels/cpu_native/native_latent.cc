@@ -8,7 +8,7 @@ namespace {
 
 ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b, Bf16 o, Bf16 q_a_norm, Bf16 kv_a_norm,
                   Bf16 q_a_bias, Bf16 kv_a_bias, F32 cos, F32 sin, S32 kv_slots, S32 positions, S32 page_table,
-                  S32 layer, S32 first_page, S32 num_pages, F32 query_scale, Bf16 pool, int64_t num_singles,
+                  S32 layer, S32 first_page, S32 num_pages, F32 query_scale, S32 chosen, Bf16 pool, int64_t num_singles,
                   int64_t nope_dim, float norm_eps, float scale, bool is_interleaved, ffi::ResultBuffer<ffi::F32> out,
                   ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, kv_a_norm) || !have_dims(3, o, k_b, v_b) || !have_dims(4, pool) ||
@@ -40,16 +40,25 @@ ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b
       !is(positions, {b.num_tokens}) || !is_absent_or(query_scale, {b.num_tokens}) ||
       !is(*out, {b.num_tokens, b.width}))
     return wrong("latent attention has other numbers of tokens");
+  if (!is_absent_or(chosen, {b.num_tokens, chosen.dimensions().back()}))
+    return wrong("latent attention has choices of other numbers of tokens");
   if (pool_out->untyped_data() != pool.untyped_data()) return wrong("the pool must be updated in place");
   native::AttentionArrays places{};
   places.kv_slots = kv_slots.typed_data(), places.positions = positions.typed_data();
   places.page_table = page_table.typed_data();
   if (!native::are_in_pool(b, places)) return wrong("a token's position, slot or page lies outside the pool");
+  const int64_t num_chosen = chosen.element_count() ? size_of(chosen, 1) : 0;
+  for (int64_t i = 0; i < num_chosen * b.num_tokens; ++i) {
+    const int64_t position = places.positions[i / num_chosen];
+    if (position >= 0 && (chosen.typed_data()[i] > position || (i % num_chosen == 0 && chosen.typed_data()[i] < 0)))
+      return wrong("a token sees chosen positions up to its own, at least one");
+  }
   native::latent_attention_layer(
       s, {numbers(hidden), of_layer(q_a, at), of_layer(q_b, at), of_layer(kv_a, at), of_layer(k_b, at),
           of_layer(v_b, at), of_layer(o, at), of_layer(q_a_norm, at), of_layer(kv_a_norm, at), of_layer(q_a_bias, at),
           of_layer(kv_a_bias, at), cos.typed_data(), sin.typed_data(), places.kv_slots, places.positions,
           places.page_table, query_scale.element_count() ? query_scale.typed_data() : nullptr,
+          num_chosen ? chosen.typed_data() : nullptr, num_chosen,
           reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * b.page_size * s.cached(),
           out->typed_data()});
   return ffi::Error::Success();
@@ -61,6 +70,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeLatent, Latent,
                               ffi::Ffi::Bind()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<S32>()
-                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Arg<Bf16>()
+                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Arg<S32>().Arg<Bf16>()
                                   .Attr<int64_t>("num_singles").Attr<int64_t>("nope_dim").Attr<float>("norm_eps")
                                   .Attr<float>("scale").Attr<bool>("is_interleaved").Ret<F32>().Ret<Bf16>());

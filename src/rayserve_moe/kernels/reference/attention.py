@@ -72,13 +72,15 @@ class BlockPlaces(NamedTuple):
     (-1: padding).
 
     `described` is a kernel's input derived from positions ahead of all layers (`AttentionKernels`); with it, a kernel
-    may return anything for padding. Without `together`, no two single tokens share a sequence.
+    may return anything for padding. Without `together`, no two single tokens share a sequence. `chosen_BQK` are the
+    positions that queries see, int32, -1 for none; None stands for all up to their own.
     """
 
     page_table_BP: jax.Array
     positions_BQ: jax.Array
     described: Any = None
     together: Together | None = None
+    chosen_BQK: jax.Array | None = None
 
 
 class NewRows(NamedTuple):
@@ -118,7 +120,9 @@ def attend(  # noqa: PLR0913 (knobs, by keyword)
     def attend_one(block: tuple[jax.Array, ...]) -> jax.Array:
         return attend_block(block, kv_pages, pages_per_span=pages_per_span)
 
-    return jax.lax.map(attend_one, (queries_BQHh, page_table_BP, places.positions_BQ))
+    blocks = (queries_BQHh, page_table_BP, places.positions_BQ)
+    chosen = () if places.chosen_BQK is None else (places.chosen_BQK,)
+    return jax.lax.map(attend_one, (*blocks, *chosen))
 
 
 def attend_new(
@@ -145,11 +149,11 @@ def _attend_block(
     sinks_H: jax.Array | None,
     values: slice,
 ) -> jax.Array:
-    """Attend a block: queries [Q, H, h], pages [P] and positions [Q]; return [Q, H, v].
+    """Attend a block: queries [Q, H, h], pages [P], positions [Q] and chosen positions [Q, K]; return [Q, H, v].
 
     `values` are the elements of a row of the pool that are the value of a head.
     """
-    queries_QHh, pages_P, positions_Q = block
+    queries_QHh, pages_P, positions_Q, *chosen = block
     num_queries, num_heads, width = queries_QHh.shape
     span, num_kv_heads = pages_per_span * kv_pages.shape[1], kv_pages.shape[2]
     group = num_heads // num_kv_heads
@@ -159,6 +163,7 @@ def _attend_block(
     positions_M = jnp.tile(positions_Q, group)
     last_position = jnp.max(positions_Q)
     first_key = _first_key_of_block(positions_Q, config)
+    is_chosen_MS = jnp.tile(_marked(*chosen, len(pages_P) * kv_pages.shape[1]), (group, 1)) if chosen else None
 
     def visit_span(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         rows = kv_pages[jax.lax.dynamic_slice_in_dim(pages_P, i * pages_per_span, pages_per_span)]
@@ -166,6 +171,9 @@ def _attend_block(
         keys_GSh, values_GSv = rows_GSX[..., :width], rows_GSX[..., values]
         key_positions_S = i * span + jnp.arange(span)
         visible = _visible(key_positions_S, positions_M, last_position, first_key, config)
+        if is_chosen_MS is not None:
+            here_MS = jax.lax.dynamic_slice_in_dim(is_chosen_MS, i * span, span, axis=1)
+            visible = visible._replace(each_MS=visible.each_MS & here_MS)
         # A weight of zero does not silence what an earlier owner of the page left there: 0 * NaN is NaN.
         values_GSv = jnp.where(visible.any_S[:, None], values_GSv, 0.0)
         return _accumulate(carry, queries_GMh, keys_GSh, values_GSv, visible.each_MS, config)
@@ -176,6 +184,13 @@ def _attend_block(
     out = jnp.where((positions_M >= 0)[:, None], total_GMh / jnp.maximum(weight_GM, 1.0)[..., None], 0.0)
     out = out.reshape(num_kv_heads, group, num_queries, value_width).transpose(2, 0, 1, 3)
     return out.reshape(num_queries, num_heads, value_width).astype(queries_QHh.dtype)
+
+
+def _marked(chosen_QK: jax.Array, num_positions: int) -> jax.Array:
+    """Return True for the chosen positions of each query, bool [Q, S]."""
+    places_QK = jnp.where(chosen_QK >= 0, chosen_QK, num_positions)
+    nothing_QS = jnp.zeros((len(chosen_QK), num_positions), jnp.bool)
+    return nothing_QS.at[jnp.arange(len(chosen_QK))[:, None], places_QK].set(True, mode="drop")
 
 
 def _start(shape_GMv: tuple[int, ...], sinks_H: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -28,6 +28,14 @@ def rms_norm(hidden: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return normed.astype(hidden.dtype) * scale
 
 
+def layer_norm(hidden: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Norm to mean 0 and variance 1 over the last dimension, then scale and shift, all in float32."""
+    wide = hidden.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return (normed * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(hidden.dtype)
+
+
 def add_and_norm(
     hidden_TD: jax.Array, added_TD: jax.Array, scale_LD: jax.Array, *, layer: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:

@@ -42,6 +42,11 @@ class Mixer:
     begin: Callable[..., tuple[jax.Array, Any] | None] | None = None
     """`(own, weights, (hidden_TD, added_TD), inputs, *, layer, config)`: residual, norm and projections in a fused
     kernel; returns the stream and the argument `made` of `apply`. It may be absent, or return None."""
+    passed: Callable[..., Pools] | None = None
+    """`(own, batch, pools)`: arrays that layers pass on to later layers of a step, with their values before the first
+    layer. `apply` finds and returns them among the pools. May be absent."""
+    captured: str = ""
+    """Name of a passed array that is an output of the step for each layer of the kind; empty if none."""
 
 
 class FfnRows(NamedTuple):

@@ -1,4 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): configuration, parameters, state and computation."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): configuration, parameters, state and computation.
+
+Its sparse form, in which an index chooses the tokens that each token sees, is computed by `sparse_latent`.
+"""
 
 # T tokens   L layers of the kind   D model width   H query heads * their width   R query latent
 # C latent, kept with the rotated key in kv_a
@@ -10,6 +13,7 @@ from typing import ClassVar
 
 import jax
 
+from rayserve_moe.experts.router_spec import one_of
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.candidates import Choice, choose
@@ -23,8 +27,29 @@ from rayserve_moe.model.param_spec import FileForm, ParamSpec
 from rayserve_moe.model.spec import ModelSpec, QueryScaleSpec, RopeSpec, ScoreShape, UnsupportedModelError
 from rayserve_moe.state.kinds import ArraySpec, StateKind
 
-KIND = "mla"
-STATE = "latent_kv"
+DENSE, SPARSE, SHARED = "mla", "dsa", "dsa_shared"
+"""Kinds of this mixer: every token sees all before it, those that the index of its layer chooses, or those of the index
+of the last layer that has one."""
+STATES = {DENSE: "latent_kv", SPARSE: "latent_kv", SHARED: "shared_latent_kv"}
+"""State with the latents, by kind."""
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """Index of sparse attention (DeepSeek-V3.2, arXiv:2512.02556): each token sees the `top_k` best before it.
+
+    The score of a token is a weighted sum over heads of relu(query * key); ties go to the lower position. The first
+    elements of queries and keys rotate as those of the latent attention.
+    """
+
+    num_heads: int
+    head_dim: int
+    """Width of a query and of the key that all heads share."""
+    top_k: int
+    interleaved: bool = False
+    """Pairs that rotate are (2i, 2i + 1) if True, else (i, i + half)."""
+    norm_eps: float = 1e-6
+    """Epsilon of the layer norm of keys."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +60,6 @@ class LatentAttention:
     share the rotated key.
     """
 
-    kind: ClassVar[str] = KIND
     has_windows: ClassVar[bool] = False
 
     num_heads: int
@@ -58,6 +82,10 @@ class LatentAttention:
     """None stands for head_dim ** -0.5."""
     query_scale: QueryScaleSpec | None = None
     """Factor of queries by position, if any."""
+    index: TokenIndex | None = None
+    """Index of sparse attention; None for the kind `mla`."""
+    kind: str = one_of(DENSE, SPARSE, SHARED)
+    """`dsa` with an index in every layer, `dsa_shared` for layers that take the choice of the last layer with one."""
 
     @property
     def head_dim(self) -> int:
@@ -74,8 +102,18 @@ class LatentAttention:
         """Return the number of elements of a head that rotate."""
         return self.rope.rotary_dim or self.rope_dim
 
+    @property
+    def needs_earlier_layers(self) -> bool:
+        """Return True if layers take a choice of tokens from an earlier layer."""
+        return self.kind == SHARED
+
     def unsupported_reason(self) -> str:
         """Return why the sizes do not fit each other; empty if they do."""
+        assert (self.index is None) == (self.kind == DENSE), "sparse attention has an index"
+        if self.index is not None and self.q_lora_rank is None:
+            return "q_lora_rank is null, and the index of sparse attention reads the latents of queries"
+        if self.index is not None and self.rotary_width > self.index.head_dim:
+            return f"index_head_dim {self.index.head_dim} is less than the {self.rotary_width} elements that rotate"
         if self.rotary_width % 2 or self.rotary_width > self.head_dim:
             return f"rotary_dim {self.rotary_width} must be even and at most {self.head_dim}: see qk_rope_head_dim"
         return ""
@@ -88,6 +126,7 @@ class LatentAttention:
         """Return the widths that products on a device sum over."""
         num_heads = self.num_heads // tensor_size
         return {
+            **({"index_head_dim": self.index.head_dim} if self.index else {}),
             "kv_lora_rank": self.kv_lora_rank,
             "q_lora_rank": self.q_lora_rank or 0,
             "qk_nope_head_dim": self.nope_dim,
@@ -111,7 +150,7 @@ def parameters(
     A file holds the keys and values of a head adjacent in one tensor (role `kv_b`). We split them and keep the layout
     of the file, because XLA copies the right side of a product per head in every layer if heads are its last dimension.
     """
-    layers, width, q_latent = spec.layers_with_mixer(KIND), spec.hidden_size, own.q_lora_rank
+    layers, width, q_latent = spec.layers_with_mixer(own.kind), spec.hidden_size, own.q_lora_rank
     q_width, o_width = (own.num_heads * size for size in (own.head_dim, own.value_dim))
 
     def stack(role: str, shape: tuple[int, ...], axes: tuple[str | None, ...], initial: str = "normal") -> ParamSpec:
@@ -151,9 +190,14 @@ def states(own: LatentAttention, *, kernels: Kernels, tensor_size: int) -> tuple
     The latent serves all heads, as key (with the rotated part) and as value. With packed rows
     (`kernels.tpu.packed_rows`) the row is one-dimensional.
     """
+    return (StateKind(STATES[own.kind], "token", (row_of(own.row_width, kernels=kernels),)),)
+
+
+def row_of(width: int, *, kernels: Kernels) -> ArraySpec:
+    """Return the row of a token that all heads share, `width` elements."""
     if kernels.attention.has_packed_rows:
-        return (StateKind(STATE, "token", (ArraySpec((latent_lanes(own.row_width),), (None,)),)),)
-    return (StateKind(STATE, "token", (ArraySpec((1, own.row_width), (None, None)),)),)
+        return ArraySpec((latent_lanes(width),), (None,))
+    return ArraySpec((1, width), (None, None))
 
 
 def attention_choice(own: LatentAttention, kernels: Kernels, *, pool: PoolFormat) -> Choice[AttentionKernels]:
@@ -167,7 +211,7 @@ def attention_choice(own: LatentAttention, kernels: Kernels, *, pool: PoolFormat
 
 def prepare(own: LatentAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:
     """Return rotations, factors of queries and kernel descriptions of a step's tokens."""
-    (pool,) = pools[STATE]
+    (pool,) = pools[STATES[own.kind]]
     step = prepare_attention(batch, pool, rope=own.rope, width=own.rotary_width, windows=(), config=config)
     return step if own.query_scale is None else step._replace(query_scale_T=query_scales(batch, own.query_scale))
 
@@ -178,7 +222,7 @@ def latent_config(own: LatentAttention) -> LatentConfig:
     return LatentConfig(own.nope_dim, own.norm_eps, scale, own.rope.interleaved)
 
 
-def apply(
+def apply(  # noqa: PLR0913 (the interface of `Mixer`)
     own: LatentAttention,
     weights: dict[str, jax.Array],
     rows: tuple[jax.Array, Pools],
@@ -186,18 +230,20 @@ def apply(
     *,
     layer: jax.Array,
     config: ModelConfig,
+    chosen_TK: jax.Array | None = None,
 ) -> tuple[jax.Array, Pools]:
-    """Compute attention for the tokens of a step and write their latents."""
+    """Compute attention for the tokens of a step and write their latents; `chosen_TK` as in `AttentionInputs`."""
     attention = latent_config(own)
     return attend(
         weights,
         rows,
         inputs,
-        mixer=KIND,
-        state=STATE,
+        mixer=own.kind,
+        state=STATES[own.kind],
         layer=layer,
         attention=attention,
         config=config,
+        chosen_TK=chosen_TK,
     )
 
 

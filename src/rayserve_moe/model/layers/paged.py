@@ -74,17 +74,19 @@ def attend(  # noqa: PLR0913 (the differences between kinds of attention)
     attention: Any,
     config: ModelConfig,
     made: tuple[jax.Array, jax.Array] | None = None,
+    chosen_TK: jax.Array | None = None,
 ) -> tuple[jax.Array, Pools]:
     """Return the attention output [T, D] and the pools; `rows` are the normed stream and the pools.
 
     `mixer` and `state` name the kinds of mixer and state, `attention` is the kernel configuration, `made` as in
-    `Mixer.apply`.
+    `Mixer.apply`, `chosen_TK` as in `AttentionInputs`.
     """
     normed_TD, pools = rows
     (pool,) = pools[state]
     step: AttentionStep = inputs.prepared[mixer]
     batch = inputs.batch.of_state(state)
     of_layer = AttentionInputs(weights, batch, step.rotation, layer, step.singles, made, step.query_scale_T)
+    of_layer = of_layer._replace(chosen_TK=chosen_TK)
     out_TD, pool = config.kernels.attention.attend(normed_TD, pool, of_layer, config=attention)
     out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)
     out_TD = out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD

@@ -2,6 +2,8 @@
 
 from rayserve_moe.replay.encoding.description import routed_experts_info
 from rayserve_moe.replay.encoding.dialects import DIALECTS, decode_each_forced, decode_forced
+from rayserve_moe.replay.encoding.index import decode_each_forced_index, extract_indexer_topk_from_meta_info
+from rayserve_moe.replay.encoding.index import encode as encode_index
 from rayserve_moe.replay.encoding.nested import encode_split as encode_nested
 from rayserve_moe.replay.encoding.packed import encode as encode_packed
 from rayserve_moe.replay.encoding.ranges import routing_from, routing_until
@@ -20,13 +22,16 @@ __all__ = [
     "ROLLOUT_MEDIA_TYPE",
     "ROLLOUT_ZSTD_MEDIA_TYPE",
     "decode_each_forced",
+    "decode_each_forced_index",
     "decode_forced",
     "decode_rollout",
     "decode_routed_experts",
+    "encode_index",
     "encode_nested",
     "encode_packed",
     "encode_rollout",
     "encode_routed_experts",
+    "extract_indexer_topk_from_meta_info",
     "extract_routed_experts_from_meta_info",
     "rollout_rows",
     "routed_experts_info",

@@ -19,6 +19,7 @@ def routing_from(routing: RoutedExperts, start: int) -> RoutedExperts:
         missing=_ranges_from(routing.missing, start),
         source=_ranges_from(routing.source, start),
         weight_version=_ranges_from(routing.weight_version, start),
+        index=None if routing.index is None else routing.index[start - routing.start :],
     )
 
 
@@ -32,6 +33,7 @@ def routing_until(routing: RoutedExperts, end: int) -> RoutedExperts:
         missing=_ranges_until(routing.missing, end),
         source=_ranges_until(routing.source, end),
         weight_version=_ranges_until(routing.weight_version, end),
+        index=None if routing.index is None else routing.index[: max(0, end - routing.start)],
     )
 
 

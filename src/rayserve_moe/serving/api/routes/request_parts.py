@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request
 
-from rayserve_moe.replay.encoding import decode_each_forced
+from rayserve_moe.replay.encoding import decode_each_forced, decode_each_forced_index
 from rayserve_moe.requests.records import ModelCard, RoutedExperts
 from rayserve_moe.serving.api.answers.request_streams import refusals_named
 from rayserve_moe.serving.api.schemas.openai import OpenAIGeneration
@@ -22,7 +22,7 @@ from rayserve_moe.serving.middleware.admission import INLINE_BYTES
 from rayserve_moe.text.tokenizer import TextTooLongError
 from rayserve_moe.text.truncation import Truncation, truncation_to
 
-FORCED = "forced_routed_experts"
+FORCED, FORCED_INDEX = "forced_routed_experts", "forced_indexer_topk"
 _BYTES_PER_ID = 8
 
 
@@ -134,3 +134,16 @@ async def forced_routing_of(
         return await asyncio.get_running_loop().run_in_executor(state.encoding, decode)
     except ValueError as error:
         raise ApiError(400, f"`{FORCED}`: {error}", param=FORCED) from error
+
+
+async def forced_index_of(
+    state: ApiState, value: Any, *, forced: list[RoutedExperts | None], is_batch: bool
+) -> list[RoutedExperts | None]:
+    """Add the choices of indexes to replay to the forced routing of every prompt, off the event loop."""
+    if value is None:
+        return forced
+    decode = partial(decode_each_forced_index, value, forced, state.card.index, is_batch=is_batch)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(state.encoding, decode)
+    except ValueError as error:
+        raise ApiError(400, f"`{FORCED_INDEX}`: {error}", param=FORCED_INDEX) from error

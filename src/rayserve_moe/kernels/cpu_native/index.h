@@ -1,0 +1,207 @@
+// The index of sparse attention of one layer: writes the keys of new tokens, and chooses the tokens that each token sees.
+//
+// A token with no more than `top_k` tokens before and at its position sees them all, and nothing is scored. Otherwise the
+// score of a key is the sum over heads, in their order, of weight * relu(query * key), and the best are taken: of equal
+// scores those at lower positions. A token's scores and choice are its own, to the last bit.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <vector>
+
+#include "attention.h"
+#include "panels.h"
+#include "scratch.h"
+#include "threads.h"
+
+namespace native {
+
+constexpr int64_t kIndexPiece = 16 * kSpan;  // keys of a token that a thread scores together
+
+struct IndexShapes {
+  AttentionShapes batch;                     // of A index heads; nothing is said of KV heads, windows and rules
+  int64_t query_latent, head, pairs, top_k;  // R, d, pairs of a head that rotate, K
+  float latent_eps, key_eps;
+  bool is_interleaved;
+  int64_t heads() const { return batch.num_heads; }
+};
+
+struct IndexArrays {
+  const bf16* hidden;                   // [T, D], normed
+  const bf16 *q_a, *q, *k;              // this layer's, packed: [D, R], [R, A * d], [D, d]
+  const bf16 *q_a_norm, *q_a_bias;      // [R]; no bias: null
+  const bf16 *k_norm, *k_norm_bias;     // [d]
+  const float* weights;                 // [D, A], of heads
+  const float *cos, *sin;               // [T, pairs]
+  const int32_t *kv_slots, *positions;  // [T]
+  const int32_t* page_table;            // [singles + blocks, P]
+  bf16* pool;                           // this layer's pages, [pages, page, 1, d]
+  int32_t* chosen;                      // [T, K], ascending, -1 behind
+};
+
+struct IndexRows {
+  Scratch<bf16> keys, query_latents, queries;  // [T, d], [T, R], [T, A, d]
+  Scratch<float> weights;                      // [T, A]
+  std::vector<int64_t> scored;                 // tokens that do not see all
+  std::vector<int64_t> first;                  // place of each one's scores
+  Scratch<float> scores;
+};
+
+// Norms a row to mean 0 and variance 1, then scales and shifts it.
+inline void layer_norm_row(bf16* row, const bf16* scale, const bf16* bias, int64_t width, float eps) {
+  F16 sums = zeros(), squares = zeros();
+  for (int64_t i = 0; i < width; i += 16) sums = sums + wide(row + i, lanes_of(i, width));
+  const F16 mean = all(total(sums) / width);
+  const auto centred = [&](int64_t i) {
+    const Mask lanes = lanes_of(i, width);
+    return either(lanes, wide(row + i, lanes) - mean, zeros());
+  };
+  for (int64_t i = 0; i < width; i += 16) squares = fma(centred(i), centred(i), squares);
+  const F16 shrink = all(1.0f / std::sqrt(total(squares) / width + eps));
+  for (int64_t i = 0; i < width; i += 16) {
+    const Mask lanes = lanes_of(i, width);
+    store(row + i, centred(i) * shrink * wide(scale + i, lanes) + wide(bias + i, lanes), lanes);
+  }
+}
+
+inline void rotate_head(bf16* head, int64_t t, const IndexShapes& s, const IndexArrays& a) {
+  (s.is_interleaved ? rotate_neighbours : rotate_halves)(head, a.cos + t * s.pairs, a.sin + t * s.pairs, s.pairs);
+}
+
+// Keys of all tokens, into the pool.
+inline void write_keys(const IndexShapes& s, const IndexArrays& a, IndexRows& rows) {
+  const int64_t T = s.batch.num_tokens;
+  bf16* const keys = rows.keys.sized(T * s.head);
+  multiply_all(a.hidden, T, s.batch.width, a.k, s.head, keys);
+  for_pieces(T, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      if (a.positions[t] < 0) continue;  // padding: all of it has the same slot
+      bf16* const key = keys + t * s.head;
+      layer_norm_row(key, a.k_norm, a.k_norm_bias, s.head, s.key_eps);
+      rotate_head(key, t, s, a);
+      std::copy_n(key, s.head, a.pool + int64_t(a.kv_slots[t]) * s.head);
+    }
+  });
+}
+
+// Queries of all tokens, and the weights of their heads, times the scale of products.
+inline void make_queries(const IndexShapes& s, const IndexArrays& a, IndexRows& rows) {
+  const int64_t T = s.batch.num_tokens, R = s.query_latent, width = s.heads() * s.head;
+  bf16 *const latents = rows.query_latents.sized(T * R), *const queries = rows.queries.sized(T * width);
+  float* const weights = rows.weights.sized(T * s.heads());
+  project(a.hidden, T, s.batch.width, {{a.q_a, a.q_a_bias, latents, R}});
+  for_pieces(T, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) norm_row(latents + t * R, {a.q_a_norm}, latents + t * R, R, s.latent_eps);
+  });
+  multiply_all(latents, T, R, a.q, width, queries);
+  const Router of_heads{a.weights, nullptr, false, s.batch.width, s.heads()};
+  const float scale = 1.0f / std::sqrt(float(s.heads() * s.head));
+  for_pieces(T, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      for (int64_t h = 0; h < s.heads(); ++h) rotate_head(queries + t * width + h * s.head, t, s, a);
+      float* const of_token = weights + t * s.heads();
+      for (int64_t h = 0; h < s.heads(); h += 16)
+        score_chunks<1, 1>(a.hidden + t * s.batch.width, of_heads, h, of_token);
+      for (int64_t h = 0; h < s.heads(); ++h) of_token[h] *= scale;
+    }
+  });
+}
+
+// Scores of token `t` for the keys of `here`, which begins with a span, into `scores`.
+inline void score_keys(int64_t t, const int32_t* pages, Range here, const IndexShapes& s, const IndexArrays& a,
+                       const IndexRows& rows, float* scores) {
+  thread_local SpanBuffers b;
+  thread_local Scratch<float> products;
+  const PagedKeys kv{a.pool, s.head, s.batch.page_size, s.head, s.head, 0, 0};
+  b.keys.resize((s.head / 2 + 15) / 16 * 16 * kPanel);
+  float* const product = products.sized(s.heads() * kPanel);
+  const bf16* const queries = rows.queries.data() + t * s.heads() * s.head;
+  const float* const weights = rows.weights.data() + t * s.heads();
+  std::optional<TileScope> tiles;
+  if (has_tiles) tiles.emplace();
+  const bf16* panels[1] = {reinterpret_cast<const bf16*>(b.keys.data())};
+  for (int64_t start = here.begin; start < here.end; start += kSpan) {
+    find_span(pages, start, {start, std::min(here.end, start + kSpan)}, kv, b);
+    for (int64_t key = 0; key < kSpan && start + key < here.end; key += kPanel) {
+      load_keys(key, kv, b);
+      multiply_rows(queries, s.head, s.heads(), s.head, panels, [&](int64_t h, const Pair(&result)[1]) {
+        put(product + h * kPanel, result[0].low);
+        put(product + h * kPanel + 16, result[0].high);
+      }, tiles ? &*tiles : nullptr);
+      F16 low = zeros(), high = zeros();
+      for (int64_t h = 0; h < s.heads(); ++h) {
+        low = fma(all(weights[h]), most(load(product + h * kPanel), zeros()), low);
+        high = fma(all(weights[h]), most(load(product + h * kPanel + 16), zeros()), high);
+      }
+      float* const target = scores + start + key;
+      put(target, lanes_of(start + key, here.end), low);
+      if (start + key + 16 < here.end) put(target + 16, lanes_of(start + key + 16, here.end), high);
+    }
+  }
+}
+
+// Orders by descending score, then by ascending position. -0 is 0, and what is not a number is less than any.
+inline uint64_t order_of(float score, int64_t position) {
+  const float plain = score == score ? score + 0.0f : -INFINITY;
+  const uint32_t bits = bits_of<uint32_t>(plain);
+  const uint32_t ascending = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return uint64_t(~ascending) << 32 | uint64_t(position);
+}
+
+// The positions of the best `top_k` of `count` scores, ascending.
+inline void take_best(const float* scores, int64_t count, int64_t top_k, int32_t* chosen) {
+  thread_local std::vector<uint64_t> order;
+  order.resize(count);
+  for (int64_t i = 0; i < count; ++i) order[i] = order_of(scores[i], i);
+  std::nth_element(order.begin(), order.begin() + top_k, order.end());
+  for (int64_t i = 0; i < top_k; ++i) chosen[i] = int32_t(order[i] & 0xffffffffu);
+  std::sort(chosen, chosen + top_k);
+}
+
+inline void see_all(int64_t position, int64_t top_k, int32_t* chosen) {
+  for (int64_t i = 0; i < top_k; ++i) chosen[i] = i <= position ? int32_t(i) : -1;
+}
+
+inline int64_t block_of(int64_t t, const AttentionShapes& s) {
+  return t < s.num_singles ? t : s.num_singles + (t - s.num_singles) / s.block_tokens;
+}
+
+inline void choose_tokens(const IndexShapes& s, const IndexArrays& a) {
+  thread_local IndexRows rows_here;
+  IndexRows& rows = rows_here;
+  write_keys(s, a, rows);
+  rows.scored.clear(), rows.first.clear();
+  int64_t num_scores = 0;
+  struct Piece {
+    int64_t item;
+    Range keys;
+  };
+  std::vector<Piece> pieces;
+  for (int64_t t = 0; t < s.batch.num_tokens; ++t) {
+    const int64_t count = int64_t(a.positions[t]) + 1;
+    if (count <= s.top_k) {
+      see_all(a.positions[t], s.top_k, a.chosen + t * s.top_k);
+      continue;
+    }
+    for (int64_t start = 0; start < count; start += kIndexPiece)
+      pieces.push_back({int64_t(rows.scored.size()), {start, std::min(count, start + kIndexPiece)}});
+    rows.scored.push_back(t), rows.first.push_back(num_scores);
+    num_scores += count;
+  }
+  if (rows.scored.empty()) return;
+  make_queries(s, a, rows);
+  float* const scores = rows.scores.sized(num_scores);
+  for_each(int64_t(pieces.size()), [&](int64_t i) {
+    const Piece& piece = pieces[i];
+    const int64_t t = rows.scored[piece.item];
+    const int32_t* const pages = a.page_table + block_of(t, s.batch) * s.batch.table_width;
+    score_keys(t, pages, piece.keys, s, a, rows, scores + rows.first[piece.item]);
+  });
+  for_each(int64_t(rows.scored.size()), [&](int64_t item) {
+    const int64_t t = rows.scored[item];
+    take_best(scores + rows.first[item], int64_t(a.positions[t]) + 1, s.top_k, a.chosen + t * s.top_k);
+  });
+}
+
+}  // namespace native

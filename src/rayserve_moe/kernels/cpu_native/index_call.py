@@ -1,0 +1,50 @@
+"""The native index of sparse attention as a function of arrays (see `calls`)."""
+
+# T tokens   D model width   K chosen tokens
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rayserve_moe.kernels.attention_layer import AttentionInputs
+from rayserve_moe.kernels.cpu_native.calls import INDEX_MATRICES, INDEX_VECTORS, PREFIX
+from rayserve_moe.kernels.token_index import IndexConfig
+
+
+def choose_layer_tokens(
+    normed_TD: jax.Array, key_pages: jax.Array, inputs: AttentionInputs, *, config: IndexConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Compute `token_index.choose_layer_tokens` with packed weights; the pool is updated in place.
+
+    It rounds at the same places. Queries and scores are computed for tokens that do not see all others only.
+    """
+    weights, batch, rotation, layer, *_ = inputs
+    batch, first_page, num_pages = batch.of_layer(layer, key_pages, len(weights["index_k_LDd"]))
+    of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
+    assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
+    num_chosen = min(config.top_k, batch.page_table_BP.shape[-1] * key_pages.shape[1])
+    shapes = (
+        jax.ShapeDtypeStruct((len(normed_TD), num_chosen), jnp.int32),
+        jax.ShapeDtypeStruct(key_pages.shape, key_pages.dtype),
+    )
+    call = jax.ffi.ffi_call(f"{PREFIX}index", shapes, input_output_aliases={17: 1})
+    chosen_TK, key_pages = call(
+        normed_TD,
+        weights["q_a_LDR"],
+        weights["q_a_norm_LR"],
+        weights.get("q_a_bias_LR", jnp.zeros((0, 0), jnp.bfloat16)),
+        *(weights[name] for name in (*INDEX_MATRICES, *INDEX_VECTORS)),
+        *of_tokens,
+        batch.page_table_BP,
+        jnp.asarray(layer, jnp.int32),
+        jnp.asarray(first_page, jnp.int32),
+        jnp.asarray(num_pages, jnp.int32),
+        key_pages,
+        num_singles=np.int64(batch.num_singles),
+        latent_eps=np.float32(config.latent_eps),
+        key_eps=np.float32(config.key_eps),
+        is_interleaved=config.interleaved_rotation,
+    )
+    return chosen_TK, key_pages

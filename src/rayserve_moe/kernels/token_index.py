@@ -1,0 +1,114 @@
+"""Index of sparse attention of a layer over paged keys: from normed tokens to the positions that each token sees."""
+
+# T tokens   D model width   L layers   R query latent   A index heads   d width of a head   i heads * d
+# B blocks   Q tokens per block   K chosen tokens
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.kv_pool import write_rows
+from rayserve_moe.kernels.latent_attention import query_latents
+from rayserve_moe.kernels.reference.attention import BlockPlaces
+from rayserve_moe.kernels.reference.layers import Rotation, layer_norm, project, rotate
+
+TokenChoice = Callable[..., jax.Array]
+"""The signature of `reference.token_index.choose_tokens`."""
+INDEX = ("index_q_LRi", "index_k_LDd", "index_k_norm_Ld", "index_k_norm_bias_Ld", "index_weights_LDA")
+"""Parameters of an index besides those of the queries' latents."""
+QUERY_LATENTS = ("q_a_LDR", "q_a_norm_LR", "q_a_bias_LR")
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """Constants of an index, the same in all layers."""
+
+    num_heads: int
+    """Heads of queries."""
+    top_k: int
+    """Tokens that a token sees."""
+    latent_eps: float
+    """Epsilon of the norm of the queries' latents."""
+    key_eps: float
+    """Epsilon of the layer norm of keys."""
+    interleaved_rotation: bool = False
+    """See `layers.rotate`."""
+
+
+def choose_layer_tokens(
+    normed_TD: jax.Array,
+    key_pages: jax.Array,
+    inputs: AttentionInputs,
+    *,
+    config: IndexConfig,
+    choose: TokenChoice,
+    rows_of: Callable[[jax.Array], jax.Array] = jnp.asarray,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the positions that each token sees, int32 [T, K], and the pool with the keys of the new tokens.
+
+    `key_pages` is [L * pages, page, 1, d], or has the rows of `rows_of`, as in `latent_attention`.
+    """
+    weights, batch, rotation, layer, *_ = inputs
+    batch, first_page, _ = batch.of_layer(layer, key_pages, len(weights["index_k_LDd"]))
+    of_layer = {name: weights[name][layer] for name in (*INDEX, *QUERY_LATENTS) if name in weights}
+    with jax.named_scope("index_projections"):
+        keys_T1d = _keys(normed_TD, of_layer, rotation, config)
+        queries_TAd = _queries(normed_TD, of_layer, rotation, config)
+        weights_TA = _head_weights(normed_TD, of_layer["index_weights_LDA"], queries_TAd.shape[-1])
+    with jax.named_scope("index_update"):
+        slots_T = batch.kv_slots_T + first_page * key_pages.shape[1]
+        key_pages = write_rows(key_pages, rows_of(keys_T1d), slots_T)
+    with jax.named_scope("index_scores"):
+        chosen_TK = _choose_blocks(
+            (queries_TAd, weights_TA), key_pages, batch, first_page=first_page, choose=choose, config=config
+        )
+    return chosen_TK, key_pages
+
+
+def _choose_blocks(
+    scoring: tuple[jax.Array, jax.Array],
+    key_pages: jax.Array,
+    batch: TokenBatch,
+    *,
+    first_page: jax.Array,
+    choose: TokenChoice,
+    config: IndexConfig,
+) -> jax.Array:
+    """Choose the tokens of single tokens and of prefill blocks, [T, K]; `scoring` are queries and weights of heads."""
+    singles, page_table_BP, parts = batch.num_singles, batch.page_table_BP + first_page, []
+    for of_part in (slice(0, singles), slice(singles, None)):
+        tables_BP = page_table_BP[of_part]
+        if len(tables_BP):
+            places = BlockPlaces(tables_BP, batch.positions_T[of_part].reshape(len(tables_BP), -1))
+            in_blocks = (each[of_part].reshape(*places.positions_BQ.shape, *each.shape[1:]) for each in scoring)
+            chosen_BQK = choose(*in_blocks, key_pages, places, top_k=config.top_k)
+            parts.append(chosen_BQK.reshape(-1, chosen_BQK.shape[-1]))
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _keys(normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: IndexConfig) -> jax.Array:
+    """Return the cached key of each token, [T, 1, d]."""
+    keys_Td = project(normed_TD, weights["index_k_LDd"])
+    keys_Td = layer_norm(keys_Td, weights["index_k_norm_Ld"], weights["index_k_norm_bias_Ld"], config.key_eps)
+    return rotate(keys_Td[:, None], rotation, interleaved=config.interleaved_rotation)
+
+
+def _queries(
+    normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: IndexConfig
+) -> jax.Array:
+    """Return the queries of each token, [T, A, d]."""
+    latents_TR = query_latents(normed_TD, weights, norm_eps=config.latent_eps)
+    queries_Ti = project(latents_TR, weights["index_q_LRi"])
+    queries_TAd = queries_Ti.reshape(len(normed_TD), config.num_heads, -1)
+    return rotate(queries_TAd, rotation, interleaved=config.interleaved_rotation)
+
+
+def _head_weights(normed_TD: jax.Array, weights_DA: jax.Array, width: int) -> jax.Array:
+    """Return the weight of each head times the scale of products of `width` elements, float32 [T, A]."""
+    weights_TA = jnp.matmul(normed_TD.astype(jnp.float32), weights_DA, precision=jax.lax.Precision.HIGHEST)
+    return weights_TA * (weights_DA.shape[1] * width) ** -0.5

@@ -1,0 +1,173 @@
+"""Sparse latent attention (DeepSeek-V3.2, arXiv:2512.02556): latent attention to the tokens that an index chooses.
+
+A layer chooses by an index of its own, or takes the choice of the last layer that has one. Contexts of at most `top_k`
+tokens are dense: the index chooses all of them.
+"""
+
+# T tokens   L layers of the kind   D model width   R query latent   A index heads   d width of a head   i heads * d
+# K chosen tokens
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from rayserve_moe.kernels.attention_config import PoolFormat
+from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.candidates import Choice, choose
+from rayserve_moe.kernels.reference.token_index import every_token
+from rayserve_moe.kernels.table import SPARSE_ATTENTION, AttentionKernels, Kernels
+from rayserve_moe.kernels.token_index import IndexConfig
+from rayserve_moe.model.layers import latent
+from rayserve_moe.model.layers.kinds import Mixer
+from rayserve_moe.model.layers.latent import STATES, LatentAttention, TokenIndex, row_of
+from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
+from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
+from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
+from rayserve_moe.requests.records import IndexLayout
+from rayserve_moe.state.kinds import StateKind
+
+STATE = "index_keys"
+CHOSEN = "chosen_tokens"
+"""The positions that each token sees, passed from layer to layer: int32 [T, K], ascending with -1 behind."""
+
+
+def index_of(own: LatentAttention) -> TokenIndex:
+    """Return the index of sparse attention."""
+    assert own.index is not None, f"{own.kind} has an index"
+    return own.index
+
+
+def index_layout(spec: ModelSpec) -> IndexLayout | None:
+    """Return the layout of a model's index rows; None for a model without an index."""
+    layers = spec.layers_with_mixer(latent.SPARSE)
+    if not layers:
+        return None
+    own = spec.mixer(latent.SPARSE)
+    assert isinstance(own, LatentAttention), own
+    return IndexLayout(layers, index_of(own).top_k)
+
+
+def parameters(own: LatentAttention, spec: ModelSpec, *, dtype: str, tensor_size: int) -> dict[str, ParamSpec]:
+    """Return the parameters of latent attention and of the index, which is replicated on every device.
+
+    The weights of heads are float32, because rounding them would change the choice.
+    """
+    layers, index, q_latent = spec.layers_with_mixer(own.kind), index_of(own), own.q_lora_rank
+    assert q_latent is not None, "the index reads the latents of queries"
+
+    def stack(role: str, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: str = dtype) -> ParamSpec:
+        axes, shape = ("layers", *axes), (len(layers), *shape)
+        return ParamSpec(shape, dtype, axes, role, layers, file=TRANSPOSED)
+
+    def of_norm(role: str, initial: str) -> ParamSpec:
+        shape, axes = (len(layers), index.head_dim), ("layers", None)
+        return ParamSpec(shape, dtype, axes, role, layers, initial=initial)
+
+    width = spec.hidden_size
+    return latent.parameters(own, spec, dtype=dtype, tensor_size=tensor_size) | {
+        "index_q_LRi": stack("index_q", (q_latent, index.num_heads * index.head_dim), (None, None)),
+        "index_k_LDd": stack("index_k", (width, index.head_dim), ("model", None)),
+        "index_k_norm_Ld": of_norm("index_k_norm", "ones"),
+        "index_k_norm_bias_Ld": of_norm("index_k_norm_bias", "normal"),
+        "index_weights_LDA": stack("index_weights", (width, index.num_heads), ("model", None), "float32"),
+    }
+
+
+def states(own: LatentAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
+    """Return the latents of a token, and the key of its index on the same pages, in the dtype of the KV cache."""
+    key = StateKind(STATE, "token", (row_of(index_of(own).head_dim, kernels=kernels),))
+    return (*latent.states(own, kernels=kernels, tensor_size=tensor_size), key)
+
+
+def attention_choice(own: LatentAttention, kernels: Kernels, *, pool: PoolFormat) -> Choice[AttentionKernels]:
+    """Return the choice of sparse latent attention for a pool; UnsupportedModelError without candidates."""
+    if kernels.name not in SPARSE_ATTENTION:
+        raise UnsupportedModelError(
+            f"the {kernels.name} kernels have no sparse attention (only {', '.join(SPARSE_ATTENTION)})"
+        )
+    return choose(SPARSE_ATTENTION[kernels.name], pool)
+
+
+def _table_tokens(own: LatentAttention, batch: TokenBatch, pools: Pools) -> int:
+    """Return the number of positions that a page table covers."""
+    return batch.page_table_BP.shape[-1] * pools[STATES[own.kind]][0].shape[1]
+
+
+def passed(own: LatentAttention, batch: TokenBatch, pools: Pools) -> Pools:
+    """Return the choice of tokens before the first layer: all tokens, if that many can be chosen."""
+    count = min(index_of(own).top_k, _table_tokens(own, batch, pools))
+    return {CHOSEN: (every_token(batch.positions_T, count),)}
+
+
+def index_config(own: LatentAttention) -> IndexConfig:
+    """Return the static configuration of the index of all layers."""
+    index = index_of(own)
+    return IndexConfig(index.num_heads, index.top_k, own.norm_eps, index.norm_eps, index.interleaved)
+
+
+def apply(
+    own: LatentAttention,
+    weights: dict[str, jax.Array],
+    rows: tuple[jax.Array, Pools],
+    inputs: StepInputs,
+    *,
+    layer: jax.Array,
+    config: ModelConfig,
+) -> tuple[jax.Array, Pools]:
+    """Choose tokens by the index of the layer, and attend to them; write the latents and keys of new tokens.
+
+    If page tables cover at most `top_k` positions, the index is not read: attention is dense unless choices are forced.
+    """
+    normed_TD, pools = rows
+    if _is_dense(own, inputs, pools):
+        return latent.apply(own, weights, rows, inputs, layer=layer, config=config)
+    if _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k:
+        ((chosen_TK,),) = passed(own, inputs.batch, pools).values()
+    else:
+        choose_tokens = config.kernels.attention.choose_tokens
+        assert choose_tokens is not None, f"{config.kernels.name} kernels of sparse attention choose tokens"
+        with jax.named_scope("index"):
+            of_layer = AttentionInputs(weights, inputs.batch, inputs.prepared[own.kind].rotation, layer)
+            chosen_TK, keys = choose_tokens(normed_TD, *pools[STATE], of_layer, config=index_config(own))
+        pools = {**pools, STATE: (keys,)}
+    chosen_TK = _with_forced(chosen_TK, inputs, layer)
+    rows = normed_TD, {**pools, CHOSEN: (chosen_TK,)}
+    return latent.apply(own, weights, rows, inputs, layer=layer, config=config, chosen_TK=chosen_TK)
+
+
+def apply_shared(
+    own: LatentAttention,
+    weights: dict[str, jax.Array],
+    rows: tuple[jax.Array, Pools],
+    inputs: StepInputs,
+    *,
+    layer: jax.Array,
+    config: ModelConfig,
+) -> tuple[jax.Array, Pools]:
+    """Attend to the tokens that the last layer with an index chose; write the latents of new tokens."""
+    _, pools = rows
+    (chosen_TK,) = pools[CHOSEN]
+    chosen = None if _is_dense(own, inputs, pools) else chosen_TK
+    return latent.apply(own, weights, rows, inputs, layer=layer, config=config, chosen_TK=chosen)
+
+
+def _is_dense(own: LatentAttention, inputs: StepInputs, pools: Pools) -> bool:
+    """Return True if every token of a step sees all tokens before it."""
+    return inputs.chosen_IXK is None and _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k
+
+
+def _with_forced(chosen_TK: jax.Array, inputs: StepInputs, layer: jax.Array) -> jax.Array:
+    """Return the choice with the forced positions of tokens in prefill blocks, which come last."""
+    if inputs.chosen_IXK is None:
+        return chosen_TK
+    forced_XK = inputs.chosen_IXK[layer][:, : chosen_TK.shape[1]]
+    first = len(chosen_TK) - len(forced_XK)
+    chosen_XK = jnp.where(forced_XK[:, :1] >= 0, forced_XK, chosen_TK[first:])
+    return jnp.concatenate([chosen_TK[:first], chosen_XK])
+
+
+MIXER = Mixer(parameters, states, attention_choice, latent.prepare, apply, passed=passed, captured=CHOSEN)
+SHARED_MIXER = replace(MIXER, parameters=latent.parameters, states=latent.states, apply=apply_shared, captured="")

@@ -1,0 +1,171 @@
+"""Index rows of sparse attention: answers hold what the indexes chose, and a replay of them is the same run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine, extract_indexer_topk_from_meta_info, extract_routed_experts_from_meta_info
+from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.requests.records import RequestError
+from tests.support.models.families import FAMILY_CASES, write_family
+from tests.support.models.full_logits import prompt_outputs_of
+
+CASE = next(case for case in FAMILY_CASES if case.name == "glm_moe_dsa-1")
+TOP_K, LAYERS = CASE.config["index_topk"], [0, 2]
+PROMPTS = [np.random.default_rng(length).integers(3, 100, length).tolist() for length in (5, 40, 70)]
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_running_requests": 4,
+    "num_pages": 64,
+    "page_size": 16,
+    "max_step_tokens": 32,
+    "precompile_bs_paddings": [4],
+    "structured_output": False,
+    "enable_return_routed_experts": True,
+}
+REPLAYED = {"max_new_tokens": 0, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family(CASE, tmp_path_factory.mktemp("index") / "model", seed=5)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Iterator[Engine]:
+    with Engine(str(checkpoint), enable_return_indexer_topk=True, **SETTINGS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def answers(engine: Engine) -> list[dict]:
+    """Greedy continuations by 20 tokens, with every row."""
+    sampling = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
+    rows = {"return_routed_experts": True, "return_indexer_topk": True}
+    return engine.generate(input_ids=PROMPTS, sampling_params=sampling, **rows)
+
+
+def read_by(prompt: list[int], answer: dict) -> list[int]:
+    """The tokens that have rows: all but the last."""
+    return [*prompt, *answer["output_ids"]][:-1]
+
+
+def experts_of(engine: Engine, answer: dict) -> np.ndarray:
+    layout = engine.card.routing
+    flat = extract_routed_experts_from_meta_info(answer).reshape(-1, layout.num_hidden_layers, layout.top_k)
+    return flat[:, list(layout.layer_ids)]
+
+
+def test_rows_are_what_the_model_chooses(engine: Engine, answers: list[dict]):
+    """They ascend with -1 behind: all tokens of a short context, and `index_topk` of a longer one."""
+    outputs_of = prompt_outputs_of(engine.runner, longest=96)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        rows, info = extract_indexer_topk_from_meta_info(answer), answer["meta_info"]["indexer_topk_info"]
+        ids = read_by(prompt, answer)
+        assert rows.shape == (len(ids), len(LAYERS), TOP_K) and info["layer_ids"] == LAYERS and info["missing"] == []
+        np.testing.assert_array_equal(
+            (rows >= 0).sum(-1), np.minimum(np.arange(len(ids)) + 1, TOP_K)[:, None].repeat(2, 1)
+        )
+        chosen_ITK = outputs_of(ids).chosen_ITK
+        assert chosen_ITK is not None
+        np.testing.assert_array_equal(rows, chosen_ITK.swapaxes(0, 1))
+    assert (extract_indexer_topk_from_meta_info(answers[2])[-1] != np.arange(TOP_K)).any()
+
+
+def replayed(engine: Engine, answers: list[dict], index: list[Any]) -> list[np.ndarray]:
+    """Log-probs of the tokens of answers as prompts, with forced experts and choices."""
+    found = engine.generate(
+        input_ids=[[*prompt, *answer["output_ids"]] for prompt, answer in zip(PROMPTS, answers, strict=True)],
+        sampling_params=REPLAYED,
+        return_logprob=True,
+        logprob_start_len=0,
+        forced_routed_experts=[answer["meta_info"]["routed_experts"] for answer in answers],
+        forced_indexer_topk=index,
+        return_indexer_topk=True,
+    )
+    return [
+        np.array([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]], np.float64)
+        for answer in found
+    ]
+
+
+def test_a_replay_has_the_log_probs_of_the_run_and_an_altered_choice_is_seen(engine: Engine, answers: list[dict]):
+    """A token that sees its own position only, in one layer, has another log-prob, and those before it do not."""
+    encoded = [answer["meta_info"]["indexer_topk"] for answer in answers]
+    free = replayed(engine, answers, [None] * 3)
+    same = replayed(engine, answers, encoded)
+    for ours, theirs in zip(same, free, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    altered = [extract_indexer_topk_from_meta_info(answer) for answer in answers]
+    for rows, position in zip(altered, (3, 30, 70), strict=True):
+        rows[position, 0] = [position] + [-1] * (TOP_K - 1)
+    changed = replayed(engine, answers, altered)
+    for ours, theirs, position in zip(changed, free, (3, 30, 70), strict=True):
+        np.testing.assert_allclose(ours[:position], theirs[:position], rtol=0, atol=1e-5)
+        assert abs(ours[position] - theirs[position]) > 1e-3
+
+
+def test_forced_choices_come_back_as_rows(engine: Engine, answers: list[dict]):
+    rows = extract_indexer_topk_from_meta_info(answers[1])
+    rows[35] = -1
+    rows[35, :, :3] = [2, 7, 30]
+    (found,) = engine.generate(
+        input_ids=[[*PROMPTS[1], *answers[1]["output_ids"]]],
+        sampling_params=REPLAYED,
+        forced_routed_experts=[answers[1]["meta_info"]["routed_experts"]],
+        forced_indexer_topk=[rows],
+        return_indexer_topk=True,
+    )
+    np.testing.assert_array_equal(extract_indexer_topk_from_meta_info(found)[: len(rows)], rows)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({(0, 0, 0): 4}, "row 0 must hold ascending positions up to 0"),
+        ({(4, 1, 3): 2}, "no position may appear twice in a row"),
+        ({(0, 1, 0): -1}, "every row needs a position"),
+        ({(4, 1, 4): -2}, "positions must be at least 0"),
+    ],
+)
+def test_choices_that_no_index_makes_are_refused(
+    engine: Engine, answers: list[dict], changed: dict[tuple[int, ...], int], message: str
+):
+    rows = extract_indexer_topk_from_meta_info(answers[0])[:5]
+    for place, value in changed.items():
+        rows[place] = value
+    with pytest.raises(RequestError, match=f"forced_indexer_topk|{re.escape(message)}") as refused:
+        engine.generate(
+            input_ids=PROMPTS[0],
+            sampling_params=REPLAYED,
+            forced_routed_experts=experts_of(engine, answers[0])[:5],
+            forced_indexer_topk=rows,
+        )
+    assert message in str(refused.value) and refused.value.param == "forced_indexer_topk"
+
+
+def test_choices_need_experts_of_the_same_positions(engine: Engine, answers: list[dict]):
+    rows = extract_indexer_topk_from_meta_info(answers[0])[:4]
+    with pytest.raises(RequestError, match="needs forced_routed_experts"):
+        engine.generate(input_ids=PROMPTS[0], sampling_params=REPLAYED, forced_indexer_topk=rows)
+    with pytest.raises(RequestError, match=r"must hold integers of shape \[5, 2, 24\], found \[4, 2, 24\]"):
+        engine.generate(
+            input_ids=PROMPTS[0],
+            sampling_params=REPLAYED,
+            forced_routed_experts=experts_of(engine, answers[0])[:5],
+            forced_indexer_topk=rows,
+        )
+
+
+def test_a_server_without_them_says_how_to_get_them(checkpoint: Path, tmp_path: Path):
+    with Engine(str(checkpoint), **SETTINGS) as plain, pytest.raises(RequestError, match="enable_return_indexer_topk"):
+        plain.generate(input_ids=PROMPTS[0], sampling_params=REPLAYED, return_indexer_topk=True)
+    other = write_family(FAMILY_CASES[0], tmp_path / "other", seed=5)
+    with pytest.raises(SettingsError, match="qwen3_moe has no sparse attention with an index"):
+        Engine(str(other), enable_return_indexer_topk=True, **SETTINGS)
