@@ -56,8 +56,8 @@ def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
 
 
 def state_of_mixer(config: ModelConfig, mixer: MixerSpec) -> KeptState:
-    """Return the only state of a kind of mixer."""
-    (kind,) = MIXERS[mixer.kind].states(mixer, kernels=config.kernels, tensor_size=config.plan.tensor_size)
+    """Return the state that a kind of mixer attends, which comes first."""
+    kind, *_ = MIXERS[mixer.kind].states(mixer, kernels=config.kernels, tensor_size=config.plan.tensor_size)
     return next(state for state in states_of(config) if state.kind == kind)
 
 

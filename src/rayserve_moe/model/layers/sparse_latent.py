@@ -130,7 +130,8 @@ def apply(
         choose_tokens = config.kernels.attention.choose_tokens
         assert choose_tokens is not None, f"{config.kernels.name} kernels of sparse attention choose tokens"
         with jax.named_scope("index"):
-            of_layer = AttentionInputs(weights, inputs.batch, inputs.prepared[own.kind].rotation, layer)
+            batch = inputs.batch.of_state(STATE)
+            of_layer = AttentionInputs(weights, batch, inputs.prepared[own.kind].rotation, layer)
             chosen_TK, keys = choose_tokens(normed_TD, *pools[STATE], of_layer, config=index_config(own))
         pools = {**pools, STATE: (keys,)}
     chosen_TK = _with_forced(chosen_TK, inputs, layer)
