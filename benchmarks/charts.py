@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.chart import Chart, Series
 from benchmarks.figures import BUSY_LOAD, HOST_PARTS, Run, Spread, load_before, milliseconds_per_step, spread
 from benchmarks.peers.tables import peers_chart
+from rayserve_moe.tools.estimate.rates import STEP_SPREAD
 
 RUNNING = "running sequences"
 
@@ -56,6 +57,23 @@ def _curve(points: Mapping[str, Sequence[Run]]) -> dict[str, Chart]:
             [Series("schedule, pack and commit", host)],
         ),
     }
+
+
+MADE_UP_SLICE = "v6e:2x4"
+
+
+def _made_up(models: Mapping[str, Any]) -> dict[str, Chart]:
+    """Tokens per second and chip of each model; a bar is the range that published device times leave."""
+
+    def line(rows: Mapping[str, Any]) -> list[tuple[float, Spread]]:
+        rates = {float(count): one["tokens_per_s"] / one["chips"] for count, one in rows.items()}
+        low, high = STEP_SPREAD.min_ratio, STEP_SPREAD.max_ratio
+        return [(count, Spread(rate, rate / high, rate / low)) for count, rate in rates.items()]
+
+    rows = {name: found["plans"].get(MADE_UP_SLICE) for name, found in models.items()}
+    series = [Series(name, line(of_slice)) for name, of_slice in rows.items() if of_slice]
+    title = f"Planned for models that do not exist, {MADE_UP_SLICE}"
+    return {"tokens": Chart(title, "requests at once", "tokens/s and chip", series, log_x=True)}
 
 
 def _selection(measured: Mapping[str, Any]) -> dict[str, Chart]:
@@ -128,5 +146,6 @@ CHARTS: dict[str, Callable[[Any], dict[str, Chart]]] = {
     "balanced_selection": _selection,
     "peers": peers_chart,
     "fleet_simulation": _fleet,
+    "made_up": _made_up,
 }
 """By the key of a result file under which the figures lie."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.balance_tables import realised_balance, rebalance
 from benchmarks.calculator_table import calculator
+from benchmarks.calibration import calibration
 from benchmarks.estimate_table import step_estimate
 from benchmarks.families import families
 from benchmarks.figures import (
@@ -35,10 +36,12 @@ from benchmarks.fleet_table import (
 from benchmarks.gate_table import compile_gate
 from benchmarks.house_table import house
 from benchmarks.loading_table import loading
+from benchmarks.made_up import made_up_tables
 from benchmarks.markdown import markdown_table
 from benchmarks.narrow_table import narrow_experts
 from benchmarks.peers.tables import expert_reading, narrow_kl, peers
 from benchmarks.planner_table import planner
+from benchmarks.published_rows import published_rows
 from benchmarks.rollout_tables import rollout_job, rollout_reading
 from benchmarks.routing_table import bfloat16_routing
 from benchmarks.selection_table import balanced_selection
@@ -303,6 +306,9 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "step_transports": step_transports,
     "compile_gate": compile_gate,
     "step_estimate": step_estimate,
+    "calibration": calibration,
+    "made_up": made_up_tables,
+    "published_rows": published_rows,
     "families": families,
     "planner": planner,
     "rebalance": rebalance,

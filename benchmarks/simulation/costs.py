@@ -12,7 +12,7 @@ import numpy as np
 
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.scheduling.step_plan import StepPlan
-from rayserve_moe.tools.plan_slice.candidates import StepTokens, step_cost
+from rayserve_moe.tools.plan_slice.step_cost import StepTokens, step_cost
 
 CONTEXT_GRAIN, PROMPT_GRAIN = 1024, 256
 """Estimates are made once for so many tokens of context, and of prompts."""

@@ -89,6 +89,14 @@ def every_section() -> dict:
         "error": "", "memory": memory, "copied_bytes": {}, "collectives": [exchange], "kernels": {"paged_attention": 1},
         "estimate": {"step": {"min_seconds": 0.008, "max_seconds": 0.02}, "roofline": {"hbm_s": 0.005}},
     }  # fmt: skip
+    one = dict.fromkeys(("tokens_per_s", "first_token_s", "token_s", "memory_gb", "capacity_gb", "imbalance"), 1.0)
+    one |= {"split": {"dp": 2, "tp": 4, "rows": 8}, "chips": 8, "served": 16}
+    one |= {"exchange_share": 0.125, "eplb_headroom": 0.25}
+    drawn = {
+        "sizes": {"layers": 28}, "topology": "v6e:2x4", "planned_step_s": 0.003,
+        "plans": {"v6e:2x4": {"16": one, "64": one}},
+        "compiled": {"step": {"seconds": 0.004, "min_seconds": 0.003, "max_seconds": 0.005}, "bound": "hbm"},
+    }  # fmt: skip
     too_large = whole | {"memory": None, "error": "no room"}
     operands = {"exchanged": ["bf16"], "gathered": ["s32"]}
     moved = {"bytes_per_token": {"rows": 57496.0}, "of_reference": 0.875, "operands": operands}
@@ -174,6 +182,9 @@ def every_section() -> dict:
         "step_estimate": {
             "decode": estimated
         },
+        "calibration": {},
+        "made_up": {"drawn": drawn},
+        "published_rows": {"30B, 16 v6e, 16": one},
         "families": {
             "m@t": whole, "n@t": too_large
         },
@@ -373,6 +384,9 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("step_transports", "250 (250-250)"),
         ("compile_gate", "2.50"),
         ("step_estimate", "50% (25% to 100%)"),
+        ("calibration", "of these, of kernels without a point in the fit"),
+        ("made_up", "| 0.75 "),
+        ("published_rows", "1,476"),
         ("families", "0.500"),
         ("families", "no room"),
         ("compile_gate", "too large"),

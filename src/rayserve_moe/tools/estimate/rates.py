@@ -100,6 +100,10 @@ without strided loads is like.
 """
 
 
+STEP_SPREAD = Spread(0.92, 1.30)
+"""Range of whole steps over their calibrated estimate (`benchmarks/results/step_estimate.json`)."""
+
+
 def calibrated(chip: Chip) -> Rates:
     """Return the rates that published device times support."""
     known = {constant.name: constant.value for constant in CONSTANTS}

@@ -113,10 +113,10 @@ def fullest_slots(num_slots: int, num_devices: int, *, share: float, num_tokens:
     on 8 devices change by 1 %.
     """
     in_use = 1 - (1 - share) ** num_tokens
-    at_most = np.cumsum(
+    cumulative = np.cumsum(
         [math.comb(num_slots, k) * in_use**k * (1 - in_use) ** (num_slots - k) for k in range(num_slots)]
     )
-    return float(np.sum(1 - at_most.clip(0.0, 1.0) ** num_devices))
+    return float(np.sum(1 - cumulative.clip(0.0, 1.0) ** num_devices))
 
 
 def devices_of_token(num_slots: int, num_devices: int, *, top_k: int) -> float:

@@ -18,21 +18,26 @@ from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, use_host_alone
 from rayserve_moe.tools.estimate.chips import CHIPS, chip_of
+from rayserve_moe.tools.estimate.rates import STEP_SPREAD
 from rayserve_moe.tools.plan_slice.candidates import (
     WEIGHTS_DTYPE,
     Candidate,
     Split,
     candidate,
+    eplb_headroom,
     splits,
     topologies,
 )
+from rayserve_moe.tools.plan_slice.made_up import resized, save_config
+from rayserve_moe.tools.plan_slice.made_up_options import MIXERS, requested_sizes
 from rayserve_moe.tools.plan_slice.options import Assumptions, Traffic, parse_traffic
 from rayserve_moe.tools.presets import read_config
 from rayserve_moe.tools.served_cases import ServedCase, case_of_config, devices_of, known_model
 
 ESTIMATED = (
-    "ESTIMATED, not measured: rooflines, link bytes and 1.2 us per op; no device has confirmed it.\n"
-    "GB per device, ms per step, output tokens per second of the slice and per chip; * is the config, > what to take."
+    "ESTIMATED, not measured: work at rates that published device times of other kernels support; a step is expected\n"
+    f"within {STEP_SPREAD.min_ratio:.2f} to {STEP_SPREAD.max_ratio:.2f} of it. GB per device, ms per step, output "
+    "tokens per second of the slice and per chip;\n* is the config, > what to take."
 )
 HEADINGS = (
     ("slice", "<12"), ("chips", ">5"), ("dp x tp", ">8"), ("rows", ">5"), ("red.", ">4"), ("imb.", ">5"),
@@ -53,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         given = replace(given, kv_dtype=kv_dtype(case.settings.cache, dtype=WEIGHTS_DTYPE))
     if case is not None and options.expert_dtype is None:
         given = replace(given, expert_dtype=case.settings.experts.weight_dtype)
-    spec = spec_from_config(case.model if case else read_config(known_model(options.model)))
+    spec = spec_from_config(case.model if case else _model_of(options))
     own = candidate(spec, split_of(case), traffic=traffic, given=given) if case else None
     found = {
         name: ranked(spec, slices, traffic=traffic, given=given) for name, slices in _slices(options, given).items()
@@ -65,9 +70,21 @@ def run(options: argparse.Namespace) -> int:
     else:
         best = best_of(own, found, traffic=traffic)
         told = [*lines(own, found, top=options.top, best=best, is_of_config=case is not None)]
-        told += advice(best, traffic=traffic, given=given) if best is not None else ()
+        if best is not None:
+            told += [*facts(spec, best, traffic=traffic, given=given), *advice(best, traffic=traffic, given=given)]
         sys.stdout.write("\n".join(told) + "\n")
     return 0
+
+
+def _model_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the config of a model, or of one that is made up from its family, and write it if requested."""
+    config = read_config(known_model(options.model or MIXERS[options.mixer]))
+    sizes = requested_sizes(options)
+    if sizes:
+        config = resized(config, sizes)
+    if options.save_config:
+        save_config(config, options.save_config)
+    return config
 
 
 def split_of(case: ServedCase) -> Split:
@@ -120,6 +137,28 @@ def best_of(own: Candidate | None, found: Mapping[str, Iterable[Candidate]], *, 
     every = [one for candidates in found.values() for one in candidates]
     on_slice = [one for one in every if own is None or one.split.topology == own.split.topology]
     return min(on_slice or every, key=lambda one: (one.served < traffic.concurrency, -one.per_chip), default=None)
+
+
+def facts(spec: ModelSpec, one: Candidate, *, traffic: Traffic, given: Assumptions) -> Iterator[str]:
+    """Yield what a request and a device see of a candidate: latency, memory, exchange, and unequal experts."""
+    low, high = STEP_SPREAD.min_ratio, STEP_SPREAD.max_ratio
+    first_s, token_s = one.first_token_s(traffic), one.token_s
+    yield ""
+    yield (
+        f"A request: first token after {first_s * low * 1e3:,.0f} to {first_s * high * 1e3:,.0f} ms if alone, then "
+        f"{token_s * low * 1e3:.1f} to {token_s * high * 1e3:.1f} ms per token with all requests."
+    )
+    used = one.weights_gb + one.kv_gb
+    decode, prefill = (f"{cost.link_s / cost.seconds:.0%}" for cost in (one.decode, one.prefill))
+    yield (
+        f"Memory: {used:.1f} of {one.capacity_gb:.1f} GB. Exchange: links are busy for {decode} of a decode step, "
+        f"{prefill} of a prefill step."
+    )
+    gain = eplb_headroom(spec, one, traffic=traffic, given=given)
+    yield (
+        f"Experts: the fullest device has {one.imbalance:.2f} of the mean; without replicas, perfect balance would add "
+        f"{gain:.1%} tok/s."
+    )
 
 
 def settings_of(one: Candidate, *, traffic: Traffic, given: Assumptions) -> dict[str, object]:
@@ -214,6 +253,7 @@ def _as_json(
 
 def _flat(one: Candidate) -> dict[str, Any]:
     seconds = {f"{name}_s": getattr(one, name).seconds for name in ("decode", "prefill")}
+    seconds |= {f"{name}_at_peak_s": getattr(one, name).peak_seconds for name in ("decode", "prefill")}
     plain = {each.name: getattr(one, each.name) for each in fields(one)}
     steps = {name: asdict(getattr(one, name)) for name in ("decode", "prefill")}
     return plain | {"split": asdict(one.split)} | steps | seconds | {"tokens_per_s_and_chip": one.per_chip}

@@ -11,6 +11,7 @@ from rayserve_moe.config.load import settings_from_yaml
 from rayserve_moe.config.model_names import preset_names
 from rayserve_moe.tools.check_options import check_model
 from rayserve_moe.tools.estimate.chips import CHIPS
+from rayserve_moe.tools.plan_slice import made_up_options
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skew", type=float, default=given.skew, help="of experts' popularity, 0: even (default: 0.7)")
     parser.add_argument("--top", type=int, default=2, help="splits shown per slice, the best first (default: 2)")
     parser.add_argument("--json", action="store_true", help="print all candidates as JSON")
+    made_up_options.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,12 +70,17 @@ def run(options: argparse.Namespace) -> int:
 
     Raises: ValueError for arguments that contradict each other, and for a file or a model that does not exist.
     """
-    if not options.model and not options.config:
-        raise ValueError("pass --model or --config")
+    if not options.model and not options.config and not options.mixer:
+        raise ValueError("pass --model, --config or --mixer")
+    if options.mixer and (options.model or options.config):
+        raise ValueError("--mixer names a model of its own: remove --model and --config")
+    if options.config and (made_up_options.requested_sizes(options) or options.save_config):
+        raise ValueError("a --config serves its own model: pass sizes with --model or --mixer")
     parse_traffic(options.traffic)
     if options.config:
         settings_from_yaml(options.config, on_tpu=True)
     check_model(options.model)
+    made_up_options.requested_sizes(options)
     return importlib.import_module("rayserve_moe.tools.plan_slice.command").run(options)
 
 
