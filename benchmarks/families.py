@@ -70,6 +70,7 @@ CASES = {
         Family("qwen3-next-80b-a3b", "v6e:2x4"),
         Family("qwen3.5-397b-a17b", "v5p:4x4x4"),
         Family("qwen3.5-397b-a17b", "tpu7x:2x2x1", 1, "fp8"),
+        Family("gemma-4-26b-a4b", "v6e:2x2"),
     )
 }
 KEY = "families"
