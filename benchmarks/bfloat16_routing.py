@@ -29,10 +29,11 @@ from tests.support.models.families import FAMILY_CASES, FamilyCase
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "vocab_size": 512}
 EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 64)
-TOP_K = dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 8)
+TOP_K = dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 8)
 PROMPTS = np.random.default_rng(9).integers(3, SIZES["vocab_size"], (16, 64)).tolist()
 ROUTED_IN_BFLOAT16 = (
     "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "minimax_m2", "granitemoe", "afmoe", "laguna",
+    "gemma4_text",
 )  # fmt: skip
 """Families whose routers transformers computes in the model's dtype."""
 FAMILIES = tuple(case.family for case in FAMILY_CASES if not case.variant and case.family in CONFIG_MAPPING)

@@ -85,6 +85,7 @@ CASES = {
         Family("glm-5.2", "v5p:2x2x4", 8, "bfloat16", DENSE_CONTEXT),
         Family("deepseek-v3.2", "v6e:4x8", 8, "int8", DENSE_CONTEXT),
         Family("deepseek-v3.2", "v5p:2x2x4", 4, "bfloat16", DENSE_CONTEXT),
+        Family("gemma-4-26b-a4b", "v6e:2x2"),
     )
 }
 KEY = "families"

@@ -39,6 +39,9 @@ MiniMax-M3, `route_norm` of Trinity, `mlp_only_layers`, `norm_topk_prob` and `ga
 name no dtype and hold bfloat16. Multimodal models are served without their vision tower: an image in a request is
 rejected with an error that names its field.
 
+Of Gemma 4 the models with experts are served (26B-A4B). The heads of its layers without a window are read from
+`global_head_dim` and `num_global_key_value_heads`, or from `per_layer_config`, which transformers writes.
+
 `swa` is grouped attention of layers with windows whose rotation or query heads differ from the other layers.
 
 Files may be quantised: block fp8 (`fp8`), MXFP4 (`mxfp4`), NVFP4 and fp8 of Model Optimizer (`modelopt`, or
@@ -93,6 +96,7 @@ def _knobs(spec: Any) -> Iterator[str]:
             yield from (mixer.kind for mixer in value if mixer.kind != GroupedAttention.kind)
             yield from ("windows",) if spec.has_windows else ()
             yield from ("post_norms",) if spec.has_post_norms else ()
+            yield from ("has_scalar",) if spec.has_scalars else ()
             yield from (name for mixer in value for name in _knobs(mixer))
         elif is_dataclass(value) and knob.default is not None:
             yield from _knobs(value)

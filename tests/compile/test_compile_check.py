@@ -224,6 +224,7 @@ PUBLISHED = {
     "deepseek-v3.2": (671, 38),  # without the index, as that of glm-5.2
     "dots.llm1": (143, 14),
     "ernie-4.5-21b-a3b": (22, 3),
+    "gemma-4-26b-a4b": (25, 4),  # without the vision tower
     "glm-4.5-air": (107, 13),
     "glm-4.7-flash": (30, 4),
     "glm-5.2": (743, 41),

@@ -16,7 +16,12 @@ from rayserve_moe.tools.hlo_report import Piece, copies_of, kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 
 NUM_PAGES, PAGE, CONTEXT = 2000, 128, 4096
-MODELS = {"gpt-oss": (64, 8, 64, 0), "deepseek": (128, 1, 576, 512), "heads of 128": (32, 4, 128, 0)}
+MODELS = {
+    "gpt-oss": (64, 8, 64, 0),
+    "deepseek": (128, 1, 576, 512),
+    "heads of 128": (32, 4, 128, 0),
+    "heads of 512": (16, 2, 512, 0),
+}
 """Query heads, KV heads, head width, latent width."""
 NAME_OF = {"bfloat16": "bf16", "int16": "s16"}
 """Names of dtypes in programs."""

@@ -24,7 +24,9 @@ from tests.parity.ling_reference import LingReference
 from tests.parity.scored import Scored
 from tests.support.models.families import FamilyCase
 
-_ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "MoEV1Gate")
+_ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "MoEV1Gate", "Gemma4TextRouter")
+_PROBABILITIES = ("Gemma4TextRouter",)
+"""Routers that return the softmax of their logits."""
 _SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
@@ -91,8 +93,9 @@ def score(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Scored:
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     tokens: list[torch.Tensor] = []
 
-    def keep(_router: torch.nn.Module, _inputs: tuple, outputs: tuple) -> None:
-        seen.append((outputs[0].float(), outputs[2]))
+    def keep(router: torch.nn.Module, _inputs: tuple, outputs: tuple) -> None:
+        scores = outputs[0].float()
+        seen.append((scores.log() if type(router).__name__ in _PROBABILITIES else scores, outputs[2]))
 
     def keep_tokens(_index: torch.nn.Module, _inputs: tuple, outputs: torch.Tensor) -> None:
         tokens.append(outputs.flatten(0, 1))
@@ -116,12 +119,15 @@ def score(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Scored:
 def perturb(model: torch.nn.Module, generator: torch.Generator, *, width: int) -> None:
     """Draw all parameters and biases anew; products are of inputs of about `width` elements."""
     arrays = dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name.endswith("bias")
+        name: buffer for name, buffer in model.named_buffers() if name.endswith(("bias", "layer_scalar"))
     }
     for name, array in arrays.items():
         drawn = torch.randn(array.shape, generator=generator)
         if "norm" in name.rsplit(".", 2)[-2]:
             array.copy_(1 + 0.2 * drawn)
+        elif name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
+            # The router divides by the root of the width.
+            array.copy_((width**0.5 if name.endswith("router.scale") else 1.0) * (1 + 0.2 * drawn))
         elif name.endswith(("bias", "sinks", "_bias")):
             array.copy_((0.1 if name.endswith(_SELECTION_BIASES) else 0.3) * drawn)
         else:

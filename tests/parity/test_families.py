@@ -28,8 +28,7 @@ class Served:
     def __init__(self, case: FamilyCase, directory: Path, *, running: ExitStack) -> None:
         model = live.reference_model(case)
         self.path = model.save(directory)
-        is_recurrent = case.family in comparison.RECURRENT
-        self.reference = comparison.reference_of(model, seed=case.variant, is_recurrent=is_recurrent)
+        self.reference = comparison.reference_of(model, seed=case.variant, case=case.name)
         self._running, self._engines = running, {}
 
     def engine(self, **settings: Any) -> Engine:

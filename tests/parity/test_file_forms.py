@@ -30,6 +30,10 @@ PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 32, "image_size": 16, "patch_size": 4,
 }  # fmt: skip
+GEMMA_VISION = {
+    "model_type": "gemma4_vision", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+    "num_key_value_heads": 2, "intermediate_size": 32, "patch_size": 4, "position_embedding_size": 16,
+}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 """Sections of the rotation by time, height and width; for text all three have the same positions."""
@@ -70,6 +74,11 @@ def in_minimax(text: dict[str, Any]) -> Any:
     return AutoConfig.for_model("minimax_m3_vl", text_config=text, vision_config=vision, projector_hidden_size=64)
 
 
+def in_gemma(text: dict[str, Any]) -> Any:
+    """Return the config of Gemma 4 with a language model."""
+    return AutoConfig.for_model("gemma4", text_config={"model_type": "gemma4_text", **text}, vision_config=GEMMA_VISION)
+
+
 _EXPERTS, _NESTED = "layers.0.mlp.experts.", "model.language_model.layers.0.mlp.experts."
 FORMS = (
     Form("fused", "qwen3_next-0", None, True, AutoModelForCausalLM, f"model.{_EXPERTS}gate_up_proj"),
@@ -105,6 +114,8 @@ FORMS = (
         in_minimax,
         wanted="language_model.model.layers.0.block_sparse_moe.experts.0.w1.weight",
     ),
+    Form("multimodal", "gemma4_text-1", in_gemma, wanted="model.language_model.layers.0.experts.gate_up_proj"),
+    Form("multimodal-tied", "gemma4_text-0", in_gemma, wanted="model.language_model.layers.0.router.per_expert_scale"),
 )
 """One is of the architecture of text models, with the tensor names of the multimodal one."""
 
@@ -131,8 +142,7 @@ def written(form: Form, directory: Path) -> tuple[Path, Any]:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
     path, model = written(request.param, tmp_path_factory.mktemp("form"))
     assert request.param.wanted in load_file(path / "model.safetensors")
-    is_recurrent = request.param.case.startswith(comparison.RECURRENT)
-    reference = comparison.reference_of(model, seed=0, is_recurrent=is_recurrent)
+    reference = comparison.reference_of(model, seed=0, case=request.param.case)
     with ExitStack() as running:
         yield running.enter_context(Engine(str(path), **comparison.ENGINE)), reference
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rayserve_moe.model.config_values import amount_of, flag_of, integer_of, number_of, object_of, refuse_other_values
@@ -61,8 +62,26 @@ def rope_of_type(
         raise UnsupportedModelError(
             f"config.json: rope_parameters must have an object for {kind!r}, found {reprlib.repr(dict(of_types))}"
         )
+    if _kind(found) == "proportional":
+        return _proportional(found, family, head_dim=head_dim, theta=default["rope_theta"])
     own = {**config, "rope_parameters": found}
     return rope_of(own, family, rotary_dim=rotary_dim_of(own, head_dim, default=head_dim))
+
+
+def _proportional(rope: Mapping[str, Any], family: str, *, head_dim: int, theta: float) -> RopeSpec:
+    """Read a rotation of the first pairs among all pairs of a head, by `partial_rotary_factor`; `theta` is the default.
+
+    Raises: UnsupportedModelError for a scaling, or if no pair or more than all pairs turn.
+    """
+    refuse_other_values(rope, family, factor=(1.0,))
+    share = number_of(rope, "partial_rotary_factor", 1.0)
+    num_pairs = int(share * head_dim // 2)
+    if not 1 <= num_pairs <= head_dim // 2:
+        raise UnsupportedModelError(
+            f"config.json: partial_rotary_factor = {share:g} turns {num_pairs} of {head_dim // 2} pairs of a head"
+        )
+    found = rope_of({"rope_parameters": {"rope_theta": rope.get("rope_theta")}}, family, theta=theta)
+    return replace(found, turning_pairs=None if num_pairs == head_dim // 2 else num_pairs)
 
 
 def rotary_dim_of(config: Mapping[str, Any], head_dim: int, *, default: int) -> int | None:

@@ -66,6 +66,9 @@ MAX_INTEGERS = {
     "shared_intermediate_size": 1 << 20,
     "num_dense_layers": 512,
     "global_attn_every_n_layers": 512,
+    "global_head_dim": 4096,
+    "num_global_key_value_heads": 1024,
+    "top_k_experts": 256,
 }
 """Maximum value of each integer: several times the value of published models."""
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e12

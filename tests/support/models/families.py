@@ -85,6 +85,13 @@ _LAGUNA = {
     },
 }  # fmt: skip
 
+_GEMMA = {
+    "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32, "intermediate_size": 48, "head_dim": 16,
+    "num_key_value_heads": 2, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "sliding_window": 12, "enable_moe_block": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0,
+}  # fmt: skip
+_SHARED_ROPE = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
 _HYBRID = {
     **_EXPERTS, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32, "shared_expert_intermediate_size": 32,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -313,6 +320,19 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
         {
             **_TRINITY, "num_hidden_layers": 4, "num_dense_layers": 2, "num_key_value_heads": 1, "num_experts": 12,
             "tie_word_embeddings": True, "rope_parameters": _YARN,
+        },
+    ),
+    "gemma4_text": (
+        {**_GEMMA, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        {
+            **_GEMMA, "attention_k_eq_v": False, "num_key_value_heads": 4, "head_dim": 32, "global_head_dim": 16,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"], "tie_word_embeddings": False,
+            "rope_parameters": {"full_attention": _SHARED_ROPE, "sliding_attention": _SLIDING_ROPE},
+        },
+        {
+            **_GEMMA, "num_hidden_layers": 4, "num_key_value_heads": 1, "num_global_key_value_heads": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20, "num_experts": 12,
+            "final_logit_softcapping": 1.5, "intermediate_size": 96, "use_bidirectional_attention": "vision",
         },
     ),
     "laguna": (

@@ -248,6 +248,22 @@ def _laguna(config: Config, draw: Draw) -> None:
     config["mlp_only_layers"] = draw.sample(range(config["num_hidden_layers"]), _dense_first(config, draw))
 
 
+def _gemma4(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="num_experts", chosen="top_k_experts")
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+    kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    share = {"rope_type": "proportional", "partial_rotary_factor": draw.choice([0.5, 1.0])}
+    ropes = {"full_attention": share, "sliding_attention": {}}
+    for rope in ropes.values():
+        rope["rope_theta"] = draw.choice([1e4, 1e6])
+    config.pop("rope_scaling", None)
+    config.update(rope_parameters=draw.choice([None, ropes]), sliding_window=_window(draw), layer_types=kinds)
+    config.update(global_head_dim=draw.choice([8, 16, 48, 64]), num_global_key_value_heads=draw.choice(divisors))
+    config.update(attention_k_eq_v=draw.random() < 0.7, final_logit_softcapping=draw.choice([None, 0.5, 30.0]))
+    config.update(hidden_size_per_layer_input=0, enable_moe_block=True)
+
+
 _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "qwen3_moe": _qwen3,
     "qwen2_moe": _qwen2,
@@ -274,4 +290,5 @@ _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "glm_moe_dsa": _indexed,
     "afmoe": _afmoe,
     "laguna": _laguna,
+    "gemma4_text": _gemma4,
 }

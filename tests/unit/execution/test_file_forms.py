@@ -71,6 +71,13 @@ def below_prefix(tensors: Tensors) -> Tensors:
     return {PREFIX + name: array for name, array in tensors.items()} | others
 
 
+def nested_gemma(tensors: Tensors) -> Tensors:
+    """As in a multimodal model: the language model below a prefix, beside what reads images and sound."""
+    named = {name.replace("model.", NESTED, 1): array for name, array in tensors.items()}
+    others = ("vision_tower.std_bias", "embed_vision.embedding_projection.weight", "audio_tower.output_proj.bias")
+    return named | {f"model.{name}": np.ones(4, np.float32) for name in others}
+
+
 MINIMAX_NAMES = {
     r"^language_model\.": "",
     r"\.block_sparse_moe\.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
@@ -111,6 +118,7 @@ FORMS: dict[str, tuple[str, tuple[Callable[[Tensors], Tensors], ...], bool]] = {
     "multimodal": ("qwen3_5_moe_text", (nested,), True),
     "multimodal and fused": ("qwen3_5_moe_text", (with_fused_experts, nested), True),
     "text with nested names": ("qwen3_5_moe_text", (nested,), False),
+    "gemma4, multimodal": ("gemma4_text", (nested_gemma,), True),
     "mistral4, multimodal": ("mistral4", (below_prefix,), True),
     "minimax_m3, text": ("minimax_m3_vl_text", (text_of_minimax,), False),
     "multimodal with names of text": ("qwen3_5_moe_text", (), True),

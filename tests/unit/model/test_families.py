@@ -18,6 +18,9 @@ from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RopeSpec, RouterSpec,
 from tests.support.models.attention_specs import attention_of, latent_of, with_attention
 from tests.support.models.families import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
 
+TIED = ("ernie4_5_moe", "gemma4_text")
+"""Families whose head is the embedding unless a config says otherwise."""
+
 
 def spec_of(name: str, **changes: Any) -> ModelSpec:
     case = next(case for case in FAMILY_CASES if case.name == name)
@@ -48,7 +51,7 @@ def test_sizes_are_those_of_the_config(case: FamilyCase):
     spec = spec_from_config(config_of(case))
     assert spec.family == case.family
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (128, 64, case.config["num_hidden_layers"])
-    assert spec.tie_embeddings == case.config.get("tie_word_embeddings", case.family == "ernie4_5_moe")
+    assert spec.tie_embeddings == case.config.get("tie_word_embeddings", case.family in TIED)
 
 
 KNOBS = {
@@ -127,6 +130,34 @@ KNOBS = {
     },
     "laguna-1": {"windows": (), "dense": (0, 1), "mixer.gate_form": "element", "experts.shared_size": 48},
     "laguna-2": {"windows": (20, 0, 20, 0), "dense": (1,), "swa.rope.rotary_dim": 8, "gqa.rope.theta": 5e5},
+    "gemma4_text-0": {
+        "windows": (12, 12, 0),
+        "gqa.num_kv_heads": 1,
+        "gqa.head_dim": 32,
+        "gqa.values": "keys",
+        "gqa.rope.turning_pairs": 4,
+        "gqa.score_scale": 1.0,
+        "swa.num_kv_heads": 2,
+        "swa.head_dim": 16,
+        "swa.values": "own",
+        "swa.value_norm": True,
+        "swa.rope.turning_pairs": None,
+        "factors.embedding_multiplier": 8.0,
+        "factors.logits_cap": 3.0,
+        "experts.activation": "gelu_tanh",
+        "experts.shared_size": 48,
+        "has_scalars": True,
+        "tie_embeddings": True,
+    },
+    "gemma4_text-1": {
+        "windows": (0, 12, 0),
+        "gqa.values": "own",
+        "gqa.num_kv_heads": 4,
+        "gqa.rope.turning_pairs": 4,
+        "gqa.rope.theta": 1e4,
+        "tie_embeddings": False,
+    },
+    "gemma4_text-2": {"windows": (20, 0, 20, 0), "gqa.num_kv_heads": 2, "swa.num_kv_heads": 1, "norm_eps": 1e-6},
     "granitemoe-2": {"mixer.score_scale": 1.0, "experts.layout": "fused_out_in"},
 }
 
@@ -275,7 +306,83 @@ def test_laguna_without_rotations_has_those_of_its_class():
     assert (full.rope, windowed.rope) == (RopeSpec(5e5, rotary_dim=8), RopeSpec(1e4))
 
 
+GEMMA_PUBLISHED = {"per_layer_config": None, "global_head_dim": 32}
+"""Published files have the heads of layers without a window beside the others."""
+
+
+def test_both_spellings_of_gemma_are_the_same_model():
+    for name, count in {"gemma4_text-0": 1, "gemma4_text-2": 2}.items():
+        assert spec_of(name, **GEMMA_PUBLISHED, num_global_key_value_heads=count) == spec_of(name)
+
+
+def test_heads_of_gemma_follow_from_its_class_where_files_leave_them_out():
+    full, windowed = spec_of("gemma4_text-0", per_layer_config=None).mixers
+    assert (full.head_dim, full.num_kv_heads, windowed.head_dim) == (512, 2, 16)
+    full, _ = spec_of("gemma4_text-1", **GEMMA_PUBLISHED, num_global_key_value_heads=1).mixers
+    assert (full.head_dim, full.num_kv_heads) == (32, 4), "layers with values of their own have as many heads as others"
+    assert {mixer.rope.theta for mixer in spec_of("gemma4_text-0", rope_parameters=None).mixers} == {1e4, 1e6}
+
+
+def test_the_last_layer_of_gemma_has_no_window():
+    kinds = ["full_attention", *["sliding_attention"] * 2]
+    heads = {str(layer): {"head_dim": 32, "num_key_value_heads": 1} for layer in (0, 2)}
+    spec = spec_of("gemma4_text-0", layer_types=kinds, per_layer_config=heads)
+    assert [layer.window for layer in spec.layers] == [0, 12, 0]
+    spec = spec_of("gemma4_text-0", layer_types=None, num_hidden_layers=14, **GEMMA_PUBLISHED)
+    assert [layer for layer, each in enumerate(spec.layers) if not each.window] == [5, 11, 13]
+
+
+def test_gemma_without_windows_is_of_one_kind():
+    heads = {str(layer): {"head_dim": 32, "num_key_value_heads": 1} for layer in range(3)}
+    (own,) = spec_of("gemma4_text-0", layer_types=["full_attention"] * 3, per_layer_config=heads).mixers
+    assert (own.kind, own.head_dim, own.values) == ("gqa", 32, "keys")
+
+
+def test_the_language_model_of_a_multimodal_gemma_is_that_of_its_text_config():
+    text = config_of(next(case for case in FAMILY_CASES if case.name == "gemma4_text-0"))
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "vision_config": {}, "text_config": text}
+    assert spec_from_config(outer) == spec_of("gemma4_text-0")
+    assert not spec_from_config({**outer, "tie_word_embeddings": False}).tie_embeddings
+
+
+def test_a_model_of_the_line_that_leaves_keys_out_is_refused_by_their_defaults():
+    config = config_of(next(case for case in FAMILY_CASES if case.name == "gemma4_text-0"))
+    for key, value in {"hidden_size_per_layer_input": 256, "enable_moe_block": False}.items():
+        with pytest.raises(UnsupportedModelError, match=f"{key} = {value} is not supported for gemma4_text"):
+            spec_from_config({name: found for name, found in config.items() if name != key})
+
+
 REFUSED = {
+    "bidirectional attention": (
+        "gemma4_text-0",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention = 'all' is not supported for gemma4_text",
+    ),
+    "layers that share keys": ("gemma4_text-0", {"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1"),
+    "wide MLPs": ("gemma4_text-0", {"use_double_wide_mlp": True}, "use_double_wide_mlp = True"),
+    "another activation": ("gemma4_text-0", {"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+    "biases of Gemma": ("gemma4_text-0", {"attention_bias": True}, "attention_bias = True"),
+    "heads of a layer with a window": (
+        "gemma4_text-0",
+        {"per_layer_config": {"0": {"head_dim": 32}, "2": {"head_dim": 32}}},
+        "per_layer_config must give the layers of full_attention the same",
+    ),
+    "heads by layer": (
+        "gemma4_text-2",
+        {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 64}}},
+        "per_layer_config must give .* found .*64",
+    ),
+    "windows by layer": ("gemma4_text-0", {"per_layer_config": {"2": {"sliding_window": 8}}}, "found .*sliding_window"),
+    "scaled proportional rotation": (
+        "gemma4_text-0",
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "factor": 2.0}}},
+        "factor = 2.0 is not supported for gemma4_text",
+    ),
+    "more pairs than there are": (
+        "gemma4_text-0",
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+        "partial_rotary_factor = 1.5 turns 24 of 16 pairs",
+    ),
     "heads of one type": (
         "laguna-0",
         {"num_attention_heads_per_layer": [4, 8, 4]},

@@ -7,6 +7,7 @@ from rayserve_moe.model.families import deepseek_v3 as deepseek_v3
 from rayserve_moe.model.families import deepseek_v32 as deepseek_v32
 from rayserve_moe.model.families import dots1 as dots1
 from rayserve_moe.model.families import ernie4_5_moe as ernie4_5_moe
+from rayserve_moe.model.families import gemma4_text as gemma4_text
 from rayserve_moe.model.families import glm4_moe as glm4_moe
 from rayserve_moe.model.families import glm4_moe_lite as glm4_moe_lite
 from rayserve_moe.model.families import glm_moe_dsa as glm_moe_dsa
