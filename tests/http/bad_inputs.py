@@ -303,6 +303,10 @@ BAD_ROUTING = [
     _completion("a first row before the prompt", param="routed_experts_start_len", routed_experts_start_len=-1),
     _completion("forced rows for one of two prompts", param="forced_routed_experts", prompt=["x", "y"],
                 forced_routed_experts=[None]),
+    _native("index rows of a model without an index", "return_indexer_topk", input_ids=[5], return_indexer_topk=True),
+    _native("index rows as a word", "return_indexer_topk", input_ids=[5], return_indexer_topk=MARKER),
+    _native("a forced choice of a model without an index", "forced_indexer_topk", input_ids=[5],
+            forced_indexer_topk=MARKER),
     _native("forced rows for one of two ids", "forced_routed_experts", input_ids=[[5], [6]],
             forced_routed_experts=MARKER),
 ]  # fmt: skip

@@ -24,12 +24,12 @@ def packed_index(chosen_NIK: np.ndarray) -> np.ndarray:
     counts_NI = (chosen_NIK >= 0).sum(-1, dtype=np.int32)
     last_NI = np.take_along_axis(chosen_NIK, np.maximum(counts_NI - 1, 0)[..., None], axis=-1)[..., 0]
     is_whole_NI = last_NI == counts_NI - 1
-    before_NIK = np.concatenate([np.full_like(chosen_NIK[..., :1], NONE), chosen_NIK[..., :-1]], axis=-1)
-    gaps_NIK = chosen_NIK - before_NIK - 1
-    has_gaps_NIK = (chosen_NIK >= 0) & ~is_whole_NI[..., None]
     heads_NI = np.where(is_whole_NI, -counts_NI, counts_NI).astype("<i4")
-    for token, (head_I, gaps_IK, has_gaps_IK) in enumerate(zip(heads_NI, gaps_NIK, has_gaps_NIK, strict=True)):
-        gaps = gaps_IK[has_gaps_IK]
+    for token, head_I in enumerate(heads_NI):
+        gaps_IK = chosen_NIK[token].copy()
+        gaps_IK[:, 1:] -= chosen_NIK[token, :, :-1] + 1
+        parts = [gaps_K[: max(head, 0)] for gaps_K, head in zip(gaps_IK, head_I.tolist(), strict=True)]
+        gaps = gaps_IK.ravel() if (head_I == gaps_IK.shape[1]).all() else np.concatenate(parts)
         large = gaps[gaps >= LARGE].astype("<u4")
         found[token] = head_I.tobytes() + np.minimum(gaps, LARGE).astype(np.uint8).tobytes() + large.tobytes()
     return found
