@@ -19,7 +19,13 @@ from tests.support.experts.eplb_proposals import SKEWED_CONFIG, SPREAD_SETTINGS
 
 WITHIN_S = 600.0
 RANKS, REDUNDANT = 4, 4
-ASKED = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True, "return_logprob": True}
+ASKED = {
+    "temperature": 0.0,
+    "max_new_tokens": 24,
+    "ignore_eos": True,
+    "return_logprob": True,
+    "return_routed_experts": True,
+}
 SPREAD = {**SPREAD_SETTINGS, "enable_prefix_caching": False}
 MOVED = {"enable_eplb": True, "eplb_interval": 1_000_000}
 PROMPTS = [draw_prompt(np.random.default_rng(seed), 20).tolist() for seed in range(8)]
@@ -36,7 +42,7 @@ def answers_of(engine: Engine) -> list[tuple[list[int], list[float]]]:
 
 
 def rows_of(engine: Engine) -> np.ndarray:
-    answers = engine.generate(input_ids=PROMPTS, return_routed_experts=True, **ASKED)
+    answers = engine.generate(input_ids=PROMPTS, **ASKED)
     layout = engine.loop.card.routing
     raw = [extract_routed_experts_from_meta_info(answer) for answer in answers]
     rows = np.concatenate([each.reshape(-1, layout.num_hidden_layers, layout.top_k) for each in raw])
