@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.balance_tables import realised_balance, rebalance
+from benchmarks.balance_tables import expert_traffic, realised_balance, rebalance
 from benchmarks.calculator_table import calculator
 from benchmarks.calibration import calibration
 from benchmarks.estimate_table import step_estimate
@@ -312,6 +312,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "families": families,
     "planner": planner,
     "rebalance": rebalance,
+    "expert_traffic": expert_traffic,
     "realised_balance": realised_balance,
     "weight_updates": weight_updates,
     "balanced_selection": balanced_selection,

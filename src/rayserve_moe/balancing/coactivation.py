@@ -14,7 +14,7 @@ import numpy as np
 
 from rayserve_moe.balancing.incremental import FIRST_ROUNDS, level
 from rayserve_moe.balancing.layout import Layout, layout_of
-from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, placement_from
+from rayserve_moe.balancing.placement import NEAR_TOKENS, ExpertPlacement, PlacementError, placement_from
 from rayserve_moe.balancing.planner import lower_bound, plan
 from rayserve_moe.balancing.traffic import CostRates, traffic_of
 
@@ -25,8 +25,11 @@ LIMITS = (1.02, 1.2)
 """Limits of a rank's load that are tried, relative to the placement from counts."""
 PAIR_ROWS, COST_ROWS = 2048, 256
 """Rows per layer that pairs are counted in, and that costs are computed from; taken evenly from all."""
-TIE_FACTOR = 1.02
-"""Placements within this factor of a layer's minimum cost are tied; of these, the fewest ranks per token decide."""
+TIE_FACTOR, LARGE_TIE_FACTOR = 1.02, 1.002
+"""Placements within this factor of a layer's minimum cost are tied; of these, the fewest ranks per token decide.
+
+The second is for steps that choose slots by shares: their tokens are enough to make costs certain.
+"""
 FAR_GAIN = 4.0
 """Weight of a token whose expert comes to its slice, against a pair of experts that comes to a rank."""
 RATES = CostRates()
@@ -136,7 +139,8 @@ def cheapest(
     found = [traffic_of(each, sample, batch=batch, num_slices=num_slices) for each in placements]
     costs = np.array([each.seconds(rates, batch=batch, num_ranks=one.ep_size) for each in found])
     ranks = np.array([each.distinct_ranks for each in found])
-    best = np.where(costs <= TIE_FACTOR * costs.min(axis=0), ranks, np.inf).argmin(axis=0)
+    factor = TIE_FACTOR if batch <= NEAR_TOKENS else LARGE_TIE_FACTOR
+    best = np.where(costs <= factor * costs.min(axis=0), ranks, np.inf).argmin(axis=0)
     layers = np.arange(len(best))
     experts, shares = (
         np.stack([getattr(each, name) for each in placements])[best, layers]

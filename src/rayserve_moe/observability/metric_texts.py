@@ -112,7 +112,7 @@ _DECLARED = (
     _gauge("expert_slots_under_way", "slots of the running rebalance that are not transferred yet"),
     _gauge("expert_imbalance_promised", "imbalance that the plan of the current placement expects, mean over layers"),
     _gauge("expert_imbalance_realised", "imbalance of the tokens counted since its rebalance, mean over layers"),
-    _gauge("expert_distinct_ranks", "devices that compute a token, if routing is captured", "layer"),
+    _gauge("expert_distinct_ranks", "devices that compute a token, if requests ask for routing", "layer"),
     _gauge("expert_peak_rows_ratio", "rows of the hottest expert divided by the mean, last reading", "layer"),
 )
 METRICS = {each.name: each for each in _DECLARED}

@@ -319,7 +319,7 @@ class RealisedBalance:
     imbalance_realised: float | None
     """Imbalance of the tokens counted since then, mean over layers; None before enough are counted."""
     distinct_ranks: list[float] | None
-    """Ranks that compute a token, mean over the sampled rows, [L]; None if the server captures no routing."""
+    """Ranks that compute a token, mean over the sampled rows, [L]; None until requests ask for routing."""
     peak_rows: list[float]
     """Rows of the hottest expert over the mean of its layer, between the last two readings, [L]."""
 
