@@ -89,7 +89,7 @@ def apply_layer(
 ) -> tuple[LayerCarry, LayerRouting | None]:
     """Compute a layer; return the carry and, for a layer with experts, its routing."""
     hidden_TD, normed_TD, pools = mixer_block(params, carry, kind, place=place, inputs=inputs, config=config)
-    out_TD, routing = FFNS[kind.ffn].apply(params, normed_TD, inputs, layer=place.of_ffn, config=config)
+    out_TD, routing = FFNS[kind.ffn].apply(params, normed_TD, inputs, kind=kind, layer=place.of_ffn, config=config)
     added_TD = _addend(params, out_TD, "ffn", kind=kind, layer=place.layer, config=config)
     return LayerCarry(hidden_TD, added_TD, pools, carry.num_done), routing
 

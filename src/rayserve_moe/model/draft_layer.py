@@ -131,5 +131,6 @@ def _mixed(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelC
 def _after_mixer(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelConfig) -> Rows:
     (hidden_TD, pools), (layer,) = rows, config.spec.layers
     normed_TD = norm_rows(hidden_TD, params["mlp_norm"]["scale"][FIRST], config)
-    out_TD, _ = FFNS[layer.ffn].apply(params, normed_TD, inputs, layer=jnp.asarray(FIRST), config=config)
+    first = jnp.asarray(FIRST)
+    out_TD, _ = FFNS[layer.ffn].apply(params, normed_TD, inputs, kind=layer, layer=first, config=config)
     return hidden_TD + out_TD, pools

@@ -38,6 +38,19 @@ class YarnSpec:
 
 
 @dataclass(frozen=True)
+class Llama3Spec:
+    """Scaling of slow frequencies by their wavelength (Llama 3.1): interpolated between two numbers of turns."""
+
+    factor: float
+    """Divisor of frequencies with fewer than `low_turns` turns in the original length."""
+    original_length: int
+    """Positions over which turns are counted."""
+    low_turns: float = 1.0
+    high_turns: float = 4.0
+    """Frequencies with more turns stay."""
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """Rotary embedding. A static NTK scaling is a larger `theta`."""
 
@@ -47,6 +60,7 @@ class RopeSpec:
     interleaved: bool = False
     """Pairs are (2i, 2i + 1) if True, else (i, i + half)."""
     yarn: YarnSpec | None = None
+    llama3: Llama3Spec | None = None
 
 
 @dataclass(frozen=True)
@@ -63,9 +77,10 @@ class ExpertSpec:
     """Gated MLPs of the experts, and the shared expert of every MoE layer; dense MLPs have their activation."""
 
     intermediate_size: int
-    layout: str = one_of("per_expert", "fused_out_in", "fused_in_out_interleaved")
-    """Form in files: `per_expert` tensors, `fused_out_in` (all experts in a tensor, gate and up in halves) or
-    `fused_in_out_interleaved` (gate and up alternate, not transposed)."""
+    layout: str = one_of("per_expert", "stacked", "fused_out_in", "fused_in_out_interleaved")
+    """Form in files: `per_expert` tensors, `stacked` (all experts in a tensor, for each of gate, up and down),
+    `fused_out_in` (all experts in a tensor, gate and up in halves) or `fused_in_out_interleaved` (gate and up
+    alternate, not transposed)."""
     bias: bool = False
     """True if gate, up and down have biases."""
     activation: str = one_of("silu", "clamped_swiglu")
@@ -80,9 +95,10 @@ class ExpertSpec:
     shared_size: int = 0
     """Width of the shared expert."""
 
-    @property
-    def gating(self) -> Activation:
-        """Return the activation with its constants."""
+    def gating(self, limit: float = 0.0) -> Activation:
+        """Return the activation with its constants; `limit` is one of a `LayerSpec`."""
+        if limit:
+            return Activation("clipped_silu", limit=limit)
         return Activation(self.activation, self.gate_slope, self.gate_limit)
 
 
@@ -146,6 +162,10 @@ class LayerSpec:
     """Number of positions that a token sees, including its own; 0 for all."""
     post_norms: bool = False
     """True if the outputs of the mixer and of the feed-forward network are normed before they are added."""
+    expert_limit: float = 0.0
+    """Limit of `clipped_silu`, the activation of experts in place of the model's; 0 for none."""
+    mlp_limit: float = 0.0
+    """The same for the shared expert, or for the MLP of a dense layer."""
 
     @property
     def kind(self) -> LayerSpec:

@@ -51,7 +51,7 @@ class Ffn:
     parameters: Callable[..., dict[str, dict[str, ParamSpec]]]
     """`(spec, *, dtype, expert_dtype, num_redundant)`: parameters by group, stacked over the layers of the kind."""
     apply: Callable[..., tuple[jax.Array, LayerRouting | None]]
-    """`(params, normed_TD, inputs, *, layer, config)`: the addend of the stream [T, D], and the routing of a layer with
-    experts."""
+    """`(params, normed_TD, inputs, *, kind, layer, config)`: the addend of the stream [T, D], and the routing of a
+    layer with experts. `kind` is the LayerSpec without its window."""
     divided_sizes: Callable[..., dict[str, int]]
     """`(spec)`: sizes that must be divisible by the tensor axis, by their keys in `config.json`."""
