@@ -115,7 +115,7 @@ def apply_layer(
     hidden_TD, normed_TD, found = mixer_block(params, carry, kind, place=place, inputs=inputs, config=config)
     pools, passed = ({name: found[name] for name in names} for names in (carry.pools, carry.passed))
     rows = FfnRows(hidden_TD, normed_TD)
-    out_TD, routing = FFNS[kind.ffn].apply(params, rows, inputs, layer=place.of_ffn, config=config)
+    out_TD, routing = FFNS[kind.ffn].apply(params, rows, inputs, kind=kind, layer=place.of_ffn, config=config)
     added_TD = _addend(params, out_TD, "ffn", kind=kind, layer=place.layer, config=config)
     if kind.has_scalar:
         hidden_TD = (hidden_TD + added_TD) * params["layer_scalars"]["scalar_L1"][place.layer]
