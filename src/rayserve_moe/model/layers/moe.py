@@ -188,7 +188,7 @@ def _norm_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
 
 def divided_sizes(spec: ModelSpec) -> dict[str, int]:
     """Return the width of a shared expert, which must be divisible by the tensor axis."""
-    key = "shared_expert_intermediate_size (or moe_intermediate_size times shared experts)"
+    key = "shared_expert_intermediate_size (or moe_intermediate_size times shared experts, or intermediate_size)"
     return {} if spec.experts.shared == "none" else {key: spec.experts.shared_size}
 
 
