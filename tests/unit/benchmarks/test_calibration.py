@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 from dataclasses import fields, replace
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.calibration import (
     KEY,
     RESULTS,
     calibration,
+    compiled,
     errors,
     estimated_us,
     fitted,
@@ -20,6 +22,7 @@ from benchmarks.calibration import (
     rates_of,
     ratios,
 )
+from benchmarks.calibration_kernels import NoWheelError, unpacked
 from benchmarks.calibration_points import POINTS
 from benchmarks.estimate_table import STEP_RATIOS
 from rayserve_moe.tools.estimate.chips import CHIPS
@@ -130,3 +133,21 @@ def test_ranges_of_compiled_steps_are_those_of_whole_steps(name):
 def test_the_calibrated_bound_is_never_exceeded():
     """No step is estimated faster than the hardware allows."""
     assert all(max(found["roofline"].values()) < found["step"]["min_seconds"] for found in STEPS.values())
+
+
+def test_a_kernel_without_its_wheel_is_skipped_by_name_and_keeps_its_reading(monkeypatch, tmp_path, capsys):
+    def refuse(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        is_peer = command[3].startswith("gmm_v2")
+        return subprocess.CompletedProcess(command, int(is_peer), '{"bundles": 7.0}', "Traceback\nskipped: no wheel")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    found = compiled(dict(READINGS), wheels=tmp_path)
+    assert found["copy on v6e"] == {"bundles": 7.0}
+    assert all(found[name] == READINGS[name] for name in READINGS if name.startswith("gmm_v2"))
+    skipped = capsys.readouterr().err.splitlines()
+    assert skipped == [f"{name}: skipped: no wheel" for name in READINGS if name.startswith("gmm_v2")]
+
+
+def test_a_missing_wheel_is_named_with_the_option_that_gets_it(tmp_path):
+    with pytest.raises(NoWheelError, match=rf"tpu-inference==[\d.]+ is not in {tmp_path}; --download"):
+        unpacked(tmp_path)
