@@ -100,7 +100,7 @@ def _grouped(
     wheels: Path, *, shape: tuple[int, int, int], rows: int, dtype: Any = jnp.bfloat16
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     """The peer's grouped product, imported without the peer's package, which loads a server."""
-    folder = _unpacked(wheels)
+    folder = unpacked(wheels)
     package = types.ModuleType("tpu_inference")
     package.__path__ = [str(folder / "tpu_inference")]
     sys.modules["tpu_inference"] = package
@@ -143,7 +143,7 @@ def download(wheels: Path) -> None:
     subprocess.run(command, check=True)
 
 
-def _unpacked(wheels: Path) -> Path:
+def unpacked(wheels: Path) -> Path:
     """Return the folder with the contents of the peer's wheel. Raises NoWheelError if it was not downloaded."""
     name, _, version = PEER_WHEEL.partition("==")
     found = sorted(wheels.glob(f"{name.replace('-', '_')}-{version}-*.whl"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 from dataclasses import fields, replace
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.calibration import (
     KEY,
     RESULTS,
     calibration,
+    compiled,
     errors,
     estimated_us,
     fitted,
@@ -20,9 +22,19 @@ from benchmarks.calibration import (
     rates_of,
     ratios,
 )
+from benchmarks.calibration_kernels import NoWheelError, unpacked
 from benchmarks.calibration_points import POINTS
+from benchmarks.estimate_table import STEP_RATIOS
 from rayserve_moe.tools.estimate.chips import CHIPS
-from rayserve_moe.tools.estimate.rates import AT_PEAK, PROMPT_ATTENTION, SPREADS, STRIDED_ATTENTION, calibrated
+from rayserve_moe.tools.estimate.rates import (
+    AT_PEAK,
+    CONSTANTS,
+    PROMPT_ATTENTION,
+    SPREADS,
+    STEP_SPREAD,
+    STRIDED_ATTENTION,
+    calibrated,
+)
 
 READINGS = json.loads(RESULTS.read_text(encoding="utf-8"))[KEY]
 HELD_OUT = [point for point in POINTS if not point.is_fitted]
@@ -45,6 +57,16 @@ def test_constants_are_those_of_the_fit():
     assert {name: getattr(found, name) for name in FITTED} == pytest.approx(
         {name: getattr(known, name) for name in FITTED}
     )
+
+
+def test_every_constant_names_its_source_and_is_used():
+    known = {constant.name: constant for constant in CONSTANTS}
+    assert all(constant.source for constant in CONSTANTS)
+    for chip in CHIPS.values():
+        rates = calibrated(chip)
+        micro = {"wait_us": rates.wait_s * 1e6, "collective_us": rates.collective_s * 1e6}
+        used = {name: micro.get(name, getattr(rates, name, None)) for name in known}
+        assert used == pytest.approx({name: constant.value for name, constant in known.items()})
 
 
 def test_spreads_are_those_of_the_points():
@@ -91,3 +113,41 @@ def test_at_peak_nothing_waits():
 def test_kernels_without_a_reading_are_left_out_of_the_table():
     few = {name: reading for name, reading in READINGS.items() if not name.startswith("gmm_v2")}
     assert "gmm_v2" in calibration(READINGS) and "gmm_v2" not in calibration(few)
+
+
+STEPS = json.loads((RESULTS.parent / "step_estimate.json").read_text(encoding="utf-8"))["step_estimate"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_ranges_of_compiled_steps_are_those_of_whole_steps(name):
+    """Ranges of steps that were not compiled, and of those with a time at peak alone, hold for compiled steps."""
+    step = STEPS[name]["step"]
+    assert step["min_seconds"] >= step["seconds"] * STEP_SPREAD.min_ratio
+    assert step["max_seconds"] <= step["seconds"] * STEP_SPREAD.max_ratio
+    if "decode" in name:
+        low, high = STEP_RATIOS
+        assert step["peak_seconds"] * low <= step["min_seconds"] * 1.02
+        assert step["max_seconds"] <= step["peak_seconds"] * high
+
+
+def test_the_calibrated_bound_is_never_exceeded():
+    """No step is estimated faster than the hardware allows."""
+    assert all(max(found["roofline"].values()) < found["step"]["min_seconds"] for found in STEPS.values())
+
+
+def test_a_kernel_without_its_wheel_is_skipped_by_name_and_keeps_its_reading(monkeypatch, tmp_path, capsys):
+    def refuse(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        is_peer = command[3].startswith("gmm_v2")
+        return subprocess.CompletedProcess(command, int(is_peer), '{"bundles": 7.0}', "Traceback\nskipped: no wheel")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    found = compiled(dict(READINGS), wheels=tmp_path)
+    assert found["copy on v6e"] == {"bundles": 7.0}
+    assert all(found[name] == READINGS[name] for name in READINGS if name.startswith("gmm_v2"))
+    skipped = capsys.readouterr().err.splitlines()
+    assert skipped == [f"{name}: skipped: no wheel" for name in READINGS if name.startswith("gmm_v2")]
+
+
+def test_a_missing_wheel_is_named_with_the_option_that_gets_it(tmp_path):
+    with pytest.raises(NoWheelError, match=rf"tpu-inference==[\d.]+ is not in {tmp_path}; --download"):
+        unpacked(tmp_path)
