@@ -20,6 +20,7 @@ KERNELS = {
     "top_experts",
     "grouped_ffn",
     "low_latency_dispatch",
+    "device_sums",
 }
 
 
@@ -53,6 +54,6 @@ def test_a_choice_that_depends_on_the_number_of_tokens_has_its_ranges():
     assert report["attention gqa"] == "paged"
     assert re.fullmatch(
         r"2-\d+ tokens: low_latency_dispatch \(local: experts lie on 8 devices\), "
-        r"\d+-\d+ tokens: fused \(local: .*; low_latency_dispatch: .* MiB of a core's memory; replicated: .*\)",
+        r"\d+-\d+ tokens: device_sums \(local: .*; low_latency_dispatch: .* MiB of a core's memory; replicated: .*\)",
         report["experts"],
     )

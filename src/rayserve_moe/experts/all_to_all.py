@@ -9,7 +9,7 @@ from each rank to each slot. These numbers alone determine the place of every ro
     sender's rows    [ to rank 0 | to rank 1 | ... | padding ]        in the order of slots
     receiver's rows  [ from rank 0 | from rank 1 | ... ]              cut into rounds of `round_rows`
 
-Results are returned per assignment and are added by the sender in router order, never as sums per rank. Rows are
+Results are returned per assignment and are added by the sender, in router order or as `addition_order` says. Rows are
 exchanged as [Q, V] lanes, so that a row is contiguous in the memory of a TPU.
 """
 
@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.experts.addition_order import adds_by_device
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots, is_near
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows, take_part
@@ -62,7 +63,9 @@ def apply_all_to_all(
     with jax.named_scope("dispatch"):
         slots_GTK = jax.vmap(choose)(ids_GTK, valid_GT)
     num_ranks, num_local = plan.num_expert_ranks, config.num_local_slots
-    exchange = ExchangeConfig((DATA, TENSOR), num_ranks, config.num_slots, taken, plan.num_slices)
+    exchange = ExchangeConfig(
+        (DATA, TENSOR), num_ranks, config.num_slots, taken, plan.num_slices, adds_by_device(tokens, experts, config)
+    )
     product = ProductConfig(num_local, chunk * top_k * num_ranks / config.router.num_experts, config.activation)
     of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
     if len(hidden_GTD) > 1 and platform_of(plan.mesh) == "tpu":  # otherwise every chunk would convert them
@@ -104,6 +107,8 @@ class ExchangeConfig:
     num_slots: int
     round_rows: int
     num_slices: int = 1
+    adds_by_device: bool = False
+    """True if a token's results are added up in the order of slots, and rounded for each device (`device_sums`)."""
 
 
 class Runs(NamedTuple):
@@ -309,17 +314,37 @@ def _empty_results(chunk: Chunk) -> jax.Array:
 
 @jax.named_scope("combine")
 def _add_up(chunk: Chunk, route: Route, results_NQV: jax.Array, config: ExchangeConfig) -> jax.Array:
-    """Add each token's weighted results in router order, in float32. Assignments that were not sent have no result."""
+    """Add each token's weighted results in float32, in router order or device by device.
+
+    Assignments that were not sent have no result.
+    """
     (num_tokens, top_k), row_shape = chunk.slots_TK.shape, results_NQV.shape[1:]
-    place_KT = route.order.place_P.reshape(num_tokens, top_k).T
-    results_KTQV = take(results_NQV, place_KT.reshape(-1)).reshape(top_k, num_tokens, *row_shape)
-    total_TQV = jnp.zeros((1, 1, 1), jnp.float32)
+    slots_TK, gates_TK, place_TK = chunk.slots_TK, chunk.gates_TK, route.order.place_P.reshape(num_tokens, top_k)
+    if config.adds_by_device:
+        slots_TK, place_TK, gates_TK = jax.lax.sort((slots_TK, place_TK, gates_TK), dimension=1, num_keys=1)
+    results_KTQV = take(results_NQV, place_TK.T.reshape(-1)).reshape(top_k, num_tokens, *row_shape)
+    device_TK = jax.lax.div(slots_TK, config.num_slots // config.num_ranks)
+    total_TQV = own_TQV = jnp.zeros((1, 1, 1), jnp.float32)
     for rank in range(top_k):
-        sent_T11 = (chunk.slots_TK[:, rank] < config.num_slots)[:, None, None]
+        sent_T11 = (slots_TK[:, rank] < config.num_slots)[:, None, None]
         result_TQV = jnp.where(sent_T11, results_KTQV[rank].astype(jnp.float32), 0.0)
-        total_TQV += chunk.gates_TK[:, rank, None, None] * result_TQV
+        if config.adds_by_device and rank:
+            is_first_T11 = (device_TK[:, rank] != device_TK[:, rank - 1])[:, None, None]
+            rounded_TQV = _rounded(own_TQV, chunk.hidden_TD.dtype)
+            total_TQV = jnp.where(is_first_T11, total_TQV + rounded_TQV, total_TQV)
+            own_TQV = jnp.where(is_first_T11, 0.0, own_TQV)
+        own_TQV += gates_TK[:, rank, None, None] * result_TQV
+    if config.adds_by_device:
+        own_TQV = _rounded(own_TQV, chunk.hidden_TD.dtype)
+    total_TQV += own_TQV
     # XLA would bring the results of every rank into the order of the sum, instead of the sum alone.
     return jax.lax.optimization_barrier(total_TQV.astype(chunk.hidden_TD.dtype)).reshape(chunk.hidden_TD.shape)
+
+
+def _rounded(numbers: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return float32 numbers rounded to `dtype`: not by converting to and fro, which compilers leave out."""
+    form = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(numbers, exponent_bits=form.nexp, mantissa_bits=form.nmant)
 
 
 def _slots_of_round(route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:

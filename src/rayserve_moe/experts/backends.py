@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.experts import device_sums, low_latency
+from rayserve_moe.experts.addition_order import unsupported_kind
 from rayserve_moe.experts.all_to_all import apply_all_to_all, exchange_sizes
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
@@ -88,7 +89,7 @@ def choose_backend(tokens: RoutedTokens, experts: PlacedExperts, *, config: Expe
     if config.backend == LOW_LATENCY:
         return choose((named[LOW_LATENCY], named[ALL_TO_ALL]), tokens, experts, config=config)
     if config.backend == DEVICE_SUMS:
-        fast_or_not = replace(named[DEVICE_SUMS], unsupported_reason=device_sums.unsupported_kind)
+        fast_or_not = replace(named[DEVICE_SUMS], unsupported_reason=unsupported_kind)
         return choose((fast_or_not, named[ALL_TO_ALL]), tokens, experts, config=config)
     return Choice(named[config.backend])
 

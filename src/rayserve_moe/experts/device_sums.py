@@ -19,24 +19,23 @@ their own numbers: a token's experts are added up in their order, device after d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.experts.addition_order import max_tokens, unsupported_kind
 from rayserve_moe.experts.all_to_all import Runs, runs_between
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacedExperts
+from rayserve_moe.experts.slot_mapping import PlacedExperts
 from rayserve_moe.experts.tokens import MIN_FUSED_CHUNK, RoutedTokens, cut_into_chunks, take_part
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
 from rayserve_moe.kernels.reference.device_sums import DeviceSumKernels, SlotLists
 from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
-State = TypeVar("State")
 LANES = 128
 TOGETHER = 16
 """Divides the tokens of a chunk: rows of a tile of bfloat16 on a TPU."""
@@ -73,7 +72,12 @@ def apply_device_sums(tokens: RoutedTokens, experts: PlacedExperts, *, config: E
     with jax.named_scope("dispatch"):
         slots_GTK = jnp.where(valid_GT[..., None], ids_GTK, config.num_slots)
         row_plans = plan_rows(slots_GTK, gates_GTK, config=config)
-    out_GTD = _exchange_of(experts, config).run(Chunk(hidden_GTD, row_plans))
+    num_local = config.num_local_slots
+    mean_rows = chunk * config.router.top_k * plan.num_expert_ranks / config.num_slots
+    product = ProductConfig(num_local, mean_rows, config.activation)
+    of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
+    exchange = ChunkExchange(config.kernels.experts.device_sums.run, of_layer)
+    out_GTD = exchange.run(Chunk(hidden_GTD, row_plans))
     out_TD = out_GTD.reshape(-1, width)[: len(part.valid_T)]
     if plan.tensor_size > 1:
         with jax.named_scope("combine"):
@@ -93,22 +97,6 @@ def unsupported_reason(tokens: RoutedTokens, experts: PlacedExperts, *, config: 
     if most < MIN_FUSED_CHUNK:
         return f"a chunk has at most {most} tokens of a device, not {MIN_FUSED_CHUNK}"
     return ""
-
-
-def unsupported_kind(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> str:
-    """Return why `apply_device_sums` cannot take a call of any size; empty if it can."""
-    if experts.maps is not None or config.slot_choice == CHOSEN_BEFORE or config.num_redundant:
-        return "experts may move, and sums of devices depend on where experts are"
-    if config.plan.num_slices > 1:
-        return f"devices lie on {config.plan.num_slices} slices"
-    return config.kernels.experts.device_sums.unsupported_reason(tokens.hidden_TD, experts.weights)
-
-
-def max_tokens(experts: PlacedExperts, config: ExpertConfig) -> int:
-    """Return the maximum number of tokens of a chunk, by the rows that a device can receive."""
-    _, width, inner = experts.weights.gate_XDF.shape
-    max_rows = config.kernels.experts.device_sums.run.max_rows(width, inner)
-    return max_rows // config.plan.num_expert_ranks
 
 
 def chunk_tokens(num_tokens: int, max_tokens: int) -> int:
@@ -161,59 +149,6 @@ def plan_rows(slots_GTK: jax.Array, gates_GTK: jax.Array, *, config: ExpertConfi
     return RowPlan(token_GN, jnp.swapaxes(places_GTR, 1, 2), sent, received, lists)
 
 
-def apply_in_pieces(
-    enter: Callable[[State, jax.Array], tuple[State, RoutedTokens]],
-    leave: Callable[[State, jax.Array, jax.Array], State],
-    state: State,
-    num_pieces: int,
-    *,
-    experts: PlacedExperts,
-    config: ExpertConfig,
-) -> State:
-    """Exchange pieces of tokens that `enter(state, i)` computes, while other pieces move; return the last state.
-
-        leave piece i - 2: return, add up  |  multiply piece i - 1  |  enter piece i: compute, send
-
-    `leave(state, i, out_TD)` takes the MoE sums of a piece. Pieces are at least three, of equal sizes, and enter in
-    order; `unsupported_reason` must accept each.
-    """
-
-    def begin(state: State, piece: jax.Array) -> tuple[State, tuple[RowPlan, jax.Array]]:
-        state, tokens = enter(state, piece)
-        with jax.named_scope("dispatch"):
-            slots_TK = jnp.where(tokens.valid_T[:, None], tokens.ids_TK, config.num_slots)
-            plan = jax.tree.map(lambda array: array[0], plan_rows(slots_TK[None], tokens.gates_TK[None], config=config))
-        return state, (plan, exchange.send(Chunk(tokens.hidden_TD, plan)))
-
-    def multiply(plan: RowPlan, rows_NQV: jax.Array) -> tuple[RowPlan, jax.Array]:
-        return plan, exchange.multiply(plan, rows_NQV)
-
-    def end(state: State, piece: jax.Array, plan: RowPlan, sums_NQV: jax.Array) -> State:
-        return leave(state, piece, exchange.add_up(plan, exchange.give_back(plan, sums_NQV)))
-
-    def visit(carry: tuple, piece: jax.Array) -> tuple[tuple, None]:
-        state, sent, multiplied = carry
-        state = end(state, piece - 2, *multiplied)
-        state, following = begin(state, piece)
-        return (state, following, multiply(*sent)), None
-
-    exchange = _exchange_of(experts, config)
-    state, first = begin(state, jnp.int32(0))
-    state, second = begin(state, jnp.int32(1))
-    carry = jax.lax.optimization_barrier((state, second, multiply(*first)))
-    (state, sent, multiplied), _ = jax.lax.scan(visit, carry, jnp.arange(2, num_pieces, dtype=jnp.int32))
-    state = end(state, jnp.int32(num_pieces - 2), *multiplied)
-    return end(state, jnp.int32(num_pieces - 1), *multiply(*sent))
-
-
-def _exchange_of(experts: PlacedExperts, config: ExpertConfig) -> ChunkExchange:
-    num_local = config.num_local_slots
-    # The mean load of a slot only matters to the product of the reference.
-    product = ProductConfig(num_local, float(MIN_FUSED_CHUNK), config.activation)
-    of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
-    return ChunkExchange(config.kernels.experts.device_sums.run, of_layer)
-
-
 @dataclass(frozen=True)
 class ChunkExchange:
     """The stages of an exchange of chunks, and their order."""
@@ -230,25 +165,25 @@ class ChunkExchange:
         num_chunks = len(chunks.hidden_TD)
         if num_chunks == 1:
             chunk = _of(chunks, 0)
-            sums = self.multiply(chunk.plan, self.send(chunk))
-            return self.add_up(chunk.plan, self.give_back(chunk.plan, sums))[None]
+            sums = self._multiply(chunk.plan, self._send(chunk))
+            return self._add_up(chunk.plan, self._give_back(chunk.plan, sums))[None]
 
         def visit(carry: tuple[jax.Array, jax.Array], near: tuple[Chunk, Chunk, Chunk]) -> tuple:
             (received, sums), (previous, own, following) = carry, near
-            out_TD = self.add_up(previous.plan, self.give_back(previous.plan, sums))
-            return (self.send(following), self.multiply(own.plan, received)), out_TD
+            out_TD = self._add_up(previous.plan, self._give_back(previous.plan, sums))
+            return (self._send(following), self._multiply(own.plan, received)), out_TD
 
         first, second, previous, last = (_of(chunks, which) for which in (0, 1, -2, -1))
-        begin = self.send(second), self.multiply(first.plan, self.send(first))
+        begin = self._send(second), self._multiply(first.plan, self._send(first))
         near = _of(chunks, slice(-2)), _of(chunks, slice(1, -1)), _of(chunks, slice(2, None))
         (received, sums), out_GTD = jax.lax.scan(visit, jax.lax.optimization_barrier(begin), near)
-        both = self.give_back(previous.plan, sums), self.multiply(last.plan, received)
+        both = self._give_back(previous.plan, sums), self._multiply(last.plan, received)
         returned, sums = jax.lax.optimization_barrier(both)
-        out_TD = self.add_up(previous.plan, returned), self.add_up(last.plan, self.give_back(last.plan, sums))
+        out_TD = self._add_up(previous.plan, returned), self._add_up(last.plan, self._give_back(last.plan, sums))
         return jnp.concatenate([out_GTD, jnp.stack(out_TD)])
 
     @jax.named_scope("dispatch")
-    def send(self, chunk: Chunk) -> jax.Array:
+    def _send(self, chunk: Chunk) -> jax.Array:
         """Send the rows of a chunk; return the received rows [N, Q, V]."""
         sent, received = chunk.plan.sent, chunk.plan.received
         rows_NQV = self.kernels.place_rows(chunk.hidden_TD, chunk.plan.token_N, jnp.sum(sent.counts_R))
@@ -256,19 +191,19 @@ class ChunkExchange:
         return self._exchange(rows_NQV, slices, chunk.plan.token_N.size)
 
     @jax.named_scope("experts")
-    def multiply(self, plan: RowPlan, rows_NQV: jax.Array) -> jax.Array:
+    def _multiply(self, plan: RowPlan, rows_NQV: jax.Array) -> jax.Array:
         """Return the sums of the received rows [N, Q, V]."""
         return self.kernels.sum_experts(rows_NQV, plan.lists, self.experts)
 
     @jax.named_scope("combine")
-    def give_back(self, plan: RowPlan, sums_NQV: jax.Array) -> jax.Array:
+    def _give_back(self, plan: RowPlan, sums_NQV: jax.Array) -> jax.Array:
         """Return the sums to the senders of their rows: [N, Q, V]."""
         sent, received = plan.sent, plan.received
         slices = RaggedSlices(received.at_receiver_R, received.counts_R, received.at_sender_R, sent.counts_R)
         return self._exchange(sums_NQV, slices, plan.token_N.size)
 
     @jax.named_scope("combine")
-    def add_up(self, plan: RowPlan, rows_NQV: jax.Array) -> jax.Array:
+    def _add_up(self, plan: RowPlan, rows_NQV: jax.Array) -> jax.Array:
         """Return the sum of each token [T, D]."""
         return self.kernels.add_rows(rows_NQV, plan.places_RT, jnp.sum(plan.sent.counts_R))
 

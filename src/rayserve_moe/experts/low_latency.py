@@ -7,11 +7,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.experts.addition_order import adds_by_device
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots, is_near
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
 from rayserve_moe.kernels.narrow_weights import in_blocks
-from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
+from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig
 from rayserve_moe.kernels.tpu.dispatch_sizes import WEIGHT_DTYPES, DispatchSizes
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
@@ -33,7 +34,7 @@ def apply_low_latency(tokens: RoutedTokens, experts: PlacedExperts, *, config: E
         slots_TK = choose_slots(
             part.ids_TK, part.valid_T, experts.maps, layer=layer, rank=rank, config=config, near=near
         )
-    sizes = _sizes_of(tokens.hidden_TD, experts.weights, config)
+    sizes = _sizes_of(tokens, experts, config)
     product = ProductConfig(sizes.num_slots, sizes.num_ranks * sizes.num_rows / config.num_slots, config.activation)
     of_layer = LayerExperts(experts.weights, experts.layer * sizes.num_slots, product)
     with jax.named_scope("experts"):
@@ -63,11 +64,11 @@ def unsupported_reason(tokens: RoutedTokens, experts: PlacedExperts, *, config: 
         return "experts have biases"
     if config.plan.num_slices > 1:
         return f"devices lie on {config.plan.num_slices} slices"
-    return config.kernels.experts.low_latency.unsupported_reason(_sizes_of(hidden_TD, weights, config))
+    return config.kernels.experts.low_latency.unsupported_reason(_sizes_of(tokens, experts, config))
 
 
-def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig) -> DispatchSizes:
-    (num_tokens, width), shape = hidden_TD.shape, config.plan.mesh.shape
+def _sizes_of(tokens: RoutedTokens, experts: PlacedExperts, config: ExpertConfig) -> DispatchSizes:
+    (num_tokens, width), weights, shape = tokens.hidden_TD.shape, experts.weights, config.plan.mesh.shape
     return DispatchSizes(
         num_tokens if num_tokens <= FEW_TOKENS else -(-num_tokens // config.plan.tensor_size),
         config.router.top_k,
@@ -78,5 +79,6 @@ def _sizes_of(hidden_TD: jax.Array, weights: ExpertWeights, config: ExpertConfig
         config.activation,
         str(weights.gate_XDF.dtype),
         cores_of(config.plan.mesh),
+        adds_by_device=adds_by_device(tokens, experts, config),
         in_blocks=in_blocks(weights.gate_scale_XZF),
     )

@@ -45,9 +45,9 @@ from tests.support.models.core import CORE_CONFIG
 from tests.support.session.xla_flags import process_flags
 
 SIZES = DispatchSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
-IN_BLOCKS, ON_TWO_CORES = "in blocks: ", "on two cores: "
+IN_BLOCKS, ON_TWO_CORES, BY_DEVICE = "in blocks: ", "on two cores: ", "by device: "
 """Before the name of a case: experts are read in two blocks, and rows of a slot taken in groups of one tile; a device
-has two cores, and three slots for them.
+has two cores, and three slots for them; results are added up device by device.
 """
 WIDTHS: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 DRAWN = Drawn(scale=0.05, norm_jitter=0.2)
@@ -73,6 +73,7 @@ def sizes_of(name: str) -> DispatchSizes:
     sizes = replace(SIZES, weight_dtype=dtype or "bfloat16", in_blocks=bool(in_blocks))
     if ON_TWO_CORES in name:
         sizes = replace(sizes, num_slots=3, num_cores=2)
+    sizes = replace(sizes, adds_by_device=BY_DEVICE in name)
     return replace(sizes, inner=256, given_block=128) if IN_BLOCKS in name else sizes
 
 
@@ -125,8 +126,26 @@ def outcome_of(slots: np.ndarray, sizes: DispatchSizes) -> Outcome:
     of_layer = jax.tree.map(lambda w: w.reshape(*layers, *w.shape[1:])[:, 1].reshape(-1, *w.shape[1:]), weights)
     experts = LayerExperts(of_layer, 0, ProductConfig(sizes.num_ranks * sizes.num_slots, 8.0))
     expected = sum_results(hidden_TD, slots_TK, gates_TK, experts, multiply=multiply_in_blocks).astype(jnp.bfloat16)
+    if sizes.adds_by_device:
+        results_TKD = np.asarray(multiply_in_blocks(hidden_TD, slots_TK, experts), np.float32)
+        expected = sum_by_device(results_TKD, slots, np.asarray(gates_TK), sizes)
     difference = np.abs(found - np.asarray(expected, np.float32)).max()
     return FAULTS_FOUND.outcome(difference, np.abs(np.asarray(expected, np.float32)).max())
+
+
+def sum_by_device(
+    results_TKD: np.ndarray, slots_TK: np.ndarray, gates_TK: np.ndarray, sizes: DispatchSizes
+) -> np.ndarray:
+    """Sums in the order of slots, in float32, rounded for each device, and at the end."""
+    total_TD = np.zeros(results_TKD[:, 0].shape, np.float32)
+    for token, (slots, gates) in enumerate(zip(slots_TK, gates_TK, strict=True)):
+        for device in range(sizes.num_ranks):
+            own = np.zeros_like(total_TD[0])
+            for k in np.argsort(slots, kind="stable"):
+                if slots[k] // sizes.num_slots == device:
+                    own = own + gates[k] * results_TKD[token, k]
+            total_TD[token] += own.astype(jnp.bfloat16).astype(np.float32)
+    return total_TD.astype(jnp.bfloat16)
 
 
 def interpreted(name: str, *, traced: list[str]) -> Kernels:
@@ -237,6 +256,13 @@ def laws_outcome(mesh: tuple[int, int]) -> Outcome:
     return FAULTS_FOUND.outcome(from_wide, of_cpus)
 
 
+def devices_of_other_slots() -> None:
+    ordered = low_latency_dispatch.in_slot_order
+    low_latency_dispatch.in_slot_order = lambda slots, places, num_local: ordered(
+        slots, places, num_local=num_local + 1
+    )
+
+
 def two_senders_to_the_same_rows() -> None:
     table_rows = low_latency_dispatch.table_rows
 
@@ -317,6 +343,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "scales of the next slot, int8": scales_of_the_next_slot,
     IN_BLOCKS + "no wait for rows from HBM": no_wait_for_rows_from_hbm,
     ON_TWO_CORES + "both as the first": both_cores_as_the_first,
+    BY_DEVICE + "devices of other slots": devices_of_other_slots,
 }
 
 

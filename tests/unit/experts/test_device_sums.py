@@ -8,8 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from rayserve_moe.experts import device_sums
-from rayserve_moe.experts.backends import choose_backend
+from rayserve_moe.experts import backends, device_sums
+from rayserve_moe.experts.addition_order import unsupported_kind
+from rayserve_moe.experts.backends import EXPERT_BACKENDS, choose_backend
 from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacedExperts
 from rayserve_moe.experts.tokens import RoutedTokens
 from rayserve_moe.kernels.reference import device_sums as reference
@@ -53,6 +54,19 @@ def test_neither_chunks_nor_other_tokens_show_in_a_single_bit(max_tokens, monkey
     np.testing.assert_array_equal(run(valid=half).out, np.where(half[:, None], whole.out, 0))
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_an_exchange_of_results_adds_up_to_the_same_bits(dtype, monkeypatch):
+    """As a step with fewer tokens of a device takes: bits do not depend on the size of a step."""
+    case, plan = replace(CASE, num_tokens=48, dtype=dtype), plan_of(4, 1)
+    exchange = next(each for each in EXPERT_BACKENDS if each.name == "all_to_all")
+    expected = MoeRun(case, plan, backend="device_sums")()
+    in_router_order = MoeRun(case, plan, backend="all_to_all")()
+    monkeypatch.setattr(backends, "EXPERT_BACKENDS", (exchange,))
+    found = MoeRun(case, plan, backend="auto")()
+    np.testing.assert_array_equal(found.out, expected.out)
+    assert (in_router_order.out != expected.out).any()
+
+
 def test_a_planted_fault_is_found(monkeypatch):
     """Sums that come back to the rows of another rank."""
     right = device_sums.runs_between
@@ -80,7 +94,7 @@ def test_experts_that_may_move_go_another_way():
     fixed = PlacedExperts(None, 0, None)
     moving = fixed._replace(maps=placements_for(CASE, run.plan, 0)[0])
     for experts, config in ((moving, run.config), (fixed, replace(run.config, slot_choice=CHOSEN_BEFORE))):
-        assert "experts may move" in device_sums.unsupported_kind(tokens, experts, config=config)
+        assert "experts may move" in unsupported_kind(tokens, experts, config=config)
     slices = replace(run.config, plan=replace(run.plan, num_slices=2))
-    assert device_sums.unsupported_kind(tokens, fixed, config=slices) == "devices lie on 2 slices"
+    assert unsupported_kind(tokens, fixed, config=slices) == "devices lie on 2 slices"
     assert choose_backend(tokens, moving, config=run.config).name == "all_to_all"

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.tpu.dispatch_rows import count_slots, places_of, slots_of_core, table_rows
+from rayserve_moe.kernels.tpu.dispatch_rows import count_slots, in_slot_order, places_of, slots_of_core, table_rows
 from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes, unsupported_reason
-from tests.support.kernels.low_latency_dispatch import FAULTS, IN_BLOCKS, ON_TWO_CORES, run_dispatch
+from tests.support.kernels.low_latency_dispatch import BY_DEVICE, FAULTS, IN_BLOCKS, ON_TWO_CORES, run_dispatch
 
 ROUNDING = 2**-7
 """Of a result in bfloat16, against the largest one: the kernel rounds as often as the reference."""
@@ -30,6 +30,18 @@ def test_places_are_slot_after_slot_and_none_is_taken_twice():
         by_place = slots[slots >= 0][np.argsort(found[slots >= 0])]
         assert sorted(found[slots >= 0]) == list(range(len(by_place))) and (np.diff(by_place) >= 0).all()
         assert (found[slots < 0] == 99).all()
+
+
+def test_places_in_the_order_of_slots_say_where_a_device_begins():
+    slots = SLOTS[0]
+    places = np.random.default_rng(1).permutation(slots.size).reshape(slots.shape)
+    lanes = np.pad(places, ((0, 0), (0, 128 - slots.shape[1])))
+    found = np.asarray(in_slot_order(jnp.asarray(slots), jnp.asarray(lanes, jnp.int32), num_local=LOCAL))
+    order = np.argsort(slots, axis=1, kind="stable")
+    ranks = np.take_along_axis(slots, order, axis=1) // LOCAL
+    is_first = np.diff(ranks, axis=1, prepend=-9) != 0
+    expected = np.concatenate([np.take_along_axis(places, order, axis=1), order, is_first], axis=1)
+    np.testing.assert_array_equal(found[:, : 3 * slots.shape[1]], expected)
 
 
 def test_what_ranks_send_lies_apart_and_in_tiles_of_one_slot():
@@ -114,6 +126,14 @@ def test_sums_are_the_same_in_blocks_and_over_cores(name):
 
 
 @pytest.mark.slow
+def test_results_are_added_up_device_by_device_to_the_bit():
+    names = [BY_DEVICE + load for load in ("any", "mostly one slot", "ranks without tokens or without rows")]
+    for name, found in run_dispatch(*names).items():
+        assert not (found.error or found.has_races or found.has_rest), (name, found)
+        assert found.difference == 0 and found.largest > 0, name
+
+
+@pytest.mark.slow
 def test_a_layer_is_the_dense_one_for_any_placement():
     (found,) = run_dispatch("a layer with placements").values()
     assert found.difference <= 2 * ROUNDING * found.largest and not (found.has_races or found.has_rest)
@@ -141,4 +161,5 @@ def test_laws_hold_by_all_kernels_of_our_own(devices):
 def test_a_planted_fault_is_found(fault):
     """A race, a number that is none or wrong, a semaphore that is left over, or ranks that do not meet."""
     (found,) = run_dispatch(fault).values()
-    assert found.error or found.has_races or found.has_rest or not found.difference <= ROUNDING * found.largest
+    most = 0 if BY_DEVICE in fault else ROUNDING * found.largest
+    assert found.error or found.has_races or found.has_rest or not found.difference <= most

@@ -370,6 +370,41 @@ def test_kernels_are_told_the_trips_that_only_a_run_knows():
     assert not attention.is_least and not product.is_least
 
 
+SUMMED = """\
+HloModule kernels, is_scheduled=true
+
+ENTRY %main (first: s32[1], begin: s32[2,5], base: s32[3], places: s32[128], gates: f32[128], rows: u32[768,128], \
+up: bf16[12,2048,128], down: bf16[12,128,2048]) -> u32[768,128] {
+  %first = s32[1]{0} parameter(0)
+  %begin = s32[2,5]{1,0} parameter(1)
+  %base = s32[3]{0} parameter(2)
+  %places = s32[128]{0} parameter(3)
+  %gates = f32[128]{0} parameter(4)
+  %rows = u32[768,128]{1,0} parameter(5)
+  %up = bf16[12,2048,128]{2,1,0} parameter(6)
+  %down = bf16[12,128,2048]{2,1,0} parameter(7)
+  ROOT %device_sums.3 = u32[768,128]{1,0} custom-call(%first, %begin, %base, %places, %gates, %rows, %up, %up, %down), \
+custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_the_kernel_of_device_sums_multiplies_tiles_and_moves_the_rows_that_are_there():
+    """Two ranks have 56 assignments each, for four used slots; of 96 rows of room three quarters have a token."""
+    program = read_program(SUMMED)
+    instructions = {one.name: one for one in program.computations[program.entry]}
+    kernel = instructions["device_sums.3"]
+    operands = [instructions[name] for name in kernel.operands]
+    found = work_of(kernel, operands, work=replace(WORK, used_slots=4, device_share=0.75))
+    assert found is not None
+    num_rows, of_slot = 96 * 0.75, 56 / 4
+    tiles = of_slot / 128 + 0.5
+    clear, listed = num_rows / 8 / 4, of_slot / 2 / 8 + 0.5
+    assert found.trips_each == pytest.approx((4, clear, listed, tiles, of_slot / tiles / 8, clear))
+    scalars = 4 * (1 + 10 + 3 + 128 + 128)
+    assert found.hbm_bytes == pytest.approx(4 * 3 * 2048 * 128 * 2 + 2 * num_rows * 4096 + scalars)
+
+
 DRAFTED = """\
 HloModule kernels, is_scheduled=true
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.tpu.dispatch_rows import as_words, halves
+from rayserve_moe.kernels.tpu.dispatch_rows import as_words, halves, rounded
 from rayserve_moe.kernels.tpu.dispatch_sizes import CONVERTED_TOKENS, LANES
 
 GROUP_ROWS = 128
@@ -139,5 +139,5 @@ def _add(*refs: Any, words: int, num_ranks: int) -> None:
 
 def packed(lower: jax.Array, upper: jax.Array) -> jax.Array:
     """Return words of the numbers of both halves of rows, float32 each, rounded to bfloat16."""
-    lower, upper = (pltpu.bitcast(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.uint32) for x in (lower, upper))
+    lower, upper = (pltpu.bitcast(rounded(half), jnp.uint32) for half in (lower, upper))
     return (lower >> 16) | upper

@@ -24,7 +24,7 @@ from rayserve_moe.kernels.reference.activations import Activation, activate
 from rayserve_moe.kernels.reference.device_sums import SlotLists
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts
 from rayserve_moe.kernels.tpu.device_rows import packed
-from rayserve_moe.kernels.tpu.dispatch_rows import as_words, halves
+from rayserve_moe.kernels.tpu.dispatch_rows import as_words, halves, rounded
 from rayserve_moe.kernels.tpu.dispatch_sizes import LANES, SUBLANES
 
 TILE_ROWS = 128
@@ -39,7 +39,8 @@ def sum_experts(rows_CQV: jax.Array, lists: SlotLists, experts: LayerExperts, *,
     """Return the sum of gate * expert of each received row over the local slots, in their order: words [C, Q, V]."""
     weights, config = experts.weights, experts.config
     (count, words, _), (_, width, inner) = rows_CQV.shape, weights.gate_XDF.shape
-    places_RA, gates_RA = (jnp.pad(array, ((0, 0), (0, UNROLLED))) for array in (lists.places_RA, lists.gates_RA))
+    # The scalar unit addresses an array of one dimension in a single instruction.
+    places, gates = (jnp.pad(a, ((0, 0), (0, UNROLLED))).reshape(-1) for a in (lists.places_RA, lists.gates_RA))
     first_1 = jnp.asarray(experts.first_slot, jnp.int32).reshape(1)
     smem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.HBM))
     up = pl.BlockSpec((1, width, inner), lambda slot, first_1: (first_1[0] + slot, 0, 0))
@@ -72,8 +73,8 @@ def sum_experts(rows_CQV: jax.Array, lists: SlotLists, experts: LayerExperts, *,
         first_1,
         lists.begin_RS,
         lists.base_R,
-        places_RA,
-        gates_RA,
+        places,
+        gates,
         rows_CQV.reshape(-1, LANES),
         weights.gate_XDF,
         weights.up_XDF,
@@ -111,7 +112,7 @@ def unsupported_reason(hidden_TD: jax.Array, weights: ExpertWeights) -> str:
 
 
 def spare_row(num_rows: int) -> int:
-    """Return the row that pads tiles: the last one, which nobody sends."""
+    """Return the row that pads tiles: the last one, which no rank sends."""
     return num_rows - 1
 
 
@@ -126,9 +127,9 @@ class Refs(NamedTuple):
     """First slot of this device among the weights of all layers."""
     begin_RS: Any
     base_R: Any
-    places_RA: Any
-    gates_RA: Any
-    """Fields of `SlotLists`."""
+    places: Any
+    gates: Any
+    """Fields of `SlotLists`; the last two have the assignments of all senders, and `UNROLLED` more for each."""
     rows_in: Any
     """Received rows as words, in HBM."""
     gate: Any
@@ -206,20 +207,23 @@ def _copy_of(refs: Refs, source: Any, target: Any) -> Any:
 def _list_rows(refs: Refs, slot: jax.Array) -> jax.Array:
     """List the rows of a slot with their weights, and pad the list by a tile; return their number."""
 
+    num_ranks = refs.begin_RS.shape[0]
+    stride = refs.places.shape[0] // num_ranks
+
     def list_sender(rank: jax.Array, number: jax.Array) -> jax.Array:
-        first, end = refs.begin_RS[rank, slot], refs.begin_RS[rank, slot + 1]
+        first, end, base = refs.begin_RS[rank, slot], refs.begin_RS[rank, slot + 1], refs.base_R[rank]
 
         def put(i: jax.Array, _: None) -> None:
             # Beyond the sender's last assignment the next sender, or the padding, takes the place.
             for k in range(UNROLLED):
-                place, assignment = number + i * UNROLLED + k, first + i * UNROLLED + k
-                refs.listed[place] = refs.base_R[rank] + refs.places_RA[rank, assignment]
-                refs.weights[place] = refs.gates_RA[rank, assignment]
+                place, assignment = number + i * UNROLLED + k, rank * stride + first + i * UNROLLED + k
+                refs.listed[place] = base + refs.places[assignment]
+                refs.weights[place] = refs.gates[assignment]
 
         jax.lax.fori_loop(0, pl.cdiv(end - first, UNROLLED), put, None)
         return number + end - first
 
-    number = jax.lax.fori_loop(0, refs.places_RA.shape[0], list_sender, jnp.int32(0))
+    number = jax.lax.fori_loop(0, num_ranks, list_sender, jnp.int32(0))
 
     def pad(i: jax.Array, _: None) -> None:
         for k in range(UNROLLED):
@@ -282,7 +286,7 @@ def _multiply_tile(refs: Refs, activation: Activation) -> None:
 
     gate_MF, up_MF = product(rows_MD, refs.gate[0]), product(rows_MD, refs.up[0])
     inner_MF = activate(gate_MF, up_MF, activation).astype(jnp.bfloat16)
-    result_MD = product(inner_MF, refs.down[0]).astype(jnp.bfloat16).astype(jnp.float32)
+    result_MD = rounded(product(inner_MF, refs.down[0]))
     words_MW = as_words(result_MD)
     for q, piece in enumerate(pieces):
         tile[piece, :] = words_MW[:, q * LANES : (q + 1) * LANES]

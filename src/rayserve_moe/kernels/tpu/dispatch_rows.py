@@ -147,6 +147,11 @@ def as_words(rows: jax.Array) -> jax.Array:
     return (bits[:, :half] >> 16) | (bits[:, half:] & jnp.uint32(UPPER))
 
 
+def rounded(numbers: jax.Array) -> jax.Array:
+    """Return float32 numbers rounded to bfloat16, in float32."""
+    return numbers.astype(jnp.bfloat16).astype(jnp.float32)
+
+
 def halves(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the numbers in the lower and in the upper bits of words, in float32."""
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & jnp.uint32(UPPER), jnp.float32)
@@ -194,6 +199,29 @@ def places_of(slots_TK: jax.Array, counts_P: jax.Array, *, nowhere: int) -> jax.
         places_TL = jnp.where(_iota((num_tokens, LANES), 1) == k, place_T1, places_TL)
         next_P += jnp.sum(is_slot_TP, axis=0, keepdims=True)
     return places_TL.astype(jnp.int32)
+
+
+def in_slot_order(slots_TK: jax.Array, places_TL: jax.Array, *, num_local: int) -> jax.Array:
+    """Return the places of a token's assignments in the order of slots: int32 [T, LANES], with 3 * K columns in use.
+
+    The next K columns have the number of each assignment, and the last K columns 1 if it is the first one of a rank.
+    """
+    top_k, column_TL = slots_TK.shape[1], _iota((len(places_TL), LANES), 1)
+    slots = [slots_TK[:, k : k + 1].astype(jnp.float32) for k in range(top_k)]
+    # Whole numbers so small are exact, and so is the floor of what is between them.
+    ranks = [jnp.floor((slot_T1 + 0.5) * (1.0 / num_local)) for slot_T1 in slots]
+    ordered_TL = jnp.zeros_like(places_TL)
+    for k, (slot_T1, rank_T1) in enumerate(zip(slots, ranks, strict=True)):
+        order_T1, is_first_T1 = jnp.zeros_like(slot_T1), jnp.ones_like(slot_T1)
+        for other in range(top_k):
+            is_ahead_T1 = slots[other] <= slot_T1 if other < k else slots[other] < slot_T1
+            order_T1 += is_ahead_T1.astype(jnp.float32)
+            is_first_T1 = jnp.where(is_ahead_T1 & (ranks[other] == rank_T1), 0.0, is_first_T1)
+        order_T1 = order_T1.astype(jnp.int32)
+        place_T1, is_first_T1 = places_TL[:, k : k + 1], is_first_T1.astype(jnp.int32)
+        for part, value_T1 in enumerate((place_T1, jnp.full_like(place_T1, k), is_first_T1)):
+            ordered_TL = jnp.where(column_TL == order_T1 + part * top_k, value_T1, ordered_TL)
+    return ordered_TL
 
 
 def table_rows(rank_counts: list[jax.Array], *, num_local: int, tile_rows: int) -> list[jax.Array]:

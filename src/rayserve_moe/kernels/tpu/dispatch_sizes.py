@@ -50,6 +50,9 @@ class DispatchSizes:
     """Cores of a device; each has a part of the slots."""
     given_block: int = 0
     """Replaces `widest_block`; 0: it does not."""
+    adds_by_device: bool = False
+    """True if a token's results are added up as `device_sums` adds them: in the order of slots, and rounded for each
+    device; else in router order."""
     in_blocks: bool = False
     """True if matrices of 8 bits have scales of blocks of rows instead of columns."""
 

@@ -41,10 +41,12 @@ from rayserve_moe.kernels.tpu.dispatch_rows import (
     count_slots,
     device_of,
     halves,
+    in_slot_order,
     meet,
     my_rank,
     places_of,
     return_slot,
+    rounded,
     rows_at,
     send_slot,
     slots_of_core,
@@ -164,7 +166,10 @@ def _tell_counts(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
     slots_TK = refs.tables.own_TK[...]
     counts_P = count_slots(slots_TK, sizes.num_lanes)
     refs.tables.counts[me] = jnp.broadcast_to(counts_P, (SUBLANES, sizes.num_lanes))
-    refs.tables.places[...] = places_of(slots_TK, counts_P, nowhere=sizes.num_rows)
+    places_TL = places_of(slots_TK, counts_P, nowhere=sizes.num_rows)
+    if sizes.adds_by_device:
+        places_TL = in_slot_order(slots_TK, places_TL, num_local=sizes.num_slots)
+    refs.tables.places[...] = places_TL
     places = pltpu.make_async_copy(refs.tables.places, refs.tables.places_s, refs.semaphores.counted.at[2])
     places.start()
     meet(sizes, me)
@@ -218,7 +223,7 @@ def _place_rows(refs: Refs, sizes: DispatchSizes) -> None:
 
 
 def _add_up(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
-    """Wait for all results, and add each token's weighted results in router order, in float32."""
+    """Wait for all results, and add each token's weighted results in float32: in router order, or device by device."""
     words, last, chunk = sizes.row_words, sizes.num_lanes - 1, min(CONVERTED_TOKENS, sizes.num_tokens)
     # Assignments that went nowhere have the place behind all others.
     refs.rows.home[pl.ds(sizes.num_rows * words, words), :] = jnp.zeros((words, LANES), jnp.uint32)
@@ -226,13 +231,8 @@ def _add_up(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
     wait_for(refs.rows.home, num_results, refs.semaphores.moved.at[2], sizes)
 
     def add(token: jax.Array, _: None) -> None:
-        lower, upper = jnp.zeros((words, LANES), jnp.float32), jnp.zeros((words, LANES), jnp.float32)
-        for k in range(sizes.top_k):
-            at = pl.multiple_of(refs.tables.places_s[token, k] * words, words)
-            result = halves(refs.rows.home[pl.ds(at, words), :])
-            gate = refs.operands.gates_TK[token, k]
-            lower, upper = lower + gate * result[0], upper + gate * result[1]
-        both = jnp.concatenate([lower, upper], axis=1).astype(jnp.bfloat16).astype(jnp.float32)
+        lower, upper = (_sum_by_device if sizes.adds_by_device else _sum_by_router)(refs, sizes, token)
+        both = rounded(jnp.concatenate([lower, upper], axis=1))
         refs.rows.tokens[pl.ds(pl.multiple_of(token * words, words), words), :] = as_words(both)
 
     def convert(i: jax.Array, _: None) -> None:
@@ -244,6 +244,33 @@ def _add_up(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
 
     jax.lax.fori_loop(0, sizes.num_tokens, add, None)
     jax.lax.fori_loop(0, sizes.num_tokens // chunk, convert, None)
+
+
+def _result(refs: Refs, sizes: DispatchSizes, token: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Return the lower and the upper half of the result at a token's place number `k`."""
+    at = pl.multiple_of(refs.tables.places_s[token, k] * sizes.row_words, sizes.row_words)
+    return halves(refs.rows.home[pl.ds(at, sizes.row_words), :])
+
+
+def _sum_by_router(refs: Refs, sizes: DispatchSizes, token: jax.Array) -> list[jax.Array]:
+    """Return both halves of the sum of a token's weighted results in router order."""
+    total = [jnp.zeros((sizes.row_words, LANES), jnp.float32)] * 2
+    for k in range(sizes.top_k):
+        gate, result = refs.operands.gates_TK[token, k], _result(refs, sizes, token, k)
+        total = [before + gate * half for before, half in zip(total, result, strict=True)]
+    return total
+
+
+def _sum_by_device(refs: Refs, sizes: DispatchSizes, token: jax.Array) -> list[jax.Array]:
+    """Return both halves of the sum of a token's weighted results: in the order of slots, rounded for each device."""
+    places_s, top_k = refs.tables.places_s, sizes.top_k
+    total = own = [jnp.zeros((sizes.row_words, LANES), jnp.float32)] * 2
+    for k in range(top_k):
+        gate, result = refs.operands.gates_TK[token, places_s[token, top_k + k]], _result(refs, sizes, token, k)
+        is_first = places_s[token, 2 * top_k + k] == 1
+        total = [before + jnp.where(is_first, rounded(sums), 0.0) for before, sums in zip(total, own, strict=True)]
+        own = [jnp.where(is_first, 0.0, sums) + gate * half for sums, half in zip(own, result, strict=True)]
+    return [before + rounded(sums) for before, sums in zip(total, own, strict=True)]
 
 
 def begin_weights(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:

@@ -191,10 +191,11 @@ def _device_sums(_: Instruction, operands: list[Instruction], work: StepWork) ->
     rows. Rows are cleared and packed in one step of the grid, and count in each.
     """
     given = [shape for operand in operands for shape in operand.shapes]
-    weights, places = [shape for shape in given if len(shape.dims) == 3], given[3]
+    weights, begin, places = [shape for shape in given if len(shape.dims) == 3], given[1], given[3]
     rows = max((shape for shape in given if len(shape.dims) == 2), key=lambda shape: shape.num_bytes)
     width = weights[0].dims[1]
-    num_ranks, num_assigned = places.dims[0], places.dims[1] - device_sums.UNROLLED
+    num_ranks = begin.dims[0]
+    num_assigned = places.num_elements / num_ranks - device_sums.UNROLLED
     num_rows, of_slot = rows.num_bytes / (2 * width) * work.device_share, num_assigned / work.used_slots
     slot_bytes = sum(math.prod(shape.dims[1:]) * shape.num_bytes / shape.num_elements for shape in weights)
     of_step, tile = num_rows / device_sums.UNROLLED / work.used_slots, device_sums.TILE_ROWS
