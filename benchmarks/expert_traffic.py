@@ -3,10 +3,10 @@
     python -m benchmarks.expert_traffic [--tokens 4096] [--layers 8] [--loads-layers 1] [--out FILE.json]
 
 Rows are those of the calculator, and of two random routers: a skewed one, and one whose tokens come in 16 topics.
-Placements are planned from the first half of the rows and judged by the second half. The peers: DeepSeek's greedy packing, which
-vLLM and sglang-jax place alike, with an even split, SGLang's static map, and sglang-jax's first replica. Bytes are rows
-of 2,048 bfloat16 out and back, without those that stay; beside them a row for each rank, as an exchange without
-duplicates sends. No device takes part: the slots are those that devices choose.
+Placements are planned from the first half of the rows and judged by the second half. The peers: DeepSeek's greedy
+packing, which vLLM and sglang-jax place alike, with an even split, SGLang's static map, and sglang-jax's first replica.
+Bytes are rows of 2,048 bfloat16 out and back, without those that stay; beside them a row for each rank, as an exchange
+without duplicates sends. No device takes part: the slots are those that devices choose.
 """
 
 from __future__ import annotations

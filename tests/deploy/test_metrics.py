@@ -30,10 +30,12 @@ RULES = [pytest.param({"expr": rule["expr"]}, id=rule["alert"]) for rule in ALER
 
 @pytest.fixture(scope="module")
 def kinds(url):
-    """What it is, by the name of the sample; a counter by labels has samples once it counted something."""
+    """What it is, by the name of the sample; counters by labels and unknown gauges have no samples yet."""
     families = [*text_string_to_metric_families(httpx.get(f"{url}/metrics").text), *metrics_of_a_fleet()]
     return {sample.name: family.type for family in families for sample in family.samples} | {
-        f"{family.name}_total": "counter" for family in families if family.type == "counter"
+        f"{family.name}_total" if family.type == "counter" else family.name: family.type
+        for family in families
+        if family.type in ("counter", "gauge")
     }
 
 

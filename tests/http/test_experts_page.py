@@ -124,7 +124,7 @@ def test_a_placement_is_told_and_moved_to(engine, monkeypatch):
         told = client.expert_placement()
         np.testing.assert_array_equal(placement_in(told).expert_of_slot, wanted.expert_of_slot)
         assert told["weight_version"] == engine.loop.card.weight_version
-        with pytest.raises(Refused, match="the placements differ"):
+        with pytest.raises(Refused, match="the placements have different"):
             client.place_experts(placement_as_json(identity_placement(LAYERS, EXPERTS, ep_size=RANKS)))
         with pytest.raises(Refused, match="has no slot"):
             client.place_experts(placement_as_json(wanted) | {"num_experts": EXPERTS + 1})

@@ -82,7 +82,7 @@ def test_answers_stay_the_same_before_during_and_after_a_switch(skewed, tmp_path
 
 def test_a_file_that_does_not_fit_is_refused_at_the_start(skewed, tmp_path):
     write_placement(tmp_path / "other.json", identity_placement(1, 16, ep_size=RANKS))
-    with pytest.raises(SettingsError, match="expert_placement: the placements differ"):
+    with pytest.raises(SettingsError, match="expert_placement: the placements have different"):
         Engine(str(skewed), **SPREAD, **MOVED, expert_placement=str(tmp_path / "other.json"))
     with pytest.raises(SettingsError, match="needs enable_eplb"):
         Engine(str(skewed), **SPREAD, expert_placement=str(tmp_path / "other.json"))

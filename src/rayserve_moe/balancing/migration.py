@@ -264,7 +264,7 @@ def check_alike(old: ExpertPlacement, new: ExpertPlacement) -> None:
             f"{each.num_layers} layers of {each.num_experts} experts in {each.num_slots} slots on {each.ep_size} ranks"
             for each in (old, new)
         ]
-        raise PlacementError(f"the placements differ: {shapes[0]}, and {shapes[1]}")
+        raise PlacementError(f"the placements have different layers, slots or ranks: {shapes[0]}, and {shapes[1]}")
 
 
 def _own_rank_sources(old: ExpertPlacement, new: ExpertPlacement) -> np.ndarray:
