@@ -13,15 +13,8 @@ from typing import Any
 
 from rayserve_moe.experts.backends import EXPERT_BACKENDS
 from rayserve_moe.kernels.candidates import Candidate, Operation, supports_all
-from rayserve_moe.kernels.table import (
-    CPU,
-    CPU_NATIVE,
-    GROUPED_ATTENTION,
-    LATENT_ATTENTION,
-    SPARSE_ATTENTION,
-    TPU,
-    Kernels,
-)
+from rayserve_moe.kernels.operations import Kernels
+from rayserve_moe.kernels.table import CPU, CPU_NATIVE, GROUPED_ATTENTION, LATENT_ATTENTION, SPARSE_ATTENTION, TPU
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 TABLES = (CPU, TPU, CPU_NATIVE)

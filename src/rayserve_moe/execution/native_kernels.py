@@ -9,7 +9,8 @@ from rayserve_moe.config.settings import CacheSettings, CompileSettings, ModelSe
 from rayserve_moe.execution.native_levels import AUTO, NativeKernelsUnavailable, choose_level
 from rayserve_moe.execution.native_library import loaded_level, register_native_kernels, requested_level
 from rayserve_moe.kernels.cpu_native.layout import shape_problem
-from rayserve_moe.kernels.table import CPU_NATIVE, KERNELS, Kernels
+from rayserve_moe.kernels.operations import Kernels
+from rayserve_moe.kernels.table import CPU_NATIVE, KERNELS
 from rayserve_moe.model.layers.choice import summed_widths
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import platform_of

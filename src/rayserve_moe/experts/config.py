@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.activations import SILU, Activation
-from rayserve_moe.kernels.table import Kernels
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 

@@ -13,7 +13,7 @@ from rayserve_moe.experts.balanced_layer import StepCapacity
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.table import Kernels
+from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.sharding import ParallelPlan
 

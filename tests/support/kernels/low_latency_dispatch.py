@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from rayserve_moe.checkpoints.synthetic import Drawn, write_checkpoint
 from rayserve_moe.kernels.candidates import Candidate
 from rayserve_moe.kernels.narrow_weights import NARROW
+from rayserve_moe.kernels.operations import Kernels, PoolKernels
 from rayserve_moe.kernels.reference.expert_products import (
     ExpertWeights,
     LayerExperts,
@@ -31,7 +32,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     multiply_in_blocks,
     sum_results,
 )
-from rayserve_moe.kernels.table import CPU, KERNELS, PAGED, TPU, Kernels, PoolKernels, grouped_attention
+from rayserve_moe.kernels.table import CPU, KERNELS, PAGED, TPU, grouped_attention
 from rayserve_moe.kernels.tpu import low_latency_dispatch, paged_attention
 from rayserve_moe.kernels.tpu.dispatch_sizes import TILE_ROWS, DispatchSizes, unsupported_reason
 from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner

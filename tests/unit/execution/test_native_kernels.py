@@ -18,7 +18,8 @@ from rayserve_moe.execution.native_levels import NativeKernelsUnavailable
 from rayserve_moe.execution.weights.placing import first_placement, load_weights, model_config
 from rayserve_moe.kernels.cpu_native.calls import EXPERTS, MLPS, PROJECTIONS
 from rayserve_moe.kernels.cpu_native.layout import pack, pack_columns
-from rayserve_moe.kernels.table import CPU, CPU_NATIVE, Kernels
+from rayserve_moe.kernels.operations import Kernels
+from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec

@@ -13,7 +13,8 @@ import pytest
 from rayserve_moe.execution.step.page_copies import COPIES_SIZE, COPY_FIELDS, apply_copies, no_copies
 from rayserve_moe.execution.step.pytrees import DeviceState, DraftState
 from rayserve_moe.kernels.kv_pool import LayerPages, StatePages
-from rayserve_moe.kernels.table import CPU, CPU_NATIVE, Kernels
+from rayserve_moe.kernels.operations import Kernels
+from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from tests.support.devices.rank_state import state_of_rows
 from tests.support.kernels.native_kernels import need_native_kernels
 

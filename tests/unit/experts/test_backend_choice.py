@@ -18,8 +18,9 @@ from rayserve_moe.experts.low_latency import unsupported_reason
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import PlacedExperts
 from rayserve_moe.experts.tokens import RoutedTokens
+from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
-from rayserve_moe.kernels.table import CPU, Kernels
+from rayserve_moe.kernels.table import CPU
 from rayserve_moe.kernels.tpu import dispatch_sizes
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 from tests.support.experts.moe_layer import plan_of

@@ -15,8 +15,9 @@ from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF
 from rayserve_moe.kernels.cpu_native.layout import pack
+from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.layers import rotation_of
-from rayserve_moe.kernels.table import CPU, CPU_NATIVE, Kernels
+from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.layers.attention import attention_config
 from rayserve_moe.model.layers.paged import rope_frequencies

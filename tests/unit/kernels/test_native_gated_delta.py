@@ -16,8 +16,9 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF, advance_layer
 from rayserve_moe.kernels.cpu_native.layout import pack
+from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, DeltaPools, Pieces, RowEntries
-from rayserve_moe.kernels.table import CPU, CPU_NATIVE, Kernels
+from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from rayserve_moe.model.families.qwen3_5_moe_text import spec_from_hf
 from rayserve_moe.model.layers import gated_delta
 from rayserve_moe.model.layers.gated_delta import KIND, STATE, GatedDelta

@@ -13,7 +13,8 @@ from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.config.settings import ExpertSettings
 from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.kernels.attention_config import PoolFormat
-from rayserve_moe.kernels.table import CPU, PAGED, TPU, Kernels
+from rayserve_moe.kernels.operations import Kernels
+from rayserve_moe.kernels.table import CPU, PAGED, TPU
 from rayserve_moe.kernels.tpu.paged_attention import attend_new
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.family_table import spec_from_config

@@ -15,7 +15,8 @@ from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.config.settings import ExpertSettings
 from rayserve_moe.execution.weights.placing import model_config
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.table import CPU, PAGED, TPU, Kernels, PoolKernels, grouped_attention
+from rayserve_moe.kernels.operations import Kernels, PoolKernels
+from rayserve_moe.kernels.table import CPU, PAGED, TPU, grouped_attention
 from rayserve_moe.kernels.tpu import paged_attention
 from rayserve_moe.model.decoder_layers import LayerCarry, LayerPlace, mixer_block, step_inputs
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf

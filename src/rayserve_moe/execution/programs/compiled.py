@@ -46,8 +46,9 @@ from rayserve_moe.execution.step.probe import Gather, Probe
 from rayserve_moe.execution.step.pytrees import DeviceState, StepOutput, StepShape
 from rayserve_moe.execution.step.samples import CompiledSampler
 from rayserve_moe.execution.weights.migration import MigrationPrograms
+from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
-from rayserve_moe.kernels.table import CPU_NATIVE, Kernels
+from rayserve_moe.kernels.table import CPU_NATIVE
 from rayserve_moe.observability.progress import report
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan

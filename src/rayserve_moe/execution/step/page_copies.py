@@ -14,7 +14,7 @@ import numpy as np
 
 from rayserve_moe.execution.step.pytrees import DeviceState
 from rayserve_moe.kernels.kv_pool import LayerPages, StatePages, copy_pages, num_tables
-from rayserve_moe.kernels.table import Kernel
+from rayserve_moe.kernels.operations import Kernel
 from rayserve_moe.scheduling.step_plan import StepPlan
 
 MAX_COPIES = 16

@@ -18,7 +18,8 @@ from rayserve_moe.execution.weights.huge_pages import use_huge_pages
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
 from rayserve_moe.kernels.attention_config import PoolFormat
-from rayserve_moe.kernels.table import KERNELS, Kernels
+from rayserve_moe.kernels.operations import Kernels
+from rayserve_moe.kernels.table import KERNELS
 from rayserve_moe.model.family_table import family_of, rules_of, spec_from_config
 from rayserve_moe.model.layers.choice import NO_POOL_LIMITS, divided_sizes, kernels_for
 from rayserve_moe.model.layers.moe import QUANTIZED

@@ -15,8 +15,9 @@ from rayserve_moe.kernels.attention_config import AttentionConfig, PoolFormat
 from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.candidates import Candidate, Choice, choose
+from rayserve_moe.kernels.operations import AttentionKernels, Kernels
 from rayserve_moe.kernels.reference.layers import Rotation
-from rayserve_moe.kernels.table import GROUPED_ATTENTION, AttentionKernels, Kernels
+from rayserve_moe.kernels.table import GROUPED_ATTENTION
 from rayserve_moe.kernels.tpu.packed_rows import packed_width
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention

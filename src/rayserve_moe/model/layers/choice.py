@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.candidates import Choice
-from rayserve_moe.kernels.table import AttentionKernels, Kernels
+from rayserve_moe.kernels.operations import AttentionKernels, Kernels
 from rayserve_moe.model.layers.table import FFNS, MIXERS
 from rayserve_moe.model.spec import MixerSpec, ModelSpec, UnsupportedModelError
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.experts.router_spec import one_of
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.gated_delta import (
     CHUNK,
     WINDOW_ROWS,
@@ -25,7 +26,6 @@ from rayserve_moe.kernels.reference.gated_delta import (
     find_history,
 )
 from rayserve_moe.kernels.reference.layers import project, rms_norm
-from rayserve_moe.kernels.table import Kernels
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
 from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec

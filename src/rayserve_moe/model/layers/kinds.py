@@ -16,7 +16,7 @@ import jax
 
 from rayserve_moe.experts.layer import LayerRouting
 from rayserve_moe.kernels.candidates import Choice
-from rayserve_moe.kernels.table import AttentionKernels
+from rayserve_moe.kernels.operations import AttentionKernels
 from rayserve_moe.model.model_config import Pools
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.state.kinds import StateKind

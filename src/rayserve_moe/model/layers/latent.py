@@ -18,7 +18,8 @@ from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.candidates import Choice, choose
 from rayserve_moe.kernels.latent_attention import LatentConfig
-from rayserve_moe.kernels.table import LATENT_ATTENTION, AttentionKernels, Kernels
+from rayserve_moe.kernels.operations import AttentionKernels, Kernels
+from rayserve_moe.kernels.table import LATENT_ATTENTION
 from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention, query_scales

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.candidates import Choice, choose
+from rayserve_moe.kernels.operations import AttentionKernels, Kernels
 from rayserve_moe.kernels.reference.token_index import every_token
-from rayserve_moe.kernels.table import SPARSE_ATTENTION, AttentionKernels, Kernels
+from rayserve_moe.kernels.table import SPARSE_ATTENTION
 from rayserve_moe.kernels.token_index import IndexConfig
 from rayserve_moe.model.layers import latent
 from rayserve_moe.model.layers.kinds import Mixer

@@ -1,0 +1,174 @@
+"""The operations of a step: what a table of kernels has, each with the signature and the meaning of its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+
+from rayserve_moe.kernels import kv_pool
+from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, Operation, operation
+from rayserve_moe.kernels.reference import device_sums as reference_sums
+from rayserve_moe.kernels.reference import expert_products, gated_delta, layers
+from rayserve_moe.kernels.reference.device_sums import DeviceSumKernels
+from rayserve_moe.kernels.tpu import low_latency_dispatch
+from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes
+
+Kernel = Callable[..., jax.Array]
+
+
+def no_low_latency(_: DispatchSizes) -> str:
+    """Return the reason of tables without low-latency dispatch."""
+    return "TPUs only"
+
+
+NO_LOW_LATENCY: Function = Candidate("low_latency_dispatch", low_latency_dispatch.dispatch_experts, no_low_latency)
+DEVICE_SUMS: Candidate[DeviceSumKernels] = Candidate(
+    "xla",
+    DeviceSumKernels(
+        reference_sums.place_rows,
+        partial(reference_sums.sum_experts, multiply=expert_products.multiply_in_blocks),
+        reference_sums.add_rows,
+        reference_sums.max_rows,
+    ),
+)
+"""An exchange with a row for each token and device, by XLA."""
+ADD_NORM = operation("xla", layers.add_and_norm)
+"""The sum of a stream and its norm by XLA."""
+ADVANCE = operation("xla", gated_delta.advance)
+"""The recurrence by XLA."""
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """The attention of a layer, and the parts that depend on its pool and its queries."""
+
+    attend: Callable[..., tuple[jax.Array, jax.Array]]
+    """`attention_layer.attend_layer` with its paged kernels bound, and `project` if it is another function."""
+    describe_singles: Callable[..., Mapping[int, Any]] | None = None
+    """Derives from the positions of single tokens, once for all layers, the input of `attend`. May be absent."""
+    norm_and_project: Operation = NO_CANDIDATES
+    """Fused: `add_norm`, then queries, keys and values (`streamed_heads.norm_and_project`)."""
+    project: Operation = NO_CANDIDATES
+    """`attention_heads.project_rows`, bound in `attend`; empty if `attend` projects by itself."""
+    has_packed_rows: bool = False
+    """True if the pool has the rows of `packed_rows`."""
+    choose_tokens: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    """`token_index.choose_layer_tokens` with its kernel bound, for sparse attention."""
+
+
+@dataclass(frozen=True)
+class ExpertKernels:
+    """The router of a MoE layer and its experts."""
+
+    router_scores: Kernel
+    """`layers.router_scores`."""
+    results: Operation
+    """`expert_products.multiply_in_blocks`."""
+    sums: Operation
+    """`expert_products.sum_results` with its product bound."""
+    choose: Operation = NO_CANDIDATES
+    """Fused: `router_scores` and `experts.routing.select_top_k` (`top_experts.choose_experts`)."""
+    low_latency: Function = NO_LOW_LATENCY
+    """`sums` over the experts of all ranks (`low_latency_dispatch.dispatch_experts`); its reason takes the sizes."""
+    device_sums: Candidate[DeviceSumKernels] = DEVICE_SUMS
+    """The parts of an exchange of a row for each token and device; its reason takes tokens and weights."""
+
+
+@dataclass(frozen=True)
+class HeadKernels:
+    """The head, and the lookup of its table."""
+
+    logits: Kernel
+    """`layers.head_logits`."""
+    tied_rows: Kernel
+    """`layers.take_rows` of a table that is also the head."""
+
+
+@dataclass(frozen=True)
+class SamplingKernels:
+    """The choice of tokens by their logits."""
+
+    masses: Callable[..., layers.WordMasses]
+    """`layers.masses_of`."""
+    noise: Kernel
+    """`layers.gumbel_noise`."""
+    choose: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
+    """The limits of truncation, once computed, `noise` and the maximum at once (`cpu_native.calls.choose`). May be
+    absent."""
+
+
+@dataclass(frozen=True)
+class RecurrenceKernels:
+    """Layers with a recurrent state."""
+
+    short_conv: Kernel = gated_delta.short_conv
+    """`gated_delta.short_conv`."""
+    advance: Operation = ADVANCE
+    """`gated_delta.advance`."""
+    advance_layer: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] | None = None
+    """The whole layer: projections, both functions above and the output product
+    (`cpu_native.calls.advance_layer`). May be absent."""
+    decay_places: int = 0
+    """Places of a head in a ring of decays [R, H, places]; 0 for rings [R, C, H, 1] (`gated_delta.DeltaPools`)."""
+
+
+@dataclass(frozen=True)
+class PoolKernels:
+    """The pool of keys and values."""
+
+    copy_pages: Kernel = kv_pool.copy_pages
+    """`kv_pool.copy_pages`."""
+    dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Dtype of the pool by dtype of keys and values, if they differ (`kv_pool`)."""
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """The memory layout and padding of parameters."""
+
+    layouts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Layout of a parameter's weights (`cpu_native.layout.LAYOUTS`); `head` is the table of the head."""
+    multiples: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Divisor of a logical axis's size on a device; parameters are padded with zeros to it."""
+
+
+@dataclass(frozen=True, repr=False)
+class Kernels:
+    """The operations of a step, each with the signature and the meaning of its reference."""
+
+    name: str
+    """Names the table in settings, logs and programs on disk."""
+    norm: Kernel
+    """`layers.rms_norm`."""
+    rotation: Callable[..., layers.Rotation]
+    """`layers.rotation_of`."""
+    mlp: Kernel
+    """`layers.gated_mlp`."""
+    attention: AttentionKernels
+    """Replaced for a model by a candidate of `GROUPED_ATTENTION` or `LATENT_ATTENTION`."""
+    experts: ExpertKernels
+    """Router and experts of a layer."""
+    head: HeadKernels
+    """From the last hidden states to logits."""
+    sampling: SamplingKernels
+    """From logits to tokens."""
+    recurrence: RecurrenceKernels = RecurrenceKernels()
+    """Layers with a recurrent state."""
+    pool: PoolKernels = PoolKernels()
+    """Copies within the pool, and its dtypes."""
+    parameters: ParameterLayout = ParameterLayout()
+    """Layout of the parameters that the kernels read."""
+    add_norm: Operation = ADD_NORM
+    """`layers.add_and_norm`."""
+    dtype: str = ""
+    """The only dtype that the kernels compute in; empty: any."""
+    compiler_options: Mapping[str, str | bool] = field(default_factory=dict, hash=False)
+    """Options of XLA for programs of these kernels, unless XLA_FLAGS sets them."""
+
+    def __repr__(self) -> str:
+        """Return the name, which identifies programs on disk and so includes no address of a function."""
+        return f"Kernels({self.name})"
