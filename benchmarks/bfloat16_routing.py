@@ -34,6 +34,7 @@ PROMPTS = np.random.default_rng(9).integers(3, SIZES["vocab_size"], (16, 64)).to
 ROUTED_IN_BFLOAT16 = (
     "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "minimax_m2", "granitemoe", "afmoe", "laguna",
     "gemma4_text",
+    "step3p5",
 )  # fmt: skip
 """Families whose routers transformers computes in the model's dtype."""
 FAMILIES = tuple(case.family for case in FAMILY_CASES if not case.variant and case.family in CONFIG_MAPPING)

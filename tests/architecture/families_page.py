@@ -22,21 +22,25 @@ Written from `src/rayserve_moe/model/families` by `python -m tests.architecture.
 when its `config.json` names one of these architectures. "What it needs" lists the knobs of `model/spec.py` and
 `model/layers` that are away from their defaults in the models on which every family is compared with transformers.
 Another value of a key under "Served for" raises `UnsupportedModelError` with the key and the value; so do scalings of
-the rotation other than YaRN (and the fixed `alpha` of Hunyuan), and quantised files in a format that is not read.
+the rotation other than YaRN and Llama 3's (and the fixed `alpha` of Hunyuan), and quantised files in a format that is
+not read.
 
 DeepSeek-V3.2 and GLM-5 are served with dense attention, up to `index_topk` tokens of a sequence. Up to that length
 their index selects every token, so that dense attention is exact. A larger `max_model_len` raises an error that names
 `index_topk`. MiniMax-M3 is served in the same way, up to the tokens of `sparse_topk_blocks` blocks.
 
 Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3, `rotary_dim` of
-MiniMax-M3, `route_norm` of Trinity, `mlp_only_layers`, `norm_topk_prob` and `gating_types` of Laguna. The files of Hy3
-name no dtype and hold bfloat16. Multimodal models are served without their vision tower: an image in a request is
-rejected with an error that names its field.
+MiniMax-M3, `route_norm` of Trinity, `mlp_only_layers`, `norm_topk_prob` and `gating_types` of Laguna, and of MiMo
+`hybrid_layer_pattern`, `moe_layer_freq`, `layernorm_epsilon`, `rope_theta`, the `swa_*` and both flags of sinks. A
+window of MiMo is a token more than `sliding_window_size`, as in transformers.
+
+The files of Hy3 name no dtype and hold bfloat16. Multimodal models are served without their vision tower: an image in a
+request is rejected with an error that names its field.
 
 Of Gemma 4 the models with experts are served (26B-A4B). The heads of its layers without a window are read from
 `global_head_dim` and `num_global_key_value_heads`, or from `per_layer_config`, which transformers writes.
 
-`swa` is grouped attention of layers with windows whose rotation or query heads differ from the other layers.
+`swa` is grouped attention of layers with windows whose rotation or heads differ from the other layers.
 
 The reference kernels compute every family in float32 and bfloat16 on any mesh, and the native CPU kernels in bfloat16.
 
@@ -54,6 +58,7 @@ the published tokenizer is named where `make published` has it.
 | Architecture | Model | What it needs | Served for | Tokenizer |
 |---|---|---|---|---|
 """
+LIMITS = ("expert_limit", "mlp_limit")
 SEPARATE = ("layout", "fused_qkv")
 
 
@@ -86,6 +91,7 @@ def _knobs(spec: Any) -> Iterator[str]:
             yield from ("windows",) if spec.has_windows else ()
             yield from ("post_norms",) if spec.has_post_norms else ()
             yield from ("has_scalar",) if spec.has_scalars else ()
+            yield from (name for name in LIMITS if any(getattr(layer, name) for layer in spec.layers))
             yield from (name for mixer in value for name in _knobs(mixer))
         elif is_dataclass(value) and knob.default is not None:
             yield from _knobs(value)

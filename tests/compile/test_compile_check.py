@@ -89,7 +89,7 @@ def test_sinks_and_latents_are_attended_where_they_lie(model):
         assert program.error == "" and program.is_in_place
         assert program.memory.peak <= program.memory.limit
         assert program.kernels["paged_attention"] > 0
-        assert {"kv", "latent_kv"}.isdisjoint(copy.kind for copy in program.copies)
+        assert {"kv", "window_kv", "latent_kv"}.isdisjoint(copy.kind for copy in program.copies)
 
 
 @pytest.mark.slow
@@ -236,6 +236,7 @@ PUBLISHED = {
     "kimi-k2": (1026, 33),
     "laguna-xs-2.1": (33, 3),
     "ling-mini-2.0": (16, 1),
+    "mimo-v2-flash": (309, 15),
     "minimax-m2": (229, 11),
     "minimax-m3": (426, 26),  # without the index and the vision tower
     "mistral-small-4": (119, 7),  # without the vision tower
@@ -248,6 +249,7 @@ PUBLISHED = {
     "qwen3.5-35b-a3b": (35, 3),
     "qwen3.5-397b-a17b": (396, 17),  # without the vision tower
     "solar-open-100b": (103, 12),
+    "step-3.7-flash": (197, 12),  # without the vision tower
     "trinity-mini": (26, 3),
 }
 """Parameters of each preset, and of one token's path with the embedding and the head, in units of 1e9."""

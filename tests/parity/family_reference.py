@@ -28,6 +28,8 @@ _ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "MoEV1Gate", "Gemma
 _PROBABILITIES = ("Gemma4TextRouter",)
 """Routers that return the softmax of their logits."""
 _SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
+_MULTIMODAL = {"step3p5": ("step3p7", {"width": 16, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14})}
+"""The multimodal model of a language model that has no class of its own, and the sizes of its vision tower."""
 
 
 class FamilyReference:
@@ -77,6 +79,9 @@ def reference_model(case: FamilyCase) -> FamilyReference | LingReference:
     if case.family not in CONFIG_MAPPING:
         return LingReference(case)
     config = AutoConfig.for_model(case.family, **copy.deepcopy(case.config))
+    if case.family in _MULTIMODAL:
+        whole, vision = _MULTIMODAL[case.family]
+        config = AutoConfig.for_model(whole, text_config=config.to_dict(), vision_config=vision)
     is_listed = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     kind = AutoModelForCausalLM if is_listed else AutoModelForImageTextToText
     return FamilyReference(random_model(config, kind, seed=case.variant + 1))

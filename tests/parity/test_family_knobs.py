@@ -41,6 +41,7 @@ NOT_TURNED = {
     "num_groups",
     "groups_kept",
     "shared_size",
+    "value_dim",
     "norm_offset",
     "values",
     "rounded_embedding_multiplier",
@@ -74,6 +75,9 @@ def others(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
     if spec.has_windows:
         yield "windows", replace(spec, layers=tuple(replace(layer, window=0) for layer in spec.layers))
     yield "norm_eps", replace(spec, norm_eps=0.1)
+    for name in ("expert_limit", "mlp_limit"):
+        if any(getattr(layer, name) for layer in spec.layers):
+            yield name, replace(spec, layers=tuple(replace(layer, **{name: 0.0}) for layer in spec.layers))
     if router.top_k > 1:
         yield "router.renormalize", replace(spec, router=replace(router, renormalize=not router.renormalize))
     if router.num_groups > 1:
@@ -100,10 +104,18 @@ def _others_of_mixer(spec: ModelSpec, own: Any) -> Iterator[tuple[str, ModelSpec
     yield f"{own.kind}.rope.theta", with_attention(spec, kind=own.kind, theta=own.rope.theta / 4)
     if isinstance(own, GroupedAttention):
         yield f"{own.kind}.rope", with_attention(spec, kind=own.kind, rope=None)
-    if yarn := own.rope.yarn:
+    for name, scaling in _other_scalings(own.rope):
+        path = f"{own.kind}.rope.{name}"
+        yield path, with_attention(spec, kind=own.kind, **{name.partition(".")[0]: scaling})
+
+
+def _other_scalings(rope: RopeSpec) -> Iterator[tuple[str, Any]]:
+    if yarn := rope.yarn:
         for name, value in {"attention_factor": 1.7, "truncate": not yarn.truncate, "factor": 16.0}.items():
-            other = replace(yarn, **{name: value})
-            yield f"{own.kind}.rope.yarn.{name}", with_attention(spec, kind=own.kind, yarn=other)
+            yield f"yarn.{name}", replace(yarn, **{name: value})
+    if llama3 := rope.llama3:
+        for name in ("factor", "original_length", "low_turns", "high_turns"):
+            yield f"llama3.{name}", replace(llama3, **{name: 2 * getattr(llama3, name)})
 
 
 def knobs_of(spec: ModelSpec) -> dict[str, ModelSpec]:

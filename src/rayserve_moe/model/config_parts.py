@@ -227,6 +227,17 @@ def layer_types_of(config: Mapping[str, Any], key: str, known: str) -> list[str]
     return list(types[:num_layers])
 
 
+def layer_flags_of(config: Mapping[str, Any], key: str) -> list[int]:
+    """Return the flag of each layer at `key`.
+
+    Raises: UnsupportedModelError if a layer has none, or one that is not 0 or 1.
+    """
+    found, num_layers = config[key], integer_of(config, "num_hidden_layers")
+    if not isinstance(found, list) or len(found) < num_layers or any(flag not in (0, 1) for flag in found):
+        raise UnsupportedModelError(f"config.json: {key} must give each layer 0 or 1, found {reprlib.repr(found)}")
+    return found[:num_layers]
+
+
 def experts_of(config: Mapping[str, Any], key: str, *, default: int) -> ExpertSpec:
     """Read experts of `moe_intermediate_size`, and a shared expert as wide as `key` of them; null or 0 means none."""
     width = integer_of(config, "moe_intermediate_size")

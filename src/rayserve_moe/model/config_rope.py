@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rayserve_moe.model.config_values import amount_of, flag_of, integer_of, number_of, object_of, refuse_other_values
-from rayserve_moe.model.spec import QueryScaleSpec, RopeSpec, UnsupportedModelError, YarnSpec
+from rayserve_moe.model.spec import Llama3Spec, QueryScaleSpec, RopeSpec, UnsupportedModelError, YarnSpec
 
 
 def rope_of(
@@ -33,7 +33,7 @@ def rope_of(
     if kind == "dynamic" and alpha_dim and alpha_dim > 2 and rope.get("alpha") is not None:
         found *= number_of(rope, "alpha", 1.0) ** (alpha_dim / (alpha_dim - 2))
         kind = "default"
-    refuse_other_values({"rope_type": kind}, family, rope_type=("default", "yarn"))
+    refuse_other_values({"rope_type": kind}, family, rope_type=("default", "yarn", "llama3"))
     if rotary_dim is None:
         refuse_other_values({"partial_rotary_factor": _partial(config)}, family, partial_rotary_factor=(1.0,))
     if found < 1:
@@ -41,7 +41,8 @@ def rope_of(
     yarn = _yarn(config, rope) if kind == "yarn" else None
     if yarn and found <= 1:
         raise UnsupportedModelError(f"config.json: rope_theta = {found:g} must exceed 1 for a yarn scaling")
-    return RopeSpec(found, rotary_dim=rotary_dim, interleaved=interleaved, yarn=yarn)
+    llama3 = _llama3(config, rope) if kind == "llama3" else None
+    return RopeSpec(found, rotary_dim=rotary_dim, interleaved=interleaved, yarn=yarn, llama3=llama3)
 
 
 def rope_of_type(
@@ -144,6 +145,15 @@ def _yarn(config: Mapping[str, Any], rope: Mapping[str, Any]) -> YarnSpec:
         truncate=flag_of(rope, "truncate", True),
         attention_factor=number_of(rope, "attention_factor", grown),
     )
+
+
+def _llama3(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Llama3Spec:
+    factors = [number_of(rope, key, 0.0) for key in ("factor", "low_freq_factor", "high_freq_factor")]
+    if factors[0] < 1 or factors[1] >= factors[2]:
+        raise UnsupportedModelError(
+            f"config.json: factors {factors} of a llama3 scaling must be at least 1, and low below high"
+        )
+    return Llama3Spec(factors[0], _original_length(config, rope), factors[1], factors[2])
 
 
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:

@@ -65,6 +65,12 @@ MAX_INTEGERS = {
     "global_head_dim": 4096,
     "num_global_key_value_heads": 1024,
     "top_k_experts": 256,
+    "sliding_window_size": 1 << 24,
+    "swa_num_attention_heads": 1024,
+    "swa_num_key_value_heads": 1024,
+    "swa_head_dim": 4096,
+    "swa_v_head_dim": 4096,
+    "share_expert_dim": 1 << 20,
 }
 """Maximum value of each integer: several times the value of published models."""
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e12

@@ -91,7 +91,7 @@ def apply_layer(
     """Compute a layer; return the carry and, for a layer with experts, its routing."""
     hidden_TD, normed_TD, pools = mixer_block(params, carry, kind, place=place, inputs=inputs, config=config)
     rows = FfnRows(hidden_TD, normed_TD)
-    out_TD, routing = FFNS[kind.ffn].apply(params, rows, inputs, layer=place.of_ffn, config=config)
+    out_TD, routing = FFNS[kind.ffn].apply(params, rows, inputs, kind=kind, layer=place.of_ffn, config=config)
     added_TD = _addend(params, out_TD, "ffn", kind=kind, layer=place.layer, config=config)
     if kind.has_scalar:
         hidden_TD = (hidden_TD + added_TD) * params["layer_scalars"]["scalar_L1"][place.layer]

@@ -132,6 +132,6 @@ def _mixed(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelC
 def _after_mixer(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelConfig) -> Rows:
     (hidden_TD, pools), (layer,) = rows, config.spec.layers
     normed_TD = norm_rows(hidden_TD, params["mlp_norm"]["scale"][FIRST], config)
-    ffn_rows = FfnRows(hidden_TD, normed_TD)
-    out_TD, _ = FFNS[layer.ffn].apply(params, ffn_rows, inputs, layer=jnp.asarray(FIRST), config=config)
+    first, ffn_rows = jnp.asarray(FIRST), FfnRows(hidden_TD, normed_TD)
+    out_TD, _ = FFNS[layer.ffn].apply(params, ffn_rows, inputs, kind=layer, layer=first, config=config)
     return hidden_TD + out_TD, pools

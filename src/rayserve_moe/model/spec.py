@@ -38,6 +38,19 @@ class YarnSpec:
 
 
 @dataclass(frozen=True)
+class Llama3Spec:
+    """Scaling of slow frequencies by their wavelength (Llama 3.1): interpolated between two numbers of turns."""
+
+    factor: float
+    """Divisor of frequencies with fewer than `low_turns` turns in the original length."""
+    original_length: int
+    """Positions over which turns are counted."""
+    low_turns: float = 1.0
+    high_turns: float = 4.0
+    """Frequencies with more turns stay."""
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """Rotary embedding. A static NTK scaling is a larger `theta`."""
 
@@ -49,6 +62,7 @@ class RopeSpec:
     yarn: YarnSpec | None = None
     turning_pairs: int | None = None
     """Number of first pairs that turn; the frequency of the other pairs is zero. None for all."""
+    llama3: Llama3Spec | None = None
 
 
 @dataclass(frozen=True)
@@ -65,9 +79,10 @@ class ExpertSpec:
     """Gated MLPs of the experts, and the shared expert of every MoE layer; dense MLPs have their activation."""
 
     intermediate_size: int
-    layout: str = one_of("per_expert", "fused_out_in", "fused_in_out_interleaved")
-    """Form in files: `per_expert` tensors, `fused_out_in` (all experts in a tensor, gate and up in halves) or
-    `fused_in_out_interleaved` (gate and up alternate, not transposed)."""
+    layout: str = one_of("per_expert", "stacked", "fused_out_in", "fused_in_out_interleaved")
+    """Form in files: `per_expert` tensors, `stacked` (all experts in a tensor, for each of gate, up and down),
+    `fused_out_in` (all experts in a tensor, gate and up in halves) or `fused_in_out_interleaved` (gate and up
+    alternate, not transposed)."""
     bias: bool = False
     """True if gate, up and down have biases."""
     activation: str = one_of("silu", "gelu_tanh", "clamped_swiglu")
@@ -85,9 +100,10 @@ class ExpertSpec:
     """True if experts read the stream by a norm of their own, and the outputs of experts and of the shared expert are
     normed before their sum."""
 
-    @property
-    def gating(self) -> Activation:
-        """Return the activation with its constants."""
+    def gating(self, limit: float = 0.0) -> Activation:
+        """Return the activation with its constants; `limit` is one of a `LayerSpec`."""
+        if limit:
+            return Activation("clipped_silu", limit=limit)
         return Activation(self.activation, self.gate_slope, self.gate_limit)
 
 
@@ -157,6 +173,10 @@ class LayerSpec:
     """True if the outputs of the mixer and of the feed-forward network are normed before they are added."""
     has_scalar: bool = False
     """True if the stream after the layer is multiplied by a number of the layer."""
+    expert_limit: float = 0.0
+    """Limit of `clipped_silu`, the activation of experts in place of the model's; 0 for none."""
+    mlp_limit: float = 0.0
+    """The same for the shared expert, or for the MLP of a dense layer."""
 
     @property
     def kind(self) -> LayerSpec:

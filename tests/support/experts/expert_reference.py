@@ -42,4 +42,6 @@ def activation_by_hand(gate: np.ndarray, up: np.ndarray, *, activation: Activati
     if name == "clamped_swiglu":
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
         return gate / (1 + np.exp(-slope * gate)) * (up + 1)
+    if name == "clipped_silu":
+        return np.minimum(gate / (1 + np.exp(-gate)), limit) * np.clip(up, -limit, limit)
     return gate / (1 + np.exp(-gate)) * up

@@ -50,6 +50,19 @@ _GROWN = {
     **_YARN, "rope_theta": 20.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0, "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+_MIMO = {
+    "num_key_value_heads": 2, "head_dim": 24, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "intermediate_size": 96, "sliding_window": 12,
+}  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e2, "factor": 4.0, "original_max_position_embeddings": 64,
+    "low_freq_factor": 1.0, "high_freq_factor": 8.0, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+_STEP = {
+    "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "share_expert_dim": 32,
+    "moe_intermediate_size": 32, "intermediate_size": 96, "sliding_window": 12, "num_sliding_attention_heads": 8,
+    "moe_router_scaling_factor": 3.0,
+}  # fmt: skip
 
 _LING = {
     "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4,
@@ -348,6 +361,51 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
             "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "gating": "per-head",
             "tie_word_embeddings": True, "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 1.0},
+                "sliding_attention": {**_SLIDING_ROPE, "partial_rotary_factor": 0.5},
+            },
+        },
+    ),
+    "mimo_v2_flash": (
+        {**_MIMO, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+        {
+            **_MIMO, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "v_head_dim": 40,
+            "num_key_value_heads": 1, "attention_bias": True, "attention_value_scale": 1.3, "n_routed_experts": 16,
+            "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+            "mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": {
+                "full_attention": {**_YARN, "partial_rotary_factor": 0.5},
+                "sliding_attention": {**_SLIDING_ROPE, "partial_rotary_factor": 1.0},
+            },
+        },
+        {
+            **_MIMO, "num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "num_attention_heads": 8, "head_dim": 16, "v_head_dim": 16, "attention_value_scale": None,
+            "sliding_window": 20, "norm_topk_prob": False, "rms_norm_eps": 1e-3, "tie_word_embeddings": True,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "rope_parameters": {
+                "full_attention": {**_SLIDING_ROPE, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                "sliding_attention": {**_SLIDING_ROPE, "partial_rotary_factor": 0.5},
+            },
+        },
+    ),
+    "step3p5": (
+        {
+            **_STEP, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limits": [None, 0.4, None],
+            "swiglu_limits_shared": [0.5, None, 0.3], "rope_parameters": {
+                "full_attention": _LLAMA3, "sliding_attention": _SLIDING_ROPE,
+            },
+        },
+        {
+            **_STEP, "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True, "share_expert_dim": 48,
+            "query_pre_attn_scalar": 4, "num_key_value_heads": 4, "moe_router_scaling_factor": 1.5,
+            "swiglu_limits": [0.3, 0.0, 0.6], "rope_parameters": {"full_attention": _SLIDING_ROPE},
+        },
+        {
+            **_STEP, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_attention_heads": 8, "num_sliding_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 20,
+            "mlp_layer_types": ["sparse"] * 4, "n_routed_experts": 12, "rms_norm_eps": 1e-3,
+            "tie_word_embeddings": True, "swiglu_limits_shared": [0.0, 0.2, 0.4, 0.0], "rope_parameters": {
+                "full_attention": {**_YARN, "rope_theta": 5e3, "partial_rotary_factor": 0.5},
                 "sliding_attention": {**_SLIDING_ROPE, "partial_rotary_factor": 0.5},
             },
         },

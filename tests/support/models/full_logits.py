@@ -50,7 +50,7 @@ def prompt_outputs_of(
     """
     spec, experts = spec or runner.config.spec, runner.config.experts
     config = replace(
-        runner.config, spec=spec, experts=replace(experts, router=spec.router, activation=spec.experts.gating)
+        runner.config, spec=spec, experts=replace(experts, router=spec.router, activation=spec.experts.gating())
     )
     tree = parameter_specs(spec, dtype="float32", expert_dtype=experts.weight_dtype)
     loaded = parameter_specs(runner.config.spec, dtype="float32", expert_dtype=experts.weight_dtype)

@@ -262,6 +262,39 @@ def _gemma4(config: Config, draw: Draw) -> None:
     config.update(hidden_size_per_layer_input=0, enable_moe_block=True)
 
 
+def _mimo(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="n_routed_experts")
+    config.pop("rope_scaling", None)
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    flags = [draw.choice([0, 1]) for _ in range(layers)]
+    config.update(hybrid_layer_pattern=flags, sliding_window_size=_window(draw), layernorm_epsilon=1e-5)
+    config.update(swa_num_key_value_heads=draw.choice([n for n in range(1, heads + 1) if heads % n == 0]))
+    config.update(v_head_dim=draw.choice([2, 12, 40]), swa_v_head_dim=draw.choice([6, 24]))
+    config.update(swa_head_dim=draw.choice([8, 40]), swa_rope_theta=draw.choice([100.0, 1e4]))
+    config.update(partial_rotary_factor=draw.choice([0.5, 1.0]), attention_value_scale=draw.choice([None, 0.707, 2.0]))
+    config.update(add_full_attention_sink_bias=draw.random() < 0.5, add_swa_attention_sink_bias=draw.random() < 0.7)
+    num_dense = _dense_first(config, draw)
+    config.update(moe_layer_freq=[0] * num_dense + [1] * (layers - num_dense), attention_bias=draw.random() < 0.5)
+
+
+def _step(config: Config, draw: Draw) -> None:
+    _experts(config, draw, count="moe_num_experts", chosen="moe_top_k")
+    layers = config["num_hidden_layers"]
+    kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    thetas = {"full_attention": draw.choice([1e4, 5e6]), "sliding_attention": 1e4}
+    parts = {"full_attention": 0.5, "sliding_attention": draw.choice([0.5, 1.0])}
+    heads = config["num_attention_heads"] * draw.choice([1, 2])
+    scaling = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0}
+    config["rope_scaling"] = scaling | {"original_max_position_embeddings": draw.choice([16, 256])}
+    config.update(layer_types=kinds, sliding_window=_window(draw), yarn_only_types=["full_attention"])
+    config.update(rope_theta=[thetas[kind] for kind in kinds], partial_rotary_factors=[parts[kind] for kind in kinds])
+    config.update(attention_other_setting={"num_attention_heads": heads}, share_expert_dim=draw.choice([1, 33, 48]))
+    config.update(moe_layers_enum=",".join(map(str, range(_dense_first(config, draw), layers))))
+    for key in ("swiglu_limits", "swiglu_limits_shared"):
+        config[key] = [draw.choice([None, 0.0, 0.5, 7]) for _ in range(layers)]
+    config["moe_router_scaling_factor"] = draw.choice([1.0, 3.0])
+
+
 _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "qwen3_moe": _qwen3,
     "qwen2_moe": _qwen2,
@@ -289,4 +322,6 @@ _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "afmoe": _afmoe,
     "laguna": _laguna,
     "gemma4_text": _gemma4,
+    "mimo_v2_flash": _mimo,
+    "step3p5": _step,
 }

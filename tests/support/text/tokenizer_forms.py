@@ -300,6 +300,17 @@ FORMS["minimax_m3"] = replace(
     published="",
     tokenizer_class="PreTrainedTokenizerFast",
 )
+FORMS["mimo"] = replace(
+    FORMS["qwen"], families=("mimo_v2_flash",), said="as Qwen's; no published file was read", published=""
+)
+FORMS["step"] = replace(
+    FORMS["deepseek"],
+    families=("step3p5",),
+    said="as DeepSeek's, with markers of turns; no published file was read",
+    published="",
+    special=(*FORMS["deepseek"].special, "<|im_start|>", "<|im_end|>"),
+    eos="<|im_end|>",
+)
 FORM_OF_FAMILY = {family: name for name, form in FORMS.items() for family in form.families}
 
 

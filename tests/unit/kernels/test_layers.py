@@ -87,7 +87,11 @@ def stacked(array: np.ndarray) -> jax.Array:
     return jnp.asarray(array)[None]
 
 
-@pytest.mark.parametrize("activation", [SILU, Activation("clamped_swiglu", slope=1.3, limit=0.7)], ids=str)
+@pytest.mark.parametrize(
+    "activation",
+    [SILU, Activation("clamped_swiglu", slope=1.3, limit=0.7), Activation("clipped_silu", limit=0.7)],
+    ids=str,
+)
 def test_parts_of_a_gated_mlp_add_up_to_the_whole(activation):
     hidden, gate, up, down = normal(4, 6), normal(6, 10), normal(6, 10) * 2, normal(10, 6)
     rows, layer = hidden.astype(np.float64), jnp.int32(0)

@@ -26,7 +26,11 @@ WIDTH = 74
 """No whole panels of 32: the last one is narrower."""
 ANY_ACTIVATION = pytest.mark.parametrize(
     "activation",
-    [*map(Activation, ACTIVATIONS), Activation("clamped_swiglu", slope=0.8, limit=1.5)],
+    [
+        *map(Activation, ACTIVATIONS),
+        Activation("clamped_swiglu", slope=0.8, limit=1.5),
+        Activation("clipped_silu", limit=0.5),
+    ],
     ids=lambda activation: f"{activation.name}-{activation.limit}",
 )
 

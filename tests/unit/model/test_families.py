@@ -154,6 +154,43 @@ KNOBS = {
         "tie_embeddings": False,
     },
     "gemma4_text-2": {"windows": (20, 0, 20, 0), "gqa.num_kv_heads": 2, "swa.num_kv_heads": 1, "norm_eps": 1e-6},
+    "mimo_v2_flash-0": {
+        "windows": (0, 12, 12),
+        "dense": (0,),
+        "gqa.num_kv_heads": 2,
+        "swa.num_kv_heads": 4,
+        "gqa.value_dim": 16,
+        "swa.value_scale": 0.707,
+        "gqa.sinks": False,
+        "swa.sinks": True,
+        "gqa.rope.theta": 5e6,
+        "swa.rope.theta": 1e4,
+        "swa.rope.rotary_dim": 8,
+        "router.scale": 1.0,
+        "norm_eps": 1e-5,
+    },
+    "mimo_v2_flash-1": {
+        "windows": (12, 0, 12),
+        "swa.rope.rotary_dim": None,
+        "gqa.bias": True,
+        "gqa.output_bias": False,
+    },
+    "mimo_v2_flash-2": {"dense": (0,), "swa.value_scale": 1.0, "router.renormalize": False, "norm_eps": 1e-3},
+    "step3p5-0": {
+        "windows": (0, 12, 12),
+        "dense": (0,),
+        "gqa.num_heads": 4,
+        "swa.num_heads": 8,
+        "gqa.rope.llama3.factor": 4.0,
+        "swa.rope.llama3": None,
+        "gqa.gate_form": "head",
+        "gqa.output_gate": "sigmoid",
+        "experts.layout": "stacked",
+        "router.scale": 3.0,
+        "norm_offset": 1.0,
+    },
+    "step3p5-1": {"windows": (), "dense": (1,), "mixer.score_scale": 0.5, "mixer.output_bias": True},
+    "step3p5-2": {"windows": (20, 0, 20, 0), "dense": (), "gqa.rope.yarn.factor": 4.0, "swa.rope.rotary_dim": 8},
     "granitemoe-2": {"mixer.score_scale": 1.0, "experts.layout": "fused_out_in"},
 }
 
@@ -325,6 +362,84 @@ def test_a_model_of_the_line_that_leaves_keys_out_is_refused_by_their_defaults()
             spec_from_config({name: found for name, found in config.items() if name != key})
 
 
+PUBLISHED_MIMO = {
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "sliding_window")),
+    "hybrid_layer_pattern": [0, 1, 1],
+    "moe_layer_freq": [0, 1, 1],
+    "sliding_window_size": 11,
+    "layernorm_epsilon": 1e-5,
+    "rope_theta": 5000000,
+    "swa_rope_theta": 10000,
+    "partial_rotary_factor": 0.334,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 24,
+    "swa_v_head_dim": 16,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "routed_scaling_factor": None,
+    "n_shared_experts": None,
+}
+
+
+def test_both_spellings_of_mimo_are_the_same_model():
+    assert spec_of("mimo_v2_flash-0", **PUBLISHED_MIMO) == spec_of("mimo_v2_flash-0")
+
+
+def test_mimo_honours_the_published_keys_that_transformers_ignores():
+    other = {"swa_num_key_value_heads": 1, "swa_head_dim": 32, "swa_v_head_dim": 12, "swa_rope_theta": 100.0}
+    _, windowed = spec_of("mimo_v2_flash-0", **PUBLISHED_MIMO | other).mixers
+    assert (windowed.num_kv_heads, windowed.head_dim, windowed.value_dim) == (1, 32, 12)
+    assert (windowed.rope.theta, windowed.rope.rotary_dim) == (100.0, 10)
+    sinks = {"add_swa_attention_sink_bias": False, "add_full_attention_sink_bias": True}
+    assert [own.sinks for own in spec_of("mimo_v2_flash-0", **sinks).mixers] == [True, False]
+    flags = {"hybrid_layer_pattern": [1, 0, 1], "moe_layer_freq": [1, 0, 1]}
+    spec = spec_of("mimo_v2_flash-0", **PUBLISHED_MIMO | flags)
+    assert [layer.window for layer in spec.layers] == [12, 0, 12] and spec.moe_layer_ids == (0, 2)
+
+
+PUBLISHED_STEP = {
+    **dict.fromkeys(("mlp_layer_types", "rope_parameters", "num_sliding_attention_heads", "per_layer_config")),
+    **dict.fromkeys(("num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "query_pre_attn_scalar")),
+    "num_attention_groups": 2,
+    "moe_num_experts": 8,
+    "moe_top_k": 3,
+    "moe_layers_enum": "1,2,3",
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2, "head_dim": 16},
+    "rope_theta": [5e2, 1e4, 1e4, 5e2],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+    "yarn_only_types": ["full_attention"],
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 8.0,
+    },
+    "swiglu_limits": [0.0, 0.4, 0.0, 0.0],
+    "swiglu_limits_shared": [0.5, 0.0, 0.3, 0.0],
+    "num_nextn_predict_layers": 1,
+}
+"""Lists go on with a prediction layer."""
+
+
+def test_both_spellings_of_step_are_the_same_model():
+    plain = spec_of("step3p5-0")
+    assert spec_of("step3p5-0", **PUBLISHED_STEP) == plain
+    text = config_of(next(case for case in FAMILY_CASES if case.name == "step3p5-0"))
+    whole = {"architectures": ["Step3p7ForConditionalGeneration"], "text_config": text}
+    assert spec_from_config(whole) == plain
+    assert spec_of("step3p5-0", **PUBLISHED_STEP | {"moe_layers_enum": [1, 2, 3]}) == plain
+    assert spec_of("step3p5-0", **PUBLISHED_STEP | {"yarn_only_types": []}).mixers[0].rope.llama3 is None
+
+
+def test_limits_of_activations_are_those_of_a_layer():
+    """A dense layer has that of the shared expert."""
+    layers = spec_of("step3p5-0").layers
+    assert [(layer.expert_limit, layer.mlp_limit) for layer in layers] == [(0, 0.5), (0.4, 0), (0, 0.3)]
+
+
 REFUSED = {
     "bidirectional attention": (
         "gemma4_text-0",
@@ -356,6 +471,37 @@ REFUSED = {
         {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
         "partial_rotary_factor = 1.5 turns 24 of 16 pairs",
     ),
+    "flags of MiMo": ("mimo_v2_flash-0", {"layer_types": None, "hybrid_layer_pattern": [0, 2, 1]}, "each layer 0 or 1"),
+    "shared expert of MiMo": ("mimo_v2_flash-0", {"n_shared_experts": 1}, "n_shared_experts = 1 is not supported for"),
+    "score of MiMo": ("mimo_v2_flash-0", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported for"),
+    "KV heads of Step": (
+        "step3p5-0",
+        {"num_sliding_attention_heads": None, "attention_other_setting": {"num_attention_groups": 4}},
+        "num_attention_groups = 4 of attention_other_setting is not supported",
+    ),
+    "limits of some layers": ("step3p5-0", {"swiglu_limits": [1.0]}, "swiglu_limits must give each layer a limit"),
+    "thetas of some layers": (
+        "step3p5-0",
+        {"rope_parameters": None, "rope_theta": [1e4]},
+        "rope_theta must give each layer a number, found",
+    ),
+    "names of layers": (
+        "step3p5-0",
+        {"mlp_layer_types": None, "moe_layers_enum": "1,a"},
+        "moe_layers_enum must list layers, found '1,a'",
+    ),
+    "scaling by turns": (
+        "step3p5-0",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 4},
+                "sliding_attention": {"rope_theta": 1e4},
+            }
+        },
+        r"factors \[2.0, 4.0, 4.0\] of a llama3 scaling",
+    ),
+    "sinks of Step": ("step3p5-0", {"sink": True}, "sink = True is not supported for step3p5"),
+    "biased MLP of Step": ("step3p5-0", {"mlp_bias": True}, "mlp_bias = True is not supported for step3p5"),
     "heads of one type": (
         "laguna-0",
         {"num_attention_heads_per_layer": [4, 8, 4]},

@@ -165,6 +165,7 @@ def test_groups_that_cannot_be_are_refused():
     ("layout", "gate", "bias", "down"),
     [
         ("per_expert", (2, 8, (16, 32)), (2, 8, (16,)), (32, 16)),
+        ("stacked", (2, 0, (8, 16, 32)), (2, 0, (8, 16)), (8, 32, 16)),
         ("fused_out_in", (2, 0, (8, 32, 32)), (2, 0, (8, 32)), (8, 32, 16)),
         ("fused_in_out_interleaved", (2, 0, (8, 32, 32)), (2, 0, (8, 32)), (8, 16, 32)),
     ],
@@ -175,7 +176,9 @@ def test_files_hold_experts_and_their_biases_in_the_layout_of_the_family(layout,
         stack = (num_layers, num_experts) if num_experts else (num_layers,)
         assert (specs[name].file_stack, specs[name].file_shape) == (stack, shape)
     assert specs["down_MPFD"].file_shape == down
-    columns = {"per_expert": [0, 1], "fused_out_in": [16, 17], "fused_in_out_interleaved": [1, 3]}[layout]
+    columns = {"per_expert": [0, 1], "stacked": [0, 1], "fused_out_in": [16, 17], "fused_in_out_interleaved": [1, 3]}[
+        layout
+    ]
     for name in ("up_MPDF", "up_bias_MPF"):
         np.testing.assert_array_equal(specs[name].columns_in_file(0, 2), columns)
 

@@ -64,7 +64,7 @@ def model_config(
         slot_choice="first" if selection == "topk" and num_redundant else experts.dispatch,
         selection=selection,
         capacity_scope=experts.capacity_scope,
-        activation=spec.experts.gating,
+        activation=spec.experts.gating(),
         weight_dtype=QUANTIZED.get(experts.weight_dtype, ""),
     )
     return ModelConfig(spec, config)

@@ -12,18 +12,19 @@
 
 namespace native {
 
-enum class Activation { kSilu, kGelu, kClampedSwiglu, kUnknown };
+enum class Activation { kSilu, kGelu, kClampedSwiglu, kClippedSilu, kUnknown };
 
 inline Activation activation_of(std::string_view name) {
   return name == "silu"             ? Activation::kSilu
          : name == "gelu_tanh"      ? Activation::kGelu
          : name == "clamped_swiglu" ? Activation::kClampedSwiglu
+         : name == "clipped_silu"   ? Activation::kClippedSilu
                                     : Activation::kUnknown;
 }
 
 struct ActivationConfig {
   Activation kind;
-  float slope, limit;  // of kClampedSwiglu
+  float slope, limit;  // of kClampedSwiglu; the limit also of kClippedSilu
 };
 
 // What down is multiplied with: `ACTIVATIONS` of `kernels/reference/activations.py`. NaN stays NaN.
@@ -35,8 +36,9 @@ inline F16 activate(const ActivationConfig& activation, F16 gate, F16 up) {
     return gated_by_sigmoid(gate, twice) * up;
   }
   const F16 limit = all(activation.limit);
-  gate = least(limit, gate);
   up = most(all(-activation.limit), least(limit, up));
+  if (activation.kind == Activation::kClippedSilu) return least(limit, gated_by_sigmoid(gate, gate)) * up;
+  gate = least(limit, gate);
   const F16 gated = gated_by_sigmoid(gate, gate * all(activation.slope));
   return gated * ((up + all(1.0f)));
 }

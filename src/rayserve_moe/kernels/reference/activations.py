@@ -17,7 +17,7 @@ class Activation(NamedTuple):
     slope: float = 1.702
     """Factor of the gate within the sigmoid of `clamped_swiglu`."""
     limit: float = 7.0
-    """Bound of gate and up in `clamped_swiglu`."""
+    """Bound of gate and up in `clamped_swiglu`, and of both factors in `clipped_silu`."""
 
 
 SILU = Activation()
@@ -43,8 +43,14 @@ def _clamped_swiglu(gate: jax.Array, up: jax.Array, activation: Activation) -> j
     return gate * jax.nn.sigmoid(activation.slope * gate) * (up + 1)
 
 
+def _clipped_silu(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    """Return silu(gate), at most the limit, times up within the limit (Step 3.5)."""
+    return jnp.minimum(jax.nn.silu(gate), activation.limit) * jnp.clip(up, -activation.limit, activation.limit)
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array, Activation], jax.Array]] = {
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,
     "clamped_swiglu": _clamped_swiglu,
+    "clipped_silu": _clipped_silu,
 }

@@ -16,6 +16,7 @@ from rayserve_moe.model.families import granitemoe as granitemoe
 from rayserve_moe.model.families import hunyuan_v1_moe as hunyuan_v1_moe
 from rayserve_moe.model.families import hy_v3 as hy_v3
 from rayserve_moe.model.families import laguna as laguna
+from rayserve_moe.model.families import mimo_v2_flash as mimo_v2_flash
 from rayserve_moe.model.families import minimax_m2 as minimax_m2
 from rayserve_moe.model.families import minimax_m3_vl_text as minimax_m3_vl_text
 from rayserve_moe.model.families import mistral4 as mistral4
@@ -26,3 +27,4 @@ from rayserve_moe.model.families import qwen3_5_moe_text as qwen3_5_moe_text
 from rayserve_moe.model.families import qwen3_moe as qwen3_moe
 from rayserve_moe.model.families import qwen3_next as qwen3_next
 from rayserve_moe.model.families import solar_open as solar_open
+from rayserve_moe.model.families import step3p5 as step3p5

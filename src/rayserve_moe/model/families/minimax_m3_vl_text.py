@@ -10,6 +10,7 @@ from rayserve_moe.model.config_parts import (
     biased_sigmoid_router_of,
     first_layers_dense,
     heads_of,
+    layer_flags_of,
     layer_types_of,
     layers_of,
     outline_of,
@@ -124,19 +125,11 @@ def _with_layer_kinds(config: Mapping[str, Any]) -> Mapping[str, Any]:
     sparse = object_of(config, "sparse_attention_config")
     kinds: dict[str, list[str]] = {}
     if config.get("mlp_layer_types") is None and config.get("moe_layer_freq") is not None:
-        kinds["mlp_layer_types"] = ["sparse" if flag else "dense" for flag in _flags(config, "moe_layer_freq")]
+        kinds["mlp_layer_types"] = ["sparse" if flag else "dense" for flag in layer_flags_of(config, "moe_layer_freq")]
     if config.get("layer_types") is None and sparse.get("sparse_attention_freq") is not None:
-        flags = _flags({**config, **sparse}, "sparse_attention_freq")
+        flags = layer_flags_of({**config, **sparse}, "sparse_attention_freq")
         kinds["layer_types"] = [_SPARSE if flag else "full_attention" for flag in flags]
     return {**config, **kinds}
-
-
-def _flags(config: Mapping[str, Any], key: str) -> list[int]:
-    """Return the flag of each layer."""
-    found, num_layers = config[key], integer_of(config, "num_hidden_layers")
-    if not isinstance(found, list) or len(found) < num_layers or any(flag not in (0, 1) for flag in found):
-        raise UnsupportedModelError(f"config.json: {key} must give each layer 0 or 1, found {reprlib.repr(found)}")
-    return found[:num_layers]
 
 
 def _rope_of(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
@@ -162,7 +155,7 @@ def _within_blocks(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     if _SPARSE not in types:
         return spec
     if sparse.get("sparse_disable_index_value") is not None:
-        disabled = _flags({**config, **sparse}, "sparse_disable_index_value")
+        disabled = layer_flags_of({**config, **sparse}, "sparse_disable_index_value")
         if any(kind == _SPARSE and not flag for kind, flag in zip(types, disabled, strict=True)):
             raise UnsupportedModelError(
                 f"config.json: sparse_disable_index_value = {reprlib.repr(disabled)} is not supported (only 1 in "

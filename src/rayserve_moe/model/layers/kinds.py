@@ -60,7 +60,7 @@ class Ffn:
     parameters: Callable[..., dict[str, dict[str, ParamSpec]]]
     """`(spec, *, dtype, expert_dtype, num_redundant)`: parameters by group, stacked over the layers of the kind."""
     apply: Callable[..., tuple[jax.Array, LayerRouting | None]]
-    """`(params, rows, inputs, *, layer, config)`: the addend of the stream [T, D], and the routing of a layer with
-    experts."""
+    """`(params, rows, inputs, *, kind, layer, config)`: the addend of the stream [T, D], and the routing of a
+    layer with experts. `kind` is the LayerSpec without its window."""
     divided_sizes: Callable[..., dict[str, int]]
     """`(spec)`: sizes that must be divisible by the tensor axis, by their keys in `config.json`."""

@@ -12,7 +12,7 @@ import jax
 from rayserve_moe.model.layers.kinds import Ffn, FfnRows
 from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
-from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.spec import LayerSpec, ModelSpec
 
 PAIRS = (("dense_gate", "dense_up"), ("shared_gate", "shared_up"))
 """Roles of gate and up, which may share a tensor of the files."""
@@ -47,13 +47,15 @@ def apply(
     rows: FfnRows,
     inputs: StepInputs,
     *,
+    kind: LayerSpec,
     layer: jax.Array,
     config: ModelConfig,
 ) -> tuple[jax.Array, None]:
     """Return the MLP's output for every token [T, D], without routing."""
     weights, normed_TD = params["dense"], rows.normed_TD
     matrices = weights["gate_NDI"], weights["up_NDI"], weights["down_NID"]
-    made_TD = config.kernels.mlp(normed_TD, matrices, layer=layer, activation=config.spec.experts.gating)
+    activation = config.spec.experts.gating(kind.mlp_limit)
+    made_TD = config.kernels.mlp(normed_TD, matrices, layer=layer, activation=activation)
     out_TD = config.plan.sum_over_tensor(made_TD)
     return out_TD.astype(normed_TD.dtype), None
 

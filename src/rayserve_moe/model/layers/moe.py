@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from rayserve_moe.experts.layer import LayerRouting, apply_experts
 from rayserve_moe.experts.routing import ForcedExperts, router_of_layer
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, scale_rows
+from rayserve_moe.kernels.reference.activations import Activation
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 from rayserve_moe.model.layers.kinds import Ffn, FfnRows
 from rayserve_moe.model.layers.mlp import product
 from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs
 from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec, norm_spec
-from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.spec import LayerSpec, ModelSpec
 
 EXPERT_ARRAYS = (
     *("gate_MPDF", "up_MPDF", "down_MPFD"),
@@ -136,6 +137,7 @@ def _gate_and_up(whole: FileForm, spec: ModelSpec) -> tuple[FileForm, FileForm]:
     halves, turns = replace(whole, repeat_width=inner, period=2 * inner), replace(whole, period=2)
     return {
         "per_expert": (whole, whole),
+        "stacked": (whole, whole),
         "fused_out_in": (halves, replace(halves, start=inner)),
         "fused_in_out_interleaved": (turns, replace(turns, start=1)),
     }[spec.experts.layout]
@@ -191,7 +193,13 @@ def divided_sizes(spec: ModelSpec) -> dict[str, int]:
 
 
 def apply(
-    params: Parameters, rows: FfnRows, inputs: StepInputs, *, layer: jax.Array, config: ModelConfig
+    params: Parameters,
+    rows: FfnRows,
+    inputs: StepInputs,
+    *,
+    kind: LayerSpec,
+    layer: jax.Array,
+    config: ModelConfig,
 ) -> tuple[jax.Array, LayerRouting]:
     """Return the experts' output for every token [T, D], and the routing of the layer."""
     experts, normed_TD = params["experts"], rows.normed_TD
@@ -205,6 +213,7 @@ def apply(
         router = router._replace(rows_TD=normed(rows.hidden_TD, experts["norm_MD"]))
     if config.spec.router.expert_factors:
         router = router._replace(factors_E=experts["factors_ME"][layer])
+    activation = config.spec.experts.gating(kind.expert_limit)
     flat = ExpertWeights._make(_flatten(experts[name]) if name in experts else None for name in EXPERT_ARRAYS)
     out_TD, routing = apply_experts(
         normed(rows.hidden_TD, norms["before_MD"]) if norms else normed_TD,
@@ -212,14 +221,15 @@ def apply(
         flat,
         layer=layer,
         valid_T=inputs.valid_T,
-        config=config.experts,
+        config=replace(config.experts, activation=activation),
         maps=inputs.maps,
         forced=_forced_of_layer(inputs, layer),
         capacity=inputs.capacity,
     )
     out_TD = normed(out_TD, norms["after_MD"]) if norms else out_TD
     if config.spec.experts.shared != "none":
-        shared_TD = _shared_expert(params["shared"], normed_TD, layer, config)
+        activation = config.spec.experts.gating(kind.mlp_limit)
+        shared_TD = _shared_expert(params["shared"], normed_TD, layer, activation, config)
         shared_TD = normed(shared_TD, norms["after_shared_MD"]) if norms else shared_TD
         out_TD = out_TD.astype(jnp.float32) + shared_TD
     return out_TD.astype(normed_TD.dtype), routing
@@ -227,11 +237,15 @@ def apply(
 
 @jax.named_scope("shared_expert")
 def _shared_expert(
-    weights: dict[str, jax.Array], normed_TD: jax.Array, moe_layer: jax.Array, config: ModelConfig
+    weights: dict[str, jax.Array],
+    normed_TD: jax.Array,
+    moe_layer: jax.Array,
+    activation: Activation,
+    config: ModelConfig,
 ) -> jax.Array:
     """Return the shared expert's output for every token, float32 [T, D], times its gate if it has one (Qwen2-MoE)."""
     matrices = weights["gate_MDS"], weights["up_MDS"], weights["down_MSD"]
-    made_TD = config.kernels.mlp(normed_TD, matrices, layer=moe_layer, activation=config.spec.experts.gating)
+    made_TD = config.kernels.mlp(normed_TD, matrices, layer=moe_layer, activation=activation)
     out_TD = config.plan.sum_over_tensor(made_TD)
     if config.spec.experts.shared != "sigmoid_gated":
         return out_TD

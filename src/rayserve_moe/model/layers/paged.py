@@ -108,7 +108,7 @@ def rope_frequencies(rope: RopeSpec | None, width: int) -> np.ndarray:
 
     Frequencies are theta ** (-2 i / h) (Su et al., arXiv:2104.09864). YaRN (arXiv:2309.00071, section 3.2) divides by
     the factor the frequency of pairs with fewer than `beta_slow` turns in the original length, keeps pairs with more
-    than `beta_fast` turns, and interpolates linearly in i between them.
+    than `beta_fast` turns, and interpolates linearly in i between them. Llama 3.1 interpolates linearly in turns.
     """
     if rope is None:
         return np.zeros(width // 2, np.float32)
@@ -118,6 +118,10 @@ def rope_frequencies(rope: RopeSpec | None, width: int) -> np.ndarray:
     if rope.yarn is not None:
         slowed = _slowed_share(rope.yarn, rope.theta, width)
         frequencies = frequencies / rope.yarn.factor * slowed + frequencies * (1 - slowed)
+    if (scaling := rope.llama3) is not None:
+        turns = scaling.original_length * frequencies / (2 * math.pi)
+        kept = np.clip((turns - scaling.low_turns) / (scaling.high_turns - scaling.low_turns), 0.0, 1.0)
+        frequencies = frequencies * kept + frequencies / scaling.factor * (1 - kept)
     return frequencies.astype(np.float32)
 
 
