@@ -19,7 +19,7 @@ import pytest
 from rayserve_moe.checkpoints.synthetic import Drawn, SyntheticModel, write_checkpoint
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.execution.runner import HostRunner
-from rayserve_moe.kernels.kv_pool import LayerPages, StatePages
+from rayserve_moe.kernels.kv_pool import LayerPages
 from rayserve_moe.model import states as model_states
 from rayserve_moe.model.states import token_states
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
@@ -48,6 +48,18 @@ SIZES = {
 }
 EVERY_OTHER = SyntheticModel({"architectures": ["GptOssForCausalLM"], **SIZES}, drawn=Drawn(0.2, norm_jitter=0.2))
 ALL = SyntheticModel({"architectures": ["MixtralForCausalLM"], **SIZES}, drawn=Drawn(0.2, norm_jitter=0.2))
+_SIZES = {"v_head_dim": 12, "n_routed_experts": 8, "moe_intermediate_size": 16, "sliding_window": WINDOW}
+TWO_POOLS = SyntheticModel(
+    {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        **SIZES,
+        **_SIZES,
+        "partial_rotary_factor": 0.5,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    drawn=Drawn(0.2, norm_jitter=0.2),
+)
+"""Layers with windows have other KV heads than the others, and a pool of their own."""
 RunnerOf = Callable[[tuple[int, int]], HostRunner]
 
 
@@ -68,7 +80,9 @@ def windowed_of(cycle: StepCycle) -> PagedState:
 
 
 @pytest.fixture(
-    scope="module", params=[EVERY_OTHER, pytest.param(ALL, marks=pytest.mark.slow)], ids=["every other layer", "all"]
+    scope="module",
+    params=[EVERY_OTHER, *(pytest.param(model, marks=pytest.mark.slow) for model in (ALL, TWO_POOLS))],
+    ids=["every other layer", "all", "two pools"],
 )
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, is_native: bool) -> Path:
     dtype = "bfloat16" if is_native else "float32"
@@ -92,7 +106,7 @@ def unfreed(checkpoint: Path, runner_of: RunnerOf, card: ModelCard) -> Outcomes:
     """Each request alone, on one device where no layer frees anything."""
     with patch.object(model_states, "windows_within", lambda windows, max_tokens: (0,) * len(windows)):
         keeps_all = runner_of.__wrapped__((1, 1))
-    assert keeps_all.state.pools["kv"][0].shape[0] == 3 * NUM_PAGES
+    assert sum(len(pool) for (pool,) in keeps_all.state.pools.values()) == 3 * NUM_PAGES
     return run_alone(keeps_all, card, workload(), way=WAY)
 
 
@@ -115,20 +129,25 @@ def test_what_stands_in_freed_pages_is_without_effect(runner_of: RunnerOf, card:
     """After every step all pages of windowed layers that no coming query sees hold what is not a number."""
     runner = runner_of((1, 1))
     size, states = runner.served.pool.groups(NUM_PAGES)[0].num_pages, token_states(runner.served.config)
-    equal = StatePages("kv", tuple(LayerPages(0, i * size, size) for i in range(3)))
-    ((_, places),) = runner.served.step_config(NUM_PAGES).layer_pages or (equal,)
+    of_states = dict(runner.served.step_config(NUM_PAGES).layer_pages) or {
+        state.kind.name: tuple(LayerPages(0, i * size, size) for i in range(state.num_layers)) for state in states
+    }
     num_poisoned = []
 
     def poison(cycle: StepCycle, step: int) -> None:
         page_of = windowed_of(cycle).page_of
         seen = [s.pages[max(0, s.num_computed + 1 - WINDOW) // PAGE :] for s in cycle.scheduler.running]
-        is_seen = np.zeros(len(runner.state.pools["kv"][0]), np.bool_)
-        for window, (_, first_page, num_pages) in zip(states[0].windows, places, strict=True):
-            pages = page_of[np.concatenate([np.zeros(0, np.int32), *seen])] if window else np.arange(num_pages)
-            is_seen[first_page + pages] = True
-        num_poisoned.append(np.count_nonzero(~is_seen))
-        pool = jnp.where(jnp.asarray(is_seen)[:, None, None, None], runner.state.pools["kv"][0], jnp.nan)
-        runner._state = replace(runner.state, pools={"kv": (pool,)})
+        pools = {}
+        num_poisoned.append(0)
+        for state in states:
+            (pool,) = runner.state.pools[state.kind.name]
+            is_seen = np.zeros(len(pool), np.bool_)
+            for window, (_, first_page, num_pages) in zip(state.windows, of_states[state.kind.name], strict=True):
+                pages = page_of[np.concatenate([np.zeros(0, np.int32), *seen])] if window else np.arange(num_pages)
+                is_seen[first_page + pages] = True
+            num_poisoned[-1] += np.count_nonzero(~is_seen)
+            pools[state.kind.name] = (jnp.where(jnp.asarray(is_seen)[:, None, None, None], pool, jnp.nan),)
+        runner._state = replace(runner.state, pools=pools)
 
     chosen = [request for request in workload() if request.sampling.n == 1]
     try:
