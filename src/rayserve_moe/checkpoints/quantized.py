@@ -85,7 +85,7 @@ def _find_block_fp8(settings: Mapping[str, Any], stored: Mapping[str, TensorEntr
     blocks = ((block[0], block[1]),) if block else ()
     for name, entry in stored.items():
         if name.endswith("_scale_inv"):
-            yield in_bytes(name.removesuffix("_scale_inv"), name, stored, blocks)
+            yield in_bytes(name.removesuffix("_scale_inv"), name, stored=stored, blocks=blocks)
         elif entry.dtype == "F8_E4M3" and f"{name}_scale_inv" not in stored:
             raise CheckpointError(f"{entry.file.name}: {name} is F8_E4M3, but its scale {name}_scale_inv is missing")
 
@@ -113,9 +113,9 @@ def _find_compressed(settings: Mapping[str, Any], stored: Mapping[str, TensorEnt
             name = scale.removesuffix("_scale")
             packed = stored.get(f"{name}_packed")
             if packed is not None and packed.dtype == "U8":
-                yield in_fp4(name, (packed.name, scale, f"{name}_global_scale"), stored, divides=True)
+                yield in_fp4(name, (packed.name, scale, f"{name}_global_scale"), stored=stored, divides=True)
             else:
-                yield (in_bytes if packed is None else in_words)(name, scale, stored, declared)
+                yield (in_bytes if packed is None else in_words)(name, scale, stored=stored, blocks=declared)
 
 
 def _find_modelopt(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> Iterator[Found]:
@@ -136,9 +136,9 @@ def _find_modelopt(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry
             # The scales of all experts stand beside their tensor, which has no ".weight".
             name = scale.removesuffix("_scale" if scale.endswith(".weight_scale") else "_weight_scale")
             if name in stored and stored[name].dtype == "U8":
-                yield in_fp4(name, (name, scale, f"{scale}_2"), stored, divides=False)
+                yield in_fp4(name, (name, scale, f"{scale}_2"), stored=stored, divides=False)
             else:
-                yield in_bytes(name, scale, stored, ())
+                yield in_bytes(name, scale, stored=stored, blocks=())
 
 
 def _check_scales(stored: Mapping[str, TensorEntry]) -> None:

@@ -70,7 +70,7 @@ Block = tuple[int, int]
 """Rows and columns that share a scale; 0 stands for the whole dimension."""
 
 
-def in_bytes(name: str, scale: str, stored: Mapping[str, TensorEntry], blocks: tuple[Block, ...]) -> Found:
+def in_bytes(name: str, scale: str, *, stored: Mapping[str, TensorEntry], blocks: tuple[Block, ...]) -> Found:
     """Return a decoded matrix, or the matrices of all experts, with a byte per value."""
     shape = _shape_of(name, stored, tuple(VALUES_OF), (2, 3))
     table, scales = VALUES_OF[stored[name].dtype], _scales_of(shape, scale, stored, blocks)
@@ -81,7 +81,7 @@ def in_bytes(name: str, scale: str, stored: Mapping[str, TensorEntry], blocks: t
     )
 
 
-def in_fp4(name: str, parts: tuple[str, str, str], stored: Mapping[str, TensorEntry], *, divides: bool) -> Found:
+def in_fp4(name: str, parts: tuple[str, str, str], *, stored: Mapping[str, TensorEntry], divides: bool) -> Found:
     """Return a decoded matrix, or those of all experts, with two 4-bit floats per byte: NVFP4 or MXFP4.
 
     `parts` are the values, a scale per group of them, and for NVFP4 a factor of the tensor, or a divisor if `divides`.
@@ -133,7 +133,7 @@ def _check_factor(name: str, stored: Mapping[str, TensorEntry], leading: tuple[i
     raise CheckpointError(f"quantised tensor {name} must be one F32 number{each}, found {found}")
 
 
-def in_words(name: str, scale: str, stored: Mapping[str, TensorEntry], blocks: tuple[Block, ...]) -> Found:
+def in_words(name: str, scale: str, *, stored: Mapping[str, TensorEntry], blocks: tuple[Block, ...]) -> Found:
     """Return a decoded matrix with eight 4-bit values per word."""
     for part in (f"{name}_zero_point", f"{name}_g_idx"):
         if part in stored:
