@@ -78,8 +78,9 @@ MODELS = {
     "delta, seed 2": MadeUp("delta", 2, "v6e:2x4"),
     "mla, seed 3": MadeUp("mla", 3, "v6e:4x4"),
     "delta, seed 5": MadeUp("delta", 5, "v6e:4x4"),
+    "gqa, seed 6": MadeUp("gqa", 6, "v5p:2x2x2"),
 }
-"""Numbers of ops of a plan (`plan_slice.step_cost`) were set with the second in view; it has not seen the last."""
+"""Numbers of ops of a plan (`plan_slice.step_cost`) were set with the second in view; it has not seen later ones."""
 
 
 def planned(made_up: MadeUp) -> dict[str, Any]:
