@@ -43,7 +43,7 @@ def test_a_rank_may_get_everything_and_nobody_may_have_anything():
     assert (compiled()(valid=np.zeros(74, bool)).out == 0).all()
 
 
-@pytest.mark.parametrize("max_tokens", [16, 32])
+@pytest.mark.parametrize("max_tokens", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_neither_chunks_nor_other_tokens_show_in_a_single_bit(max_tokens, monkeypatch):
     """Three chunks are exchanged beside each other, two in another order, and one alone."""
     whole = compiled((2, 1))()

@@ -106,12 +106,14 @@ def outcome_of_sums(load: Load, interpret: Any = INTERPRETED) -> tuple[float, fl
     return float(difference.max(initial=0)), float(np.abs(expected).max(initial=0))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS.keys())
 def test_sums_of_a_device_are_those_of_the_reference(load):
     difference, largest = outcome_of_sums(load)
     assert difference <= ROUNDING * largest
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_rows_beside_it():
     """The same tokens, with those of other ranks gone: equal to the bit."""
     whole, alone = LOADS["any"], Load(LOADS["any"].slots_RTK.copy())
@@ -143,6 +145,13 @@ def padding_with_a_row(monkeypatch):
     monkeypatch.setattr(device_sums, "spare_row", lambda _: 0)
 
 
+def test_rows_fit_into_both_memories_of_a_core():
+    rows = device_sums.max_rows(2048, 768, 8)
+    assert rows // 8 == 853 and device_sums.vmem_bytes(rows, 2048, 768) <= device_sums.MAX_BYTES
+    assert device_sums.max_rows(2048, 768, 32) * 8 * 33 <= device_sums.SCALAR_BYTES
+    assert device_sums.max_rows(8192, 4096, 8) == 0
+
+
 def no_wait_for_rows(monkeypatch):
     copy = device_sums.pltpu.make_async_copy
 
@@ -159,6 +168,7 @@ def no_wait_for_rows(monkeypatch):
 FAULTS = {"no wait for rows": no_wait_for_rows, "padding with a row in use": padding_with_a_row}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plant", FAULTS.values(), ids=FAULTS.keys())
 def test_a_planted_fault_is_found(plant, monkeypatch):
     watch()

@@ -49,8 +49,9 @@ class DeviceSumKernels:
     """`sum_experts` with its product bound."""
     add_rows: Callable[..., jax.Array]
     """`add_rows`."""
-    max_rows: Callable[[int, int], int]
-    """Return the maximum number of rows that a device can receive, by the widths of the model and of an expert."""
+    max_rows: Callable[[int, int, int], int]
+    """Return the maximum number of rows that a device can receive, by the widths of the model and of an expert, and the
+    experts of a token."""
 
 
 def place_rows(hidden_TD: jax.Array, token_N: jax.Array, num_rows: jax.Array) -> jax.Array:
@@ -90,7 +91,7 @@ def add_rows(rows_NQV: jax.Array, places_RT: jax.Array, num_rows: jax.Array) -> 
     return total_TQV.astype(rows_NQV.dtype).reshape(num_tokens, -1)
 
 
-def max_rows(width: int, inner: int) -> int:
+def max_rows(width: int, inner: int, top_k: int) -> int:
     """Return the maximum number of rows that a device can receive."""
-    del width, inner
+    del width, inner, top_k
     return MAX_ROWS

@@ -33,6 +33,8 @@ UNROLLED = 8
 """Rows that a trip of a loop copies or adds up, and assignments that it lists."""
 SPARE_BYTES, MAX_BYTES = 6 << 20, 104 << 20
 """Memory of a core for a tile and values, and the maximum that the kernel uses."""
+SCALAR_BYTES = 960 << 10
+"""Maximum scalar memory of a core for lists; smaller tables and the compiler need the rest."""
 
 
 def sum_experts(rows_CQV: jax.Array, lists: SlotLists, experts: LayerExperts, *, interpret: Any = False) -> jax.Array:
@@ -88,10 +90,12 @@ def vmem_bytes(num_rows: int, width: int, inner: int) -> int:
     return (_whole_trips(num_rows) + 1) * width * 6 + 2 * 3 * width * inner * 2 + SPARE_BYTES
 
 
-def max_rows(width: int, inner: int) -> int:
-    """Return the maximum number of rows that a device can receive."""
-    free = MAX_BYTES - vmem_bytes(0, width, inner)
-    return max(0, free // (width * 6) // UNROLLED * UNROLLED)
+def max_rows(width: int, inner: int, top_k: int) -> int:
+    """Return the maximum number of rows that a device can receive, by both memories of a core."""
+    by_vectors = (MAX_BYTES - vmem_bytes(0, width, inner)) // (width * 6)
+    # Scalars are the place and the weight of every assignment, and those listed of a slot.
+    by_scalars = SCALAR_BYTES // (8 * (top_k + 1))
+    return max(0, min(by_vectors, by_scalars) // UNROLLED * UNROLLED)
 
 
 def unsupported_reason(hidden_TD: jax.Array, weights: ExpertWeights) -> str:
