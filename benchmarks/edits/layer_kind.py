@@ -45,7 +45,6 @@ class RunningMean:
 
     kind: ClassVar[str] = KIND
     has_windows: ClassVar[bool] = False
-    needs_earlier_layers: ClassVar[bool] = False
 
     num_tokens: int
     width: int

@@ -135,7 +135,7 @@ def requests_from(
         raise RequestError(f"{FORCED}: {error}", FORCED) from error
     try:
         index = keywords.get(FORCED_INDEX)
-        forced = decode_each_forced_index(index, forced, card.index, is_batch=prompts.is_batch)
+        forced = decode_each_forced_index(index, forced, layout=card.index, is_batch=prompts.is_batch)
     except ValueError as error:
         raise RequestError(f"{FORCED_INDEX}: {error}", FORCED_INDEX) from error
     given = read_given(keywords, options=OPTIONS)

@@ -16,6 +16,7 @@ from rayserve_moe.model.config_parts import heads_of, outline_of
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import flag_of, integer_of, object_of, refuse_other_values
 from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.layers.table import MIXERS
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec, norm_spec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import LayerSpec, ModelSpec, UnsupportedModelError
@@ -137,8 +138,11 @@ def prediction_spec(target: ModelSpec) -> DraftSpec:
     It has experts and the target's attention, also if other layers of the target are recurrent, or take a choice of
     tokens from an earlier layer.
     """
-    own = {mixer.kind for mixer in target.mixers if mixer.score_shape() is not None and not mixer.needs_earlier_layers}
-    attending = (each for each in reversed(target.layers) if each.mixer in own)
+    attending = (
+        each
+        for each in reversed(target.layers)
+        if target.mixer(each.mixer).score_shape() is not None and not MIXERS[each.mixer].needs_earlier_layers
+    )
     kind = replace(next(attending).kind, ffn="moe")
     layer = replace(target, layers=(kind,), mixers=(target.mixer(kind.mixer),))
     return DraftSpec("NEXTN", layer, recycles_normed=True)

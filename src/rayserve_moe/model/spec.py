@@ -146,10 +146,6 @@ class MixerSpec(Protocol):
     def has_windows(self) -> bool:
         """Return True if the mixer supports windows."""
 
-    @property
-    def needs_earlier_layers(self) -> bool:
-        """Return True if layers read a result of an earlier layer besides the stream."""
-
     def unsupported_reason(self) -> str:
         """Return the reason why the sizes do not fit each other; empty if they do."""
 

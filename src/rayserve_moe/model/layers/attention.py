@@ -36,7 +36,6 @@ class GroupedAttention:
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245). Widths are in elements."""
 
     has_windows: ClassVar[bool] = True
-    needs_earlier_layers: ClassVar[bool] = False
 
     num_heads: int
     """Query heads."""

@@ -44,7 +44,6 @@ class GatedDelta:
 
     kind: ClassVar[str] = KIND
     has_windows: ClassVar[bool] = False
-    needs_earlier_layers: ClassVar[bool] = False
 
     num_key_heads: int
     num_value_heads: int

@@ -47,6 +47,8 @@ class Mixer:
     layer. `apply` finds and returns them among the pools. May be absent."""
     captured: str = ""
     """Name of a passed array that is an output of the step for each layer of the kind; empty if none."""
+    needs_earlier_layers: bool = False
+    """True if layers read arrays that layers of another kind have passed on."""
 
 
 class FfnRows(NamedTuple):

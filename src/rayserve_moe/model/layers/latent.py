@@ -103,11 +103,6 @@ class LatentAttention:
         """Return the number of elements of a head that rotate."""
         return self.rope.rotary_dim or self.rope_dim
 
-    @property
-    def needs_earlier_layers(self) -> bool:
-        """Return True if layers take a choice of tokens from an earlier layer."""
-        return self.kind == SHARED
-
     def unsupported_reason(self) -> str:
         """Return why the sizes do not fit each other; empty if they do."""
         assert (self.index is None) == (self.kind == DENSE), "sparse attention has an index"

@@ -172,4 +172,11 @@ def _with_forced(chosen_TK: jax.Array, inputs: StepInputs, layer: jax.Array) -> 
 
 
 MIXER = Mixer(parameters, states, attention_choice, latent.prepare, apply, passed=passed, captured=CHOSEN)
-SHARED_MIXER = replace(MIXER, parameters=latent.parameters, states=latent.states, apply=apply_shared, captured="")
+SHARED_MIXER = replace(
+    MIXER,
+    parameters=latent.parameters,
+    states=latent.states,
+    apply=apply_shared,
+    captured="",
+    needs_earlier_layers=True,
+)

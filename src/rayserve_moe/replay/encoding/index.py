@@ -45,7 +45,7 @@ def encode(routing: RoutedExperts, layout: IndexLayout) -> tuple[str | None, dic
 
 
 def decode_each_forced_index(
-    value: object, forced: Sequence[RoutedExperts | None], layout: IndexLayout | None, *, is_batch: bool
+    value: object, forced: Sequence[RoutedExperts | None], *, layout: IndexLayout | None, is_batch: bool
 ) -> list[RoutedExperts | None]:
     """Add the choices of `forced_indexer_topk` to the forced routing of every prompt.
 

@@ -142,7 +142,7 @@ async def forced_index_of(
     """Add the choices of indexes to replay to the forced routing of every prompt, off the event loop."""
     if value is None:
         return forced
-    decode = partial(decode_each_forced_index, value, forced, state.card.index, is_batch=is_batch)
+    decode = partial(decode_each_forced_index, value, forced, layout=state.card.index, is_batch=is_batch)
     try:
         return await asyncio.get_running_loop().run_in_executor(state.encoding, decode)
     except ValueError as error:
