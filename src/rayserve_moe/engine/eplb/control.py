@@ -39,6 +39,11 @@ MAX_RECORDS = 64
 """Number of migrations in the history."""
 MAX_PLANS = 16
 """Number of plans whose loads are kept: some 100 KB each for a model of 60 layers and 256 experts."""
+PLANNER_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""Errors of a faulty planner: it is asked again."""
 MAX_SHOWN_ROWS = 256
 """Number of sampled rows of which the ranks per token are shown."""
 UNDER_WAY, FINISHED, REPLACED, FAILED = "under way", "finished", "replaced", "failed"
@@ -159,7 +164,7 @@ class EplbControl:
                 self._follow_plan(planner)
         except PlanFailure as failure:
             self.health.record_failure(failure)
-        except Exception as error:
+        except PLANNER_ERRORS as error:
             self.health.record_failure(PlanFailure("failed", f"{type(error).__name__}: {error}"))
 
     def _follow_plan(self, planner: Planner) -> None:
