@@ -120,8 +120,10 @@ class EplbControl:
             tokens = self._since_move.totals()
         is_known = progress.is_done and has_enough(tokens)
         loads = rank_loads(placement, tokens, dispatch=self._config.dispatch) if is_known else None
-        rows = rows[-MAX_SHOWN_ROWS:]
-        distinct = traffic_of(placement, rows, batch=batch).distinct_ranks.tolist() if len(rows) else None
+        rows, distinct = rows[-MAX_SHOWN_ROWS:], None
+        if len(rows) and self._config.dispatch == "shares":
+            traffic = traffic_of(placement, rows, batch=batch, num_slices=migration.num_slices)
+            distinct = traffic.distinct_ranks.tolist()
         return RealisedBalance(
             imbalance_promised=self.history.promised(progress),
             imbalance_realised=None if loads is None else float(imbalance(loads).mean()),
@@ -324,7 +326,8 @@ class RealisedBalance:
     imbalance_realised: float | None
     """Imbalance of the tokens counted since then, mean over layers; None before enough are counted."""
     distinct_ranks: list[float] | None
-    """Ranks that compute a token, mean over the sampled rows, [L]; None until requests ask for routing."""
+    """Ranks that compute a token, mean over the sampled rows, [L]; None until requests ask for routing,
+    and under other dispatches than `shares`."""
     peak_rows: list[float]
     """Rows of the hottest expert over the mean of its layer, between the last two readings, [L]."""
 
