@@ -134,7 +134,7 @@ def _of_greedy(experts: np.ndarray, rows: np.ndarray, *, batch: int, choice: Cal
         )
         return order[begins[ids] + replica % counts[ids]]
 
-    return count_traffic(slots_of, rows, batches, slots_per_rank=slots_per_rank)
+    return count_traffic(slots_of, rows, batches=batches, slots_per_rank=slots_per_rank)
 
 
 def _even(ids: np.ndarray, sources: np.ndarray, *, counts: np.ndarray, ranks_of: Any) -> np.ndarray:

@@ -60,6 +60,7 @@ def run_until_placed(engine: Engine, wanted: ExpertPlacement, expected: list) ->
     return num_rounds
 
 
+@pytest.mark.slow  # migrations leave the bits as they are: tests/pipelines/test_migration.py
 def test_answers_stay_the_same_before_during_and_after_a_switch(skewed, tmp_path):
     with Engine(str(skewed), **SPREAD) as engine:
         expected, rows = answers_of(engine), rows_of(engine)

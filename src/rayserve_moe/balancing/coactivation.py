@@ -88,7 +88,7 @@ def plan_from_rows(
     placement from counts and its improvements, or of `today` if that has as many slots. Raises PlacementError for
     numbers that do not fit.
     """
-    _check(rows, group, num_experts)
+    _check(rows, group, num_experts=num_experts)
     load = loads_of(rows, num_experts) if load is None else load
     first = plan(load, ep_size=group.ep_size, num_redundant=group.num_redundant)
     if not len(rows) or first.slots_per_rank >= num_experts or group.ep_size == 1:
@@ -149,7 +149,7 @@ def cheapest(
     return placement_from(experts, shares, num_experts=one.num_experts, ep_size=one.ep_size)
 
 
-def _check(rows: np.ndarray, group: ServedGroup, num_experts: int) -> None:
+def _check(rows: np.ndarray, group: ServedGroup, *, num_experts: int) -> None:
     if rows.ndim != 3 or rows.dtype.kind not in "iu":
         raise PlacementError(f"rows are {rows.dtype} of shape {rows.shape}, not integers of [tokens, layers, k]")
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_experts:

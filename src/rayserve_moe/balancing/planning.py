@@ -64,7 +64,7 @@ class LocalPlanner:
         if state.generation != self._generation or tokens.shape != (now.num_layers, now.num_experts):
             return None
         before = imbalance(rank_loads(now, tokens, dispatch=dispatch))
-        wanted = self._balanced(now, tokens, state.num_slices)
+        wanted = self._balanced(now, tokens, num_slices=state.num_slices)
         if dispatch == "shares":
             wanted = cheaper_for_rows(wanted, state, load=tokens)
         if wanted is now:
@@ -81,7 +81,7 @@ class LocalPlanner:
             time.perf_counter() - started,
         )
 
-    def _balanced(self, now: ExpertPlacement, tokens: np.ndarray, num_slices: int) -> ExpertPlacement:
+    def _balanced(self, now: ExpertPlacement, tokens: np.ndarray, *, num_slices: int) -> ExpertPlacement:
         """Return the placement that balances `tokens`, or `now` if none is worth its moves."""
         noise, dispatch = chance(tokens, ep_size=now.ep_size), self._config.dispatch
         before = imbalance(rank_loads(now, tokens, dispatch=dispatch))

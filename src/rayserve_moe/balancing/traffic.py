@@ -109,11 +109,11 @@ def traffic_of(
             return by_shares
         return nearest_slots(maps, ids, ranks=sources, by_shares=by_shares, num_slices=num_slices)
 
-    return count_traffic(slots_of, rows, batches, slots_per_rank=placement.slots_per_rank)
+    return count_traffic(slots_of, rows, batches=batches, slots_per_rank=placement.slots_per_rank)
 
 
 def count_traffic(
-    slots_of: Callable[[int, np.ndarray], np.ndarray], rows: np.ndarray, batches: Batches, *, slots_per_rank: int
+    slots_of: Callable[[int, np.ndarray], np.ndarray], rows: np.ndarray, *, batches: Batches, slots_per_rank: int
 ) -> Traffic:
     """Count the traffic of `rows` [tokens, layers, k] if `slots_of(layer, ids)` are the slots that tokens take."""
     num_tokens, num_ranks = batches.num_tokens, batches.num_ranks

@@ -172,7 +172,7 @@ def costs(
     load = loads_of(trace.rows, trace.num_experts)
     ep_size = today.ep_size
 
-    def costed(name: str, placement: ExpertPlacement, batch: int) -> Costed:
+    def costed(name: str, placement: ExpertPlacement, *, batch: int) -> Costed:
         traffic = traffic_of(placement, trace.rows, batch=batch, num_slices=num_slices)
         return Costed(
             name,
@@ -187,14 +187,14 @@ def costs(
         )
 
     for batch in batches:
-        yield costed(TODAY, today, batch)
+        yield costed(TODAY, today, batch=batch)
     for number in redundant:
         by_counts = plan(load, ep_size=ep_size, num_redundant=number)
         for batch in batches:
             group = ServedGroup(ep_size, number, batch, num_slices)
             by_rows = plan_from_rows(trace.rows, group, num_experts=trace.num_experts, rates=rates, today=today)
-            yield costed(COUNTS, by_counts, batch)
-            yield costed(ROWS, by_rows, batch)
+            yield costed(COUNTS, by_counts, batch=batch)
+            yield costed(ROWS, by_rows, batch=batch)
 
 
 def _today(options: argparse.Namespace, trace: Trace) -> ExpertPlacement:

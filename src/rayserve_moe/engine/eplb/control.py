@@ -39,6 +39,11 @@ MAX_RECORDS = 64
 """Number of migrations in the history."""
 MAX_PLANS = 16
 """Number of plans whose loads are kept: some 100 KB each for a model of 60 layers and 256 experts."""
+PLANNER_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""Errors of a faulty planner: it is asked again."""
 MAX_SHOWN_ROWS = 256
 """Number of sampled rows of which the ranks per token are shown."""
 UNDER_WAY, FINISHED, REPLACED, FAILED = "under way", "finished", "replaced", "failed"
@@ -115,8 +120,10 @@ class EplbControl:
             tokens = self._since_move.totals()
         is_known = progress.is_done and has_enough(tokens)
         loads = rank_loads(placement, tokens, dispatch=self._config.dispatch) if is_known else None
-        rows = rows[-MAX_SHOWN_ROWS:]
-        distinct = traffic_of(placement, rows, batch=batch).distinct_ranks.tolist() if len(rows) else None
+        rows, distinct = rows[-MAX_SHOWN_ROWS:], None
+        if len(rows) and self._config.dispatch == "shares":
+            traffic = traffic_of(placement, rows, batch=batch, num_slices=migration.num_slices)
+            distinct = traffic.distinct_ranks.tolist()
         return RealisedBalance(
             imbalance_promised=self.history.promised(progress),
             imbalance_realised=None if loads is None else float(imbalance(loads).mean()),
@@ -159,7 +166,7 @@ class EplbControl:
                 self._follow_plan(planner)
         except PlanFailure as failure:
             self.health.record_failure(failure)
-        except Exception as error:
+        except PLANNER_ERRORS as error:
             self.health.record_failure(PlanFailure("failed", f"{type(error).__name__}: {error}"))
 
     def _follow_plan(self, planner: Planner) -> None:
@@ -319,7 +326,8 @@ class RealisedBalance:
     imbalance_realised: float | None
     """Imbalance of the tokens counted since then, mean over layers; None before enough are counted."""
     distinct_ranks: list[float] | None
-    """Ranks that compute a token, mean over the sampled rows, [L]; None until requests ask for routing."""
+    """Ranks that compute a token, mean over the sampled rows, [L]; None until requests ask for routing,
+    and under other dispatches than `shares`."""
     peak_rows: list[float]
     """Rows of the hottest expert over the mean of its layer, between the last two readings, [L]."""
 
