@@ -44,15 +44,16 @@ def unsupported_reason(pool: PoolFormat, *, head_dim: int, value_dim: int) -> st
             f"kv_cache_dtype fp8 stores pairs of registers, and keys of {head_dim} with values of {value_dim} take "
             f"{num_registers}"
         )
-    return _unsupported_pages(pool)
+    return unsupported_pages(pool)
 
 
 def unsupported_latents(pool: PoolFormat) -> str:
     """Return why the kernel does not take a pool of latents; empty if it does."""
-    return "kv_cache_dtype fp8 does not store latents" if pool.is_8_bit else _unsupported_pages(pool)
+    return "kv_cache_dtype fp8 does not store latents" if pool.is_8_bit else unsupported_pages(pool)
 
 
-def _unsupported_pages(pool: PoolFormat) -> str:
+def unsupported_pages(pool: PoolFormat) -> str:
+    """Return why the kernel does not take the pages of a pool; empty if it does."""
     if pool.page_size % CLEARED_ROWS:
         return f"page_size {pool.page_size} is no multiple of {CLEARED_ROWS}"
     return ""
