@@ -77,11 +77,9 @@ CASES = {
         Family("hy3", "v6e:4x4", 8, "int8"),
         Family("hy3", "v5p:2x2x2", 2),
         Family("minimax-m3", "v6e:4x4", 8, "int8", DENSE_CONTEXT),
-        Family("minimax-m3", "v5p:2x2x4", 4, "bfloat16", DENSE_CONTEXT),
         Family("mistral-small-4", "v6e:2x2", 4, "int8"),
         Family("mistral-small-4", "v6e:2x4", 8),
         Family("glm-5.2", "v6e:4x8", 8, "int8", DENSE_CONTEXT),
-        Family("glm-5.2", "v5p:2x2x4", 8, "bfloat16", DENSE_CONTEXT),
         Family("deepseek-v3.2", "v6e:4x8", 8, "int8", DENSE_CONTEXT),
         Family("deepseek-v3.2", "v5p:2x2x4", 4, "bfloat16", DENSE_CONTEXT),
     )
