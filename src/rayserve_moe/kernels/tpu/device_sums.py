@@ -125,10 +125,8 @@ def _whole_trips(num_rows: int) -> int:
 
 
 class Refs(NamedTuple):
-    """Operands, result and scratch of the kernel, in its order."""
+    """Operands after the first slot of the weights, result and scratch of the kernel, in its order."""
 
-    first_1: Any
-    """First slot of this device among the weights of all layers."""
     begin_RS: Any
     base_R: Any
     places: Any
@@ -174,7 +172,7 @@ class Refs(NamedTuple):
 
 
 def _kernel(*given: Any, activation: Activation) -> None:
-    refs, slot = Refs(*given), pl.program_id(0)
+    refs, slot = Refs(*given[1:]), pl.program_id(0)
     pl.when(slot == 0)(partial(_take_rows, refs))
     number = _list_rows(refs, slot)
 
