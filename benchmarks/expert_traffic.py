@@ -27,6 +27,7 @@ from benchmarks.table import tables
 from examples.calculator.accuracy import TASKS
 from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.balancing.coactivation import ServedGroup, loads_of, plan_from_rows
+from rayserve_moe.balancing.placement import NEAR_TOKENS
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.traffic import Batches, CostRates, Traffic, count_traffic, traffic_of
 from rayserve_moe.checkpoints.model_path import TRAINED_PREFIX
@@ -89,7 +90,7 @@ def judged(rows: np.ndarray, *, experts: int, ranks: int, redundant: int) -> Ite
     sizes = {"ep_size": ranks, "num_redundant": redundant}
     greedy, by_counts = greedy_experts(load, **sizes), plan(load, **sizes)
     for batch in BATCHES:
-        group = ServedGroup(ranks, redundant, batch)
+        group, is_near = ServedGroup(ranks, redundant, batch), batch <= NEAR_TOKENS
         by_rows = plan_from_rows(first, group, num_experts=experts)
         links_first = plan_from_rows(first, group, num_experts=experts, rates=LINKS_FIRST)
         found = {
@@ -97,9 +98,9 @@ def judged(rows: np.ndarray, *, experts: int, ranks: int, redundant: int) -> Ite
             "greedy, even": _of_greedy(greedy, later, batch=batch, choice=_even),
             "greedy, static map": _of_greedy(greedy, later, batch=batch, choice=_static),
             "greedy, first": _of_greedy(greedy, later, batch=batch, choice=_first),
-            "counts, near": traffic_of(by_counts, later, batch=batch),
-            "rows, near": traffic_of(by_rows, later, batch=batch),
-            "rows, links first": traffic_of(links_first, later, batch=batch),
+            "counts, near": traffic_of(by_counts, later, batch=batch, near=is_near),
+            "rows, near": traffic_of(by_rows, later, batch=batch, near=is_near),
+            "rows, links first": traffic_of(links_first, later, batch=batch, near=is_near),
         }
         for name, traffic in found.items():
             mean_rows = batch * rows.shape[2] / ranks

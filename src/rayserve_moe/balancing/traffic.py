@@ -95,9 +95,10 @@ def traffic_of(
 ) -> Traffic:
     """Return the traffic of `rows` [tokens, layers, k] in `Batches`.
 
-    `near` selects slots by distance; None: if the batch has at most `NEAR_TOKENS`.
+    `near` selects slots by distance; None: as devices do, on several slices if the batch has at most `NEAR_TOKENS`.
     """
-    num_ranks, is_near = placement.ep_size, batch <= NEAR_TOKENS if near is None else near
+    is_near = (num_slices > 1 and batch <= NEAR_TOKENS) if near is None else near
+    num_ranks = placement.ep_size
     batches = Batches(len(rows), batch, num_ranks, num_slices)
     sources = batches.ranks
     groups = batches.of_tokens * num_ranks + sources

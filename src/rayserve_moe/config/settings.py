@@ -245,9 +245,9 @@ class ExpertSettings:
     num_redundant: int = _number(0, (0, 128), "num_redundant_experts")
     """Expert slots per layer for replicas of busy experts; lowered until the slots divide evenly over devices."""
     dispatch: str = _choice("shares", "static", "first", "capacity", key="eplb_dispatch")
-    """Slot of an expert that a token takes. `shares` splits tokens as planned; in steps of at most 128 tokens it takes
-    the slot nearest to the token and its other experts. `static` uses one slot per device, `first` uses no replica (for
-    debugging), `capacity` fills the nearest slots to their capacity, then all slots evenly."""
+    """Slot of an expert that a token takes. `shares` splits tokens as planned; on several slices, in steps of at most
+    128 tokens, it takes the slot nearest to the token and its other experts. `static` uses one slot per device, `first`
+    uses no replica (for debugging), `capacity` fills the nearest slots to their capacity, then all slots evenly."""
     selection: str = _choice("auto", "topk", "replicas_only", "balanced", key="expert_selection")
     """`topk` takes the router's best experts, each in a single slot; `replicas_only` the same experts, in slots
     selected by `eplb_dispatch`; `balanced` sends a full slot's tokens to other experts, which changes the model's

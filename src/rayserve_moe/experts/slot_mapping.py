@@ -125,8 +125,11 @@ def _by_shares(
 
 
 def is_near(num_tokens: int, *, config: ExpertConfig) -> bool:
-    """Return True if steps with `num_tokens` of each data rank choose slots by distance."""
-    return num_tokens * config.plan.data_size <= NEAR_TOKENS
+    """Return True if steps with `num_tokens` of each data rank choose slots by distance.
+
+    On one slice they do not: near slots save few rows of its fast links, and more slots are read from HBM.
+    """
+    return config.plan.num_slices > 1 and num_tokens * config.plan.data_size <= NEAR_TOKENS
 
 
 def _nearest(
