@@ -136,7 +136,7 @@ def test_replicas_even_out_skewed_experts_and_cost_memory():
     assert plain > 1.2 > 1.02 > spread >= 1.0
     without, with_replicas = (estimated(Split(SLICE, 8, 1, redundant)) for redundant in (0, 8))
     assert with_replicas.weights_gb > without.weights_gb
-    assert with_replicas.prefill.link_s < without.prefill.link_s
+    assert with_replicas.imbalance < without.imbalance
 
 
 def test_the_best_candidates_serve_everybody():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
 from rayserve_moe.config.settings import ClusterSettings, Settings
-from rayserve_moe.engine import loop as engine_loop
+from rayserve_moe.engine import admission
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.serving.api.answers import streaming
 from rayserve_moe.serving.api_state import ApiState
@@ -49,7 +50,13 @@ def test_clients_are_kept_while_hosts_are_replaced(
                     commented.set()
         return text
 
-    with running(api) as url, ThreadPoolExecutor(2) as pool, caplog.at_level(logging.CRITICAL + 1):
+    with (
+        running(api) as url,
+        ThreadPoolExecutor(2) as pool,
+        ExitStack() as closing,
+        caplog.at_level(logging.CRITICAL + 1),
+    ):
+        closing.callback(executor.may_rebuild.set)  # before the pool waits for its threads, even if this test fails
         assert probes(url) == (200, 200)
         streamed = pool.submit(stream, url)
         assert commented.wait(DEADLINE_S)
@@ -61,7 +68,7 @@ def test_clients_are_kept_while_hosts_are_replaced(
         assert probes(url) == (200, 503)
         while loop.statistics()["requests_live"] < 2:
             pass
-        monkeypatch.setattr(engine_loop, "MAX_QUEUE_S", 0.0)
+        monkeypatch.setattr(admission, "MAX_QUEUE_S", 0.0)
         late = httpx.post(f"{url}/v1/completions", json=BODY)
         assert (late.status_code, late.json()["error"]["code"], late.headers["retry-after"]) == (503, "rebuilding", "5")
         executor.may_rebuild.set()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayserve_moe.engine.recovery.hosts import Recovery, progress_of
+from rayserve_moe.engine.recovery.hosts import Recovery
 from rayserve_moe.replay.index_rows import unpacked_index
 from rayserve_moe.requests.fields import MAX_LISTED_IDS, MAX_LOGIT_BIASES, declared
 from rayserve_moe.requests.processor_arguments import processed_row
@@ -61,7 +61,7 @@ class Capacity:
 
         Raises: EngineRebuildingError, even if the limit is reached too: places become free once the hosts are replaced.
         """
-        progress = progress_of(self.recovery) if wanted else None
+        progress = None if self.recovery is None or not wanted else self.recovery.progress
         if progress is not None and progress.seconds > MAX_QUEUE_S:
             raise EngineRebuildingError(f"hosts are being replaced: {progress.phase}, {progress.seconds:.0f} s so far")
         if wanted and (number := len(self.live)) + wanted > self.max_live:

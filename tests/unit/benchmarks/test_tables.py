@@ -88,7 +88,10 @@ def every_section() -> dict:
         "dp": 8, "tp": 2, "expert_dtype": "int8", "num_layers": 2, "weights_bytes": 2e9, "kv_pool_bytes": 2**16 * 4096,
         "error": "", "memory": memory, "copied_bytes": {}, "collectives": [exchange], "kernels": {"paged_attention": 1},
         "estimate": {"step": {"min_seconds": 0.008, "max_seconds": 0.02}, "roofline": {"hbm_s": 0.005}},
+        "context": 4096,
     }  # fmt: skip
+    placed = {"planner": "counts, shares", "batch": 8, "distinct_ranks": 1.5, "bytes_by_rank": 2048.0, "bytes": 4096.0}
+    placed |= {"hottest": 1.03125, "hottest_of_batch": 1.25, "microseconds": 22.5}
     one = dict.fromkeys(("tokens_per_s", "first_token_s", "token_s", "memory_gb", "capacity_gb", "imbalance"), 1.0)
     one |= {"split": {"dp": 2, "tp": 4, "rows": 8}, "chips": 8, "served": 16}
     one |= {"exchange_share": 0.125, "eplb_headroom": 0.25}
@@ -194,6 +197,11 @@ def every_section() -> dict:
             "balance": {
                 "zipf 1": {mode: {"1.0": [loads]} for mode in MODES}
             },
+        },
+        "expert_traffic": {
+            "cases": [{"trace": "calculator", "ranks": 4, "redundant": 4, "found": [placed]}],
+            "plan": {"shape": [94, 128, 32, 32], "seconds": [0.5, 1.0]},
+            "loads": {"all": {"cases": 3, "even": 1.03125, "shares": 1.0}},
         },
         "planner": {
             "load_before": 0.1, "readme": ratios, "drift": {"K2 ep64 R64": drifted | {"ms": [8.0]}},

@@ -15,7 +15,7 @@ from rayserve_moe.kernels.candidates import Candidate, Operation, supports_all
 from rayserve_moe.kernels.table import CPU, KERNELS, TPU
 
 DATA = {"name", "dtype", "dtypes", "has_packed_rows", "decay_places", "parameters", "compiler_options"}
-MAY_BE_ABSENT = {"describe_singles", "choose", "norm_and_project", "project", "advance_layer"}
+MAY_BE_ABSENT = {"describe_singles", "choose", "norm_and_project", "project", "advance_layer", "choose_tokens"}
 
 
 def functions_of(record: Any) -> Iterator[Any]:
@@ -26,7 +26,7 @@ def functions_of(record: Any) -> Iterator[Any]:
             assert value.candidates or field.name in MAY_BE_ABSENT
             yield from (each.run for each in value.candidates)
         elif isinstance(value, Candidate):
-            yield value.run
+            yield from functions_of(value.run) if dataclasses.is_dataclass(value.run) else [value.run]
         elif dataclasses.is_dataclass(value) and field.name not in DATA:
             yield from functions_of(value)
         elif field.name not in DATA | MAY_BE_ABSENT:

@@ -98,8 +98,13 @@ def max_rows(width: int, inner: int, top_k: int) -> int:
     return max(0, min(by_vectors, by_scalars) // UNROLLED * UNROLLED)
 
 
-def unsupported_reason(hidden_TD: jax.Array, weights: ExpertWeights) -> str:
-    """Return why the kernels do not take tokens and weights; empty if they do."""
+def unsupported_reason(
+    hidden_TD: jax.Array, weights: ExpertWeights, *, num_cores: int | None = None, core_bytes: int | None = None
+) -> str:
+    """Return why the kernels do not take tokens and weights; empty if they do.
+
+    `num_cores` of a device and the bytes of a core's memory are those of this process's device if they are None.
+    """
     _, width, inner = weights.gate_XDF.shape
     if hidden_TD.dtype != jnp.bfloat16 or weights.gate_XDF.dtype != jnp.bfloat16:
         return f"{hidden_TD.dtype} tokens or {weights.gate_XDF.dtype} weights are not bfloat16"
@@ -107,11 +112,13 @@ def unsupported_reason(hidden_TD: jax.Array, weights: ExpertWeights) -> str:
         return "experts have biases"
     if width % (2 * LANES * SUBLANES) or inner % LANES:
         return f"an expert of {width} x {inner} is not whole tiles of {2 * LANES * SUBLANES} x {LANES}"
-    chip = pltpu.get_tpu_info()
-    if chip.num_cores > 1:
+    if num_cores is None or core_bytes is None:
+        chip = pltpu.get_tpu_info()
+        num_cores, core_bytes = chip.num_cores, chip.vmem_capacity_bytes
+    if num_cores > 1:
         return "the kernel runs on one core, and several share a device"
-    if chip.vmem_capacity_bytes < MAX_BYTES:
-        return f"a core has {chip.vmem_capacity_bytes >> 20} MiB of memory, not {MAX_BYTES >> 20}"
+    if core_bytes < MAX_BYTES:
+        return f"a core has {core_bytes >> 20} MiB of memory, not {MAX_BYTES >> 20}"
     return ""
 
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from rayserve_moe.execution.kernel_report import device_shapes, expert_shapes, shaped
 from rayserve_moe.execution.weights.placing import parameter_tree
-from rayserve_moe.experts.backends import LOW_LATENCY, choose_backend
+from rayserve_moe.experts.backends import DEVICE_SUMS, LOW_LATENCY, choose_backend
 from rayserve_moe.experts.tokens import chunk_tokens
+from rayserve_moe.kernels.tpu import device_sums
 from rayserve_moe.kernels.tpu.dispatch_sizes import unsupported_reason, usable_bytes
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.model_config import ModelConfig
@@ -22,7 +23,7 @@ from rayserve_moe.tools.estimate.chips import OVERHEAD_S, Chip, chip_of
 from rayserve_moe.tools.estimate.kernel_work import StepWork
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.rates import STEP_SPREAD, calibrated
-from rayserve_moe.tools.estimate.workload import StepSizes, step_work
+from rayserve_moe.tools.estimate.workload import StepSizes, devices_of_token, step_work
 
 LAYER_OPS, SHARED_LAYER_OPS, TENSOR_OPS = 4, 23, 5
 """Ops of a layer without its exchange; the same if cores share a device and the exchange is not a kernel; more of a
@@ -30,15 +31,16 @@ layer whose heads devices share."""
 RECURRENT_OPS, LATENT_OPS, PLAIN_OPS, SHARED_EXPERT_OPS, CHOICE_OPS = 60, 40, 24, 4, 9
 """More ops of a recurrent layer, of latent keys, of projections without a kernel, of a shared expert, and of a choice
 of experts without a kernel."""
-PUSH_OPS, GATHER_OPS, SEND_OPS, CHUNK_OPS, REST_OPS = 4, 26, 44, 74, 96
+PUSH_OPS, GATHER_OPS, SEND_OPS, CHUNK_OPS, SUMS_OPS, REST_OPS = 4, 26, 44, 74, 31, 96
 """Ops of an exchange by a kernel, of one that gathers, of one that sends rows at once, of a chunk of a chunked
-exchange, and of the rest of a step."""
+exchange, of a chunk with sums of devices, and of the rest of a step."""
 CHOICE_LANES, HEAD_WIDTH = 128, 128
 """Experts and elements of a head in whole registers: what the kernels of choices and of projections take."""
 EXCHANGE_COLLECTIVES = 3
 """Collectives of XLA in a chunk of an exchange: of counts or choices, of rows, and of results."""
-PUSH_PASSES, DECODE_PASSES, PREFILL_PASSES = 8, 16, 31
-"""Reads or writes of expert rows by a step's ops: in a kernel, in a single chunk of few rows, and in chunks of many."""
+PUSH_PASSES, DECODE_PASSES, PREFILL_PASSES, SUMS_PASSES = 8, 16, 31, 8
+"""Reads or writes of expert rows by a step's ops: in a kernel, in a single chunk of few rows, in chunks of many, and in
+chunks whose experts are added up on their device; the last without those that the exchange of other chunks hides."""
 
 
 MIXER_ENDS_S, DISPATCH_ENDS_S = 9e-6, 4.5e-6
@@ -118,11 +120,15 @@ def step_cost(
     row_bytes = spec.hidden_size * jnp.dtype(sizes.dtype).itemsize
     per_device = math.ceil((tokens.sequences + tokens.prompt) / plan.tensor_size)
     backend = _backend_for(model, tokens.sequences + tokens.prompt, chip=chip)
-    exchanges, num_layers = backend in (LOW_LATENCY, "all_to_all", "fused"), len(spec.moe_layer_ids)
-    chunk = chunk_tokens(per_device, top_k=spec.router.top_k, row_bytes=row_bytes, overlapped=backend == "fused")
+    exchanges, num_layers = backend in (LOW_LATENCY, DEVICE_SUMS, "all_to_all", "fused"), len(spec.moe_layer_ids)
+    if backend == DEVICE_SUMS:
+        chunk = _tokens_of_sums(model)
+    else:
+        chunk = chunk_tokens(per_device, top_k=spec.router.top_k, row_bytes=row_bytes, overlapped=backend == "fused")
     num_chunks = math.ceil(per_device / chunk) if exchanges and backend != LOW_LATENCY else 1
     expert_bytes = _expert_elements(model, sizes.dtype) * 2 * work.used_slots / model.experts.num_local_slots
     passes = PREFILL_PASSES if num_chunks > 1 else PUSH_PASSES if backend == LOW_LATENCY else DECODE_PASSES
+    passes = SUMS_PASSES if backend == DEVICE_SUMS else passes
     moved = work.expert_rows * imbalance * row_bytes * passes * num_layers
     hbm_bytes = work.hbm_bytes - _unseen_bytes(model, tokens, kv_dtype) + (num_chunks - 1) * expert_bytes + moved
     expert_flops = 2 * work.expert_rows / model.experts.num_local_slots * _expert_elements(model, sizes.dtype)
@@ -133,7 +139,13 @@ def step_cost(
     return StepCost(
         (work.flops + (imbalance - 1) * expert_flops) / chip.device_flops,
         hbm_bytes / chip.device_hbm_bytes,
-        link_seconds(model, tokens, topology=topology, exchanges=exchanges, imbalance=imbalance),
+        link_seconds(
+            model,
+            tokens,
+            topology=topology,
+            rows_sent=_rows_sent(model, backend=backend) if exchanges else None,
+            imbalance=imbalance,
+        ),
         num_ops * OVERHEAD_S,
         backend,
         waits_s=waits,
@@ -167,9 +179,12 @@ def _collectives(model: ModelConfig, *, backend: str, num_chunks: int) -> int:
 
 def _backend_for(model: ModelConfig, tokens: int, *, chip: Chip) -> str:
     """Return the name of the expert backend for `tokens` of a data rank (`experts.backends.choose_backend`)."""
+    experts = model.kernels.experts
     reason = partial(unsupported_reason, core_bytes=usable_bytes(chip.core_vmem))
-    low_latency = replace(model.kernels.experts.low_latency, unsupported_reason=reason)
-    kernels = replace(model.kernels, experts=replace(model.kernels.experts, low_latency=low_latency))
+    low_latency = replace(experts.low_latency, unsupported_reason=reason)
+    reason = partial(device_sums.unsupported_reason, num_cores=chip.cores_per_device, core_bytes=chip.core_vmem)
+    sums = replace(experts.device_sums, unsupported_reason=reason)
+    kernels = replace(model.kernels, experts=replace(experts, low_latency=low_latency, device_sums=sums))
     hidden_TD = shaped(tokens, model.spec.hidden_size, dtype="bfloat16")
     shapes = expert_shapes(hidden_TD, device_shapes(model, dtype="bfloat16")["experts"], config=model)
     return choose_backend(*shapes, config=replace(model.experts, kernels=kernels)).name
@@ -199,17 +214,38 @@ def _mixer_ops(mixer: MixerSpec) -> int:
     return 0 if is_streamed else PLAIN_OPS
 
 
+def _tokens_of_sums(model: ModelConfig) -> int:
+    """Return the tokens of a chunk of `device_sums`: as many as may all have an expert on one device."""
+    spec, config = model.spec, model.experts
+    max_rows = model.kernels.experts.device_sums.run.max_rows
+    rows = max_rows(spec.hidden_size, spec.experts.intermediate_size, spec.router.top_k)
+    return rows // config.plan.num_expert_ranks
+
+
 def _exchange_ops(backend: str, num_chunks: int) -> int:
     """Return the number of ops of a layer's exchange, experts included."""
+    if backend == DEVICE_SUMS:
+        return SUMS_OPS * num_chunks
     if num_chunks > 1:
         return CHUNK_OPS * num_chunks
     return {LOW_LATENCY: PUSH_OPS, "all_to_all": SEND_OPS, "fused": SEND_OPS}.get(backend, GATHER_OPS)
 
 
+def _rows_sent(model: ModelConfig, *, backend: str) -> float:
+    """Return the rows that a token sends out, and gets back: one for each expert, or for each device with one."""
+    top_k = model.spec.router.top_k
+    if backend != DEVICE_SUMS:
+        return top_k
+    return devices_of_token(model.experts.num_slots, model.plan.num_expert_ranks, top_k=top_k)
+
+
 def link_seconds(
-    model: ModelConfig, tokens: StepTokens, *, topology: str, exchanges: bool, imbalance: float = 1.0
+    model: ModelConfig, tokens: StepTokens, *, topology: str, rows_sent: float | None, imbalance: float = 1.0
 ) -> float:
-    """Return the seconds of a step's collectives over the narrowest cut of the slice."""
+    """Return the seconds of a step's collectives over the narrowest cut of the slice.
+
+    A token sends `rows_sent` rows to experts; None: every device gathers all tokens.
+    """
     spec, plan = model.spec, model.plan
     devices, tensor = plan.mesh.devices, plan.tensor_size
     place = Slice(chip_of(topology), tuple(tuple(device.coords) for device in devices.flat))
@@ -218,8 +254,8 @@ def link_seconds(
     everywhere = [numbers.reshape(-1).tolist()]
     rows = tokens.sequences + tokens.prompt
     row_bytes = spec.hidden_size * 2
-    if exchanges:
-        sent = math.ceil(rows / tensor) * spec.router.top_k * row_bytes
+    if rows_sent is not None:
+        sent = round(math.ceil(rows / tensor) * rows_sent * row_bytes)
         layer = 2 * imbalance * place.seconds("ragged-all-to-all", sent, groups=everywhere)
         layer += place.seconds("all-gather", math.ceil(rows / tensor) * row_bytes, groups=over_tensor)
     else:

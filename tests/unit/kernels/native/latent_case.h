@@ -174,7 +174,7 @@ inline void latent_attention(Case c, const LatentLayer& l) {
       s, {hidden.data(), w.q_a.lying.data(), w.q_b.lying.data(), w.kv_a.lying.data(), w.k_b.lying.data(),
           w.v_b.lying.data(), w.o.lying.data(), w.q_a_norm.data(), w.kv_a_norm.data(), or_none(w.q_a_bias),
           or_none(w.kv_a_bias), b.cos.data(), b.sin.data(), b.slots.data(), b.positions.data(), b.table.data(),
-          b.query_scale.empty() ? nullptr : b.query_scale.data(), b.pool.data(), found.data()});
+          b.query_scale.empty() ? nullptr : b.query_scale.data(), nullptr, 0, b.pool.data(), found.data()});
   c.compare("latent attention", found, latent_definition(l, w, b, hidden, expected_pool), 0x1p-6);
   Exact here, there;
   for (size_t i = 0; i < b.pool.size(); ++i) {
