@@ -48,7 +48,7 @@ KEY = "calibration"
 WHEELS = Path.home() / ".cache" / "rayserve_moe" / "peer-wheels"
 
 Readings = Mapping[str, Mapping[str, float]]
-"""What schedules of compiled kernels spend, by kernel."""
+"""Bundles, waits and copies of compiled kernels, by kernel (`bundles.Spent`)."""
 
 
 def op_of(point: Point, readings: Readings, *, at_peak: bool = False) -> Op:

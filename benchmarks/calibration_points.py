@@ -38,7 +38,7 @@ class Point:
     compiled: str = ""
     """Kernel whose schedule gives the bundles (`calibration_kernels.KERNELS`)."""
     scale: float = 1.0
-    """Its work over that of the compiled shape."""
+    """Work of the measured shape over work of the compiled shape."""
     core_us: float = 0.0
     """Core time without a compiled kernel, read by hand from its schedule: only the code that runs."""
     hbm_bytes: float = 0.0

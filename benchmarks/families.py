@@ -56,7 +56,7 @@ class Family:
 
 
 DENSE_CONTEXT = 2048
-"""Of models with sparse attention: up to it their index selects every token, and they are served without it."""
+"""Context of models with sparse attention up to which they are dense: their index selects every token."""
 CASES = {
     case.name: case
     for case in (

@@ -42,7 +42,7 @@ RESULTS = Path(__file__).parent / "results" / "made_up.json"
 SLICES = ("v6e:2x4", "v6e:4x4", "v5p:2x2x2", "tpu7x:2x2x1")
 PROMPT, OUTPUT, CONCURRENCY = 1024, 1024, (16, 64, 256, 1024)
 SEQUENCES, CONTEXT = 16, 1024
-"""Of a data rank in the compiled step."""
+"""Sequences of a data rank in the compiled step, and tokens of context of each."""
 DRAWN = {
     "gqa": {"layers": (28, 40, 56), "width": (2048, 3072, 4096), "kv_heads": (4, 8), "heads": (32, 64),
             "experts": (64, 128, 192), "top_k": (4, 6, 8), "expert_width": (768, 1024, 1536)},

@@ -226,7 +226,7 @@ def test_a_wrong_call_is_one_line(options, words, capsys):
 
 
 def test_a_made_up_model_has_its_sizes_and_can_be_compiled(tmp_path, capsys):
-    """What is written is a model without weights; lists of layers repeat their pattern."""
+    """Write a model without weights, whose lists of layers repeat their pattern."""
     sizes = ["--layers", "50", "--width", "2880", "--experts", "64", "--top-k", "2"]
     command = ["plan-slice", "--mixer", "windowed", *sizes, "--traffic", "512/512/64", "--topology", SLICE]
     assert main([*command, "--save-config", str(tmp_path)]) == 0

@@ -76,7 +76,7 @@ def reference_of(reference: FamilyReference | LingReference, *, seed: int, case:
 
 
 def outputs_of(engine: Engine, reference: Reference) -> list[PromptOutputs]:
-    """What the model computes for every sequence of the reference. One device."""
+    """Compute every sequence of the reference on one device."""
     sequences = [[*p, *ids[:-1]] for p, ids in zip(reference.prompts, reference.greedy_ids, strict=True)]
     compiled = prompt_outputs_of(engine.runner, longest=max(map(len, sequences)))
     return [compiled(ids) for ids in sequences]
@@ -89,7 +89,7 @@ def logit_difference(outputs: Sequence[PromptOutputs], reference: Reference) -> 
 
 
 def differing_choices(outputs: Sequence[PromptOutputs], reference: Reference) -> tuple[int, int]:
-    """How often an index chooses other tokens for a token than the reference's, and of how many choices."""
+    """Count the choices of an index that differ from the reference's, and all choices."""
     num_differing = num_choices = 0
     for found, one in zip(outputs, reference.scored, strict=True):
         if one.tokens_ITK is None:

@@ -1,4 +1,4 @@
-"""Placements from rows: experts that tokens choose together share a rank, as far as loads allow.
+"""Plan placements from rows of routing: experts that are chosen together share a rank, within a limit of its load.
 
 The planner from counts (`planner`) balances the ranks first. Then pairs of ranks exchange replicas wherever that keeps
 more pairs of a token's experts on a rank, and no rank exceeds its limit. Several limits are tried; each layer takes the
@@ -19,8 +19,8 @@ from rayserve_moe.balancing.planner import lower_bound, plan
 from rayserve_moe.balancing.traffic import CostRates, traffic_of
 
 MIN_SWEEPS, ROUNDS = 2, 64
-"""Sweeps over all pairs of ranks: at least so many, and with few ranks so many rounds in all. A layer without a gain in
-a sweep is finished."""
+"""Minimum number of sweeps over all pairs of ranks, and minimum number of rounds in all, which few ranks reach by more
+sweeps. A layer is finished after a sweep without a gain."""
 LIMITS = (1.02, 1.2)
 """Limits of a rank's load that are tried, relative to the placement from counts."""
 PAIR_ROWS, COST_ROWS = 2048, 256

@@ -15,7 +15,9 @@ SHARE_TOLERANCE = 1e-4
 NEAR_TOKENS = 128
 """Maximum tokens of a step, over all ranks, whose slots are chosen by distance; above it loads alone decide."""
 OWN_POINTS, SLICE_POINTS, NEEDED_POINTS = 8192, 4096, 64
-"""What decides between the slots of an expert by distance, and more than the number of a token's experts on a rank."""
+"""Points of a slot on the token's own rank, on its slice, and on a rank that it needs for an expert without replicas.
+
+Each exceeds all smaller ones together, and the number of a token's experts on a rank."""
 
 
 class PlacementError(ValueError):

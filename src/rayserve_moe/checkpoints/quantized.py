@@ -127,7 +127,7 @@ def _find_modelopt(settings: Mapping[str, Any], stored: Mapping[str, TensorEntry
             f"{', '.join(MODELOPT_ALGORITHMS)})"
         )
     if size not in (None, 16) and str(algorithm).upper().endswith("NVFP4"):
-        raise CheckpointError(f"config.json: group_size = {reprlib.repr(size)} is not that of NVFP4, 16")
+        raise CheckpointError(f"config.json: group_size = {reprlib.repr(size)} is not supported for NVFP4 (only 16)")
     _check_scales(stored)
     for scale, entry in stored.items():
         if scale.endswith("pre_quant_scale"):

@@ -242,7 +242,11 @@ REFUSED = {
         r"quant_algo = 'NVFP4_AWQ' is not supported \(only NVFP4, W4A16_NVFP4, FP8, MIXED_PRECISION\)",
     ),
     "nvfp4 without an algorithm": ({}, {"quant_method": "modelopt"}, "quant_algo = None is not supported"),
-    "nvfp4 in other groups": ({}, {**MODELOPT, "group_size": 32}, "group_size = 32 is not that of NVFP4, 16"),
+    "nvfp4 in other groups": (
+        {},
+        {**MODELOPT, "group_size": 32},
+        r"group_size = 32 is not supported for NVFP4 \(only 16\)",
+    ),
     "nvfp4 that is none": ({}, MODELOPT, "quant_method = 'modelopt', but no tensor is stored that way"),
     "nvfp4 without scales": (
         with_change("nvfp4", scale=None),

@@ -24,7 +24,7 @@ from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, watch
 
 RANKS, TOKENS, SLOTS, TOP_K, WIDTH, INNER, ME = 3, 48, 4, 3, 256, 128, 1
 ROUNDING = 2**-7
-"""Of a sum in bfloat16, against the largest one."""
+"""Maximum difference of a sum in bfloat16, relative to the largest sum."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def test_a_context_within_the_choice_is_seen_whole():
 
 
 class Found(NamedTuple):
-    """What a sequence gets chunk by chunk."""
+    """Return the results of a sequence that is computed chunk by chunk."""
 
     chosen_TK: np.ndarray
     outputs_TD: np.ndarray

@@ -45,7 +45,7 @@ PLANNER_ERRORS = (
 )
 """Errors of a faulty planner: it is asked again."""
 MAX_SHOWN_ROWS = 256
-"""Number of sampled rows of which the ranks per token are shown."""
+"""Maximum number of sampled rows from which ranks per token are computed for `/experts` and metrics."""
 UNDER_WAY, FINISHED, REPLACED, FAILED = "under way", "finished", "replaced", "failed"
 
 
@@ -319,7 +319,7 @@ class MigrationRecord:
 
 @dataclass(frozen=True)
 class RealisedBalance:
-    """How the current placement does, against what its plan expected."""
+    """Balance of the current placement beside the balance that its plan expected."""
 
     imbalance_promised: float | None
     """Imbalance that the last finished plan expected, mean over layers; None without one, or while experts move."""

@@ -57,7 +57,7 @@ def summed_widths(spec: ModelSpec, tensor_size: int) -> dict[str, int]:
 
 
 def _of_mixers(spec: ModelSpec, sizes_of: Callable[[MixerSpec], dict[str, int]]) -> dict[str, int]:
-    """Return sizes of all mixers by key; a size that differs from that of an earlier mixer has the kind in its key."""
+    """Return the sizes of all mixers by key. If a later mixer differs in a size, that key names its kind."""
     sizes: dict[str, int] = {}
     for own in spec.mixers:
         for name, size in sizes_of(own).items():

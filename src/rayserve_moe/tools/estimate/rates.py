@@ -1,4 +1,4 @@
-"""What devices reach of their figures: constants fitted to device times that others have published, and their spread.
+"""Shares of a chip's specification that devices reach: constants fitted to published device times, and their spread.
 
 `python -m benchmarks.calibration` prints the published times beside the estimates, and fits the constants.
 """
@@ -48,9 +48,9 @@ class Rates:
     """Shares of a device's figures that ops reach, and what they lose to waiting."""
 
     hbm_share: float = 1.0
-    """Of the peak bandwidth of HBM."""
+    """Share of the peak bandwidth of HBM."""
     matrix_share: float = 0.0
-    """Of the peak of the matrix units; 0: bundles alone count."""
+    """Share of the peak of the matrix units; 0: bundles alone count."""
     exposed_share: float = 0.0
     """Share of the smaller of core time and HBM time of decode attention that the larger one does not hide."""
     wait_s: float = 0.0
