@@ -12,6 +12,7 @@ from rayserve_moe.engine import cycle as step_cycle
 from rayserve_moe.engine.loop import cycle_with
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.engine.speculation.policy import Speculation
+from rayserve_moe.engine.speculation.proposers import Proposer
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from tests.support.devices.simulated_device import ModelDrafts, SimulatedDevice
@@ -28,12 +29,14 @@ Curve = Callable[[int], float]
 class Timed:
     """An executor with a clock that every step sets forward by what it costs, more or less."""
 
+    not_overlapped = NOT_OVERLAPPED
+
     def __init__(self, seconds_of: Curve) -> None:
         self._device = SimulatedDevice(by_position)
         self.now, self._seconds_of, self._generator = 0.0, seconds_of, np.random.default_rng(3)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        took = self._seconds_of(plan.num_tokens) if plan.num_chunks else NOT_OVERLAPPED * self._seconds_of(1)
+        took = self._seconds_of(plan.num_tokens) if plan.num_chunks else self.not_overlapped * self._seconds_of(1)
         self.now += took * (1 + 0.03 * self._generator.random())
         return self._device.execute(plan)
 
@@ -52,6 +55,21 @@ class OftenRight:
 
     def end(self, sequence: Sequence) -> None:
         """Nothing is kept."""
+
+
+class EarlyAlone(OftenRight):
+    """Has drafts for prompts of one token alone."""
+
+    name = "early alone"
+
+    def propose(self, sequence: Sequence, count: int) -> np.ndarray:
+        return super().propose(sequence, count if sequence.num_prompt_tokens == 1 else 0)
+
+
+class SmallModel(Timed):
+    """The host takes half as long for a step as its devices."""
+
+    not_overlapped = 0.5
 
 
 class HeldUp(Timed):
@@ -75,6 +93,23 @@ def seconds(seconds_of: Curve, *, num_streams: int, share: float | None, clock: 
     cycle = cycle_with(target, timed, speculation=speculation)
     for i in range(num_streams):
         cycle.scheduler.add([one(f"r{i}", [0], num_new=NUM_NEW)])
+    with patch.object(step_cycle.time, "perf_counter", lambda: timed.now):
+        while cycle.has_work:
+            cycle.run()
+    return timed.now
+
+
+def seconds_of_short(num_requests: int, *, proposer: Proposer | None) -> float:
+    """What it takes to give so many short answers, 16 at a time: after the first, each step has prompts."""
+    target = scheduler(num_rows=16, verify_rows=16 * (1 + MOST), max_tokens=256, num_pages=64, page_size=16)
+    speculation = None
+    if proposer is not None:
+        speculation = Speculation(target.table, proposer, max_drafts=MOST, reach=some_reach())
+    timed = SmallModel(CURVES["not at all"])
+    cycle = cycle_with(target, timed, speculation=speculation)
+    for i in range(num_requests):
+        is_early = i < 16
+        cycle.scheduler.add([one(f"r{i}", [0] if is_early else [0, 1, 2], num_new=10 if is_early else 2 + i % 3)])
     with patch.object(step_cycle.time, "perf_counter", lambda: timed.now):
         while cycle.has_work:
             cycle.run()
@@ -117,6 +152,11 @@ def test_a_head_that_is_never_right_is_asked_less_and_less():
     cost = CURVES["a quarter for each row"]
     plain, own = (seconds_with_head(cost, num_new=1500, share=share) for share in (None, 0.0))
     assert plain / own >= LEAST_OF_PLAIN
+
+
+def test_short_answers_whose_prompts_fill_most_steps_end_a_trial_as_well():
+    plain = seconds_of_short(600, proposer=None)
+    assert plain / seconds_of_short(600, proposer=EarlyAlone(share=0.9)) >= LEAST_OF_PLAIN
 
 
 @pytest.mark.parametrize("share", [0.9, 1.0])

@@ -147,12 +147,14 @@ class Speculation:
                 )
 
     def record_time(self, schedule: Schedule, num_tokens: int, *, seconds: float) -> None:
-        """Record the seconds of a step with `num_tokens` tokens, unless it has prompts.
+        """Record the seconds of a step with `num_tokens` tokens, unless it has prompts; end a trial without drafts.
 
         The step is committed; the drafts of a draft model after it are kept.
         """
         if isinstance(self.proposer, ModelProposer) and self._newest is not None:
             self.proposer.keep(*self._newest, table=self._table)
+        if self._trial.is_fruitless and not self._fixed:
+            self._trial.rest = REST
         began_before_rest = schedule.plan.chunks.max_drafts > 0 and not self.is_on
         if schedule.plan.has_blocks or not num_tokens or began_before_rest:
             return
@@ -258,13 +260,16 @@ class Trial:
     num_declined: int = 0
     """Consecutive estimates by which drafts would not pay."""
 
+    @property
+    def is_fruitless(self) -> bool:
+        """Return True if several steps in a row found no drafts, although they could have had some."""
+        return self.rest <= 0 and self.num_fruitless >= FRUITLESS_STEPS
+
     def gain(self, num_steps: float) -> None:
-        """Add the gain of a step with drafts, in plain steps, and rest if the credit is used up or drafts are rare."""
+        """Add the gain of a step with drafts, in plain steps, and rest if the credit is used up."""
         self.credit += num_steps
         if self.credit < 0:
             self.rest = int((TRYING_CREDIT - self.credit) / CREDIT_OF_STEP)
-        elif self.num_fruitless >= FRUITLESS_STEPS:
-            self.rest = REST
 
     def starts(self, *, pays: bool, backs_off: bool) -> bool:
         """Return True if an estimate favours drafts, so that steps with drafts begin; otherwise rest.
