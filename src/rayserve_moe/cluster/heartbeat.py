@@ -1,4 +1,4 @@
-"""Heartbeats of a host: its phase, sent twice a second by a separate thread over a separate connection."""
+"""Heartbeats of a host: its phase, sent by a separate thread and connection, twice a second and at a change."""
 
 from __future__ import annotations
 
@@ -47,10 +47,15 @@ class Heartbeat:
         self._doing = (STARTING, -1)
         self._seconds = 0.0
         self._times: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._is_due = threading.Event()
+        """Set by a change of phase: the limit of silence depends on it."""
 
     def enter(self, phase: str, step_id: int = -1) -> None:
         """Record the current phase and step. Only a step in SERVING gets a limit."""
+        before = self._doing[0]
         self._doing, self._seconds = (phase, step_id), 0.0
+        if phase != before:
+            self._is_due.set()
 
     @contextmanager
     def step(self, step_id: int, *, phase: str = SERVING) -> Generator[None]:
@@ -100,7 +105,8 @@ class Heartbeat:
                     now = time.monotonic()
                     channel.send(json.dumps(self.beat(now - last)).encode())
                     last = now
-                    time.sleep(BEAT_S)
+                    self._is_due.wait(BEAT_S)
+                    self._is_due.clear()
         except OSError as error:
             log.info("the heartbeat has ended: %s", error)
 

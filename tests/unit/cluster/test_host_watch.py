@@ -17,9 +17,9 @@ from contextlib import contextmanager
 import pytest
 
 from rayserve_moe.cluster import heartbeat, host_group
-from rayserve_moe.cluster.channel import accept_proven
+from rayserve_moe.cluster.channel import accept_proven, connect_proven
 from rayserve_moe.cluster.fencing import _start_of, end_process
-from rayserve_moe.cluster.heartbeat import COMPILING, JOINING, MIN_STEPS, SERVING, Beat, Heartbeat, read_beat
+from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, JOINING, MIN_STEPS, SERVING, Beat, Heartbeat, read_beat
 from rayserve_moe.cluster.host_group import HostWatch
 
 KEY = secrets.token_bytes(32)
@@ -63,6 +63,20 @@ def test_an_end_is_noticed_at_once_and_silence_after_a_while(monkeypatch: pytest
         assert losses.get(timeout=TIMEOUT_S) == "the process of host 0 has ended"
         assert time.monotonic() - begun < 1.5
         watch.close()
+
+
+def test_a_change_of_phase_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the longer silence of the phase before would hold."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 10 * TIMEOUT_S)
+    pulse = Heartbeat()
+    pulse.enter(CHANGING)
+    address = pulse.listen(host="127.0.0.1", key=KEY, timeout_s=TIMEOUT_S)
+    with connect_proven(address, key=KEY, deadline=time.monotonic() + TIMEOUT_S, max_frame_bytes=4096) as channel:
+        channel.limit_silence(TIMEOUT_S)
+        assert read_beat(channel.receive()).phase == CHANGING
+        pulse.enter(SERVING, 3)
+        while read_beat(channel.receive()).phase != SERVING:
+            pass
 
 
 def test_a_closed_watch_notices_nothing() -> None:
