@@ -9,7 +9,18 @@ import pytest
 
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts import Rollout
-from rayserve_moe.rollouts.adapters import miles, nemo_rl, prime_rl, skyrl, slime, trained_under, trajectory_of, verl
+from rayserve_moe.rollouts.adapters import (
+    areal,
+    miles,
+    nemo_rl,
+    prime_rl,
+    skyrl,
+    slime,
+    trained_under,
+    trajectory_of,
+    tunix,
+    verl,
+)
 from tests.support.routing.routing_arrays import random_rows
 
 LAYOUT = RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
@@ -200,10 +211,96 @@ def test_skyrl_aligns_everything_right(trajectories):
     assert masked.sum(axis=1).tolist() == [1, 6, 6] and masked[:, -1].all()
 
 
+def aligned_by_tunix(rows, completion_len, *, prompt_width, completion_width):
+    """Its `align_routed_experts` for one sample: completions are counted from the end of the rows."""
+    split = max(len(rows) - completion_len, 0)
+    prompt, completion = rows[max(split - prompt_width, 0) : split], rows[split : split + completion_width]
+    laid = np.full((prompt_width + completion_width, *rows.shape[1:]), tunix.UNSET, np.int16)
+    laid[prompt_width - len(prompt) : prompt_width] = prompt
+    laid[prompt_width : prompt_width + len(completion)] = completion
+    return laid
+
+
+def test_tunix_aligns_our_rows_as_we_lay_them_out():
+    generator = np.random.default_rng(0)
+    for number in range(1000):
+        prompt_len, num_outputs = generator.integers(1, 9, 2).tolist()
+        each = trajectory_of([turn(number, range(prompt_len), num_outputs, versions=((prompt_len, 20, "3"),))])
+        widths = {"prompt_width": prompt_len + number % 3, "completion_width": num_outputs + number % 2}
+        data = tunix.payload([each], LAYOUT, advantages=[1], pad_token_id=PAD, **widths)
+        rows = tunix.rows_of(each, LAYOUT)
+        assert rows.shape == (prompt_len + num_outputs, 3, 2)
+        np.testing.assert_array_equal(data["routed_experts"][0], aligned_by_tunix(rows, num_outputs, **widths))
+        first = widths["prompt_width"] - prompt_len
+        kept = data["routed_experts"][0, first : first + len(rows) - 1]
+        np.testing.assert_array_equal(kept[:, 1:], each.routing.rows)
+        others = np.delete(data["routed_experts"][0], np.arange(first, first + len(rows) - 1), axis=0)
+        assert (others == tunix.UNSET).all() and (kept[:, 0] == tunix.UNSET).all()
+
+
+def test_tunix_takes_completions_from_the_logits_one_earlier(trajectories):
+    data = tunix.payload(trajectories, LAYOUT, advantages=REWARDS, pad_token_id=PAD)
+    assert data["prompt_ids"].shape == (3, 4) and data["completion_ids"].shape == (3, 7)
+    assert data["prompt_ids"][1].tolist() == [PAD] * 3 + [4] and data["prompt_mask"][1].tolist() == [0, 0, 0, 1]
+    assert data["completion_ids"][2].tolist() == [18 - 4] + [PAD] * 6
+    theirs = of_next(trajectories, [1, 3, 0], 11)[:, -7 - 1 : -1]
+    assert_meets(data["old_per_token_logps"], data["completion_mask"], theirs, trajectories)
+    assert data["routed_experts"].dtype == np.int16 and data["advantages"].tolist() == list(REWARDS)
+    with pytest.raises(ValueError, match="sample 0 contains the token 50"):
+        tunix.payload(trajectories, LAYOUT, advantages=REWARDS, pad_token_id=50)
+
+
+def test_tunix_has_a_segment_for_each_turn_and_one_version(trajectories):
+    found = tunix.segments(trajectories[0], LAYOUT)
+    assert [each["source"] for each in found] == ["assistant", "env", "assistant"]
+    assert [each["tokens"].tolist() for each in found] == [[13, 14], [50, 51], [17, 18, 19]]
+    assert [each["loss_mask"].tolist() for each in found] == [[1, 1], [0, 0], [1, 1, 1]]
+    assert found[1]["logps"] is None and found[2]["logps"].tolist() == [logprob(0, t) for t in (7, 8, 9)]
+    rows = np.concatenate([each["routed_experts"] for each in found])
+    np.testing.assert_array_equal(rows, tunix.rows_of(trajectories[0], LAYOUT)[3:])
+    masked = trained_under(trajectories[0], ["8"])
+    assert [each["loss_mask"].tolist() for each in tunix.segments(masked, LAYOUT)] == [[0, 0], [0, 0], [0, 0, 1]]
+    assert [tunix.policy_version(each) for each in trajectories[1:]] == [8, 9]
+    with pytest.raises(ValueError, match="the versions 7, 8; tunix has one"):
+        tunix.policy_version(trajectories[0])
+    assert tunix.policy_version(trajectories[0], allows_mixed=True) == 7
+    named = replace(trajectories[1], versions=np.where(trajectories[1].versions == "", "", "a").astype(object))
+    with pytest.raises(ValueError, match="a are not all integers"):
+        tunix.policy_version(named)
+
+
+def test_areal_has_tokens_in_place_and_the_last_row_twice(trajectories):
+    data = areal.batch(trajectories, LAYOUT, rewards=REWARDS, pad_token_id=PAD)
+    assert data["input_ids"][1].tolist() == [4, 11, 12, 13, 14] + [PAD] * 5
+    assert data["attention_mask"].sum(axis=1).tolist() == [10, 5, 5]
+    assert data["versions"][0].tolist() == [-1, -1, -1, 7, 7, -1, -1, 7, 7, 8]
+    theirs = np.roll(of_next(trajectories, [0, 0, 0], 10), 1, axis=1)
+    assert_meets(data["logprobs"], data["loss_mask"], theirs, trajectories)
+    routed = data["routed_experts"]
+    assert routed.dtype == np.int32 and routed.shape == (3, 10, 2, 2) and data["r3_routing_valid"].all()
+    assert_rows(routed, [0, 0, 0], trajectories, layers=slice(1, None))
+    for sample, each in enumerate(trajectories):
+        last = len(each.token_ids) - 1
+        assert (routed[sample, last:] == routed[sample, last - 1]).all()
+
+
+def test_areal_routes_itself_where_a_row_is_missing(trajectories):
+    gappy = trajectory_of([turn(1, [4, 5], 3, versions=((2, 5, "8"),), missing=((1, 2),))])
+    data = areal.batch([trajectories[1], gappy], LAYOUT, rewards=[0, 0])
+    assert data["r3_routing_valid"].tolist() == [True, False] and not data["routed_experts"][1].any()
+    named = replace(gappy, versions=np.where(gappy.versions == "", "", "a").astype(object))
+    with pytest.raises(ValueError, match="a are not all integers"):
+        areal.batch([named], LAYOUT, rewards=[0])
+    with pytest.raises(ValueError, match="of another model"):
+        areal.batch([gappy], replace(LAYOUT, top_k=3), rewards=[0])
+
+
 @pytest.mark.parametrize(
     "write",
     [
         lambda each: slime.train_data([each], LAYOUT, rewards=[0]),
+        lambda each: tunix.payload([each], LAYOUT, advantages=[0], pad_token_id=PAD),
+        lambda each: tunix.segments(each, LAYOUT),
         lambda each: verl.batch([each], LAYOUT, rewards=[0]),
         lambda each: prime_rl.training_samples([each], LAYOUT, advantages=[0]),
         lambda each: skyrl.training_input([each], LAYOUT, rewards=[0], pad_token_id=PAD),
@@ -225,6 +322,8 @@ def test_a_missing_row_is_refused_where_it_would_be_replayed(write):
         lambda each, scores: verl.batch(each, LAYOUT, rewards=scores),
         lambda each, scores: prime_rl.training_samples(each, LAYOUT, advantages=scores),
         lambda each, scores: skyrl.training_input(each, LAYOUT, rewards=scores, pad_token_id=PAD),
+        lambda each, scores: tunix.payload(each, LAYOUT, advantages=scores, pad_token_id=PAD),
+        lambda each, scores: areal.batch(each, LAYOUT, rewards=scores),
     ],
 )
 def test_a_batch_has_one_number_for_each_of_its_samples(trajectories, write, scores):
