@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 from urllib.parse import urlencode
@@ -23,6 +23,8 @@ from rayserve_moe.rollouts.schema import Rollout
 from rayserve_moe.rollouts.weights import (
     SAFETENSORS,
     HeldDtypes,
+    StagedWeights,
+    WeightBucket,
     WeightSending,
     in_chunks,
     rounded,
@@ -156,22 +158,54 @@ class RolloutClient:
         `options` are the fields of `weights.WeightSending`. Raises Refused if the server keeps its old weights, with
         status 409 if it serves another version than `base_version`.
         """
+        held, sending = await self._sending(weight_version, options)
+        tensors = sent_tensors(rounded(params, held), None if base is None else rounded(base, held))
+        return (await self._send(sending, sending.buckets(tensors, is_delta=base is not None)))[-1]
+
+    async def stage_weights(self, params: Mapping[str, Any], *, weight_version: str, **options: Any) -> StagedWeights:
+        """Send all weights as `update_weights_from`; they serve after `swap_staged`.
+
+        The server drops them ten minutes after their last bucket.
+        """
+        held, sending = await self._sending(weight_version, options)
+        buckets = sending.buckets(sent_tensors(rounded(params, held), None), is_delta=False, is_staged=True)
+        return StagedWeights(sending, len(await self._send(sending, buckets)))
+
+    async def swap_staged(self, staged: StagedWeights) -> dict[str, Any]:
+        """Switch to staged weights. Raises Refused if the server no longer has them, or keeps its old weights."""
+        return (await self._send(staged.sending, [staged.sending.swap(staged.num_buckets)]))[-1]
+
+    async def drop_staged(self, staged: StagedWeights) -> None:
+        """Free staged weights that are not to serve."""
+        await self._drop(staged.sending.update_id)
+
+    async def _sending(self, weight_version: str, options: dict[str, Any]) -> tuple[HeldDtypes, WeightSending]:
         info = await self.model_info()
         held = HeldDtypes(info["dtype"], tuple(info["float32_tensors"]))
-        sending = WeightSending(weight_version, served_version=info["weight_version"], **options)
-        tensors = sent_tensors(rounded(params, held), None if base is None else rounded(base, held))
-        answer: dict[str, Any] = {}
+        return held, WeightSending(weight_version, served_version=info["weight_version"], **options)
+
+    async def _send(self, sending: WeightSending, buckets: Iterable[WeightBucket]) -> list[dict[str, Any]]:
+        """Send buckets in order and return the answers; drop the update if it does not get to the end."""
+        answers: list[dict[str, Any]] = []
         is_whole = False
         try:
-            for query, bucket in sending.buckets(tensors, is_delta=base is not None):
+            for query, bucket in buckets:
                 path = f"{_TENSOR_PATH}?{urlencode(query)}"
                 raw = await self._ask("POST", path, body=None, accept="application/json", content=bucket)
-                answer = json.loads(raw)
+                answers.append(json.loads(raw))
             is_whole = True
         finally:
             if not is_whole:
                 await self._drop(sending.update_id)
-        return answer
+        return answers
+
+    async def load(self) -> dict[str, Any]:
+        """Return requests and tokens in use: `num_running_reqs`, `num_waiting_reqs`, `token_usage` (0 to 1), ..."""
+        return await self._json("GET", "/v1/loads")
+
+    async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a `prompt`, or of `messages` in the chat template."""
+        return list((await self._json("POST", "/tokenize", body))["tokens"])
 
     async def expert_placement(self) -> dict[str, Any]:
         """Return where experts are, as the content of a placement file."""

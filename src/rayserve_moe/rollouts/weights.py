@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -81,6 +81,10 @@ def _difference(name: str, values: np.ndarray, base: np.ndarray) -> SentTensor |
     return SentTensor(name, flat[at], at.astype(np.uint32))
 
 
+WeightBucket = tuple[dict[str, str], list[bytes | memoryview]]
+"""Query and body of a request."""
+
+
 @dataclass(frozen=True)
 class WeightSending:
     """Options of an update that is sent in buckets of whole tensors."""
@@ -96,16 +100,40 @@ class WeightSending:
     """Identifies the update; the server takes an id once."""
 
     def buckets(
-        self, tensors: Sequence[SentTensor], *, is_delta: bool
-    ) -> Iterator[tuple[dict[str, str], list[bytes | memoryview]]]:
-        """Yield the query and the body of every request, in order; at least one."""
+        self, tensors: Sequence[SentTensor], *, is_delta: bool, is_staged: bool = False
+    ) -> Iterator[WeightBucket]:
+        """Yield the query and the body of every request, in order; at least one.
+
+        The weights serve after the last, or after `swap` if they are only to be staged.
+        """
         groups = bucketed(tensors, self.bucket_bytes)
         base_version = self.base_version or self.served_version
         for number, group in enumerate(groups):
-            query = {"update_id": self.update_id, "bucket": str(number), "weight_version": self.weight_version}
-            query["abort_all_requests"] = str(self.abort_all_requests).lower()
-            query["last"] = str(number == len(groups) - 1).lower()
-            yield query, list(write_bucket(group, base_version=base_version if is_delta else None))
+            is_last = number == len(groups) - 1 and not is_staged
+            yield (
+                self._query(number, is_last),
+                list(write_bucket(group, base_version=base_version if is_delta else None)),
+            )
+
+    def swap(self, num_staged: int) -> WeightBucket:
+        """Return an empty bucket after `num_staged` others, with which the staged weights begin to serve."""
+        return self._query(num_staged, is_last=True), list(write_bucket([], base_version=None))
+
+    def _query(self, number: int, is_last: bool) -> dict[str, str]:
+        return {
+            "update_id": self.update_id,
+            "bucket": str(number),
+            "weight_version": self.weight_version,
+            "abort_all_requests": str(self.abort_all_requests).lower(),
+            "last": str(is_last).lower(),
+        }
+
+
+class StagedWeights(NamedTuple):
+    """Weights that a server holds beside those that serve."""
+
+    sending: WeightSending
+    num_buckets: int
 
 
 def bucketed(tensors: Sequence[SentTensor], bucket_bytes: int) -> list[list[SentTensor]]:
