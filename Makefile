@@ -9,7 +9,7 @@ KERNELS := .venv/.kernels
 CLIENTS := .venv-clients
 DOCS := .venv-docs
 # Clients with an environment of their own each: their packages do not go with ours.
-APART := litellm instructor guidellm aiperf
+APART := litellm instructor guidellm aiperf tinker tinker_0.24
 
 # Three processes share the tests: one in four seconds of a process is spent in waiting for others. The longest scopes
 # come first (tests/support/session/scopes.py).

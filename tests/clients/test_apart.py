@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from rayserve_moe import Engine
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "apart"
 LONGEST_S = 600
 NUM_REQUESTS, NUM_TOKENS = 4, 8
 CACHED = "models--local--tiny"
+TINKER = ("tinker", "tinker_0.24")
+"""The newest client, which takes protobuf alone, and the last one that trainers pin."""
 
 
 def program_of(name: str, program: str) -> Path:
@@ -24,7 +28,7 @@ def program_of(name: str, program: str) -> Path:
 
 # Before any fixture: a server takes its time to start.
 pytestmark = pytest.mark.skipif(
-    not any(program_of(name, "python").exists() for name in ("litellm", "instructor", "guidellm", "aiperf")),
+    not any(program_of(name, "python").exists() for name in ("litellm", "instructor", "guidellm", "aiperf", *TINKER)),
     reason="`make clients` installs them",
 )
 
@@ -45,6 +49,34 @@ def run(name: str, program: str, *arguments: str, **environment: str) -> str:
 @pytest.mark.parametrize("name", ["litellm", "instructor"])
 def test_a_client_gets_what_it_asks_for(url: str, tool_url: str, name: str) -> None:
     run(name, "python", str(SCRIPTS / f"ask_{name}.py"), url, tool_url)
+
+
+@pytest.mark.parametrize("name", TINKER)
+def test_tinker_samples_and_scores(url: str, engine: Engine, name: str) -> None:
+    environment = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
+    told = json.loads(run(name, "python", str(SCRIPTS / "ask_tinker.py"), url, "m", **environment))
+    wanted = engine.generate(
+        input_ids=told["prompt_ids"],
+        max_new_tokens=5,
+        sampling_seed=3,
+        n=2,
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=2,
+    )
+    assert told["model"] == "m" and told["reasons"] == ["length"] * 2
+    assert told["tokens"] == [answer["output_ids"] for answer in wanted]
+    assert told["many"] == [wanted[0]["output_ids"]] * 32
+    first = wanted[0]["meta_info"]
+    for logprobs, answer in zip(told["logprobs"], wanted, strict=True):
+        own = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        assert logprobs == pytest.approx(own, rel=1e-5)
+    for scored in (told["prompt"], told["scored"]):
+        assert scored[0] is None
+        assert scored[1:] == pytest.approx([entry[0] for entry in first["input_token_logprobs"][1:]], rel=1e-5)
+    assert told["top"][0] is None
+    top = [[entry[1] for entry in each] for each in first["input_top_logprobs"][1:]]
+    assert [[pair[0] for pair in each] for each in told["top"][1:]] == top
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])

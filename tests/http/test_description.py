@@ -11,8 +11,11 @@ from rayserve_moe.serving.http import BODIES
 from tests.http.bad_inputs import BAD_INPUTS
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS
 
+TINKER = "/api/v1"
 ROUTES = {
     "get": {
+        *(f"{TINKER}/{name}" for name in ("healthz", "get_server_capabilities", "samplers/{sampler_id}")),
+        f"{TINKER}/rollout_evidence/{{sequence_id}}",
         "/health", "/health_generate", "/metrics", "/v1/loads", "/v1/models", "/v1/models/{name}", "/model_info",
         "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version", "/flush_cache",
         "/", "/docs", "/experts", "/experts/state", "/ping", "/ready", "/liveness", "/load", "/version", "/weight_info",
@@ -20,6 +23,10 @@ ROUTES = {
         "/experts/placement",
     },
     "post": {
+        *(f"{TINKER}/client/{name}" for name in ("config", "dynamic_config")),
+        *(f"{TINKER}/{name}" for name in ("create_session", "session_heartbeat", "sessions/{session_id}/finish")),
+        *(f"{TINKER}/{name}" for name in ("create_sampling_session", "telemetry")),
+        *(f"{TINKER}/{name}" for name in ("asample", "retrieve_future", "cancel_future")),
         "/resume_request",
         COMPLETIONS, CHAT, GENERATE, TOKENS, "/abort_request", "/flush_cache", "/reset_prefix_cache",
         "/pause_generation", "/continue_generation", "/update_weights_from_disk",

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 
 from rayserve_moe import Engine
 from rayserve_moe.rollouts.adapters.tunix import UNSET
-from rayserve_moe.rollouts.adapters.tunix_sampler import Phase, TunixSampler
+from rayserve_moe.rollouts.adapters.tunix_sampler import TunixSampler
+from rayserve_moe.rollouts.adapters.tunix_sync import Phase
 from rayserve_moe.rollouts.answers import Refused
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api

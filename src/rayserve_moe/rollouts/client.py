@@ -117,21 +117,21 @@ class RolloutClient:
 
     async def model_info(self) -> dict[str, Any]:
         """Return the served model: `model_path`, `served_model_name`, `weight_version`, `vocab_size`, ..."""
-        return await self._json("GET", "/model_info")
+        return await self.call("GET", "/model_info")
 
     async def weight_version(self) -> str:
         """Return the weight version that is served now."""
-        return str((await self._json("GET", "/get_weight_version"))["weight_version"])
+        return str((await self.call("GET", "/get_weight_version"))["weight_version"])
 
     async def pause(self, mode: str = "abort") -> None:
         """Pause generation: running requests are ended (`abort`), requeued (`retract`), or kept as they are
         (`in_place`).
         """
-        await self._json("POST", "/pause_generation", {"mode": mode})
+        await self.call("POST", "/pause_generation", body={"mode": mode})
 
     async def resume(self) -> None:
         """Resume generation."""
-        await self._json("POST", "/continue_generation", {})
+        await self.call("POST", "/continue_generation", body={})
 
     async def update_weights(self, model_path: str, *, weight_version: str, **options: bool) -> dict[str, Any]:
         """Switch to another checkpoint of the same model, which every host reads from `model_path`.
@@ -141,7 +141,7 @@ class RolloutClient:
         """
         body = {"model_path": model_path, "weight_version": weight_version, **options}
         try:
-            answer = await self._json("POST", "/update_weights_from_disk", body)
+            answer = await self.call("POST", "/update_weights_from_disk", body=body)
         except Refused as refusal:
             raise Refused(f"{model_path}: {refusal}", refusal.status) from refusal
         if not answer.get("success"):
@@ -161,23 +161,6 @@ class RolloutClient:
         held, sending = await self._sending(weight_version, options)
         tensors = sent_tensors(rounded(params, held), None if base is None else rounded(base, held))
         return (await self._send(sending, sending.buckets(tensors, is_delta=base is not None)))[-1]
-
-    async def stage_weights(self, params: Mapping[str, Any], *, weight_version: str, **options: Any) -> StagedWeights:
-        """Send all weights as `update_weights_from`; they serve after `swap_staged`.
-
-        The server drops them ten minutes after their last bucket.
-        """
-        held, sending = await self._sending(weight_version, options)
-        buckets = sending.buckets(sent_tensors(rounded(params, held), None), is_delta=False, is_staged=True)
-        return StagedWeights(sending, len(await self._send(sending, buckets)))
-
-    async def swap_staged(self, staged: StagedWeights) -> dict[str, Any]:
-        """Switch to staged weights. Raises Refused if the server no longer has them, or keeps its old weights."""
-        return (await self._send(staged.sending, [staged.sending.swap(staged.num_buckets)]))[-1]
-
-    async def drop_staged(self, staged: StagedWeights) -> None:
-        """Free staged weights that are not to serve."""
-        await self._drop(staged.sending.update_id)
 
     async def _sending(self, weight_version: str, options: dict[str, Any]) -> tuple[HeldDtypes, WeightSending]:
         info = await self.model_info()
@@ -199,35 +182,28 @@ class RolloutClient:
                 await self._drop(sending.update_id)
         return answers
 
-    async def load(self) -> dict[str, Any]:
-        """Return requests and tokens in use: `num_running_reqs`, `num_waiting_reqs`, `token_usage` (0 to 1), ..."""
-        return await self._json("GET", "/v1/loads")
-
-    async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of a `prompt`, or of `messages` in the chat template."""
-        return list((await self._json("POST", "/tokenize", body))["tokens"])
-
     async def expert_placement(self) -> dict[str, Any]:
         """Return where experts are, as the content of a placement file."""
-        return await self._json("GET", "/experts/placement")
+        return await self.call("GET", "/experts/placement")
 
     async def place_experts(self, placement: Mapping[str, Any]) -> dict[str, Any]:
         """Move experts to the placement of a file's content, while the server answers.
 
         Raises Refused if it does not fit the server, or experts never move there.
         """
-        return await self._json("POST", "/experts/placement", placement)
+        return await self.call("POST", "/experts/placement", body=placement)
 
     async def flush(self) -> None:
         """Drop all cached prefixes. Raises Refused while requests run."""
-        await self._json("POST", "/flush_cache", {})
+        await self.call("POST", "/flush_cache", body={})
 
     async def _drop(self, update_id: str) -> None:
         """Free what hosts have staged of an update that ends early; without an answer they do so in ten minutes."""
         with suppress(Unavailable, Faulty, Refused, Unusable, TimeoutError):
-            await asyncio.wait_for(self._json("DELETE", f"{_TENSOR_PATH}?update_id={update_id}"), DROP_S)
+            await asyncio.wait_for(self.call("DELETE", f"{_TENSOR_PATH}?update_id={update_id}"), DROP_S)
 
-    async def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def call(self, method: str, path: str, *, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Call a route of the server that answers with a JSON object."""
         raw = await self._ask(method, path, body=body, accept="application/json")
         try:
             answer = json.loads(raw)
@@ -264,6 +240,31 @@ class RolloutClient:
         if response.status == 200:
             return raw
         raise _failure_of(response.status, raw, response.headers.get("Retry-After", ""))
+
+
+class WeightStaging:
+    """Updates whose transfer is parted from the switch, by an entered client."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self._client = client
+
+    async def stage(self, params: Mapping[str, Any], *, weight_version: str, **options: Any) -> StagedWeights:
+        """Send all weights as `RolloutClient.update_weights_from`; they serve after `swap`.
+
+        The server drops them ten minutes after their last bucket.
+        """
+        client = self._client
+        held, sending = await client._sending(weight_version, options)
+        buckets = sending.buckets(sent_tensors(rounded(params, held), None), is_delta=False, is_staged=True)
+        return StagedWeights(sending, len(await client._send(sending, buckets)))
+
+    async def swap(self, staged: StagedWeights) -> dict[str, Any]:
+        """Switch to staged weights. Raises Refused if the server no longer has them, or keeps its old weights."""
+        return (await self._client._send(staged.sending, [staged.sending.swap(staged.num_buckets)]))[-1]
+
+    async def drop(self, staged: StagedWeights) -> None:
+        """Free staged weights that are not to serve."""
+        await self._client._drop(staged.sending.update_id)
 
 
 class BlockingRolloutClient:

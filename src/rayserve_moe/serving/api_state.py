@@ -17,6 +17,7 @@ from rayserve_moe.observability.spans import SpanExporter, exporter_from_environ
 from rayserve_moe.requests.records import ModelCard
 from rayserve_moe.serving.control.membership import Membership
 from rayserve_moe.serving.errors import ApiError, path_of
+from rayserve_moe.serving.future_store import FutureStore
 from rayserve_moe.serving.kept_paths import KEPT_PATHS
 from rayserve_moe.serving.middleware.admission import Admission
 from rayserve_moe.serving.middleware.traffic import Traffic
@@ -38,6 +39,7 @@ class ApiState:
     """Threads that serialize long answers and decode routing."""
     started_at: float = field(default_factory=time.time)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    futures: FutureStore = field(default_factory=FutureStore)
     traffic: Traffic = field(default_factory=Traffic)
     membership: Membership | None = None
     """This replica among all of the application; None for a standalone engine."""

@@ -13,6 +13,7 @@ from rayserve_moe.serving.api.routes.responses import responses_router
 from rayserve_moe.serving.api.routes.resume import resume_router
 from rayserve_moe.serving.api.routes.scoring import scoring_router
 from rayserve_moe.serving.api.routes.text_tokens import text_tokens_router
+from rayserve_moe.serving.api.routes.tinker import tinker_router
 from rayserve_moe.serving.api.routes.tokens import token_router
 from rayserve_moe.serving.api.routes.unsupported import unsupported_router
 from rayserve_moe.serving.api.schemas import control
@@ -23,6 +24,12 @@ from rayserve_moe.serving.api.schemas.responses import ResponsesBody
 from rayserve_moe.serving.api.schemas.resume import ResumeBody
 from rayserve_moe.serving.api.schemas.scoring import EmbeddingBody, ScoreBody
 from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, TokenizeBody
+from rayserve_moe.serving.api.schemas.tinker import (
+    TinkerFutureBody,
+    TinkerSampleBody,
+    TinkerSamplingSessionBody,
+    TinkerSessionBody,
+)
 from rayserve_moe.serving.api.schemas.tokens import TokenBody
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control.commands import command_router, tensor_router
@@ -50,7 +57,8 @@ GENERATION = (
 TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody)
 CONTROL = (control.AbortBody, control.AbortIdsBody, control.PauseBody, control.PauseOptions, control.ResetOptions)
 WEIGHTS = (control.UpdateWeightsBody, control.WeightDirBody, control.WeightNameBody, control.PlacementBody)
-BODIES = (*GENERATION, *TEXT, *CONTROL, *WEIGHTS)
+TINKER = (TinkerSampleBody, TinkerFutureBody, TinkerSamplingSessionBody, TinkerSessionBody)
+BODIES = (*GENERATION, *TINKER, *TEXT, *CONTROL, *WEIGHTS)
 
 
 def create_api(state: ApiState) -> FastAPI:
@@ -80,7 +88,7 @@ def create_api(state: ApiState) -> FastAPI:
     generating = (native_router, openai_router, token_router, messages_router, responses_router)
     for router in (*generating, scoring_router, resume_router):
         app.include_router(router(state), dependencies=[Depends(state.refuse_requests)])
-    others = (model_router, statistics_router, probe_router, text_tokens_router)
+    others = (model_router, statistics_router, probe_router, text_tokens_router, tinker_router)
     for router in (command_router, tensor_router, *others):
         app.include_router(router(state))
     app.include_router(fields_router())

@@ -22,6 +22,7 @@ MEANINGS = {
     404: "The model is unknown, or no such request is kept.",
     408: "The body did not arrive in time.",
     409: "The update conflicts with the server's state, or another connection has taken over the request.",
+    410: "No replica knows the request any more: order it again.",
     413: "The body is longer than the server takes.",
     422: "The model produced logits that are not numbers.",
     429: "Too many requests are waiting: try again later.",

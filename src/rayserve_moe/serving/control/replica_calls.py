@@ -17,6 +17,7 @@ from rayserve_moe.fleet.broadcast import Answer, Refusal
 from rayserve_moe.fleet.member import CannotFollowError
 from rayserve_moe.fleet.wanted_state import Wanted
 from rayserve_moe.requests.records import WeightsRefusedError
+from rayserve_moe.serving.api.answers.tinker_orders import Held, held_evidence, held_future
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control.membership import Membership
 from rayserve_moe.serving.errors import ApiError, as_api_error
@@ -175,6 +176,18 @@ async def _drop_update(state: ApiState, update_id: str) -> bool:
     return await asyncio.wrap_future(state.loop.control.tensors.drop(update_id))
 
 
+async def _knows_future(state: ApiState, request_id: str) -> bool:
+    return state.futures.get(request_id) is not None
+
+
+async def _tinker_future(state: ApiState, request_id: str, in_protobuf: bool, hold_s: float) -> Held | None:
+    return await held_future(state, request_id, in_protobuf=in_protobuf, hold_s=hold_s)
+
+
+async def _drop_future(state: ApiState, request_id: str) -> bool:
+    return state.futures.drop(request_id)
+
+
 async def _stored_response(state: ApiState, response_id: str) -> StoredResponse | None:
     return state.responses.get(response_id)
 
@@ -197,7 +210,9 @@ CALLS: Calls = {
     "experts": _experts,
     "flush": _flush,
     "follow": _follow,
+    "drop_future": _drop_future,
     "forget_response": _forget_response,
+    "knows_future": _knows_future,
     "hold_new": _hold_new,
     "metrics": _metrics,
     "num_unended": _num_unended,
@@ -207,6 +222,8 @@ CALLS: Calls = {
     "stage": _stage,
     "statistics": _statistics,
     "stored_response": _stored_response,
+    "tinker_evidence": held_evidence,
+    "tinker_future": _tinker_future,
     "wanted": _wanted,
     "weight_version": _weight_version,
 }

@@ -39,6 +39,8 @@ ADMIN_PATHS = frozenset(
     }
 )
 """Paths that change the answers of all clients: they need `admin_api_key` if it is set."""
+TINKER_PATH = "/api/v1/"
+"""Prefix of Tinker's paths."""
 _DISCARDED_BODIES = 4
 """Multiple of the limit up to which rejected bodies are read: a client that still writes cannot read the answer."""
 BODY_TIMEOUT_S = 120.0
@@ -78,7 +80,7 @@ def guard_edge(app: ASGIApp, server: ServerSettings, *, body_timeout_s: float = 
         max_bytes = MAX_STREAMED_BYTES if is_streamed else server.max_body_bytes
         length = headers.get(b"content-length", b"")
         key = headers.get(b"authorization", b"")
-        if not key and path.startswith(ANTHROPIC_PATH):  # Anthropic's clients send the key in x-api-key
+        if not key and path.startswith((ANTHROPIC_PATH, TINKER_PATH)):  # whose clients send the key in x-api-key
             key = b"Bearer " + headers.get(b"x-api-key", b"")
         if not _is_allowed(server, path, key):
             await refused_key().response(path)(scope, receive, send)

@@ -23,6 +23,11 @@ def note_ignored(request: Request, names: Sequence[str]) -> None:
     request.scope[_KEY] = names
 
 
+def ignored_in(request: Request) -> Sequence[str]:
+    """Return the names that were noted for `request`."""
+    return request.scope.get(_KEY, ())
+
+
 def listed(names: Sequence[str]) -> str:
     """Return the header's value: percent-encoded, truncated names, then the number of omitted names."""
     quoted = [quote(name[:_MAX_NAME_LENGTH], safe="")[:_MAX_NAME_LENGTH] for name in names[:_MAX_LISTED]]

@@ -23,6 +23,15 @@ from rayserve_moe.serving.api.schemas.responses import ResponsesBody
 from rayserve_moe.serving.api.schemas.resume import ResumeBody
 from rayserve_moe.serving.api.schemas.scoring import EmbeddingBody, ScoreBody
 from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, TokenizeBody
+from rayserve_moe.serving.api.schemas.tinker import (
+    TinkerChunk,
+    TinkerFutureBody,
+    TinkerPrompt,
+    TinkerSampleBody,
+    TinkerSampling,
+    TinkerSamplingSessionBody,
+    TinkerSessionBody,
+)
 from rayserve_moe.serving.api.schemas.tokens import TokenBody, TokenSampling
 
 NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -33,6 +42,8 @@ TABLE = Path(__file__).with_suffix(".yaml")
 _SCHEMAS: tuple[type[BaseModel], ...] = (
     *(CompletionBody, ChatBody, GenerateBody, NativeSampling, TokenBody, TokenSampling, StreamOptions, MessagesBody),
     *(CountTokensBody, ResponsesBody, ScoreBody, EmbeddingBody, TokenizeBody, DetokenizeBody, ResumeBody),
+    *(TinkerSampleBody, TinkerSampling, TinkerPrompt, TinkerChunk, TinkerFutureBody),
+    *(TinkerSamplingSessionBody, TinkerSessionBody),
     *(control.AbortBody, control.AbortIdsBody, control.PauseBody, control.PauseOptions, control.ResetOptions),
     *(control.UpdateWeightsBody, control.WeightDirBody, control.WeightNameBody, control.PlacementBody),
 )

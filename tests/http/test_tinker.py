@@ -1,0 +1,260 @@
+"""Tinker's sampling routes: recorded bodies, both forms of answers, and what happens when nobody asks."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from rayserve_moe.replay.encoding import decode_rollout
+from rayserve_moe.serving.api.answers.tinker_orders import PROTOBUF
+from rayserve_moe.serving.future_store import FutureStore
+from tests.http.conftest import POISONED_TOKEN_ID, assert_idle, served
+from tests.support.engine.step_gate import unhurried
+
+PROMPT = [10, 11, 12, 13]
+SESSION = "11111111-1111-4111-8111-111111111111"
+ORDER = {
+    "num_samples": 2,
+    "prompt": {"chunks": [{"tokens": PROMPT[:1], "type": "encoded_text"}, {"tokens": PROMPT[1:]}]},
+    "sampling_params": {"max_tokens": 3, "seed": 5, "temperature": 1.0, "top_k": -1, "top_p": 1.0},
+    "sampling_session_id": f"{SESSION}:sample:0",
+    "prompt_logprobs": True,
+    "topk_prompt_logprobs": 2,
+    "topk_sample_logprobs": 1,
+    "prompt_alt_tokens_k": 0,
+    "record_stability_info": False,
+    "type": "sample",
+}
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with served(engine, api_key="tml-secret") as url:
+        yield f"{url}/api/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with httpx.Client(base_url=url, headers={"X-API-Key": "tml-secret"}, timeout=60) as client:
+        yield client
+
+
+def ordered(client: httpx.Client, seq_id: int, **changes: Any) -> str:
+    answer = client.post("/asample", json={**ORDER, "seq_id": seq_id, **changes})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["sample_sequence_ids"][0] == f"{answer.json()['request_id']}:0"
+    return answer.json()["request_id"]
+
+
+def retrieved(client: httpx.Client, request_id: str, accept: str = "application/json") -> httpx.Response:
+    body = {"request_id": request_id, "allow_metadata_only": True}
+    return client.post("/retrieve_future", json=body, headers={"Accept": accept})
+
+
+def fields_of(message: bytes) -> list[tuple[int, Any]]:
+    """Fields of a protobuf message, by a reader of its own."""
+    found, at = [], 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            (byte,) = struct.unpack_from("B", message, at)
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(message):
+        key = varint()
+        if key & 7 == 0:
+            found.append((key >> 3, varint()))
+        else:
+            length = varint()
+            found.append((key >> 3, message[at : at + length]))
+            at += length
+    return found
+
+
+def arrays_of(message: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probs of a `TopkLogprobs`."""
+    top = dict(fields_of(message))
+    return tuple(np.frombuffer(top[n], dtype).reshape(top[4], top[3]) for n, dtype in ((1, "<i4"), (2, "<f4")))
+
+
+def test_a_session_of_the_client_from_first_to_last(client, engine):
+    name = engine.card.name
+    assert client.post("/client/config", json={"sdk_version": "0.38.0"}).json() == {"pjwt_auth_enabled": False}
+    assert client.post("/client/dynamic_config", json={"sdk_version": "0.38.0"}).json()["sample_cancel_enabled"]
+    (model,) = client.get("/get_server_capabilities").json()["supported_models"]
+    assert model["model_name"] == name and model["sampleable"] and not model["trainable"]
+    body = {"tags": [], "user_metadata": {"k": "v"}, "sdk_version": "0.38.0", "type": "create_session"}
+    session = client.post("/create_session", json=body).json()["session_id"]
+    asked = {"session_id": session, "sampling_session_seq_id": 4, "base_model": name, "type": "create_sampling_session"}
+    sampler = client.post("/create_sampling_session", json=asked).json()["sampling_session_id"]
+    assert sampler == f"{session}:sample:4"
+    assert client.get(f"/samplers/{sampler}").json()["base_model"] == name
+    for path in ("/session_heartbeat", "/telemetry", f"/sessions/{session}/finish"):
+        assert client.post(path, json={"session_id": session}).status_code == 200
+    assert client.get("/healthz").json() == {"status": "ok"}
+    assert client.post("/create_sampling_session", json=asked | {"base_model": "other"}).status_code == 404
+    path = {"model_path": "tinker://run/sampler_weights/1", "session_id": session}
+    assert "keeps no saved weights" in client.post("/create_sampling_session", json=path).text
+
+
+def test_samples_are_those_of_the_native_route_in_protobuf_and_json(client, engine):
+    request_id = ordered(client, 0)
+    wanted = engine.generate(
+        input_ids=PROMPT,
+        max_new_tokens=3,
+        sampling_seed=5,
+        n=2,
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=2,
+    )
+    message = retrieved(client, request_id, f"{PROTOBUF}, application/json")
+    assert message.headers["content-type"] == PROTOBUF
+    found = fields_of(message.content)
+    scored = [entry[0] for entry in wanted[0]["meta_info"]["input_token_logprobs"][1:]]
+    for sequence, answer in zip([value for number, value in found if number == 1], wanted, strict=True):
+        parts = dict(fields_of(sequence))
+        assert parts[1] == 1, "it ended at its length"
+        assert np.frombuffer(parts[2], "<i4").tolist() == answer["output_ids"]
+        own = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        np.testing.assert_allclose(np.frombuffer(parts[3], "<f4"), own, rtol=1e-5)
+        ids, _ = arrays_of(parts[4])
+        assert ids.tolist() == [[top[0][1]] for top in answer["meta_info"]["output_top_logprobs"]]
+    by_number = dict(found)
+    prompt = np.frombuffer(by_number[2], "<f4")
+    assert np.isnan(prompt[0])
+    np.testing.assert_allclose(prompt[1:], scored, rtol=1e-5)
+    ids, logprobs = arrays_of(by_number[3])
+    top = wanted[0]["meta_info"]["input_top_logprobs"][1:]
+    assert ids[0].tolist() == [0, 0] and logprobs[0].tolist() == [-99999.0] * 2
+    assert ids[1:].tolist() == [[entry[1] for entry in each] for each in top]
+    np.testing.assert_allclose(logprobs[1:], [[entry[0] for entry in each] for each in top], rtol=1e-5)
+    answer = retrieved(client, request_id).json()
+    assert [each["tokens"] for each in answer["sequences"]] == [each["output_ids"] for each in wanted]
+    assert answer["sequences"][0]["stop_reason"] == "length" and answer["prompt_logprobs"][0] is None
+    np.testing.assert_array_equal(np.float32(answer["prompt_logprobs"][1:]), prompt[1:])
+    assert answer["topk_prompt_logprobs"][0] is None and answer["topk_prompt_logprobs"][1][0][0] == top[0][0][1]
+
+
+def test_the_last_log_probs_alone_and_stops(client, engine):
+    last = ordered(client, 1, prompt_logprobs_last_n=2, topk_prompt_logprobs=0, num_samples=1)
+    assert [each is None for each in retrieved(client, last).json()["prompt_logprobs"]] == [True, True, False, False]
+    whole = retrieved(client, ordered(client, 2)).json()["sequences"][0]["tokens"]
+    sampling = ORDER["sampling_params"]
+    stopped = ordered(client, 3, sampling_params=sampling | {"stop": [whole[1]]})
+    (first, *_) = retrieved(client, stopped).json()["sequences"]
+    assert first["tokens"] == whole[:2] and first["stop_reason"] == "stop"
+    for seq_id, stop in ((4, []), (5, "\n\n"), (6, ["a", "b"])):
+        assert retrieved(client, ordered(client, seq_id, sampling_params=sampling | {"stop": stop})).status_code == 200
+    filling = ordered(client, 7, num_samples=1, sampling_params={"stop": []})
+    (sequence,) = retrieved(client, filling).json()["sequences"]
+    assert len(sequence["tokens"]) == engine.card.max_model_len - len(PROMPT)
+
+
+def test_a_sample_has_its_rows_and_versions_at_a_route_of_their_own(client, engine):
+    request_id = ordered(client, 10)
+    tokens = retrieved(client, request_id).json()["sequences"][1]["tokens"]
+    answer = client.get(f"/rollout_evidence/{request_id}:1")
+    header, (rows,) = decode_rollout(answer.content)
+    assert header["output_ids"] == tokens and header["meta_info"]["weight_version"] == engine.card.weight_version
+    assert rows.shape[0] == len(PROMPT) + 2 and header["meta_info"]["routed_experts_info"]["missing"] == []
+    for unknown in (f"{request_id}:2", f"{request_id}:x", "nothing"):
+        assert client.get(f"/rollout_evidence/{unknown}").status_code == 404
+
+
+def test_a_repeated_order_is_answered_once_and_an_unknown_one_asks_for_another(client, engine):
+    with unhurried(engine.loop):
+        request_id = ordered(client, 20, sampling_params={"max_tokens": 20})
+        assert ordered(client, 20, sampling_params={"max_tokens": 20}) == request_id
+        assert engine.loop.statistics()["requests_live"] == 1
+    first, second = (retrieved(client, request_id).json() for _ in range(2))
+    assert first == second and len(first["sequences"]) == 2
+    assert client.post("/cancel_future", json={"request_id": request_id}).json() == {}
+    assert retrieved(client, request_id).status_code == 410 == retrieved(client, "unknown").status_code
+
+
+def test_a_question_waits_and_a_cancelled_order_ends(client, engine, monkeypatch):
+    monkeypatch.setattr("rayserve_moe.serving.api.routes.tinker.HOLD_S", 0.05)
+    with unhurried(engine.loop):
+        request_id = ordered(client, 30, sampling_params={"max_tokens": 30})
+        waiting = retrieved(client, request_id).json()
+        assert waiting["type"] == "try_again" and waiting["queue_state"] == "active"
+        client.post("/cancel_future", json={"request_id": request_id})
+    assert retrieved(client, request_id).status_code == 410
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": {"chunks": [{"tokens": [1], "type": "image"}]}}, "images are not read"),
+        ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "prompt"),
+        ({"prompt": {"chunks": []}}, "chunks"),
+        ({"prompt_alt_tokens_k": 2}, "`prompt_alt_tokens_k` is not supported"),
+        ({"record_stability_info": True}, "`record_stability_info` is not supported"),
+        ({"target_prompt_logprobs": {"data": [1]}}, "`target_prompt_logprobs` is not supported"),
+        ({"invented": 1}, "1 fields of the body are not known"),
+        ({"topk_prompt_logprobs": 100}, "topk_prompt_logprobs"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"sampling_params": {"stop": [1, "a"]}}, "stop"),
+        ({"sampling_params": {"top_p": 0.0}}, "top_p"),
+        ({"seq_id": -1}, "seq_id"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(client, change, message):
+    answer = client.post("/asample", json={**ORDER, "seq_id": 40, **change})
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+def test_a_wrong_key_is_refused(url):
+    for headers in ({}, {"X-API-Key": "tml-other"}):
+        assert httpx.post(f"{url}/create_session", json={}, headers=headers).status_code == 401
+
+
+def test_a_model_that_fails_is_the_orders_own_error(small_engine):
+    with served(small_engine) as url, httpx.Client(base_url=f"{url}/api/v1", timeout=60) as client:
+        request_id = ordered(client, 0, prompt={"chunks": [{"tokens": [POISONED_TOKEN_ID]}]}, prompt_logprobs=False)
+        answer = retrieved(client, request_id)
+        assert answer.status_code == 200 and answer.json()["category"] == "user" and answer.json()["error"]
+
+
+def test_orders_nobody_asks_for_end_and_the_oldest_outcomes_leave():
+    async def use() -> None:
+        store = FutureStore(max_bytes=10, abandoned_s=0.05, kept_s=0.05)
+        never, is_cancelled = asyncio.Event(), asyncio.Event()
+
+        async def waits() -> None:
+            try:
+                await never.wait()
+            finally:
+                is_cancelled.set()
+
+        async def gives(value: int) -> int:
+            return value
+
+        store.start("abandoned", waits(), size_of=int)
+        await is_cancelled.wait()
+        assert len(store) == 0 and not store.drop("abandoned")
+        store = FutureStore(max_bytes=10)
+        for name, size in (("a", 6), ("b", 3), ("c", 4)):
+            store.start(name, gives(size), size_of=int)
+            await store.get(name)
+            await asyncio.sleep(0)
+        assert [store.get(name) is None for name in "abc"] == [True, False, False]
+        store.start("large", gives(11), size_of=int)
+        await store.get("large")
+        await asyncio.sleep(0)
+        assert len(store) == 0
+
+    asyncio.run(use())
