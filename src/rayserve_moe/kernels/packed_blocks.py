@@ -15,7 +15,7 @@ from rayserve_moe.kernels.tpu.packed_rows import layout_of
 from rayserve_moe.kernels.tpu.paged_attention import unsupported_pages
 
 
-def attend_chosen_blocks(
+def attend_chosen_blocks(  # noqa: PLR0913 (the reference's signature)
     queries_BQHh: jax.Array,
     kv_pages: jax.Array,
     places: BlockPlaces,

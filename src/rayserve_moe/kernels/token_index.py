@@ -78,7 +78,7 @@ def choose_in_parts(
     first_page: jax.Array,
     choose: TokenChoice,
 ) -> jax.Array:
-    """Choose for single tokens and for prefill blocks, [T, ..., K]; `scoring` are the arrays of tokens ahead of keys."""
+    """Choose for single tokens and for prefill blocks, [T, ..., K]; `scoring` are arrays of tokens, queries first."""
     singles, page_table_BP, parts = batch.num_singles, batch.page_table_BP + first_page, []
     for of_part in (slice(0, singles), slice(singles, None)):
         tables_BP = page_table_BP[of_part]

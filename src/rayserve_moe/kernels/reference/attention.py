@@ -60,6 +60,14 @@ class _Visible(NamedTuple):
     any_S: jax.Array
 
 
+class _Reading(NamedTuple):
+    """The elements of a row that are the value of a head, and `block_size` and `unpack` of `attend`."""
+
+    values: slice
+    block_size: int
+    unpack: Callable[[jax.Array], jax.Array] | None
+
+
 class Together(NamedTuple):
     """The sequence of each single token, int32 [B]: tokens of a sequence are adjacent, at most `most`, at consecutive
     positions."""
@@ -121,9 +129,8 @@ def attend(  # noqa: PLR0913 (knobs, by keyword)
     page_table_BP = jnp.pad(places.page_table_BP, ((0, 0), (0, -places.page_table_BP.shape[1] % pages_per_span)))
 
     values = slice(0, latent_width) if latent_width else slice(width, width + value_width)
-    attend_block = partial(
-        _attend_block, config=config, sinks_H=sinks_H, values=values, block_size=block_size, unpack=unpack
-    )
+    read = _Reading(values, block_size, unpack)
+    attend_block = partial(_attend_block, config=config, sinks_H=sinks_H, read=read)
 
     def attend_one(block: tuple[jax.Array, ...]) -> jax.Array:
         return attend_block(block, kv_pages, pages_per_span=pages_per_span)
@@ -155,18 +162,16 @@ def _attend_block(
     pages_per_span: int,
     config: ScoreConfig,
     sinks_H: jax.Array | None,
-    values: slice,
-    block_size: int,
-    unpack: Callable[[jax.Array], jax.Array] | None,
+    read: _Reading,
 ) -> jax.Array:
     """Attend a block: queries [Q, H, h], pages [P], positions [Q] and the choice of queries; return [Q, H, v].
 
-    `values` are the elements of a row that are the value of a head. The choice is [Q, K], or [Q, G, K] of blocks.
+    The choice is [Q, K], or [Q, G, K] of blocks.
     """
     queries_QHh, pages_P, positions_Q, *chosen = block
     num_queries, num_heads, width = queries_QHh.shape
     span = pages_per_span * kv_pages.shape[1]
-    num_kv_heads = chosen[0].shape[1] if block_size and chosen else kv_pages.shape[2]
+    num_kv_heads = chosen[0].shape[1] if read.block_size and chosen else kv_pages.shape[2]
     group = num_heads // num_kv_heads
     queries = queries_QHh.astype(jnp.float32) * config.scale_for(width)
     queries = queries.reshape(num_queries, num_kv_heads, group, width)
@@ -174,13 +179,15 @@ def _attend_block(
     positions_M = jnp.tile(positions_Q, group)
     last_position = jnp.max(positions_Q)
     first_key = _first_key_of_block(positions_Q, config)
-    is_chosen_MS = _seen_by_choice(*chosen, len(pages_P) * kv_pages.shape[1], block_size, group) if chosen else None
+    is_chosen_MS = None
+    if chosen:
+        is_chosen_MS = _seen_by_choice(*chosen, len(pages_P) * kv_pages.shape[1], read.block_size, group)
 
     def visit_span(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         rows = kv_pages[jax.lax.dynamic_slice_in_dim(pages_P, i * pages_per_span, pages_per_span)]
         rows_SX = read_wide(rows.reshape(span, *kv_pages.shape[2:]))
-        rows_GSX = (unpack(rows_SX) if unpack else rows_SX).transpose(1, 0, 2)
-        keys_GSh, values_GSv = rows_GSX[..., :width], rows_GSX[..., values]
+        rows_GSX = (read.unpack(rows_SX) if read.unpack else rows_SX).transpose(1, 0, 2)
+        keys_GSh, values_GSv = rows_GSX[..., :width], rows_GSX[..., read.values]
         key_positions_S = i * span + jnp.arange(span)
         visible = _visible(key_positions_S, positions_M, last_position, first_key, config)
         if is_chosen_MS is not None:
@@ -190,7 +197,7 @@ def _attend_block(
         values_GSv = jnp.where(visible.any_S[:, None], values_GSv, 0.0)
         return _accumulate(carry, queries_GMh, keys_GSh, values_GSv, visible.each_MS, config)
 
-    value_width = values.stop - values.start
+    value_width = read.values.stop - read.values.start
     start = _start((*queries_GMh.shape[:2], value_width), sinks_H)
     total_GMh, _, weight_GM = jax.lax.fori_loop(first_key // span, last_position // span + 1, visit_span, start)
     out = jnp.where((positions_M >= 0)[:, None], total_GMh / jnp.maximum(weight_GM, 1.0)[..., None], 0.0)

@@ -59,7 +59,7 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
 
 
 def states(own: GroupedAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
-    """Return the keys and values of a token, and the key of its index on the same pages, in the dtype of the KV cache."""
+    """Return the keys and values of a token, and the key of its index on the same pages in the same dtype."""
     key = StateKind(STATE, "token", (row_of(index_of(own).head_dim, kernels=kernels),))
     return (*attention.states(own, kernels=kernels, tensor_size=tensor_size), key)
 
