@@ -54,9 +54,8 @@ def mixer_of(spec: ModelSpec) -> GroupedAttention:
 def expected(scores: np.ndarray, position: int, choice: BlockChoice) -> np.ndarray:
     """The best blocks of a query by its products with the keys up to its position, ascending with -1 behind."""
     own, size = position // choice.block_size, choice.block_size
-    of_blocks = [
-        scores[block * size : (block + 1) * size][: position + 1 - block * size].max() for block in range(own + 1)
-    ]
+    seen = scores[: position + 1]
+    of_blocks = [seen[block * size : (block + 1) * size].max() for block in range(own + 1)]
     for block in range(own + 1):
         if block < choice.first_blocks or block > own - choice.local_blocks:
             of_blocks[block] = np.inf
@@ -160,9 +159,8 @@ def test_a_token_chooses_the_same_however_its_prompt_is_cut(kernels: str, name: 
     """By native kernels its output has the same bits, too."""
     whole, *others = (run(kernels, name, chunks) for chunks in CUTS.values())
     index, own = INDEXES[name], np.arange(LENGTH) // INDEXES[name].block_size
-    np.testing.assert_array_equal(
-        (whole.chosen_TAK >= 0).sum(2), np.minimum(own + 1, index.top_k)[:, None].repeat(index.num_heads, 1)
-    )
+    counts = np.minimum(own + 1, index.top_k)
+    np.testing.assert_array_equal((whole.chosen_TAK >= 0).sum(2), counts[:, None].repeat(index.num_heads, 1))
     assert (whole.chosen_TAK.max(2) == own[:, None]).all(), "every token sees its own block"
     for found in others:
         np.testing.assert_array_equal(found.chosen_TAK, whole.chosen_TAK)
@@ -177,10 +175,8 @@ def test_contexts_within_the_choice_have_the_bits_of_dense_attention(kernels: st
     """The first tokens see all blocks; of the others none has the output of dense attention."""
     if kernels == "tpu":
         pytest.skip("a kernel of TPUs computes it")
-    found, limit = (
-        run(kernels, name, CUTS["chunks that end within blocks and pages"]),
-        INDEXES[name].block_size * INDEXES[name].top_k,
-    )
+    found = run(kernels, name, CUTS["chunks that end within blocks and pages"])
+    limit = INDEXES[name].block_size * INDEXES[name].top_k
     np.testing.assert_array_equal(found.outputs_TD[:limit], found.dense_TD[:limit])
     assert (found.outputs_TD[limit:] != found.dense_TD[limit:]).any(axis=1).all()
     whole = run(kernels, name, CUTS["a prompt, then decoding"], top_k=LENGTH)
