@@ -256,13 +256,13 @@ kernel exists yet: XLA scores every key and masks dense attention, so a token co
 """
 
 BLOCK_ATTENTION: dict[str, AttentionCandidates] = {
-    "cpu_native": (
-        Candidate("cpu_native", replace(CPU_NATIVE.attention, choose_blocks=index_call.choose_layer_blocks)),
-    ),
     "cpu": (
         Candidate(
             "xla", replace(CPU.attention, choose_blocks=partial(choose_layer_blocks, choose=block_index.choose_blocks))
         ),
+    ),
+    "cpu_native": (
+        Candidate("cpu_native", replace(CPU_NATIVE.attention, choose_blocks=index_call.choose_layer_blocks)),
     ),
     "tpu": (
         Candidate(
