@@ -153,26 +153,29 @@ inline uint32_t order_of(float score) {
 
 // The positions of the best `top_k` of `count` scores, of equal ones the lower, ascending.
 //
-// Counting scores by the upper bits of their order leaves those of one bin to be put in order.
+// Many scores are counted by the upper bits of their order first: those of one bin alone are then put in order.
 inline void take_best(const float* scores, int64_t count, int64_t top_k, int32_t* chosen) {
   constexpr int kShift = 20;
   constexpr int64_t kBins = int64_t(1) << (32 - kShift), kTallies = 4;  // neighbours are often of one bin
   thread_local std::vector<uint32_t> orders, tallies;
   thread_local std::vector<uint64_t> in_bin;
-  orders.resize(count), tallies.assign(kTallies * kBins, 0);
+  orders.resize(count), in_bin.clear();
   for (int64_t i = 0; i < count; ++i) orders[i] = order_of(scores[i]);
-  for (int64_t i = 0; i < count; ++i) ++tallies[i % kTallies * kBins + (orders[i] >> kShift)];
+  const bool has_bins = count >= kBins;
   uint32_t bin = 0;
   int64_t left = top_k;  // that are taken from the bin
-  for (;; ++bin) {
-    int64_t here = 0;
-    for (int64_t i = 0; i < kTallies; ++i) here += tallies[i * kBins + bin];
-    if (here >= left) break;
-    left -= here;
+  if (has_bins) {
+    tallies.assign(kTallies * kBins, 0);
+    for (int64_t i = 0; i < count; ++i) ++tallies[i % kTallies * kBins + (orders[i] >> kShift)];
+    for (;; ++bin) {
+      int64_t here = 0;
+      for (int64_t i = 0; i < kTallies; ++i) here += tallies[i * kBins + bin];
+      if (here >= left) break;
+      left -= here;
+    }
   }
-  in_bin.clear();
   for (int64_t i = 0; i < count; ++i)
-    if (orders[i] >> kShift == bin) in_bin.push_back(uint64_t(orders[i]) << 32 | uint64_t(i));
+    if (!has_bins || orders[i] >> kShift == bin) in_bin.push_back(uint64_t(orders[i]) << 32 | uint64_t(i));
   std::nth_element(in_bin.begin(), in_bin.begin() + (left - 1), in_bin.end());
   const uint64_t last = in_bin[left - 1];
   for (int64_t i = 0; i < count; ++i)
