@@ -32,8 +32,10 @@ choice of the last layer with an index. Contexts of up to `index_topk` tokens ha
 On TPUs, no kernel of sparse attention exists yet. With `max_model_len` up to `index_topk` the paged kernel computes
 dense attention. Beyond, XLA scores all keys and masks dense attention: exact, at the cost of dense attention and more.
 
-MiniMax-M3 is served with dense attention, up to the tokens of `sparse_topk_blocks` blocks. A larger `max_model_len`
-raises an error that names the key.
+In MiniMax-M3 (`block_gqa`), an index chooses the `sparse_topk_blocks` blocks of `sparse_block_size` keys that each
+token sees, by each head of the index for the query heads of its KV heads. The score of a block is its largest product;
+equal scores go to the lower block. Contexts of up to that many blocks have the bits of dense attention. Native CPU
+kernels skip blocks that are not chosen. On TPUs, longer contexts are scored and masked by XLA, as above.
 
 Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3, `rotary_dim` of
 MiniMax-M3, `route_norm` of Trinity, `mlp_only_layers`, `norm_topk_prob` and `gating_types` of Laguna, and of MiMo

@@ -14,7 +14,15 @@ from typing import Any
 from rayserve_moe.experts.backends import EXPERT_BACKENDS
 from rayserve_moe.kernels.candidates import Candidate, Operation, supports_all
 from rayserve_moe.kernels.operations import Kernels
-from rayserve_moe.kernels.table import CPU, CPU_NATIVE, GROUPED_ATTENTION, LATENT_ATTENTION, SPARSE_ATTENTION, TPU
+from rayserve_moe.kernels.table import (
+    BLOCK_ATTENTION,
+    CPU,
+    CPU_NATIVE,
+    GROUPED_ATTENTION,
+    LATENT_ATTENTION,
+    SPARSE_ATTENTION,
+    TPU,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 TABLES = (CPU, TPU, CPU_NATIVE)
@@ -50,7 +58,12 @@ def page() -> str:
     )
     parts += _listed(EXPERT_BACKENDS)
     parts.append("\n## Attention by the format of its pool\n\nLog: `attention` and the kind of mixer.\n\n")
-    tables = {"grouped-query": GROUPED_ATTENTION, "latent": LATENT_ATTENTION, "sparse latent": SPARSE_ATTENTION}
+    tables = {
+        "grouped-query": GROUPED_ATTENTION,
+        "latent": LATENT_ATTENTION,
+        "sparse latent": SPARSE_ATTENTION,
+        "block-sparse grouped-query": BLOCK_ATTENTION,
+    }
     for title, choices in tables.items():
         for table, candidates in choices.items():
             parts += _listed(candidates, before=f"{title}, `{table}`: ")

@@ -97,7 +97,7 @@ def differing_choices(outputs: Sequence[PromptOutputs], reference: Reference) ->
         assert found.chosen_ITK is not None and len(found.chosen_ITK) == len(one.tokens_ITK)
         for ours_TK, theirs_TK in zip(found.chosen_ITK, one.tokens_ITK, strict=True):
             for position, (ours, theirs) in enumerate(zip(ours_TK, theirs_TK, strict=True)):
-                wanted = np.sort(theirs[theirs <= position])
+                wanted = np.sort(theirs[(theirs >= 0) & (theirs <= position)])
                 num_differing += not np.array_equal(ours[ours >= 0], wanted)
                 num_choices += 1
     return num_differing, num_choices

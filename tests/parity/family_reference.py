@@ -103,7 +103,8 @@ def score(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Scored:
         seen.append((scores.log() if type(router).__name__ in _PROBABILITIES else scores, outputs[2]))
 
     def keep_tokens(_index: torch.nn.Module, _inputs: tuple, outputs: torch.Tensor) -> None:
-        tokens.append(outputs.flatten(0, 1))
+        by_head = outputs if outputs.ndim == 4 else outputs[:, None]
+        tokens.append(by_head.transpose(0, 1).flatten(1, 2))
 
     routers = routers_of(model)
     hooks = [router.register_forward_hook(keep) for router in routers]
@@ -116,7 +117,7 @@ def score(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Scored:
             hook.remove()
     assert seen and len(seen) == len(routers) and len(tokens) == len(indexers), "every router and index ran once"
     router_logits, chosen = (np.stack([found[i].numpy() for found in seen], 1) for i in (0, 1))
-    tokens_ITK = np.stack([each.numpy() for each in tokens]) if tokens else None
+    tokens_ITK = np.concatenate([each.numpy() for each in tokens]) if tokens else None
     return Scored(logits.flatten(0, 1).numpy(), router_logits, chosen, tokens_ITK)
 
 

@@ -12,7 +12,8 @@ class Scored:
     """T tokens of one sequence; M MoE layers, E experts, V vocabulary.
 
     `logits` [T, V], `router_logits` [T, M, E] before scores are taken, `chosen` [T, M, k] in any order. `tokens_ITK`
-    are the positions that each index of sparse attention chooses, in any order, with positions behind its own.
+    are the positions that each index of sparse attention chooses, in any order, with positions behind its own, or the
+    blocks that each head of an index chooses, with -1.
     """
 
     logits: np.ndarray

@@ -106,6 +106,7 @@ def _others_of_mixer(spec: ModelSpec, own: Any) -> Iterator[tuple[str, ModelSpec
     yield f"{own.kind}.rope.theta", with_attention(spec, kind=own.kind, theta=own.rope.theta / 4)
     if isinstance(own, GroupedAttention):
         yield f"{own.kind}.rope", with_attention(spec, kind=own.kind, rope=None)
+        yield from _others_of_block_index(spec, own)
     for name, scaling in _other_scalings(own.rope):
         path = f"{own.kind}.rope.{name}"
         yield path, with_attention(spec, kind=own.kind, **{name.partition(".")[0]: scaling})
@@ -133,6 +134,18 @@ def _others_of_index(spec: ModelSpec, own: LatentAttention) -> Iterator[tuple[st
     mixers = tuple(replace(mixer, index=fewer) for mixer in spec.mixers if isinstance(mixer, LatentAttention))
     if not is_whole:
         yield "dsa.index.top_k", replace(spec, mixers=mixers)
+
+
+def _others_of_block_index(spec: ModelSpec, own: GroupedAttention) -> Iterator[tuple[str, ModelSpec]]:
+    if (index := own.index) is None:
+        return
+    # A token's own block is left to its score, or forced along with more blocks.
+    others = {
+        "block_size": index.block_size + 1, "top_k": index.top_k - 1, "local_blocks": 0, "first_blocks": 1,
+    }  # fmt: skip
+    for name, value in others.items():
+        changed = replace(index, **{name: value})
+        yield f"{own.kind}.index.{name}", with_attention(spec, kind=own.kind, index=changed)
 
 
 def knobs_of(spec: ModelSpec) -> dict[str, ModelSpec]:

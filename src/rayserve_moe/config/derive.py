@@ -21,15 +21,13 @@ SPARE_REQUESTS = 256
 MAX_VERIFY_ROWS = 256
 
 
-def max_model_len(model: ModelSettings, max_position_embeddings: int, *, context_limit: str = "") -> int:
+def max_model_len(model: ModelSettings, max_position_embeddings: int) -> int:
     """Return the maximum sequence length in tokens.
-
-    `context_limit` is the reason if fewer positions are served than the checkpoint has.
 
     Raises: SettingsError if the setting exceeds the limit.
     """
     if model.max_model_len > max_position_embeddings:
-        limit = context_limit or f"the checkpoint's max_position_embeddings {max_position_embeddings}"
+        limit = f"the checkpoint's max_position_embeddings {max_position_embeddings}"
         raise SettingsError(f"max_model_len {model.max_model_len} exceeds {limit}")
     return model.max_model_len or max_position_embeddings
 

@@ -249,8 +249,10 @@ def _check_forced_index(forced: RoutedExperts, index: np.ndarray, card: ModelCar
         rows = unpacked_index(packed, num_layers=len(layout.layer_ids), top_k=layout.top_k)
         behind, before = rows[:, 1:], rows[:, :-1]
         is_ascending = ((behind > before) & (before >= 0)) | (behind < 0)
-        if not (rows[:, 0] >= 0).all() or not is_ascending.all() or rows.max() > position:
-            raise RequestError(f"row {position} must hold ascending positions up to {position}, then -1", name)
+        last = position // layout.block_size
+        if not (rows[:, 0] >= 0).all() or not is_ascending.all() or rows.max() > last:
+            unit = "positions" if layout.block_size == 1 else "blocks"
+            raise RequestError(f"row {position} must hold ascending {unit} up to {last}, then -1", name)
 
 
 def sequences_of(request: GenerationRequest, card: ModelCard, *, guides: Iterable[Guide | None]) -> list[Sequence]:

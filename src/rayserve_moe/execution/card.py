@@ -14,7 +14,7 @@ from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySe
 from rayserve_moe.execution.processor_module import digest_of, load_processors
 from rayserve_moe.execution.served_model import RunnerSettings, runner_settings
 from rayserve_moe.model.family_table import family_of, rules_of, spec_from_config
-from rayserve_moe.model.layers.sparse_latent import index_layout
+from rayserve_moe.model.layers.index_rows import index_layout
 from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.requests.records import IndexLayout, ModelCard
@@ -75,7 +75,7 @@ def model_card(
     """Describe a model under the settings of its server; `name` is the default for the served name."""
     return ModelCard(
         name=model.served_name or name,
-        max_model_len=max_model_len(model, spec.max_position_embeddings, context_limit=spec.context_limit),
+        max_model_len=max_model_len(model, spec.max_position_embeddings),
         vocab_size=spec.vocab_size,
         eos_token_ids=eos_token_ids,
         routing=spec.routing_layout,
@@ -92,9 +92,7 @@ def model_card(
 def _index_of(spec: ModelSpec, replay: ReplaySettings) -> IndexLayout:
     """Return the layout of index rows. Raises: SettingsError for a model without an index."""
     if (layout := index_layout(spec)) is None:
-        raise SettingsError(
-            f"enable_return_indexer_topk: {spec.family} has no sparse attention with an index of tokens"
-        )
+        raise SettingsError(f"enable_return_indexer_topk: {spec.family} has no sparse attention with an index")
     return dataclasses.replace(layout, max_bytes=replay.index_store_mib << 20)
 
 

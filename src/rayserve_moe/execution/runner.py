@@ -51,7 +51,7 @@ from rayserve_moe.execution.weights.share import read_share, read_spread
 from rayserve_moe.execution.weights.staged import StagedWeights
 from rayserve_moe.execution.weights.tensor_staging import TensorStaging
 from rayserve_moe.model.family_table import spec_from_config
-from rayserve_moe.model.layers.sparse_latent import index_layout
+from rayserve_moe.model.layers.index_rows import index_layout
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan

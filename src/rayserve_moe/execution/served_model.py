@@ -104,8 +104,7 @@ class ServedModel:
     @property
     def longest(self) -> int:
         """Return the maximum number of tokens of a sequence."""
-        spec = self.config.spec
-        return derive.max_model_len(self.settings.model, spec.max_position_embeddings, context_limit=spec.context_limit)
+        return derive.max_model_len(self.settings.model, self.config.spec.max_position_embeddings)
 
     @property
     def kv_dtype(self) -> str:

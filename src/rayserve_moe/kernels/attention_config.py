@@ -45,6 +45,8 @@ class AttentionConfig:
     """Elements of a value; 0: as many as of a head."""
     value_scale: float = 1.0
     """Factor of values, ahead of the pool."""
+    block_size: int = 0
+    """Positions of a block that an index chooses; 0 without an index."""
 
     @property
     def value_width(self) -> int:

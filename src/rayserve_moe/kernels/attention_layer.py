@@ -131,7 +131,8 @@ class AttentionInputs(NamedTuple):
     """Arguments of a layer's attention besides the stream and the pool: weights of all layers under the names of
     `model.parameters`, the tokens of the step, their rotation, and the layer's number; optionally the results of
     `AttentionKernels.describe_singles` and `AttentionKernels.norm_and_project`, and float32 factors of the queries of
-    latent attention [T] and the positions that tokens see, int32 [T, K], ascending with -1 behind (None: all)."""
+    latent attention [T] and the positions that tokens see, int32 [T, K], ascending with -1 behind (None: all), or the
+    blocks that they see with the queries of each KV head, [T, G, K]."""
 
     weights: Mapping[str, jax.Array]
     batch: TokenBatch
@@ -161,7 +162,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     `batch.layer_pages` assigns. `decode` attends the single tokens, `prefill` the blocks; `project` has the signature
     of `project_rows`. `write_and_decode` replaces `decode` and writes the rows that it attends.
     """
-    weights, batch, rotation, layer, singles, projected, *_ = inputs
+    weights, batch, rotation, layer, singles, projected, _, chosen_TGK = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
@@ -169,13 +170,16 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
             normed_TD, of_layer, rotation=rotation, config=config, stacked=StackedWeights(weights, layer)
         )
     rows = paired_rows(rows) if is_paired(kv_pages.dtype) else rows
-    step = PagedStep(batch, first_page, rows, num_late=batch.num_singles if write_and_decode else 0)
+    num_late = batch.num_singles if write_and_decode else 0
+    step = PagedStep(batch, first_page, rows, num_late, chosen_TGK)
     kv_pages = write_early(kv_pages, step)
     with jax.named_scope("paged_attention"):
 
         def attend(scores: ScoreConfig) -> tuple[jax.Array, jax.Array]:
             kernels = PagedKernels(decode, prefill, write_and_decode)
             kernels = kernels.with_knobs(config=scores, value_width=config.value_dim)
+            if chosen_TGK is not None:
+                kernels = kernels.with_knobs(block_size=config.block_size)
             if "sinks_LA" in of_layer:
                 kernels = kernels.with_knobs(sinks_H=of_layer["sinks_LA"])
             described = singles and singles.by_window[scores.window]
@@ -243,7 +247,7 @@ def attend_blocks(
     if batch.num_prefill_blocks:
         blocks = (batch.num_prefill_blocks, (num_tokens - singles) // batch.num_prefill_blocks)
         queries_BQHh = queries_THh[singles:].reshape(*blocks, *head_shape)
-        of_blocks = None if chosen is None else chosen[singles:].reshape(*blocks, -1)
+        of_blocks = None if chosen is None else chosen[singles:].reshape(*blocks, *chosen.shape[1:])
         places = BlockPlaces(page_table_BP[singles:], batch.positions_T[singles:].reshape(blocks), chosen_BQK=of_blocks)
         attended = kernels.prefill(queries_BQHh, kv_pages, places)
         parts.append(attended.reshape(num_tokens - singles, *attended.shape[2:]))

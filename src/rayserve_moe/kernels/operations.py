@@ -58,6 +58,8 @@ class AttentionKernels:
     """True if the pool has the rows of `packed_rows`."""
     choose_tokens: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     """`token_index.choose_layer_tokens` with its kernel bound, for sparse attention."""
+    choose_blocks: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    """`block_index.choose_layer_blocks` with its kernel bound, for block-sparse attention."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import jax
 from rayserve_moe.kernels import kv_pool
 from rayserve_moe.kernels.attention_heads import project_packed_rows, project_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
+from rayserve_moe.kernels.block_index import choose_layer_blocks
 from rayserve_moe.kernels.candidates import Candidate, Function, Operation, operation, supports_all
 from rayserve_moe.kernels.cpu_native import calls, index_call
 from rayserve_moe.kernels.cpu_native.layout import take_columns
@@ -34,8 +35,9 @@ from rayserve_moe.kernels.operations import (
     RecurrenceKernels,
     SamplingKernels,
 )
+from rayserve_moe.kernels.packed_blocks import attend_chosen_blocks, unsupported_blocks
 from rayserve_moe.kernels.reference import attention as attention_reference
-from rayserve_moe.kernels.reference import expert_products, layers, token_index
+from rayserve_moe.kernels.reference import block_index, expert_products, layers, token_index
 from rayserve_moe.kernels.reference.device_sums import DeviceSumKernels
 from rayserve_moe.kernels.token_index import choose_layer_tokens
 from rayserve_moe.kernels.tpu import (
@@ -251,6 +253,41 @@ SPARSE_ATTENTION: dict[str, AttentionCandidates] = {
 
 On a TPU it is dense, by the kernel, if `max_model_len` is at most the number of chosen tokens. For longer contexts no
 kernel exists yet: XLA scores every key and masks dense attention, so a token costs as much as in dense attention.
+"""
+
+BLOCK_ATTENTION: dict[str, AttentionCandidates] = {
+    "cpu": (
+        Candidate(
+            "xla", replace(CPU.attention, choose_blocks=partial(choose_layer_blocks, choose=block_index.choose_blocks))
+        ),
+    ),
+    "cpu_native": (
+        Candidate("cpu_native", replace(CPU_NATIVE.attention, choose_blocks=index_call.choose_layer_blocks)),
+    ),
+    "tpu": (
+        Candidate(
+            "paged to index_topk_blocks blocks, then xla",
+            replace(
+                PAGED,
+                attend=partial(
+                    attend_by_choice,
+                    dense=PAGED.attend,
+                    sparse=partial(
+                        attend_layer,
+                        decode=attend_chosen_blocks,
+                        prefill=attend_chosen_blocks,
+                        project=PAGED.project,
+                    ),
+                ),
+                choose_blocks=partial(choose_layer_blocks, choose=block_index.choose_blocks, rows_of=packed_latents),
+            ),
+            unsupported_blocks,
+        ),
+    ),
+}
+"""Candidates for block-sparse grouped attention by name of a table, which also compute the model's dense layers.
+
+On a TPU as `SPARSE_ATTENTION`: dense, by the kernel, up to the number of chosen blocks, then by XLA.
 """
 
 KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}

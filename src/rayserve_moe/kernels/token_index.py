@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -64,30 +65,28 @@ def choose_layer_tokens(
         slots_T = batch.kv_slots_T + first_page * key_pages.shape[1]
         key_pages = write_rows(key_pages, rows_of(keys_T1d), slots_T)
     with jax.named_scope("index_scores"):
-        chosen_TK = _choose_blocks(
-            (queries_TAd, weights_TA), key_pages, batch, first_page=first_page, choose=choose, config=config
-        )
+        choose = partial(choose, top_k=config.top_k)
+        chosen_TK = choose_in_parts((queries_TAd, weights_TA), key_pages, batch, first_page=first_page, choose=choose)
     return chosen_TK, key_pages
 
 
-def _choose_blocks(
-    scoring: tuple[jax.Array, jax.Array],
+def choose_in_parts(
+    scoring: tuple[jax.Array, ...],
     key_pages: jax.Array,
     batch: TokenBatch,
     *,
     first_page: jax.Array,
     choose: TokenChoice,
-    config: IndexConfig,
 ) -> jax.Array:
-    """Choose the tokens of single tokens and of prefill blocks, [T, K]; `scoring` are queries and weights of heads."""
+    """Choose for single tokens and for prefill blocks, [T, ..., K]; `scoring` are arrays of tokens, queries first."""
     singles, page_table_BP, parts = batch.num_singles, batch.page_table_BP + first_page, []
     for of_part in (slice(0, singles), slice(singles, None)):
         tables_BP = page_table_BP[of_part]
         if len(tables_BP):
             places = BlockPlaces(tables_BP, batch.positions_T[of_part].reshape(len(tables_BP), -1))
             in_blocks = (each[of_part].reshape(*places.positions_BQ.shape, *each.shape[1:]) for each in scoring)
-            chosen_BQK = choose(*in_blocks, key_pages, places, top_k=config.top_k)
-            parts.append(chosen_BQK.reshape(-1, chosen_BQK.shape[-1]))
+            chosen_BQK = choose(*in_blocks, key_pages, places)
+            parts.append(chosen_BQK.reshape(-1, *chosen_BQK.shape[2:]))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 

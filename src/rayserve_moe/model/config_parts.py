@@ -297,18 +297,6 @@ def sparse_model_of(
     return replace(model, layers=layers, mixers=tuple(mixers.values()))
 
 
-def within_index(spec: ModelSpec, limit: int, *, key: str) -> ModelSpec:
-    """Return a model of sparse attention limited to the context in which its index selects every token.
-
-    Attention over at most `limit` tokens, by the `key` of the config, is dense, and exact without the index
-    (DeepSeek-V3.2, arXiv:2512.02556).
-    """
-    if spec.max_position_embeddings <= limit:
-        return spec
-    reason = f"{key} {limit}: {spec.family} is served with dense attention, exact up to that length"
-    return replace(spec, max_position_embeddings=limit, context_limit=reason)
-
-
 def gated_delta_of(config: Mapping[str, Any], *, fused: str) -> GatedDelta:
     """Read gated delta layers; `fused` is the form of their projections in files."""
     return GatedDelta(

@@ -218,8 +218,6 @@ class ModelSpec:
     block_dtype: str = ""
     """8-bit dtype of weights with scales per 128 x 128 block in the files; empty if none."""
     factors: FactorSpec = FactorSpec()
-    context_limit: str = ""
-    """Reason for `max_position_embeddings` below that of `config.json`; empty if they are equal."""
 
     def __post_init__(self) -> None:
         kinds = {layer.mixer for layer in self.layers}

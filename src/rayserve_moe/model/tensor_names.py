@@ -61,6 +61,18 @@ TOKEN_INDEX = {
 }
 """Index of sparse attention."""
 
+BLOCK_INDEX = {
+    **_weights(_ATTENTION, index_q="index_q_proj", index_k="index_k_proj"),
+    **_weights(_ATTENTION, index_q_norm="index_q_norm", index_k_norm="index_k_norm"),
+}
+"""Index of block-sparse attention."""
+
+FUSED_BLOCK_INDEX = {
+    **_weights(_ATTENTION + "indexer.", index_q="q_proj", index_k="k_proj"),
+    **_weights(_ATTENTION + "indexer.", index_q_norm="q_norm", index_k_norm="k_norm"),
+}
+"""The same in files that transformers writes for the language model alone."""
+
 OUTPUT_GATE = _weights(_ATTENTION, output_gate="gate_proj")
 """Gates of the elements of attention's output."""
 

@@ -273,11 +273,13 @@ class IndexLayout:
     """Layout of the rows of the index of sparse attention."""
 
     layer_ids: tuple[int, ...]
-    """Layers with an index of their own."""
+    """Layer of each row of a token: layers with an index of their own, once for each row of such a layer."""
     top_k: int
-    """Maximum number of positions that a token sees."""
+    """Maximum number of positions that a token sees, or of blocks."""
     max_bytes: int = 0
     """Maximum bytes of stored rows in host memory."""
+    block_size: int = 1
+    """Positions of a block; 1 if rows hold positions."""
 
 
 @dataclass(frozen=True)

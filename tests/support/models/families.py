@@ -42,7 +42,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_po
 _MSCALE = {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 4.0}
 _M3 = {
     **_LOCAL, "dense_intermediate_size": 96, "shared_intermediate_size": 48, "head_dim": 32, "rotary_dim": 16,
-    "index_n_heads": 1, "index_head_dim": 16, "index_block_size": 32,
+    "index_n_heads": 1, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 _GROWING = {**_LATENT, "n_group": 1, "topk_group": 1}
@@ -317,10 +317,13 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
         {
             **_M3, "num_key_value_heads": 4, "swiglu_alpha": 1.3, "swiglu_limit": 1.5, "routed_scaling_factor": 1.7,
             "layer_types": ["minimax_m3_sparse"] * 3, "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "index_n_heads": 2, "index_block_size": 16, "index_topk_blocks": 3, "index_local_blocks": 2,
         },
         {
             **_M3, "num_key_value_heads": 1, "num_local_experts": 12, "tie_word_embeddings": True, "swiglu_limit": 0.7,
             "rotary_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+            "index_head_dim": 32, "index_block_size": 5, "index_topk_blocks": 6,
         },
     ),
     "afmoe": (

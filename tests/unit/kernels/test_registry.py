@@ -15,7 +15,15 @@ from rayserve_moe.kernels.candidates import Candidate, Operation, supports_all
 from rayserve_moe.kernels.table import CPU, KERNELS, TPU
 
 DATA = {"name", "dtype", "dtypes", "has_packed_rows", "decay_places", "parameters", "compiler_options"}
-MAY_BE_ABSENT = {"describe_singles", "choose", "norm_and_project", "project", "advance_layer", "choose_tokens"}
+MAY_BE_ABSENT = {
+    "describe_singles",
+    "choose",
+    "norm_and_project",
+    "project",
+    "advance_layer",
+    "choose_tokens",
+    "choose_blocks",
+}
 
 
 def functions_of(record: Any) -> Iterator[Any]:

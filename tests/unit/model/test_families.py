@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from rayserve_moe.config.derive import max_model_len
-from rayserve_moe.config.settings import ModelSettings, SettingsError
 from rayserve_moe.kernels.reference.activations import ACTIVATIONS
 from rayserve_moe.kernels.reference.layers import SCORES
 from rayserve_moe.model.family_table import FAMILIES, prediction_rules_of, spec_from_config
+from rayserve_moe.model.layers.attention import BlockIndex
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RopeSpec, RouterSpec, UnsupportedModelError
 from tests.support.models.attention_specs import attention_of, latent_of, with_attention
 from tests.support.models.families import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
@@ -99,9 +98,16 @@ KNOBS = {
     "mistral4-0": {"mixer.query_scale.beta": 0.1, "mixer.query_scale.length": 16, "mixer.rope.rotary_dim": None},
     "mistral4-1": {"mixer.q_lora_rank": None, "router.group_score": "top2_sum", "dense": (0,)},
     "mistral4-2": {"mixer.rope.interleaved": False, "mixer.output_bias": True, "experts.layout": "fused_out_in"},
-    "minimax_m3_vl_text-0": {"dense": (0,), "mixer.rope.rotary_dim": 16, "norm_offset": 1.0, "experts.gate_limit": 7.0},
-    "minimax_m3_vl_text-1": {"dense": (1,), "experts.gate_slope": 1.3, "experts.gate_limit": 1.5, "router.scale": 1.7},
-    "minimax_m3_vl_text-2": {"dense": (), "mixer.rope.rotary_dim": None, "router.scale": 2.0, "context_limit": ""},
+    "minimax_m3_vl_text-0": {
+        "dense": (0,),
+        "gqa.rope.rotary_dim": 16,
+        "block_gqa.rope.rotary_dim": 16,
+        "block_gqa.index.top_k": 4,
+        "norm_offset": 1.0,
+        "experts.gate_limit": 7.0,
+    },
+    "minimax_m3_vl_text-1": {"dense": (1,), "experts.gate_slope": 1.3, "mixer.index.num_heads": 2, "router.scale": 1.7},
+    "minimax_m3_vl_text-2": {"dense": (), "block_gqa.rope.rotary_dim": None, "block_gqa.index.block_size": 5},
     "afmoe-0": {
         "windows": (12, 0, 12),
         "dense": (0,),
@@ -265,7 +271,7 @@ def test_an_index_that_is_not_computed_is_refused_by_its_key(changes: dict[str, 
 
 
 PUBLISHED_M3 = {
-    **dict.fromkeys(("layer_types", "mlp_layer_types", "index_block_size")),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "index_block_size", "index_topk_blocks")),
     "hidden_act": "swigluoai",
     "use_gemma_norm": True,
     "qk_norm_type": "per_head",
@@ -274,8 +280,8 @@ PUBLISHED_M3 = {
         "use_sparse_attention": True,
         "sparse_attention_freq": [0, 1, 1],
         "sparse_disable_index_value": [0, 1, 1],
-        "sparse_block_size": 32,
-        "sparse_topk_blocks": 16,
+        "sparse_block_size": 8,
+        "sparse_topk_blocks": 4,
     },
 }
 
@@ -284,16 +290,23 @@ def test_both_spellings_of_minimax_m3_are_the_same_model():
     assert spec_of("minimax_m3_vl_text-0", **PUBLISHED_M3) == spec_of("minimax_m3_vl_text-0")
 
 
-def test_blocks_of_sparse_attention_limit_the_context_unless_no_layer_has_any():
-    index = {**PUBLISHED_M3["sparse_attention_config"], "sparse_topk_blocks": 3}
-    limited = spec_of("minimax_m3_vl_text-0", **PUBLISHED_M3 | {"sparse_attention_config": index})
-    assert limited.max_position_embeddings == 96
-    wanted = "max_model_len 97 exceeds sparse_topk_blocks 3 times sparse_block_size 32 = 96: "
-    with pytest.raises(SettingsError, match=wanted):
-        max_model_len(ModelSettings(max_model_len=97), 96, context_limit=limited.context_limit)
+def test_the_index_of_blocks_is_read_from_published_keys():
+    index = {
+        **PUBLISHED_M3["sparse_attention_config"],
+        "sparse_num_index_heads": 2,
+        "sparse_index_dim": 24,
+        "sparse_block_size": 8,
+        "sparse_topk_blocks": 5,
+        "sparse_local_block": 2,
+        "sparse_init_block": 1,
+        "sparse_score_type": "max",
+    }
+    spec = spec_of("minimax_m3_vl_text-0", **PUBLISHED_M3 | {"sparse_attention_config": index})
+    assert [layer.mixer for layer in spec.layers] == ["gqa", "block_gqa", "block_gqa"]
+    assert spec.mixer("block_gqa").index == BlockIndex(2, 24, 8, 5, local_blocks=2, first_blocks=1)
     for change in ({"use_sparse_attention": False}, {"sparse_attention_freq": [0, 0, 0]}):
         whole = spec_of("minimax_m3_vl_text-0", **PUBLISHED_M3 | {"sparse_attention_config": index | change})
-        assert (whole.max_position_embeddings, whole.context_limit) == (512, "")
+        assert [mixer.kind for mixer in whole.mixers] == ["gqa"]
 
 
 def test_a_published_file_of_hy3_without_a_dtype_has_bfloat16():
@@ -627,6 +640,18 @@ REFUSED = {
         {"sparse_attention_config": {"sparse_disable_index_value": [0, 1, 0]}},
         r"sparse_disable_index_value = \[0, 1, 0\] is not supported",
     ),
+    "sums of products": (
+        "minimax_m3_vl_text-0",
+        {"sparse_attention_config": {"sparse_score_type": "sum"}},
+        "sparse_score_type = .sum.",
+    ),
+    "more heads of an index than KV heads": (
+        "minimax_m3_vl_text-0",
+        {"index_n_heads": 4},
+        r"num_key_value_heads = 2 do not divide over index_n_heads \(or sparse_num_index_heads\) = 4",
+    ),
+    "an index that rotates more than it has": ("minimax_m3_vl_text-0", {"index_head_dim": 8}, "index_head_dim .* 8 is"),
+    "more local blocks than chosen": ("minimax_m3_vl_text-0", {"index_local_blocks": 5}, "index_topk_blocks .* 4 is"),
     "dense layers alone": ("glm4_moe-0", {"first_k_dense_replace": 3}, "no layer has experts: .*first_k_dense_replace"),
     "text for a flag": ("olmoe-0", {"norm_topk_prob": "false"}, "norm_topk_prob must be true or false"),
 }

@@ -15,7 +15,7 @@ from rayserve_moe.execution.step.pack import PackedBlocks
 from rayserve_moe.execution.step.pytrees import BlockInputs, DeviceState, StepShape
 from rayserve_moe.execution.step.row_updates import MAX_BIASES
 from rayserve_moe.kernels.kv_pool import StatePages, num_tables
-from rayserve_moe.model.layers.sparse_latent import index_layout
+from rayserve_moe.model.layers.index_rows import index_layout
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.states import PoolCounts, pool_shapes
 from rayserve_moe.model.transformer import words_of

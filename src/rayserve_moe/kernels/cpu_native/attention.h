@@ -21,6 +21,7 @@ struct AttentionShapes {
   float value_scale = 1.0f;  // factor of values, ahead of the pool
   int64_t gate_width = 0;     // gates of a token: one for each element of its queries, or for each head; 0: none
   bool has_softplus = false;  // gates are softplus, not sigmoids
+  int64_t num_chosen = 0, chosen_size = 0;  // blocks of keys that a token sees at most, and keys of a block
   int64_t q_width() const { return num_heads * rules.head_width; }
   int64_t k_width() const { return num_kv_heads * rules.head_width; }
   int64_t v_width() const { return num_kv_heads * value_width; }
@@ -39,6 +40,7 @@ struct AttentionArrays {
   const float* mean_squares;             // [T, 2], of queries and of keys of all devices; null: those of these heads
   const int32_t *kv_slots, *positions;   // [T]
   const int32_t* page_table;             // [singles + blocks, P]
+  const int32_t* chosen = nullptr;       // [T, G, blocks], numbers of blocks that a token sees; null: all keys
   bf16* pool;                            // this layer's pages, [pages, page, G, h + v]
   float* out;                            // [T, D]
 };
@@ -68,9 +70,11 @@ inline void place_token(const AttentionShapes& s, const AttentionArrays& a, int6
   }
 }
 
-// How many KV heads of a single token one item attends with: all, or as many as leave each thread as much to do.
+// How many KV heads of a single token one item attends with: all, or as many as leave each thread as much to do. Heads
+// that see blocks of their own attend alone.
 inline int64_t heads_together(const AttentionShapes& s, int64_t num_threads) {
   constexpr int64_t kManyItems = 4;  // of a thread: enough to share out whatever their number
+  if (s.num_chosen > 0) return 1;
   int64_t shares = 1;
   while (shares < s.num_kv_heads && s.num_singles * shares < kManyItems * num_threads &&
          s.num_singles * shares % num_threads)
@@ -86,7 +90,9 @@ inline void attend_blocks(const AttentionShapes& s, const AttentionArrays& a, co
   const auto run = [&](int64_t block, int64_t g, int64_t count) {
     const QueryRows rows{queries, a.positions, tokens_of(block, s), s.num_heads, g * group, group};
     const PagedKeys kv{a.pool + g * (h + v), s.row_width(), s.page_size, h, v, h, h + v};
-    attend(rows, count, a.page_table + block * s.table_width, kv, {s.scale, s.window, a.sinks}, attended);
+    Scoring scoring{s.scale, s.window, a.sinks};
+    if (a.chosen) scoring.blocks = {a.chosen + g * s.num_chosen, s.num_kv_heads * s.num_chosen, s.num_chosen, s.chosen_size};
+    attend(rows, count, a.page_table + block * s.table_width, kv, scoring, attended);
   };
   for_each(of_singles + s.num_blocks * s.num_kv_heads, [&](int64_t item) {
     const int64_t g = item % pieces * together, in_blocks = item - of_singles;

@@ -15,10 +15,31 @@ struct BlockTokens {
   int64_t first, count;
 };
 
+// Blocks of neighbouring keys that the tokens see with the heads of one KV head.
+struct ChosenBlocks {
+  const int32_t* first = nullptr;  // numbers of token t from first + t * stride on, ascending, -1 behind; null: all
+  int64_t stride = 0, count = 0;   // `count` numbers of a token
+  int64_t size = 0;                // keys of a block, from positions that it divides
+
+  // The keys of the span from `start` on that lie in blocks of token `t`.
+  uint64_t keys_of(int64_t t, int64_t start) const {
+    const int32_t *const begin = first + t * stride, *const end = begin + count;
+    const auto is_before = [](int32_t number, int64_t least) { return int64_t(uint32_t(number)) < least; };
+    uint64_t keys = 0;
+    for (const int32_t* at = std::lower_bound(begin, end, start / size, is_before); at != end; ++at) {
+      const int64_t key = int64_t(uint32_t(*at)) * size - start;  // -1 is behind all
+      if (key >= kSpan) break;
+      keys |= keys_in({key, key + size});
+    }
+    return keys;
+  }
+};
+
 struct Scoring {
   float scale;
   int64_t window;     // positions that a query sees, its own among them; 0: all
   const bf16* sinks;  // scores of all query heads, each in the denominator of its softmax alone; null: none
+  ChosenBlocks blocks = {};
 };
 
 // The queries of one block that share a KV head: row r is query r / group, head first_head + r % group.
@@ -51,16 +72,9 @@ inline Range seen_by(const BlockTokens& tokens, const int32_t* positions, int64_
   return all;
 }
 
-// Which of 16 keys, from `first` on, lie in a range.
-inline Mask lanes_in(Range here, int64_t first) {
-  if (here.begin <= first && first + 16 <= here.end) return 0xffff;
-  const auto bits_below = [first](int64_t key) { return (1u << std::clamp<int64_t>(key - first, 0, 16)) - 1; };
-  return Mask(bits_below(here.end) & ~bits_below(here.begin));
-}
-
-// One row's running softmax over the keys `here` of a span, of which `count` have scores: its weights, bfloat16, and by
+// One row's running softmax over the `seen` keys of a span, of which `count` have scores: its weights, bfloat16, and by
 // what earlier sums shrink.
-inline void weigh(int64_t row, int64_t num_rows, Range here, int64_t count, float scale, SpanBuffers& b) {
+inline void weigh(int64_t row, int64_t num_rows, uint64_t seen, int64_t count, float scale, SpanBuffers& b) {
   const F16 factor = all(scale);
   const auto scores = [&](int64_t key) {
     return load(b.scores.data() + (key / kPanel * num_rows + row) * kPanel + key % kPanel);
@@ -68,15 +82,15 @@ inline void weigh(int64_t row, int64_t num_rows, Range here, int64_t count, floa
   const float before = b.largest[row];
   F16 peak = all(before);
   for (int64_t key = 0; key < count; key += 16)
-    peak = either(lanes_in(here, key), most(peak, scores(key) * factor), peak);
+    peak = either(Mask(seen >> key), most(peak, scores(key) * factor), peak);
   const float largest = largest_of(peak);
   const F16 top = all(largest);
   F16 sum = zeros();
   for (int64_t key = 0; key < count; key += 16) {
     const F16 weight = exponential(fms(scores(key), factor, top));
-    const F16 seen = rounded(either(lanes_in(here, key), weight, zeros()));
-    store(b.weights.data() + row * kSpan + key, seen);
-    sum = sum + seen;
+    const F16 weight_seen = rounded(either(Mask(seen >> key), weight, zeros()));
+    store(b.weights.data() + row * kSpan + key, weight_seen);
+    sum = sum + weight_seen;
   }
   const float shrink = first_lane(exponential(all(before - largest)));
   float* sums = b.sums.data() + row * 16;
@@ -91,7 +105,6 @@ inline void add_values(int64_t begin, int64_t end, int64_t count, int64_t width,
   const auto add = [&](const auto& panels, int64_t column) {
     multiply_rows(b.weights.data() + begin * kSpan, kSpan, end - begin, count, panels, [&](int64_t r, const auto& sums) {
       const float shrink = b.shrinks[begin + r];
-      if (shrink < 0) return;  // it sees nothing of the span
       float* total = b.totals.data() + (begin + r) * width + column;
       for (const Pair& sum : sums) {
         put(total, fma(load(total), all(shrink), sum.low));
@@ -124,53 +137,72 @@ inline void begin_with_sinks(const QueryRows& rows, const bf16* sinks, SpanBuffe
   for (int64_t r = 0; r < rows.count(); ++r) b.largest[r] = narrow(sinks[rows.head(r)]), b.sums[r * 16] = 1.0f;
 }
 
-// Rows on their way over the keys: those beside begin .. end - 1 see nothing of the next span, nor of those after it.
+// Rows on their way over the keys.
 struct Walk {
   const QueryRows* rows;
   const bf16* queries;
-  int64_t begin, end;
 };
 
 inline Walk begin_walk(const QueryRows& rows, const PagedKeys& kv, const Scoring& scoring, SpanBuffers& b) {
   b.fit(rows.count(), kv);
   if (scoring.sinks) begin_with_sinks(rows, scoring.sinks, b);
-  return {&rows, rows_of(rows, kv.key_width, b), 0, rows.count()};
+  return {&rows, rows_of(rows, kv.key_width, b)};
 }
 
-// Attends rows to the keys of the span from `start` on, which `b` has found; `end` is behind the last that any row sees.
-inline void visit_span(Walk& walk, int64_t start, int64_t end, const PagedKeys& kv, const Scoring& scoring,
+// Marks the keys of the span from `start` on that each token sees; returns those that any sees.
+inline uint64_t mark_span(const Walk& walk, int64_t start, const Scoring& scoring, SpanBuffers& b) {
+  const QueryRows& rows = *walk.rows;
+  uint64_t any = 0;
+  for (int64_t i = 0; i < rows.tokens.count; ++i) {
+    const Range range = seen_from(rows.position(i * rows.group), scoring.window);
+    uint64_t keys = keys_in({range.begin - start, range.end - start});
+    if (keys && scoring.blocks.first) keys &= scoring.blocks.keys_of(rows.tokens.first + i, start);
+    b.seen[i] = keys, any |= keys;
+  }
+  return any;
+}
+
+// Attends rows to the keys of a span that they see: `any` are those of all of them, which `b` has found and marked, and
+// the first `count` have scores.
+inline void visit_span(const Walk& walk, uint64_t any, int64_t count, const PagedKeys& kv, const Scoring& scoring,
                        TileScope* tiles, SpanBuffers& b) {
   const QueryRows& rows = *walk.rows;
-  const int64_t width = whole_panels(kv.value_width), count = whole_panels(std::min(end - start, kSpan));
+  const int64_t width = whole_panels(kv.value_width), group = rows.group;
   const bf16* panels[1] = {reinterpret_cast<const bf16*>(b.keys.data())};
-  const auto seen = [&](int64_t r) {
-    const Range range = seen_from(rows.position(r), scoring.window);
-    return Range{std::max<int64_t>(0, range.begin - start), std::min(kSpan, range.end - start)};
+  const auto for_seeing = [&](auto&& visit) {  // the rows of neighbouring tokens that see some of the keys
+    for (int64_t token = 0, end; token < rows.tokens.count; token = end) {
+      for (end = token; end < rows.tokens.count && b.seen[end]; ++end) {}
+      if (token < end) visit(token * group, end * group);
+      else ++end;
+    }
   };
-  while (walk.begin < walk.end && rows.position(walk.begin) < start) ++walk.begin;
-  const int64_t begin = walk.begin;
-  int64_t stop = walk.end;
-  while (begin < stop && seen(stop - 1).begin >= seen(stop - 1).end) --stop;
   for (int64_t key = 0; key < count; key += kPanel) {
+    if (!uint32_t(any >> key)) continue;  // none of the panel is weighed
     load_keys(key, kv, b);
-    float* const target = b.scores.data() + (key / kPanel * rows.count() + begin) * kPanel;
-    multiply_rows(walk.queries + begin * kv.key_width, kv.key_width, stop - begin, kv.key_width, panels,
-                  [&](int64_t r, const Pair(&products)[1]) {
-                    put(target + r * kPanel, products[0].low);
-                    put(target + r * kPanel + 16, products[0].high);
-                  }, tiles);
+    for_seeing([&](int64_t begin, int64_t end) {
+      float* const target = b.scores.data() + (key / kPanel * rows.count() + begin) * kPanel;
+      multiply_rows(walk.queries + begin * kv.key_width, kv.key_width, end - begin, kv.key_width, panels,
+                    [&](int64_t r, const Pair(&products)[1]) {
+                      put(target + r * kPanel, products[0].low);
+                      put(target + r * kPanel + 16, products[0].high);
+                    }, tiles);
+    });
   }
-  for (int64_t r = begin; r < stop; ++r) {
-    const Range here = seen(r);
-    b.shrinks[r] = -1;
-    if (here.begin < here.end) weigh(r, rows.count(), here, count, scoring.scale, b);
-  }
-  if (load_values({0, kSpan}, count, kv, b)) return add_values(begin, stop, count, width, tiles, b);
-  for (int64_t r = begin; r < stop; ++r) {  // zero times what is not finite is not zero: only what the row sees
-    load_values(seen(r), count, kv, b);
-    add_values(r, r + 1, count, width, tiles, b);
-  }
+  for_seeing([&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) weigh(r, rows.count(), b.seen[r / group], count, scoring.scale, b);
+  });
+  const bool is_finite = load_values(any, count, kv, b);
+  for_seeing([&](int64_t begin, int64_t end) {
+    if (is_finite) return add_values(begin, end, count, width, tiles, b);
+    for (int64_t r = begin; r < end; ++r) {  // zero times what is not finite is not zero: only what the row sees
+      load_values(b.seen[r / group], count, kv, b);
+      add_values(r, r + 1, count, width, tiles, b);
+    }
+  });
 }
+
+// Keys of a span of which the last one is before `end`, to whole panels.
+inline int64_t keys_of_span(int64_t start, int64_t end) { return whole_panels(std::min(end - start, kSpan)); }
 
 // Writes what the rows have summed up, [T, heads, value width].
 inline void end_walk(const QueryRows& rows, const PagedKeys& kv, const SpanBuffers& b, bf16* out) {
@@ -185,7 +217,7 @@ inline void end_walk(const QueryRows& rows, const PagedKeys& kv, const SpanBuffe
 }
 
 // Attends the rows of neighbouring KV heads to the keys up to their own positions, as far as the window reaches: `out`
-// is [T, heads, value width]. `first` and `kv` are those of the first head; each head attends as if alone.
+// is [T, heads, value width]. `first` and `kv` are those of the first head; each head attends as if alone. Chosen blocks are those of one head.
 //
 // Heads go over a span together, after all that they have there has been read in the order in which it lies: one head
 // is a few lines of a place, and a processor foresees what is read next only where lines follow each other.
@@ -207,9 +239,12 @@ inline void attend(const QueryRows& first, int64_t num_kv_heads, const int32_t* 
     const Range here{std::max(all.begin, start), std::min(all.end, start + kSpan)};
     PagedKeys of_head = kv;
     for (int64_t g = 0; g < num_kv_heads; ++g, of_head.first += kv.head_stride) {
+      const uint64_t any = mark_span(walks[g], start, scoring, buffers[g]);
+      if (!any) continue;
       find_span(pages, start, here, of_head, buffers[g]);
       if (g == 0 && num_kv_heads > 1) read_ahead(num_kv_heads * kv.head_stride, buffers[0]);
-      visit_span(walks[g], start, all.end, of_head, scoring, scope ? &*scope : nullptr, buffers[g]);
+      const int64_t count = keys_of_span(start, all.end);
+      visit_span(walks[g], any, count, of_head, scoring, scope ? &*scope : nullptr, buffers[g]);
     }
   }
   for (int64_t g = 0; g < num_kv_heads; ++g) end_walk(rows[g], kv, buffers[g], out);
@@ -227,7 +262,8 @@ inline void attend_chosen(const QueryRows& rows, const int32_t* chosen, const in
       const int64_t key = start + i < rows.num_chosen ? chosen[start + i] : -1;
       b.rows[i] = key < 0 ? nullptr : kv.first + (pages[key / kv.page_size] * kv.page_size + key % kv.page_size) * kv.stride;
     }
-    visit_span(walk, start, rows.num_chosen, kv, scoring, tiles ? &*tiles : nullptr, b);
+    const uint64_t any = mark_span(walk, start, scoring, b);
+    visit_span(walk, any, keys_of_span(start, rows.num_chosen), kv, scoring, tiles ? &*tiles : nullptr, b);
   }
   end_walk(rows, kv, b, out);
 }

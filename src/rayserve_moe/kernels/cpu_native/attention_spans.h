@@ -26,6 +26,14 @@ struct Range {
   int64_t begin, end;
 };
 
+static_assert(kSpan == 64, "keys of a span are the bits of a number");
+
+// A bit for each key of a span that lies in a range, which counts from the span's first key.
+inline uint64_t keys_in(Range here) {
+  const auto below = [](int64_t key) { return key >= kSpan ? ~uint64_t(0) : key <= 0 ? 0 : (uint64_t(1) << key) - 1; };
+  return below(here.end) & ~below(here.begin);
+}
+
 inline int64_t whole_panels(int64_t width) { return num_panels(width) * kPanel; }
 
 struct SpanBuffers {
@@ -36,6 +44,7 @@ struct SpanBuffers {
   std::vector<bf16> weights;     // [rows][span]
   std::vector<float> totals;     // [rows] of whole panels
   std::vector<float> largest, shrinks, sums;  // [rows], [rows], [rows][16]
+  std::vector<uint64_t> seen;    // [tokens], the keys of the span that a token sees
   const bf16* rows[kSpan];       // of the pool, the span's keys; null: the block does not see the key
 
   void fit(int64_t num_rows, const PagedKeys& kv) {
@@ -44,6 +53,7 @@ struct SpanBuffers {
     values.resize(kSpan * whole_panels(kv.value_width));
     weights.resize(num_rows * kSpan);
     shrinks.resize(num_rows);
+    seen.resize(num_rows);
     totals.assign(num_rows * whole_panels(kv.value_width), 0.0f);
     sums.assign(num_rows * 16, 0.0f);
     largest.assign(num_rows, -1e30f);
@@ -66,12 +76,12 @@ inline void load_keys(int64_t key, const PagedKeys& kv, SpanBuffers& b) {
 
 // Lays out values of `seen` keys, of the first `count`, as panels of a product whose depth is the keys, beside zeros.
 // Whether all are finite.
-inline bool load_values(Range seen, int64_t count, const PagedKeys& kv, SpanBuffers& b) {
+inline bool load_values(uint64_t seen, int64_t count, const PagedKeys& kv, SpanBuffers& b) {
   bool is_finite = true;
   for (int64_t i = 0; i < count; i += 2) {
     const bf16* from[2];
     for (int64_t key : {0, 1}) {
-      const bool is_seen = b.rows[i + key] && i + key >= seen.begin && i + key < seen.end;
+      const bool is_seen = b.rows[i + key] && (seen >> (i + key) & 1);
       from[key] = is_seen ? b.rows[i + key] + kv.value_offset : nullptr;
     }
     for (int64_t d = 0; d < kv.value_width; d += kPairedNumbers) {

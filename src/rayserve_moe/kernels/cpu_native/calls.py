@@ -30,6 +30,7 @@ NAMES = (
     "Attention",
     "Latent",
     "Index",
+    "Blocks",
     "Delta",
     "Experts",
     "Int8Experts",
@@ -57,12 +58,15 @@ EXPERTS = ("gate_MPDF", "up_MPDF", "down_MPFD")
 MLPS = ("gate_NDI", "up_NDI", "down_NID", "gate_MDS", "up_MDS", "down_MSD")
 LATENT = ("q_a_LDR", "q_b_LRH", "kv_a_LDC", "k_b_LHC")
 INDEX_MATRICES = ("index_q_LRi", "index_k_LDd")
+BLOCK_MATRICES = ("index_q_LDi", "index_k_LDd")
 INDEX_VECTORS = ("index_k_norm_Ld", "index_k_norm_bias_Ld", "index_weights_LDA")
 LATENT_MATRICES = ("kv_a_LDC", "k_b_LHC", "v_b_LHC", "o_LHD")
 LATENT_VECTORS = ("q_a_norm_LR", "kv_a_norm_LC", "q_a_bias_LR", "kv_a_bias_LC")
 LAYOUT_OF = MappingProxyType(
     {
-        **dict.fromkeys((*PROJECTIONS, *GATES, *DELTA, *LATENT, *INDEX_MATRICES, *EXPERTS, *MLPS), "packed"),
+        **dict.fromkeys(
+            (*PROJECTIONS, *GATES, *DELTA, *LATENT, *INDEX_MATRICES, *BLOCK_MATRICES, *EXPERTS, *MLPS), "packed"
+        ),
         **dict.fromkeys(("head", "v_b_LHC"), "packed_columns"),
     }
 )
@@ -223,7 +227,7 @@ def attend_layer(
 
     It rounds at the same places.
     """
-    weights, batch, rotation, layer, *_ = inputs
+    weights, batch, rotation, layer, _, _, _, chosen_TGK = inputs
     batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
@@ -238,7 +242,7 @@ def attend_layer(
             jax.ShapeDtypeStruct(normed_TD.shape, jnp.float32),
             jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         ),
-        input_output_aliases={22: 1},
+        input_output_aliases={23: 1},
     )
     out_TD, kv_pages = call(
         normed_TD,
@@ -253,7 +257,9 @@ def attend_layer(
         jnp.asarray(first_page, jnp.int32),
         jnp.asarray(num_pages, jnp.int32),
         np.array(config.windows, np.int32),
+        _or_empty(chosen_TGK, jnp.int32),
         kv_pages,
+        chosen_size=np.int64(config.block_size),
         num_singles=np.int64(batch.num_singles),
         value_width=np.int64(config.value_width),
         eps=np.float32(config.eps),

@@ -17,7 +17,8 @@
 
 namespace native {
 
-constexpr int64_t kIndexPiece = 16 * kSpan;  // keys of a token that a thread scores together
+constexpr int64_t kIndexPiece = 16 * kSpan;  // keys that a thread scores together
+constexpr int64_t kScoredTogether = 8;       // tokens that share these keys: a core's cache keeps their queries
 
 struct IndexShapes {
   AttentionShapes batch;                     // of A index heads; nothing is said of KV heads, windows and rules
@@ -43,9 +44,8 @@ struct IndexArrays {
 struct IndexRows {
   Scratch<bf16> keys, query_latents, queries;  // [T, d], [T, R], [T, A, d]
   Scratch<float> weights;                      // [T, A]
-  std::vector<int64_t> scored;                 // tokens that do not see all
-  std::vector<int64_t> first;                  // place of each one's scores
-  Scratch<float> scores;
+  std::vector<int64_t> first;                  // [T], place of each one's scores
+  Scratch<float> scores;                       // of tokens that do not see all
 };
 
 // Norms a row to mean 0 and variance 1, then scales and shifts it.
@@ -108,99 +108,127 @@ inline void make_queries(const IndexShapes& s, const IndexArrays& a, IndexRows& 
   });
 }
 
-// Scores of token `t` for the keys of `here`, which begins with a span, into `scores`.
-inline void score_keys(int64_t t, const int32_t* pages, Range here, const IndexShapes& s, const IndexArrays& a,
-                       const IndexRows& rows, float* scores) {
+inline int64_t block_of(int64_t t, const AttentionShapes& s) {
+  return t < s.num_singles ? t : s.num_singles + (t - s.num_singles) / s.block_tokens;
+}
+
+// Scores of neighbouring tokens of a block for the keys of `here`, which begins with a span, as far as each sees them.
+inline void score_keys(BlockTokens tokens, Range here, const IndexShapes& s, const IndexArrays& a, const IndexRows& rows) {
   thread_local SpanBuffers b;
-  thread_local Scratch<float> products;
   const PagedKeys kv{a.pool, s.head, s.batch.page_size, s.head, s.head, 0, 0};
+  const int32_t* const pages = a.page_table + block_of(tokens.first, s.batch) * s.batch.table_width;
   b.keys.resize((s.head / 2 + 15) / 16 * 16 * kPanel);
-  float* const product = products.sized(s.heads() * kPanel);
-  const bf16* const queries = rows.queries.data() + t * s.heads() * s.head;
-  const float* const weights = rows.weights.data() + t * s.heads();
   std::optional<TileScope> tiles;
   if (has_tiles) tiles.emplace();
   const bf16* panels[1] = {reinterpret_cast<const bf16*>(b.keys.data())};
   for (int64_t start = here.begin; start < here.end; start += kSpan) {
     find_span(pages, start, {start, std::min(here.end, start + kSpan)}, kv, b);
-    for (int64_t key = 0; key < kSpan && start + key < here.end; key += kPanel) {
-      load_keys(key, kv, b);
-      multiply_rows(queries, s.head, s.heads(), s.head, panels, [&](int64_t h, const Pair(&result)[1]) {
-        put(product + h * kPanel, result[0].low);
-        put(product + h * kPanel + 16, result[0].high);
-      }, tiles ? &*tiles : nullptr);
-      F16 low = zeros(), high = zeros();
-      for (int64_t h = 0; h < s.heads(); ++h) {
-        low = fma(all(weights[h]), most(load(product + h * kPanel), zeros()), low);
-        high = fma(all(weights[h]), most(load(product + h * kPanel + 16), zeros()), high);
+    for (int64_t key = start; key < std::min(start + kSpan, here.end); key += kPanel) {
+      load_keys(key - start, kv, b);
+      for (int64_t t = tokens.first; t < tokens.first + tokens.count; ++t) {
+        const int64_t end = std::min(here.end, int64_t(a.positions[t]) + 1);
+        if (end <= key) continue;
+        const float* const weights = rows.weights.data() + t * s.heads();
+        F16 low = zeros(), high = zeros();
+        multiply_rows(rows.queries.data() + t * s.heads() * s.head, s.head, s.heads(), s.head, panels,
+                      [&](int64_t h, const Pair(&products)[1]) {
+                        const F16 weight = all(weights[h]);
+                        low = fma(weight, most(products[0].low, zeros()), low);
+                        high = fma(weight, most(products[0].high, zeros()), high);
+                      }, tiles ? &*tiles : nullptr);
+        float* const target = rows.scores.data() + rows.first[t] + key;
+        put(target, lanes_of(key, end), low);
+        if (key + 16 < end) put(target + 16, lanes_of(key + 16, end), high);
       }
-      float* const target = scores + start + key;
-      put(target, lanes_of(start + key, here.end), low);
-      if (start + key + 16 < here.end) put(target + 16, lanes_of(start + key + 16, here.end), high);
     }
   }
 }
 
-// Orders by descending score, then by ascending position. -0 is 0, and what is not a number is less than any.
-inline uint64_t order_of(float score, int64_t position) {
+// Orders by descending score. -0 is 0, and what is not a number is less than any.
+inline uint32_t order_of(float score) {
   const float plain = score == score ? score + 0.0f : -INFINITY;
   const uint32_t bits = bits_of<uint32_t>(plain);
-  const uint32_t ascending = bits >> 31 ? ~bits : bits | 0x80000000u;
-  return uint64_t(~ascending) << 32 | uint64_t(position);
+  return bits >> 31 ? bits : ~(bits | 0x80000000u);
 }
 
-// The positions of the best `top_k` of `count` scores, ascending.
+// The positions of the best `top_k` of `count` scores, of equal ones the lower, ascending.
+//
+// Many scores are counted by the upper bits of their order first: those of one bin alone are then put in order.
 inline void take_best(const float* scores, int64_t count, int64_t top_k, int32_t* chosen) {
-  thread_local std::vector<uint64_t> order;
-  order.resize(count);
-  for (int64_t i = 0; i < count; ++i) order[i] = order_of(scores[i], i);
-  std::nth_element(order.begin(), order.begin() + top_k, order.end());
-  for (int64_t i = 0; i < top_k; ++i) chosen[i] = int32_t(order[i] & 0xffffffffu);
-  std::sort(chosen, chosen + top_k);
+  constexpr int kShift = 20;
+  constexpr int64_t kBins = int64_t(1) << (32 - kShift), kTallies = 4;  // neighbours are often of one bin
+  thread_local std::vector<uint32_t> orders, tallies;
+  thread_local std::vector<uint64_t> in_bin;
+  orders.resize(count), in_bin.clear();
+  for (int64_t i = 0; i < count; ++i) orders[i] = order_of(scores[i]);
+  const bool has_bins = count >= kBins;
+  uint32_t bin = 0;
+  int64_t left = top_k;  // that are taken from the bin
+  if (has_bins) {
+    tallies.assign(kTallies * kBins, 0);
+    for (int64_t i = 0; i < count; ++i) ++tallies[i % kTallies * kBins + (orders[i] >> kShift)];
+    for (;; ++bin) {
+      int64_t here = 0;
+      for (int64_t i = 0; i < kTallies; ++i) here += tallies[i * kBins + bin];
+      if (here >= left) break;
+      left -= here;
+    }
+  }
+  for (int64_t i = 0; i < count; ++i)
+    if (!has_bins || orders[i] >> kShift == bin) in_bin.push_back(uint64_t(orders[i]) << 32 | uint64_t(i));
+  std::nth_element(in_bin.begin(), in_bin.begin() + (left - 1), in_bin.end());
+  const uint64_t last = in_bin[left - 1];
+  for (int64_t i = 0; i < count; ++i)
+    if ((uint64_t(orders[i]) << 32 | uint64_t(i)) <= last) *chosen++ = int32_t(i);
 }
 
 inline void see_all(int64_t position, int64_t top_k, int32_t* chosen) {
   for (int64_t i = 0; i < top_k; ++i) chosen[i] = i <= position ? int32_t(i) : -1;
 }
 
-inline int64_t block_of(int64_t t, const AttentionShapes& s) {
-  return t < s.num_singles ? t : s.num_singles + (t - s.num_singles) / s.block_tokens;
+// Tokens of a block that are scored together, and for which keys.
+struct IndexPiece {
+  BlockTokens tokens;
+  Range keys;
+};
+
+// The pieces of all tokens that do not see all others: neighbours of a block share one.
+inline std::vector<IndexPiece> cut_into_pieces(const IndexShapes& s, const IndexArrays& a) {
+  std::vector<IndexPiece> pieces;
+  const auto is_scored = [&](int64_t t) { return int64_t(a.positions[t]) >= s.top_k; };
+  for (int64_t t = 0, end; t < s.batch.num_tokens; t = end) {
+    end = t + 1;
+    if (!is_scored(t)) continue;
+    int64_t count = int64_t(a.positions[t]) + 1;
+    for (; end < std::min(t + kScoredTogether, s.batch.num_tokens); ++end) {
+      if (!is_scored(end) || block_of(end, s.batch) != block_of(t, s.batch)) break;
+      count = std::max(count, int64_t(a.positions[end]) + 1);
+    }
+    for (int64_t start = 0; start < count; start += kIndexPiece)
+      pieces.push_back({{t, end - t}, {start, std::min(count, start + kIndexPiece)}});
+  }
+  return pieces;
 }
 
 inline void choose_tokens(const IndexShapes& s, const IndexArrays& a) {
   thread_local IndexRows rows_here;
   IndexRows& rows = rows_here;
   write_keys(s, a, rows);
-  rows.scored.clear(), rows.first.clear();
+  rows.first.assign(s.batch.num_tokens, 0);
   int64_t num_scores = 0;
-  struct Piece {
-    int64_t item;
-    Range keys;
-  };
-  std::vector<Piece> pieces;
   for (int64_t t = 0; t < s.batch.num_tokens; ++t) {
-    const int64_t count = int64_t(a.positions[t]) + 1;
-    if (count <= s.top_k) {
-      see_all(a.positions[t], s.top_k, a.chosen + t * s.top_k);
-      continue;
-    }
-    for (int64_t start = 0; start < count; start += kIndexPiece)
-      pieces.push_back({int64_t(rows.scored.size()), {start, std::min(count, start + kIndexPiece)}});
-    rows.scored.push_back(t), rows.first.push_back(num_scores);
-    num_scores += count;
+    rows.first[t] = num_scores;
+    if (a.positions[t] >= s.top_k) num_scores += int64_t(a.positions[t]) + 1;
+    else see_all(a.positions[t], s.top_k, a.chosen + t * s.top_k);
   }
-  if (rows.scored.empty()) return;
+  if (num_scores == 0) return;
   make_queries(s, a, rows);
-  float* const scores = rows.scores.sized(num_scores);
-  for_each(int64_t(pieces.size()), [&](int64_t i) {
-    const Piece& piece = pieces[i];
-    const int64_t t = rows.scored[piece.item];
-    const int32_t* const pages = a.page_table + block_of(t, s.batch) * s.batch.table_width;
-    score_keys(t, pages, piece.keys, s, a, rows, scores + rows.first[piece.item]);
-  });
-  for_each(int64_t(rows.scored.size()), [&](int64_t item) {
-    const int64_t t = rows.scored[item];
-    take_best(scores + rows.first[item], int64_t(a.positions[t]) + 1, s.top_k, a.chosen + t * s.top_k);
+  rows.scores.sized(num_scores);
+  const std::vector<IndexPiece> pieces = cut_into_pieces(s, a);
+  for_each(int64_t(pieces.size()), [&](int64_t i) { score_keys(pieces[i].tokens, pieces[i].keys, s, a, rows); });
+  for_each(s.batch.num_tokens, [&](int64_t t) {
+    if (a.positions[t] < s.top_k) return;
+    take_best(rows.scores.data() + rows.first[t], int64_t(a.positions[t]) + 1, s.top_k, a.chosen + t * s.top_k);
   });
 }
 

@@ -1,6 +1,6 @@
-"""The native index of sparse attention as a function of arrays (see `calls`)."""
+"""The native indexes of sparse attention as functions of arrays (see `calls`)."""
 
-# T tokens   D model width   K chosen tokens
+# T tokens   D model width   A index heads   K chosen tokens or blocks
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs
-from rayserve_moe.kernels.cpu_native.calls import INDEX_MATRICES, INDEX_VECTORS, PREFIX
+from rayserve_moe.kernels.block_index import BlockIndexConfig
+from rayserve_moe.kernels.cpu_native.calls import BLOCK_MATRICES, INDEX_MATRICES, INDEX_VECTORS, PREFIX
 from rayserve_moe.kernels.token_index import IndexConfig
 
 
@@ -48,3 +49,40 @@ def choose_layer_tokens(
         is_interleaved=config.interleaved_rotation,
     )
     return chosen_TK, key_pages
+
+
+def choose_layer_blocks(
+    normed_TD: jax.Array, key_pages: jax.Array, inputs: AttentionInputs, *, config: BlockIndexConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Compute `block_index.choose_layer_blocks` with packed weights; the pool is updated in place.
+
+    It rounds at the same places. Queries and scores are computed for tokens that do not see all blocks only.
+    """
+    weights, batch, rotation, layer, *_ = inputs
+    batch, first_page, num_pages = batch.of_layer(layer, key_pages, len(weights["index_k_LDd"]))
+    of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
+    assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
+    choice, num_positions = config.choice, batch.page_table_BP.shape[-1] * key_pages.shape[1]
+    num_chosen = min(choice.top_k, -(-num_positions // choice.block_size))
+    shapes = (
+        jax.ShapeDtypeStruct((len(normed_TD), config.num_heads, num_chosen), jnp.int32),
+        jax.ShapeDtypeStruct(key_pages.shape, key_pages.dtype),
+    )
+    call = jax.ffi.ffi_call(f"{PREFIX}blocks", shapes, input_output_aliases={13: 1})
+    chosen_TAK, key_pages = call(
+        normed_TD,
+        *(weights[name] for name in (*BLOCK_MATRICES, "index_q_norm_Ld", "index_k_norm_Ld")),
+        *of_tokens,
+        batch.page_table_BP,
+        jnp.asarray(layer, jnp.int32),
+        jnp.asarray(first_page, jnp.int32),
+        jnp.asarray(num_pages, jnp.int32),
+        key_pages,
+        num_singles=np.int64(batch.num_singles),
+        block_size=np.int64(choice.block_size),
+        first_blocks=np.int64(choice.first_blocks),
+        local_blocks=np.int64(choice.local_blocks),
+        eps=np.float32(config.eps),
+        is_interleaved=config.interleaved_rotation,
+    )
+    return chosen_TAK, key_pages

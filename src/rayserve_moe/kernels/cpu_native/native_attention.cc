@@ -19,8 +19,8 @@ native::HeadNorm norm_of(Scales& scale, int64_t layer) {
 
 ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Scales q_norm, Scales k_norm, Bf16 q_bias, Bf16 k_bias,
                      Bf16 v_bias, Bf16 sinks, F32 mean_squares, F32 cos, F32 sin, S32 kv_slots, S32 positions,
-                     S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, Bf16 pool,
-                     int64_t num_singles, int64_t value_width, float eps, float scale, float clip, float value_scale,
+                     S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, S32 chosen, Bf16 pool,
+                     int64_t chosen_size, int64_t num_singles, int64_t value_width, float eps, float scale, float clip, float value_scale,
                      bool is_interleaved, bool norms_after, bool has_softplus, bool norms_values,
                      ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, cos) || !have_dims(3, q) || !have_dims(4, pool) ||
@@ -40,6 +40,10 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
   s.block_tokens = s.num_blocks ? native::times(s.num_blocks, s.num_tokens - num_singles) : 0;
   s.table_width = size_of(page_table, 1), s.scale = scale;
   s.window = windows.element_count() ? windows.typed_data()[at] : 0;
+  s.num_chosen = chosen.element_count() && chosen.dimensions().size() == 3 ? size_of(chosen, 2) : 0;
+  s.chosen_size = chosen_size;
+  if (!is_absent_or(chosen, {s.num_tokens, s.num_kv_heads, s.num_chosen}) || (s.num_chosen > 0 && chosen_size < 1))
+    return wrong("attention has no such blocks of keys");
   if (!native::fit(s)) return wrong("attention has no such heads, pages, blocks or widths");
   if (begin < 0 || s.num_pages > size_of(pool, 0) - begin) return wrong("the pool has no such pages");
   const int64_t q_width = s.q_width(), k_width = s.k_width(), v_width = s.v_width(), out_width = s.out_width();
@@ -66,6 +70,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
   a.cos = cos.typed_data(), a.sin = sin.typed_data();
   a.mean_squares = mean_squares.element_count() ? mean_squares.typed_data() : nullptr;
   a.kv_slots = kv_slots.typed_data(), a.positions = positions.typed_data(), a.page_table = page_table.typed_data();
+  a.chosen = chosen.element_count() ? chosen.typed_data() : nullptr;
   a.pool = reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * s.page_size * s.row_width();
   a.out = out->typed_data();
   if (!native::are_in_pool(s, a)) return wrong("a token's position, slot or page lies outside the pool");
@@ -80,8 +85,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<Scales>().Arg<Scales>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>()
-                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<Bf16>()
-                                  .Attr<int64_t>("num_singles").Attr<int64_t>("value_width").Attr<float>("eps")
+                                  .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>()
+                                  .Arg<Bf16>().Attr<int64_t>("chosen_size").Attr<int64_t>("num_singles").Attr<int64_t>("value_width").Attr<float>("eps")
                                   .Attr<float>("scale").Attr<float>("clip").Attr<float>("value_scale")
                                   .Attr<bool>("is_interleaved").Attr<bool>("norms_after").Attr<bool>("has_softplus")
                                   .Attr<bool>("norms_values")

@@ -10,6 +10,7 @@ result and the cost of a block depend on that block alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,6 +60,14 @@ class _Visible(NamedTuple):
     any_S: jax.Array
 
 
+class _Reading(NamedTuple):
+    """The elements of a row that are the value of a head, and `block_size` and `unpack` of `attend`."""
+
+    values: slice
+    block_size: int
+    unpack: Callable[[jax.Array], jax.Array] | None
+
+
 class Together(NamedTuple):
     """The sequence of each single token, int32 [B]: tokens of a sequence are adjacent, at most `most`, at consecutive
     positions."""
@@ -73,7 +82,8 @@ class BlockPlaces(NamedTuple):
 
     `described` is a kernel's input derived from positions ahead of all layers (`AttentionKernels`); with it, a kernel
     may return anything for padding. Without `together`, no two single tokens share a sequence. `chosen_BQK` are the
-    positions that queries see, int32, -1 for none; None stands for all up to their own.
+    positions that queries see, int32, -1 for none, or the blocks of positions that the queries of each KV head see,
+    [B, Q, G, K]; None stands for all positions up to their own.
     """
 
     page_table_BP: jax.Array
@@ -99,6 +109,8 @@ def attend(  # noqa: PLR0913 (knobs, by keyword)
     sinks_H: jax.Array | None = None,
     latent_width: int = 0,
     value_width: int = 0,
+    block_size: int = 0,
+    unpack: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Attend each query to the keys of its block's sequence at positions up to its own, within the window of `config`.
 
@@ -106,16 +118,19 @@ def attend(  # noqa: PLR0913 (knobs, by keyword)
     `latent_width` of v it is [N, page, G, h]: keys, with values as their first v elements. `value_width` is v without
     `latent_width`, and h if it is 0. A query at position -1 is padding and gives zeros. Rows that a block does not see
     have no effect, even NaN. `sinks_H` are scores of heads, which count in the denominator of their softmax only.
+    `block_size` > 0: chosen blocks have that many positions. `unpack` turns rows of another pool into [S, G, h + v].
     Returns [B, Q, H, v] in the queries' dtype.
     """
     width = queries_BQHh.shape[-1]
     value_width = latent_width or value_width or width
-    assert kv_pages.shape[3] == width + (0 if latent_width else value_width), "rows of other keys and values"
+    row_width = width + (0 if latent_width else value_width)
+    assert unpack or kv_pages.shape[3] == row_width, "rows of other keys and values"
     pages_per_span = max(1, KEYS_PER_SPAN // kv_pages.shape[1])
     page_table_BP = jnp.pad(places.page_table_BP, ((0, 0), (0, -places.page_table_BP.shape[1] % pages_per_span)))
 
     values = slice(0, latent_width) if latent_width else slice(width, width + value_width)
-    attend_block = partial(_attend_block, config=config, sinks_H=sinks_H, values=values)
+    read = _Reading(values, block_size, unpack)
+    attend_block = partial(_attend_block, config=config, sinks_H=sinks_H, read=read)
 
     def attend_one(block: tuple[jax.Array, ...]) -> jax.Array:
         return attend_block(block, kv_pages, pages_per_span=pages_per_span)
@@ -147,15 +162,16 @@ def _attend_block(
     pages_per_span: int,
     config: ScoreConfig,
     sinks_H: jax.Array | None,
-    values: slice,
+    read: _Reading,
 ) -> jax.Array:
-    """Attend a block: queries [Q, H, h], pages [P], positions [Q] and chosen positions [Q, K]; return [Q, H, v].
+    """Attend a block: queries [Q, H, h], pages [P], positions [Q] and the choice of queries; return [Q, H, v].
 
-    `values` are the elements of a row of the pool that are the value of a head.
+    The choice is [Q, K], or [Q, G, K] of blocks.
     """
     queries_QHh, pages_P, positions_Q, *chosen = block
     num_queries, num_heads, width = queries_QHh.shape
-    span, num_kv_heads = pages_per_span * kv_pages.shape[1], kv_pages.shape[2]
+    span = pages_per_span * kv_pages.shape[1]
+    num_kv_heads = chosen[0].shape[1] if read.block_size and chosen else kv_pages.shape[2]
     group = num_heads // num_kv_heads
     queries = queries_QHh.astype(jnp.float32) * config.scale_for(width)
     queries = queries.reshape(num_queries, num_kv_heads, group, width)
@@ -163,27 +179,39 @@ def _attend_block(
     positions_M = jnp.tile(positions_Q, group)
     last_position = jnp.max(positions_Q)
     first_key = _first_key_of_block(positions_Q, config)
-    is_chosen_MS = jnp.tile(_marked(*chosen, len(pages_P) * kv_pages.shape[1]), (group, 1)) if chosen else None
+    is_chosen_MS = None
+    if chosen:
+        is_chosen_MS = _seen_by_choice(*chosen, len(pages_P) * kv_pages.shape[1], read.block_size, group)
 
     def visit_span(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         rows = kv_pages[jax.lax.dynamic_slice_in_dim(pages_P, i * pages_per_span, pages_per_span)]
-        rows_GSX = read_wide(rows.reshape(span, *kv_pages.shape[2:])).transpose(1, 0, 2)
-        keys_GSh, values_GSv = rows_GSX[..., :width], rows_GSX[..., values]
+        rows_SX = read_wide(rows.reshape(span, *kv_pages.shape[2:]))
+        rows_GSX = (read.unpack(rows_SX) if read.unpack else rows_SX).transpose(1, 0, 2)
+        keys_GSh, values_GSv = rows_GSX[..., :width], rows_GSX[..., read.values]
         key_positions_S = i * span + jnp.arange(span)
         visible = _visible(key_positions_S, positions_M, last_position, first_key, config)
         if is_chosen_MS is not None:
-            here_MS = jax.lax.dynamic_slice_in_dim(is_chosen_MS, i * span, span, axis=1)
+            here_MS = jax.lax.dynamic_slice_in_dim(is_chosen_MS, i * span, span, axis=-1)
             visible = visible._replace(each_MS=visible.each_MS & here_MS)
         # A weight of zero does not silence what an earlier owner of the page left there: 0 * NaN is NaN.
         values_GSv = jnp.where(visible.any_S[:, None], values_GSv, 0.0)
         return _accumulate(carry, queries_GMh, keys_GSh, values_GSv, visible.each_MS, config)
 
-    value_width = values.stop - values.start
+    value_width = read.values.stop - read.values.start
     start = _start((*queries_GMh.shape[:2], value_width), sinks_H)
     total_GMh, _, weight_GM = jax.lax.fori_loop(first_key // span, last_position // span + 1, visit_span, start)
     out = jnp.where((positions_M >= 0)[:, None], total_GMh / jnp.maximum(weight_GM, 1.0)[..., None], 0.0)
     out = out.reshape(num_kv_heads, group, num_queries, value_width).transpose(2, 0, 1, 3)
     return out.reshape(num_queries, num_heads, value_width).astype(queries_QHh.dtype)
+
+
+def _seen_by_choice(chosen_QK: jax.Array, num_positions: int, block_size: int, group: int) -> jax.Array:
+    """Return True for the chosen positions of the rows of a KV head, bool [M, S], or [G, M, S] by chosen blocks."""
+    if not block_size:
+        return jnp.tile(_marked(chosen_QK, num_positions), (group, 1))
+    num_blocks = -(-num_positions // block_size)
+    marked_GQN = jax.vmap(_marked, in_axes=(1, None))(chosen_QK, num_blocks)
+    return jnp.tile(jnp.repeat(marked_GQN, block_size, axis=-1)[..., :num_positions], (1, group, 1))
 
 
 def _marked(chosen_QK: jax.Array, num_positions: int) -> jax.Array:

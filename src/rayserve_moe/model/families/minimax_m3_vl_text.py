@@ -1,9 +1,10 @@
-"""MiniMax-M3, the language model only: norms by 1 + w, and a clamped activation in experts, shared and dense MLPs."""
+"""MiniMax-M3, the language model only: block-sparse attention, norms by 1 + w, a clamped activation in all MLPs."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rayserve_moe.model.config_parts import (
@@ -14,10 +15,10 @@ from rayserve_moe.model.config_parts import (
     layer_types_of,
     layers_of,
     outline_of,
-    within_index,
 )
 from rayserve_moe.model.config_rope import rope_of, rotary_dim_of
 from rayserve_moe.model.config_values import (
+    count_of,
     flag_of,
     integer_of,
     number_of,
@@ -25,14 +26,16 @@ from rayserve_moe.model.config_values import (
     refuse_other_values,
     text_config_of,
 )
-from rayserve_moe.model.layers.attention import GroupedAttention
+from rayserve_moe.model.layers.attention import BLOCKS, BlockIndex, GroupedAttention
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RopeSpec, UnsupportedModelError
 from rayserve_moe.model.tensor_names import (
     ATTENTION,
+    BLOCK_INDEX,
     BLOCK_SPARSE_EXPERTS,
     DECODER,
     DENSE_MLP,
     EXPERTS,
+    FUSED_BLOCK_INDEX,
     FUSED_EXPERTS,
     SELECTION_BIAS,
     SHARED_EXPERTS,
@@ -52,6 +55,7 @@ CHECKPOINT_RULES = below_language_model(
     {
         **DECODER,
         **ATTENTION,
+        **BLOCK_INDEX,
         **DENSE_MLP,
         **BLOCK_SPARSE_EXPERTS,
         **moved(SHARED_EXPERTS, _MLP, _LAYER + "block_sparse_moe."),
@@ -62,6 +66,7 @@ OTHER_RULES = (
     {
         **DECODER,
         **ATTENTION,
+        **FUSED_BLOCK_INDEX,
         **EXPERTS,
         **FUSED_EXPERTS,
         **SELECTION_BIAS,
@@ -72,8 +77,6 @@ OTHER_RULES = (
     },
 )
 IGNORED = (
-    # The index selects every block up to the limit of the context.
-    *("*.self_attn.index_*", "*.self_attn.indexer.*"),
     # Images are refused.
     *("vision_tower.*", "multi_modal_projector.*", "patch_merge_mlp.*"),
     # Prediction layers have tensors that no rule names.
@@ -117,7 +120,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         ),
         norm_offset=1.0,
     )
-    return _within_blocks(spec, config)
+    return _with_index(spec, config)
 
 
 def _with_layer_kinds(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,8 +146,8 @@ def _rope_of(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     return rope_of(config, "minimax_m3_vl_text", theta=5e6, rotary_dim=rotated)
 
 
-def _within_blocks(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
-    """Return the model limited to the context in which the index of blocks selects every block.
+def _with_index(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+    """Return the model with block-sparse attention in its sparse layers.
 
     Raises: UnsupportedModelError if the index of a sparse layer also adds values.
     """
@@ -152,8 +155,6 @@ def _within_blocks(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     if config.get("layer_types") is None or not flag_of(sparse, "use_sparse_attention", True):
         return spec
     types = layer_types_of(config, "layer_types", f"full_attention {_SPARSE}")
-    if _SPARSE not in types:
-        return spec
     if sparse.get("sparse_disable_index_value") is not None:
         disabled = layer_flags_of({**config, **sparse}, "sparse_disable_index_value")
         if any(kind == _SPARSE and not flag for kind, flag in zip(types, disabled, strict=True)):
@@ -161,14 +162,32 @@ def _within_blocks(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
                 f"config.json: sparse_disable_index_value = {reprlib.repr(disabled)} is not supported (only 1 in "
                 "layers of sparse attention)"
             )
-    blocks = _sparse_integer(config, "topk_blocks", 16)
-    size = _sparse_integer(config, "block_size", 128)
-    return within_index(spec, blocks * size, key=f"sparse_topk_blocks {blocks} times sparse_block_size {size} =")
+    refuse_other_values(sparse, "minimax_m3_vl_text", sparse_score_type=("max",))
+    (dense,) = spec.mixers
+    assert isinstance(dense, GroupedAttention), dense
+    index = BlockIndex(
+        num_heads=_sparse_integer(config, "n_heads", 4, published="num_index_heads"),
+        head_dim=_sparse_integer(config, "head_dim", 128, published="index_dim"),
+        block_size=_sparse_integer(config, "block_size", 128),
+        top_k=_sparse_integer(config, "topk_blocks", 16),
+        local_blocks=_local_blocks(config),
+        first_blocks=count_of(sparse, "sparse_init_block", 0),
+    )
+    of_types = {"full_attention": dense, _SPARSE: replace(dense, index=index, kind=BLOCKS)}
+    return replace(
+        spec,
+        layers=tuple(replace(layer, mixer=of_types[kind].kind) for layer, kind in zip(spec.layers, types, strict=True)),
+        mixers=tuple(mixer for kind, mixer in of_types.items() if kind in types),
+    )
 
 
-def _sparse_integer(config: Mapping[str, Any], name: str, default: int) -> int:
+def _sparse_integer(config: Mapping[str, Any], name: str, default: int, *, published: str = "") -> int:
     """Return a size of the index; published files have it in `sparse_attention_config`, transformers beside it."""
-    sparse = object_of(config, "sparse_attention_config")
-    if sparse.get(f"sparse_{name}") is not None:
-        return integer_of(sparse, f"sparse_{name}")
-    return integer_of(config, f"index_{name}", default)
+    sparse, key = object_of(config, "sparse_attention_config"), f"sparse_{published or name}"
+    return integer_of(sparse, key) if sparse.get(key) is not None else integer_of(config, f"index_{name}", default)
+
+
+def _local_blocks(config: Mapping[str, Any]) -> int:
+    """Return the number of blocks up to its own that a token always sees, which may be 0."""
+    sparse, key = object_of(config, "sparse_attention_config"), "sparse_local_block"
+    return count_of(sparse, key, 1) if sparse.get(key) is not None else count_of(config, "index_local_blocks", 1)

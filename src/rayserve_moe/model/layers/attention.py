@@ -27,8 +27,34 @@ from rayserve_moe.model.spec import ModelSpec, RopeSpec, ScoreShape
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.state.kinds import ArraySpec, StateKind
 
-STATES = {"gqa": "kv", "swa": "window_kv"}
+BLOCKS = "block_gqa"
+"""Kind of this mixer whose tokens see the blocks of keys that an index chooses."""
+STATES = {"gqa": "kv", "swa": "window_kv", BLOCKS: "block_kv"}
 """State of each kind of this mixer. Kinds differ in heads, rotation and rows, and each has a pool."""
+
+
+@dataclass(frozen=True)
+class BlockIndex:
+    """Index of block-sparse attention (MiniMax-M3): each token sees the `top_k` best blocks of keys up to its own.
+
+    The score of a block is the largest product of a query with a key in it; ties go to the lower block. Queries and
+    keys are normed by head, and rotate as those of the attention.
+    """
+
+    num_heads: int
+    """Heads of queries, each for equally many KV heads."""
+    head_dim: int
+    """Width of a query and of the key that all heads share."""
+    block_size: int
+    """Positions of a block; blocks begin at multiples of it."""
+    top_k: int
+    """Maximum number of blocks that a token sees."""
+    local_blocks: int = 1
+    """Blocks up to its own that a token always sees."""
+    first_blocks: int = 0
+    """Blocks at the begin of a sequence that every token sees."""
+    score: str = one_of("max")
+    """Function of the products of a block."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +99,8 @@ class GroupedAttention:
     """Elements of a value; None stands for head_dim."""
     value_scale: float = 1.0
     """Factor of values after their projection."""
+    index: BlockIndex | None = None
+    """Index of block-sparse attention; None for other kinds than `block_gqa`."""
 
     @property
     def value_width(self) -> int:
@@ -86,6 +114,9 @@ class GroupedAttention:
 
     def unsupported_reason(self) -> str:
         """Return why the sizes do not fit each other; empty if they do."""
+        assert (self.index is not None) == (self.kind == BLOCKS), "block-sparse attention has an index"
+        if self.index is not None and (reason := self._index_reason(self.index)):
+            return reason
         if self.num_heads % self.num_kv_heads:
             return (
                 f"num_attention_heads = {self.num_heads} do not divide over num_key_value_heads = {self.num_kv_heads}"
@@ -99,6 +130,24 @@ class GroupedAttention:
             return "values that are keys have no width and no bias of their own"
         return ""
 
+    def _index_reason(self, index: BlockIndex) -> str:
+        if self.num_kv_heads % index.num_heads:
+            return (
+                f"num_key_value_heads = {self.num_kv_heads} do not divide over index_n_heads "
+                f"(or sparse_num_index_heads) = {index.num_heads}"
+            )
+        if self.rotary_width > index.head_dim:
+            return (
+                f"index_head_dim (or sparse_index_dim) {index.head_dim} is less than the {self.rotary_width} "
+                "elements that rotate"
+            )
+        if index.first_blocks + index.local_blocks > index.top_k:
+            return (
+                f"index_topk_blocks (or sparse_topk_blocks) {index.top_k} is less than {index.first_blocks} first "
+                f"and {index.local_blocks} local blocks"
+            )
+        return ""
+
     def divided_sizes(self, tensor_size: int) -> dict[str, int]:
         """Return the numbers of heads that must be divisible by `tensor_size`."""
         kv_heads = self.num_kv_heads * kv_repeats(self, tensor_size)
@@ -106,7 +155,8 @@ class GroupedAttention:
 
     def summed_widths(self, tensor_size: int) -> dict[str, int]:
         """Return the widths that products on a device sum over."""
-        return {"head_dim": self.head_dim} | ({"v_head_dim": self.value_dim} if self.value_dim else {})
+        widths = {"head_dim": self.head_dim} | ({"v_head_dim": self.value_dim} if self.value_dim else {})
+        return widths | ({"index_head_dim": self.index.head_dim} if self.index else {})
 
     def score_shape(self) -> ScoreShape:
         """Return the sizes of scores and values."""
@@ -242,6 +292,7 @@ def attention_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan 
         norms_values=own.value_norm,
         value_dim=own.value_dim or 0,
         value_scale=own.value_scale,
+        block_size=own.index.block_size if own.index else 0,
     )
 
 
@@ -296,8 +347,9 @@ def apply(  # noqa: PLR0913 (the interface of `Mixer`)
     layer: jax.Array,
     config: ModelConfig,
     made: tuple[jax.Array, jax.Array] | None = None,
+    chosen_TGK: jax.Array | None = None,
 ) -> tuple[jax.Array, Pools]:
-    """Compute attention for the tokens of a step and write their rows."""
+    """Compute attention for the tokens of a step and write their rows; `chosen_TGK` as in `AttentionInputs`."""
     attention = attention_config(own, config.spec, config.plan)
     return attend(
         weights,
@@ -309,6 +361,7 @@ def apply(  # noqa: PLR0913 (the interface of `Mixer`)
         attention=attention,
         config=config,
         made=made,
+        chosen_TK=chosen_TGK,
     )
 
 

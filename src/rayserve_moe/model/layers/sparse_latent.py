@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
@@ -22,33 +21,19 @@ from rayserve_moe.kernels.reference.token_index import every_token
 from rayserve_moe.kernels.table import SPARSE_ATTENTION
 from rayserve_moe.kernels.token_index import IndexConfig
 from rayserve_moe.model.layers import latent
+from rayserve_moe.model.layers.index_rows import CHOSEN, STATE, with_forced
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.latent import STATES, LatentAttention, TokenIndex, row_of
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
-from rayserve_moe.requests.records import IndexLayout
 from rayserve_moe.state.kinds import StateKind
-
-STATE = "index_keys"
-CHOSEN = "chosen_tokens"
-"""The positions that each token sees, passed from layer to layer: int32 [T, K], ascending with -1 behind."""
 
 
 def index_of(own: LatentAttention) -> TokenIndex:
     """Return the index of sparse attention."""
     assert own.index is not None, f"{own.kind} has an index"
     return own.index
-
-
-def index_layout(spec: ModelSpec) -> IndexLayout | None:
-    """Return the layout of a model's index rows; None for a model without an index."""
-    layers = spec.layers_with_mixer(latent.SPARSE)
-    if not layers:
-        return None
-    own = spec.mixer(latent.SPARSE)
-    assert isinstance(own, LatentAttention), own
-    return IndexLayout(layers, index_of(own).top_k)
 
 
 def parameters(own: LatentAttention, spec: ModelSpec, *, dtype: str, tensor_size: int) -> dict[str, ParamSpec]:
@@ -135,7 +120,7 @@ def apply(
             of_layer = AttentionInputs(weights, batch, inputs.prepared[own.kind].rotation, layer)
             chosen_TK, keys = choose_tokens(normed_TD, *pools[STATE], of_layer, config=index_config(own))
         pools = {**pools, STATE: (keys,)}
-    chosen_TK = _with_forced(chosen_TK, inputs, layer)
+    chosen_TK = with_forced(chosen_TK, inputs, layer)
     rows = normed_TD, {**pools, CHOSEN: (chosen_TK,)}
     return latent.apply(own, weights, rows, inputs, layer=layer, config=config, chosen_TK=chosen_TK)
 
@@ -159,16 +144,6 @@ def apply_shared(
 def _is_dense(own: LatentAttention, inputs: StepInputs, pools: Pools) -> bool:
     """Return True if every token of a step sees all tokens before it."""
     return inputs.chosen_IXK is None and _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k
-
-
-def _with_forced(chosen_TK: jax.Array, inputs: StepInputs, layer: jax.Array) -> jax.Array:
-    """Return the choice with the forced positions of tokens in prefill blocks, which come last."""
-    if inputs.chosen_IXK is None:
-        return chosen_TK
-    forced_XK = inputs.chosen_IXK[layer][:, : chosen_TK.shape[1]]
-    first = len(chosen_TK) - len(forced_XK)
-    chosen_XK = jnp.where(forced_XK[:, :1] >= 0, forced_XK, chosen_TK[first:])
-    return jnp.concatenate([chosen_TK[:first], chosen_XK])
 
 
 MIXER = Mixer(parameters, states, attention_choice, latent.prepare, apply, passed=passed, captured=CHOSEN)

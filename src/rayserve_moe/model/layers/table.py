@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from rayserve_moe.model.layers import attention, gated_delta, latent, mlp, moe, sparse_latent
+from rayserve_moe.model.layers import attention, block_attention, gated_delta, latent, mlp, moe, sparse_latent
 from rayserve_moe.model.layers.kinds import Ffn, Mixer
 
 MIXERS: dict[str, Mixer] = {
     **dict.fromkeys(attention.STATES, attention.MIXER),
+    "block_gqa": block_attention.MIXER,
     "mla": latent.MIXER,
     "dsa": sparse_latent.MIXER,
     "dsa_shared": sparse_latent.SHARED_MIXER,

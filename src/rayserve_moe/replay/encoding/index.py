@@ -1,4 +1,7 @@
-"""Index rows of sparse attention in answers: base64 of little-endian int32 [rows, indexer layers, top_k], -1 behind."""
+"""Index rows of sparse attention in answers: base64 of little-endian int32 [rows, indexer layers, top_k], -1 behind.
+
+Rows of an index of blocks hold numbers of blocks, a row for each layer and head of the index.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ def encode(routing: RoutedExperts, layout: IndexLayout) -> tuple[str | None, dic
         "dtype": "int32",
         "start": routing.start,
         "layer_ids": list(layout.layer_ids),
+        "block_size": layout.block_size,
         "crc32": zlib.crc32(np.ascontiguousarray(wire).tobytes()) if is_whole else None,
         "missing": [list(entry) for entry in missing_ranges(known, routing.start)],
         "weight_version": [list(entry) for entry in routing.weight_version],

@@ -20,6 +20,8 @@ struct Layer {
   int64_t value_width;  // of a head; 0: as its key
   float value_scale = 1;
   bool norms_values = false;
+  int64_t chosen_size = 0;  // keys of a block of chosen keys; 0: a token sees all
+  int64_t num_chosen() const { return chosen_size ? (kMost + chosen_size - 1) / chosen_size : 0; }
   int64_t q_norm_width() const { return !has_norms ? 0 : is_norm_of_all ? q_width() : head_width; }
   int64_t k_norm_width() const { return !has_norms ? 0 : is_norm_of_all ? k_width() : head_width; }
   int64_t tokens() const { return singles + blocks * block_tokens; }
@@ -42,7 +44,7 @@ inline Layer layer_of(Case& c, Layer l) {
   l.window = c.below(2) ? 0 : 1 + c.below(50);
   l.clip = c.below(3) ? 0.0f : 0.7f;
   l.value_width = c.below(2) ? 0 : 2 * (1 + c.below(int(l.head_width))), l.value_scale = c.below(3) ? 1.0f : 0.707f;
-  l.norms_values = c.below(2);
+  l.norms_values = c.below(2), l.chosen_size = c.below(2) ? 0 : 1 + c.below(70);
   l.gate_width = std::array{int64_t(0), l.heads, l.out_width()}[c.below(3)], l.has_softplus = c.below(2);
   return l;
 }
@@ -50,12 +52,13 @@ inline Layer layer_of(Case& c, Layer l) {
 // Who the tokens are, and what their sequences have in the pool.
 struct Batch {
   std::vector<int32_t> table, positions, slots, row_of;
+  std::vector<int32_t> chosen;  // [T, KV heads, blocks], ascending, -1 behind
   std::vector<float> cos, sin;
   Numbers pool;
 
   Batch(Case& c, const Layer& l)
       : table(l.rows() * l.table_width(), INT32_MAX), positions(l.tokens(), -1), slots(l.tokens()), row_of(l.tokens()),
-        cos(l.tokens() * l.rotated_pairs), sin(cos), pool(l.pages() * l.page_size * l.row_width(), kNan) {
+        chosen(l.tokens() * l.kv_heads * l.num_chosen(), -1), cos(l.tokens() * l.rotated_pairs), sin(cos), pool(l.pages() * l.page_size * l.row_width(), kNan) {
     int64_t t = 0;
     for (int64_t row = 0; row < l.rows(); ++row) {
       const int64_t room = row < l.singles ? 1 : l.block_tokens, used = c.below(4) ? 1 + c.below(int(room)) : 0;
@@ -72,6 +75,12 @@ struct Batch {
         if (i < used) positions[t] = int32_t(first + i), slots[t] = int32_t(slot(l, row, first + i));
       }
     }
+    for (int64_t i = 0; i < l.tokens() * l.kv_heads && l.chosen_size; ++i) {  // its own block, and others before it
+      int32_t* next = chosen.data() + i * l.num_chosen();
+      const int64_t own = positions[i / l.kv_heads] / l.chosen_size;
+      for (int64_t number = 0; number <= own && positions[i / l.kv_heads] >= 0; ++number)
+        if (number == own || c.below(2)) *next++ = int32_t(number);
+    }
     for (size_t i = 0, half = l.rotated_pairs; i < cos.size(); ++i) {
       const double angle = positions[i / half] * std::pow(1e4, -double(i % half) / double(half));
       cos[i] = float(std::cos(angle)), sin[i] = float(std::sin(angle));
@@ -82,6 +91,12 @@ struct Batch {
     return int64_t(table[row * l.table_width() + place / l.page_size]) * l.page_size + place % l.page_size;
   }
 };
+
+// Whether a token sees a position with the heads of a KV head.
+inline bool is_chosen(const Layer& l, const Batch& b, int64_t t, int64_t kv_head, int64_t place) {
+  const int32_t* const numbers = b.chosen.data() + (t * l.kv_heads + kv_head) * l.num_chosen();
+  return !l.chosen_size || std::count(numbers, numbers + l.num_chosen(), int32_t(place / l.chosen_size));
+}
 
 struct Weights {
   Numbers q, k, v, o, q_norm, k_norm, q_bias, k_bias, v_bias, sinks, gate;
@@ -161,6 +176,7 @@ inline Numbers attend(const Layer& l, const Batch& b, const Weights& w, const Nu
   double sum = 0, largest = l.has_sinks ? value_of(w.sinks[head]) : -1e30;
   const int64_t first = l.window ? std::max<int64_t>(0, b.positions[t] - l.window + 1) : 0;
   for (int64_t place = first; place <= b.positions[t]; ++place) {
+    if (!is_chosen(l, b, t, group, place)) continue;
     keys.push_back(pool.data() + (b.slot(l, b.row_of[t], place) * l.kv_heads + group) * (h + v));
     double score = 0;
     for (int64_t i = 0; i < h; ++i) score += value_of(query[i]) * value_of(keys.back()[i]);
@@ -233,7 +249,7 @@ inline void attention(Case c, const Layer& l) {
       l.tokens(),  kWidth,   l.heads,        l.kv_heads,      l.page_size, l.pages(),
       l.singles,   l.blocks, l.block_tokens, l.table_width(), l.window,    1 / std::sqrt(float(l.head_width)),
       {l.head_width, l.rotated_pairs, l.is_interleaved, l.norms_after, l.clip, 1e-6f, l.norms_values},
-      l.value(), l.value_scale, l.gate_width, l.has_softplus};
+      l.value(), l.value_scale, l.gate_width, l.has_softplus, l.num_chosen(), l.chosen_size};
   native::AttentionArrays arrays{};
   arrays.hidden = hidden.data(), arrays.q = q.data(), arrays.k = k.data(), arrays.v = v.data(), arrays.o = o.data();
   arrays.gate = or_null(gate);
@@ -241,6 +257,7 @@ inline void attention(Case c, const Layer& l) {
   arrays.q_bias = or_null(w.q_bias), arrays.k_bias = or_null(w.k_bias), arrays.v_bias = or_null(w.v_bias);
   arrays.sinks = or_null(w.sinks), arrays.cos = b.cos.data(), arrays.sin = b.sin.data();
   arrays.kv_slots = b.slots.data(), arrays.positions = b.positions.data(), arrays.page_table = b.table.data();
+  arrays.chosen = l.chosen_size ? b.chosen.data() : nullptr;
   arrays.pool = b.pool.data(), arrays.out = found.data();
   check_places(c, shapes, arrays);
   native::attention_layer(shapes, arrays);

@@ -12,6 +12,7 @@
 #include "attention_case.h"
 #include "delta_case.h"
 #include "experts.h"
+#include "index_case.h"
 #include "latent_case.h"
 
 namespace {
@@ -196,6 +197,10 @@ int main(int, char** arguments) {
   for (int64_t width : {32, 96})
     for (int64_t count : {1, 5, 16, 17, 127, 128, 129, 200})
       cases.push_back([=](int i) { scores({"scores", i, std::mt19937(i)}, width, count); });
+  for (int64_t count : {2, 5, 100, 4095, 4096, 9000})
+    for (int64_t top_k : {1, 2, 50, 2048})
+      for (int kind = 0; kind < 5 && top_k < count; ++kind)
+        cases.push_back([=](int i) { index_choice({"index choice", i, std::mt19937(i)}, count, top_k, kind); });
   const int num_cheap = int(cases.size());
   for (int64_t tokens : {0, 1, 7, 40})
     for (int64_t top_k : {1, 2, 8})
