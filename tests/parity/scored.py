@@ -12,10 +12,12 @@ class Scored:
     """T tokens of one sequence; M MoE layers, E experts, V vocabulary.
 
     `logits` [T, V], `router_logits` [T, M, E] before scores are taken, `chosen` [T, M, k] in any order. `tokens_ITK`
-    are the positions that each index of sparse attention chooses, in any order, with positions behind its own.
+    are the positions that each index of sparse attention chooses, in any order, with positions behind its own, and
+    `index_scores_ITT` what it scores every position with: minus infinity behind its own.
     """
 
     logits: np.ndarray
     router_logits: np.ndarray
     chosen: np.ndarray
     tokens_ITK: np.ndarray | None = None
+    index_scores_ITT: np.ndarray | None = None
