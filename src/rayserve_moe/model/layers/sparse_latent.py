@@ -48,7 +48,8 @@ def index_layout(spec: ModelSpec) -> IndexLayout | None:
         return None
     own = spec.mixer(latent.SPARSE)
     assert isinstance(own, LatentAttention), own
-    return IndexLayout(layers, index_of(own).top_k)
+    sparse = sorted((*layers, *spec.layers_with_mixer(latent.SHARED)))
+    return IndexLayout(layers, tuple(sparse), index_of(own).top_k)
 
 
 def parameters(own: LatentAttention, spec: ModelSpec, *, dtype: str, tensor_size: int) -> dict[str, ParamSpec]:
