@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from rayserve_moe import Engine, extract_indexer_topk_from_meta_info, extract_routed_experts_from_meta_info
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.requests.records import RequestError
+from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, StepPlan, StepResult
 from tests.support.models.families import FAMILY_CASES, write_family
 from tests.support.models.full_logits import prompt_outputs_of
 
@@ -124,6 +126,39 @@ def test_forced_choices_come_back_as_rows(engine: Engine, answers: list[dict]):
         return_indexer_topk=True,
     )
     np.testing.assert_array_equal(extract_indexer_topk_from_meta_info(found)[: len(rows)], rows)
+
+
+def test_more_choices_than_a_step_can_force_are_spread_over_steps(checkpoint: Path):
+    """Two prompts at once, whose tokens would fit into a step."""
+    prompts = [np.random.default_rng(length).integers(3, 100, length).tolist() for length in (300, 170)]
+    planned: list[int] = []
+    settings = {**SETTINGS, "max_step_tokens": 512, "enable_return_indexer_topk": True}
+    with Engine(str(checkpoint), **settings) as engine:
+        free = engine.generate(
+            input_ids=prompts, sampling_params=REPLAYED, return_routed_experts=True, return_indexer_topk=True
+        )
+        chosen = [extract_indexer_topk_from_meta_info(answer) for answer in free]
+        for rows, prompt in zip(chosen, prompts, strict=True):
+            rows[:] = -1
+            rows[:, :, 0] = np.arange(len(prompt))[:, None]
+        execute = engine.runner.execute
+
+        def recording(plan: StepPlan) -> StepResult | None:
+            forced = plan.block_work.forced_index
+            planned.append(0 if forced is None else int(np.count_nonzero(forced.lengths)))
+            return execute(plan)
+
+        with patch.object(engine.runner, "execute", recording):
+            found = engine.generate(
+                input_ids=prompts,
+                sampling_params=REPLAYED,
+                forced_routed_experts=[answer["meta_info"]["routed_experts"] for answer in free],
+                forced_indexer_topk=chosen,
+                return_indexer_topk=True,
+            )
+    for answer, rows in zip(found, chosen, strict=True):
+        np.testing.assert_array_equal(extract_indexer_topk_from_meta_info(answer), rows)
+    assert sum(planned) == 470 and max(planned) == MAX_FORCED_CHOICES
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,12 @@ def parameters(own: LatentAttention, spec: ModelSpec, *, dtype: str, tensor_size
 
 
 def states(own: LatentAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
-    """Return the latents of a token, and the key of its index on the same pages, in the dtype of the KV cache."""
-    key = StateKind(STATE, "token", (row_of(index_of(own).head_dim, kernels=kernels),))
+    """Return the latents of a token, and the key of its index on the same pages, in the dtype of the KV cache.
+
+    Contexts within the choice need no keys.
+    """
+    index = index_of(own)
+    key = StateKind(STATE, "token", (row_of(index.head_dim, kernels=kernels),), unread_within=index.top_k)
     return (*latent.states(own, kernels=kernels, tensor_size=tensor_size), key)
 
 
@@ -159,17 +163,18 @@ def apply_shared(
 
 def _is_dense(own: LatentAttention, inputs: StepInputs, pools: Pools) -> bool:
     """Return True if every token of a step sees all tokens before it."""
-    return inputs.chosen_IXK is None and _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k
+    return inputs.choices is None and _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k
 
 
 def _with_forced(chosen_TK: jax.Array, inputs: StepInputs, layer: jax.Array) -> jax.Array:
-    """Return the choice with the forced positions of tokens in prefill blocks, which come last."""
-    if inputs.chosen_IXK is None:
+    """Return the choice with the forced positions of some tokens in prefill blocks, which come behind single tokens."""
+    if inputs.choices is None:
         return chosen_TK
-    forced_XK = inputs.chosen_IXK[layer][:, : chosen_TK.shape[1]]
-    first = len(chosen_TK) - len(forced_XK)
-    chosen_XK = jnp.where(forced_XK[:, :1] >= 0, forced_XK, chosen_TK[first:])
-    return jnp.concatenate([chosen_TK[:first], chosen_XK])
+    tokens_F, forced_IFK = inputs.choices
+    forced_FK = forced_IFK[layer][:, : chosen_TK.shape[1]]
+    places_F = tokens_F + inputs.batch.num_singles
+    is_forced = jnp.any(places_F < len(chosen_TK))
+    return jax.lax.cond(is_forced, lambda: chosen_TK.at[places_F].set(forced_FK, mode="drop"), lambda: chosen_TK)
 
 
 MIXER = Mixer(parameters, states, attention_choice, latent.prepare, apply, passed=passed, captured=CHOSEN)
