@@ -31,7 +31,7 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
-from tests.support.engine.outputs import LOGPROB_TOLERANCE
+from tests.support.engine.outputs import LOGPROB_TOLERANCE, assert_same_index
 from tests.support.experts.placements import random_placement
 
 PROMPTS = [
@@ -142,7 +142,13 @@ def complete(
     loop: EngineLoop, tokenizer: Tokenizer, *, which: Sequence[int] = range(len(PROMPTS)), returns_routing: bool = True
 ) -> list[ChoiceResult]:
     requests = [
-        GenerationRequest(f"{i}-{time.monotonic_ns()}", PROMPTS[i], SAMPLING[i], return_routed_experts=returns_routing)
+        GenerationRequest(
+            f"{i}-{time.monotonic_ns()}",
+            PROMPTS[i],
+            SAMPLING[i],
+            return_routed_experts=returns_routing,
+            return_indexer_topk=loop.card.index is not None,
+        )
         for i in which
     ]
     streams = [GenerationStream(loop, tokenizer, request=request) for request in requests]
@@ -164,6 +170,8 @@ def assert_same(
         assert ours.routing is not None and theirs.routing is not None
         assert ours.routing.missing == ()
         np.testing.assert_array_equal(ours.routing.rows, theirs.routing.rows)
+        assert (ours.routing.index is None) == (theirs.routing.index is None)
+        assert_same_index(ours.routing, theirs.routing)
 
 
 def test_hosts_lie_on_different_raylets(group: tuple[GroupExecutor, int]) -> None:

@@ -15,6 +15,8 @@ FIGURES = {
     "logit difference": max,
     "greedy ids": sum,
     "routing rows at ties": sum,
+    "choices of an index at ties": sum,
+    "choices of an index": sum,
     "routing rows": sum,
     "knobs turned": sum,
     "least move of a knob": min,

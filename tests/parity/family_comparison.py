@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rayserve_moe import Engine, extract_routed_experts_from_meta_info
+from rayserve_moe import Engine, extract_indexer_topk_from_meta_info, extract_routed_experts_from_meta_info
 from rayserve_moe.model.spec import ModelSpec, RouterSpec
 from tests.parity.family_reference import FamilyReference
 from tests.parity.ling_reference import LingReference
@@ -88,19 +88,32 @@ def logit_difference(outputs: Sequence[PromptOutputs], reference: Reference) -> 
     return max(float(np.abs(found.logits_TV - one.logits).max()) for found, one in pairs) / reference.size
 
 
-def differing_choices(outputs: Sequence[PromptOutputs], reference: Reference) -> tuple[int, int]:
-    """Count the choices of an index that differ from the reference's, and all choices."""
+def differing_choices(rows: Sequence[np.ndarray | None], reference: Reference) -> tuple[int, int]:
+    """Count the choices of an index that differ from the reference's, and all choices; AssertionError where no tie.
+
+    `rows` are the choices of every sequence, [T, I, K], ascending with -1 behind.
+    """
     num_differing = num_choices = 0
-    for found, one in zip(outputs, reference.scored, strict=True):
+    for found_TIK, one in zip(rows, reference.scored, strict=True):
         if one.tokens_ITK is None:
             continue
-        assert found.chosen_ITK is not None and len(found.chosen_ITK) == len(one.tokens_ITK)
-        for ours_TK, theirs_TK in zip(found.chosen_ITK, one.tokens_ITK, strict=True):
-            for position, (ours, theirs) in enumerate(zip(ours_TK, theirs_TK, strict=True)):
-                wanted = np.sort(theirs[(theirs >= 0) & (theirs <= position)])
-                num_differing += not np.array_equal(ours[ours >= 0], wanted)
+        assert found_TIK is not None and found_TIK.shape[:2] == one.tokens_ITK.shape[1::-1]
+        for layer, theirs_TK in enumerate(one.tokens_ITK):
+            for position, theirs in enumerate(theirs_TK):
+                ours, wanted = found_TIK[position, layer], np.sort(theirs[(theirs >= 0) & (theirs <= position)])
                 num_choices += 1
+                if not np.array_equal(ours[ours >= 0], wanted):
+                    num_differing += 1
+                    gap = choice_gap(one.index_scores_ITT[layer, position], len(wanted))
+                    assert gap < TIE_GAP, f"layer {layer} of an index, position {position}: no tie, but {gap}"
     return num_differing, num_choices
+
+
+def choice_gap(scores_T: np.ndarray, count: int) -> float:
+    """How far the last of `count` chosen positions is from the next one, by the largest score."""
+    ranked = -np.sort(-scores_T)
+    largest = float(np.abs(ranked[:count][np.isfinite(ranked[:count])]).max())
+    return float(ranked[count - 1] - ranked[count]) / largest
 
 
 def answers_of(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
@@ -110,8 +123,16 @@ def answers_of(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[st
         input_ids=[list(prompt) for prompt in prompts],
         sampling_params=sampling,
         return_routed_experts=True,
+        return_indexer_topk=engine.card.index is not None,
         return_logprob=True,
     )
+
+
+def index_rows_of(answers: Sequence[dict[str, Any]]) -> list[np.ndarray | None]:
+    """The index rows of answers, [T, I, K] each; None for answers without any."""
+    return [
+        extract_indexer_topk_from_meta_info(each) if "indexer_topk" in each["meta_info"] else None for each in answers
+    ]
 
 
 def assert_same_answers(answers: list[dict[str, Any]], reference: Reference) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -103,22 +105,41 @@ def score(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Scored:
         seen.append((scores.log() if type(router).__name__ in _PROBABILITIES else scores, outputs[2]))
 
     def keep_tokens(_index: torch.nn.Module, _inputs: tuple, outputs: torch.Tensor) -> None:
-        by_head = outputs if outputs.ndim == 4 else outputs[:, None]
-        tokens.append(by_head.transpose(0, 1).flatten(1, 2))
+        for each, kept in ((outputs, tokens), (ranked[-1], index_scores)):
+            by_head = each if each.ndim == 4 else each[:, None]
+            kept.append(by_head.transpose(0, 1).flatten(1, 2))
 
     routers = routers_of(model)
     hooks = [router.register_forward_hook(keep) for router in routers]
     indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
     hooks += [index.register_forward_hook(keep_tokens) for index in indexers]
+    index_scores: list[torch.Tensor] = []
     try:
-        logits = model(torch.tensor([list(ids) for ids in sequences]), use_cache=False).logits.float()
+        with ranked_scores() as ranked:
+            logits = model(torch.tensor([list(ids) for ids in sequences]), use_cache=False).logits.float()
     finally:
         for hook in hooks:
             hook.remove()
     assert seen and len(seen) == len(routers) and len(tokens) == len(indexers), "every router and index ran once"
     router_logits, chosen = (np.stack([found[i].numpy() for found in seen], 1) for i in (0, 1))
-    tokens_ITK = np.concatenate([each.numpy() for each in tokens]) if tokens else None
-    return Scored(logits.flatten(0, 1).numpy(), router_logits, chosen, tokens_ITK)
+    tokens_ITK, scores_ITT = (
+        np.concatenate([each.numpy() for each in kept]) if kept else None for kept in (tokens, index_scores)
+    )
+    return Scored(logits.flatten(0, 1).numpy(), router_logits, chosen, tokens_ITK, scores_ITT)
+
+
+@contextmanager
+def ranked_scores() -> Iterator[list[torch.Tensor]]:
+    """Collect every tensor that `Tensor.topk` is asked about: the last thing that an index does is to rank scores."""
+    ranked: list[torch.Tensor] = []
+    topk = torch.Tensor.topk
+
+    def recording(scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        ranked.append(scores)
+        return topk(scores, *args, **kwargs)
+
+    with patch.object(torch.Tensor, "topk", recording):
+        yield ranked
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rayserve_moe import Engine
@@ -30,12 +31,13 @@ class Served:
         self.path = model.save(directory)
         self.reference = comparison.reference_of(model, seed=case.variant, case=case.name)
         self._running, self._engines = running, {}
+        self._captured = {"enable_return_indexer_topk": "index_topk" in case.config}
 
     def engine(self, **settings: Any) -> Engine:
         """The engine with these settings, started once."""
         key = repr(settings)
         if key not in self._engines:
-            engine = Engine(str(self.path), **comparison.ENGINE, **settings)
+            engine = Engine(str(self.path), **comparison.ENGINE, **self._captured, **settings)
             self._engines[key] = self._running.enter_context(engine)
         return self._engines[key]
 
@@ -47,7 +49,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def assert_same(served: Served, engine: Engine, record_property: Record) -> None:
-    """Ids are those of the reference, and so is the routing but at ties, of which there are few."""
+    """Ids are those of the reference, and so are routing and index rows but at ties, of which there are few."""
     answers = comparison.answers_of(engine, served.reference.prompts)
     comparison.assert_same_answers(answers, served.reference)
     num_differing, num_rows = comparison.differing_rows(answers, served.reference, engine.runner.config.spec)
@@ -55,6 +57,15 @@ def assert_same(served: Served, engine: Engine, record_property: Record) -> None
     record_property("routing rows at ties", num_differing)
     record_property("routing rows", num_rows)
     assert num_differing <= 1e-3 * num_rows
+    check_choices(comparison.index_rows_of(answers), served, record_property)
+
+
+def check_choices(rows: list[np.ndarray | None], served: Served, record_property: Record) -> None:
+    """Each index chooses the tokens that the reference's chooses, but at ties, of which there are few."""
+    num_differing, num_choices = comparison.differing_choices(rows, served.reference)
+    record_property("choices of an index at ties", num_differing)
+    record_property("choices of an index", num_choices)
+    assert num_differing <= 1e-3 * num_choices
 
 
 def test_logits_are_those_of_the_reference(served: Served, record_property: Record):
@@ -62,10 +73,8 @@ def test_logits_are_those_of_the_reference(served: Served, record_property: Reco
     difference = comparison.logit_difference(outputs, served.reference)
     record_property("logit difference", difference)
     assert difference <= served.reference.max_difference
-    num_differing, num_choices = comparison.differing_choices(outputs, served.reference)
-    record_property("choices of an index at ties", num_differing)
-    record_property("choices of an index", num_choices)
-    assert num_differing <= 1e-3 * num_choices
+    rows = [None if each.chosen_ITK is None else each.chosen_ITK.swapaxes(0, 1) for each in outputs]
+    check_choices(rows, served, record_property)
 
 
 def test_greedy_ids_and_routing_are_those_of_the_reference(served: Served, record_property: Record):

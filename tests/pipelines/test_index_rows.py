@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ import pytest
 from rayserve_moe import Engine, extract_indexer_topk_from_meta_info, extract_routed_experts_from_meta_info
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.requests.records import RequestError
+from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, StepPlan, StepResult
 from tests.support.models.families import FAMILY_CASES, write_family
 from tests.support.models.full_logits import prompt_outputs_of
 
 CASE = next(case for case in FAMILY_CASES if case.name == "glm_moe_dsa-1")
-TOP_K, LAYERS = CASE.config["index_topk"], [0, 2]
+TOP_K, LAYERS, WITH_INDEX = CASE.config["index_topk"], [0, 1, 2], [0, 2]
 PROMPTS = [np.random.default_rng(length).integers(3, 100, length).tolist() for length in (5, 40, 70)]
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -68,13 +70,14 @@ def test_rows_are_what_the_model_chooses(engine: Engine, answers: list[dict]):
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         rows, info = extract_indexer_topk_from_meta_info(answer), answer["meta_info"]["indexer_topk_info"]
         ids = read_by(prompt, answer)
-        assert rows.shape == (len(ids), len(LAYERS), TOP_K) and info["layer_ids"] == LAYERS and info["missing"] == []
-        np.testing.assert_array_equal(
-            (rows >= 0).sum(-1), np.minimum(np.arange(len(ids)) + 1, TOP_K)[:, None].repeat(2, 1)
-        )
+        assert rows.shape == (len(ids), len(LAYERS), TOP_K) and info["missing"] == []
+        assert info["layer_ids"] == LAYERS and info["indexer_layer_ids"] == WITH_INDEX
+        counts = np.minimum(np.arange(len(ids)) + 1, TOP_K)[:, None].repeat(len(LAYERS), 1)
+        np.testing.assert_array_equal((rows >= 0).sum(-1), counts)
         chosen_ITK = outputs_of(ids).chosen_ITK
         assert chosen_ITK is not None
-        np.testing.assert_array_equal(rows, chosen_ITK.swapaxes(0, 1))
+        np.testing.assert_array_equal(rows[:, WITH_INDEX], chosen_ITK.swapaxes(0, 1))
+        np.testing.assert_array_equal(rows[:, 0], rows[:, 1])
     assert (extract_indexer_topk_from_meta_info(answers[2])[-1] != np.arange(TOP_K)).any()
 
 
@@ -104,7 +107,7 @@ def test_a_replay_has_the_log_probs_of_the_run_and_an_altered_choice_is_seen(eng
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
     altered = [extract_indexer_topk_from_meta_info(answer) for answer in answers]
     for rows, position in zip(altered, (3, 30, 70), strict=True):
-        rows[position, 0] = [position] + [-1] * (TOP_K - 1)
+        rows[position, :2] = [position] + [-1] * (TOP_K - 1)
     changed = replayed(engine, answers, altered)
     for ours, theirs, position in zip(changed, free, (3, 30, 70), strict=True):
         np.testing.assert_allclose(ours[:position], theirs[:position], rtol=0, atol=1e-5)
@@ -125,13 +128,47 @@ def test_forced_choices_come_back_as_rows(engine: Engine, answers: list[dict]):
     np.testing.assert_array_equal(extract_indexer_topk_from_meta_info(found)[: len(rows)], rows)
 
 
+def test_more_choices_than_a_step_can_force_are_spread_over_steps(checkpoint: Path):
+    """Two prompts at once, whose tokens would fit into a step."""
+    prompts = [np.random.default_rng(length).integers(3, 100, length).tolist() for length in (300, 170)]
+    planned: list[int] = []
+    settings = {**SETTINGS, "max_step_tokens": 512, "enable_return_indexer_topk": True}
+    with Engine(str(checkpoint), **settings) as engine:
+        free = engine.generate(
+            input_ids=prompts, sampling_params=REPLAYED, return_routed_experts=True, return_indexer_topk=True
+        )
+        chosen = [extract_indexer_topk_from_meta_info(answer) for answer in free]
+        for rows, prompt in zip(chosen, prompts, strict=True):
+            rows[:] = -1
+            rows[:, :, 0] = np.arange(len(prompt))[:, None]
+        execute = engine.runner.execute
+
+        def recording(plan: StepPlan) -> StepResult | None:
+            forced = plan.block_work.forced_index
+            planned.append(0 if forced is None else int(np.count_nonzero(forced.lengths)))
+            return execute(plan)
+
+        with patch.object(engine.runner, "execute", recording):
+            found = engine.generate(
+                input_ids=prompts,
+                sampling_params=REPLAYED,
+                forced_routed_experts=[answer["meta_info"]["routed_experts"] for answer in free],
+                forced_indexer_topk=chosen,
+                return_indexer_topk=True,
+            )
+    for answer, rows in zip(found, chosen, strict=True):
+        np.testing.assert_array_equal(extract_indexer_topk_from_meta_info(answer), rows)
+    assert sum(planned) == 470 and max(planned) == MAX_FORCED_CHOICES
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({(0, 0, 0): 4}, "row 0 must hold ascending positions up to 0"),
-        ({(4, 1, 3): 2}, "no position may appear twice in a row"),
-        ({(0, 1, 0): -1}, "every row needs a position"),
-        ({(4, 1, 4): -2}, "positions must be at least 0"),
+        ({(0, 2, 0): 4}, "row 0 must hold ascending positions up to 0"),
+        ({(4, 2, 3): 2}, "no position may appear twice in a row"),
+        ({(0, 2, 0): -1}, "every row needs a position"),
+        ({(4, 2, 4): -2}, "positions must be at least 0"),
+        ({(4, 1, 4): -1}, "layers that share an index must have the same rows"),
     ],
 )
 def test_choices_that_no_index_makes_are_refused(
@@ -154,7 +191,7 @@ def test_choices_need_experts_of_the_same_positions(engine: Engine, answers: lis
     rows = extract_indexer_topk_from_meta_info(answers[0])[:4]
     with pytest.raises(RequestError, match="needs forced_routed_experts"):
         engine.generate(input_ids=PROMPTS[0], sampling_params=REPLAYED, forced_indexer_topk=rows)
-    with pytest.raises(RequestError, match=r"must hold integers of shape \[5, 2, 24\], found \[4, 2, 24\]"):
+    with pytest.raises(RequestError, match=r"must hold integers of shape \[5, 3, 24\], found \[4, 3, 24\]"):
         engine.generate(
             input_ids=PROMPTS[0],
             sampling_params=REPLAYED,

@@ -79,7 +79,7 @@ def test_pieces_join_to_the_one_shot_rows_and_none_is_late(engine: Engine, one_s
             for update in updates[request.request_id, choice]:
                 num_tokens += len(update.token_ids)
                 assert update.routing is not None
-                whole = joined_routing(whole, update.routing)
+                whole = joined_routing([whole, update.routing])
                 assert whole is not None and whole.start == 0
                 has_outputs = num_tokens > len(request.prompt_ids)
                 assert len(whole.rows) == num_tokens - has_outputs, "of every token but the last"

@@ -65,18 +65,23 @@ def native_routing(request: GenerationRequest, result: ChoiceResult, *, layout: 
     return {**routing_fields(result.routing, layout, start=start), "routed_experts_start_len": start}
 
 
-def native_index(request: GenerationRequest, result: ChoiceResult, *, layout: IndexLayout | None) -> dict:
-    """Return the known index rows of a choice for its `meta_info`: base64 of int32 [rows, indexer layers, top_k].
+def index_fields(
+    request: GenerationRequest, result: ChoiceResult, *, layout: IndexLayout | None, form: str = "sglang"
+) -> dict:
+    """Return the known index rows of a choice in a form of `replay.encoding.index`, and their description.
 
-    The description has their shape, layers, checksum and missing ranges. With a missing row, the rows are None. A
-    running choice has no rows unless they are streamed.
+    The description has their shape, layers, checksum and missing ranges. A running choice has no rows unless they are
+    streamed.
     """
     if not request.return_indexer_topk or layout is None or (result.finish is None and result.routing is None):
         return {}
-    if result.routing is None or result.routing.index is None:
+    wanted = None if result.routing is None else routing_from(result.routing, request.routed_experts_start)
+    if wanted is None or wanted.index is None:
         return {"indexer_topk": None, "indexer_topk_info": None}
-    rows, info = encode_index(result.routing, layout)
-    return {"indexer_topk": rows, "indexer_topk_info": info}
+    if result.finish is None and not len(wanted.rows):
+        return {}
+    rows, info = encode_index(wanted, layout, form=form)
+    return {"indexer_topk": rows, "indexer_topk_info": info, "indexer_topk_num_layers": info["shape"][1]}
 
 
 def weight_version_ranges(request: GenerationRequest, result: ChoiceResult) -> tuple[tuple[int, int, str], ...]:

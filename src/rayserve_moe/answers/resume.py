@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Updates
 
-import numpy as np
-
 from rayserve_moe.replay.encoding.ranges import routing_from, routing_until
 from rayserve_moe.requests.columns import take
-from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
-from rayserve_moe.requests.results import ChoiceResult, joined_ranges
+from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.requests.results import ChoiceResult, joined_routing
 
 
 def joined(updates: Updates[ChoiceResult]) -> ChoiceResult:
     """Join consecutive updates of a choice; routing rows are copied once."""
     whole = ChoiceResult(updates[0].request_id, updates[0].choice_index)
-    pieces = [update.routing for update in updates]
+    whole_routing = joined_routing([update.routing for update in updates])
     for update in updates:
         update.routing = None
         whole.add(update)
-    whole.routing = _joined_routing([piece for piece in pieces if piece is not None])
+    whole.routing = whole_routing
     return whole
 
 
@@ -65,20 +63,3 @@ class HeldBack:
                 update.routing = joined(held).routing
             passed.append(update)
         return passed
-
-
-def _joined_routing(pieces: list[RoutedExperts]) -> RoutedExperts | None:
-    """Join consecutive pieces of routing; pieces without rows may start anywhere."""
-    if not pieces:
-        return None
-    several = [piece for piece in pieces if len(piece.rows)] or pieces[:1]
-    first = several[0]
-    ends = [piece.start + len(piece.rows) for piece in several]
-    assert [piece.start for piece in several[1:]] == ends[:-1], "a piece of routing does not follow the one before"
-    return RoutedExperts(
-        rows=np.concatenate([piece.rows for piece in several]),
-        start=first.start,
-        missing=joined_ranges(tuple(each for piece in several for each in piece.missing)),
-        source=joined_ranges(tuple(each for piece in several for each in piece.source)),
-        weight_version=joined_ranges(tuple(each for piece in several for each in piece.weight_version)),
-    )

@@ -82,7 +82,7 @@ class GenerationStream:
         else:
             self._held_back = HeldBack(request)
             committed = self._go_on_from(keeper, prompt_len=num_prompt_tokens)
-            is_streamed = request.return_routed_experts
+            is_streamed = request.wants_rows
             kept = replace(request, incremental=True, stream_routed_experts=is_streamed)
             if not committed or any(result.finish is None for result in committed):
                 self._choices = loop.submit(kept, self._receive, committed=committed)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -37,7 +37,7 @@ from rayserve_moe.execution.programs.compiled import (
     launch_for,
 )
 from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, draft_sizes, served_model
-from rayserve_moe.execution.step.device_state import BlockInputSource, allocate
+from rayserve_moe.execution.step.device_state import BlockInputSource, allocate, no_choices
 from rayserve_moe.execution.step.pack import PackedStep, Packer
 from rayserve_moe.execution.step.page_copies import no_copies
 from rayserve_moe.execution.step.probe import ProbeRun, probe_runs
@@ -80,10 +80,10 @@ class HostRunner:
         self._mover = _mover_for(self.served)
         """Moves experts between slots; None on a server whose experts never move."""
         self._packer = _packer_for(self.served)
+        forces_index = self.served.settings.replay.shows_index
+        nothing = cache(partial(no_choices, self.config)) if forces_index else None
         self._block_inputs = {
-            s: BlockInputSource(s, self.config, forces_index=self.served.settings.replay.shows_index)
-            for s in self.served.shapes
-            if s.num_blocks
+            s: BlockInputSource(s, self.config, no_choices=nothing) for s in self.served.shapes if s.num_blocks
         }
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None

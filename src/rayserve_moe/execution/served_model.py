@@ -261,6 +261,9 @@ def served_model(
     """
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
     config = model_config(spec, plan, experts=settings.experts, kernels=kernels, pool=settings.pool_format)
+    longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
+    page_size = settings.cache.page_size
+    config = replace(config, table_tokens=derive.pages_per_sequence(longest, page_size) * page_size)
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)

@@ -6,7 +6,7 @@ Each record of a commit is an update of a choice; the updates of a choice add up
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import msgpack
@@ -64,7 +64,12 @@ def packed_update(choice: int, update: ChoiceResult) -> bytes:
     if update.drafts != DraftCounts():
         fields["drafts"] = tuple(update.drafts)
     if update.routing is not None:
-        fields["routing"] = {**asdict(update.routing), "rows": _packed(update.routing.rows)}
+        index = update.routing.index
+        fields["routing"] = {
+            **vars(update.routing),
+            "rows": _packed(update.routing.rows),
+            "index": None if index is None else index.tolist(),
+        }
     if update.columns:
         fields["columns"] = _packed_columns(update.columns)
     if (prompt := update.prompt) is not None:
@@ -100,7 +105,9 @@ def _update_in(record: bytes) -> ChoiceResult:
         missing, source, versions = (
             tuple(map(tuple, routing[name])) for name in ("missing", "source", "weight_version")
         )
-        update.routing = RoutedExperts(_read(routing["rows"]), routing["start"], missing, source, versions)
+        update.routing = RoutedExperts(
+            _read(routing["rows"]), routing["start"], missing, source, versions, _read_index(routing["index"])
+        )
     update.columns = _read_columns(fields.get("columns", {}))
     if "prompt" in fields:
         columns, starts, version = fields["prompt"]
@@ -115,6 +122,14 @@ def _packed(values: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
 def _read(packed: tuple[str, list[int], bytes]) -> np.ndarray:
     dtype, shape, content = packed
     return np.frombuffer(content, np.dtype(dtype)).reshape(shape).copy()
+
+
+def _read_index(packed: list[bytes | None] | None) -> np.ndarray | None:
+    if packed is None:
+        return None
+    index = np.empty(len(packed), object)
+    index[:] = packed
+    return index
 
 
 def _packed_columns(columns: Columns) -> dict[str, list[Any]]:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from rayserve_moe.answers.native import native_answer, native_index, native_routing
+from rayserve_moe.answers.native import index_fields, native_answer, native_routing
 from rayserve_moe.checkpoints.bucket import Heads, SentShares, SentTensor, WantedTensor, cut
 from rayserve_moe.checkpoints.model_path import located
 from rayserve_moe.config.given_files import is_url
@@ -214,7 +214,7 @@ class Engine:
             return_logprob=bool(keywords.get("return_logprob")),
         )
         answer["meta_info"] |= native_routing(request, result, layout=self.card.routing)
-        answer["meta_info"] |= native_index(request, result, layout=self.card.index)
+        answer["meta_info"] |= index_fields(request, result, layout=self.card.index)
         return answer
 
 

@@ -30,6 +30,8 @@ class ModelConfig:
 
     spec: ModelSpec
     experts: ExpertConfig
+    table_tokens: int = 0
+    """Positions of a page table, if that is known: states that such tables do not need are not kept."""
 
     @property
     def kernels(self) -> Kernels:
@@ -38,6 +40,15 @@ class ModelConfig:
     @property
     def plan(self) -> ParallelPlan:
         return self.experts.plan
+
+
+class ForcedChoices(NamedTuple):
+    """Positions that some tokens see in place of those that indexes would choose."""
+
+    tokens_F: jax.Array
+    """Tokens, int32, counted over those in prefill blocks; entries that do not force a choice lie beyond them."""
+    chosen_IFK: jax.Array
+    """Positions that each sees, int32 by layer with an index, ascending with -1 behind."""
 
 
 class StepInputs(NamedTuple):
@@ -52,7 +63,7 @@ class StepInputs(NamedTuple):
     """Slots of the experts; None stands for expert i in slot i."""
     forced: tuple[jax.Array, jax.Array] | None = None
     """Forced routing [M, X, K], and a bool scalar that is True if any entry is forced."""
-    chosen_IXK: jax.Array | None = None
-    """Forced positions that tokens in prefill blocks see, by layer with an index; -1 for tokens left to the index."""
+    choices: ForcedChoices | None = None
+    """Forced choices of an index, or None if they cannot be forced."""
     capacity: StepCapacity | None = None
     """Capacity of slots, or None without a limit."""

@@ -45,7 +45,8 @@ def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
     layers: dict[StateKind, set[int]] = {}
     for mixer in spec.mixers:
         for kind in MIXERS[mixer.kind].states(mixer, kernels=kernels, tensor_size=tensor_size):
-            layers.setdefault(kind, set()).update(spec.layers_with_mixer(mixer.kind))
+            if not 0 < config.table_tokens <= kind.unread_within:
+                layers.setdefault(kind, set()).update(spec.layers_with_mixer(mixer.kind))
     found = tuple(
         KeptState(kind, tuple(spec.layers[layer].window for layer in sorted(of_kind)))
         for kind, of_kind in layers.items()

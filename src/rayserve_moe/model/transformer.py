@@ -19,7 +19,7 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.reference.layers import take_rows
 from rayserve_moe.model.decoder_layers import first_carry, norm_rows, scaled, step_inputs, visit_period
 from rayserve_moe.model.layer_runs import layer_runs
-from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools
+from rayserve_moe.model.model_config import ForcedChoices, ModelConfig, Parameters, Pools
 from rayserve_moe.model.vocabulary import local_logits, look_up
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
 
@@ -51,7 +51,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
     config: ModelConfig,
     maps: PlacementArrays | None = None,
     forced_MXK: jax.Array | None = None,
-    forced_IXK: jax.Array | None = None,
+    forced_choices: ForcedChoices | None = None,
     capacity_factor: jax.Array | None = None,
     asked: tuple[int, ...] = (),
     captures: bool = False,
@@ -61,10 +61,9 @@ def forward(  # noqa: PLR0913 (the options of a call)
     `params` and `pools` are local shares. `batch` is this data rank's; batches of all ranks have the same shape, and
     idle ranks have padding. `maps` are the expert slots of all MoE layers, equal on every device; None is expert i in
     slot i. Routing is captured in router order, before the mapping to slots. Nonnegative `forced_MXK` replaces the
-    router's selection in prefill blocks; balanced selection ignores it. `forced_IXK` likewise replaces
-    the choice of indexes where its first position is not negative. `capacity_factor` is a float32 scalar if slots
-    have limited capacity. `asked` are layers whose inputs are returned; `num_layers` stands for the output of the last
-    layer. `captures` requests `chosen_ITK`.
+    router's selection in prefill blocks; balanced selection ignores it. `forced_choices` likewise replace the choices
+    of indexes. `capacity_factor` is a float32 scalar if slots have limited capacity. `asked` are layers whose inputs
+    are returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK`.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
     forced = capacity = None
@@ -74,7 +73,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
     inputs = step_inputs(batch, pools, config)._replace(
-        maps=maps, forced=forced, capacity=capacity, chosen_IXK=forced_IXK
+        maps=maps, forced=forced, capacity=capacity, choices=forced_choices
     )
     captured_runs, chosen_runs, entering = [], [], {}
     carry = first_carry(hidden_TD, pools, batch, config=config)

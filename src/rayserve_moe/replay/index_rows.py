@@ -51,6 +51,28 @@ def unpacked_index(packed: bytes, *, num_layers: int, top_k: int) -> np.ndarray:
     return found
 
 
+def unpacked_rows(packed: np.ndarray, *, num_layers: int, top_k: int) -> np.ndarray:
+    """Return the positions of tokens, int32 [N, I, K]; -1 for a token whose packed row is None."""
+    rows = np.full((len(packed), num_layers, top_k), NONE, np.int32)
+    for place, row in enumerate(packed):
+        if row is not None:
+            rows[place] = unpacked_index(row, num_layers=num_layers, top_k=top_k)
+    return rows
+
+
+def check_packed(packed: bytes, *, num_layers: int, top_k: int) -> None:
+    """Raise ValueError unless bytes from outside are a packed row with 1 to `top_k` positions for each index."""
+    if len(packed) < 4 * num_layers:
+        raise ValueError("a packed row is shorter than its counts")
+    counts = np.frombuffer(packed, "<i4", num_layers).astype(np.int64)
+    if not ((np.abs(counts) >= 1) & (np.abs(counts) <= top_k)).all():
+        raise ValueError(f"a packed row must hold 1 to {top_k} positions for each index")
+    num_gaps, first = int(counts[counts > 0].sum()), 4 * num_layers
+    large = np.frombuffer(packed[first : first + num_gaps], np.uint8) == LARGE
+    if len(packed) != first + num_gaps + 4 * int(large.sum()):
+        raise ValueError("a packed row has another length than its counts say")
+
+
 class IndexStore:
     """Packed index rows by slot, within a number of bytes: the oldest are dropped, and missing from then on."""
 

@@ -161,7 +161,7 @@ class RequestedEvidence:
     """Ids whose log-probs are returned at positions of the prompt."""
     return_hidden_states: str = stated("", HIDDEN_STATES, vllm=None)
     """Return the states of the last layer: of all tokens (true), or of the last token (`last`)."""
-    return_indexer_topk: bool = stated(False, FLAG, openai=None, vllm=None)
+    return_indexer_topk: bool = stated(False, FLAG)
     """Return the positions that the indexes of sparse attention choose."""
 
     @property
@@ -235,6 +235,11 @@ class RoutedExperts:
     """Packed index rows (`replay.index_rows`) of the same positions, object [num_rows], None for a row that is not
     known; None if they are not captured."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all rows."""
+        return self.rows.nbytes + (0 if self.index is None else sum(map(len, filter(None, self.index))))
+
 
 class RequestError(ValueError):
     """Error for a request that cannot be served as requested; `param` is the field at fault, or None."""
@@ -274,6 +279,8 @@ class IndexLayout:
 
     layer_ids: tuple[int, ...]
     """Layer of each row of a token: layers with an index of their own, once for each row of such a layer."""
+    sparse_layer_ids: tuple[int, ...]
+    """Layers with sparse attention, likewise; those without an index share the last choice before them."""
     top_k: int
     """Maximum number of positions that a token sees, or of blocks."""
     max_bytes: int = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -62,37 +63,41 @@ class ChoiceResult:
         if update.columns:
             self.columns = concat([self.columns, update.columns])
         self.finish = update.finish or self.finish
-        self.routing = joined_routing(self.routing, update.routing)
+        self.routing = joined_routing([self.routing, update.routing])
         self.prompt = update.prompt or self.prompt
         self.weight_versions = update.weight_versions or self.weight_versions
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
         self.drafts = max(self.drafts, update.drafts)
 
 
-def joined_routing(before: RoutedExperts | None, after: RoutedExperts | None) -> RoutedExperts | None:
-    """Join routing whose `after` starts at the end of `before`; None if both are None.
+def joined_routing(pieces: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
+    """Join pieces of routing that each start at the end of the piece before, without None; None without any.
 
     A piece without rows may start anywhere: it remains of tokens beyond a stop string.
     """
-    if before is None or after is None or len(after.rows) == 0:
-        return after if before is None else before
-    assert after.start == before.start + len(before.rows), "a piece of routing does not follow the one before"
-    return replace(
-        before,
-        rows=np.concatenate([before.rows, after.rows]),
-        missing=joined_ranges(before.missing + after.missing),
-        source=joined_ranges(before.source + after.source),
-        weight_version=joined_ranges(before.weight_version + after.weight_version),
-        index=_joined_index(before, after),
+    known = [piece for piece in pieces if piece is not None]
+    several = [piece for piece in known if len(piece.rows)] or known[:1]
+    if len(several) < 2:
+        return several[0] if several else None
+    ends = [piece.start + len(piece.rows) for piece in several]
+    assert [piece.start for piece in several[1:]] == ends[:-1], "a piece of routing does not follow the one before"
+    return RoutedExperts(
+        rows=np.concatenate([piece.rows for piece in several]),
+        start=several[0].start,
+        missing=joined_ranges(tuple(each for piece in several for each in piece.missing)),
+        source=joined_ranges(tuple(each for piece in several for each in piece.source)),
+        weight_version=joined_ranges(tuple(each for piece in several for each in piece.weight_version)),
+        index=_joined_index(several),
     )
 
 
-def _joined_index(before: RoutedExperts, after: RoutedExperts) -> np.ndarray | None:
+def _joined_index(pieces: Sequence[RoutedExperts]) -> np.ndarray | None:
     """Join index rows; the rows of a piece without any are not known."""
-    if before.index is None and after.index is None:
+    if all(piece.index is None for piece in pieces):
         return None
-    pieces = (np.full(len(each.rows), None, object) if each.index is None else each.index for each in (before, after))
-    return np.concatenate(list(pieces))
+    return np.concatenate(
+        [np.full(len(piece.rows), None, object) if piece.index is None else piece.index for piece in pieces]
+    )
 
 
 def joined_ranges(ranges: tuple) -> tuple:

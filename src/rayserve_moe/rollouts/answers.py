@@ -12,8 +12,9 @@ import numpy as np
 from rayserve_moe.replay.encoding import decode_rollout, routing_until
 from rayserve_moe.replay.encoding.description import described_layout
 from rayserve_moe.replay.encoding.rollout import routing_of_rollout
-from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
 from rayserve_moe.requests.results import joined_routing
+from rayserve_moe.rollouts.alignment.answers import with_index
 from rayserve_moe.rollouts.schema import Rollout
 
 
@@ -59,6 +60,8 @@ class SampleRequest:
     count: int = 1
     """Number of samples."""
     returns_routing: bool = True
+    returns_index: bool = False
+    """Return index rows of sparse attention, beside routing."""
     rows_from: int = 0
     """First position of the routing; in later turns of a conversation the number of earlier tokens, minus 1."""
 
@@ -97,10 +100,10 @@ def rollout_of(
     *,
     index: int,
     routing: RoutedExperts | None,
-    layout: RoutingLayout | None,
+    layouts: tuple[RoutingLayout | None, IndexLayout | None],
     started_at: float,
 ) -> Rollout:
-    """Build a sample from its native answer and its routing from `rows_from` on.
+    """Build a sample from its native answer and its routing from `rows_from` on; `layouts` are of routing and index.
 
     Raises ValueError if they are inconsistent.
     """
@@ -126,7 +129,8 @@ def rollout_of(
         text=str(answer["text"]),
         finish_reason=str(meta["finish_reason"]["type"]),
         routing=routing,
-        layout=None if routing is None else layout,
+        layout=None if routing is None else layouts[0],
+        index_layout=None if routing is None or routing.index is None else layouts[1],
         num_cached_tokens=int(meta["cached_tokens"]),
         started_at=started_at,
         elapsed_s=float(meta["e2e_latency"]),
@@ -138,10 +142,22 @@ def _rollouts_of(
 ) -> list[Rollout]:
     """Return the samples of a request, from their native answers and the rows of each."""
     routings, layout = _routings(answers, rows, request) if request.returns_routing else ([None] * len(answers), None)
-    return [
-        rollout_of(answer, request, index=index, routing=routing, layout=layout, started_at=started_at)
-        for index, (answer, routing) in enumerate(zip(answers, routings, strict=True))
-    ]
+    found = []
+    for index, (answer, routing) in enumerate(zip(answers, routings, strict=True)):
+        index_layout = None
+        if routing is not None and request.returns_index:
+            routing, index_layout = with_index(routing, answer)
+        found.append(
+            rollout_of(
+                answer,
+                request,
+                index=index,
+                routing=routing,
+                layouts=(layout, index_layout),
+                started_at=started_at,
+            )
+        )
+    return found
 
 
 def _routings(
@@ -173,4 +189,4 @@ def _whole(
     first = next((other for other in known if start + len(other.rows) >= prompt_len), None)
     if first is None or routing.start != prompt_len:
         raise ValueError("the answer does not have all rows of the prompt")
-    return joined_routing(routing_until(first, prompt_len), routing)
+    return joined_routing([routing_until(first, prompt_len), routing])

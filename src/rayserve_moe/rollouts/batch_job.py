@@ -150,6 +150,7 @@ def _job_settings(options: argparse.Namespace) -> JobSettings:
         options.seed,
         sampling={**basic, **check_sampling(json.loads(options.sampling))},
         returns_routing=not options.no_routing,
+        returns_index=options.index_rows,
         weight_version=None if options.weight_version == ANY_VERSION else options.weight_version,
         retries_failed=options.retry_errors,
         in_flight=options.in_flight,
@@ -163,6 +164,8 @@ def _suited(settings: JobSettings, options: argparse.Namespace, *, facts: dict[s
     """Adapt the settings to the server: at least twice as many samples in flight as it runs at once, if known."""
     if settings.returns_routing and not facts.get("enable_return_routed_experts"):
         raise ValueError("routing is not captured: set enable_return_routed_experts: true, or pass --no-routing")
+    if settings.returns_index and not facts.get("enable_return_indexer_topk"):
+        raise ValueError("index rows are not captured: set enable_return_indexer_topk: true, for sparse attention")
     wanted, served = settings.weight_version, str(facts.get("weight_version"))
     if wanted not in (None, served):
         raise Unusable(f"the server has weight version {served}, but {wanted} is required")
@@ -173,7 +176,8 @@ def _suited(settings: JobSettings, options: argparse.Namespace, *, facts: dict[s
 def _binding(settings: JobSettings, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the facts that all samples of a directory depend on."""
     named = {"model": str(facts.get("served_model_name")), "seed": settings.seed, "sampling": settings.sampling}
-    return {**named, "routing": settings.returns_routing}
+    index = {"index_rows": True} if settings.returns_index else {}  # older directories have no such fact
+    return {**named, "routing": settings.returns_routing, **index}
 
 
 def _tokenizer(directory: Path | None, facts: dict[str, Any]) -> Tokenizer | None:

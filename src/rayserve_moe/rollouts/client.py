@@ -81,7 +81,7 @@ class RolloutClient:
         started_at, wanted = time.time(), {_routing_wanted(request) for request in requests}
         if len(wanted) != 1:
             raise ValueError("all prompts of a call must return routing from the same position, or none of them")
-        returns_routing, rows_from = wanted.pop()
+        returns_routing, returns_index, rows_from = wanted.pop()
         prompts = [[int(token_id) for token_id in request.prompt_ids] for request in requests]
         samplings = [request.all_sampling for request in requests]
         is_one = len(requests) == 1
@@ -90,6 +90,8 @@ class RolloutClient:
             "sampling_params": samplings[0] if is_one else samplings,
             "return_logprob": True,
             "return_routed_experts": returns_routing,
+            "return_indexer_topk": returns_index,
+            "indexer_topk_format": "packed",
             "routed_experts_start_len": rows_from,
         }
         raw = await self._ask_to_the_end({**body, "rid": uuid.uuid4().hex})
@@ -323,7 +325,7 @@ class BlockingRolloutClient:
         self._run(self._client.flush())
 
     async def _gathered(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
-        calls: dict[tuple[bool, int, int], list[int]] = {}
+        calls: dict[tuple[bool, bool, int, int], list[int]] = {}
         for place, request in enumerate(requests):
             calls.setdefault((*_routing_wanted(request), place // CALL_PROMPTS), []).append(place)
         of_calls = [[requests[place] for place in places] for places in calls.values()]
@@ -336,8 +338,8 @@ class BlockingRolloutClient:
         return self._runner.run(call)
 
 
-def _routing_wanted(request: SampleRequest) -> tuple[bool, int]:
-    return request.returns_routing, request.rows_from
+def _routing_wanted(request: SampleRequest) -> tuple[bool, bool, int]:
+    return request.returns_routing, request.returns_index, request.rows_from
 
 
 def _failure_of(status: int, raw: bytes, retry_after: str) -> Exception:

@@ -116,7 +116,14 @@ class Driver:
         while missing:
             for first, count in _runs(sorted(missing)):
                 request = SampleRequest(
-                    row.prompt_id, prompt_ids, sampling, seed, first, count, self._settings.returns_routing
+                    row.prompt_id,
+                    prompt_ids,
+                    sampling,
+                    seed,
+                    first,
+                    count,
+                    returns_routing=self._settings.returns_routing,
+                    returns_index=self._settings.returns_index,
                 )
                 answered = [each for each in await self._answer(request) if each.finish_reason != "abort"]
                 rollouts = [dataclasses.replace(each, prompt_fields=row.others) for each in answered]

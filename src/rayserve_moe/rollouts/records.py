@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayserve_moe.replay.encoding.description import checksum
-from rayserve_moe.requests.records import RoutedExperts
+from rayserve_moe.replay.encoding.index import over_sparse_layers
+from rayserve_moe.replay.index_rows import unpacked_rows
+from rayserve_moe.requests.records import IndexLayout, RoutedExperts
 from rayserve_moe.rollouts.schema import SCHEMA
 from rayserve_moe.rollouts.shards import ROLLOUTS, ShardError, altered_shards, damaged_shards, shard_files
 
@@ -115,7 +118,10 @@ class Rollouts:
         return [_ranges(entries) for entries in self.table["routing_weight_version"].to_pylist()]
 
     def routed_experts(self, sample: int) -> RoutedExperts | None:
-        """Return a sample's routing after verifying its checksum. Raises ValueError if the rows were altered."""
+        """Return a sample's routing with its index rows, if any, after verifying their checksums.
+
+        Raises: ValueError if rows were altered.
+        """
         rows = self.routing[sample]
         if rows is None:
             return None
@@ -123,7 +129,43 @@ class Rollouts:
         crc32, missing, source, version = (self.table[name][sample].as_py() for name in names)
         if crc32 is not None and checksum(rows) != crc32:
             raise ValueError(f"sample {sample}: rows of routing were altered")
-        return RoutedExperts(rows, 0, _ranges(missing), _ranges(source), _ranges(version))
+        index = self._packed_index(sample)
+        return RoutedExperts(rows, 0, _ranges(missing), _ranges(source), _ranges(version), index)
+
+    def index_layout(self, sample: int) -> IndexLayout | None:
+        """Return the layout of a sample's index rows; None without any."""
+        names = ("index_layer_ids", "sparse_layer_ids", "index_top_k", "index_block_size")
+        own, sparse, top_k, size = (self.table[name][sample].as_py() for name in names)
+        return None if top_k is None else IndexLayout(tuple(own), tuple(sparse), top_k, block_size=size)
+
+    def index_rows(self, sample: int) -> np.ndarray | None:
+        """Return a sample's index rows [N, layers with sparse attention, top_k]; None without any.
+
+        Raises: ValueError if rows were altered, or are missing.
+        """
+        packed, layout = self._packed_index(sample), self.index_layout(sample)
+        if packed is None or layout is None:
+            return None
+        if (missing := np.array([row is None for row in packed])).any():
+            raise ValueError(f"sample {sample}: {missing.sum()} index rows are missing")
+        rows = unpacked_rows(packed, num_layers=len(layout.layer_ids), top_k=layout.top_k)
+        return over_sparse_layers(rows, layout)
+
+    def _packed_index(self, sample: int) -> np.ndarray | None:
+        """Return packed index rows, object [N] with None for a missing row; ValueError if they were altered."""
+        if "index_rows" not in self.table.column_names:
+            return None
+        raw, lengths, crc32 = (
+            self.table[name][sample].as_py() for name in ("index_rows", "index_row_bytes", "index_crc32")
+        )
+        if raw is None:
+            return None
+        if zlib.crc32(raw) != crc32 or sum(lengths) != len(raw):
+            raise ValueError(f"sample {sample}: index rows were altered")
+        packed, ends = np.full(len(lengths), None, object), itertools.accumulate(lengths)
+        for place, (last, length) in enumerate(zip(ends, lengths, strict=True)):
+            packed[place] = raw[last - length : last] if length else None
+        return packed
 
 
 def _list_views(column: pa.ChunkedArray) -> Iterator[np.ndarray]:

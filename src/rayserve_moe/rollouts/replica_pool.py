@@ -183,6 +183,7 @@ class LocalReplica:
             "served_model_name": card.name,
             "weight_version": card.weight_version,
             "enable_return_routed_experts": card.returns_routing,
+            "enable_return_indexer_topk": card.index is not None,
             "max_running": rows,
         }
 
@@ -222,7 +223,7 @@ class LocalReplica:
                 request,
                 index=index,
                 routing=result.routing,
-                layout=loop.card.routing,
+                layouts=(loop.card.routing, loop.card.index),
                 started_at=started_at,
             )
             for index, result in enumerate(running.results)
@@ -232,7 +233,11 @@ class LocalReplica:
         """Return the engine's request for the same samples."""
         assert self._engine is not None, "start comes first"
         prompt_ids, card = np.asarray(request.prompt_ids, np.int32), self._engine.loop.card
-        given = {**read_given(request.all_sampling), "return_routed_experts": request.returns_routing}
+        given = {
+            **read_given(request.all_sampling),
+            "return_routed_experts": request.returns_routing,
+            "return_indexer_topk": request.returns_index,
+        }
         return build_request(prompt_ids, given, dialect=SGLANG, card=card)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from rayserve_moe.replay.encoding.description import checksum
-from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.replay.encoding.index import index_rows_of, known_index, over_sparse_layers
+from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
 
 _LABELLED = pa.list_(pa.struct([("first", pa.int32()), ("last", pa.int32()), ("label", pa.string())]))
 _RANGES = pa.list_(pa.struct([("first", pa.int32()), ("last", pa.int32())]))
@@ -40,6 +42,14 @@ SCHEMA = pa.schema(
         pa.field("routing_weight_version", _LABELLED),
         pa.field("layer_ids", pa.list_(pa.int32())),
         pa.field("num_experts", pa.int32()),
+        # Packed index rows of sparse attention (`replay.index_rows`), one per row of routing; all null without them.
+        pa.field("index_rows", pa.large_binary()),
+        pa.field("index_row_bytes", pa.list_(pa.int32())),  # of each row, 0 for a missing row
+        pa.field("index_crc32", pa.uint32()),
+        pa.field("index_top_k", pa.int32()),
+        pa.field("index_layer_ids", pa.list_(pa.int32())),  # layers with an index
+        pa.field("index_block_size", pa.int32()),  # positions of a block; 1 if rows hold positions
+        pa.field("sparse_layer_ids", pa.list_(pa.int32())),  # layers that see by one
         # Statistics.
         pa.field("num_cached_tokens", pa.int32(), nullable=False),
         pa.field("started_at", pa.timestamp("us", tz="UTC"), nullable=False),
@@ -59,7 +69,7 @@ ERRORS_SCHEMA = pa.schema(
 )
 """A row per prompt that was given up."""
 
-UNCOMPRESSED = ("routing", "logprobs")
+UNCOMPRESSED = ("routing", "index_rows", "logprobs")
 """Columns that hardly compress."""
 
 
@@ -85,6 +95,8 @@ class Rollout:
     """Rows from the requested position on; None if not requested."""
     layout: RoutingLayout | None = None
     """None without routing."""
+    index_layout: IndexLayout | None = None
+    """None without index rows."""
     num_cached_tokens: int = 0
     started_at: float = 0.0
     """Seconds since 1970."""
@@ -98,9 +110,17 @@ class Rollout:
         return None if self.routing is None or self.routing.missing else self.routing.rows
 
     @property
+    def index_rows(self) -> np.ndarray | None:
+        """Return index rows [N, layers with sparse attention, top_k]; None without any, or if a row is missing."""
+        if self.routing is None or self.index_layout is None:
+            return None
+        rows, known = index_rows_of(self.routing, self.index_layout)
+        return over_sparse_layers(rows, self.index_layout) if known.all() else None
+
+    @property
     def num_bytes(self) -> int:
         """Return the approximate memory use in bytes."""
-        rows = 0 if self.routing is None else self.routing.rows.nbytes
+        rows = 0 if self.routing is None else self.routing.num_bytes
         return rows + 8 * (len(self.prompt_ids) + 2 * len(self.output_ids)) + 1024
 
 
@@ -134,7 +154,7 @@ def _row(rollout: Rollout) -> dict[str, Any]:
     others = ("prompt_ids", "output_ids", "logprobs", "num_cached_tokens", "elapsed_s", "prompt_fields")
     row = {name: getattr(rollout, name) for name in names + others}
     row["logprob_weight_version"] = _labelled(rollout.logprob_versions)
-    return {**row, "started_at": _moment(rollout.started_at), **_routing_columns(rollout)}
+    return {**row, "started_at": _moment(rollout.started_at), **_routing_columns(rollout), **_index_columns(rollout)}
 
 
 def _routing_columns(rollout: Rollout) -> dict[str, Any]:
@@ -153,6 +173,23 @@ def _routing_columns(rollout: Rollout) -> dict[str, Any]:
         "routing_weight_version": _labelled(routing.weight_version),
         "layer_ids": list(layout.layer_ids),
         "num_experts": layout.num_experts,
+    }
+
+
+def _index_columns(rollout: Rollout) -> dict[str, Any]:
+    routing, layout = rollout.routing, rollout.index_layout
+    if routing is None or layout is None:
+        return {field.name: None for field in SCHEMA if field.name.startswith(("index_", "sparse_layer_ids"))}
+    packed = known_index(routing)
+    raw = b"".join(filter(None, packed))
+    return {
+        "index_rows": raw,
+        "index_row_bytes": [0 if row is None else len(row) for row in packed],
+        "index_crc32": zlib.crc32(raw),
+        "index_top_k": layout.top_k,
+        "index_layer_ids": list(layout.layer_ids),
+        "index_block_size": layout.block_size,
+        "sparse_layer_ids": list(layout.sparse_layer_ids),
     }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from rayserve_moe.scheduling.chunk_demands import ChunkDemand
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, chunk_demand
-from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, PageTableChanges
+from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, PREFILL_BLOCK_TOKENS, PageTableChanges
 from rayserve_moe.state.groups import EntryGroup, PageGroup
 
 CANDIDATES = 8
@@ -95,7 +95,7 @@ class RankStep:
         self.completed: list[tuple[Sequence, int]] = []
         """As in `Schedule`."""
         self._limits, self._preempt, self._defers_decoding = limits, preempt, defers_decoding
-        self._budget = limits.step_tokens
+        self._budget, self._choices_left = limits.step_tokens, MAX_FORCED_CHOICES
 
     @property
     def is_full(self) -> bool:
@@ -225,6 +225,8 @@ class RankStep:
         if is_last:
             self.completed.append((sequence, int(table.generations[row])))
         table.num_computed[row] = stop
+        if run.demand is not None and run.demand.forced_index is not None:
+            self._choices_left -= len(run.demand.forced_index)
         if length > 1 or chunk_demand(sequence, start, stop=start + 1) is not None:
             self._budget -= -(-length // PREFILL_BLOCK_TOKENS) * PREFILL_BLOCK_TOKENS
 
@@ -237,6 +239,9 @@ class RankStep:
         if wanted == 1 and chunk_demand(sequence, start, stop=start + 1) is None:
             return 1
         length = min(wanted, self._budget // PREFILL_BLOCK_TOKENS * PREFILL_BLOCK_TOKENS)
+        forced = sequence.request.forced_routing
+        if forced is not None and forced.index is not None and start < forced.start + len(forced.index):
+            length = min(length, max(0, forced.start - start) + self._choices_left)
         return self._whole_entries(sequence, start, length) if self.rank.entry_tokens else length
 
     def _whole_entries(self, sequence: Sequence, start: int, length: int) -> int:

@@ -38,6 +38,8 @@ class StateKind:
     """Entry kinds: tokens between entries. 0 for token kinds."""
     ring: tuple[ArraySpec, ...] = ()
     """Entry kinds: arrays that a running row keeps of the tokens since its entry."""
+    unread_within: int = 0
+    """Page tables of up to this number of positions neither write nor read the state."""
 
     def __post_init__(self) -> None:
         assert (self.per == "entry") == (self.entry_tokens > 0), f"{self.name}: {self.entry_tokens} tokens per entry"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
+from rayserve_moe.replay.encoding.ranges import routing_until
 from rayserve_moe.requests.columns import take
 from rayserve_moe.requests.fields import Repetition
 from rayserve_moe.requests.finish_reason import FinishReason
-from rayserve_moe.requests.records import RoutedExperts, SamplingParams
+from rayserve_moe.requests.records import SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.text.stop_patterns import PatternScanner
 from rayserve_moe.text.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -192,21 +192,9 @@ class ChoiceText:
             del values[num_kept:]
         update.columns = take(update.columns, slice(0, num_kept))
         if update.routing is not None:
-            update.routing = _until(update.routing, self._num_prompt_tokens + self._num_kept - 1)
+            update.routing = routing_until(update.routing, self._num_prompt_tokens + self._num_kept - 1)
         if update.finish is not None and update.finish.kind != "error":
             update.finish = self.ending
-
-
-def _until(routing: RoutedExperts, end: int) -> RoutedExperts:
-    """Return the routing of positions before `end`."""
-    end = max(routing.start, end)
-    return replace(
-        routing,
-        rows=routing.rows[: end - routing.start],
-        missing=tuple((a, min(b, end)) for a, b in routing.missing if a < end),
-        source=tuple((a, min(b, end), name) for a, b, name in routing.source if a < end),
-        weight_version=tuple((a, min(b, end), name) for a, b, name in routing.weight_version if a < end),
-    )
 
 
 def _ends_at_token(finish: FinishReason | None) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import jax
@@ -56,6 +57,12 @@ def families(*sampled: str, variants: int = 1) -> pytest.MarkDecorator:
 @pytest.fixture(scope="session")
 def case(request: pytest.FixtureRequest) -> FamilyCase:
     return request.param
+
+
+@pytest.fixture(scope="session")
+def core_settings(core_settings: dict[str, Any], case: FamilyCase) -> dict[str, Any]:
+    """What is set for every engine of the core model, and the capture of an index where there is one."""
+    return {**core_settings, "enable_return_indexer_topk": "index_topk" in case.config}
 
 
 @pytest.fixture(scope="session")

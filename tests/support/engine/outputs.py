@@ -65,9 +65,16 @@ def outcome_of_answer(answer: Mapping[str, Any], layout: RoutingLayout) -> Outco
 
 
 def assert_same(
-    actual: Outcome, expected: Outcome, *, routing: bool = True, tolerance: float = LOGPROB_TOLERANCE
+    actual: Outcome,
+    expected: Outcome,
+    *,
+    routing: bool = True,
+    index: bool = True,
+    tolerance: float = LOGPROB_TOLERANCE,
 ) -> None:
     """Assert that two runs of one choice agree: ids, end, log-probs, and every routing row, order included.
+
+    So must all index rows, where there are any, unless `index` is false.
 
     So must all columns, where there are any.
 
@@ -85,7 +92,8 @@ def assert_same(
     elif routing:
         np.testing.assert_array_equal(actual.rows, expected.rows)
         assert actual.routing is not None and actual.routing.missing == ()
-        assert_same_index(actual.routing, expected.routing)
+        if index:
+            assert_same_index(actual.routing, expected.routing)
 
 
 def assert_same_index(actual: RoutedExperts, expected: RoutedExperts | None) -> None:
@@ -132,16 +140,21 @@ def assert_same_prompt(
 
 
 def assert_all_same(
-    actual: Outcomes, expected: Outcomes, *, routing: bool = True, tolerance: float = LOGPROB_TOLERANCE
+    actual: Outcomes,
+    expected: Outcomes,
+    *,
+    routing: bool = True,
+    index: bool = True,
+    tolerance: float = LOGPROB_TOLERANCE,
 ) -> None:
     """Assert that two runs of the same requests agree choice by choice."""
     assert actual.keys() == expected.keys()
     for key, outcome in actual.items():
-        assert_same(outcome, expected[key], routing=routing, tolerance=tolerance)
+        assert_same(outcome, expected[key], routing=routing, index=index, tolerance=tolerance)
 
 
-def assert_identical(actual: Outcomes, expected: Outcomes, *, routing: bool = True) -> None:
+def assert_identical(actual: Outcomes, expected: Outcomes, *, routing: bool = True, index: bool = True) -> None:
     """Assert that two runs of the same requests agree choice by choice, in log-probs to the last bit."""
-    assert_all_same(actual, expected, routing=routing)
+    assert_all_same(actual, expected, routing=routing, index=index)
     for key, outcome in actual.items():
         np.testing.assert_array_equal(outcome.logprobs, expected[key].logprobs)

@@ -24,6 +24,7 @@ from rayserve_moe.engine.speculation.steps import DraftedSteps
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.requests.results import ChoiceResult
+from rayserve_moe.scheduling.recovery import add_choices
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence, prompt_columns, restore
@@ -115,7 +116,7 @@ def run_on(
         choices = choices_of(request, card, constraints=constraints)
         restore(choices, [outputs for outputs in committed if outputs.request_id == request.request_id])
         outcomes |= {(request.request_id, choice.choice_index): Outcome(tolerance=tolerance) for choice in choices}
-        cycle.scheduler.add(choices)
+        add_choices(cycle.scheduler, choices) if committed else cycle.scheduler.add(choices)
     _turn(cycle, intervene, outcomes)
     for rank in cycle.scheduler.ranks:
         assert rank.num_available == rank.allocator.num_usable

@@ -110,8 +110,9 @@ def test_records_hold_all_that_an_update_has():
     top = {"top_ids": np.array([[1, 2]], np.int32), "top_logprobs": np.array([[-0.1, -2]], np.float32)}
     scores = top | {"logprobs": np.array([-1.5], np.float32), "ranks": np.array([4], np.int32)}
     routing = RoutedExperts(
-        np.arange(12, dtype=np.uint8).reshape(1, 2, 6), 4, (), ((4, 5, "computed"),), ((4, 5, "7"),)
-    )
+        np.arange(24, dtype=np.uint8).reshape(2, 2, 6), 4, (), ((4, 6, "computed"),), ((4, 6, "7"),),
+        index=np.array([b"row", None], object),
+    )  # fmt: skip
     update = ChoiceResult(
         choice_index=1,
         token_ids=[7],

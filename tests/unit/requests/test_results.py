@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +26,7 @@ def whole(start: int) -> RoutedExperts:
         missing=((start, start + 2), (start + 6, start + 7)),
         source=((start, start + 5, "cached"), (start + 5, end, "computed")),
         weight_version=((start + 2, start + 6, "a"), (start + 7, end, "b")),
+        index=np.arange(start, end).astype(object),
     )
 
 
@@ -36,7 +38,8 @@ def piece(routing: RoutedExperts, first: int, last: int) -> RoutedExperts:
         return tuple((a, min(b, last), *label) for a, b, *label in ranges if a < last)
 
     rows = tail.rows[: last - first]
-    return RoutedExperts(rows, first, cut(tail.missing), cut(tail.source), cut(tail.weight_version))
+    index = tail.index[: last - first]
+    return RoutedExperts(rows, first, cut(tail.missing), cut(tail.source), cut(tail.weight_version), index)
 
 
 @given(st.integers(0, 5), st.sets(st.integers(1, COUNT - 1)))
@@ -44,17 +47,24 @@ def test_pieces_of_routing_join_to_the_whole(start: int, cuts: set[int]):
     borders = [start, *(start + cut for cut in sorted(cuts)), start + COUNT]
     joined = None
     for first, last in pairwise(borders):
-        joined = joined_routing(joined, piece(whole(start), first, last))
-        joined = joined_routing(joined, None)
+        joined = joined_routing([joined, piece(whole(start), first, last)])
+        joined = joined_routing([joined, None])
     assert joined is not None and joined.start == start
     np.testing.assert_array_equal(joined.rows, whole(start).rows)
+    assert joined.index.tolist() == whole(start).index.tolist()
     for name in ("missing", "source", "weight_version"):
         assert getattr(joined, name) == getattr(whole(start), name)
 
 
+def test_index_rows_of_a_piece_without_any_are_not_known():
+    first, second = piece(whole(0), 0, 3), replace(piece(whole(0), 3, 5), index=None)
+    assert joined_routing([first, second]).index.tolist() == [0, 1, 2, None, None]
+    assert joined_routing([replace(first, index=None), second]).index is None
+
+
 def test_a_gap_is_our_own_fault():
     with pytest.raises(AssertionError, match="does not follow"):
-        joined_routing(piece(whole(0), 0, 3), piece(whole(0), 4, 6))
+        joined_routing([piece(whole(0), 0, 3), piece(whole(0), 4, 6)])
 
 
 def test_columns_of_updates_follow_each_other():

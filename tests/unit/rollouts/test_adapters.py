@@ -7,10 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.replay.index_rows import packed_index
+from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts import Rollout
 from rayserve_moe.rollouts.adapters import (
     areal,
+    index_rows,
+    megatron,
     miles,
     nemo_rl,
     prime_rl,
@@ -134,6 +137,65 @@ def test_miles_sees_the_oldest_version_of_a_sample(trajectories):
     assert oldest == [7, 8, 9]
     same = slime.train_data(trajectories, LAYOUT, rewards=REWARDS)
     assert all(np.array_equal(a, b) for name in same for a, b in zip(same[name], data[name], strict=True))
+
+
+INDEX = IndexLayout((0, 2), (0, 1, 2, 4), top_k=4)
+
+
+def indexed(rollout, *, without=()):
+    """A turn whose tokens see the last tokens by the first index, and themselves alone by the second."""
+    positions = np.arange(len(rollout.routing.rows))[:, None]
+    chosen = np.full((len(positions), 2, 4), -1, np.int32)
+    chosen[:, 0] = np.sort(np.where(positions >= np.arange(4), positions - np.arange(4), 99), axis=1)
+    chosen[chosen == 99] = -1
+    chosen[:, 1, :1] = positions
+    index = packed_index(chosen)
+    index[list(without)] = None
+    return replace(rollout, routing=replace(rollout.routing, index=index), index_layout=INDEX)
+
+
+def test_index_rows_of_turns_are_those_of_every_sparse_layer():
+    joined = trajectory_of([indexed(each) for each in two_turns()])
+    rows = index_rows(joined)
+    assert rows.shape == (9, 4, 4) and rows.dtype == np.int32
+    assert rows[0, 0].tolist() == [0, -1, -1, -1] and rows[8].tolist() == [[5, 6, 7, 8]] * 2 + [[8, -1, -1, -1]] * 2
+    with pytest.raises(ValueError, match="only some have any"):
+        trajectory_of([indexed(two_turns()[0]), two_turns()[1]])
+    with pytest.raises(ValueError, match="set returns_index"):
+        index_rows(trajectory_of(two_turns()))
+    lacking = trajectory_of([indexed(each, without=[1]) for each in two_turns()])
+    with pytest.raises(ValueError, match=r"no index rows for \[\(1, 2\)\] positions"):
+        index_rows(lacking)
+
+
+def test_miles_replays_index_rows_stream_by_stream(trajectories):
+    """It requires int32 of [tokens - 1, streams, top_k], and pads with -1; each layer takes its stream in order."""
+    ours = [trajectory_of([indexed(each) for each in two_turns()]), trajectory_of([indexed(other_turn())])]
+    data = miles.train_data(ours, LAYOUT, rewards=REWARDS[:2])
+    for rows, tokens in zip(data["rollout_indexer_topk"], data["tokens"], strict=True):
+        assert rows.dtype == np.int32 and rows.shape == (len(tokens) - 1, len(INDEX.sparse_layer_ids), INDEX.top_k)
+        streams = [rows[:, stream] for stream in range(rows.shape[1])]
+        np.testing.assert_array_equal(streams[0], streams[1])
+        assert all((stream.max(-1) == np.arange(len(tokens) - 1)).all() for stream in streams)
+    assert "rollout_indexer_topk" not in miles.train_data(trajectories, LAYOUT, rewards=REWARDS)
+    with pytest.raises(ValueError, match="without index rows"):
+        miles.train_data([ours[0], *trajectories[1:]], LAYOUT, rewards=REWARDS)
+
+
+def other_turn():
+    return turn(1, [4], 4, versions=((1, 5, "8"),))
+
+
+def test_megatron_takes_the_rows_of_all_tokens_by_layer():
+    ours = trajectory_of([indexed(each) for each in two_turns()])
+    layers = megatron.indexer_replay_data(ours)
+    assert len(layers) == len(INDEX.sparse_layer_ids)
+    for layer, rows in enumerate(layers):
+        assert rows.shape == (10, INDEX.top_k) and rows.dtype == np.int32 and rows.flags.c_contiguous
+        np.testing.assert_array_equal(rows[:9], index_rows(ours)[:, layer])
+        assert rows[9].tolist() == [6, 7, 8, 9]
+    short = megatron.indexer_replay_data(trajectory_of([indexed(turn(1, [4], 2, versions=((1, 3, "8"),)))]))
+    assert short[0][2].tolist() == [0, 1, 2, -1]
 
 
 @pytest.mark.parametrize("columns", [{}, {"prompt_length": 6, "response_length": 9}])

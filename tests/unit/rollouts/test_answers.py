@@ -9,14 +9,22 @@ import numpy as np
 import pytest
 
 from rayserve_moe.replay.encoding import encode_rollout
+from rayserve_moe.replay.index_rows import packed_index
 from rayserve_moe.requests.finish_reason import FinishReason
-from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.requests.records import (
+    GenerationRequest,
+    IndexLayout,
+    RoutedExperts,
+    RoutingLayout,
+    SamplingParams,
+)
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.rollouts.answers import Faulty, SampleRequest, rollouts_in
 from rayserve_moe.serving.api.answers.routing import RoutingWriter
 from tests.support.routing.routing_arrays import random_rows, same
 
 LAYOUT = RoutingLayout(num_hidden_layers=2, layer_ids=(0, 1), num_experts=8, top_k=2)
+INDEX = IndexLayout((0,), (0, 1), top_k=2)
 PROMPT, NUM_OUTPUTS = (5, 6, 7, 8), 3
 NUM_ROWS = len(PROMPT) + NUM_OUTPUTS - 1
 
@@ -29,10 +37,17 @@ def sample(*versions: str, seed: int = 0, missing: tuple = ()) -> RoutedExperts:
     return RoutedExperts(rows, missing=missing, source=((0, NUM_ROWS, "computed"),), weight_version=ranges)
 
 
-def container(routings: Sequence[RoutedExperts]) -> bytes:
+def container(routings: Sequence[RoutedExperts], *, index: bool = False) -> bytes:
     """The answer to a request for as many samples, as the server writes it."""
-    asked = GenerationRequest("r", np.asarray(PROMPT, np.int32), SamplingParams(n=len(routings)), True)
-    writer = RoutingWriter(LAYOUT, "binary", shares_prompt_rows=True, request_of_choice=[asked] * len(routings))
+    sampling = SamplingParams(n=len(routings))
+    asked = GenerationRequest("r", np.asarray(PROMPT, np.int32), sampling, True, return_indexer_topk=index)
+    writer = RoutingWriter(
+        LAYOUT,
+        "binary",
+        shares_prompt_rows=True,
+        request_of_choice=[asked] * len(routings),
+        index=(INDEX, "packed"),
+    )
     told = {
         "prompt_tokens": len(PROMPT),
         "cached_tokens": 0,
@@ -42,7 +57,7 @@ def container(routings: Sequence[RoutedExperts]) -> bytes:
         "output_token_logprobs": [[-0.5, 9, None]] * NUM_OUTPUTS,
     }
     answers = [
-        {"text": "", "output_ids": [9] * NUM_OUTPUTS, "meta_info": {**told, **writer.fields(choice, result)}}
+        {"text": "", "output_ids": [9] * NUM_OUTPUTS, "meta_info": {**told, **writer.sglang_fields(choice, result)}}
         for choice, result in enumerate(ChoiceResult(finish=FinishReason("length"), routing=rows) for rows in routings)
     ]
     return encode_rollout({"answers": answers}, writer.raw_rows)
@@ -71,6 +86,36 @@ def test_a_row_that_a_sample_lacks_is_that_of_another_under_the_same_weights() -
     lacking, request = sample("a", missing=((1, 2),), seed=1), SampleRequest("p", PROMPT, {}, seed=0, count=2)
     ((_, rollout),) = rollouts_in(container([sample("a"), lacking]), [request], started_at=0.0)
     assert rollout.routing is not None and same(rollout.routing, sample("a", seed=1))
+
+
+def indexed(routing: RoutedExperts, *, missing: Sequence[int] = ()) -> RoutedExperts:
+    """The same with index rows: each token sees itself alone, in either layer."""
+    chosen = np.full((NUM_ROWS, 1, 2), -1, np.int32)
+    chosen[:, 0, 0] = np.arange(NUM_ROWS)
+    index = packed_index(chosen)
+    index[list(missing)] = None
+    return replace(routing, index=index)
+
+
+def test_every_sample_has_its_index_rows() -> None:
+    routings = [indexed(sample("a")), indexed(sample("a", seed=1)), indexed(sample("a", seed=2), missing=[2, 5])]
+    request = SampleRequest("p", PROMPT, {}, seed=0, count=3, returns_index=True)
+    (rollouts,) = rollouts_in(container(routings, index=True), [request], started_at=0.0)
+    for rollout, routing in zip(rollouts, routings, strict=True):
+        assert rollout.routing is not None and rollout.index_layout == INDEX
+        assert rollout.routing.index.tolist() == routing.index.tolist()
+    assert rollouts[0].index_rows.shape == (NUM_ROWS, 2, 2) and rollouts[2].index_rows is None
+    (plain,) = rollouts_in(container(routings[:1]), [SampleRequest("p", PROMPT, {}, seed=0)], started_at=0.0)
+    assert plain[0].index_layout is None and plain[0].index_rows is None
+
+
+def test_index_rows_of_other_positions_are_faulty() -> None:
+    body = container([indexed(sample("a"))], index=True)
+    short = body.replace(b'"start":0,"layer_ids":[0,1],"indexer', b'"start":1,"layer_ids":[0,1],"indexer')
+    assert short != body
+    request = SampleRequest("p", PROMPT, {}, seed=0, returns_index=True)
+    with pytest.raises(Faulty, match="indexer_topk does not have the positions of routed_experts"):
+        rollouts_in(short, [request], started_at=0.0)
 
 
 def test_samples_without_a_prompt_are_faulty() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.replay.index_rows import packed_index
+from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.records import load
 from rayserve_moe.rollouts.schema import SCHEMA, Rollout
 from rayserve_moe.rollouts.shards import RolloutDirectory, shard_files
@@ -74,11 +75,43 @@ def test_what_goes_in_comes_back(tmp_path: Path, rollouts: list[Rollout]) -> Non
         assert [tuple(entry.values()) for entry in row["logprob_weight_version"]] == list(given.logprob_versions)
 
 
+INDEX = IndexLayout((0, 2), (0, 1, 2, 3), top_k=4)
+
+
+def indexed(given: Rollout, *, missing: int | None = None) -> Rollout:
+    """A rollout with index rows: every token sees itself alone."""
+    assert given.routing is not None
+    chosen = np.full((len(given.routing.rows), 2, 4), -1, np.int32)
+    chosen[:, :, 0] = np.arange(len(chosen))[:, None]
+    index = packed_index(chosen)
+    if missing is not None:
+        index[missing] = None
+    return replace(given, routing=replace(given.routing, index=index), index_layout=INDEX)
+
+
+def test_index_rows_come_back_for_every_sparse_layer(tmp_path: Path) -> None:
+    given = [indexed(rollout(0)), rollout(1), indexed(rollout(2), missing=3)]
+    with RolloutDirectory(tmp_path) as directory:
+        directory.write_rollouts(given)
+    loaded = load(tmp_path)
+    wanted = given[0].index_rows
+    assert wanted is not None and wanted.shape == (8, 4, 4) and (wanted[:, :, 0] == np.arange(8)[:, None]).all()
+    np.testing.assert_array_equal(loaded.index_rows(0), wanted)
+    assert loaded.index_layout(0) == INDEX and loaded.index_layout(1) is None and loaded.index_rows(1) is None
+    assert_same_routing(loaded.routed_experts(2), given[2].routing)
+    assert given[2].index_rows is None
+    with pytest.raises(ValueError, match="sample 2: 1 index rows are missing"):
+        loaded.index_rows(2)
+
+
 def assert_same_routing(found: RoutedExperts | None, wanted: RoutedExperts | None) -> None:
     assert (found is None) == (wanted is None)
     if found is not None and wanted is not None:
         assert found.rows.dtype == wanted.rows.dtype and np.array_equal(found.rows, wanted.rows)
-        assert replace(found, rows=NO_ROWS) == replace(wanted, rows=NO_ROWS)
+        assert replace(found, rows=NO_ROWS, index=None) == replace(wanted, rows=NO_ROWS, index=None)
+        assert (found.index is None) == (wanted.index is None)
+        if found.index is not None:
+            assert found.index.tolist() == wanted.index.tolist()
 
 
 NO_ROWS = np.zeros(0)
@@ -139,6 +172,19 @@ def test_altered_rows_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="altered"):
         loaded.routed_experts(2)
     assert_same_routing(loaded.routed_experts(3), given[3].routing)
+
+
+def test_altered_index_rows_are_noticed(tmp_path: Path) -> None:
+    given = indexed(rollout(0))
+    with RolloutDirectory(tmp_path) as directory:
+        directory.write_rollouts([given])
+    (shard,) = shard_files(tmp_path / "rollouts")
+    rows = b"".join(given.routing.index)
+    shard.write_bytes(shard.read_bytes().replace(rows, rows[::-1]))
+    loaded = load(tmp_path, verify=False)
+    for read in (loaded.routed_experts, loaded.index_rows):
+        with pytest.raises(ValueError, match="sample 0: index rows were altered"):
+            read(0)
 
 
 def test_the_schema_is_what_is_on_disk(tmp_path: Path) -> None:

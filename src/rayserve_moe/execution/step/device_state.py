@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import cast
 
@@ -11,12 +12,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from rayserve_moe.execution.step.function import BIAS_AXES, COUNT_AXES, ROW_AXES, WORD_AXES
-from rayserve_moe.execution.step.pack import PackedBlocks
+from rayserve_moe.execution.step.pack import PackedBlocks, forced_choice_shapes, unforced
 from rayserve_moe.execution.step.pytrees import BlockInputs, DeviceState, StepShape
 from rayserve_moe.execution.step.row_updates import MAX_BIASES
 from rayserve_moe.kernels.kv_pool import StatePages, num_tables
 from rayserve_moe.model.layers.index_rows import index_layout
-from rayserve_moe.model.model_config import ModelConfig
+from rayserve_moe.model.model_config import ForcedChoices, ModelConfig
 from rayserve_moe.model.states import PoolCounts, pool_shapes
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
@@ -71,10 +72,15 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
 
 
 class BlockInputSource:
-    """Source of the block inputs of a shape; steps without forced routing need no transfer."""
+    """Source of the block inputs of a shape; steps without forced routing need no transfer.
 
-    def __init__(self, shape: StepShape, config: ModelConfig, *, forces_index: bool = False) -> None:
-        self._arrays = block_input_shapes(shape, config, forces_index=forces_index)
+    Sources share the arrays of `no_choices`, without a forced choice of an index; None if they cannot be forced.
+    """
+
+    def __init__(
+        self, shape: StepShape, config: ModelConfig, *, no_choices: Callable[[], ForcedChoices | None] | None
+    ) -> None:
+        self._routing, self._no_choices = block_input_shapes(shape, config).forced_NMXK, no_choices
 
     @cached_property
     def nothing(self) -> BlockInputs:
@@ -82,16 +88,17 @@ class BlockInputSource:
 
         They come from the host: a program that fills an array would be compiled during a step.
         """
-        return jax.tree.map(lambda array: _like(array, np.full(array.shape, -1, array.dtype)), self._arrays)
+        nothing = np.full(self._routing.shape, -1, self._routing.dtype)
+        return BlockInputs(_like(self._routing, nothing), None if self._no_choices is None else self._no_choices())
 
     def inputs(self, packed: PackedBlocks | None) -> BlockInputs:
         """Return the inputs of a step."""
         if packed is None or packed.forced is None:
             return self.nothing
         inputs = self.nothing._replace(forced_NMXK=_like(self.nothing.forced_NMXK, packed.forced))
-        if packed.forced_index is None or inputs.chosen_NIXK is None:
+        if packed.choices is None or inputs.choices is None:
             return inputs
-        return inputs._replace(chosen_NIXK=_like(inputs.chosen_NIXK, packed.forced_index))
+        return inputs._replace(choices=ForcedChoices(*map(_like, inputs.choices, packed.choices)))
 
 
 def block_input_shapes(shape: StepShape, config: ModelConfig, *, forces_index: bool = False) -> BlockInputs:
@@ -102,13 +109,31 @@ def block_input_shapes(shape: StepShape, config: ModelConfig, *, forces_index: b
     plan, layout = config.plan, config.spec.routing_layout
     num_tokens, (num_layers, top_k) = shape.num_blocks * shape.block_tokens, layout.row_shape
 
-    def array(num_layers: int, top_k: int, dtype: DTypeLike) -> jax.Array:
-        sizes = plan.data_size, num_layers, num_tokens, top_k
-        return cast(jax.Array, jax.ShapeDtypeStruct(sizes, dtype, sharding=plan.sharding(("data_ranks",))))
+    def array(sizes: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+        of_ranks = jax.ShapeDtypeStruct((plan.data_size, *sizes), dtype, sharding=plan.sharding(("data_ranks",)))
+        return cast(jax.Array, of_ranks)
 
-    index = index_layout(config.spec) if forces_index else None
-    chosen = None if index is None else array(len(index.layer_ids), index.top_k, jnp.int32)
-    return BlockInputs(array(num_layers, top_k, jnp.int16), chosen)
+    choices = choice_shapes(config) if forces_index else None
+    return BlockInputs(array((num_layers, num_tokens, top_k), jnp.int16), choices)
+
+
+def choice_shapes(config: ModelConfig) -> ForcedChoices | None:
+    """Return shapes, dtypes and shardings of forced choices, the same for every shape; None without an index."""
+    plan, index = config.plan, index_layout(config.spec)
+    if index is None:
+        return None
+    shapes = forced_choice_shapes(index, num_ranks=plan.data_size)
+    sharding = plan.sharding(("data_ranks",))
+    return ForcedChoices(*(cast(jax.Array, jax.ShapeDtypeStruct(s, jnp.int32, sharding=sharding)) for s in shapes))
+
+
+def no_choices(config: ModelConfig) -> ForcedChoices | None:
+    """Return arrays without a forced choice of an index; None for a model without an index."""
+    if (shapes := choice_shapes(config)) is None:
+        return None
+    index = index_layout(config.spec)
+    assert index is not None, "a model with choices has an index"
+    return ForcedChoices(*map(_like, shapes, unforced(index, num_ranks=config.plan.data_size)))
 
 
 def _like(array: jax.Array | jax.ShapeDtypeStruct, values: np.ndarray) -> jax.Array:

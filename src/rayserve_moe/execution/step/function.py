@@ -34,7 +34,7 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.kv_pool import StatePages
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import draft_parameters
-from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools
+from rayserve_moe.model.model_config import ForcedChoices, ModelConfig, Parameters, Pools
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.states import entry_states, pool_partitions, token_states
@@ -72,7 +72,7 @@ def run_step(
             batch=step.batch,
             sample_places_S=step.sample_places_S,
             forced_MXK=blocks and blocks.forced_NMXK[0],
-            forced_IXK=None if blocks is None or blocks.chosen_NIXK is None else blocks.chosen_NIXK[0],
+            forced_choices=None if blocks is None else jax.tree.map(lambda of_rank: of_rank[0], blocks.choices),
             config=config.model,
             asked=config.aux_layers,
             captures=config.capture_index,
@@ -150,7 +150,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
     sample_places_S: jax.Array,
     config: ModelConfig,
     forced_MXK: jax.Array | None = None,
-    forced_IXK: jax.Array | None = None,
+    forced_choices: ForcedChoices | None = None,
     asked: tuple[int, ...] = (),
     captures: bool = False,
 ) -> tuple[ForwardOutput, jax.Array]:
@@ -162,7 +162,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
         config=config,
         maps=weights.maps,
         forced_MXK=forced_MXK,
-        forced_IXK=forced_IXK,
+        forced_choices=forced_choices,
         capacity_factor=weights.capacity_factor,
         asked=asked,
         captures=captures,
@@ -234,7 +234,7 @@ def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockIn
     if blocks is None:
         return None
     of_ranks = cast(jax.Array, config.plan.partition(("data_ranks",)))
-    return BlockInputs(of_ranks, None if blocks.chosen_NIXK is None else of_ranks)
+    return BlockInputs(of_ranks, None if blocks.choices is None else ForcedChoices(of_ranks, of_ranks))
 
 
 def weight_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> ModelWeights:

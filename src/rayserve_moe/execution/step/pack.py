@@ -15,7 +15,10 @@ from rayserve_moe.execution.step.page_copies import copy_vectors
 from rayserve_moe.execution.step.pytrees import StepShape
 from rayserve_moe.replay.index_rows import unpacked_index
 from rayserve_moe.requests.records import IndexLayout
-from rayserve_moe.scheduling.step_plan import BlockWork, PageTableChanges, StepPlan
+from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, BlockWork, PageTableChanges, StepPlan
+
+_NO_TOKEN = 1 << 30
+"""Number of a token beyond every step."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,9 @@ class PackedBlocks:
 
     forced: np.ndarray | None
     """int16 [ranks, MoE layers, block tokens, k], -1 for tokens left to the router; None without forced routing."""
-    forced_index: np.ndarray | None = None
-    """int32 [ranks, indexer layers, block tokens, top_k], -1 for tokens left to the index; None without forced rows."""
+    choices: tuple[np.ndarray, np.ndarray] | None = None
+    """Forced choices of an index, int32 [ranks, F] and [ranks, indexer layers, F, top_k], as `ForcedChoices`; None
+    without any."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,18 @@ class PackedStep:
     """Number of probed tokens."""
     copies: tuple[np.ndarray, ...] = ()
     """Vectors of pages to copy after the step."""
+
+
+def forced_choice_shapes(layout: IndexLayout, *, num_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of `PackedBlocks.choices`."""
+    num_layers, count = len(layout.layer_ids), MAX_FORCED_CHOICES
+    return (num_ranks, count), (num_ranks, num_layers, count, layout.top_k)
+
+
+def unforced(layout: IndexLayout, *, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return `PackedBlocks.choices` without any choice: tokens beyond every step."""
+    tokens, chosen = forced_choice_shapes(layout, num_ranks=num_ranks)
+    return np.full(tokens, _NO_TOKEN, np.int32), np.full(chosen, -1, np.int32)
 
 
 class Packer:
@@ -141,22 +157,25 @@ class Packer:
         sample_places = ranks[chunks] * shape.num_singles + samples_before[chunks]
         packed_blocks = _pack_blocks(plan.block_work, token_places, shape, self._num_ranks)
         if packed_blocks is not None and plan.block_work.forced_index is not None:
-            of_index = self._forced_index(plan.block_work, token_places, shape)
-            packed_blocks = replace(packed_blocks, forced_index=of_index)
+            packed_blocks = replace(packed_blocks, choices=self._choices(plan.block_work, token_places, shape))
         copies = tuple(copy_vectors(plan, rows_per_rank=self.rows_per_rank)) if planned.num_forks else ()
         return PackedStep(plan.step_id, shape, vectors, token_places, sample_places, packed_blocks, copies=copies)
 
-    def _forced_index(self, work: BlockWork, token_places: np.ndarray, shape: StepShape) -> np.ndarray:
-        """Return the forced choices of an index, as `PackedBlocks.forced_index`."""
+    def _choices(self, work: BlockWork, token_places: np.ndarray, shape: StepShape) -> tuple[np.ndarray, np.ndarray]:
+        """Return the forced choices of an index, as `PackedBlocks.choices`."""
         layout, rows = self._index, work.forced_index
         assert layout is not None and rows is not None, "choices are forced on a server that captures them"
-        num_layers, num_tokens = len(layout.layer_ids), shape.num_blocks * shape.block_tokens
-        forced = np.full((self._num_ranks, num_layers, num_tokens, layout.top_k), -1, np.int32)
-        of_ranks, of_tokens = np.divmod(token_places[work.forced_tokens], shape.num_tokens)
-        for rank, token, row in zip(of_ranks, of_tokens - shape.num_singles, rows.entries(), strict=True):
+        tokens_NF, chosen_NIFK = unforced(layout, num_ranks=self._num_ranks)
+        ranks, tokens = np.divmod(token_places[work.forced_tokens], shape.num_tokens)
+        counts = [0] * self._num_ranks
+        for rank, token, row in zip(ranks.tolist(), tokens - shape.num_singles, rows.entries(), strict=True):
             if len(row):
-                forced[rank, :, token] = unpacked_index(row.tobytes(), num_layers=num_layers, top_k=layout.top_k)
-        return forced
+                place, counts[rank] = counts[rank], counts[rank] + 1
+                tokens_NF[rank, place] = token
+                chosen_NIFK[rank, :, place] = unpacked_index(
+                    row.tobytes(), num_layers=len(layout.layer_ids), top_k=layout.top_k
+                )
+        return tokens_NF, chosen_NIFK
 
     def _pack_singles(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         """Pack a decode step of a single rank, the common case, in few calls."""

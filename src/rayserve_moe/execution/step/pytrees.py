@@ -16,7 +16,7 @@ from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.kv_pool import StatePages
 from rayserve_moe.model.draft_layer import DraftConfig
-from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools
+from rayserve_moe.model.model_config import ForcedChoices, ModelConfig, Parameters, Pools
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class BlockInputs(NamedTuple):
 
     forced_NMXK: jax.Array
     """Forced experts of tokens, int16; -1 for none."""
-    chosen_NIXK: jax.Array | None = None
-    """Forced positions that tokens see, int32 by layer with an index; -1 for none. None if they cannot be forced."""
+    choices: ForcedChoices | None = None
+    """Forced choices of an index, by data rank; None if they cannot be forced."""
 
 
 @jax.tree_util.register_dataclass

@@ -109,7 +109,7 @@ def apply(
     """
     normed_TD, pools = rows
     index, is_whole = index_of(own), _table_blocks(own, inputs.batch, pools) <= index_of(own).top_k
-    if is_whole and inputs.chosen_IXK is None:
+    if is_whole and inputs.choices is None:
         return attention.apply(own, weights, rows, inputs, layer=layer, config=config)
     if is_whole:
         (each,) = passed(own, inputs.batch, pools).values()

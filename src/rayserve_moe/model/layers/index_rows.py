@@ -1,6 +1,6 @@
 """Choices of the index of sparse attention: passed from layer to layer, captured as rows, and forced."""
 
-# T tokens   X tokens in prefill blocks   I index rows of a token   K chosen positions or blocks
+# T tokens   F forced tokens   I index rows of a token   K chosen positions or blocks
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.model.layers.attention import BLOCKS, GroupedAttention
-from rayserve_moe.model.layers.latent import SPARSE, LatentAttention
+from rayserve_moe.model.layers.latent import SHARED, SPARSE, LatentAttention
 from rayserve_moe.model.model_config import StepInputs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.requests.records import IndexLayout
@@ -28,19 +28,24 @@ def index_layout(spec: ModelSpec) -> IndexLayout | None:
     for own in spec.mixers:
         layers = spec.layers_with_mixer(own.kind)
         if isinstance(own, LatentAttention) and own.index and own.kind == SPARSE:
-            return IndexLayout(layers, own.index.top_k)
+            sparse = sorted((*layers, *spec.layers_with_mixer(SHARED)))
+            return IndexLayout(layers, tuple(sparse), own.index.top_k)
         if isinstance(own, GroupedAttention) and own.index and own.kind == BLOCKS:
             index = own.index
             layers = tuple(layer for layer in layers for _ in range(index.num_heads))
-            return IndexLayout(layers, index.top_k, block_size=index.block_size)
+            return IndexLayout(layers, layers, index.top_k, block_size=index.block_size)
     return None
 
 
 def with_forced(chosen_TK: jax.Array, inputs: StepInputs, row: jax.Array) -> jax.Array:
-    """Return a choice with the forced one of tokens in prefill blocks, which come last; `row` is an index row."""
-    if inputs.chosen_IXK is None:
+    """Return a choice with the forced one of some tokens in prefill blocks, which come behind single tokens.
+
+    `row` is an index row.
+    """
+    if inputs.choices is None:
         return chosen_TK
-    forced_XK = inputs.chosen_IXK[row][:, : chosen_TK.shape[1]]
-    first = len(chosen_TK) - len(forced_XK)
-    chosen_XK = jnp.where(forced_XK[:, :1] >= 0, forced_XK, chosen_TK[first:])
-    return jnp.concatenate([chosen_TK[:first], chosen_XK])
+    tokens_F, forced_IFK = inputs.choices
+    forced_FK = forced_IFK[row][:, : chosen_TK.shape[1]]
+    places_F = tokens_F + inputs.batch.num_singles
+    is_forced = jnp.any(places_F < len(chosen_TK))
+    return jax.lax.cond(is_forced, lambda: chosen_TK.at[places_F].set(forced_FK, mode="drop"), lambda: chosen_TK)

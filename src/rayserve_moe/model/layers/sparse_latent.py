@@ -63,8 +63,12 @@ def parameters(own: LatentAttention, spec: ModelSpec, *, dtype: str, tensor_size
 
 
 def states(own: LatentAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
-    """Return the latents of a token, and the key of its index on the same pages, in the dtype of the KV cache."""
-    key = StateKind(STATE, "token", (row_of(index_of(own).head_dim, kernels=kernels),))
+    """Return the latents of a token, and the key of its index on the same pages, in the dtype of the KV cache.
+
+    Contexts within the choice need no keys.
+    """
+    index = index_of(own)
+    key = StateKind(STATE, "token", (row_of(index.head_dim, kernels=kernels),), unread_within=index.top_k)
     return (*latent.states(own, kernels=kernels, tensor_size=tensor_size), key)
 
 
@@ -143,7 +147,7 @@ def apply_shared(
 
 def _is_dense(own: LatentAttention, inputs: StepInputs, pools: Pools) -> bool:
     """Return True if every token of a step sees all tokens before it."""
-    return inputs.chosen_IXK is None and _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k
+    return inputs.choices is None and _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k
 
 
 MIXER = Mixer(parameters, states, attention_choice, latent.prepare, apply, passed=passed, captured=CHOSEN)

@@ -1,7 +1,8 @@
-"""Routed experts on the wire: an encoder and a decoder per dialect, and the description that goes with each."""
+"""Routed experts and index rows on the wire: an encoder and a decoder per dialect, each with its description."""
 
 from rayserve_moe.replay.encoding.description import routed_experts_info
 from rayserve_moe.replay.encoding.dialects import DIALECTS, decode_each_forced, decode_forced
+from rayserve_moe.replay.encoding.index import decode as decode_index
 from rayserve_moe.replay.encoding.index import decode_each_forced_index, extract_indexer_topk_from_meta_info
 from rayserve_moe.replay.encoding.index import encode as encode_index
 from rayserve_moe.replay.encoding.nested import encode_split as encode_nested
@@ -24,6 +25,7 @@ __all__ = [
     "decode_each_forced",
     "decode_each_forced_index",
     "decode_forced",
+    "decode_index",
     "decode_rollout",
     "decode_routed_experts",
     "encode_index",

@@ -23,14 +23,14 @@ def to_base64(array: np.ndarray) -> str:
     return pybase64.b64encode_as_string(np.ascontiguousarray(array).tobytes())
 
 
-def from_base64(encoded: object) -> bytes:
-    """Decode text. Raises ValueError if it is not text or has characters outside the alphabet."""
+def from_base64(encoded: object, name: str = "routed_experts") -> bytes:
+    """Decode text. Raises ValueError with the field's name if it is not text or has characters outside the alphabet."""
     if not isinstance(encoded, str):
-        raise ValueError("routed_experts must be a base64 string")
+        raise ValueError(f"{name} must be a base64 string")
     try:
         return pybase64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ValueError("routed_experts is not valid base64") from error
+        raise ValueError(f"{name} is not valid base64") from error
 
 
 def read_shape(shape: object) -> tuple[int, int, int] | None:

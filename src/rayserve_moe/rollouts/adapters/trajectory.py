@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rayserve_moe.replay.encoding import routing_from
-from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.replay.encoding.index import index_rows_of, over_sparse_layers
+from rayserve_moe.replay.encoding.ranges import missing_ranges
+from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.alignment import join_turns
 from rayserve_moe.rollouts.schema import Rollout
 
@@ -31,6 +33,8 @@ class Trajectory:
     """Rows of positions 0 .. T - 2."""
     is_truncated: bool = False
     """True if the last turn ended at its length limit."""
+    index_layout: IndexLayout | None = None
+    """Layout of index rows; None unless every turn has them."""
 
     @property
     def response(self) -> slice:
@@ -43,7 +47,8 @@ def trajectory_of(turns: Sequence[Rollout]) -> Trajectory:
 
     The prompt of each turn begins with all earlier tokens; its further tokens are not trained on. If several turns have
     a row for a token, the first turn's row is used, because it belongs to the log-prob. Raises ValueError if there are
-    no turns, or a turn does not continue the previous turn, sampled nothing, or came without routing.
+    no turns, or a turn does not continue the previous turn, sampled nothing, or came without routing, or if only some
+    turns have index rows.
     """
     if not turns:
         raise ValueError("a trajectory has at least one turn")
@@ -65,7 +70,12 @@ def trajectory_of(turns: Sequence[Rollout]) -> Trajectory:
     versions[~trained] = ""
     is_truncated = turns[-1].finish_reason == "length"
     prompt_len = len(turns[0].prompt_ids)
-    return Trajectory(token_ids, prompt_len, trained, logprobs, versions, join_turns(parts), is_truncated)
+    layouts = {turn.index_layout for turn in turns}
+    if len(layouts) > 1:
+        raise ValueError(f"turns of {turns[0].prompt_id} have index rows of different layers, or only some have any")
+    return Trajectory(
+        token_ids, prompt_len, trained, logprobs, versions, join_turns(parts), is_truncated, layouts.pop()
+    )
 
 
 def trained_under(trajectory: Trajectory, versions: Collection[str]) -> Trajectory:
@@ -106,6 +116,21 @@ def hidden_rows(trajectory: Trajectory, layout: RoutingLayout, *, dtype: type[np
     rows = np.zeros((len(routing.rows), layout.num_hidden_layers, layout.top_k), dtype)
     rows[:, list(layout.layer_ids)] = routing.rows
     return rows
+
+
+def index_rows(trajectory: Trajectory) -> np.ndarray:
+    """Return index rows, int32 [T - 1, layers with sparse attention, top_k]: ascending positions with -1 behind.
+
+    Layers that share an index repeat its row. Raises ValueError if a row is missing.
+    """
+    layout, num_tokens = trajectory.index_layout, len(trajectory.token_ids)
+    if layout is None:
+        raise ValueError("a sample came without index rows: set returns_index in its requests")
+    rows, known = index_rows_of(trajectory.routing, layout)
+    if not known.all() or len(rows) != num_tokens - 1 or trajectory.routing.start:
+        missing = list(missing_ranges(known, trajectory.routing.start)) or "some"
+        raise ValueError(f"a sample of {num_tokens} tokens has no index rows for {missing} positions")
+    return over_sparse_layers(rows, layout)
 
 
 def placed(

@@ -6,6 +6,7 @@ The dialect is detected from the value, and the checksum is verified.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ import numpy as np
 from rayserve_moe.replay.encoding import npy, packed
 from rayserve_moe.replay.encoding.description import described, described_layout, described_shape
 from rayserve_moe.replay.encoding.dialects import decode_json
+from rayserve_moe.replay.encoding.index import decode as decode_index
+from rayserve_moe.replay.encoding.index import known_index
 from rayserve_moe.replay.encoding.ranges import label_ranges, labels_of, missing_ranges, presence, routing_until
 from rayserve_moe.replay.encoding.rollout import decode_rollout, routing_of_rollout
 from rayserve_moe.replay.encoding.wire_rows import from_base64
-from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
 
 _ID_BYTES = 4
 
@@ -46,7 +49,7 @@ def decode_answer(answer: Any, layout: RoutingLayout | None = None, *, choice: i
     verified = described(routing.rows, description)
     if isinstance(value, Mapping) and verified.start != routing.start:
         raise ValueError("routed_experts and routed_experts_info start at different positions")
-    return verified
+    return with_index(verified, part)[0]
 
 
 def _from_rollout(body: bytes, layout: RoutingLayout | None, choice: int) -> RoutedExperts:
@@ -56,7 +59,23 @@ def _from_rollout(body: bytes, layout: RoutingLayout | None, choice: int) -> Rou
     if not isinstance(description, Mapping) or not 0 <= choice < len(rows):
         raise ValueError("the rollout holds no routing of this choice")
     _check_model(description, layout)
-    return routing_of_rollout(rows[choice], description, layout=layout)
+    return with_index(routing_of_rollout(rows[choice], description, layout=layout), part)[0]
+
+
+def with_index(routing: RoutedExperts, part: Mapping) -> tuple[RoutedExperts, IndexLayout | None]:
+    """Return the routing with the index rows of a choice, and their layout; unchanged, and None, if it has none.
+
+    Raises: ValueError if index rows do not match their description, or do not cover the rows of routing.
+    """
+    description = _field(part, "indexer_topk_info")
+    if not isinstance(description, Mapping):
+        return routing, None
+    packed, layout = decode_index(_field(part, "indexer_topk"), description)
+    start = description.get("start")
+    first = routing.start - start if type(start) is int else -1
+    if first < 0 or len(packed) < first + len(routing.rows):
+        raise ValueError("indexer_topk does not have the positions of routed_experts")
+    return replace(routing, index=packed[first : first + len(routing.rows)]), layout
 
 
 def _choice_of(answer: Any, choice: int) -> Mapping:
@@ -136,6 +155,7 @@ def join_turns(turns: Sequence[RoutedExperts], *, with_placeholder: bool = False
     like = turns[0].rows
     rows, present = np.zeros((end - start, *like.shape[1:]), like.dtype), np.zeros(end - start, np.bool_)
     source, version = np.full((2, end - start), "", object)
+    index = np.full(end - start, None, object)
     reached = start
     for turn in turns:
         _check_fits(turn, like, start, reached)
@@ -145,14 +165,30 @@ def join_turns(turns: Sequence[RoutedExperts], *, with_placeholder: bool = False
         fresh = given & ~present[here]
         first_seen = np.arange(turn.start, turn.start + len(turn.rows)) >= reached
         rows[here][fresh] = turn.rows[fresh]
+        if turn.index is not None:
+            index[here] = _joined_index(turn, index[here], known_index(turn))
         present[here] |= fresh
         for labels, ranges in ((source, turn.source), (version, turn.weight_version)):
             labelled = fresh | first_seen
             labels[here][labelled] = labels_of(ranges, turn.start, count=len(turn.rows))[labelled]
         reached = max(reached, turn.start + len(turn.rows))
     return RoutedExperts(
-        rows, start, missing_ranges(present, start), label_ranges(source, start), label_ranges(version, start)
+        rows,
+        start,
+        missing_ranges(present, start),
+        label_ranges(source, start),
+        label_ranges(version, start),
+        None if all(turn.index is None for turn in turns) else index,
     )
+
+
+def _joined_index(turn: RoutedExperts, before: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """Return the packed index rows of earlier turns, else those of `turn`. Raises ValueError if two differ."""
+    is_known = np.array([row is not None for row in before], np.bool_)
+    for place in np.flatnonzero(is_known).tolist():
+        if given[place] is not None and given[place] != before[place]:
+            raise ValueError(f"two turns disagree on the index row of position {turn.start + place}")
+    return np.where(is_known, before, given)
 
 
 def _check_fits(turn: RoutedExperts, like: np.ndarray, start: int, reached: int) -> None:

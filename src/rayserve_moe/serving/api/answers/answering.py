@@ -143,7 +143,7 @@ def size_of(results: Iterable[ChoiceResult]) -> int:
         num_values = len(result.token_ids)
         for values in (*result.columns.values(), *(() if result.prompt is None else result.prompt.columns.values())):
             num_values += values.size
-        size += num_values * _BYTES_PER_TOKEN + (0 if result.routing is None else result.routing.rows.nbytes)
+        size += num_values * _BYTES_PER_TOKEN + (0 if result.routing is None else result.routing.num_bytes)
     return size
 
 

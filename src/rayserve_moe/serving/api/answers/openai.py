@@ -46,6 +46,7 @@ class OpenAIWriter(Writer):
             body.routed_experts_format,
             shares_prompt_rows=body.routed_experts_format == "nested",
             request_of_choice=request_of_choice,
+            index=(self._card.index, body.indexer_topk_format),
         )
         self._role, self._parts = "", None
         if isinstance(body, ChatBody):
@@ -174,8 +175,8 @@ class OpenAIWriter(Writer):
         }
         if self._evidence is not None:
             written |= self._evidence.of_choice(choice, delta, so_far=so_far, is_first=is_first)
-        if request.return_routed_experts:
-            written |= self._routing_fields(choice, delta)
+        if request.wants_rows:
+            written |= self._row_fields(choice, delta)
         if self._evidence is not None and (meta_info := self._evidence.meta_info(choice, so_far)):
             written["meta_info"] = {**meta_info, **written.get("meta_info", {})}
         return written
@@ -190,11 +191,12 @@ class OpenAIWriter(Writer):
             return chat_logprobs(self._tokenizer, delta, num_top=num_top, listed_ids=listed_ids, as_ids=as_ids)
         return self._logprobs[choice].write(delta) if self._logprobs else None
 
-    def _routing_fields(self, choice: int, delta: ChoiceResult) -> dict:
+    def _row_fields(self, choice: int, delta: ChoiceResult) -> dict:
         if self.routing.dialect != "sglang":
-            return self.routing.fields(choice, delta)
+            return {**self.routing.fields(choice, delta), **self.routing.index_fields(choice, delta)}
         fields = self.routing.sglang_fields(choice, delta)
-        return {"meta_info": fields, "sgl_ext": {"routed_experts": fields["routed_experts"]}} if fields else {}
+        repeated = {name: fields[name] for name in ("routed_experts", "indexer_topk") if name in fields}
+        return {"meta_info": fields, "sgl_ext": repeated} if fields else {}
 
     def _prompt_rows(self, choices: Sequence[dict]) -> dict:
         """Move the rows of prompts to the answer: of a single prompt, or a list with the rows of each prompt."""

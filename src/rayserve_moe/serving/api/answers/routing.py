@@ -1,4 +1,4 @@
-"""Routing in answers: the rows of each choice in the requested dialect, with their description."""
+"""Routing and index rows in answers: the rows of each choice in the requested dialect, with their description."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rayserve_moe.answers.native import index_fields
 from rayserve_moe.replay.encoding import (
     DIALECTS,
     encode_nested,
@@ -15,12 +16,13 @@ from rayserve_moe.replay.encoding import (
     routing_until,
 )
 from rayserve_moe.replay.encoding.ranges import labels_of, presence
-from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import GenerationRequest, IndexLayout, RoutedExperts, RoutingLayout
 from rayserve_moe.requests.results import ChoiceResult
 
 
 class RoutingWriter:
-    """Writer of the routing fields of an HTTP request's choices in a dialect, a name of `DIALECTS` or `binary`.
+    """Writer of the rows of an HTTP request's choices: routing in a dialect, a name of `DIALECTS` or `binary`, and
+    index rows in the layout and form of `index`.
 
     `shares_prompt_rows` sends the rows of a prompt with a single choice, if the dialect supports that. `raw_rows`
     collects the binary dialect's rows, in the order of the written choices.
@@ -32,11 +34,13 @@ class RoutingWriter:
         dialect: str,
         *,
         request_of_choice: Sequence[GenerationRequest],
+        index: tuple[IndexLayout | None, str] = (None, "sglang"),
         shares_prompt_rows: bool = False,
     ) -> None:
         self.dialect = dialect
         self.raw_rows: list[np.ndarray] = []
         self._layout, self._shares_prompt_rows = layout, shares_prompt_rows
+        self._index_layout, self._index_form = index
         self._request_of_choice = request_of_choice
         self._choice_with_prompt: dict[str, int] = {}
         self._prompt_rows: dict[str, RoutedExperts] = {}
@@ -65,11 +69,17 @@ class RoutingWriter:
         return {**values, "routed_experts_info": routed_experts_info(wanted, self._layout)}
 
     def sglang_fields(self, choice: int, delta: ChoiceResult) -> dict:
-        """Return the fields as in `meta_info`, with the position of the first row."""
+        """Return the fields of routing and of index rows as in `meta_info`, with the position of the first row."""
         fields, first = self.fields(choice, delta), self._request_of_choice[choice].routed_experts_start
         if delta.routing is not None:
             first = max(first, delta.routing.start)
-        return {**fields, "routed_experts_start_len": first} if fields else {}
+        position = {"routed_experts_start_len": first} if fields else {}
+        return {**fields, **position, **self.index_fields(choice, delta)}
+
+    def index_fields(self, choice: int, delta: ChoiceResult) -> dict:
+        """Return `indexer_topk` with its description; empty unless index rows are requested."""
+        request = self._request_of_choice[choice]
+        return index_fields(request, delta, layout=self._index_layout, form=self._index_form)
 
     def _nested(self, choice: int, routing: RoutedExperts) -> dict:
         prompt_len = len(self._request_of_choice[choice].prompt_ids)

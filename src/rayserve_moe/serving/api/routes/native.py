@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.answers.native import native_answer, native_index
+from rayserve_moe.answers.native import native_answer
 from rayserve_moe.requests.builder import build_request, param_names
 from rayserve_moe.requests.constraints import ConstraintFields
 from rayserve_moe.requests.fields import SGLANG
@@ -20,7 +20,7 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api.answers.answering import Writer, respond, rollout_type
 from rayserve_moe.serving.api.answers.request_streams import RequestStreams, open_streams, refusals_named
 from rayserve_moe.serving.api.answers.routing import RoutingWriter
-from rayserve_moe.serving.api.routes.request_parts import forced_index_of, forced_routing_of, prompt_ids_of
+from rayserve_moe.serving.api.routes.request_parts import forced_rows_of, prompt_ids_of
 from rayserve_moe.serving.api.schemas.native import GenerateBody
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.journalling import Asking, answer_stem, asking_of
@@ -52,6 +52,7 @@ def native_router(state: ApiState) -> APIRouter:
             "binary" if container else body.routed_experts_format,
             shares_prompt_rows=container is not None,
             request_of_choice=streams.request_of_choice,
+            index=(state.card.index, body.indexer_topk_format),
         )
         writer = NativeWriter(state, body, streams=streams, routing=routing)
         return await respond(state, request, streams=streams, writer=writer, stream=body.stream, container=container)
@@ -61,8 +62,7 @@ def native_router(state: ApiState) -> APIRouter:
 
 async def _requests(state: ApiState, body: GenerateBody, http_request: Request) -> list[GenerationRequest]:
     prompts = await prompt_ids_of(state, body.batch.prompts, param=body.prompt_name, request=http_request)
-    forced = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=body.batch.is_batch)
-    forced = await forced_index_of(state, body.forced_indexer_topk, forced=forced, is_batch=body.batch.is_batch)
+    forced = await forced_rows_of(state, body, prompts=prompts, is_batch=body.batch.is_batch)
     sampling = body.sampling_params if len(body.sampling_params) > 1 else body.sampling_params * len(prompts)
     given = [
         body.of_prompt(place) | {name: value for name, value in params if value is not None}
@@ -114,7 +114,6 @@ class NativeWriter(Writer):
             token_text=self._token_text,
         )
         answer["meta_info"] |= self.routing.sglang_fields(choice, delta)
-        answer["meta_info"] |= native_index(request, delta, layout=self._card.index)
         if self._body.return_prompt_token_ids:
             answer["prompt_token_ids"] = self._streams.request_of_choice[choice].prompt_ids.tolist()
         return answer

@@ -20,7 +20,7 @@ from rayserve_moe.serving.api.answers.chat_parts import asked_parts
 from rayserve_moe.serving.api.answers.openai import OpenAIWriter
 from rayserve_moe.serving.api.answers.request_streams import RequestStreams, open_streams, refusals_named
 from rayserve_moe.serving.api.routes.chat_prompt import chat_ids
-from rayserve_moe.serving.api.routes.request_parts import check_model, forced_routing_of, prompt_ids_of, truncation_of
+from rayserve_moe.serving.api.routes.request_parts import check_model, forced_rows_of, prompt_ids_of, truncation_of
 from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.journalling import Asking, answer_stem, asking_of
@@ -113,7 +113,7 @@ async def _requests(
         given |= {"max_tokens": next(limit for limit in limits if limit is not None), "echo": False}
     else:
         given["n"] = body.num_samples
-    forced = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=len(prompts) > 1)
+    forced = await forced_rows_of(state, body, prompts=prompts, is_batch=len(prompts) > 1)
     ids = [answer_id] if len(prompts) == 1 else [f"{answer_id}-{position}" for position in range(len(prompts))]
     requests = [
         build_request(prompt_ids, given, dialect=OPENAI, card=state.card, request_id=request_id, forced=rows)

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from rayserve_moe.replay.encoding import decode_each_forced, decode_each_forced_index
 from rayserve_moe.requests.records import ModelCard, RoutedExperts
 from rayserve_moe.serving.api.answers.request_streams import refusals_named
+from rayserve_moe.serving.api.schemas.field_types import RoutingFields
 from rayserve_moe.serving.api.schemas.openai import OpenAIGeneration
 from rayserve_moe.serving.api.schemas.prompt_types import Prompt
 from rayserve_moe.serving.api_state import ApiState
@@ -122,28 +122,29 @@ def _too_long(card: ModelCard, param: str) -> ApiError:
     return ApiError(400, f"`{param}` exceeds the context of {card.max_model_len} tokens", param=param)
 
 
-async def forced_routing_of(
-    state: ApiState, value: Any, *, prompts: Sequence[np.ndarray], is_batch: bool
+async def forced_rows_of(
+    state: ApiState, body: RoutingFields, *, prompts: Sequence[np.ndarray], is_batch: bool
 ) -> list[RoutedExperts | None]:
-    """Decode the routing to replay in every prompt, off the event loop; a batch has a list with an entry per prompt."""
-    if value is None:
-        return [None] * len(prompts)
-    lengths = list(map(len, prompts))
-    decode = partial(decode_each_forced, value, state.card.routing, prompt_lens=lengths, is_batch=is_batch)
+    """Decode the routing and the index rows to replay in every prompt, off the event loop.
+
+    A batch has a list with an entry per prompt.
+    """
+    experts, index = body.forced_routed_experts, body.forced_indexer_topk
+    forced: list[RoutedExperts | None] = [None] * len(prompts)
+    if experts is not None:
+        lengths, layout = list(map(len, prompts)), state.card.routing
+        decode = partial(decode_each_forced, experts, layout, prompt_lens=lengths, is_batch=is_batch)
+        forced = await _decoded(state, decode, FORCED)
+    if index is not None:
+        decode = partial(decode_each_forced_index, index, forced, layout=state.card.index, is_batch=is_batch)
+        forced = await _decoded(state, decode, FORCED_INDEX)
+    return forced
+
+
+async def _decoded(
+    state: ApiState, decode: Callable[[], list[RoutedExperts | None]], name: str
+) -> list[RoutedExperts | None]:
     try:
         return await asyncio.get_running_loop().run_in_executor(state.encoding, decode)
     except ValueError as error:
-        raise ApiError(400, f"`{FORCED}`: {error}", param=FORCED) from error
-
-
-async def forced_index_of(
-    state: ApiState, value: Any, *, forced: list[RoutedExperts | None], is_batch: bool
-) -> list[RoutedExperts | None]:
-    """Add the choices of indexes to replay to the forced routing of every prompt, off the event loop."""
-    if value is None:
-        return forced
-    decode = partial(decode_each_forced_index, value, forced, layout=state.card.index, is_batch=is_batch)
-    try:
-        return await asyncio.get_running_loop().run_in_executor(state.encoding, decode)
-    except ValueError as error:
-        raise ApiError(400, f"`{FORCED_INDEX}`: {error}", param=FORCED_INDEX) from error
+        raise ApiError(400, f"`{name}`: {error}", param=name) from error

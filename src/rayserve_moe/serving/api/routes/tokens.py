@@ -30,7 +30,7 @@ from rayserve_moe.serving.api.answers.routing import RoutingWriter
 from rayserve_moe.serving.api.routes.request_parts import (
     check_model,
     checked_truncation,
-    forced_routing_of,
+    forced_rows_of,
     prompt_ids_of,
 )
 from rayserve_moe.serving.api.schemas.tokens import IN_SAMPLING, START, TokenBody
@@ -89,7 +89,7 @@ async def _request(state: ApiState, body: TokenBody, http_request: Request) -> G
     )
     if body.routed_experts_dtype and state.card.routing.num_experts > _MAX_INT16_EXPERTS:
         raise ApiError(400, "`routed_experts_dtype` cannot hold the expert ids", param="routed_experts_dtype")
-    (rows,) = await forced_routing_of(state, body.forced_routed_experts, prompts=prompts, is_batch=False)
+    (rows,) = await forced_rows_of(state, body, prompts=prompts, is_batch=False)
     with refusals_named(_PARAM_NAMES):
         return build_request(
             prompts[0], body.given(), dialect=VLLM, card=state.card, request_id=body.request_id, forced=rows
@@ -112,6 +112,7 @@ def _routing_writer(
         dialect,
         shares_prompt_rows=dialect in ("binary", "nested"),
         request_of_choice=request_of_choice,
+        index=(state.card.index, body.indexer_topk_format),
     )
 
 
@@ -182,6 +183,7 @@ class TokenWriter(Writer):
             if num_logprobs is None
             else token_logprobs(delta, num_logprobs=num_logprobs, listed_ids=listed_ids),
             **self.routing.fields(choice, delta),
+            **self.routing.index_fields(choice, delta),
         }
 
     def _prompt_logprobs(self, results: Sequence[ChoiceResult]) -> dict:

@@ -81,11 +81,13 @@ def fault(sentence: str) -> PydanticCustomError:
 
 
 class RoutingFields(RequestBody):
-    """Streaming of the answer, and routing to replay."""
+    """Streaming of the answer, the form of index rows, and rows to replay."""
 
     stream: bool = False
     stream_routed_experts: bool = False
     forced_routed_experts: ForcedRouting = None
+    forced_indexer_topk: ForcedRouting = None
+    indexer_topk_format: Literal["sglang", "packed"] = "sglang"
 
     @model_validator(mode="after")
     def _rows_stream_in_a_stream(self) -> Self:

@@ -21,7 +21,6 @@ from rayserve_moe.requests.fields import (
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api.schemas.field_types import (
     MAX_RID,
-    ForcedRouting,
     RequestBody,
     RoutingFields,
     RoutingFormat,
@@ -123,7 +122,6 @@ class GenerateBody(RoutingFields):
     return_sampling_mask: Flags = False
     return_text_in_logprobs: bool = False
     routed_experts_format: RoutingFormat = "sglang"
-    forced_indexer_topk: ForcedRouting = None
     rid: Rids = None
     return_prompt_token_ids: bool = False
 

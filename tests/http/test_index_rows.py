@@ -1,0 +1,203 @@
+"""Index rows over HTTP: every route returns the same, in every form, whole, in streams, and after a resume."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine, extract_indexer_topk_from_meta_info
+from rayserve_moe.replay.encoding import decode_index
+from rayserve_moe.replay.index_rows import unpacked_rows
+from rayserve_moe.rollouts.alignment import decode_answer, join_turns
+from rayserve_moe.rollouts.answers import SampleRequest
+from rayserve_moe.rollouts.client import BlockingRolloutClient
+from tests.http.conftest import assert_idle, served
+from tests.http.test_journal import RESUME, all_events, begin, pair_over, told_of
+from tests.support.engine.step_gate import unhurried
+from tests.support.models.families import FAMILY_CASES, write_family
+from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, check_error, stream, wait_until
+from tests.support.serving.journal_server import OwnJournal
+
+CASE = next(case for case in FAMILY_CASES if case.name == "glm_moe_dsa-1")
+PROMPT = [*range(30, 70)]
+NUM_NEW = 8
+ROWS = {"return_routed_experts": True, "return_indexer_topk": True}
+GREEDY = {"temperature": 0, "ignore_eos": True}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_running_requests": 4,
+    "num_pages": 64,
+    "page_size": 16,
+    "max_step_tokens": 32,
+    "precompile_bs_paddings": [4],
+    "structured_output": False,
+    "enable_return_routed_experts": True,
+    "enable_return_indexer_topk": True,
+}
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    path = write_family(CASE, tmp_path_factory.mktemp("sparse") / "model", seed=5)
+    with Engine(str(path), **SETTINGS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def sparse_url(sparse):
+    with served(sparse) as url:
+        yield url
+
+
+@pytest.fixture
+def client(sparse_url, sparse):
+    with httpx.Client(base_url=sparse_url, timeout=600) as client:
+        yield client
+    assert_idle(sparse)
+
+
+BODIES = {
+    GENERATE: {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": NUM_NEW, **GREEDY}},
+    COMPLETIONS: {"prompt": PROMPT, "max_tokens": NUM_NEW, **GREEDY},
+    CHAT: {"messages": [{"role": "user", "content": "a"}], "input_ids": PROMPT, "max_tokens": NUM_NEW, **GREEDY},
+    TOKENS: {"token_ids": PROMPT, "sampling_params": {"max_tokens": NUM_NEW, **GREEDY}},
+}
+DIALECT = {"routed_experts_format": "sglang"}
+
+
+def part_of(answer: dict) -> dict:
+    """The object that has the rows of an answer's only choice."""
+    return answer["choices"][0] if "choices" in answer else answer
+
+
+def rows_of(answer: dict) -> np.ndarray:
+    return extract_indexer_topk_from_meta_info(part_of(answer))
+
+
+@pytest.fixture(scope="module")
+def wanted(sparse):
+    """The rows of the Engine: of all three layers, of which the second sees by the index of the first."""
+    answer = sparse.generate(input_ids=PROMPT, max_new_tokens=NUM_NEW, **GREEDY, **ROWS)
+    rows = extract_indexer_topk_from_meta_info(answer)
+    assert rows.shape == (len(PROMPT) + NUM_NEW - 1, 3, CASE.config["index_topk"])
+    np.testing.assert_array_equal(rows[:, 0], rows[:, 1])
+    return rows
+
+
+@pytest.mark.parametrize("form", ["sglang", "packed"])
+@pytest.mark.parametrize("path", BODIES)
+def test_every_route_returns_the_rows_of_the_engine(client, wanted, path, form):
+    answer = ask(client, path, **BODIES[path], **ROWS, indexer_topk_format=form)
+    np.testing.assert_array_equal(rows_of(answer), wanted)
+    holder = part_of(answer).get("meta_info", part_of(answer))
+    assert holder["indexer_topk_num_layers"] == {"sglang": 3, "packed": 2}[form]
+    assert len(decode_answer(answer).index) == len(wanted)
+
+
+def test_a_route_without_the_field_has_none_and_rows_need_no_routing(client, wanted):
+    for path, body in BODIES.items():
+        plain = ask(client, path, **body)
+        assert "indexer_topk" not in str(plain)
+        alone = ask(client, path, **body, return_indexer_topk=True, return_routed_experts=False)
+        np.testing.assert_array_equal(rows_of(alone), wanted)
+        assert "'routed_experts'" not in str(alone)
+
+
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS, TOKENS])
+def test_rows_begin_where_they_are_asked_for(client, wanted, path):
+    """So a conversation carries the rows of its new tokens alone."""
+    body = {**BODIES[path]}
+    if path == TOKENS:
+        body["sampling_params"] = {**body["sampling_params"], "routed_experts_prompt_start": 33}
+    else:
+        body["routed_experts_start_len"] = 33
+    answer = ask(client, path, **body, **ROWS)
+    np.testing.assert_array_equal(rows_of(answer), wanted[33:])
+    before = ask(client, GENERATE, **BODIES[GENERATE], **ROWS)
+    joined = join_turns([decode_answer(before), decode_answer(answer)])
+    np.testing.assert_array_equal(joined.index, decode_answer(before).index)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_streamed_rows_add_up_to_the_whole(client, wanted, path, sparse):
+    """With routing, or alone; without streamed rows the last event has them all."""
+    body = {**BODIES[path], "routed_experts_format": "packed"}
+    for fields in (ROWS, {"return_indexer_topk": True}):
+        with unhurried(sparse.loop, delay_s=0.05):
+            events = stream(client, path, **body, **fields, stream_routed_experts=True)
+        pieces = [rows_of(event) for event in events if has_rows(event)]
+        assert len(pieces) > 2
+        np.testing.assert_array_equal(np.concatenate(pieces), wanted)
+    *earlier, last = [event for event in stream(client, path, **body, **ROWS) if has_rows(event)]
+    np.testing.assert_array_equal(rows_of(last), wanted)
+    assert not earlier
+
+
+def has_rows(event: dict) -> bool:
+    part = part_of(event) if event.get("choices", True) else {}
+    return "indexer_topk" in part.get("meta_info", part)
+
+
+def test_a_stop_string_cuts_index_rows_where_it_cuts_routing(client, wanted, sparse):
+    whole = ask(client, COMPLETIONS, **BODIES[COMPLETIONS])["choices"][0]["text"]
+    answer = ask(client, COMPLETIONS, **BODIES[COMPLETIONS], **ROWS, stop=[whole[-2:]])
+    (choice,) = answer["choices"]
+    routing = decode_answer(answer)
+    assert choice["finish_reason"] == "stop" and len(routing.rows) == len(rows_of(answer))
+    np.testing.assert_array_equal(rows_of(answer), wanted[: len(routing.rows)])
+
+
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS, CHAT, TOKENS])
+def test_every_route_takes_choices_to_replay(client, wanted, path):
+    """A token that sees itself alone comes back so."""
+    source = ask(client, GENERATE, **BODIES[GENERATE], **ROWS, routed_experts_format="packed")["meta_info"]
+    text = [*PROMPT, *ask(client, GENERATE, **BODIES[GENERATE])["output_ids"]]
+    chosen = wanted[:, [0, 2]].copy()
+    chosen[35] = -1
+    chosen[35, :, 0] = 35
+    replay = {"forced_routed_experts": source["routed_experts"], "forced_indexer_topk": encoded(chosen)}
+    names = {GENERATE: "input_ids", COMPLETIONS: "prompt", CHAT: "input_ids", TOKENS: "token_ids"}
+    body = {**BODIES[path], names[path]: text}
+    answer = ask(client, path, **body, **ROWS, **replay)
+    np.testing.assert_array_equal(rows_of(answer)[: len(chosen)], chosen[:, [0, 0, 1]])
+    error = check_error(client.post(path, json={**body, **replay, "forced_indexer_topk": "%"}), 400)
+    assert error["param"] == "forced_indexer_topk"
+
+
+def encoded(rows: np.ndarray) -> str:
+    return base64.b64encode(rows.astype("<i4").tobytes()).decode()
+
+
+def test_the_client_of_rollouts_gets_packed_rows(sparse_url, wanted):
+    request = SampleRequest("p", PROMPT, {"max_new_tokens": NUM_NEW, **GREEDY}, seed=1, count=2, returns_index=True)
+    with BlockingRolloutClient(sparse_url) as client:
+        ((first, second),) = client.generate([request])
+    for rollout in (first, second):
+        np.testing.assert_array_equal(rollout.index_rows, wanted)
+        assert rollout.index_layout.layer_ids == (0, 2)
+
+
+def test_a_request_goes_on_with_its_index_rows(sparse, wanted):
+    """At another replica: tokens that the first had committed bring their rows along."""
+    body = {**BODIES[GENERATE], "sampling_params": {"max_new_tokens": 40, **GREEDY}, "stream": True}
+    whole = sparse.generate(input_ids=PROMPT, max_new_tokens=40, **GREEDY, **ROWS)
+    with pair_over(OwnJournal(), {"a": sparse, "b": sparse}) as pair, unhurried(sparse.loop):
+        for name, rows in (("both", ROWS), ("index", {"return_indexer_topk": True})):
+            begun = begin(pair["a"], GENERATE, {**body, **rows, "rid": name}, num_events=5)
+            told = told_of(begun[-1][0])
+            wait_until(lambda: sparse.loop.statistics()["requests_live"] == 0)
+            *_, (_, last) = all_events(pair["b"], RESUME, {"rid": name, "from_token": told})
+            assert last["output_ids"] == whole["output_ids"] and 0 < told[0] < 40
+            np.testing.assert_array_equal(rows_of(last), extract_indexer_topk_from_meta_info(whole))
+        assert pair.journals["b"].statistics()["resumed"] == 2
+
+
+def test_packed_rows_are_those_of_the_indexes(client, wanted):
+    meta = ask(client, GENERATE, **BODIES[GENERATE], **ROWS, indexer_topk_format="packed")["meta_info"]
+    packed, layout = decode_index(meta["indexer_topk"], meta["indexer_topk_info"])
+    assert layout.sparse_layer_ids == (0, 1, 2)
+    np.testing.assert_array_equal(unpacked_rows(packed, num_layers=2, top_k=layout.top_k), wanted[:, [0, 2]])
