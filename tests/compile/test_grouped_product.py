@@ -23,7 +23,7 @@ from tests.compile.topologies import compile_for, text_of
 SLOTS, WIDTH, INNER = 16, 2048, 768
 
 
-def kernels_for(
+def compiled_for(
     chip: str,
     product,
     num_tokens: int,
@@ -32,8 +32,8 @@ def kernels_for(
     inner: int = INNER,
     dtype=jnp.bfloat16,
     in_blocks: bool = False,
-) -> Counter[str]:
-    """The kernels that six choices of each of `num_tokens` are multiplied by."""
+) -> jax.stages.Compiled:
+    """The program in which six choices of each of `num_tokens` are multiplied."""
     up = jax.ShapeDtypeStruct((SLOTS, width, inner), dtype)
     rows = [scale_rows(size) if in_blocks else 1 for size in (width, inner)]
     scale, of_down = (
@@ -55,7 +55,12 @@ def kernels_for(
         experts = LayerExperts(held, 0, ProductConfig(SLOTS, 8.0))
         return product(rows, slots, experts)
 
-    return Counter(kernels_of(text_of(compile_for(chip, multiply, *shapes))))
+    return compile_for(chip, multiply, *shapes)
+
+
+def kernels_for(chip: str, product, num_tokens: int, **more) -> Counter[str]:
+    """The kernels of the program of `compiled_for`."""
+    return Counter(kernels_of(text_of(compiled_for(chip, product, num_tokens, **more))))
 
 
 @pytest.mark.sampled(3)
@@ -77,6 +82,17 @@ def test_any_number_of_rows_is_multiplied_by_the_compilers_kernel(num_tokens):
 def test_few_rows_are_multiplied_by_one_kernel(chip, num_tokens, width, inner):
     found = kernels_for(chip, TPU.experts.results, num_tokens, width=width, inner=inner)
     assert found["grouped_ffn"] == 1 and not found["ragged-dot-none"]
+
+
+def test_padded_experts_lie_by_rows():
+    """Gemma 4's are 704 wide, which XLA lays out by columns, and copies for its own grouped product."""
+    width, inner = 2816, 704
+    padded = inner + -inner % TPU.parameters.multiples["expert_inner"]
+    for size, order, kernel in ((inner, "1,2,0", "ragged-dot-none"), (padded, "2,1,0", "grouped_ffn")):
+        compiled = compiled_for("v6e", TPU.experts.results, 64, width=width, inner=size)
+        layout = compiled.as_text().partition("entry_computation_layout={")[2].partition("->")[0]
+        assert layout.count(f"bf16[{SLOTS},{width},{size}]{{{order}:") == 2
+        assert kernel in kernels_of(text_of(compiled))
 
 
 @pytest.mark.slow
