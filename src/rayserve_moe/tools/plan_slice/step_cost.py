@@ -215,10 +215,9 @@ def _mixer_ops(mixer: MixerSpec) -> int:
 
 def _tokens_of_sums(model: ModelConfig) -> int:
     """Return the tokens of a chunk of `device_sums`: as many as may all have an expert on one device."""
-    spec, config = model.spec, model.experts
     max_rows = model.kernels.experts.device_sums.run.max_rows
-    rows = max_rows(spec.hidden_size, spec.experts.intermediate_size, spec.router.top_k)
-    return rows // config.plan.num_expert_ranks
+    *_, width, inner = device_shapes(model, dtype="bfloat16")["experts"]["gate_MPDF"].shape
+    return max_rows(width, inner, model.spec.router.top_k) // model.plan.num_expert_ranks
 
 
 def _exchange_ops(backend: str, num_chunks: int) -> int:
