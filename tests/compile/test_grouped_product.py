@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import jax
@@ -84,15 +85,27 @@ def test_few_rows_are_multiplied_by_one_kernel(chip, num_tokens, width, inner):
     assert found["grouped_ffn"] == 1 and not found["ragged-dot-none"]
 
 
-def test_padded_experts_lie_by_rows():
-    """Gemma 4's are 704 wide, which XLA lays out by columns, and copies for its own grouped product."""
-    width, inner = 2816, 704
-    padded = inner + -inner % TPU.parameters.multiples["expert_inner"]
-    for size, order, kernel in ((inner, "1,2,0", "ragged-dot-none"), (padded, "2,1,0", "grouped_ffn")):
-        compiled = compiled_for("v6e", TPU.experts.results, 64, width=width, inner=size)
-        layout = compiled.as_text().partition("entry_computation_layout={")[2].partition("->")[0]
-        assert layout.count(f"bf16[{SLOTS},{width},{size}]{{{order}:") == 2
-        assert kernel in kernels_of(text_of(compiled))
+BY_ROWS, BY_COLUMNS = "2,1,0", "1,2,0"
+
+
+@pytest.mark.parametrize(
+    ("width", "inner", "orders", "kernel"),
+    [
+        pytest.param(2816, 704, (BY_COLUMNS, BY_ROWS), "ragged-dot-none", id="Gemma 4, as in files"),
+        pytest.param(2816, 768, (BY_ROWS, BY_ROWS), "grouped_ffn", id="Gemma 4, padded"),
+        pytest.param(2880, 2880, (BY_ROWS, BY_ROWS), "ragged-dot-none", id="gpt-oss", marks=pytest.mark.slow),
+        pytest.param(
+            2880, 2944, (BY_ROWS, BY_COLUMNS), "ragged-dot-none", id="gpt-oss, padded", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_experts_lie_by_rows_unless_one_of_their_widths_alone_is_whole_lanes(width, inner, orders, kernel):
+    """The grouped product takes rows: what lies by columns is copied ahead of it."""
+    compiled = compiled_for("v6e", TPU.experts.results, 64, width=width, inner=inner)
+    layout = compiled.as_text().partition("entry_computation_layout={")[2].partition("->")[0]
+    found = re.findall(rf"bf16\[{SLOTS},\d+,\d+\]{{([\d,]+):", layout)
+    assert found == [orders[0], *orders]
+    assert kernel in kernels_of(text_of(compiled))
 
 
 @pytest.mark.slow
