@@ -103,6 +103,20 @@ def test_states_and_rings_are_advanced_where_they_lie(topology):
         assert program.kernels["delta_rule"] == 6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "topology", "values"),
+    [("gemma-4-26b-a4b", "v6e:2x2", {}), ("mimo-v2-flash", "v6e:4x4", {"tp": 4, "expert_dtype": "int8"})],
+    ids=name_of,
+)
+def test_kinds_of_attention_read_their_own_pools_in_place(model, topology, values):
+    """A layer without a window and one with, whose heads differ; experts of Gemma 4 are 704 wide."""
+    for name in (DECODE, PREFILL):
+        program = program_of(model, topology, values, name)
+        assert_sound(program)
+        assert program.kernels["paged_attention"] == 2 * (1 + (name == PREFILL))
+
+
 def moves_of(model: str, topology: str, redundant: int, *, num_layers: int = 2) -> list[ProgramReport]:
     values = {"num_redundant_experts": redundant, "enable_eplb": True}
     return check(case_of(model, topology, values, num_layers=num_layers), names=MOVES).programs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import jax
@@ -23,7 +24,7 @@ from tests.compile.topologies import compile_for, text_of
 SLOTS, WIDTH, INNER = 16, 2048, 768
 
 
-def kernels_for(
+def compiled_for(
     chip: str,
     product,
     num_tokens: int,
@@ -32,8 +33,8 @@ def kernels_for(
     inner: int = INNER,
     dtype=jnp.bfloat16,
     in_blocks: bool = False,
-) -> Counter[str]:
-    """The kernels that six choices of each of `num_tokens` are multiplied by."""
+) -> jax.stages.Compiled:
+    """The program in which six choices of each of `num_tokens` are multiplied."""
     up = jax.ShapeDtypeStruct((SLOTS, width, inner), dtype)
     rows = [scale_rows(size) if in_blocks else 1 for size in (width, inner)]
     scale, of_down = (
@@ -55,7 +56,12 @@ def kernels_for(
         experts = LayerExperts(held, 0, ProductConfig(SLOTS, 8.0))
         return product(rows, slots, experts)
 
-    return Counter(kernels_of(text_of(compile_for(chip, multiply, *shapes))))
+    return compile_for(chip, multiply, *shapes)
+
+
+def kernels_for(chip: str, product, num_tokens: int, **more) -> Counter[str]:
+    """The kernels of the program of `compiled_for`."""
+    return Counter(kernels_of(text_of(compiled_for(chip, product, num_tokens, **more))))
 
 
 @pytest.mark.sampled(3)
@@ -77,6 +83,29 @@ def test_any_number_of_rows_is_multiplied_by_the_compilers_kernel(num_tokens):
 def test_few_rows_are_multiplied_by_one_kernel(chip, num_tokens, width, inner):
     found = kernels_for(chip, TPU.experts.results, num_tokens, width=width, inner=inner)
     assert found["grouped_ffn"] == 1 and not found["ragged-dot-none"]
+
+
+BY_ROWS, BY_COLUMNS = "2,1,0", "1,2,0"
+
+
+@pytest.mark.parametrize(
+    ("width", "inner", "orders", "kernel"),
+    [
+        pytest.param(2816, 704, (BY_COLUMNS, BY_ROWS), "ragged-dot-none", id="Gemma 4, as in files"),
+        pytest.param(2816, 768, (BY_ROWS, BY_ROWS), "grouped_ffn", id="Gemma 4, padded"),
+        pytest.param(2880, 2880, (BY_ROWS, BY_ROWS), "ragged-dot-none", id="gpt-oss", marks=pytest.mark.slow),
+        pytest.param(
+            2880, 2944, (BY_ROWS, BY_COLUMNS), "ragged-dot-none", id="gpt-oss, padded", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_experts_lie_by_rows_unless_one_of_their_widths_alone_is_whole_lanes(width, inner, orders, kernel):
+    """The grouped product takes rows: what lies by columns is copied ahead of it."""
+    compiled = compiled_for("v6e", TPU.experts.results, 64, width=width, inner=inner)
+    layout = compiled.as_text().partition("entry_computation_layout={")[2].partition("->")[0]
+    found = re.findall(rf"bf16\[{SLOTS},\d+,\d+\]{{([\d,]+):", layout)
+    assert found == [orders[0], *orders]
+    assert kernel in kernels_of(text_of(compiled))
 
 
 @pytest.mark.slow

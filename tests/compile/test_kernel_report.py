@@ -33,11 +33,14 @@ KERNELS = {
         pytest.param("gpt-oss-20b", "v6e:2x4", {}, id="gpt-oss", marks=pytest.mark.slow),
         pytest.param("qwen3.5-35b-a3b", "v6e:2x4", {}, id="hybrid", marks=pytest.mark.slow),
         pytest.param("qwen3-235b-a22b", "v5p:2x4x4", {"num_redundant_experts": 32}, id="v5p", marks=pytest.mark.slow),
+        pytest.param("gemma-4-26b-a4b", "v6e:2x2", {}, id="gemma4", marks=pytest.mark.slow),
+        pytest.param("mimo-v2-flash", "v6e:4x4", {"tp": 4, "expert_dtype": "int8"}, id="mimo", marks=pytest.mark.slow),
     ],
 )
 def test_programs_have_the_kernels_of_the_report(model, topology, values):
     """In the smallest and the largest step."""
-    served = lay_out(case_of_model(model, topology, num_layers=4, values=values))
+    values = dict(values)
+    served = lay_out(case_of_model(model, topology, num_layers=4, tp=values.pop("tp", 0), values=values))
     programs = {program.name: program for program in programs_of(served, num_pages=64)}
     for shape in (served.shapes[0], served.shapes[-1]):
         report = kernel_report(replace(served, shapes=(shape,)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +18,40 @@ from rayserve_moe.tools.hlo_report import Piece, copies_of, kernels_of
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 
 NUM_PAGES, PAGE, CONTEXT = 2000, 128, 4096
+
+
+class Heads(NamedTuple):
+    """The heads of a device, and their widths."""
+
+    queries: int
+    kv: int
+    width: int
+    latent_width: int = 0
+    value_width: int = 0
+    has_sinks: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """Return the numbers in a row of the pool."""
+        if self.latent_width:
+            return latent_lanes(self.width)
+        return packed_width(self.kv, self.width, self.value_width or self.width)
+
+    def knobs(self, sinks: jax.Array) -> dict[str, Any]:
+        """Return the model's keywords of a call."""
+        widths = {"latent_width": self.latent_width, "value_width": self.value_width}
+        return widths | ({"sinks_H": sinks} if self.has_sinks else {})
+
+
 MODELS = {
-    "gpt-oss": (64, 8, 64, 0),
-    "deepseek": (128, 1, 576, 512),
-    "heads of 128": (32, 4, 128, 0),
-    "heads of 512": (16, 2, 512, 0),
+    "gpt-oss": Heads(64, 8, 64, has_sinks=True),
+    "deepseek": Heads(128, 1, 576, latent_width=512),
+    "heads of 128": Heads(32, 4, 128),
+    "heads of 256": Heads(16, 8, 256),
+    "heads of 512": Heads(16, 2, 512),
+    "keys of 192, values of 128": Heads(16, 2, 192, value_width=128, has_sinks=True),
 }
-"""Query heads, KV heads, head width, latent width."""
+"""Heads of 256 and 512 are those of Gemma 4, keys of 192 those of MiMo-V2-Flash by four devices."""
 NAME_OF = {"bfloat16": "bf16", "int16": "s16"}
 """Names of dtypes in programs."""
 
@@ -45,16 +74,14 @@ def compiled_step(
     is_8_bit: bool = False,
 ):
     """New rows are written into a pool that is given away, then 16 blocks attend it; or both at once."""
-    heads, kv_heads, width, latent_width = MODELS[model]
-    lanes = latent_lanes(width) if latent_width else packed_width(kv_heads, width, width)
-    pool, rows = shapes_of_rows(lanes, 16, is_8_bit=is_8_bit)
-    queries = jax.ShapeDtypeStruct((16, num_queries, heads, width), jnp.bfloat16)
+    heads = MODELS[model]
+    pool, rows = shapes_of_rows(heads.lanes, 16, is_8_bit=is_8_bit)
+    queries = jax.ShapeDtypeStruct((16, num_queries, heads.queries, heads.width), jnp.bfloat16)
     table, positions = (jax.ShapeDtypeStruct((16, n), np.int32) for n in (CONTEXT // PAGE, num_queries))
-    slots, sinks = jax.ShapeDtypeStruct((16,), np.int32), jax.ShapeDtypeStruct((heads,), jnp.bfloat16)
+    slots, sinks = jax.ShapeDtypeStruct((16,), np.int32), jax.ShapeDtypeStruct((heads.queries,), jnp.bfloat16)
 
     def step(pool, rows, slots, queries, table, positions, sinks):
-        knobs = {"config": config, "latent_width": latent_width}
-        knobs |= {"sinks_H": sinks} if model == "gpt-oss" else {}
+        knobs = {"config": config} | heads.knobs(sinks)
         rows = paired_rows(rows) if is_8_bit else rows
         if is_writing:
             attended, pool = attend_new(queries[:, 0], pool, BlockPlaces(table, positions), NewRows(rows, 7), **knobs)
@@ -67,20 +94,19 @@ def compiled_step(
 
 def compiled_groups(chip: str, model: str, most: int, *, is_8_bit: bool = False):
     """64 single tokens, up to `most` of a sequence, attend and write a pool that is given away."""
-    heads, kv_heads, width, latent_width = MODELS[model]
-    lanes, num = latent_lanes(width) if latent_width else packed_width(kv_heads, width, width), 64
-    pool, rows = shapes_of_rows(lanes, num, is_8_bit=is_8_bit)
-    queries, sinks = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((num, heads, width), (heads,)))
+    heads, num = MODELS[model], 64
+    pool, rows = shapes_of_rows(heads.lanes, num, is_8_bit=is_8_bit)
+    shapes = (num, heads.queries, heads.width), (heads.queries,)
+    queries, sinks = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     table, of_tokens = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((num, CONTEXT // PAGE), (num,)))
 
     def step(pool, rows, queries, table, positions, sequences, sinks):
-        knobs = {"latent_width": latent_width} | ({"sinks_H": sinks} if model == "gpt-oss" else {})
         together = Together(sequences, most)
         sizes = {"page_size": PAGE, "table_width": CONTEXT // PAGE, "windows": (0,)}
         described = describe_singles(positions, **sizes, together=together)
         places = BlockPlaces(table, positions[:, None], described[0], together)
         new = NewRows(paired_rows(rows) if is_8_bit else rows, 7)
-        return attend_new(queries, pool, places, new, **knobs)
+        return attend_new(queries, pool, places, new, **heads.knobs(sinks))
 
     given = (rows, queries, table, of_tokens, of_tokens, sinks)
     return compile_for(chip, step, pool, *given, donate=0), pool
@@ -112,10 +138,8 @@ def test_single_tokens_attend_the_pool_in_place(chip, model):
 @pytest.mark.parametrize("chip", TOPOLOGY_OF_CHIP)
 @pytest.mark.parametrize("model", MODELS)
 def test_prompts_attend_the_pool_in_place(chip, model):
-    heads = MODELS[model][0]
-    assert_reads_in_place(
-        *compiled_step(chip, model, 32, config=ScoreConfig(window=128, soft_cap=30.0)), 16 * 32 * heads
-    )
+    compiled, pool = compiled_step(chip, model, 32, config=ScoreConfig(window=128, soft_cap=30.0))
+    assert_reads_in_place(compiled, pool, 16 * 32 * MODELS[model].queries)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -17,6 +18,8 @@ from rayserve_moe.tools.served_cases import case_of_model, lay_out
 
 LAYERS, KV_BYTES = 48, 2 * 4 * 128 * 2
 """Of Qwen3-30B-A3B: layers, and what they keep of a token."""
+WINDOWS = (1024, 127)
+"""Positions that a query of gpt-oss sees before its own, in layers without and with a window."""
 
 
 @cache
@@ -110,6 +113,32 @@ def test_cores_that_share_a_device_share_blocks_of_an_attention_of_our_own():
     prompt = found[2048 // 32]
     assert prompt.num_visits == 2 * (16 * 1 + 16 * 2), "512 keys a block"
     assert prompt.kv_bytes == prompt.num_pages * 128 * KV_BYTES
+
+
+def test_layers_with_windows_read_them_alone():
+    """Every second layer of gpt-oss sees 128 tokens, a page."""
+    values, kv_bytes = {"max_model_len": 1024, "max_running_requests": 2}, 2 * 8 * 64 * 2
+    model = lay_out(case_of_model("gpt-oss-20b", "v6e:2x4", values=values)).config
+    spec = replace(model.spec, layers=tuple(replace(layer, window=0) for layer in model.spec.layers))
+    windowed, full = (step_work(each, StepSizes("v6e:2x4", 2, 1024)) for each in (model, replace(model, spec=spec)))
+    assert full.hbm_bytes - windowed.hbm_bytes == 12 * 2 * (1024 - 128) * kv_bytes
+    assert full.flops - windowed.flops == 12 * 2 * (1024 - 128) * 2 * 64 * 2 * 64
+    (own,), (of_full,) = (each.attention.values() for each in (windowed, full))
+    assert (own.num_pages, of_full.num_pages) == ((2 * 8 + 2 * 1) / 2, 2 * 8), "the mean of both kinds of layer"
+    assert own.kv_bytes == own.num_pages * 128 * kv_bytes
+    of_prompts = blocks_of(step_work(model, StepSizes("v6e:2x4", 2, 1024), prompt_tokens=2048))[2048 // 32]
+    pages = [
+        sum(math.ceil(end / 128) - max(0, end - 32 - past) // 128 for end in range(32, 1025, 32)) for past in WINDOWS
+    ]
+    assert of_prompts.num_pages == 2 * sum(pages) / 2
+
+
+def test_kinds_of_attention_are_counted_by_their_heads():
+    """Gemma 4: 25 layers of 8 KV heads of 256 that see 1024 tokens, and 5 of 2 KV heads of 512."""
+    values = {"max_model_len": 4096, "max_running_requests": 2}
+    model = lay_out(case_of_model("gemma-4-26b-a4b", "v6e:2x2", values=values)).config
+    found = step_work(model, StepSizes("v6e:2x2", 2, 4096)).attention
+    assert {sizes[1:]: work.num_pages for sizes, work in found.items()} == {(8, 256): 2 * 8, (2, 512): 2 * 32}
 
 
 def test_devices_that_share_heads_read_less():

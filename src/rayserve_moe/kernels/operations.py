@@ -136,6 +136,8 @@ class ParameterLayout:
     """Layout of a parameter's weights (`cpu_native.layout.LAYOUTS`); `head` is the table of the head."""
     multiples: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Divisor of a logical axis's size on a device; parameters are padded with zeros to it."""
+    padded_beside: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Another axis by axis, which has to be a multiple of that divisor; else the axis is not padded."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -41,7 +41,9 @@ Q, EXPERT, TABLE = (
 class Model:
     """A checkpoint's parameters, as loaded and as filled from what is sent."""
 
-    def __init__(self, path: Path, split: str, *, layout: str = "", slots: Any = SLOTS, **keywords: Any) -> None:
+    def __init__(
+        self, path: Path, split: str, *, layout: str = "", slots: Any = SLOTS, multiple: int = 1, **keywords: Any
+    ) -> None:
         files = open_checkpoint(path)
         self.slots = slots
         tree = parameter_specs(
@@ -50,7 +52,10 @@ class Model:
         wanted = {"gate_MPDF", "down_MPFD", "q_LDH"} if layout == "packed" else {"table_VD"}
         self.tree = {
             group: {
-                name: replace(spec, layout=layout if name in wanted and not spec.is_quantized else "")
+                name: replace(
+                    spec.padded("expert_inner", multiple),
+                    layout=layout if name in wanted and not spec.is_quantized else "",
+                )
                 for name, spec in specs.items()
             }
             for group, specs in tree.items()
@@ -157,6 +162,18 @@ def test_experts_in_8_bits_are_quantised_as_from_files(single, changed, split, d
     assert_same(model.filled(serving, [SentTensor(name, after[name]) for name in differing(single, changed)]), wanted)
     with pytest.raises(CheckpointError, match="is served in 8 bits"):
         model.sending(serving).wanted(EXPERT, None)
+
+
+@pytest.mark.parametrize("more", [{}, {"expert_dtype": "int8"}], ids=str)
+def test_experts_are_padded_with_zeros(single, changed, more):
+    plain, padded = (Model(single, "experts", dtype="float32", multiple=size, **more) for size in (1, 10))
+    serving, wanted, unpadded = padded.loaded(single), padded.loaded(changed), plain.loaded(changed)
+    assert_same(padded.filled(serving, whole(load_file(changed / SINGLE_FILE), seed=1)), wanted)
+    for name, array in unpadded["experts"].items():
+        held = wanted["experts"][name]
+        padding = [(0, ours - theirs) for ours, theirs in zip(held.shape, array.shape, strict=True)]
+        np.testing.assert_array_equal(np.asarray(held), np.pad(np.asarray(array), padding), err_msg=name)
+    assert wanted["experts"]["down_MPFD"].shape[2] == 10 > unpadded["experts"]["down_MPFD"].shape[2]
 
 
 def test_a_host_wants_of_a_tensor_what_its_devices_hold(single):

@@ -15,15 +15,16 @@ from rayserve_moe.config.settings import CacheSettings, CompileSettings, ExpertS
 from rayserve_moe.execution import native_kernels
 from rayserve_moe.execution.native_kernels import choose_kernels
 from rayserve_moe.execution.native_levels import NativeKernelsUnavailable
-from rayserve_moe.execution.weights.placing import first_placement, load_weights, model_config
+from rayserve_moe.execution.weights.placing import first_placement, load_weights, model_config, parameter_tree
 from rayserve_moe.kernels.cpu_native.calls import EXPERTS, MLPS, PROJECTIONS
 from rayserve_moe.kernels.cpu_native.layout import pack, pack_columns
 from rayserve_moe.kernels.operations import Kernels
-from rayserve_moe.kernels.table import CPU, CPU_NATIVE
+from rayserve_moe.kernels.table import CPU, CPU_NATIVE, TPU
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.tools.presets import read_config
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.models.attention_specs import with_attention
 from tests.support.models.families import FAMILY_CASES, config_of
@@ -204,3 +205,16 @@ def test_loaded_weights_lie_as_the_kernels_want_them_on_every_device(tmp_path, t
             whole = np.pad(np.asarray(array), padding)
             for shard in held.addressable_shards:
                 np.testing.assert_array_equal(shard.data, lay_out(whole[shard.index]), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model", "inner"), [("gemma-4-26b-a4b", 768), ("qwen3-30b-a3b", 768), ("gpt-oss-20b", 2880)], ids=str
+)
+def test_experts_of_tpus_are_padded_where_both_widths_become_whole_lanes(model, inner):
+    """Those of Gemma 4 are 704 wide; the model's width of gpt-oss is not whole lanes either."""
+    spec, plan = spec_from_config(read_config(model)), plan_for(jax.devices()[:2])
+    tree = parameter_tree(model_config(spec, plan, experts=ExpertSettings(), kernels=TPU), dtype="bfloat16")
+    shapes = {name: spec.shape[2:] for name, spec in tree["experts"].items() if spec.num_experts}
+    assert shapes["gate_MPDF"] == shapes["up_MPDF"] == (spec.hidden_size, inner)
+    assert shapes["down_MPFD"] == (inner, spec.hidden_size)
+    assert tree["embedding"]["table_VD"].shape[1] % 128 == 0

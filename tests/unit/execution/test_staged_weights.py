@@ -23,7 +23,7 @@ from rayserve_moe.config.settings import (
 )
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
-from rayserve_moe.execution.weights.placing import load_weights
+from rayserve_moe.execution.weights.placing import load_weights, parameter_tree, read_parameters
 from rayserve_moe.model import families
 from rayserve_moe.model.family_table import FAMILIES
 from rayserve_moe.parallel.mesh import plan_for
@@ -101,6 +101,21 @@ def test_experts_in_one_tensor_are_staged_into_the_slots_of_a_placement(
     jax.tree.map(np.testing.assert_array_equal, runner.weights.params, wanted.params)
     with pytest.raises(WeightsRefusedError, match="experts differ"):
         runner.staged.read(str(other_checkpoint))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_in_one_tensor_are_padded_with_zeros(core_checkpoint, tmp_path, monkeypatch, layout):
+    monkeypatch.setitem(FAMILIES, layout, fused_family(layout))
+    runner = loaded(fused(core_checkpoint, tmp_path / "model", layout))
+    tree = parameter_tree(runner.config, dtype=runner.served.dtype)
+    tree["experts"] = {name: spec.padded("expert_inner", 100) for name, spec in tree["experts"].items()}
+    slots, plan = runner.placement.expert_of_slot, runner.config.plan
+    held = read_parameters(runner._files, tree, plan=plan, expert_of_slot=slots)
+    for name, array in runner.weights.params["experts"].items():
+        found = held["experts"][name]
+        padding = [(0, ours - theirs) for ours, theirs in zip(found.shape, array.shape, strict=True)]
+        np.testing.assert_array_equal(np.asarray(found), np.pad(np.asarray(array), padding), err_msg=name)
+    assert held["experts"]["down_MPFD"].shape[2] == 100
 
 
 @pytest.mark.sampled(4)

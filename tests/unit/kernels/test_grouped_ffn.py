@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,13 +36,16 @@ def experts_of(inner: int, dtype: str) -> LayerExperts:
     return LayerExperts(ExpertWeights(*weights), jnp.asarray(SLOTS, jnp.int32), ProductConfig(SLOTS, 8.0))
 
 
-def largest_difference(slots: np.ndarray, experts: LayerExperts) -> float:
-    """From the product in blocks, of the rows that are here; what the kernel does not write is NaN."""
+def largest_difference(slots: np.ndarray, experts: LayerExperts, *, expected: LayerExperts | None = None) -> float:
+    """From the product in blocks, of the rows that are here; what the kernel does not write is NaN.
+
+    The product is that of `expected`, if given.
+    """
     hidden = jnp.asarray(np.random.default_rng(slots.size).standard_normal((len(slots), WIDTH)), jnp.float32)
     hidden, slots_TK = hidden.astype(experts.weights.gate_XDF.dtype), jnp.asarray(slots, jnp.int32)
     found = interpreted(TPU.experts.results, interpret=True)(hidden, slots_TK, experts)
-    expected = multiply_in_blocks(hidden, slots_TK, experts)
-    return float(np.abs(np.asarray(found - expected, np.float32)[slots < SLOTS]).max())
+    wanted = multiply_in_blocks(hidden, slots_TK, expected or experts)
+    return float(np.abs(np.asarray(found - wanted, np.float32)[slots < SLOTS]).max())
 
 
 @pytest.mark.sampled(2)
@@ -55,6 +60,17 @@ def test_an_expert_in_parts(slots, monkeypatch):
     monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 2 * 3 * WIDTH * 128 * 4)
     assert grouped_ffn.inner_block(WIDTH, 256, 4) == 128
     assert largest_difference(slots, experts_of(256, "float32")) < 1e-4
+
+
+def test_columns_of_zeros_add_nothing():
+    """Experts of another width are padded to whole lanes."""
+    slots, narrow, wide = SLOTS_OF_TOKENS["any, and elsewhere"], experts_of(88, "float32"), experts_of(128, "float32")
+    padded = jax.tree.map(lambda own, held: jnp.pad(own, padding_to(own, held)), narrow.weights, wide.weights)
+    assert largest_difference(slots, replace(wide, weights=padded), expected=narrow) < 1e-4
+
+
+def padding_to(own: jax.Array, held: jax.Array) -> list[tuple[int, int]]:
+    return [(0, more - less) for less, more in zip(own.shape, held.shape, strict=True)]
 
 
 def test_shapes_that_the_kernel_does_not_take_go_another_way(monkeypatch):

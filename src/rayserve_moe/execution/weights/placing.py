@@ -180,9 +180,7 @@ def laid_out(tree: dict[str, dict[str, ParamSpec]], config: ModelConfig) -> dict
     """Return the parameters padded and laid out in memory for the model's kernels."""
     layouts = {**config.kernels.parameters.layouts}
     layouts["table_VD" if config.spec.tie_embeddings else "head_VD"] = layouts.pop("head", "")
-    multiples = {
-        axis: size * num_parts(config.plan, axis) for axis, size in config.kernels.parameters.multiples.items()
-    }
+    multiples = _multiples(config)
 
     def held(name: str, spec: ParamSpec) -> ParamSpec:
         for axis, multiple in multiples.items():
@@ -190,6 +188,16 @@ def laid_out(tree: dict[str, dict[str, ParamSpec]], config: ModelConfig) -> dict
         return replace(spec, layout=layouts.get(name, ""))
 
     return {group: {name: held(name, spec) for name, spec in specs.items()} for group, specs in tree.items()}
+
+
+def _multiples(config: ModelConfig) -> dict[str, int]:
+    """Return the divisor of each axis that is padded for the model's kernels."""
+    layout, sizes = config.kernels.parameters, {"model": config.spec.hidden_size}
+    return {
+        axis: size * num_parts(config.plan, axis)
+        for axis, size in layout.multiples.items()
+        if axis not in layout.padded_beside or sizes[layout.padded_beside[axis]] % size == 0
+    }
 
 
 def _maps_of(placement: ExpertPlacement, *, may_change: bool) -> PlacementArrays | None:

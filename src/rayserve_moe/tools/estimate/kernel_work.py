@@ -40,15 +40,15 @@ class AttentionSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """The work of a call of paged attention in one layer."""
+    """The work of a call of paged attention in one layer, or the mean of layers with the same sizes."""
 
     num_query_blocks: int
     """Blocks of queries, or groups of single tokens."""
-    num_visits: int
+    num_visits: float
     """Visits of blocks of keys, by all blocks of queries."""
-    kv_bytes: int
+    kv_bytes: float
     """Bytes of keys and values that the visits read."""
-    num_pages: int
+    num_pages: float
     """Pages of the visits, which are copied one by one."""
     is_of_prompts: bool = False
     """True if the queries are those of prompts."""

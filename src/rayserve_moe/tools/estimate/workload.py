@@ -7,7 +7,9 @@ random. A step ends with its fullest device, so the expert slots in use are thos
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,8 +56,8 @@ class StepSizes:
 def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -> StepWork:
     """Return the work of a step of all sequences, with `prompt_tokens` more per data rank.
 
-    Each layer is assumed to see all positions. Weights count if a step uses them; for expert slots the expected share
-    of the device with most slots in use.
+    A layer sees all positions, or those of its window. Weights count if a step uses them; for expert slots the expected
+    share of the device with most slots in use.
     """
     plan, spec, experts = model.plan, model.spec, model.experts
     num_devices = plan.mesh.devices.size
@@ -74,16 +76,21 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
                 used, rows = _of_table(name, ties=spec.tie_embeddings), sizes.rows * plan.data_size
             weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
             flops += 2 * elements * rows * (1 if used else 0)
-    states, attention = token_states(model), {}
-    seen = sizes.rows * sizes.context + prompt_tokens * min(sizes.context, max(prompt_tokens, 1)) / 2
+    attention: dict[AttentionSizes, list[AttentionWork]] = {}
     for mixer, shape in _scoring(spec):
         kept = state_of_mixer(model, mixer)
         row_bytes = kept.row_bytes(plan, dtype=sizes.kv_dtype)
-        attention |= _attention_work(model, shape, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
-        heads, num_layers = shape.num_heads // plan.tensor_size, len(spec.layers_with_mixer(mixer.kind))
-        flops += 2 * heads * (shape.key_width + shape.value_width) * seen * num_layers
-    num_kept = sizes.sequences * sizes.context + prompt_tokens
-    state_bytes = sum(state.row_bytes(plan, dtype=sizes.kv_dtype) * num_kept * state.num_layers for state in states)
+        of_layer = partial(_attention_work, model, shape, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
+        for window, num_layers in Counter(kept.windows).items():
+            for call, work in of_layer(window=window).items():
+                attention[call] = [*attention.get(call, []), *[work] * num_layers]
+            heads, seen = shape.num_heads // plan.tensor_size, _seen(sizes, window, prompt_tokens=prompt_tokens)
+            flops += 2 * heads * (shape.key_width + shape.value_width) * seen * num_layers
+    state_bytes = sum(
+        state.row_bytes(plan, dtype=sizes.kv_dtype)
+        * sum(sizes.sequences * min(sizes.context, window or sizes.context) + prompt_tokens for window in state.windows)
+        for state in token_states(model)
+    )
     # A sequence reads its entry, and half of its ring on average.
     state_bytes += sizes.sequences * sum(
         (state.row_bytes(plan, dtype=sizes.kv_dtype) + state.ring_bytes(plan, dtype=sizes.kv_dtype) // 2)
@@ -97,7 +104,7 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
     return StepWork(
         used_slots,
         expert_rows,
-        attention,
+        {call: _mean(works) for call, works in attention.items()},
         flops,
         weight_bytes + state_bytes,
         recurrent,
@@ -152,10 +159,17 @@ def _of_table(name: str, *, ties: bool) -> float:
     return 1.0 if ties or not name.startswith("table") else 0.0
 
 
+def _seen(sizes: StepSizes, window: int, *, prompt_tokens: int) -> float:
+    """Return the number of pairs of queries and keys in a layer with a window (0: none)."""
+    length = min(sizes.context, max(prompt_tokens, 1))
+    of_single, of_prompt = (min(limit, window or limit) for limit in (sizes.context, length))
+    return sizes.rows * of_single + prompt_tokens * (of_prompt - of_prompt**2 / (2 * length))
+
+
 def _attention_work(
-    model: ModelConfig, scores: ScoreShape, sizes: StepSizes, *, row_bytes: int, prompt_tokens: int
+    model: ModelConfig, scores: ScoreShape, sizes: StepSizes, *, window: int, row_bytes: int, prompt_tokens: int
 ) -> dict[AttentionSizes, AttentionWork]:
-    """Return the work of single tokens and of blocks of prompts; every core has equally many blocks."""
+    """Return the work of a layer on single tokens and on blocks of prompts; every core has equally many blocks."""
     num, cores = sizes.sequences, cores_of(model.plan.mesh)
     row_lanes = row_bytes // jnp.dtype(sizes.kv_dtype).itemsize
     widths = (scores.value_width, 0) if scores.values_are_keys else (0, scores.value_width)
@@ -164,22 +178,37 @@ def _attention_work(
     def call_of(num_blocks: int) -> AttentionSizes:
         return AttentionSizes(_whole(num_blocks, cores), layout.num_sets, layout.value_lanes)
 
-    work = {call_of(sizes.places): _visits(sizes, [sizes.context] * num, row_bytes=row_bytes)}
+    def keys_of(first_query: int, end: int) -> tuple[int, int]:
+        return (max(0, first_query - window + 1) if window else 0), end
+
+    work = {call_of(sizes.places): _visits(sizes, [keys_of(sizes.context - 1, sizes.context)] * num, row_bytes)}
     if prompt_tokens:
         query_rows = scores.num_heads // model.plan.tensor_size // layout.num_sets
         length, tile = min(sizes.context, prompt_tokens), tile_queries_for(PREFILL_BLOCK_TOKENS, query_rows)
-        ends = [min(length, end + tile) for end in range(0, length, tile)] * math.ceil(prompt_tokens / length)
+        tiles = [keys_of(end, min(length, end + tile)) for end in range(0, length, tile)]
         num_blocks = math.ceil(prompt_tokens / PREFILL_BLOCK_TOKENS)
-        work[call_of(num_blocks)] = replace(_visits(sizes, ends, row_bytes=row_bytes), is_of_prompts=True)
+        of_prompts = _visits(sizes, tiles * math.ceil(prompt_tokens / length), row_bytes)
+        work[call_of(num_blocks)] = replace(of_prompts, is_of_prompts=True)
     return work
 
 
-def _visits(sizes: StepSizes, lengths: list[int], *, row_bytes: int) -> AttentionWork:
-    """Return the visits of query tiles that see `lengths` keys."""
+def _visits(sizes: StepSizes, tiles: list[tuple[int, int]], row_bytes: int) -> AttentionWork:
+    """Return the visits of query tiles that see keys from a first one up to an end."""
     of_block = pages_of_a_block(sizes.page_size, row_bytes, math.ceil(sizes.context / sizes.page_size))
-    pages = [math.ceil(length / sizes.page_size) for length in lengths]
-    visits, num = sum(math.ceil(each / of_block) for each in pages), len(lengths)
+    pages = [math.ceil(end / sizes.page_size) - first // sizes.page_size for first, end in tiles]
+    visits, num = sum(math.ceil(each / of_block) for each in pages), len(tiles)
     return AttentionWork(num, visits, sum(pages) * sizes.page_size * row_bytes, sum(pages))
+
+
+def _mean(works: list[AttentionWork]) -> AttentionWork:
+    """Return the mean of the calls of layers, which differ in their windows."""
+    num = len(works)
+    return replace(
+        works[0],
+        num_visits=sum(work.num_visits for work in works) / num,
+        kv_bytes=sum(work.kv_bytes for work in works) / num,
+        num_pages=sum(work.num_pages for work in works) / num,
+    )
 
 
 def _whole(num_blocks: int, cores: int) -> int:

@@ -18,7 +18,6 @@ from rayserve_moe.kernels.tpu.dispatch_sizes import unsupported_reason, usable_b
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import MixerSpec, ModelSpec
-from rayserve_moe.model.states import token_states, windows_within
 from rayserve_moe.tools.estimate.chips import OVERHEAD_S, Chip, chip_of
 from rayserve_moe.tools.estimate.kernel_work import StepWork
 from rayserve_moe.tools.estimate.links import Slice
@@ -130,7 +129,7 @@ def step_cost(
     passes = PREFILL_PASSES if num_chunks > 1 else PUSH_PASSES if backend == LOW_LATENCY else DECODE_PASSES
     passes = SUMS_PASSES if backend == DEVICE_SUMS else passes
     moved = work.expert_rows * imbalance * row_bytes * passes * num_layers
-    hbm_bytes = work.hbm_bytes - _unseen_bytes(model, tokens, kv_dtype) + (num_chunks - 1) * expert_bytes + moved
+    hbm_bytes = work.hbm_bytes + (num_chunks - 1) * expert_bytes + moved
     expert_flops = 2 * work.expert_rows / model.experts.num_local_slots * _expert_elements(model, sizes.dtype)
     layer_ops = LAYER_OPS if chip.cores_per_device == 1 or backend == LOW_LATENCY else SHARED_LAYER_OPS
     waits = _waits_s(model, work, tokens, backend=backend, num_chunks=num_chunks, chip=chip)
@@ -216,10 +215,9 @@ def _mixer_ops(mixer: MixerSpec) -> int:
 
 def _tokens_of_sums(model: ModelConfig) -> int:
     """Return the tokens of a chunk of `device_sums`: as many as may all have an expert on one device."""
-    spec, config = model.spec, model.experts
     max_rows = model.kernels.experts.device_sums.run.max_rows
-    rows = max_rows(spec.hidden_size, spec.experts.intermediate_size, spec.router.top_k)
-    return rows // config.plan.num_expert_ranks
+    *_, width, inner = device_shapes(model, dtype="bfloat16")["experts"]["gate_MPDF"].shape
+    return max_rows(width, inner, model.spec.router.top_k) // model.plan.num_expert_ranks
 
 
 def _exchange_ops(backend: str, num_chunks: int) -> int:
@@ -275,12 +273,3 @@ def _expert_elements(model: ModelConfig, dtype: str) -> int:
         if param.num_experts
     )
     return sum(map(math.prod, shapes))
-
-
-def _unseen_bytes(model: ModelConfig, tokens: StepTokens, kv_dtype: str) -> float:
-    """Return the bytes of `step_work` that layers with a window do not read."""
-    return tokens.sequences * sum(
-        state.row_bytes(model.plan, dtype=kv_dtype)
-        * sum(tokens.context - window for window in windows_within(state.windows, max_tokens=tokens.context) if window)
-        for state in token_states(model)
-    )
