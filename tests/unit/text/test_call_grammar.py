@@ -190,6 +190,31 @@ def test_what_a_format_cannot_write_is_refused(form, parameters):
         call_grammar(FORMS[form], [{"name": "f", "parameters": parameters}], special_ids={}, allows_several=False)
 
 
+def nested(depth: int) -> dict:
+    """Return the schema of an array in an array, and so on."""
+    schema: dict = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+NODE = {"properties": {name: {"$ref": "#/$defs/node"} for name in "abcde"}, "type": "object"}
+ENDLESS = {"properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": NODE}}
+
+
+@pytest.mark.parametrize("parameters", [{"properties": {"a": nested(300)}}, ENDLESS], ids=["deep", "endless"])
+@pytest.mark.parametrize("form", ["gemma", "minimax_m3"])
+def test_schemas_without_a_bound_are_refused_or_refer_to_themselves(form, parameters):
+    """MiniMax-M3 writes a schema anew at each place, Gemma has a rule for it."""
+    function = {"name": "f", "parameters": parameters}
+    if form == "gemma" and parameters is ENDLESS:
+        grammar = call_grammar(FORMS[form], [function], special_ids={}, allows_several=False)
+        assert len(grammar.lark.splitlines()) < 10
+        return
+    with pytest.raises(UnwritableSchemaError):
+        call_grammar(FORMS[form], [function], special_ids={}, allows_several=False)
+
+
 @pytest.mark.parametrize("calls", ["response_template", None])
 def test_formats_that_are_not_known_have_no_grammar(calls):
     assert form_of(calls, "") is None

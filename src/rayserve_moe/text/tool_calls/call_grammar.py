@@ -21,6 +21,8 @@ from rayserve_moe.text.tool_calls.quoted_arguments import QuotedArguments
 
 _MAX_DEPTH = 8
 """Maximum nesting of objects and arrays that hold parameters; deeper schemas may refer to themselves."""
+_MAX_MEMBERS = 2000
+"""Maximum number of parameters of an answer, counted at each place where a schema is used."""
 _NAME = re.compile(r"[^\s<>\"'\0]+")
 _KEY = re.compile(r"[^\s<>\"'\0](?:[^<>\"'\0\n]*[^\s<>\"'\0])?")
 
@@ -226,7 +228,7 @@ class _Writer:
 
     def __init__(self, form: CallForm, special_ids: Mapping[str, int]) -> None:
         self._form, self._special_ids = form, special_ids
-        self._num_texts, self._depth = 0, 0
+        self._num_texts, self._num_members, self._depth = 0, 0, 0
         self.lines: list[str] = []
         self.schemas: list[Any] = []
 
@@ -296,6 +298,9 @@ class _Writer:
     ) -> list[str]:
         """Return the terms of parameters, in the order of the schema."""
         members = []
+        self._num_members += len(properties)
+        if self._num_members > _MAX_MEMBERS:
+            raise UnwritableSchemaError("properties")
         for key, schema in properties.items():
             if not _KEY.fullmatch(key):
                 raise UnwritableSchemaError("properties")

@@ -22,6 +22,8 @@ from rayserve_moe.text.tool_calls.parameter_schemas import (
     split_branch,
 )
 
+_MAX_DEPTH = 64
+"""Maximum nesting of schemas, as the parser reads it."""
 _KEY = re.compile(r"[^\s:,{}<\0](?:[^:,{}<\0\n]*[^\s:,{}<\0])?")
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]*/"
 _KNOWN = {"type", *ANNOTATIONS, *OF_TEXT, *OF_OTHERS}
@@ -52,6 +54,7 @@ class QuotedArguments:
     def __init__(self, writer: GrammarWriter, *, quote: str, prefix: str, root: Schema) -> None:
         self._writer, self._quote, self._prefix, self._root = writer, quote, prefix, root
         self._rules: dict[str, str] = {}
+        self._depth = 0
 
     def members(self, properties: Mapping[str, Any], required: Collection[str]) -> str:
         """Return the terms of an object with these members, in alphabetical order as the template writes them.
@@ -71,10 +74,14 @@ class QuotedArguments:
 
     def _rule(self, schema: Any) -> str:
         """Return the name of the rule of a schema's values."""
+        if self._depth == _MAX_DEPTH:
+            raise UnwritableSchemaError("properties")
         key = json.dumps(schema, sort_keys=True)
         if key not in self._rules:
             self._rules[key] = rule = f"{self._prefix}_{len(self._rules)}"
+            self._depth += 1
             self._writer.lines.append(f"{rule}: {' | '.join(self._choices(schema))}")
+            self._depth -= 1
         return self._rules[key]
 
     def _choices(self, schema: Any) -> list[str]:
