@@ -193,7 +193,7 @@ def test_a_call_can_be_demanded_whatever_the_model_would_write(scripted_http, sc
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("parser", ["glm", "qwen3_coder", "minimax_m2", "openai"])
+@pytest.mark.parametrize("parser", ["glm", "qwen3_coder", "minimax_m2", "openai", "gemma4"])
 def test_calls_without_quotes_and_in_channels_can_be_demanded(scripted, parser):
     reasoning = "gpt-oss" if parser == "openai" else "none"
     asked = {**ASKED, "tools": CALLABLE, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 150}

@@ -28,6 +28,12 @@ TOOL_CALL_PARSERS: Mapping[str, str] = {
     "gpt-oss": "harmony",
     "minimax_m2": "minimax",
     "minimax-m2": "minimax",
+    "minimax_m3": "minimax_m3",
+    "gemma4": "gemma",
+    "hy_v3": "hunyuan",
+    "mimo": "mimo",
+    "poolside_v1": "glm",
+    "step3p5": "qwen_coder",
 }
 REASONING_PARSERS: Mapping[str, str] = {
     "response_template": "response_template",
@@ -46,4 +52,11 @@ REASONING_PARSERS: Mapping[str, str] = {
     "mistral": "mistral",
     "openai_gptoss": "harmony",
     "gpt-oss": "harmony",
+    "gemma4": "gemma",
+    "glm47": "think",
+    "hy_v3": "hunyuan",
+    "mimo": "think",
+    "minimax_m3": "minimax_m3",
+    "poolside_v1": "think",
+    "step3p5": "think",
 }

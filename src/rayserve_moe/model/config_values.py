@@ -80,6 +80,11 @@ MAX_INTEGERS = {
     "swa_head_dim": 4096,
     "swa_v_head_dim": 4096,
     "share_expert_dim": 1 << 20,
+    "share_expert_dims": 1 << 20,
+    "num_attention_groups": 1024,
+    "num_attention_heads_per_layer": 1024,
+    "num_sliding_attention_heads": 1024,
+    "moe_top_k": 256,
 }
 """Maximum value of each integer: several times the value of published models."""
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e12
@@ -155,6 +160,19 @@ def refuse_other_values(config: Mapping[str, Any], family: str, **supported: tup
             raise UnsupportedModelError(
                 f"config.json: {key} = {reprlib.repr(value)} is not supported for {family} (only {only})"
             )
+
+
+def refuse_contradiction(config: Mapping[str, Any], key: str, other: str, expected: Any) -> None:
+    """Raise UnsupportedModelError if the value at `key` is not the one that follows from the key `other`.
+
+    A missing key passes, and so does a list that goes on after the expected values.
+    """
+    found = config.get(key)
+    known = found[: len(expected)] if isinstance(found, list) and isinstance(expected, list) else found
+    if known is not None and known != expected:
+        raise UnsupportedModelError(
+            f"config.json: {key} = {reprlib.repr(found)} contradicts {other} = {reprlib.repr(config.get(other))}"
+        )
 
 
 def object_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

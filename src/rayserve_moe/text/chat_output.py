@@ -69,7 +69,8 @@ class ChatOutput:
         markers = {*(CALL_FORMATS[calls].markers if calls else ()), *(THINKING[reasoning][:2] if reasoning else ())}
         if HARMONY in (calls, reasoning):
             markers |= set(CALL_FORMATS[HARMONY].markers)
-        return frozenset(self._special_ids[marker] for marker in markers & self._special_ids.keys())
+        special = self._special_ids.items()
+        return frozenset(token_id for token, token_id in special if token and any(token in one for one in markers))
 
     def splitter(
         self,

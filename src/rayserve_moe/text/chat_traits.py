@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ Messages = Sequence[Mapping[str, Any]]
 _Render = Callable[[Messages], str | None]
 
 _ARGUMENTS, _VALUE = '{"color":  "teal"}', "teal"
+_QUOTED = re.compile(f"[\"']{_VALUE}[\"']")
 _NAME, _ID, _LONG_ID = "peel", "a1b2c3d4e", "call_a1b2c3d4e5f6"
 _RULES, _OTHER_RULES, _SAID, _DONE = "be wise", "stay calm", "one moment", "all done"
 _USER = {"role": "user", "content": "hello"}
@@ -30,7 +32,7 @@ class TemplateTraits(NamedTuple):
     part_separator: str = "\n"
     """Text that the template writes between text parts; newline for a template that takes content only as text."""
     takes_argument_text: bool = False
-    """True if arguments given as JSON text appear unchanged."""
+    """True if arguments given as JSON text appear unchanged, and objects in no other form than JSON or Python's."""
     splits_calls_from_content: bool = False
     """True if content and calls of a message only appear as two messages."""
     takes_one_call: bool = False
@@ -63,7 +65,7 @@ def _traits_of(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Te
         part_separator="" if _shows(render, [{"role": "user", "content": parts}], _SAID + _DONE) else "\n",
         moves_system_to_front=_moves_system_to_front(render),
         folds_system_into_user=_folds_system_into_user(render),
-        takes_argument_text=_shows(render, [_USER, _calling(_ARGUMENTS)], _ARGUMENTS),
+        takes_argument_text=_takes_argument_text(render),
     )
     arguments = _ARGUMENTS if traits.takes_argument_text else {"color": _VALUE}
     if not _shows(render, [_USER, _calling(arguments)], _VALUE):
@@ -94,6 +96,12 @@ def _with_traits_of_calls(
         names_calls_by_id=not shows_name and _shows(render, [_USER, calling(call_id=f"functions.{_NAME}:0")], _NAME),
         names_results=bool(names_results),
     )
+
+
+def _takes_argument_text(render: _Render) -> bool:
+    rendered = render([_USER, _calling({"color": _VALUE})])
+    has_own_form = rendered is not None and _VALUE in rendered and not _QUOTED.search(rendered)
+    return not has_own_form and _shows(render, [_USER, _calling(_ARGUMENTS)], _ARGUMENTS)
 
 
 def _moves_system_to_front(render: _Render) -> bool:

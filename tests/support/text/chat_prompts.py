@@ -33,6 +33,8 @@ class Reading(NamedTuple):
     """Kinds of text (see `kinds_of`) that it drops in some history, also in transformers' rendering."""
     takes_parts: bool = False
     """True if it joins text parts itself."""
+    takes_system_parts: bool = True
+    """False if it joins text parts itself, but for those of a system message."""
     takes_argument_text: bool = False
     none_test: str = ""
     """Expression for the content that it compares with none before it writes calls."""
@@ -72,6 +74,9 @@ READINGS: Mapping[str, Reading] = {
     "deepseek_r1_0528": Reading(_ROLES | _THOUGHTS, takes_argument_text=True),
     "deepseek_v31": Reading(_ROLES | _THOUGHTS, described_tools=True),
     "ernie45": Reading(_ROLES | _THOUGHTS | _CALLS | {"tool", "result"}),
+    "gemma4": Reading(
+        _FIELDS | _OLD_THOUGHTS | {"continued reasoning", "result"}, takes_parts=True, takes_system_parts=False
+    ),
     "glm45": _GLM,
     "glm46": _GLM,
     "glm47": _GLM,
@@ -82,12 +87,16 @@ READINGS: Mapping[str, Reading] = {
     "granite33": Reading(_FIELDS | _THOUGHTS | _CALLS),
     "granite40": Reading(_THOUGHTS | {"name of a person", "other role"}, takes_parts=True, takes_argument_text=True),
     "hunyuan_a13b": Reading(_ROLES | _THOUGHTS, takes_argument_text=True),
+    "hy_v3": Reading(_ROLES | _OLD_THOUGHTS, takes_parts=True),
     "kimi_k2": Reading(_FIELDS | _THOUGHTS, takes_parts=True),
     "kimi_k2_thinking": _KIMI,
     "kimi_k25": _KIMI._replace(takes_argument_text=True, ids_with_names=True),
+    "laguna_xs": Reading(_ROLES),
     "ling2": Reading(_ROLES | _OLD_THOUGHTS | {"reasoning"}, takes_argument_text=True),
     "ling3": Reading(_ROLES),
     "minimax_m2": Reading(_ROLES | _OLD_THOUGHTS, takes_parts=True, system_first=True),
+    "minimax_m3": Reading(_ROLES, takes_parts=True, system_first=True),
+    "ministral3": Reading(_FIELDS | _THOUGHTS, takes_parts=True, takes_argument_text=True, system_first=True),
     "mistral_nemo": _MISTRAL,
     "mistral_nemo_2407": _MISTRAL,
     "mixtral": Reading(_FIELDS | {"tool", "earlier reasoning", "continued reasoning"}, system_first=True),
@@ -100,6 +109,7 @@ READINGS: Mapping[str, Reading] = {
     "qwen3_coder": Reading(_FIELDS | _THOUGHTS),
     "qwen3_instruct": _QWEN3,
     "qwen3_thinking": _QWEN3,
+    "step35": Reading(_ROLES | _OLD_THOUGHTS, takes_parts=True),
 }
 
 
@@ -225,7 +235,9 @@ def _handed_over(message: Mapping[str, Any], template: str, *, reading: Reading)
     content = given.get("content") or ""
     if isinstance(content, list) and (not reading.takes_parts or given["role"] == "tool"):
         content = "\n".join(part["text"] for part in content)
-    elif isinstance(content, list) and given.get("tool_calls"):
+    elif isinstance(content, list) and (
+        given.get("tool_calls") or (given["role"] == "system" and not reading.takes_system_parts)
+    ):
         content = "".join(part["text"] for part in content)
     given["content"] = content
     if given.get("reasoning"):

@@ -6,6 +6,9 @@ generation prompt is what a model is trained to answer.
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _THINK = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content.strip('\n') }}\n</think>\n\n{% endif %}"
@@ -82,6 +85,42 @@ _HARMONY = """{% set n = namespace(first=true) %}
 {{- ' <|constrain|>json<|message|>' ~ (c.function.arguments | tojson) ~ '<|call|>' }}{% endfor %}
 {%- if not m.tool_calls %}{{ start() ~ '<|channel|>final<|message|>' ~ m.content ~ '<|return|>' }}{% endif %}"""
 
+_GEMMA = """{% macro written(v) %}{% if v is string %}{{ '<|"|>' ~ v ~ '<|"|>' }}{% elif v is boolean %}
+{{- 'true' if v else 'false' }}{% elif v is mapping %}{{ '{' }}{% for k, i in v | dictsort %}
+{{- k ~ ':' ~ written(i) }}{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}{% elif v is sequence %}{{ '[' }}
+{%- for i in v %}{{ written(i) }}{% if not loop.last %},{% endif %}{% endfor %}{{ ']' }}{% else %}{{ v }}{% endif %}
+{%- endmacro %}{% if m.reasoning_content %}{{ '<|channel>thought\n' ~ m.reasoning_content ~ '\n<channel|>' }}{% endif %}
+{%- for c in m.tool_calls %}{{ '<|tool_call>call:' ~ c.function.name }}{% set a = c.function.arguments %}
+{{- written(a) if a is mapping else '{' ~ a ~ '}' }}{{ '<tool_call|>' }}{% endfor %}{{ m.content or '' }}"""
+
+_MIMO = """{{ m.content or '' }}{% for c in m.tool_calls %}{% set c = c.function %}
+{{- '<tool_call><function=' ~ c.name ~ '>' }}{% for k, v in c.arguments | items %}
+{{- '<parameter=' ~ k ~ '>' }}{{ v if v is string else v | tojson }}{{ '</parameter>' }}
+{%- endfor %}{{ '</function></tool_call>' }}{% endfor %}"""
+
+_HY3 = """{% if m.reasoning_content %}
+{{- '<think:opensource>' ~ m.reasoning_content ~ '</think:opensource>' }}{% endif %}
+{{- m.content or '' }}{% if m.tool_calls %}{{ '<tool_calls:opensource>\n' }}{% for c in m.tool_calls %}
+{{- '<tool_call:opensource>' ~ c.function.name ~ '<tool_sep:opensource>\n' }}
+{%- for k, v in c.function.arguments | items %}{{ '<arg_key:opensource>' ~ k ~ '</arg_key:opensource>\n' }}
+{{- '<arg_value:opensource>' ~ (v if v is string else v | tojson) ~ '</arg_value:opensource>\n' }}{% endfor %}
+{{- '</tool_call:opensource>\n' }}{% endfor %}{{ '</tool_calls:opensource>' }}{% endif %}"""
+
+_MINIMAX3 = """{% set n = ']<]minimax[>[' %}{% macro xml(v) %}{% if v is mapping %}{% for k, i in v.items() %}
+{{- n ~ '<' ~ k ~ '>' ~ xml(i) ~ n ~ '</' ~ k ~ '>' }}{% endfor %}{% elif v is iterable and v is not string %}
+{%- for i in v %}{{ n ~ '<item>' ~ xml(i) ~ n ~ '</item>' }}{% endfor %}
+{%- elif v is boolean %}{{ v | tojson }}{% else %}{{ v }}{% endif %}{% endmacro %}
+{%- if m.reasoning_content %}{{ '<mm:think>' ~ m.reasoning_content ~ '</mm:think>' }}{% else %}{{ '</mm:think>' }}
+{%- endif %}{{ m.content or '' }}{% if m.tool_calls %}{{ n ~ '<tool_call>\n' }}{% for c in m.tool_calls %}
+{{- n ~ '<invoke name="' ~ c.function.name ~ '">' }}{% for k, v in c.function.arguments.items() %}
+{{- n ~ '<' ~ k ~ '>' ~ xml(v) ~ n ~ '</' ~ k ~ '>' }}{% endfor %}{{ n ~ '</invoke>\n' }}
+{%- endfor %}{{ n ~ '</tool_call>' }}{% endif %}"""
+
+_ENDS_OF_VALUES = re.compile(
+    r"</(parameter|arg_value(:opensource)?)>\s*<(/?(function|parameter|invoke|tool_call)|arg_key)"
+)
+_PLAIN_KEY = re.compile(r"\w+")
+
 
 class Family(NamedTuple):
     """A family's turn, and what its form cannot hold."""
@@ -90,6 +129,21 @@ class Family(NamedTuple):
     format: str
     reasons: bool = True
     takes_content_with_calls: bool = True
+    parser: str = "auto"
+    """Name of the setting that selects the format."""
+    barrier: str = ""
+    """Marker that no value can contain; names within such values are plain words."""
+    has_typed_values: bool = True
+    """False if values within objects and arrays are text without their schema."""
+
+    def holds(self, value: object) -> bool:
+        """Return True if the format can hold a value: its text does not contain an end and what follows an end."""
+        if self.barrier:
+            return all(
+                _PLAIN_KEY.fullmatch(text) if is_key else self.barrier not in text for text, is_key in _texts(value)
+            )
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return _ENDS_OF_VALUES.search(text) is None
 
     @property
     def chat_template(self) -> str:
@@ -97,6 +151,19 @@ class Family(NamedTuple):
         turn = f"{{% for m in messages %}}{{{{ m.role ~ ': ' }}}}{{% if m.role == 'assistant' %}}{self.template}"
         rest = "{% else %}{{ m.content }}{% endif %}{{ eos_token }}{% endfor %}"
         return turn + rest + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}{# tools #}"
+
+
+def _texts(value: object) -> Iterator[tuple[str, bool]]:
+    """Yield the strings of a value, and True for those that are keys."""
+    if isinstance(value, str):
+        yield value, False
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key, True
+            yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
 
 
 FAMILIES = {
@@ -113,4 +180,8 @@ FAMILIES = {
     "llama3": Family(_LLAMA, "llama", reasons=False, takes_content_with_calls=False),
     "gpt_oss": Family(_HARMONY, "harmony"),
     "minimax_m2": Family(_THINK + _MINIMAX, "minimax"),
+    "minimax_m3": Family(_MINIMAX3, "minimax_m3", barrier="]<]minimax[>[", has_typed_values=False),
+    "gemma4": Family(_GEMMA, "gemma", barrier='<|"|>'),
+    "mimo": Family(_THINK + _MIMO, "mimo", parser="mimo"),
+    "hy_v3": Family(_HY3, "hunyuan"),
 }

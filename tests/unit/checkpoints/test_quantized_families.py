@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.loader import WeightSource, load_parameters
 from rayserve_moe.checkpoints.names import tensor_places
 from rayserve_moe.model.family_table import family_of, rules_of, spec_from_config
@@ -68,12 +70,22 @@ LAYOUTS = {
     "afmoe": (Layout("afmoe-0"), tuple(SETTINGS)),
     "laguna": (Layout("laguna-0"), tuple(SETTINGS)),
     "hy_v3": (Layout("hy_v3-0"), tuple(SETTINGS)),
+    "mimo_v2_flash": (Layout("mimo_v2_flash-0"), ("block fp8", "nvfp4 with a divisor")),
+    "step3p5": (Layout("step3p5-0"), ("block fp8", "nvfp4")),
+    "gemma4_text": (Layout("gemma4_text-0"), ("block fp8", "nvfp4")),
+    "gemma4, multimodal": (
+        Layout("gemma4_text-1", 1, "Gemma4ForConditionalGeneration", ("model.vision_tower.patch.weight",)),
+        ("nvfp4",),
+    ),
 }
 CASES = {f"{name}: {form}": (layout, form) for name, (layout, forms) in LAYOUTS.items() for form in forms}
 
 
-def written(directory: Path, layout: Layout, form: str) -> tuple[Path, Path]:
-    """A checkpoint of random bytes and its decoded twin; matrices whose rows are no whole groups stay plain."""
+def written(directory: Path, layout: Layout, form: str, *, without: str = "") -> tuple[Path, Path]:
+    """A checkpoint of random bytes and its decoded twin; matrices whose rows are no whole groups stay plain.
+
+    The checkpoint lacks the tensor `without`, if given.
+    """
     config = layout.config(SETTINGS[form])
     family, rng = family_of(config), np.random.default_rng(11)
     rules = (family.CHECKPOINT_RULES, *getattr(family, "OTHER_RULES", ()))[layout.rules]
@@ -89,6 +101,7 @@ def written(directory: Path, layout: Layout, form: str) -> tuple[Path, Path]:
         else:
             stored[name] = decoded[name] = rng.standard_normal(shape, np.float32)
     beside = {name: np.ones((2, 2), np.float32) for name in layout.beside}
+    stored.pop(without, None)
     for path, tensors in ((directory / "quantised", stored), (directory / "twin", decoded)):
         path.mkdir()
         save_file({**tensors, **beside}, path / "model.safetensors")
@@ -116,6 +129,17 @@ def test_a_quantised_checkpoint_of_a_family_loads_as_its_decoded_twin(tmp_path, 
     quantised, twin = written(tmp_path, layout, form)
     assert len(open_checkpoint(quantised).quantized) > 3
     jax.tree.map(np.testing.assert_array_equal, loaded(quantised), loaded(twin))
+
+
+@pytest.mark.parametrize("case", ["gemma4_text: nvfp4", "step3p5: nvfp4", "mimo_v2_flash: block fp8"])
+def test_a_file_of_a_family_without_a_scale_is_refused_by_its_name(tmp_path, case):
+    quantised, _ = written(tmp_path, *CASES[case])
+    scales = [name for name in open_checkpoint(quantised).stored if "layers.2." in name and "_scale" in name]
+    for name in scales[:3]:
+        (broken := tmp_path / name).mkdir()
+        lacking, _ = written(broken, *CASES[case], without=name)
+        with pytest.raises(CheckpointError, match=re.escape(name)):
+            open_checkpoint(lacking)
 
 
 @pytest.mark.parametrize("expert_dtype", ["int8", "float8_e4m3fn"])

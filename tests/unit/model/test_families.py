@@ -653,6 +653,38 @@ REFUSED = {
     "an index that rotates more than it has": ("minimax_m3_vl_text-0", {"index_head_dim": 8}, "index_head_dim .* 8 is"),
     "more local blocks than chosen": ("minimax_m3_vl_text-0", {"index_local_blocks": 5}, "index_topk_blocks .* 4 is"),
     "dense layers alone": ("glm4_moe-0", {"first_k_dense_replace": 3}, "no layer has experts: .*first_k_dense_replace"),
+    "layers of two kinds": (
+        "mimo_v2_flash-0",
+        {"hybrid_layer_pattern": [0, 0, 0, 0]},
+        r"layer_types = \[.*\] contradicts hybrid_layer_pattern = \[0, 0, 0, 0\]",
+    ),
+    "experts in two layers": (
+        "mimo_v2_flash-0",
+        {"mlp_layer_types": ["dense", *["sparse"] * 3], "moe_layer_freq": [1, 1, 1, 1]},
+        r"mlp_layer_types = \[.*\] contradicts moe_layer_freq",
+    ),
+    "experts in other layers": (
+        "minimax_m3_vl_text-0",
+        {"moe_layer_freq": [1, 0, 1]},
+        r"mlp_layer_types = \[.*\] contradicts moe_layer_freq",
+    ),
+    "experts in listed layers": (
+        "step3p5-0",
+        {"moe_layers_enum": "9"},
+        r"mlp_layer_types = \[.*\] contradicts moe_layers_enum = '9'",
+    ),
+    "two counts of experts": ("step3p5-0", {"moe_num_experts": 3}, "n_routed_experts = .* contradicts moe_num_exp"),
+    "groups of text": ("step3p5-0", {"num_attention_groups": "x"}, "num_attention_groups must be a positive"),
+    "heads of windows": ("step3p5-0", {"num_sliding_attention_heads": "x"}, "num_sliding_attention_heads must be"),
+    "scaled layers": ("step3p5-0", {"yarn_only_types": 5}, "yarn_only_types must list types of layers .* found 5"),
+    "one scaled type": ("step3p5-0", {"yarn_only_types": "full_attention"}, "yarn_only_types must list types"),
+    "no type of layers": ("step3p5-0", {"yarn_only_types": ["full"]}, "yarn_only_types must list types of layers"),
+    "heads of layers": (
+        "laguna-1",
+        {"num_attention_heads_per_layer": ["x"] * 3},
+        "num_attention_heads_per_layer must be a positive integer",
+    ),
+    "number of another script": ("gemma4_text-0", {"per_layer_config": {"²": {}}}, "per_layer_config must give"),
     "text for a flag": ("olmoe-0", {"norm_topk_prob": "false"}, "norm_topk_prob must be true or false"),
 }
 
@@ -690,12 +722,26 @@ def test_a_factor_of_null_follows_from_the_lengths():
     assert derived == given
 
 
+OTHER_KEYS = {
+    "gemma4_text": ("per_layer_config", "global_head_dim"),
+    "laguna": ("gating_types", "mlp_only_layers", "num_attention_heads_per_layer"),
+    "mimo_v2_flash": ("hybrid_layer_pattern", "moe_layer_freq", "sliding_window_size", "swa_rope_theta"),
+    "minimax_m3_vl_text": ("sparse_attention_config", "moe_layer_freq"),
+    "step3p5": (
+        *("attention_other_setting", "moe_layers_enum", "num_attention_groups", "partial_rotary_factors"),
+        *("rope_scaling", "rope_theta", "share_expert_dims", "yarn_only_types"),
+    ),
+}
+"""Keys that published files have instead of those that transformers writes."""
+
+
 @pytest.mark.parametrize("family", FAMILY_CONFIGS)
 def test_a_value_of_any_key_is_read_or_refused_by_a_key(family: str):
-    junk = [None, "", "x", False, 0, -1, 1, 2, 7, 1e-300, [], {}, {"a": {}}, 10**30, math.nan, [{}] * 4]
+    junk = [None, "", "x", False, 0, -1, 1, 2, 7, 1e-300, [], {}, {"a": {}}, {"²": {}}, 10**30, math.nan, [{}] * 4]
+    others = OTHER_KEYS.get(family, ())
     config = config_of(next(case for case in FAMILY_CASES if case.family == family))
     rope = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0, "alpha": 2.0}
-    changed = [{key: value} for key in config for value in junk]
+    changed = [{key: value} for key in (*config, *others) for value in junk]
     changed += [{"rope_parameters": {**rope, key: value}} for key in rope for value in junk]
     messages = []
     for change in changed:
@@ -703,7 +749,7 @@ def test_a_value_of_any_key_is_read_or_refused_by_a_key(family: str):
             assert spec_from_config({**config, **change}).family == family
         except UnsupportedModelError as error:
             messages.append(str(error))
-    keys = (*config, *rope, "topk_group", "rope_theta", "num_experts")
+    keys = (*config, *others, *rope, "topk_group", "rope_theta", "num_experts")
     assert all(any(key in message for key in keys) for message in messages)
     longest = 150 + len(", ".join(FAMILIES))  # the message of another architecture
     assert all(message.isprintable() and len(message) < longest for message in messages)

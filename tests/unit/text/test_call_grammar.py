@@ -51,7 +51,7 @@ FUNCTIONS = [
 ]
 SCHEMAS = {"f": ARGUMENTS, "get_weather": {"type": "object"}, "varied": VARIED}
 TOOLS = parameters_of([{"type": "function", "function": function} for function in FUNCTIONS])
-TAGGED = [name for name, form in FORMS.items() if form.parameter is not None]
+TAGGED = [name for name, form in FORMS.items() if form.parameter is not None or form.quote]
 MARKERS = sorted({marker for name in FORMS for marker in CALL_FORMATS[name.split()[0]].markers})
 EOS = "</s>"
 
@@ -76,12 +76,13 @@ def draw(form: str, *, marked_as: str, allows_several: bool, seed: int) -> str |
     vocabulary, special_ids = tokens(form, marked_as)
     table, markers = vocabulary.tokens(), range(257, vocabulary.num_ids)
     lark, schemas = call_grammar(FORMS[form], FUNCTIONS, special_ids=special_ids, allows_several=allows_several)
-    if FORMS[form].parameter is None:
+    if form not in TAGGED:
         schemas = [schema | {"additionalProperties": False} for schema in schemas]
     text = json.dumps({"lark": lark, "schemas": schemas})
     matcher = built_matcher(table, grammar_of(Constraint("calls", text), limits=StructuredSettings()))
     assert not matcher.is_error(), matcher.get_error()
     generator, ids, written = np.random.default_rng(seed), [], b""
+    end = _ENDS.get(form.split()[0], b"")
     for _ in range(2000):
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         assert not matcher.is_error(), (matcher.get_error(), written)
@@ -91,8 +92,8 @@ def draw(form: str, *, marked_as: str, allows_several: bool, seed: int) -> str |
         allowed = allowed[allowed != table.eos_token]
         if len(allowed) > _FREE and marked_as == "added":
             allowed = np.setdiff1d(allowed, markers)
-        ends = np.intersect1d(allowed, [*markers, *_ENDING])
-        following = np.intersect1d(allowed, _after(written[-30:]))
+        ends = np.intersect1d(allowed, [*markers, *_LOOKS, *end[:1]])
+        following = np.intersect1d(allowed, _after(written[-30:], end))
         if len(following) and generator.random() < 0.95:
             allowed = following
         elif len(ends) and generator.random() < 0.3:
@@ -105,14 +106,24 @@ def draw(form: str, *, marked_as: str, allows_several: bool, seed: int) -> str |
 
 _FREE = 100
 """Number of allowed tokens above which text is free; JSON strings cannot contain the format's markers."""
-_ENDING = list(b"<{[0\n")
+_LOOKS = b"<{[0\n"
 """Bytes that values may end before, or that look like values of other types."""
-_ENDS = [b"\n</parameter>", b"</parameter>", b"</arg_value>", b"<|end|>"]
+_ENDS = {
+    "qwen_coder": b"\n</parameter>",
+    "mimo": b"</parameter>",
+    "minimax": b"</parameter>",
+    "glm": b"</arg_value>",
+    "hunyuan": b"</arg_value:opensource>",
+    "harmony": b"<|end|>",
+    "gemma": b'<|"|>',
+    "minimax_m3": b"]<]minimax[>[",
+}
+"""Text that ends a value or reasoning, by format."""
 
 
-def _after(written: bytes) -> list[int]:
+def _after(written: bytes, end: bytes) -> list[int]:
     """Return the bytes that continue a begun marker."""
-    return [end[length] for end in _ENDS for length in range(1, len(end)) if written.endswith(end[:length])]
+    return [end[length] for length in range(1, len(end)) if written.endswith(end[:length])]
 
 
 @pytest.mark.sampled(5)
@@ -177,6 +188,31 @@ UNWRITABLE = [
 def test_what_a_format_cannot_write_is_refused(form, parameters):
     with pytest.raises(UnwritableSchemaError):
         call_grammar(FORMS[form], [{"name": "f", "parameters": parameters}], special_ids={}, allows_several=False)
+
+
+def nested(depth: int) -> dict:
+    """Return the schema of an array in an array, and so on."""
+    schema: dict = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+NODE = {"properties": {name: {"$ref": "#/$defs/node"} for name in "abcde"}, "type": "object"}
+ENDLESS = {"properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": NODE}}
+
+
+@pytest.mark.parametrize("parameters", [{"properties": {"a": nested(300)}}, ENDLESS], ids=["deep", "endless"])
+@pytest.mark.parametrize("form", ["gemma", "minimax_m3"])
+def test_schemas_without_a_bound_are_refused_or_refer_to_themselves(form, parameters):
+    """MiniMax-M3 writes a schema anew at each place, Gemma has a rule for it."""
+    function = {"name": "f", "parameters": parameters}
+    if form == "gemma" and parameters is ENDLESS:
+        grammar = call_grammar(FORMS[form], [function], special_ids={}, allows_several=False)
+        assert len(grammar.lark.splitlines()) < 10
+        return
+    with pytest.raises(UnwritableSchemaError):
+        call_grammar(FORMS[form], [function], special_ids={}, allows_several=False)
 
 
 @pytest.mark.parametrize("calls", ["response_template", None])

@@ -107,6 +107,23 @@ def test_markers_that_are_special_tokens_stay_in_the_text_where_they_are_needed(
     assert texts(has_calls=False, has_reasoning=False) == set()
 
 
+def test_special_tokens_within_a_marker_stay_in_the_text(made):
+    """Gemma's reasoning begins with a special token and a word; whole calls are found between special tokens."""
+    special = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<turn|>")
+    tokenizer = made(FAMILIES["gemma4"].chat_template, special=special)
+    output = ChatOutput(tokenizer)
+    kept = output.kept_ids(has_calls=True, has_reasoning=True)
+    assert {tokenizer.token_text(each) for each in kept} == set(special) - {"<turn|>"}
+    text = "<|channel>thought\nwhy<channel|>Yes<|tool_call>call:f{n:5}<tool_call|>"
+    dropped = tokenizer.special_ids - kept
+    ids = [each for each in tokenizer.encode(text + "<turn|>") if each not in dropped]
+    answer = split(output, "hi", list(tokenizer.decode(ids, skip_special_tokens=False)))
+    assert answer[:2] == ("why", "Yes") and [call.arguments for call in answer.calls] == ['{"n": 5}']
+    off = split(output, "hi <|channel>thought\n<channel|>", "Yes<channel|>")
+    assert off == ("", "Yes", [])
+    assert split(output, "hi <|channel>thought\n", "why<channel|>Yes")[:2] == ("why", "Yes")
+
+
 @examples(30, deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=60), begun=st.booleans())
 def test_the_tokenizer_s_own_template_comes_first(directory, tmp_path_factory, sizes, begun):

@@ -155,7 +155,7 @@ def _full_heads(config: Mapping[str, Any], layers: Collection[int], *, have_own_
             found["num_kv_heads"] = integer_of(config, "num_global_key_value_heads")
         return found
     listed = object_of(config, "per_layer_config")
-    of_layers = {int(key): value for key, value in listed.items() if str(key).isdigit()}
+    of_layers = {int(key): value for key, value in listed.items() if str(key).isdecimal()}
     objects = [of_layers.get(layer, {}) for layer in layers]
     first = objects[0]
     if (

@@ -120,7 +120,7 @@ def _query_heads(config: Mapping[str, Any], windows: Sequence[int]) -> tuple[int
             f"found {reprlib.repr(listed)}"
         )
     firsts = ((counts or [shared])[0] for counts in (full, windowed))
-    first, second = (integer_of({"num_attention_heads": count}, "num_attention_heads") for count in firsts)
+    first, second = (integer_of({key: count}, key) for count in firsts)
     return first, second
 
 

@@ -17,7 +17,7 @@ from rayserve_moe.model.config_parts import (
     windows_of,
 )
 from rayserve_moe.model.config_rope import rope_of_type
-from rayserve_moe.model.config_values import flag_of, integer_of, number_of, refuse_other_values
+from rayserve_moe.model.config_values import flag_of, integer_of, number_of, refuse_contradiction, refuse_other_values
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER, DENSE_MLP, EXPERTS, SELECTION_BIAS
@@ -34,6 +34,8 @@ CHECKPOINT_RULES = {
 }
 IGNORED = ("model.mtp.*",)
 """Prediction layers."""
+EVERY = 6
+"""Interval of layers without a window behind the first, unless the config lists them."""
 ROTATED = 0.334
 """Rotated share of a head if the config has none."""
 
@@ -71,14 +73,17 @@ def _with_layer_types(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Published files have flags of layers, and the number of positions that a window sees ahead of a token.
     """
     num_layers, found = integer_of(config, "num_hidden_layers"), {"partial_rotary_factor": ROTATED, **config}
-    if config.get("layer_types") is None:
-        flags = [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(num_layers)]
-        if config.get("hybrid_layer_pattern") is not None:
-            flags = layer_flags_of(config, "hybrid_layer_pattern")
+    if config.get("hybrid_layer_pattern") is not None:
+        flags = layer_flags_of(config, "hybrid_layer_pattern")
         found["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in flags]
-    if config.get("mlp_layer_types") is None and config.get("moe_layer_freq") is not None:
+        refuse_contradiction(config, "layer_types", "hybrid_layer_pattern", found["layer_types"])
+    elif config.get("layer_types") is None:
+        is_sliding = (layer > 0 and (layer + 1) % EVERY > 0 for layer in range(num_layers))
+        found["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in is_sliding]
+    if config.get("moe_layer_freq") is not None:
         flags = layer_flags_of(config, "moe_layer_freq")
         found["mlp_layer_types"] = ["sparse" if flag else "dense" for flag in flags]
+        refuse_contradiction(config, "mlp_layer_types", "moe_layer_freq", found["mlp_layer_types"])
     if config.get("sliding_window_size") is not None:
         found["sliding_window"] = 1 + integer_of(config, "sliding_window_size")
     return found

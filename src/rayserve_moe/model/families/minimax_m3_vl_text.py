@@ -23,6 +23,7 @@ from rayserve_moe.model.config_values import (
     integer_of,
     number_of,
     object_of,
+    refuse_contradiction,
     refuse_other_values,
     text_config_of,
 )
@@ -127,8 +128,9 @@ def _with_layer_kinds(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config with kinds of layers as transformers writes them, by the flags of published files."""
     sparse = object_of(config, "sparse_attention_config")
     kinds: dict[str, list[str]] = {}
-    if config.get("mlp_layer_types") is None and config.get("moe_layer_freq") is not None:
+    if config.get("moe_layer_freq") is not None:
         kinds["mlp_layer_types"] = ["sparse" if flag else "dense" for flag in layer_flags_of(config, "moe_layer_freq")]
+        refuse_contradiction(config, "mlp_layer_types", "moe_layer_freq", kinds["mlp_layer_types"])
     if config.get("layer_types") is None and sparse.get("sparse_attention_freq") is not None:
         flags = layer_flags_of({**config, **sparse}, "sparse_attention_freq")
         kinds["layer_types"] = [_SPARSE if flag else "full_attention" for flag in flags]

@@ -23,6 +23,7 @@ from rayserve_moe.model.config_values import (
     integer_of,
     number_of,
     object_of,
+    refuse_contradiction,
     refuse_other_values,
     text_config_of,
 )
@@ -107,11 +108,16 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def _in_one_spelling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config with the keys that transformers writes; lists of layers may go on with prediction layers."""
-    found = {**config, **{new: config[old] for old, new in SPELLINGS.items() if config.get(old) is not None}}
-    if found.get("mlp_layer_types") is None and config.get("moe_layers_enum") is not None:
+    found = dict(config)
+    for old, new in SPELLINGS.items():
+        if config.get(old) is not None:
+            found[new] = integer_of(config, old)
+            refuse_contradiction(config, new, old, found[new])
+    if config.get("moe_layers_enum") is not None:
         sparse = _layers_in(config["moe_layers_enum"])
         num_layers = integer_of(config, "num_hidden_layers")
         found["mlp_layer_types"] = ["sparse" if layer in sparse else "dense" for layer in range(num_layers)]
+        refuse_contradiction(config, "mlp_layer_types", "moe_layers_enum", found["mlp_layer_types"])
     if found.get("num_sliding_attention_heads") is None:
         other = object_of(config, "attention_other_setting")
         found["num_sliding_attention_heads"] = other.get("num_attention_heads")
@@ -154,7 +160,7 @@ def _attentions(config: Mapping[str, Any], kinds: set[bool]) -> tuple[GroupedAtt
     for has_window in sorted(kinds):
         kind = "sliding_attention" if has_window else "full_attention"
         key = "num_sliding_attention_heads" if has_window else "num_attention_heads"
-        num_heads = integer_of({"num_attention_heads": config.get(key)}, "num_attention_heads", full.num_heads)
+        num_heads = integer_of(config, key, full.num_heads)
         own, default = _rotation_of(config, kind)
         rope = rope_of_type(own, "step3p5", kind, head_dim=full.head_dim, default=default)
         found.append(replace(full, num_heads=num_heads, rope=rope))
@@ -170,8 +176,12 @@ def _rotation_of(config: Mapping[str, Any], kind: str) -> tuple[Mapping[str, Any
     layer = types.index(kind) if kind in types else 0
     found: dict[str, Any] = {"rope_theta": _of_layer(config, "rope_theta", layer, default=10000.0)}
     found["partial_rotary_factor"] = _of_layer(config, "partial_rotary_factors", layer, default=1.0)
-    scaled = config.get("yarn_only_types")
-    if kind in (["full_attention"] if scaled is None else scaled):
+    scaled = ["full_attention"] if config.get("yarn_only_types") is None else config["yarn_only_types"]
+    if not isinstance(scaled, list) or any(each not in _KINDS.split() for each in scaled):
+        raise UnsupportedModelError(
+            f"config.json: yarn_only_types must list types of layers ({_KINDS}), found {reprlib.repr(scaled)}"
+        )
+    if kind in scaled:
         found |= object_of(config, "rope_scaling")
     return {**config, "rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None}, found
 

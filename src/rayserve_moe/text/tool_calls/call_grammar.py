@@ -6,12 +6,23 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rayserve_moe.text.tool_calls import deepseek, harmony, kimi
+from rayserve_moe.text.tool_calls import deepseek, gemma, harmony, hunyuan, kimi, minimax_m3
 from rayserve_moe.text.tool_calls.lark_terms import JSON_NAME, NAME, NUMBER, is_special, terms_of, without
 from rayserve_moe.text.tool_calls.mistral import ARGS as MISTRAL_ARGS
 from rayserve_moe.text.tool_calls.mistral import BEGIN as MISTRAL_BEGIN
-from rayserve_moe.text.tool_calls.parameter_schemas import UnwritableSchemaError, resolved, value_forms
+from rayserve_moe.text.tool_calls.parameter_schemas import (
+    UnwritableSchemaError,
+    array_bounds,
+    branches,
+    resolved,
+    value_forms,
+)
+from rayserve_moe.text.tool_calls.quoted_arguments import QuotedArguments
 
+_MAX_DEPTH = 8
+"""Maximum nesting of objects and arrays that hold parameters; deeper schemas may refer to themselves."""
+_MAX_MEMBERS = 2000
+"""Maximum number of parameters of an answer, counted at each place where a schema is used."""
 _NAME = re.compile(r"[^\s<>\"'\0]+")
 _KEY = re.compile(r"[^\s<>\"'\0](?:[^<>\"'\0\n]*[^\s<>\"'\0])?")
 
@@ -22,9 +33,13 @@ class ParameterForm(NamedTuple):
     before: str
     """Text before the value, including the key."""
     end: str
-    """Text directly after the value."""
+    """Text directly after the value; it may include the key."""
     gap: str = ""
     """Text after `end`."""
+    barriers: tuple[str, ...] = ()
+    """Markers that no value can contain, besides `end`."""
+    item: str = ""
+    """Key of an array's items if objects and arrays hold parameters of this form; empty if they are JSON."""
 
 
 class ReasoningForm(NamedTuple):
@@ -54,7 +69,9 @@ class CallForm(NamedTuple):
     end: str = ""
     """Text after all calls."""
     parameter: ParameterForm | None = None
-    """Form of each parameter; None if the arguments are a JSON object."""
+    """Form of each parameter; None if the arguments are an object."""
+    quote: str = ""
+    """Text around strings in an object with bare keys; empty if an object is JSON."""
     reasoning: ReasoningForm | None = None
     """Form of reasoning before the calls, or None."""
 
@@ -103,6 +120,34 @@ FORMS: Mapping[str, CallForm] = {
         "</function>\n</tool_call>",
         between="\n",
         parameter=ParameterForm(f"<parameter={NAME}>\n", "\n</parameter>", "\n"),
+    ),
+    "mimo": CallForm(
+        f"<tool_call><function={NAME}>",
+        "</function></tool_call>",
+        between="",
+        parameter=ParameterForm(f"<parameter={NAME}>", "</parameter>"),
+    ),
+    "gemma": CallForm(f"{gemma.BEGIN}{gemma.CALL}{NAME}", gemma.END, between="", quote=gemma.QUOTE),
+    "hunyuan": CallForm(
+        f"{hunyuan.CALL}{NAME}{hunyuan.SEPARATOR}\n",
+        f"{hunyuan.END}\n",
+        between="",
+        begin=f"{hunyuan.SECTION}\n",
+        end=hunyuan.SECTION_END,
+        parameter=ParameterForm(f"{hunyuan.KEY}{NAME}{hunyuan.KEY_END}\n{hunyuan.VALUE}", hunyuan.VALUE_END, "\n"),
+    ),
+    "minimax_m3": CallForm(
+        f'{minimax_m3.INVOKE}{NAME}">',
+        f"{minimax_m3.INVOKE_END}\n",
+        between="",
+        begin=f"{minimax_m3.BLOCK}\n",
+        end=minimax_m3.BLOCK_END,
+        parameter=ParameterForm(
+            f"{minimax_m3.NAMESPACE}<{NAME}>",
+            f"{minimax_m3.NAMESPACE}</{NAME}>",
+            barriers=(minimax_m3.NAMESPACE,),
+            item=minimax_m3.ITEM,
+        ),
     ),
     "minimax": CallForm(
         f'<invoke name="{NAME}">\n',
@@ -164,7 +209,7 @@ def call_grammar(
     ]
     for i, function in enumerate(functions):
         name = function["name"]
-        if form.parameter is not None and not _NAME.fullmatch(name):
+        if (form.parameter is not None or form.quote) and not _NAME.fullmatch(name):
             raise UnwritableSchemaError("name")
         arguments = writer.arguments(i, {"type": "object", **(function.get("parameters") or {})})
         writer.lines.append(f"call_{i}: {writer.written(form.before, name)} {arguments} {writer.written(form.after)}")
@@ -183,7 +228,7 @@ class _Writer:
 
     def __init__(self, form: CallForm, special_ids: Mapping[str, int]) -> None:
         self._form, self._special_ids = form, special_ids
-        self._num_texts = 0
+        self._num_texts, self._num_members, self._depth = 0, 0, 0
         self.lines: list[str] = []
         self.schemas: list[Any] = []
 
@@ -196,41 +241,80 @@ class _Writer:
         form = self._form.reasoning
         if form is None:
             return ""
-        inner = self._text_until(form.end, [without(form.markers)])
+        inner = self.text_until(form.end, [without(form.markers)])
         return f"({self.written(form.begin)} {inner})?"
 
     def arguments(self, function: int, schema: Mapping[str, Any]) -> str:
         """Return the terms of a function's arguments."""
         form = self._form.parameter
-        if form is None:
-            return self._json(schema)
+        if form is None and not self._form.quote:
+            return self.json(schema)
         schema = resolved(schema, schema)
         properties, required = _object_parts(schema)
-        rules = []
-        for place, key in enumerate(properties):
-            if not _KEY.fullmatch(key):
-                raise UnwritableSchemaError("properties")
-            rule = f"value_{function}_{place}"
-            value = self._value(form, properties[key], schema)
-            self.lines.append(f"{rule}: {self.written(form.before, key)} {value} {self.written(form.gap)}")
-            rules.append(rule if key in required else f"{rule}?")
-        return " ".join(rules)
+        if form is None:
+            quoted = QuotedArguments(self, quote=self._form.quote, prefix=f"value_{function}", root=schema)
+            return quoted.members(properties, required)
+        return " ".join(self._members(form, properties, required, root=schema))
 
-    def _value(self, form: ParameterForm, schema: Any, root: Mapping[str, Any]) -> str:
-        found = value_forms(resolved(schema, root), root)
-        marker = without([form.end.strip(), *self._form.after.split()])
+    def _value(self, form: ParameterForm, key: str, *, schema: Any, root: Mapping[str, Any]) -> str:
+        schema, end = resolved(schema, root), form.end.replace(NAME, key)
+        if form.item and (inside := self._parameters_in(form, schema, root)) is not None:
+            return f"{inside} {self.written(end)}"
+        found = value_forms(schema, root, has_json_containers=not form.item)
+        marker = without([end.strip(), *self._form.after.split(), *form.barriers])
         choices = []
         if found.texts:
-            choices.append(self._text_until(form.end, [f"{text} & {marker}" for text in found.texts]))
+            choices.append(self.text_until(end, [f"{text} & {marker}" for text in found.texts]))
         if found.schema is not None:
-            choices.append(f"{self._json(found.schema)} {self.written(form.end)}")
+            choices.append(f"{self.json(found.schema)} {self.written(end)}")
         return f"({' | '.join(choices)})"
 
-    def _json(self, schema: Mapping[str, Any]) -> str:
+    def _parameters_in(self, form: ParameterForm, schema: Any, root: Mapping[str, Any]) -> str | None:
+        """Return the terms of an object or array that holds parameters, or None for a schema that allows others."""
+        found = [each for each in branches(schema) if each.get("type") != "null"] if isinstance(schema, Mapping) else []
+        kind = found[0].get("type") if len(found) == 1 else None
+        if kind not in ("object", "array"):
+            return None
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise UnwritableSchemaError("$ref")
+        if kind == "array":
+            terms = self._items(form, found[0], root)
+        else:
+            properties, required = _object_parts(found[0])
+            if not properties:
+                raise UnwritableSchemaError("properties")
+            terms = " ".join(self._members(form, properties, required, root=root))
+        self._depth -= 1
+        return terms
+
+    def _items(self, form: ParameterForm, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        low, high = array_bounds(schema)
+        value = self._value(form, form.item, schema=schema.get("items", {}), root=root)
+        return f"({self.written(form.before, form.item)} {value}){{{low},{'' if high is None else high}}}"
+
+    def _members(
+        self, form: ParameterForm, properties: Mapping[str, Any], required: Collection[str], *, root: Mapping[str, Any]
+    ) -> list[str]:
+        """Return the terms of parameters, in the order of the schema."""
+        members = []
+        self._num_members += len(properties)
+        if self._num_members > _MAX_MEMBERS:
+            raise UnwritableSchemaError("properties")
+        for key, schema in properties.items():
+            if not _KEY.fullmatch(key):
+                raise UnwritableSchemaError("properties")
+            value = self._value(form, key, schema=schema, root=root)
+            member = f"{self.written(form.before, key)} {value} {self.written(form.gap)}"
+            members.append(f"({member}){'' if key in required else '?'}")
+        return members
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """Return the rule of JSON text that is valid under a schema."""
         self.schemas.append(schema)
         return f"args_{len(self.schemas) - 1}"
 
-    def _text_until(self, end: str, texts: Sequence[str]) -> str:
+    def text_until(self, end: str, texts: Sequence[str]) -> str:
         """Return the terms of a choice of texts and their end, merged into a single terminal where possible."""
         terms = terms_of(end, self._special_ids)
         inside = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from rayserve_moe.text.tool_calls.lark_terms import ANY_TEXT, literal
@@ -13,17 +13,19 @@ Schema = Mapping[str, Any]
 _MAX_REFERENCES = 8
 """Maximum depth of references; a deeper chain counts as a cycle."""
 _DEFINITIONS = ("$defs", "definitions")
-_ANNOTATIONS = {
+SCALARS = frozenset({"null", "boolean", "integer", "number"})
+ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"),
     *("$comment", "$schema", "$id", "strict", "contentEncoding", "contentMediaType", *_DEFINITIONS),
 }
-_OF_TEXT = {"minLength", "maxLength", "pattern", "format"}
-_OF_OTHERS = {
+OF_TEXT = {"minLength", "maxLength", "pattern", "format"}
+OF_OTHERS = {
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "properties", "required"),
     *("additionalProperties", "patternProperties", "minProperties", "maxProperties"),
     *("items", "prefixItems", "minItems", "maxItems"),
 }
-_TYPES = ("string", "integer", *UNTYPED)
+_OF_ARRAYS = {"type", *ANNOTATIONS, *OF_TEXT, *OF_OTHERS} - {"prefixItems"}
+TYPES = ("string", "integer", *UNTYPED)
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object", list: "array"}
 _DATE = (
     "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
@@ -83,8 +85,10 @@ def resolved(schema: Any, root: Any, *, depth: int = _MAX_REFERENCES) -> Any:
     return {**schema, **unions}
 
 
-def value_forms(schema: Any, root: Schema) -> ValueForms:
+def value_forms(schema: Any, root: Schema, *, has_json_containers: bool = True) -> ValueForms:
     """Return the forms that `tagged_calls` reads as valid under a `resolved` schema.
+
+    Without `has_json_containers`, objects and arrays are left out.
 
     Raises: UnwritableSchemaError with the unsupported keyword.
     """
@@ -97,11 +101,11 @@ def value_forms(schema: Any, root: Schema) -> ValueForms:
     readable = {*before, *(["null"] if "null" in types else [])}
     texts: list[str] = []
     others: list[Schema] = []
-    for branch in _branches(schema):
-        text, other = _split(branch, readable)
+    for branch in branches(schema):
+        text, other = split_branch(branch, readable if has_json_containers else readable & SCALARS)
         texts += text
         others += other
-    looks = [f" & ~/{_SPACE}({_LOOKS[kind]}){_SPACE}/" for kind in _TYPES if kind in readable]
+    looks = [f" & ~/{_SPACE}({_LOOKS[kind]}){_SPACE}/" for kind in TYPES if kind in readable]
     if "null" in types:
         looks.append(f" & ~/{_SPACE}None{_SPACE}/")
     if "oneOf" in schema and len(texts) > 1:
@@ -109,6 +113,19 @@ def value_forms(schema: Any, root: Schema) -> ValueForms:
     if not texts and not others:
         raise UnwritableSchemaError("type")
     return ValueForms([text + "".join(looks) for text in texts], _union(schema, others, root))
+
+
+def array_bounds(schema: Schema) -> tuple[int, int | None]:
+    """Return the minimum and maximum number of an array's items; None is no maximum.
+
+    Raises: UnwritableSchemaError with the unsupported keyword.
+    """
+    if unknown := sorted(schema.keys() - _OF_ARRAYS):
+        raise UnwritableSchemaError(unknown[0])
+    low, high = schema.get("minItems", 0), schema.get("maxItems")
+    if not isinstance(low, int) or not isinstance(high, int | None) or (high is not None and high < low):
+        raise UnwritableSchemaError("minItems")
+    return low, high
 
 
 def _target(schema: Any, root: Any) -> Schema | None:
@@ -123,35 +140,38 @@ def _target(schema: Any, root: Any) -> Schema | None:
     return found if isinstance(found, Mapping) else None
 
 
-def _branches(schema: Schema) -> Iterator[Schema]:
+def branches(schema: Schema) -> Iterator[Schema]:
     """Yield the alternatives of a schema, flattened."""
     for union in ("anyOf", "oneOf"):
         alternatives = schema.get(union)
-        if not isinstance(alternatives, list) or schema.keys() - {union} - _ANNOTATIONS:
+        if not isinstance(alternatives, list) or schema.keys() - {union} - ANNOTATIONS:
             continue
         for alternative in alternatives:
             if not isinstance(alternative, Mapping):
                 raise UnwritableSchemaError(union)
-            yield from _branches(alternative)
+            yield from branches(alternative)
         return
     yield schema
 
 
-def _split(schema: Schema, readable: set[str]) -> tuple[list[str], list[Schema]]:
-    """Return the text terminals of an alternative, and its JSON schemas restricted to the `readable` types."""
-    declared = schema.get("type", _TYPES)
+def split_branch(schema: Schema, readable: Set[str]) -> tuple[list[str], list[Schema]]:
+    """Return the text terminals of an alternative, and its JSON schemas restricted to the `readable` types.
+
+    Raises: UnwritableSchemaError with the unsupported keyword.
+    """
+    declared = schema.get("type", TYPES)
     if not isinstance(declared, str | list | tuple):
         raise UnwritableSchemaError("type")
     types = [declared] if isinstance(declared, str) else [kind for kind in declared if isinstance(kind, str)]
     if "enum" in schema or "const" in schema:
         return _listed(schema, types, readable)
     others = [kind for kind in types if kind in readable]
-    kept = {name: value for name, value in schema.items() if name not in _OF_TEXT and name not in _ANNOTATIONS}
+    kept = {name: value for name, value in schema.items() if name not in OF_TEXT and name not in ANNOTATIONS}
     written: list[Schema] = [{**kept, "type": others}] if others else []
     return ([_text(schema)] if "string" in types else []), written
 
 
-def _listed(schema: Schema, types: Sequence[str], readable: set[str]) -> tuple[list[str], list[Schema]]:
+def _listed(schema: Schema, types: Sequence[str], readable: Set[str]) -> tuple[list[str], list[Schema]]:
     _check(schema, {"enum", "const", "type"})
     values = [schema["const"]] if "const" in schema else schema["enum"]
     if not isinstance(values, list) or {"const", "enum"} <= schema.keys():
@@ -170,7 +190,7 @@ def _is_of(value: Any, kinds: set[str]) -> bool:
 
 def _text(schema: Schema) -> str:
     """Return a terminal part for strings that satisfy a schema."""
-    _check(schema, {"type", *_OF_TEXT, *_OF_OTHERS})
+    _check(schema, {"type", *OF_TEXT, *OF_OTHERS})
     for name in ("minLength", "maxLength"):
         if not isinstance(schema.get(name, 0), int):
             raise UnwritableSchemaError(name)
@@ -209,7 +229,7 @@ def _steps(pattern: str) -> Iterator[str]:
 
 
 def _check(schema: Schema, known: set[str]) -> None:
-    unknown = sorted(schema.keys() - known - _ANNOTATIONS)
+    unknown = sorted(schema.keys() - known - ANNOTATIONS)
     if unknown:
         raise UnwritableSchemaError(unknown[0])
 

@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
-from rayserve_moe.text.tool_calls import deepseek, kimi
+from rayserve_moe.text.tool_calls import deepseek, gemma, hunyuan, kimi, minimax_m3
 from rayserve_moe.text.tool_calls.deepseek import DEEPSEEK
+from rayserve_moe.text.tool_calls.gemma import GEMMA
 from rayserve_moe.text.tool_calls.harmony import CALL, CHANNEL, MARKERS
+from rayserve_moe.text.tool_calls.hunyuan import HUNYUAN
 from rayserve_moe.text.tool_calls.json_calls import HERMES, LLAMA
 from rayserve_moe.text.tool_calls.kimi import KIMI
+from rayserve_moe.text.tool_calls.minimax_m3 import MINIMAX_M3
 from rayserve_moe.text.tool_calls.mistral import MISTRAL
 from rayserve_moe.text.tool_calls.splitter import Thinking
-from rayserve_moe.text.tool_calls.tagged_calls import GLM, MINIMAX, QWEN_CODER
+from rayserve_moe.text.tool_calls.tagged_calls import GLM, MIMO, MINIMAX, QWEN_CODER
 from rayserve_moe.text.tool_calls.tape import CallFormat
 
 HARMONY, RESPONSE_TEMPLATE = "harmony", "response_template"
@@ -21,11 +24,15 @@ HARMONY, RESPONSE_TEMPLATE = "harmony", "response_template"
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "deepseek": DEEPSEEK,
+    "gemma": GEMMA,
     "glm": GLM,
     "hermes": HERMES,
+    "hunyuan": HUNYUAN,
     "kimi": KIMI,
     "llama": LLAMA,
+    "mimo": MIMO,
     "minimax": MINIMAX,
+    "minimax_m3": MINIMAX_M3,
     "mistral": MISTRAL,
     "qwen_coder": QWEN_CODER,
     HARMONY: CallFormat({}, MARKERS),
@@ -34,6 +41,9 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 THINKING: Mapping[str, Thinking] = {
     "think": Thinking(),
     "begun": Thinking(is_begun=True),
+    "gemma": Thinking("<|channel>thought", "<channel|>", may_recur=True),
+    "hunyuan": Thinking(*hunyuan.THINKING),
+    "minimax_m3": Thinking(*minimax_m3.THINKING, may_recur=True),
     "mistral": Thinking("[THINK]", "[/THINK]"),
     HARMONY: Thinking(*MARKERS[:2]),
     RESPONSE_TEMPLATE: Thinking(),
@@ -42,6 +52,9 @@ THINKING: Mapping[str, Thinking] = {
 _Markers = tuple[tuple[str, tuple[str, ...]], ...]
 _CALL_MARKERS: _Markers = (
     (HARMONY, (CHANNEL, CALL)),
+    ("gemma", (gemma.BEGIN, gemma.QUOTE)),
+    ("hunyuan", (hunyuan.SUFFIX, "<tool_calls", "<arg_key")),
+    ("minimax_m3", (minimax_m3.NAMESPACE,)),
     ("kimi", (kimi.SECTION,)),
     ("deepseek", (deepseek.SECTION,)),
     ("minimax", ("<minimax:tool_call>",)),
@@ -51,7 +64,14 @@ _CALL_MARKERS: _Markers = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("llama", ('"parameters": ', "ipython")),
 )
-_REASONING_MARKERS: _Markers = ((HARMONY, (CHANNEL, CALL)), ("mistral", ("[THINK]",)), ("think", ("</think>",)))
+_REASONING_MARKERS: _Markers = (
+    (HARMONY, (CHANNEL, CALL)),
+    ("gemma", ("<|channel>", "<channel|>")),
+    ("hunyuan", (hunyuan.SUFFIX, "<think")),
+    ("minimax_m3", minimax_m3.THINKING),
+    ("mistral", ("[THINK]",)),
+    ("think", ("</think>",)),
+)
 """Formats with their markers; the first format with all its markers in the template is selected."""
 
 

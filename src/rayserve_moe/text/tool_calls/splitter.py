@@ -28,6 +28,8 @@ class Thinking(NamedTuple):
     end: str = "</think>"
     is_begun: bool = False
     """True if the prompt ends with the begin marker."""
+    may_recur: bool = False
+    """True if reasoning may also begin after content; a stray end marker is then dropped."""
 
 
 Split = Callable[[Tape], Steps[None]]
@@ -66,11 +68,15 @@ class OutputSplitter:
 def split_text(thinking: Thinking | None, calls: CallFormat | None) -> Split:
     """Return the parser of an answer with optional reasoning, content and calls."""
 
+    recurring = thinking if thinking is not None and thinking.may_recur else None
+
     def split(tape: Tape) -> Steps[None]:
         stray: tuple[str, ...] = ()
         if thinking is not None and (yield from _begins(tape, thinking)):
             stray = yield from _read_reasoning(tape, thinking, calls)
-        yield from _read_content(tape, calls, stray=stray)
+        if recurring is not None:
+            stray = (recurring.end,)
+        yield from _read_content(tape, calls, stray=stray, recurring=recurring)
 
     return split
 
@@ -106,20 +112,31 @@ def _read_reasoning(tape: Tape, thinking: Thinking, calls: CallFormat | None) ->
     return ()
 
 
-def _read_content(tape: Tape, calls: CallFormat | None, *, stray: tuple[str, ...]) -> Steps[None]:
-    """Consume the rest. Whitespace before a call is dropped, and trailing whitespace if the answer has calls."""
+def _read_content(
+    tape: Tape, calls: CallFormat | None, *, stray: tuple[str, ...], recurring: Thinking | None
+) -> Steps[None]:
+    """Consume the rest, with the reasoning that may recur in it.
+
+    Whitespace before a call is dropped, and trailing whitespace if the answer has calls.
+    """
     readers, bare = ({}, None) if calls is None else (calls.readers, calls.bare)
+    begins = () if recurring is None else (recurring.begin,)
     may_be_bare = True
     while True:
         if may_be_bare and bare is not None and (yield from attempt(tape, bare)):
             continue
-        marker = yield from pass_on(tape, "content", markers=(*stray, *readers), held="" if calls is None else None)
+        markers = (*stray, *begins, *readers)
+        marker = yield from pass_on(tape, "content", markers=markers, held="" if calls is None else None)
         if marker is None:
             break
         begin = tape.position
         yield from skip(tape)
         if marker in stray:
             tape.position += len(marker)
+            continue
+        if recurring is not None and marker == recurring.begin:
+            tape.position += len(marker)
+            yield from _read_reasoning(tape, recurring, calls)
             continue
         may_be_bare = yield from attempt(tape, readers[marker])
         if not may_be_bare:

@@ -1,4 +1,4 @@
-"""Calls of GLM-4.5 to 4.7 and Ling 3, MiniMax-M2, Qwen3-Coder and Qwen3.5: parameters between tags.
+"""Calls of GLM-4.5 to 4.7 and Ling 3, MiniMax-M2, Qwen3-Coder, Qwen3.5 and MiMo: parameters between tags.
 
 A value may contain such tags. It has no quotes: strings stay unchanged, other values follow the parameter's schema.
 """
@@ -85,6 +85,19 @@ MINIMAX = CallFormat({_BLOCK: _read_minimax}, (_BLOCK, _BLOCK_END))
 
 
 def _read_qwen(tape: Tape) -> Steps[None]:
+    """Consume a function whose values stand on lines of their own."""
+    name, given = yield from _function(tape)
+    lines = {key: value.removeprefix("\n").removesuffix("\n") for key, value in given.items()}
+    tape.call(typed_call(name, lines, tools=tape.tools))
+
+
+def _read_mimo(tape: Tape) -> Steps[None]:
+    """Consume a function whose values stand directly between their tags."""
+    name, given = yield from _function(tape)
+    tape.call(typed_call(name, given, tools=tape.tools))
+
+
+def _function(tape: Tape) -> Steps[tuple[str, dict[str, str]]]:
     """Consume a function; some models omit the markers around it."""
     is_wrapped = (yield from take(tape, _BEGIN)) is not None
     yield from expect(tape, _FUNCTION)
@@ -94,11 +107,11 @@ def _read_qwen(tape: Tape) -> Steps[None]:
     given = yield from read_parameters(tape, begin=_PARAMETER, key_end=">", end=_PARAMETER_END, last=_FUNCTION_END)
     if is_wrapped:
         yield from close(tape, _END)
-    lines = {key: value.removeprefix("\n").removesuffix("\n") for key, value in given.items()}
-    tape.call(typed_call(name.strip(), lines, tools=tape.tools))
+    return name.strip(), given
 
 
 QWEN_CODER = CallFormat({_BEGIN: _read_qwen, _FUNCTION: _read_qwen}, (_BEGIN, _END))
+MIMO = CallFormat({_BEGIN: _read_mimo, _FUNCTION: _read_mimo}, (_BEGIN, _END))
 
 
 def read_parameters(tape: Tape, *, begin: str, key_end: str, end: str, last: str) -> Steps[dict[str, str]]:

@@ -26,6 +26,16 @@ def kimi(call_id: str, arguments: str) -> str:
     return f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
 
 
+def minimax_m3(text: str) -> str:
+    """Put the namespace token in the place of a full stop."""
+    return text.replace(".", "]<]minimax[>[")
+
+
+def hy3(text: str) -> str:
+    """Give every tag its suffix."""
+    return text.replace(">", ":opensource>")
+
+
 ONE_CALL = {
     "hermes": '<tool_call>\n{"name": "f", "arguments": {"n": 5}}\n</tool_call>',
     "qwen_coder": "<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>",
@@ -36,6 +46,10 @@ ONE_CALL = {
     "llama": '{"name": "f", "parameters": {"n": 5}}',
     "harmony": '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 5}<|call|>',
     "minimax": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="n">5</parameter></invoke></minimax:tool_call>',
+    "minimax_m3": minimax_m3('.<tool_call>\n.<invoke name="f">.<n>5.</n>.</invoke>\n.</tool_call>'),
+    "mimo": "<tool_call><function=f><parameter=n>5</parameter></function></tool_call>",
+    "gemma": "<|tool_call>call:f{n:5}<tool_call|>",
+    "hunyuan": hy3("<tool_calls><tool_call>f<tool_sep>\n<arg_key>n</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"),
 }
 NO_ARGUMENTS = {
     "hermes": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
@@ -47,6 +61,10 @@ NO_ARGUMENTS = {
     "llama": '{"name": "f", "parameters": {}}',
     "harmony": "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>",
     "minimax": '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>',
+    "minimax_m3": minimax_m3('.<tool_call>.<invoke name="f">.</invoke>.</tool_call>'),
+    "mimo": "<function=f></function>",
+    "gemma": "<|tool_call>:f{ }<tool_call|>",
+    "hunyuan": hy3("<tool_call>f<tool_sep></tool_call></tool_calls>"),
 }
 
 
