@@ -6,7 +6,7 @@ as `experts.slot_mapping` chooses them on devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from rayserve_moe.balancing.placement import (
 )
 
 WHOLE = 1 << 20  # a share of an expert's tokens is measured in parts of this
+BLOCK = 1 << 14  # tokens of all layers that are counted at once
 GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples spread evenly over the 32-bit numbers
 
 
@@ -91,21 +92,27 @@ class Batches:
 
 
 def traffic_of(
-    placement: ExpertPlacement, rows: np.ndarray, *, batch: int, num_slices: int = 1, near: bool | None = None
+    placement: ExpertPlacement,
+    rows: np.ndarray,
+    *,
+    batch: int,
+    num_slices: int = 1,
+    near: bool | None = None,
+    keys: Sequence[np.ndarray] | None = None,
 ) -> Traffic:
     """Return the traffic of `rows` [tokens, layers, k] in `Batches`.
 
     `near` selects slots by distance; None: as devices do, on several slices if the batch has at most `NEAR_TOKENS`.
+    `keys` are the `keys_of` these batches; None: they are computed.
     """
     is_near = (num_slices > 1 and batch <= NEAR_TOKENS) if near is None else near
-    num_ranks = placement.ep_size
-    batches = Batches(len(rows), batch, num_ranks, num_slices)
+    batches = Batches(len(rows), batch, placement.ep_size, num_slices)
     sources = batches.ranks
-    groups = batches.of_tokens * num_ranks + sources
+    by_layer = keys_of(rows, batches, num_experts=placement.num_experts) if keys is None else keys
 
     def slots_of(layer: int, ids: np.ndarray) -> np.ndarray:
         maps = LayerMaps.of(placement, layer)
-        by_shares = slots_by_shares(maps, ids, ranks=sources, groups=groups)
+        by_shares = maps.slots_at(by_layer[layer])
         if not is_near:
             return by_shares
         return nearest_slots(maps, ids, ranks=sources, by_shares=by_shares, num_slices=num_slices)
@@ -117,26 +124,39 @@ def count_traffic(
     slots_of: Callable[[int, np.ndarray], np.ndarray], rows: np.ndarray, *, batches: Batches, slots_per_rank: int
 ) -> Traffic:
     """Count the traffic of `rows` [tokens, layers, k] if `slots_of(layer, ids)` are the slots that tokens take."""
-    num_tokens, num_ranks = batches.num_tokens, batches.num_ranks
-    sources, batch = batches.ranks, batches.of_tokens
-    num_batches, per_slice = -(-num_tokens // batches.size), num_ranks // batches.num_slices
+    num_tokens, num_layers, per_block = batches.num_tokens, rows.shape[1], max(1, BLOCK // max(1, batches.num_tokens))
+    blocks = [range(num_layers)[first : first + per_block] for first in range(0, num_layers, per_block)]
     found = []
-    for layer in range(rows.shape[1]):
-        slots = slots_of(layer, np.asarray(rows[:num_tokens, layer], np.int64))
-        ranks = slots // slots_per_rank
-        is_used = np.zeros((num_tokens, num_ranks), np.bool_)
-        np.put_along_axis(is_used, ranks, values=True, axis=1)
-        distinct, own = np.count_nonzero(is_used), np.count_nonzero(is_used[np.arange(num_tokens), sources])
-        is_far = ranks // per_slice != sources[:, None] // per_slice
-        numbers = distinct, distinct - own, np.count_nonzero(ranks != sources[:, None]), np.count_nonzero(is_far)
-        keys = batch[:, None] * num_ranks + ranks
-        loads = np.bincount(keys.reshape(-1), minlength=num_batches * num_ranks).reshape(num_batches, num_ranks)
-        is_used = np.zeros((num_batches, num_ranks * slots_per_rank), np.bool_)
-        is_used[batch[:, None], slots] = True
-        used = is_used.reshape(num_batches, num_ranks, -1).sum(axis=2)
-        per_token = [number / max(1, num_tokens) for number in numbers]
-        found.append((*per_token, loads.max(axis=1).mean(), used.max(axis=1).mean(), loads.sum(axis=0)))
-    return Traffic(*(np.array(column, np.float64) for column in zip(*found, strict=True)))
+    for block in blocks:
+        slots = np.stack([slots_of(layer, np.asarray(rows[:num_tokens, layer], np.int64)) for layer in block])
+        found.append(_count_block(slots, batches, slots_per_rank=slots_per_rank))
+    return Traffic(*(np.concatenate(column).astype(np.float64) for column in zip(*found, strict=True)))
+
+
+def _count_block(slots: np.ndarray, batches: Batches, *, slots_per_rank: int) -> tuple[np.ndarray, ...]:
+    """Return the fields of the traffic of some layers, from `slots` [layers, tokens, k]."""
+    num_layers, num_tokens, _ = slots.shape
+    num_ranks, sources, batch = batches.num_ranks, batches.ranks, batches.of_tokens
+    num_batches, per_slice = -(-num_tokens // batches.size), num_ranks // batches.num_slices
+    ranks = slots // slots_per_rank
+    is_used = np.zeros((num_layers * num_tokens, num_ranks), np.bool_)
+    is_used[np.arange(len(is_used))[:, None], ranks.reshape(len(is_used), -1)] = True
+    is_used = is_used.reshape(num_layers, num_tokens, num_ranks)
+    distinct = is_used.sum(axis=(1, 2))
+    own = is_used[:, np.arange(num_tokens), sources].sum(axis=1)
+    remote, far = ranks != sources[:, None], ranks // per_slice != sources[:, None] // per_slice
+    per_token = [
+        number / max(1, num_tokens)
+        for number in (distinct, distinct - own, remote.sum(axis=(1, 2)), far.sum(axis=(1, 2)))
+    ]
+    groups = np.arange(num_layers)[:, None, None] * num_batches + batch[:, None]
+    keys = (groups * num_ranks + ranks).reshape(-1)
+    loads = np.bincount(keys, minlength=num_layers * num_batches * num_ranks)
+    loads = loads.reshape(num_layers, num_batches, num_ranks)
+    is_used = np.zeros((num_layers * num_batches, num_ranks * slots_per_rank), np.bool_)
+    is_used[groups, slots] = True
+    used = is_used.reshape(num_layers, num_batches, num_ranks, -1).sum(axis=3)
+    return *per_token, loads.max(axis=2).mean(axis=1), used.max(axis=2).mean(axis=1), loads.sum(axis=1)
 
 
 class LayerMaps(NamedTuple):
@@ -163,13 +183,29 @@ class LayerMaps(NamedTuple):
         is_there = slot_for // placement.slots_per_rank == np.arange(placement.ep_size)
         return cls(bounds, slots, np.where(is_there, slot_for, -1))
 
+    def slots_at(self, keys: np.ndarray) -> np.ndarray:
+        """Return the slots by shares of assignments with `keys` of `share_keys`."""
+        return self.slots[np.searchsorted(self.bounds, keys, side="right") - 1]
 
-def slots_by_shares(maps: LayerMaps, ids: np.ndarray, *, ranks: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return the slot of every assignment [T, K] by shares.
+
+def keys_of(rows: np.ndarray, batches: Batches, *, num_experts: int) -> list[np.ndarray]:
+    """Return the `share_keys` of each layer of `rows` [tokens, layers, k], which are the same for all placements."""
+    ranks, num_tokens = batches.ranks, batches.num_tokens
+    groups = batches.of_tokens * batches.num_ranks + ranks
+    layers = (np.asarray(rows[:num_tokens, layer], np.int64) for layer in range(rows.shape[1]))
+    return [
+        share_keys(ids, ranks=ranks, groups=groups, num_experts=num_experts, num_ranks=batches.num_ranks)
+        for ids in layers
+    ]
+
+
+def share_keys(
+    ids: np.ndarray, *, ranks: np.ndarray, groups: np.ndarray, num_experts: int, num_ranks: int
+) -> np.ndarray:
+    """Return for every assignment [T, K] its expert * WHOLE plus its place, in parts of WHOLE, among the expert's.
 
     `ranks` [T] dispatch the tokens; tokens of the same of `groups` [T] are dispatched together.
     """
-    num_experts, num_ranks = maps.slot_on.shape
     keys = (groups[:, None] * num_experts + ids).reshape(-1)
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
@@ -182,8 +218,7 @@ def slots_by_shares(maps: LayerMaps, ids: np.ndarray, *, ranks: np.ndarray, grou
     turn = (ranks[:, None].astype(np.uint64) * step + ids.astype(np.uint64) * GOLDEN) % (1 << 32)
     offsets = (turn >> np.uint64(8)).astype(np.float32) / np.float32(1 << 24)
     fractions = (place.reshape(ids.shape).astype(np.float32) + offsets) / count.reshape(ids.shape).astype("f4")
-    within = np.clip((fractions * np.float32(WHOLE)).astype(np.int64), 0, WHOLE - 2)
-    return maps.slots[np.searchsorted(maps.bounds, ids * WHOLE + within, side="right") - 1]
+    return ids * WHOLE + np.clip((fractions * np.float32(WHOLE)).astype(np.int64), 0, WHOLE - 2)
 
 
 def nearest_slots(
