@@ -4,9 +4,12 @@
 
 Rows are those of the calculator, and of two random routers: a skewed one, and one whose tokens come in 16 topics.
 Placements are planned from the first half of the rows and judged by the second half. The peers: DeepSeek's greedy
-packing, which vLLM and sglang-jax place alike, with an even split, SGLang's static map, and sglang-jax's first replica.
-Bytes are rows of 2,048 bfloat16 out and back, without those that stay; beside them a row for each rank, as an exchange
-without duplicates sends. No device takes part: the slots are those that devices choose.
+packing, which vLLM and sglang-jax place alike, with an even split, SGLang's static map, and sglang-jax's first replica;
+and `peer_planners` after FlashLB and Swift, with an even split.
+
+Bytes are rows of 2,048 bfloat16 out and back, without those that stay: as devices exchange them, in small steps a row
+out for each rank and in large ones for each expert, and a row back for each expert. The first planner of each group has
+a row out for each expert in all steps. No device takes part: the slots are those that devices choose.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 
 from benchmarks.calculator import ENGINE, PROBLEMS, SAMPLING
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
+from benchmarks.peer_planners import swaps, variance_aware, window_loads
 from benchmarks.planner import MODELS, quality
 from benchmarks.planner_loads import greedy_experts
 from benchmarks.table import tables
@@ -38,8 +42,8 @@ EXPERTS, TOP_K, WIDTH, STATE = 128, 8, 2048, 64
 GROUPS = ((8, 32), (32, 32))
 """Ranks and redundant slots of the random routers."""
 CALCULATOR_GROUP = (4, 4)
-ROW_BYTES = 2 * WIDTH * 2
-"""A row of bfloat16, out and back."""
+ROW_BYTES = WIDTH * 2
+"""A row of bfloat16."""
 LINKS_FIRST = CostRates(slot_s=0.0, row_s=1e-9, ici_s=1e-6, dcn_s=1e-5)
 """Rates with which ranks per token decide wherever they differ."""
 TIMED = (94, 128, 32, 32)
@@ -88,19 +92,26 @@ def judged(rows: np.ndarray, *, experts: int, ranks: int, redundant: int) -> Ite
     first, later = rows[:half], rows[half:]
     load = loads_of(first, experts)
     sizes = {"ep_size": ranks, "num_redundant": redundant}
-    greedy, by_counts = greedy_experts(load, **sizes), plan(load, **sizes)
+    by_counts, greedy = plan(load, **sizes), greedy_experts(load, **sizes)
+    flash, swift = variance_aware(window_loads(first, experts), **sizes), swaps(load, **sizes)
     for batch in BATCHES:
         group, is_near = ServedGroup(ranks, redundant, batch), batch <= NEAR_TOKENS
         by_rows = plan_from_rows(first, group, num_experts=experts)
         links_first = plan_from_rows(first, group, num_experts=experts, rates=LINKS_FIRST)
+        shared = traffic_of(by_counts, later, batch=batch, near=False)
         found = {
-            "counts, shares": traffic_of(by_counts, later, batch=batch, near=False),
-            "greedy, even": _of_greedy(greedy, later, batch=batch, choice=_even),
-            "greedy, static map": _of_greedy(greedy, later, batch=batch, choice=_static),
-            "greedy, first": _of_greedy(greedy, later, batch=batch, choice=_first),
+            "counts, shares, a row per expert": shared._replace(rows_out=shared.remote_rows),
+            "counts, shares": shared,
+            "greedy, even": _of_peer(greedy, later, batch=batch, choice=_even),
+            "greedy, static map": _of_peer(greedy, later, batch=batch, choice=_static),
+            "greedy, first": _of_peer(greedy, later, batch=batch, choice=_first),
+            "FlashLB, even": _of_peer(flash, later, batch=batch, choice=_even),
+            "Swift, even": _of_peer(swift, later, batch=batch, choice=_even),
             "counts, near": traffic_of(by_counts, later, batch=batch, near=is_near),
+            "rows, shares": traffic_of(by_rows, later, batch=batch, near=False),
             "rows, near": traffic_of(by_rows, later, batch=batch, near=is_near),
-            "rows, links first": traffic_of(links_first, later, batch=batch, near=is_near),
+            "rows, links first, shares": traffic_of(links_first, later, batch=batch, near=False),
+            "rows, links first, near": traffic_of(links_first, later, batch=batch, near=is_near),
         }
         for name, traffic in found.items():
             mean_rows = batch * rows.shape[2] / ranks
@@ -111,16 +122,17 @@ def _figures(traffic: Traffic, *, batch: int, mean_rows: float) -> dict[str, flo
     ranks = traffic.loads.shape[1]
     return {
         "distinct_ranks": float(traffic.distinct_ranks.mean()),
-        "bytes_by_rank": float(traffic.remote_ranks.mean()) * ROW_BYTES,
-        "bytes": float(traffic.remote_rows.mean()) * ROW_BYTES,
+        "bytes_by_rank": float(traffic.remote_ranks.mean()) * 2 * ROW_BYTES,
+        "bytes_by_expert": float(traffic.remote_rows.mean()) * 2 * ROW_BYTES,
+        "bytes": float((traffic.rows_out + traffic.remote_rows).mean()) * ROW_BYTES,
         "hottest": float((traffic.loads.max(axis=1) / traffic.loads.mean(axis=1)).mean()),
         "hottest_of_batch": float(traffic.hottest_rows.mean() / mean_rows),
         "microseconds": 1e6 * float(traffic.seconds(CostRates(), batch=batch, num_ranks=ranks).mean()),
     }
 
 
-def _of_greedy(experts: np.ndarray, rows: np.ndarray, *, batch: int, choice: Callable[..., np.ndarray]) -> Traffic:
-    """Count the traffic under a greedy placement [layers, ranks, slots], which may hold an expert twice on a rank."""
+def _of_peer(experts: np.ndarray, rows: np.ndarray, *, batch: int, choice: Callable[..., np.ndarray]) -> Traffic:
+    """Count the traffic under a peer's placement [layers, ranks, slots], which may hold an expert twice on a rank."""
     _, num_ranks, slots_per_rank = experts.shape
     batches = Batches(len(rows), batch, num_ranks)
     sources = batches.ranks

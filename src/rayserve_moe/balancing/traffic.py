@@ -13,8 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rayserve_moe.balancing.placement import (
+    FAR_ONCE_ASSIGNMENTS,
     NEAR_TOKENS,
     NEEDED_POINTS,
+    ONCE_ASSIGNMENTS,
     OWN_POINTS,
     SLICE_POINTS,
     ExpertPlacement,
@@ -47,9 +49,13 @@ class Traffic(NamedTuple):
     remote_ranks: np.ndarray
     """Ranks other than the token's own that compute it."""
     remote_rows: np.ndarray
-    """Rows of a token that leave its rank, one for each expert elsewhere."""
+    """Results of a token from other ranks, one for each expert elsewhere."""
     far_rows: np.ndarray
-    """Rows of a token that leave its slice."""
+    """Results of a token from other slices."""
+    rows_out: np.ndarray
+    """Rows of a token that leave its rank: in small steps one for each remote rank, else one for each result."""
+    far_rows_out: np.ndarray
+    """Rows of a token that leave its slice, likewise."""
     hottest_rows: np.ndarray
     """Rows of a batch on its hottest rank."""
     used_slots: np.ndarray
@@ -59,8 +65,9 @@ class Traffic(NamedTuple):
 
     def seconds(self, rates: CostRates, *, batch: int, num_ranks: int) -> np.ndarray:
         """Return the seconds of a batch of `batch` tokens by layer: the hottest rank's work, then rows out and back."""
-        near_rows = self.remote_rows - self.far_rows
-        links = (near_rows * rates.ici_s + self.far_rows * rates.dcn_s) * 2 * batch / num_ranks
+        far_rows = self.far_rows + self.far_rows_out
+        near_rows = self.remote_rows + self.rows_out - far_rows
+        links = (near_rows * rates.ici_s + far_rows * rates.dcn_s) * batch / num_ranks
         return self.used_slots * rates.slot_s + self.hottest_rows * rates.row_s + links
 
 
@@ -89,6 +96,10 @@ class Batches:
     def ranks(self) -> np.ndarray:
         """Return the rank that dispatches each token."""
         return np.arange(self.num_tokens) % self.size % self.num_ranks
+
+    def send_once(self, top_k: int) -> bool:
+        """Return True if a token's row goes once to each rank of its slots, as in `experts.rank_rows`."""
+        return self.size * top_k <= (ONCE_ASSIGNMENTS if self.num_slices == 1 else FAR_ONCE_ASSIGNMENTS)
 
 
 def traffic_of(
@@ -135,20 +146,20 @@ def count_traffic(
 
 def _count_block(slots: np.ndarray, batches: Batches, *, slots_per_rank: int) -> tuple[np.ndarray, ...]:
     """Return the fields of the traffic of some layers, from `slots` [layers, tokens, k]."""
-    num_layers, num_tokens, _ = slots.shape
+    num_layers, num_tokens, top_k = slots.shape
     num_ranks, sources, batch = batches.num_ranks, batches.ranks, batches.of_tokens
     num_batches, per_slice = -(-num_tokens // batches.size), num_ranks // batches.num_slices
     ranks = slots // slots_per_rank
     is_used = np.zeros((num_layers * num_tokens, num_ranks), np.bool_)
     is_used[np.arange(len(is_used))[:, None], ranks.reshape(len(is_used), -1)] = True
     is_used = is_used.reshape(num_layers, num_tokens, num_ranks)
-    distinct = is_used.sum(axis=(1, 2))
-    own = is_used[:, np.arange(num_tokens), sources].sum(axis=1)
-    remote, far = ranks != sources[:, None], ranks // per_slice != sources[:, None] // per_slice
-    per_token = [
-        number / max(1, num_tokens)
-        for number in (distinct, distinct - own, remote.sum(axis=(1, 2)), far.sum(axis=(1, 2)))
-    ]
+    own_slice = sources[:, None] // per_slice
+    is_far = np.arange(num_ranks) // per_slice != own_slice
+    distinct, far_ranks = is_used.sum(axis=(1, 2)), (is_used & is_far).sum(axis=(1, 2))
+    remote_ranks = distinct - is_used[:, np.arange(num_tokens), sources].sum(axis=1)
+    results = [(ranks != sources[:, None]).sum(axis=(1, 2)), (ranks // per_slice != own_slice).sum(axis=(1, 2))]
+    out = [remote_ranks, far_ranks] if batches.send_once(top_k) else results
+    per_token = [number / max(1, num_tokens) for number in (distinct, remote_ranks, *results, *out)]
     groups = np.arange(num_layers)[:, None, None] * num_batches + batch[:, None]
     keys = (groups * num_ranks + ranks).reshape(-1)
     loads = np.bincount(keys, minlength=num_layers * num_batches * num_ranks)

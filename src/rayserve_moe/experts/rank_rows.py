@@ -19,13 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.balancing.placement import FAR_ONCE_ASSIGNMENTS, ONCE_ASSIGNMENTS
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.kernels.slot_order import MAX_COMPARED, order_by_slot, take
+from rayserve_moe.kernels.slot_order import order_by_slot, take
 
 LANES = 128
-MAX_GATHERED = 1 << 15
-"""Maximum number of assignments of all ranks whose slots every rank gathers and sorts; on one slice `MAX_COMPARED`,
-because the rows that are saved there take less time than a sort."""
 
 
 class Runs(NamedTuple):
@@ -120,7 +118,7 @@ def sends_once(chunk: int, row_bytes: int, *, config: ExpertConfig) -> bool:
     num_assigned = num_ranks * chunk * top_k
     if min(num_ranks, top_k) < 2:
         return False
-    if num_assigned > (MAX_COMPARED if config.plan.num_slices == 1 else MAX_GATHERED):
+    if num_assigned > (ONCE_ASSIGNMENTS if config.plan.num_slices == 1 else FAR_ONCE_ASSIGNMENTS):
         return False
     repeated = top_k - distinct_ranks(num_ranks, top_k)
     saved = chunk * repeated * row_bytes * (num_ranks - 1) / num_ranks
