@@ -182,17 +182,13 @@ def gather_pairs(layout: Layout, load: np.ndarray, *, pairs: np.ndarray, limit: 
     weights = pairs / np.minimum(counts[:, :, None], counts[:, None, :])
     layers = np.arange(layout.num_layers)
     num_ranks = layout.experts.shape[1]
-    changed = np.zeros((layout.num_layers, num_ranks), np.int64)
     rounds = list(_rounds(num_ranks))
-    for sweep in range(max(MIN_SWEEPS, ROUNDS // max(1, num_ranks - 1))):
+    for _ in range(max(MIN_SWEEPS, ROUNDS // max(1, num_ranks - 1))):
         part = layout.of_layers(layers)
-        search = _PairSearch(
-            part, load[layers], weights=weights, limit=limit[layers], layers=layers, changed=changed[layers]
-        )
-        for turn, (ones, others) in enumerate(rounds, start=1 + sweep * len(rounds)):
-            search.exchange(ones, others, turn=turn, since=turn - len(rounds))
+        search = _PairSearch(part, load[layers], weights=weights, limit=limit[layers], layers=layers)
+        for ones, others in rounds:
+            search.exchange(ones, others)
         layout.put(layers, part)
-        changed[layers] = search.changed
         layers = layers[search.has_gained]
         if not layers.size:
             break
@@ -218,14 +214,7 @@ class _PairSearch:
     # N pairs of ranks, each in a layer   S slots per rank
 
     def __init__(
-        self,
-        layout: Layout,
-        load: np.ndarray,
-        *,
-        weights: np.ndarray,
-        limit: np.ndarray,
-        layers: np.ndarray,
-        changed: np.ndarray,
+        self, layout: Layout, load: np.ndarray, *, weights: np.ndarray, limit: np.ndarray, layers: np.ndarray
     ) -> None:
         self._layout, self._weights, self._layers = layout, weights, layers
         self._limit = limit * (1 + 1e-9)
@@ -241,56 +230,48 @@ class _PairSearch:
         self._near = np.matmul(layout.held.astype(np.float32), own)
         """Pairs that an expert has on a rank, float32 [layers, ranks, experts]."""
         self.has_gained = np.zeros(num_layers, np.bool_)
-        self.changed = changed
-        """Turn of a rank's last exchange, int [layers, ranks]."""
 
-    def exchange(self, ones: np.ndarray, others: np.ndarray, *, turn: int, since: int) -> None:
-        """Let each of the ranks `ones` make the best exchange with its partner of `others`, in every layer.
-
-        Pairs that have not changed `since` their last turn have no exchange that gains.
-        """
-        layout = self._layout
-        is_due = np.maximum(self.changed[:, ones], self.changed[:, others]) >= since
-        layers, pair = np.nonzero(is_due)
-        if not layers.size:
-            return
-        one, other = ones[pair], others[pair]
-        ours, theirs = layout.experts[layers, one], layout.experts[layers, other]
-        gain = self._gain(layers, (one, ours), other=(other, theirs)).reshape(len(layers), -1)
-        hopeful = np.flatnonzero(gain.max(axis=1) > MIN_PAIRS)
-        layers, one, other, gain = layers[hopeful], one[hopeful], other[hopeful], gain[hopeful]
+    def exchange(self, ones: np.ndarray, others: np.ndarray) -> None:
+        """Let each of the ranks `ones` make the best exchange with its partner of `others`, in every layer."""
+        layout, num_layers = self._layout, self._layout.num_layers
+        layers = np.repeat(np.arange(num_layers), len(ones))
+        one, other = np.tile(ones, num_layers), np.tile(others, num_layers)
+        ours, theirs = (layout.experts[:, ranks].reshape(len(layers), -1) for ranks in (ones, others))
+        moved_out = self._moved(layers, one, other, experts=ours)
+        moved_in = self._moved(layers, other, one, experts=theirs)
+        # Experts that would meet only lower the gain.
+        kept = np.flatnonzero(moved_out.max(axis=1) + moved_in.max(axis=1) > MIN_PAIRS)
+        layers, one, other, ours, theirs = layers[kept], one[kept], other[kept], ours[kept], theirs[kept]
+        gain = moved_out[kept][:, :, None] + moved_in[kept][:, None] - self._meeting(layers, ours, theirs)
+        kept = np.flatnonzero(gain.max(axis=(1, 2)) > MIN_PAIRS)
+        layers, one, other = layers[kept], one[kept], other[kept]
+        gain = gain[kept].reshape(len(kept), ours.shape[1] ** 2)
         each = self._each[layers]
-        given = np.take_along_axis(each, ours[hopeful], axis=1)[..., None]
-        given = (given - np.take_along_axis(each, theirs[hopeful], axis=1)[:, None]).reshape(gain.shape)
+        given = np.take_along_axis(each, ours[kept], axis=1)[:, :, None]
+        given = (given - np.take_along_axis(each, theirs[kept], axis=1)[:, None]).reshape(gain.shape)
         limit = self._limit[layers, None]
         is_over = self._ranks[layers, one][:, None] - given > limit
         is_over |= self._ranks[layers, other][:, None] + given > limit
         np.copyto(gain, -1, where=is_over)
         best = gain.argmax(axis=1)
         found = np.flatnonzero(gain[np.arange(len(gain)), best] > MIN_PAIRS)
-        if not found.size:
-            return
         i, j = np.divmod(best[found], ours.shape[1])
-        layers, one, other = layers[found], one[found], other[found]
-        self._apply(layers, (one, i), other=(other, j))
-        self.changed[layers, one] = self.changed[layers, other] = turn
+        self._apply(layers[found], (one[found], i), other=(other[found], j))
 
-    def _gain(self, layers: np.ndarray, one: tuple[np.ndarray, ...], *, other: tuple[np.ndarray, ...]) -> np.ndarray:
-        """Return the pairs that come together less those parted, [N, S, S], for ranks and their experts.
-
-        It is negative if a rank already holds the expert that comes. Between slices, tokens whose expert comes to a
-        slice that lacks it count `FAR_GAIN` times.
-        """
-        (one_rank, ours), (other_rank, theirs), num_experts = one, other, self._weights.shape[2]
-        moved_out = self._moved(layers, one_rank, other_rank, experts=ours)
-        moved_in = self._moved(layers, other_rank, one_rank, experts=theirs)
+    def _meeting(self, layers: np.ndarray, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        """Return twice the pairs of two experts [N, S, S], which stay apart if they change places."""
+        num_experts = self._weights.shape[2]
         row = (self._layers[layers, None] * num_experts + ours) * num_experts
-        meeting = _look_up(self._weights.reshape(-1), row[..., None] + theirs[:, None])
-        meeting += meeting
-        return moved_out[..., None] + moved_in[:, None] - meeting
+        pairs = _look_up(self._weights.reshape(-1), row[:, :, None] + theirs[:, None])
+        pairs += pairs
+        return pairs
 
     def _moved(self, layers: np.ndarray, here: np.ndarray, there: np.ndarray, *, experts: np.ndarray) -> np.ndarray:
-        """Return the gain of moving each of `experts` [N, S] from a rank to its partner."""
+        """Return the gain of moving each of `experts` [N, S] from a rank to its partner.
+
+        It is negative if the partner already holds the expert. Between slices, tokens whose expert comes to a slice
+        that lacks it count `FAR_GAIN` times.
+        """
         _, num_ranks, num_experts = self._near.shape
         at_here, at_there = (((layers * num_ranks + rank) * num_experts)[:, None] + experts for rank in (here, there))
         near = self._near.reshape(-1)
