@@ -50,19 +50,21 @@ def expert_traffic(measured: Mapping[str, Any]) -> str:
             before = [max(found[BASE, batch]["bytes"], 1e-9) for batch in batches]
             at_middle = found[planner, middle]
             rows.append([
-                f"{case['trace']}, {case['ranks']} + {case['redundant']}",
+                f"{case['trace']}, {case['ranks']} + {case['redundant']}, {case['slices']}",
                 planner,
                 *(f"{one['distinct_ranks']:.2f}" for one in each),
                 *(f"{one['bytes'] / 1024:.1f}" for one in each),
                 *(f"{one['bytes'] / base - 1:+.1%}" for one, base in zip(each, before, strict=True)),
+                f"{at_middle['bytes_between_slices'] / 1024:.1f}",
                 f"{at_middle['hottest']:.3f}",
                 f"{at_middle['microseconds']:.1f}",
             ])  # fmt: skip
     at = [f"at {batch:,}" for batch in batches]
     heading = [
-        "rows, ranks + redundant",
+        "rows, ranks + redundant, slices",
         "planner, slots",
         *(f"{name} {each}" for name in ("ranks per token", "KiB", "change") for each in at),
+        f"KiB between slices at {middle}",
         f"hottest / mean at {middle}",
         f"us at {middle}, estimated",
     ]

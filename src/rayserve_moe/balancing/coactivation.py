@@ -211,7 +211,7 @@ class _PairSearch:
     Look-ups are of flat arrays, which are several times faster than look-ups with an index per dimension.
     """
 
-    # N pairs of ranks, each in a layer   S slots per rank
+    # N pairs of ranks, each in a layer: the last dimension, because operations along it are fast   S slots per rank
 
     def __init__(
         self, layout: Layout, load: np.ndarray, *, weights: np.ndarray, limit: np.ndarray, layers: np.ndarray
@@ -233,59 +233,62 @@ class _PairSearch:
 
     def exchange(self, ones: np.ndarray, others: np.ndarray) -> None:
         """Let each of the ranks `ones` make the best exchange with its partner of `others`, in every layer."""
-        layout, num_layers = self._layout, self._layout.num_layers
+        num_layers = self._layout.num_layers
         layers = np.repeat(np.arange(num_layers), len(ones))
         one, other = np.tile(ones, num_layers), np.tile(others, num_layers)
-        ours, theirs = (layout.experts[:, ranks].reshape(len(layers), -1) for ranks in (ones, others))
+        ours, theirs = (self._held_by(ranks) for ranks in (ones, others))
         moved_out = self._moved(layers, one, other, experts=ours)
         moved_in = self._moved(layers, other, one, experts=theirs)
         # Experts that would meet only lower the gain.
-        kept = np.flatnonzero(moved_out.max(axis=1) + moved_in.max(axis=1) > MIN_PAIRS)
-        layers, one, other, ours, theirs = layers[kept], one[kept], other[kept], ours[kept], theirs[kept]
-        gain = moved_out[kept][:, :, None] + moved_in[kept][:, None] - self._meeting(layers, ours, theirs)
-        kept = np.flatnonzero(gain.max(axis=(1, 2)) > MIN_PAIRS)
+        kept = np.flatnonzero(moved_out.max(axis=0) + moved_in.max(axis=0) > MIN_PAIRS)
         layers, one, other = layers[kept], one[kept], other[kept]
-        gain = gain[kept].reshape(len(kept), ours.shape[1] ** 2)
-        each = self._each[layers]
-        given = np.take_along_axis(each, ours[kept], axis=1)[:, :, None]
-        given = (given - np.take_along_axis(each, theirs[kept], axis=1)[:, None]).reshape(gain.shape)
-        limit = self._limit[layers, None]
-        is_over = self._ranks[layers, one][:, None] - given > limit
-        is_over |= self._ranks[layers, other][:, None] + given > limit
+        ours, theirs = ours.take(kept, axis=1), theirs.take(kept, axis=1)
+        gain = moved_out.take(kept, axis=1)[:, None] + moved_in.take(kept, axis=1)
+        gain -= self._meeting(layers, ours, theirs)
+        each, first = self._each.reshape(-1), layers * self._each.shape[1]
+        given = _look_up(each, first + ours)[:, None] - _look_up(each, first + theirs)
+        limit = self._limit[layers]
+        is_over = self._ranks[layers, one] - given > limit
+        is_over |= self._ranks[layers, other] + given > limit
         np.copyto(gain, -1, where=is_over)
-        best = gain.argmax(axis=1)
-        found = np.flatnonzero(gain[np.arange(len(gain)), best] > MIN_PAIRS)
-        i, j = np.divmod(best[found], ours.shape[1])
+        gain = gain.reshape(len(ours) ** 2, len(kept))
+        found = np.flatnonzero(gain.max(axis=0) > MIN_PAIRS)
+        i, j = np.divmod(gain.take(found, axis=1).argmax(axis=0), len(ours))
         self._apply(layers[found], (one[found], i), other=(other[found], j))
 
+    def _held_by(self, ranks: np.ndarray) -> np.ndarray:
+        """Return the experts of `ranks` in all layers, [S, N]."""
+        num_slots = self._layout.experts.shape[2]
+        return np.ascontiguousarray(self._layout.experts[:, ranks].reshape(-1, num_slots).T)
+
     def _meeting(self, layers: np.ndarray, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-        """Return twice the pairs of two experts [N, S, S], which stay apart if they change places."""
+        """Return twice the pairs of two experts [S, S, N], which stay apart if they change places."""
         num_experts = self._weights.shape[2]
-        row = (self._layers[layers, None] * num_experts + ours) * num_experts
-        pairs = _look_up(self._weights.reshape(-1), row[:, :, None] + theirs[:, None])
+        row = (self._layers[layers] * num_experts + ours) * num_experts
+        pairs = _look_up(self._weights.reshape(-1), row[:, None] + theirs)
         pairs += pairs
         return pairs
 
     def _moved(self, layers: np.ndarray, here: np.ndarray, there: np.ndarray, *, experts: np.ndarray) -> np.ndarray:
-        """Return the gain of moving each of `experts` [N, S] from a rank to its partner.
+        """Return the gain of moving each of `experts` [S, N] from a rank to its partner.
 
         It is negative if the partner already holds the expert. Between slices, tokens whose expert comes to a slice
         that lacks it count `FAR_GAIN` times.
         """
         _, num_ranks, num_experts = self._near.shape
-        at_here, at_there = (((layers * num_ranks + rank) * num_experts)[:, None] + experts for rank in (here, there))
+        at_here, at_there = ((layers * num_ranks + rank) * num_experts + experts for rank in (here, there))
         near = self._near.reshape(-1)
         gain = _look_up(near, at_there) - _look_up(near, at_here)
         if self._layout.num_slices > 1:
             gain += self._slice_gain(layers, here, there, experts=experts)
-        gain[_look_up(self._layout.held.reshape(-1), at_there)] = -np.inf
+        np.copyto(gain, -np.inf, where=_look_up(self._layout.held.reshape(-1), at_there))
         return gain
 
     def _slice_gain(
         self, layers: np.ndarray, here: np.ndarray, there: np.ndarray, *, experts: np.ndarray
     ) -> np.ndarray:
         """Return the part of a move's gain for tokens of the slices that an expert comes to or leaves."""
-        layers, from_slice, to_slice = (a[:, None] for a in (layers, here // self._per_slice, there // self._per_slice))
+        from_slice, to_slice = here // self._per_slice, there // self._per_slice
         lacks = self._on_slice[layers, to_slice, experts] == 0
         leaves = self._on_slice[layers, from_slice, experts] == 1
         change = (lacks.astype(np.float32) - leaves) * self._load[layers, experts]

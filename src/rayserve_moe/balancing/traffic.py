@@ -121,12 +121,13 @@ def traffic_of(
     sources = batches.ranks
     by_layer = keys_of(rows, batches, num_experts=placement.num_experts) if keys is None else keys
 
+    maps = LayerMaps.of(placement)
+
     def slots_of(layer: int, ids: np.ndarray) -> np.ndarray:
-        maps = LayerMaps.of(placement, layer)
-        by_shares = maps.slots_at(by_layer[layer])
+        by_shares = maps[layer].slots_at(by_layer[layer])
         if not is_near:
             return by_shares
-        return nearest_slots(maps, ids, ranks=sources, by_shares=by_shares, num_slices=num_slices)
+        return nearest_slots(maps[layer], ids, ranks=sources, by_shares=by_shares, num_slices=num_slices)
 
     return count_traffic(slots_of, rows, batches=batches, slots_per_rank=placement.slots_per_rank)
 
@@ -181,18 +182,18 @@ class LayerMaps(NamedTuple):
     """Slot of an expert on a rank; -1: none."""
 
     @classmethod
-    def of(cls, placement: ExpertPlacement, layer: int) -> LayerMaps:
-        """Return the maps of a layer of a placement."""
-        experts, shares = placement.expert_of_slot[layer], placement.share_of_slot[layer].astype(np.float64)
-        slots = np.argsort(experts, kind="stable")
-        experts, shares = experts[slots].astype(np.int64), shares[slots]
-        starts = np.cumsum(shares) - shares
-        is_first = np.diff(experts, prepend=-1) != 0
-        starts -= np.maximum.accumulate(np.where(is_first, starts, 0))
+    def of(cls, placement: ExpertPlacement) -> list[LayerMaps]:
+        """Return the maps of all layers of a placement."""
+        experts, shares = placement.expert_of_slot, placement.share_of_slot.astype(np.float64)
+        slots = np.argsort(experts, axis=1, kind="stable")
+        experts, shares = (np.take_along_axis(array, slots, axis=1) for array in (experts.astype(np.int64), shares))
+        starts = np.cumsum(shares, axis=1) - shares
+        is_first = np.diff(experts, axis=1, prepend=-1) != 0
+        starts -= np.maximum.accumulate(np.where(is_first, starts, 0), axis=1)
         bounds = experts * WHOLE + np.clip(np.rint(starts * WHOLE), 0, WHOLE - 1).astype(np.int64)
-        slot_for = placement.slot_for[layer]
-        is_there = slot_for // placement.slots_per_rank == np.arange(placement.ep_size)
-        return cls(bounds, slots, np.where(is_there, slot_for, -1))
+        is_there = placement.slot_for // placement.slots_per_rank == np.arange(placement.ep_size)
+        slot_on = np.where(is_there, placement.slot_for, -1)
+        return [cls(*of_layer) for of_layer in zip(bounds, slots, slot_on, strict=True)]
 
     def slots_at(self, keys: np.ndarray) -> np.ndarray:
         """Return the slots by shares of assignments with `keys` of `share_keys`."""

@@ -69,7 +69,7 @@ def test_devices_choose_the_slots_that_plans_count_on(num_redundant, near, slice
     for rank in range(RANKS):
         ids, ranks = picks(17, rank), np.full(17, rank)
         for layer in (0, 1):
-            maps = LayerMaps.of(placement, layer)
+            maps = LayerMaps.of(placement)[layer]
             experts, num_ranks = maps.slot_on.shape
             keys = share_keys(ids.astype(np.int64), ranks=ranks, groups=ranks, num_experts=experts, num_ranks=num_ranks)
             expected = maps.slots_at(keys)
