@@ -10,7 +10,7 @@ from benchmarks.figures import spread
 from benchmarks.markdown import markdown_table
 
 BASE = "counts, shares"
-"""Planner that others are compared with."""
+"""Planner that others are compared with, by the same exchange."""
 REBALANCE_TITLES = {
     "some": "to the load of another window, from where experts lie",
     "all": "to a plan that ignores where experts lie",
@@ -39,29 +39,35 @@ def rebalance(measured: Mapping[str, Any]) -> str:
 
 
 def expert_traffic(measured: Mapping[str, Any]) -> str:
-    """By trace, group, batch and planner: ranks per token, bytes, hottest ranks, and changes of bytes."""
+    """By trace, group and planner: ranks per token, bytes and their changes at every batch, hottest rank and time."""
+    batches = sorted({each["batch"] for case in measured["cases"] for each in case["found"]})
+    middle = batches[min(1, len(batches) - 1)]
     rows: list[list[object]] = []
     for case in measured["cases"]:
-        base = {each["batch"]: each for each in case["found"] if each["planner"] == BASE}
-        for each in case["found"]:
-            before = base[each["batch"]]
+        found = {(each["planner"], each["batch"]): each for each in case["found"]}
+        for planner in dict.fromkeys(name for name, _ in found):
+            each = [found[planner, batch] for batch in batches]
+            before = [max(found[BASE, batch]["bytes"], 1e-9) for batch in batches]
+            at_middle = found[planner, middle]
             rows.append([
-                f"{case['trace']}, {case['ranks']} + {case['redundant']}",
-                each["batch"],
-                each["planner"],
-                f"{each['distinct_ranks']:.2f}",
-                f"{each['bytes_by_rank'] / 1024:.1f}",
-                f"{each['bytes_by_rank'] / max(before['bytes_by_rank'], 1e-9) - 1:+.1%}",
-                f"{each['bytes'] / 1024:.1f}",
-                f"{each['bytes'] / max(before['bytes'], 1e-9) - 1:+.1%}",
-                f"{each['hottest']:.3f}",
-                f"{each['hottest_of_batch']:.2f}",
-                f"{each['microseconds']:.1f}",
+                f"{case['trace']}, {case['ranks']} + {case['redundant']}, {case['slices']}",
+                planner,
+                *(f"{one['distinct_ranks']:.2f}" for one in each),
+                *(f"{one['bytes'] / 1024:.1f}" for one in each),
+                *(f"{one['bytes'] / base - 1:+.1%}" for one, base in zip(each, before, strict=True)),
+                f"{at_middle['bytes_between_slices'] / 1024:.1f}",
+                f"{at_middle['hottest']:.3f}",
+                f"{at_middle['microseconds']:.1f}",
             ])  # fmt: skip
+    at = [f"at {batch:,}" for batch in batches]
     heading = [
-        "rows, ranks + redundant", "batch", "planner, slots", "ranks per token", "KiB, a row per rank", "change",
-        "KiB, a row per expert", "change", "hottest / mean", "in a batch", "us, estimated",
-    ]  # fmt: skip
+        "rows, ranks + redundant, slices",
+        "planner, slots",
+        *(f"{name} {each}" for name in ("ranks per token", "KiB", "change") for each in at),
+        f"KiB between slices at {middle}",
+        f"hottest / mean at {middle}",
+        f"us at {middle}, estimated",
+    ]
     layers, experts, ranks, redundant = measured["plan"]["shape"]
     shape = f"{layers} layers of {experts} experts, {ranks} ranks, {redundant} redundant slots"
     time = f"A plan from rows for {shape}: {spread(measured['plan']['seconds'])} s of one core."

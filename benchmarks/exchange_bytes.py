@@ -1,6 +1,6 @@
 """Bytes of tokens that cross devices in one MoE layer, counted while it runs on emulated devices, by expert backend.
 
-    python -m benchmarks.exchange_bytes [--tokens 64,512] [--devices 8] [--out FILE.json]
+    python -m benchmarks.exchange_bytes [--tokens 16,64,512] [--devices 8] [--out FILE.json]
 
 Every token chooses its experts evenly at random. Counted is what leaves a device for another one: rows that hold a
 token or a result, and what is said about them. The reference is top-k rows of bfloat16 out and back per token, as if
@@ -60,15 +60,13 @@ class Tap:
         finally:
             all_to_all.ragged_all_to_all, jax.lax.all_gather, jax.lax.psum_scatter = originals
 
-    def _exchange(
-        self, original: Any, operand: jax.Array, output: jax.Array, slices: Any, *, axis_name: Any
-    ) -> jax.Array:
-        me = jax.lax.axis_index(axis_name)
+    def _exchange(self, original: Any, operand: jax.Array, output: jax.Array, slices: Any, **options: Any) -> jax.Array:
+        me = jax.lax.axis_index(options["axis_name"])
         num_rows = jnp.sum(slices.send_sizes_R) - slices.send_sizes_R[me]
         row_bytes = math.prod(operand.shape[1:]) * operand.dtype.itemsize
         jax.debug.callback(lambda rows: self._note("rows", int(rows) * row_bytes), num_rows)
         self._describe("exchanged", f"{operand.dtype.name}{list(operand.shape)} to {list(output.shape)}")
-        return original(operand, output, slices, axis_name=axis_name)
+        return original(operand, output, slices, **options)
 
     def _collective(self, original: Any, kind: str, operand: jax.Array, *args: Any, **options: Any) -> jax.Array:
         """Each device sends its operand to all others, or, where results are summed, their parts of it."""
@@ -129,7 +127,7 @@ def _weights() -> ExpertWeights:
 def main() -> None:
     """Count, write the result file, print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", default="64,512", help="tokens per device, comma-separated")
+    parser.add_argument("--tokens", default="16,64,512", help="tokens per device, comma-separated")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--out", type=Path, default=RESULTS / "exchange-bytes.json")
     arguments = parser.parse_args()

@@ -4,16 +4,21 @@
 
 Rows are those of the calculator, and of two random routers: a skewed one, and one whose tokens come in 16 topics.
 Placements are planned from the first half of the rows and judged by the second half. The peers: DeepSeek's greedy
-packing, which vLLM and sglang-jax place alike, with an even split, SGLang's static map, and sglang-jax's first replica.
-Bytes are rows of 2,048 bfloat16 out and back, without those that stay; beside them a row for each rank, as an exchange
-without duplicates sends. No device takes part: the slots are those that devices choose.
+packing, which vLLM and sglang-jax place alike, with an even split, SGLang's static map, and sglang-jax's first replica;
+and `peer_planners` after FlashLB and Swift, with an even split.
+
+Bytes are rows of 2,048 bfloat16 out and back, without those that stay: as devices exchange them, in small steps a row
+out for each rank and in large ones for each expert, and a row back for each expert. The first planner of each group has
+a row out for each expert in all steps. No device takes part: the slots are those that devices choose.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +26,13 @@ import numpy as np
 
 from benchmarks.calculator import ENGINE, PROBLEMS, SAMPLING
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
+from benchmarks.peer_planners import swaps, variance_aware, window_loads
 from benchmarks.planner import MODELS, quality
 from benchmarks.planner_loads import greedy_experts
 from benchmarks.table import tables
 from examples.calculator.accuracy import TASKS
 from rayserve_moe import extract_routed_experts_from_meta_info
 from rayserve_moe.balancing.coactivation import ServedGroup, loads_of, plan_from_rows
-from rayserve_moe.balancing.placement import NEAR_TOKENS
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.traffic import Batches, CostRates, Traffic, count_traffic, traffic_of
 from rayserve_moe.checkpoints.model_path import TRAINED_PREFIX
@@ -35,11 +40,10 @@ from rayserve_moe.inprocess.engine import Engine
 
 BATCHES = (8, 32, 128, 1024)
 EXPERTS, TOP_K, WIDTH, STATE = 128, 8, 2048, 64
-GROUPS = ((8, 32), (32, 32))
-"""Ranks and redundant slots of the random routers."""
-CALCULATOR_GROUP = (4, 4)
-ROW_BYTES = 2 * WIDTH * 2
-"""A row of bfloat16, out and back."""
+GROUPS, CALCULATOR_GROUP = ((8, 32), (32, 32)), (4, 4)
+"""Ranks and redundant slots of the random routers, and of the calculator."""
+ROW_BYTES = WIDTH * 2
+"""A row of bfloat16."""
 LINKS_FIRST = CostRates(slot_s=0.0, row_s=1e-9, ici_s=1e-6, dcn_s=1e-5)
 """Rates with which ranks per token decide wherever they differ."""
 TIMED = (94, 128, 32, 32)
@@ -82,25 +86,33 @@ def calculator_rows(num_tokens: int) -> tuple[np.ndarray, int]:
     return rows[order].astype(np.uint8), layout.num_experts
 
 
-def judged(rows: np.ndarray, *, experts: int, ranks: int, redundant: int) -> Iterator[dict[str, Any]]:
+def judged(rows: np.ndarray, *, experts: int, ranks: int, redundant: int, slices: int) -> Iterator[dict[str, Any]]:
     """Yield what every planner's placement costs at every batch."""
     half = len(rows) // 2
     first, later = rows[:half], rows[half:]
     load = loads_of(first, experts)
     sizes = {"ep_size": ranks, "num_redundant": redundant}
-    greedy, by_counts = greedy_experts(load, **sizes), plan(load, **sizes)
+    by_counts, greedy = plan(load, **sizes), greedy_experts(load, **sizes)
+    flash, swift = variance_aware(window_loads(first, experts), **sizes), swaps(load, **sizes)
     for batch in BATCHES:
-        group, is_near = ServedGroup(ranks, redundant, batch), batch <= NEAR_TOKENS
+        group, batches = ServedGroup(ranks, redundant, batch, slices), Batches(len(later), batch, ranks, slices)
         by_rows = plan_from_rows(first, group, num_experts=experts)
         links_first = plan_from_rows(first, group, num_experts=experts, rates=LINKS_FIRST)
+        served = partial(traffic_of, rows=later, batch=batch, num_slices=slices)
+        shared = served(by_counts, near=False)
         found = {
-            "counts, shares": traffic_of(by_counts, later, batch=batch, near=False),
-            "greedy, even": _of_greedy(greedy, later, batch=batch, choice=_even),
-            "greedy, static map": _of_greedy(greedy, later, batch=batch, choice=_static),
-            "greedy, first": _of_greedy(greedy, later, batch=batch, choice=_first),
-            "counts, near": traffic_of(by_counts, later, batch=batch, near=is_near),
-            "rows, near": traffic_of(by_rows, later, batch=batch, near=is_near),
-            "rows, links first": traffic_of(links_first, later, batch=batch, near=is_near),
+            "counts, shares, a row per expert": shared._replace(
+                rows_out=shared.remote_rows, far_rows_out=shared.far_rows
+            ),
+            "counts, shares": shared,
+            "greedy, even": _of_peer(greedy, later, batches=batches, choice=_even),
+            "greedy, static map": _of_peer(greedy, later, batches=batches, choice=_static),
+            "greedy, first": _of_peer(greedy, later, batches=batches, choice=_first),
+            "FlashLB, even": _of_peer(flash, later, batches=batches, choice=_even),
+            "Swift, even": _of_peer(swift, later, batches=batches, choice=_even),
+            "counts": served(by_counts),
+            "rows": served(by_rows),
+            "rows, links first": served(links_first),
         }
         for name, traffic in found.items():
             mean_rows = batch * rows.shape[2] / ranks
@@ -111,19 +123,19 @@ def _figures(traffic: Traffic, *, batch: int, mean_rows: float) -> dict[str, flo
     ranks = traffic.loads.shape[1]
     return {
         "distinct_ranks": float(traffic.distinct_ranks.mean()),
-        "bytes_by_rank": float(traffic.remote_ranks.mean()) * ROW_BYTES,
-        "bytes": float(traffic.remote_rows.mean()) * ROW_BYTES,
+        "bytes_by_rank": float(traffic.remote_ranks.mean()) * 2 * ROW_BYTES,
+        "bytes_by_expert": float(traffic.remote_rows.mean()) * 2 * ROW_BYTES,
+        "bytes": float((traffic.rows_out + traffic.remote_rows).mean()) * ROW_BYTES,
+        "bytes_between_slices": float((traffic.far_rows_out + traffic.far_rows).mean()) * ROW_BYTES,
         "hottest": float((traffic.loads.max(axis=1) / traffic.loads.mean(axis=1)).mean()),
         "hottest_of_batch": float(traffic.hottest_rows.mean() / mean_rows),
         "microseconds": 1e6 * float(traffic.seconds(CostRates(), batch=batch, num_ranks=ranks).mean()),
     }
 
 
-def _of_greedy(experts: np.ndarray, rows: np.ndarray, *, batch: int, choice: Callable[..., np.ndarray]) -> Traffic:
-    """Count the traffic under a greedy placement [layers, ranks, slots], which may hold an expert twice on a rank."""
-    _, num_ranks, slots_per_rank = experts.shape
-    batches = Batches(len(rows), batch, num_ranks)
-    sources = batches.ranks
+def _of_peer(experts: np.ndarray, rows: np.ndarray, *, batches: Batches, choice: Callable[..., np.ndarray]) -> Traffic:
+    """Count the traffic under a peer's placement [layers, ranks, slots], which may hold an expert twice on a rank."""
+    slots_per_rank, sources = experts.shape[2], batches.ranks
 
     def slots_of(layer: int, ids: np.ndarray) -> np.ndarray:
         flat = experts[layer].reshape(-1)
@@ -188,10 +200,11 @@ def main() -> None:
     }
     cases = []
     for name, (rows, experts) in traces.items():
-        for ranks, redundant in GROUPS if experts == EXPERTS else [CALCULATOR_GROUP]:
-            found = list(judged(rows, experts=experts, ranks=ranks, redundant=redundant))
-            cases.append({"trace": name, "ranks": ranks, "redundant": redundant, "found": found})
-            note(f"{name}, {ranks} ranks: done")
+        groups = GROUPS if experts == EXPERTS else (CALCULATOR_GROUP,)
+        for (ranks, redundant), slices in itertools.product(groups, (1, 2)):
+            found = list(judged(rows, experts=experts, ranks=ranks, redundant=redundant, slices=slices))
+            cases.append({"trace": name, "ranks": ranks, "redundant": redundant, "slices": slices, "found": found})
+            note(f"{name}, {ranks} ranks, {slices} slices: done")
     measured: dict[str, Any] = {"tasks": len(TASKS), **sizes, "cases": cases, "plan": timed()}
     if arguments.loads_layers:
         measured["loads"] = quality(list(MODELS), layers=arguments.loads_layers)["groups"]

@@ -81,6 +81,15 @@ def test_no_token_is_gathered(topology, tokens):
             assert found[operation].num_bytes < tokens * WIDTH, "what everybody learns is counts, not rows"
 
 
+@pytest.mark.parametrize("topology", ["v6e:2x4", pytest.param("v5p:2x2x2", marks=pytest.mark.slow)])
+def test_in_small_steps_slots_are_gathered_so_that_a_row_goes_once_to_a_device(topology):
+    """16 tokens of a device; a chunk of 64 gathers counts by slot, and sends a row to each slot."""
+    gathered = [
+        one.num_bytes for one in collectives_of(compiled(topology, 16, "all_to_all")) if one.operation == "all-gather"
+    ]
+    assert gathered == [8 * 16 * TOP_K * 4]
+
+
 @pytest.mark.parametrize(("topology", "tokens"), [case for case in CASES if case.values[1] == 512])
 def test_a_chunk_travels_while_the_other_is_multiplied(topology, tokens):
     """Check that the second chunk goes out during the first product, and the first results return during the second."""

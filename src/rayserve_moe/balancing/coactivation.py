@@ -16,13 +16,15 @@ from rayserve_moe.balancing.incremental import FIRST_ROUNDS, level
 from rayserve_moe.balancing.layout import Layout, layout_of
 from rayserve_moe.balancing.placement import NEAR_TOKENS, ExpertPlacement, PlacementError, placement_from
 from rayserve_moe.balancing.planner import lower_bound, plan
-from rayserve_moe.balancing.traffic import CostRates, traffic_of
+from rayserve_moe.balancing.traffic import Batches, CostRates, keys_of, traffic_of
 
 MIN_SWEEPS, ROUNDS = 2, 64
 """Minimum number of sweeps over all pairs of ranks, and minimum number of rounds in all, which few ranks reach by more
 sweeps. A layer is finished after a sweep without a gain."""
 LIMITS = (1.02, 1.2)
 """Limits of a rank's load that are tried, relative to the placement from counts."""
+MIN_PAIRS = 1e-3
+"""Minimum gain of an exchange, in pairs."""
 PAIR_ROWS, COST_ROWS = 2048, 256
 """Rows per layer that pairs are counted in, and that costs are computed from; taken evenly from all."""
 TIE_FACTOR, LARGE_TIE_FACTOR = 1.02, 1.002
@@ -136,7 +138,9 @@ def cheapest(
     Of tied costs it is the one with the fewest ranks per token; then the first.
     """
     sample, one = _sample(rows, max(COST_ROWS, batch)), placements[0]
-    found = [traffic_of(each, sample, batch=batch, num_slices=num_slices) for each in placements]
+    batches = Batches(len(sample), batch, one.ep_size, num_slices)
+    keys = keys_of(sample, batches, num_experts=one.num_experts)
+    found = [traffic_of(each, sample, batch=batch, num_slices=num_slices, keys=keys) for each in placements]
     costs = np.array([each.seconds(rates, batch=batch, num_ranks=one.ep_size) for each in found])
     ranks = np.array([each.distinct_ranks for each in found])
     factor = TIE_FACTOR if batch <= NEAR_TOKENS else LARGE_TIE_FACTOR
@@ -174,13 +178,15 @@ def gather_pairs(layout: Layout, load: np.ndarray, *, pairs: np.ndarray, limit: 
     of ranks take turns; disjoint pairs exchange at the same time.
     """
     # Of two experts with several replicas each, tokens need the smaller number of meetings.
-    weights = pairs / np.minimum(layout.counts[:, :, None], layout.counts[:, None, :]).astype(np.float32)
+    counts = layout.counts.astype(np.float32)
+    weights = pairs / np.minimum(counts[:, :, None], counts[:, None, :])
     layers = np.arange(layout.num_layers)
     num_ranks = layout.experts.shape[1]
+    rounds = list(_rounds(num_ranks))
     for _ in range(max(MIN_SWEEPS, ROUNDS // max(1, num_ranks - 1))):
         part = layout.of_layers(layers)
-        search = _PairSearch(part, load[layers], weights=weights[layers], limit=limit[layers])
-        for ones, others in _rounds(num_ranks):
+        search = _PairSearch(part, load[layers], weights=weights, limit=limit[layers], layers=layers)
+        for ones, others in rounds:
             search.exchange(ones, others)
         layout.put(layers, part)
         layers = layers[search.has_gained]
@@ -200,78 +206,118 @@ def _rounds(num_ranks: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 class _PairSearch:
-    """Exchanges between pairs of ranks, in all layers at once, and the sums that value them."""
+    """Exchanges between pairs of ranks, in all layers at once, and the sums that value them.
 
-    def __init__(self, layout: Layout, load: np.ndarray, *, weights: np.ndarray, limit: np.ndarray) -> None:
-        self._layout, self._weights, self._limit = layout, weights, limit
+    Look-ups are of flat arrays, which are several times faster than look-ups with an index per dimension.
+    """
+
+    # N pairs of ranks, each in a layer: the last dimension, because operations along it are fast   S slots per rank
+
+    def __init__(
+        self, layout: Layout, load: np.ndarray, *, weights: np.ndarray, limit: np.ndarray, layers: np.ndarray
+    ) -> None:
+        self._layout, self._weights, self._layers = layout, weights, layers
+        self._limit = limit * (1 + 1e-9)
         self._each = load / layout.counts
         self._ranks = layout.even_amounts(load).reshape(layout.experts.shape).sum(axis=2)
         self._load = load.astype(np.float32)
-        self._per_slice = layout.experts.shape[1] // layout.num_slices
-        slices = (layout.num_layers, layout.num_slices, self._per_slice, load.shape[1])
+        num_layers, num_ranks, num_experts = layout.held.shape
+        self._per_slice = num_ranks // layout.num_slices
+        slices = (num_layers, layout.num_slices, self._per_slice, num_experts)
         self._on_slice = layout.held.reshape(slices).sum(axis=2)
         """Replicas on a slice, int [layers, slices, experts]."""
-        self._near = np.matmul(layout.held.astype(np.float32), weights)
+        own = weights if len(layers) == len(weights) else weights[layers]
+        self._near = np.matmul(layout.held.astype(np.float32), own)
         """Pairs that an expert has on a rank, float32 [layers, ranks, experts]."""
-        self.has_gained = np.zeros(layout.num_layers, np.bool_)
+        self.has_gained = np.zeros(num_layers, np.bool_)
 
     def exchange(self, ones: np.ndarray, others: np.ndarray) -> None:
         """Let each of the ranks `ones` make the best exchange with its partner of `others`, in every layer."""
-        layout = self._layout
-        ours, theirs = layout.experts[:, ones], layout.experts[:, others]
-        gain = self._gain(ones, others, ours=ours, theirs=theirs)
-        layers = np.arange(layout.num_layers)[:, None, None]
-        gain[layout.held[layers, others[:, None], ours]] = -1
-        np.swapaxes(gain, 2, 3)[layout.held[layers, ones[:, None], theirs]] = -1
-        given = self._each[layers, ours][..., None] - self._each[layers, theirs][..., None, :]
-        peak_one = self._ranks[:, ones][..., None, None] - given
-        peak_other = self._ranks[:, others][..., None, None] + given
-        limit = self._limit[:, None, None, None] * (1 + 1e-9)
-        gain[(np.maximum(peak_one, peak_other) > limit)] = -1
-        flat = gain.reshape(*gain.shape[:2], -1)
-        best = flat.argmax(axis=2)
-        layer, pair = np.nonzero(np.take_along_axis(flat, best[..., None], axis=2)[..., 0] > 1e-3)
-        if not layer.size:
-            return
-        i, j = np.divmod(best[layer, pair], ours.shape[2])
-        self._apply(layer, (ones[pair], i), other=(others[pair], j))
+        num_layers = self._layout.num_layers
+        layers = np.repeat(np.arange(num_layers), len(ones))
+        one, other = np.tile(ones, num_layers), np.tile(others, num_layers)
+        ours, theirs = (self._held_by(ranks) for ranks in (ones, others))
+        moved_out = self._moved(layers, one, other, experts=ours)
+        moved_in = self._moved(layers, other, one, experts=theirs)
+        # Experts that would meet only lower the gain.
+        kept = np.flatnonzero(moved_out.max(axis=0) + moved_in.max(axis=0) > MIN_PAIRS)
+        layers, one, other = layers[kept], one[kept], other[kept]
+        ours, theirs = ours.take(kept, axis=1), theirs.take(kept, axis=1)
+        gain = moved_out.take(kept, axis=1)[:, None] + moved_in.take(kept, axis=1)
+        gain -= self._meeting(layers, ours, theirs)
+        each, first = self._each.reshape(-1), layers * self._each.shape[1]
+        given = _look_up(each, first + ours)[:, None] - _look_up(each, first + theirs)
+        limit = self._limit[layers]
+        is_over = self._ranks[layers, one] - given > limit
+        is_over |= self._ranks[layers, other] + given > limit
+        np.copyto(gain, -1, where=is_over)
+        gain = gain.reshape(len(ours) ** 2, len(kept))
+        found = np.flatnonzero(gain.max(axis=0) > MIN_PAIRS)
+        i, j = np.divmod(gain.take(found, axis=1).argmax(axis=0), len(ours))
+        self._apply(layers[found], (one[found], i), other=(other[found], j))
 
-    def _gain(self, ones: np.ndarray, others: np.ndarray, *, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-        """Return the pairs that come together less those parted, [layers, pairs of ranks, slots, slots].
+    def _held_by(self, ranks: np.ndarray) -> np.ndarray:
+        """Return the experts of `ranks` in all layers, [S, N]."""
+        num_slots = self._layout.experts.shape[2]
+        return np.ascontiguousarray(self._layout.experts[:, ranks].reshape(-1, num_slots).T)
 
-        Between slices, tokens whose expert comes to a slice that lacks it count `FAR_GAIN` times.
+    def _meeting(self, layers: np.ndarray, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        """Return twice the pairs of two experts [S, S, N], which stay apart if they change places."""
+        num_experts = self._weights.shape[2]
+        row = (self._layers[layers] * num_experts + ours) * num_experts
+        pairs = _look_up(self._weights.reshape(-1), row[:, None] + theirs)
+        pairs += pairs
+        return pairs
+
+    def _moved(self, layers: np.ndarray, here: np.ndarray, there: np.ndarray, *, experts: np.ndarray) -> np.ndarray:
+        """Return the gain of moving each of `experts` [S, N] from a rank to its partner.
+
+        It is negative if the partner already holds the expert. Between slices, tokens whose expert comes to a slice
+        that lacks it count `FAR_GAIN` times.
         """
-        layers = np.arange(self._layout.num_layers)[:, None, None]
-        moved_out = self._moved(ones, others, experts=ours)
-        moved_in = self._moved(others, ones, experts=theirs)
-        meeting = 2 * self._weights[layers[..., None], ours[..., None], theirs[..., None, :]]
-        return moved_out[..., None] + moved_in[..., None, :] - meeting
+        _, num_ranks, num_experts = self._near.shape
+        at_here, at_there = ((layers * num_ranks + rank) * num_experts + experts for rank in (here, there))
+        near = self._near.reshape(-1)
+        gain = _look_up(near, at_there) - _look_up(near, at_here)
+        if self._layout.num_slices > 1:
+            gain += self._slice_gain(layers, here, there, experts=experts)
+        np.copyto(gain, -np.inf, where=_look_up(self._layout.held.reshape(-1), at_there))
+        return gain
 
-    def _moved(self, here: np.ndarray, there: np.ndarray, *, experts: np.ndarray) -> np.ndarray:
-        """Return the gain of moving each of `experts` [layers, pairs, slots] from a rank to its partner."""
-        layers = np.arange(self._layout.num_layers)[:, None, None]
-        gain = self._near[layers, there[:, None], experts] - self._near[layers, here[:, None], experts]
-        if self._layout.num_slices == 1:
-            return gain
-        from_slice, to_slice = (ranks[:, None] // self._per_slice for ranks in (here, there))
+    def _slice_gain(
+        self, layers: np.ndarray, here: np.ndarray, there: np.ndarray, *, experts: np.ndarray
+    ) -> np.ndarray:
+        """Return the part of a move's gain for tokens of the slices that an expert comes to or leaves."""
+        from_slice, to_slice = here // self._per_slice, there // self._per_slice
         lacks = self._on_slice[layers, to_slice, experts] == 0
         leaves = self._on_slice[layers, from_slice, experts] == 1
         change = (lacks.astype(np.float32) - leaves) * self._load[layers, experts]
-        return gain + FAR_GAIN * np.where(from_slice == to_slice, 0, change)
+        return FAR_GAIN * np.where(from_slice == to_slice, 0, change)
 
     def _apply(self, layer: np.ndarray, one: tuple[np.ndarray, np.ndarray], *, other: tuple[np.ndarray, ...]) -> None:
         layout = self._layout
         gone, come = layout.experts[layer, *one], layout.experts[layer, *other]
         layout.exchange(layer, one, other=(other[0], other[1]))
-        change = self._weights[layer, come] - self._weights[layer, gone]
+        change = self._weights[self._layers[layer], come] - self._weights[self._layers[layer], gone]
         self._near[layer, one[0]] += change
         self._near[layer, other[0]] -= change
-        one_slice, other_slice = one[0] // self._per_slice, other[0] // self._per_slice
-        np.add.at(self._on_slice, (layer, one_slice, come), 1)
-        np.add.at(self._on_slice, (layer, other_slice, gone), 1)
-        np.add.at(self._on_slice, (layer, one_slice, gone), -1)
-        np.add.at(self._on_slice, (layer, other_slice, come), -1)
+        if layout.num_slices > 1:
+            self._replicas_moved(layer, one[0] // self._per_slice, other[0] // self._per_slice, gone=gone, come=come)
         given = self._each[layer, gone] - self._each[layer, come]
         self._ranks[layer, one[0]] -= given
         self._ranks[layer, other[0]] += given
         self.has_gained[layer] = True
+
+    def _replicas_moved(
+        self, layer: np.ndarray, one_slice: np.ndarray, other_slice: np.ndarray, *, gone: np.ndarray, come: np.ndarray
+    ) -> None:
+        """Count replicas on slices after an exchange."""
+        np.add.at(self._on_slice, (layer, one_slice, come), 1)
+        np.add.at(self._on_slice, (layer, other_slice, gone), 1)
+        np.add.at(self._on_slice, (layer, one_slice, gone), -1)
+        np.add.at(self._on_slice, (layer, other_slice, come), -1)
+
+
+def _look_up(flat: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the elements at `places` without a check of their range."""
+    return flat.take(places, mode="clip")

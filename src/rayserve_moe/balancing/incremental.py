@@ -283,9 +283,8 @@ def _best_exchange(layout: Layout, loads: _Loads) -> tuple[np.ndarray, np.ndarra
     """Return per layer the hottest rank's load after the move, its slot, and the other slot."""
     given = loads.hot_items[:, :, None, None] - loads.items[:, None]
     after = np.maximum(loads.peak[:, None, None, None] - given, loads.ranks[:, None, :, None] + given)
-    after[loads.has_hot] = np.inf
     taken = np.take_along_axis(loads.in_hot, layout.by_layer, axis=1).reshape(layout.experts.shape)
-    after[np.broadcast_to(taken[:, None], after.shape)] = np.inf
+    np.copyto(after, np.inf, where=loads.has_hot[..., None] | taken[:, None])
     peak, (hot_slot, rank, place) = min_locations(after)
     return peak, hot_slot, (rank, place)
 
@@ -300,12 +299,12 @@ def _best_replacement(layout: Layout, loads: _Loads) -> tuple[np.ndarray, Slot, 
     after = (loads.ranks[:, :, None] - loads.items)[:, None] + smaller[:, :, None, None]
     np.maximum(after, loads.without[:, None], out=after)
     np.maximum(after, relieved[:, :, None, None], out=after)
-    after[loads.has_hot] = np.inf
+    np.copyto(after, np.inf, where=loads.has_hot[..., None])
     outward, (hot_slot, rank, place) = min_locations(after)
     expert = loads.hot_experts[loads.layers, hot_slot]
     after = (loads.peak[:, None] - loads.hot_items)[:, :, None] + loads.with_more[:, None]
     np.maximum(after, loads.without[loads.layers, loads.hottest][:, :, None], out=after)
-    after[np.broadcast_to(loads.in_hot[:, None], after.shape)] = np.inf
+    np.copyto(after, np.inf, where=loads.in_hot[:, None])
     inward, (hot_slot, colder) = min_locations(after)
     is_outward = outward <= inward
     slot = np.where(is_outward, rank, loads.hottest), np.where(is_outward, place, hot_slot)

@@ -9,13 +9,14 @@ from each rank to each slot. These numbers alone determine the place of every ro
     sender's rows    [ to rank 0 | to rank 1 | ... | padding ]        in the order of slots
     receiver's rows  [ from rank 0 | from rank 1 | ... ]              cut into rounds of `round_rows`
 
-Results are returned per assignment and are added by the sender, in router order or as `addition_order` says. Rows are
-exchanged as [Q, V] lanes, so that a row is contiguous in the memory of a TPU.
+Results are returned per assignment and are added by the sender, in router order or as `addition_order` says. In small
+steps a token's row goes once to each rank of its slots (`rank_rows`). Rows are exchanged as [Q, V] lanes, so that a row
+is contiguous in the memory of a TPU.
 """
 
 # T tokens of a chunk   G chunks   K experts per token   N assignments = T * K   D model width = Q * V, V lanes
 # R ranks   P slots of all ranks   S local slots   X (sender, local slot) pairs = R * S   C rows of a round
-# Y slots, then ranks, that rows are counted for
+# M received rows that are copied
 
 from __future__ import annotations
 
@@ -30,6 +31,17 @@ import numpy as np
 
 from rayserve_moe.experts.addition_order import adds_by_device
 from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.rank_rows import (
+    LANES,
+    RankRows,
+    Runs,
+    count_slots,
+    part_of_runs,
+    plan_rank_rows,
+    rows_of_round,
+    runs_between,
+    sends_once,
+)
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots, is_near
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows, take_part
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
@@ -39,7 +51,6 @@ from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
-LANES = 128
 
 
 def apply_all_to_all(
@@ -63,8 +74,15 @@ def apply_all_to_all(
     with jax.named_scope("dispatch"):
         slots_GTK = jax.vmap(choose)(ids_GTK, valid_GT)
     num_ranks, num_local = plan.num_expert_ranks, config.num_local_slots
+    row_bytes = width * tokens.hidden_TD.dtype.itemsize
     exchange = ExchangeConfig(
-        (DATA, TENSOR), num_ranks, config.num_slots, taken, plan.num_slices, adds_by_device(tokens, experts, config)
+        (DATA, TENSOR),
+        num_ranks,
+        config.num_slots,
+        taken,
+        plan.num_slices,
+        adds_by_device(tokens, experts, config),
+        not overlapped and sends_once(chunk, row_bytes, config=config),
     )
     product = ProductConfig(num_local, chunk * top_k * num_ranks / config.router.num_experts, config.activation)
     of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
@@ -109,14 +127,8 @@ class ExchangeConfig:
     num_slices: int = 1
     adds_by_device: bool = False
     """True if a token's results are added up in the order of slots, and rounded for each device (`device_sums`)."""
-
-
-class Runs(NamedTuple):
-    """Rows between this rank and each rank: their number, and their first row in the order of sender and receiver."""
-
-    counts_R: jax.Array
-    at_sender_R: jax.Array
-    at_receiver_R: jax.Array
+    sends_once: bool = False
+    """True if a token's row goes once to each rank of its slots (`rank_rows`); not for overlapped chunks."""
 
 
 class Route(NamedTuple):
@@ -125,13 +137,15 @@ class Route(NamedTuple):
     order: SortedAssignments
     """Assignments by slot, padding last."""
     sent: Runs
-    """Runs that this rank sends."""
+    """Runs of assignments that this rank sends."""
     received: Runs
-    """Runs that this rank receives."""
+    """Runs of assignments that this rank receives."""
     ends_X: jax.Array
     """End of the rows of each (sender, local slot) in this rank's receiving order."""
     max_rows: jax.Array
-    """Number of rows that the fullest rank receives."""
+    """Number of rows that the fullest rank multiplies."""
+    once: RankRows | None = None
+    """The way of rows that go once to each rank; None: a row goes to each slot."""
 
 
 class Underway(NamedTuple):
@@ -205,7 +219,7 @@ def exchange_chunk(chunk: Chunk, *, multiply: Multiply, config: ExchangeConfig) 
 def send_chunk(chunk: Chunk, *, config: ExchangeConfig) -> Underway:
     """Plan the route and send the first round: the first stage of an exchange."""
     route = plan_route(chunk.slots_TK, config=config)
-    return Underway(route, _dispatch(_rows_to_send(chunk, route), route, 0, config))
+    return Underway(route, _sender(chunk, route, config)(0))
 
 
 def multiply_chunk(underway: Underway, *, multiply: Multiply, config: ExchangeConfig) -> Underway:
@@ -233,10 +247,15 @@ def plan_route(slots_TK: jax.Array, *, config: ExchangeConfig) -> Route:
     """Sort the assignments by slot and gather the numbers of rows that every rank sends."""
     num_ranks, num_slots = config.num_ranks, config.num_slots
     slots_N, num_local = jnp.minimum(slots_TK.reshape(-1), num_slots), num_slots // num_ranks
-    first_Y, end_Y = _counted_slots(num_ranks, num_slots)
-    is_in_NY = (slots_N[:, None] >= first_Y) & (slots_N[:, None] < end_Y)
-    counts_RY = jax.lax.all_gather(jnp.sum(is_in_NY, axis=0, dtype=jnp.int32), config.axes)
-    me, sent_RR = jax.lax.axis_index(config.axes), counts_RY[:, num_slots : num_slots + num_ranks]
+    me, once = jax.lax.axis_index(config.axes), None
+    if config.sends_once:
+        padded_N = jnp.pad(slots_N, (0, -slots_N.size % LANES), constant_values=num_slots)
+        slots_RN = jax.lax.all_gather(padded_N, config.axes)[:, : slots_N.size]
+        once = plan_rank_rows(slots_RN.reshape(num_ranks, *slots_TK.shape), me, num_slots=num_slots)
+        counts_RY = count_slots(slots_RN, num_ranks, num_slots)
+    else:
+        counts_RY = jax.lax.all_gather(count_slots(slots_N, num_ranks, num_slots), config.axes)
+    sent_RR = counts_RY[:, num_slots : num_slots + num_ranks]
     mine_RS = jax.lax.dynamic_slice_in_dim(counts_RY, me * num_local, num_local, axis=1)
     pairs_RS = np.arange(num_slots).reshape(num_ranks, num_local)
     sent, received = runs_between(sent_RR, me)
@@ -246,34 +265,8 @@ def plan_route(slots_TK: jax.Array, *, config: ExchangeConfig) -> Route:
         received=received,
         ends_X=jnp.sum(jnp.where(pairs_RS <= np.arange(num_slots)[:, None, None], mine_RS, 0), axis=(1, 2)),
         max_rows=jnp.max(jnp.sum(sent_RR, axis=0)),
+        once=once,
     )
-
-
-def _counted_slots(num_ranks: int, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the counted ranges of slots, first and end: each slot, then each rank.
-
-    The numbers are a multiple of `LANES`: others TPUs do not gather, but add up.
-    """
-    ends_S, ends_R = np.arange(1, num_slots + 1), np.arange(1, num_ranks + 1) * (num_slots // num_ranks)
-    none = np.zeros(-(num_slots + num_ranks) % LANES, np.int32)
-    end_Y = np.concatenate([ends_S, ends_R, none]).astype(np.int32)
-    first_Y = np.concatenate([ends_S - 1, ends_R - num_slots // num_ranks, none]).astype(np.int32)
-    return first_Y, end_Y
-
-
-def runs_between(sent_RR: jax.Array, me: jax.Array) -> tuple[Runs, Runs]:
-    """Return the runs that rank `me` sends and receives, from the rows of each sender to each receiver."""
-    ranks_R = jnp.asarray(np.arange(len(sent_RR)))
-
-    def total(is_counted_R: jax.Array, axis: int) -> jax.Array:
-        return jnp.sum(jnp.where(jnp.expand_dims(is_counted_R, 1 - axis), sent_RR, 0), axis=axis)
-
-    def begins(counts_R: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(ranks_R < ranks_R[:, None], counts_R, 0), axis=1)
-
-    to_R, from_R = (total(ranks_R == me, axis) for axis in (0, 1))
-    sent = Runs(to_R, begins(to_R), total(ranks_R < me, 0))
-    return sent, Runs(from_R, total(ranks_R < me, 1), begins(from_R))
 
 
 def _fits_one_round(chunk: Chunk, config: ExchangeConfig) -> bool:
@@ -285,11 +278,11 @@ def _rounds(
     chunk: Chunk, route: Route, results_NQV: jax.Array, *, first: int, multiply: Multiply, config: ExchangeConfig
 ) -> jax.Array:
     """Run rounds from number `first` on, on every rank as many as the fullest rank needs."""
+    receive = _sender(chunk, route, config)
 
     def round_trip(turn: jax.Array, results_NQV: jax.Array) -> jax.Array:
-        received_CQV = _dispatch(_rows_to_send(chunk, route), route, turn, config)
         return _return_results(
-            multiply(received_CQV, _slots_of_round(route, turn, config)), results_NQV, route, turn, config
+            multiply(receive(turn), _slots_of_round(route, turn, config)), results_NQV, route, turn, config
         )
 
     num_rounds = jax.lax.div(route.max_rows + config.round_rows - 1, config.round_rows)
@@ -301,11 +294,35 @@ def _row_shape(width: int) -> tuple[int, int]:
     return width // lanes, lanes
 
 
-@jax.named_scope("dispatch")
-def _rows_to_send(chunk: Chunk, route: Route) -> jax.Array:
+def _sender(chunk: Chunk, route: Route, config: ExchangeConfig) -> Callable[[jax.Array | int], jax.Array]:
+    """Return a function of a round that returns its received rows [C, Q, V].
+
+    It sends a round's rows at each call, unless a row goes once to each rank: these are sent here, for all rounds.
+    """
     num_tokens, width = chunk.hidden_TD.shape
     hidden_TQV = chunk.hidden_TD.reshape(num_tokens, *_row_shape(width))
-    return take(hidden_TQV, route.order.token_P)
+
+    @jax.named_scope("dispatch")
+    def send(turn: jax.Array | int) -> jax.Array:
+        return _dispatch(take(hidden_TQV, route.order.token_P), route, turn, config)
+
+    once = route.once
+    if once is None:
+        return send
+    with jax.named_scope("dispatch"):
+        slices = RaggedSlices(
+            once.sent.at_sender_R, once.sent.counts_R, once.sent.at_receiver_R, once.received.counts_R
+        )
+        empty_MQV = jax.lax.empty((config.num_ranks * num_tokens, *hidden_TQV.shape[1:]), hidden_TQV.dtype)
+        received_MQV = ragged_all_to_all(
+            take(hidden_TQV, once.token_B), empty_MQV, slices, axis_name=config.axes, num_slices=config.num_slices
+        )
+
+    @jax.named_scope("dispatch")
+    def copy(turn: jax.Array | int) -> jax.Array:
+        return rows_of_round(received_MQV, once, turn, round_rows=config.round_rows)
+
+    return copy
 
 
 def _empty_results(chunk: Chunk) -> jax.Array:
@@ -355,10 +372,9 @@ def _slots_of_round(route: Route, turn: jax.Array | int, config: ExchangeConfig)
     return jnp.where(pair_C < route.ends_X.size, jax.lax.rem(pair_C, num_local), num_local)
 
 
-@jax.named_scope("dispatch")
 def _dispatch(rows_NQV: jax.Array, route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:
     """Send this round's rows; return the received rows [C, Q, V]."""
-    sent, received = (_of_round(runs, turn, config) for runs in (route.sent, route.received))
+    sent, received = (part_of_runs(runs, turn, round_rows=config.round_rows) for runs in (route.sent, route.received))
     slices = RaggedSlices(sent.at_sender_R, sent.counts_R, sent.at_receiver_R, received.counts_R)
     empty_CQV = jax.lax.empty((config.round_rows, *rows_NQV.shape[1:]), rows_NQV.dtype)
     return ragged_all_to_all(rows_NQV, empty_CQV, slices, axis_name=config.axes, num_slices=config.num_slices)
@@ -369,18 +385,9 @@ def _return_results(
     results_CQV: jax.Array, into_NQV: jax.Array, route: Route, turn: jax.Array | int, config: ExchangeConfig
 ) -> jax.Array:
     """Send this round's results back to the senders of the rows; return `into_NQV` with received results."""
-    sent, received = (_of_round(runs, turn, config) for runs in (route.sent, route.received))
+    sent, received = (part_of_runs(runs, turn, round_rows=config.round_rows) for runs in (route.sent, route.received))
     slices = RaggedSlices(received.at_receiver_R, received.counts_R, received.at_sender_R, sent.counts_R)
     return ragged_all_to_all(results_CQV, into_NQV, slices, axis_name=config.axes, num_slices=config.num_slices)
-
-
-def _of_round(runs: Runs, turn: jax.Array | int, config: ExchangeConfig) -> Runs:
-    """Return the part of each run that this round takes; the receiver's places are those in the round."""
-    begin_R = turn * config.round_rows - runs.at_receiver_R
-    low_R = jnp.clip(begin_R, 0, runs.counts_R)
-    counts_R = jnp.clip(begin_R + config.round_rows, 0, runs.counts_R) - low_R
-    some_R = counts_R > 0
-    return Runs(counts_R, jnp.where(some_R, runs.at_sender_R + low_R, 0), jnp.where(some_R, low_R - begin_R, 0))
 
 
 def _of_chunks(chunks: Chunk, which: int | slice) -> Chunk:

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.experts.addition_order import max_tokens, unsupported_kind
-from rayserve_moe.experts.all_to_all import Runs, runs_between
 from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.rank_rows import Runs, runs_between
 from rayserve_moe.experts.slot_mapping import PlacedExperts
 from rayserve_moe.experts.tokens import MIN_FUSED_CHUNK, RoutedTokens, cut_into_chunks, take_part
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all

@@ -18,6 +18,7 @@ from rayserve_moe.balancing.placement_file import placement_as_json, placement_i
 from rayserve_moe.balancing.planner import lower_bound, plan
 from rayserve_moe.balancing.traffic import CostRates, traffic_of
 from rayserve_moe.config.load import environment_setting
+from rayserve_moe.rollouts.answers import Faulty, Unavailable, Unusable
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.rollouts.plan_options import ANY, DEFAULT_REDUNDANT, LAST, numbers_in, rates_in
 from rayserve_moe.rollouts.records import Rollouts, load
@@ -60,6 +61,8 @@ class Costed:
     """Ranks that compute a token, [layers]."""
     remote_ranks: np.ndarray
     """Other ranks than its own that compute a token, [layers]."""
+    rows_out: np.ndarray
+    """Rows of a token that leave its rank, [layers]: in small steps one for each other rank."""
     far_rows: np.ndarray
     """Rows of a token that leave its slice, [layers]."""
     seconds: np.ndarray
@@ -72,7 +75,20 @@ class Costed:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the costs, write and send what is wanted; return 0. Raises ValueError for what does not fit together."""
+    """Print the costs, write and send what is wanted; return 0.
+
+    Raises ValueError for what does not fit together, for a file that cannot be written, and without an answer of the
+    server.
+    """
+    try:
+        return _run(options)
+    except (Unavailable, Faulty, Unusable) as error:
+        raise ValueError(f"{options.url}: {error}") from error
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.out and not options.out.parent.is_dir():
+        raise ValueError(f"--out {options.out}: {options.out.parent} is not a directory")
     trace = trace_of(load(options.shards, columns=COLUMNS), version=options.weight_version, max_rows=options.max_rows)
     today = _today(options, trace)
     batches, rates = numbers_in(options.batch, "--batch", least=1), rates_in(options.rates)
@@ -85,11 +101,18 @@ def run(options: argparse.Namespace) -> int:
     if options.out or options.send:
         chosen = next(one for one in found if one.name == ROWS and one.batch == batches[0])
         if options.out:
-            write_placement(options.out, chosen.placement, weight_version=trace.weight_version)
+            _write(options.out, chosen.placement, weight_version=trace.weight_version)
         if options.send:
             with BlockingRolloutClient(options.url, api_key=environment_setting("api_key")) as client:
                 client.place_experts(placement_as_json(chosen.placement, weight_version=trace.weight_version))
     return 0
+
+
+def _write(file: Path, placement: ExpertPlacement, *, weight_version: str) -> None:
+    try:
+        write_placement(file, placement, weight_version=weight_version)
+    except OSError as error:
+        raise ValueError(f"--out {file}: {error.strerror}") from error
 
 
 def place_from_rows(directory: Path, *, url: str, batch: int) -> int:
@@ -182,6 +205,7 @@ def costs(
             lower_bound(load.astype(np.float64), ep_size=ep_size, num_redundant=placement.num_redundant),
             traffic.distinct_ranks,
             traffic.remote_ranks,
+            traffic.rows_out,
             traffic.far_rows,
             traffic.seconds(rates, batch=batch, num_ranks=ep_size),
         )
@@ -249,7 +273,7 @@ def print_table(found: Sequence[Costed], trace: Trace) -> None:
         cells = (
             one.name, one.placement.num_slots, one.batch, f"{one.imbalance.mean():.3f}",
             f"{(one.loads.max(axis=1) / one.bound).mean():.3f}", f"{one.imbalance.max():.3f}",
-            f"{one.distinct_ranks.mean():.2f}", f"{one.remote_ranks.mean():.2f}", f"{one.far_rows.mean():.2f}",
+            f"{one.distinct_ranks.mean():.2f}", f"{one.rows_out.mean():.2f}", f"{one.far_rows.mean():.2f}",
             f"{1e6 * one.seconds.mean():.1f}",
         )  # fmt: skip
         out(" ".join(f"{cell:{form}}" for cell, (_, form) in zip(cells, HEADINGS, strict=True)) + "\n")
@@ -274,6 +298,7 @@ def print_json(found: Sequence[Costed], trace: Trace) -> None:
             "bound": one.bound.tolist(),
             "distinct_ranks": one.distinct_ranks.tolist(),
             "remote_ranks": one.remote_ranks.tolist(),
+            "rows_out": one.rows_out.tolist(),
             "far_rows": one.far_rows.tolist(),
             "seconds": one.seconds.tolist(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,10 @@ from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, id
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import PlacementState, cheaper_for_rows, rank_loads
 from rayserve_moe.balancing.traffic import CostRates, traffic_of
+from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.rank_rows import sends_once
+from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.kernels.table import CPU
 
 LINKS = CostRates(slot_s=0, row_s=1e-9, ici_s=1e-6, dcn_s=1e-5)
 WORK = CostRates(slot_s=0, row_s=1e-6, ici_s=0, dcn_s=0)
@@ -160,6 +165,18 @@ def test_numbers_that_do_not_fit_are_refused(rows, group, message):
         plan_from_rows(rows, group, num_experts=32)
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("batch", [8, 256, 257, 8192, 8193])
+def test_rows_leave_once_for_a_rank_in_small_steps_and_once_for_an_expert_in_large_ones(batch, slices):
+    """Of 4 assignments a token; larger steps are small if they lie on several slices."""
+    found = traffic_of(identity_placement(2, 32, ep_size=4), grouped_rows(16400), batch=batch, num_slices=slices)
+    config = ExpertConfig(RouterSpec(32, 4, True), CPU, SimpleNamespace(num_expert_ranks=4, num_slices=slices))
+    is_small = batch <= (256 if slices == 1 else 8192)
+    assert is_small == sends_once(-(-batch // 4), 4096, config=config), "devices do so too"
+    np.testing.assert_array_equal(found.rows_out, found.remote_ranks if is_small else found.remote_rows)
+    assert (found.far_rows_out == found.far_rows).all() == (slices == 1 or not is_small)
+
+
 def test_traffic_is_what_is_counted_token_by_token():
     rows, placement = grouped_rows(64), identity_placement(2, 32, ep_size=4)
     found = traffic_of(placement, rows, batch=16, num_slices=2)
@@ -171,6 +188,8 @@ def test_traffic_is_what_is_counted_token_by_token():
         assert found.remote_ranks[layer] == np.mean([len(one - {me}) for one, me in zip(sets, own, strict=True)])
         assert found.remote_rows[layer] == np.mean((ranks[:, layer] != own[:, None]).sum(axis=1))
         assert found.far_rows[layer] == np.mean((ranks[:, layer] // 2 != own[:, None] // 2).sum(axis=1))
+        far = [sum(rank // 2 != me // 2 for rank in one) for one, me in zip(sets, own, strict=True)]
+        assert found.far_rows_out[layer] == np.mean(far)
         by_batch = ranks[:, layer].reshape(4, -1)
         assert found.hottest_rows[layer] == np.mean([np.bincount(one, minlength=4).max() for one in by_batch])
         used = [
@@ -184,10 +203,14 @@ def test_traffic_is_what_is_counted_token_by_token():
 def test_time_is_the_hottest_rank_and_rows_out_and_back():
     found = traffic_of(identity_placement(2, 32, ep_size=4), grouped_rows(64), batch=16)
     rates = CostRates(slot_s=7.0, row_s=5.0, ici_s=3.0, dcn_s=100.0)
-    links = 2 * 3.0 * found.remote_rows * 16 / 4
-    np.testing.assert_allclose(
-        found.seconds(rates, batch=16, num_ranks=4), 7 * found.used_slots + 5 * found.hottest_rows + links
-    )
+    work = 7 * found.used_slots + 5 * found.hottest_rows
+    links = 3.0 * (found.remote_ranks + found.remote_rows) * 16 / 4
+    np.testing.assert_allclose(found.seconds(rates, batch=16, num_ranks=4), work + links)
+    found = traffic_of(identity_placement(2, 32, ep_size=4), grouped_rows(64), batch=16, num_slices=2)
+    work = 7 * found.used_slots + 5 * found.hottest_rows
+    far, whole = found.far_rows + found.far_rows_out, found.remote_ranks + found.remote_rows
+    links = (3.0 * (whole - far) + 100.0 * far) * 16 / 4
+    np.testing.assert_allclose(found.seconds(rates, batch=16, num_ranks=4), work + links)
 
 
 def test_an_online_planner_spreads_replicas_over_slices_by_sampled_rows_and_then_leaves_them():

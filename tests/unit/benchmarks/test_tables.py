@@ -90,8 +90,8 @@ def every_section() -> dict:
         "estimate": {"step": {"min_seconds": 0.008, "max_seconds": 0.02}, "roofline": {"hbm_s": 0.005}},
         "context": 4096,
     }  # fmt: skip
-    placed = {"planner": "counts, shares", "batch": 8, "distinct_ranks": 1.5, "bytes_by_rank": 2048.0, "bytes": 4096.0}
-    placed |= {"hottest": 1.03125, "hottest_of_batch": 1.25, "microseconds": 22.5}
+    placed = {"planner": "counts, shares", "batch": 8, "distinct_ranks": 1.5, "bytes": 4096.0}
+    placed |= {"bytes_between_slices": 2048.0, "hottest": 1.03125, "hottest_of_batch": 1.25, "microseconds": 22.5}
     one = dict.fromkeys(("tokens_per_s", "first_token_s", "token_s", "memory_gb", "capacity_gb", "imbalance"), 1.0)
     one |= {"split": {"dp": 2, "tp": 4, "rows": 8}, "chips": 8, "served": 16}
     one |= {"exchange_share": 0.125, "eplb_headroom": 0.25}
@@ -199,7 +199,7 @@ def every_section() -> dict:
             },
         },
         "expert_traffic": {
-            "cases": [{"trace": "calculator", "ranks": 4, "redundant": 4, "found": [placed]}],
+            "cases": [{"trace": "calculator", "ranks": 4, "redundant": 4, "slices": 2, "found": [placed]}],
             "plan": {"shape": [94, 128, 32, 32], "seconds": [0.5, 1.0]},
             "loads": {"all": {"cases": 3, "even": 1.03125, "shares": 1.0}},
         },

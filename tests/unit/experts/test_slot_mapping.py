@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement, placement_from
-from rayserve_moe.balancing.traffic import LayerMaps, nearest_slots, slots_by_shares
+from rayserve_moe.balancing.traffic import LayerMaps, nearest_slots, share_keys
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
@@ -69,8 +69,10 @@ def test_devices_choose_the_slots_that_plans_count_on(num_redundant, near, slice
     for rank in range(RANKS):
         ids, ranks = picks(17, rank), np.full(17, rank)
         for layer in (0, 1):
-            maps = LayerMaps.of(placement, layer)
-            expected = slots_by_shares(maps, ids.astype(np.int64), ranks=ranks, groups=ranks)
+            maps = LayerMaps.of(placement)[layer]
+            experts, num_ranks = maps.slot_on.shape
+            keys = share_keys(ids.astype(np.int64), ranks=ranks, groups=ranks, num_experts=experts, num_ranks=num_ranks)
+            expected = maps.slots_at(keys)
             if near:
                 expected = nearest_slots(maps, ids.astype(np.int64), ranks=ranks, by_shares=expected, num_slices=slices)
             slots = chosen(ids, np.ones(17, bool), placement_arrays(placement), rank, rule, layer, near)

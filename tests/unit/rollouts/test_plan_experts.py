@@ -130,6 +130,9 @@ def test_sizes_that_do_not_fit_are_left_out_unless_they_are_named(shards, capsys
         (["--ranks", "4", "--slices", "3"], "3 slices"),
         (["--today", "absent.json"], r"absent.json"),
         (["--ranks", "4", "--weight-version", "9"], "weight version 9"),
+        (["--ranks", "4", "--out", "absent/planned.json"], "absent is not a directory"),
+        (["--ranks", "4", "--out", "."], "--out .: Is a directory"),
+        (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9: the server does not answer"),
     ],
 )
 def test_wrong_use_is_refused_with_what_is_wrong(shards, capsys, arguments, message):
