@@ -50,7 +50,8 @@ GENERATION = (
 TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody)
 CONTROL = (control.AbortBody, control.AbortIdsBody, control.PauseBody, control.PauseOptions, control.ResetOptions)
 WEIGHTS = (control.UpdateWeightsBody, control.WeightDirBody, control.WeightNameBody, control.PlacementBody)
-BODIES = (*GENERATION, *TEXT, *CONTROL, *WEIGHTS)
+ADAPTERS = (control.LoadAdapterBody, control.UnloadAdapterBody)
+BODIES = (*GENERATION, *TEXT, *CONTROL, *WEIGHTS, *ADAPTERS)
 
 
 def create_api(state: ApiState) -> FastAPI:

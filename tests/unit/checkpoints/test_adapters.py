@@ -134,6 +134,26 @@ def test_files_with_all_experts_take_the_adapters_of_each():
     assert not found[:3].any() and not found[3, :, ::2].any()
 
 
+def test_modules_of_a_single_parameter_take_the_adapters_of_that_parameter():
+    """As PEFT wraps the modules of granite, whose `weight` holds all experts; ranks and alphas are the parameter's."""
+    granite = {
+        "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "vocab_size": 64, "hidden_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "intermediate_size": 16, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4, "tie_word_embeddings": True, "hidden_act": "silu",
+    }  # fmt: skip
+    module = f"{LAYER}block_sparse_moe.input_linear"
+    tensors = drawn({f"{module}.lora_A.weight": (8, 32), f"{module}.lora_B.weight": (32, 8)})
+    patterns = {"rank_pattern": {"input_linear.weight": 2}, "alpha_pattern": {"input_linear.weight": 6}}
+    config = CONFIG | patterns | {"target_parameters": ["block_sparse_moe.input_linear.weight"]}
+    found = delta(placed(config, tensors, granite), f"{module}.weight", (4, 32, 32))
+    a, b = tensors.values()
+    for e in range(4):
+        np.testing.assert_allclose(found[e], 3 * b[:, e::4] @ a[2 * e : 2 * e + 2], rtol=1e-5, atol=1e-5)
+    with pytest.raises(CheckpointError, match="not of a known layout"):
+        placed(CONFIG | {"rank_pattern": {"input_linear": 2}}, tensors, granite)
+
+
 AB_UP = {"A": (4, 32), "B": (16, 4)}
 UP_A, UP_B = (f"{LAYER}mlp.experts.3.up_proj.lora_{side}.weight" for side in "AB")
 Q = f"{PREFIX}{LAYER}self_attn.q_proj"
@@ -183,6 +203,8 @@ def test_configs_that_more_than_a_low_rank_sum_describes_are_rejected_by_field(c
          "no matrix lm_head: the head of this model is its embedding"),
         ({f"{PREFIX}model.layers.7.mlp.up_proj.lora_{side}.weight": shape for side, shape in AB_UP.items()},
          "the model has no matrix model.layers.7"),
+        ({f"{PREFIX}model.vision_tower.layers.0.self_attn.q_proj.lora_{side}.weight": shape
+          for side, shape in {"A": (4, 32), "B": (32, 4)}.items()}, "no matrix model.vision_tower.layers.0"),
         ({f"{FUSED}.8.up_proj.lora_{side}.weight": shape for side, shape in AB_UP.items()}, "the model has 8 experts"),
         ({f"{FUSED}.0.w9.lora_{side}.weight": shape for side, shape in AB_UP.items()}, "no matrix mlp.experts.0.w9"),
         ({f"{FUSED}.w3.lora_{side}.weight": shape for side, shape in AB_UP.items()}, "not of a known layout"),

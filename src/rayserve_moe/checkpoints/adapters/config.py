@@ -55,6 +55,11 @@ class AdapterConfig:
             math.sqrt(rank) if self.is_rank_stabilized else rank
         )
 
+    def name_of(self, module: str) -> str:
+        """Return the name that patterns match: the module's, or that of its weight in `target_parameters`."""
+        weight = f"{module}.weight"
+        return weight if self.names_parameter(weight) else module
+
     def names_parameter(self, name: str) -> bool:
         """Return True if `target_parameters` has a parameter."""
         return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)

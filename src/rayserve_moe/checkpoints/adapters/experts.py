@@ -79,10 +79,10 @@ def expert_pairs(
         parameter = f"{part.module.removesuffix(_WRAPPED)}.{_PARAMETERS[role]}"
     else:
         role, expert = _named_role(part, names, rest)
-        parameter = part.module
+        parameter = config.name_of(part.module)
         if expert is not None and expert >= shapes.num_experts:
             raise _fault(part, f"the model has {shapes.num_experts} experts")
-        is_parameter = config.names_parameter(f"{part.module}.weight") and part.pair.a.ndim == 2 and expert is None
+        is_parameter = parameter != part.module and part.pair.a.ndim == 2 and expert is None
         a_NRI, b_NOR = _unfused(part, shapes.num_experts) if is_parameter else _stacked(part, expert)
     _check(part, role, a_NRI, b_NOR, rank=config.rank_of(parameter), shapes=shapes)
     scale = config.scale_of(parameter)

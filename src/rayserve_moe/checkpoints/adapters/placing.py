@@ -20,7 +20,9 @@ from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.names import SpecTree, tensor_name, tensor_places, walk
 from rayserve_moe.model.param_spec import ParamSpec
 
-_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:(.*)\.)?layers\.(\d+)\.(.+)")
+_DECODERS = (None, "model", "language_model", "language_model.model", "model.language_model")
+"""Names of the module that holds the layers of a language model; encoders of images have others."""
 _HEAD = "lm_head"
 _ROLES = {
     "q_proj": ("q",),
@@ -128,7 +130,7 @@ class _Model:
                 target = _Target(self._name(spec, layer, expert), spec, _rows(spec))
                 in_all = spec.file.has_all_experts
                 at = None if in_all and pair.expert is None else expert
-                a, b = (each if at is None else each[[expert % len(each)]] for each in (pair.a_NRI, pair.b_NOR))
+                a, b = (each if at is None else _one(each, expert) for each in (pair.a_NRI, pair.b_NOR))
                 yield (
                     target,
                     Addition(a, b, pair.scale, target.rows, at if in_all else None, is_in_out=_is_in_out(spec)),
@@ -158,7 +160,8 @@ class _Model:
 
 def _plain_addition(part: AdapterPart, config: AdapterConfig, target: _Target) -> Addition:
     """Return the addition of a pair to a matrix outside of experts. Raises CheckpointError for other shapes."""
-    a, b, rank = part.pair.a, part.pair.b, config.rank_of(part.module)
+    a, b, name = part.pair.a, part.pair.b, config.name_of(part.module)
+    rank = config.rank_of(name)
     outputs, inputs = target.spec.file_shape[-2:] if len(target.spec.file_shape) > 1 else (0, 0)
     outputs = outputs if target.rows is None else len(target.rows)
     if target.spec.role == "embedding" or not outputs or len(target.spec.file_shape) != 2:
@@ -168,14 +171,22 @@ def _plain_addition(part: AdapterPart, config: AdapterConfig, target: _Target) -
             f"tensor {part.name}: A {list(a.shape)} and B {list(b.shape)} of {part.module}, expected "
             f"[{rank}, {inputs}] and [{outputs}, {rank}]: rank {rank} by the adapter's config"
         )
-    return Addition(a[None], b[None], config.scale_of(part.module), target.rows)
+    return Addition(a[None], b[None], config.scale_of(name), target.rows)
 
 
 def _key_of(name: str) -> Key:
     """Return the layer of a tensor or module and its name within the layer, without `.weight`."""
     plain = name.removesuffix(".weight")
     found = _LAYER.fullmatch(plain)
-    return (int(found[1]), found[2]) if found else (None, plain.removeprefix("language_model."))
+    if found and found[1] in _DECODERS:
+        return int(found[2]), found[3]
+    return None, plain.removeprefix("language_model.")
+
+
+def _one(matrices: np.ndarray, expert: int) -> np.ndarray:
+    """Return the matrix of an expert, or the one that all share, alone in its stack."""
+    at = expert % len(matrices)
+    return matrices[at : at + 1]
 
 
 def _num_outputs(spec: ParamSpec) -> int:
