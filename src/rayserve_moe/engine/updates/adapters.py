@@ -22,7 +22,7 @@ def unload_fault(merged: str | None, name: str) -> str:
     """Return why the adapter `name` cannot be unloaded, or empty."""
     if merged and merged == name:
         return ""
-    return f"no adapter `{name}` is loaded" + (f": `{merged}` is" if merged else "")
+    return "no adapter of that name is loaded" + (f": `{merged}` is" if merged else "")
 
 
 def adapter_order(name: str, *, weight_version: str | None = None, aborts_requests: bool = False) -> BucketOrder:

@@ -248,8 +248,9 @@ _FLUSHED = {"success": True, "message": "the cache is flushed"}
 _ABORT_IDS = Command(_abort_ids, json_answer, AbortIdsBody, is_optional=True)
 _FLUSH = Command(_flush, _FLUSHED, ResetOptions, is_optional=True, name="flush_cache")
 _UPDATE = Command(_update, _updated("model_path"), UpdateWeightsBody, refusals=(409, *COMMAND))
-_LOAD = Command(_load_adapter, _merged, LoadAdapterBody, refusals=(404, 409, *COMMAND), name="load_lora_adapter")
-_UNLOAD = Command(_unload_adapter, _merged, UnloadAdapterBody, refusals=(404, *COMMAND), name="unload_lora_adapter")
+_MERGING = (404, 409, *COMMAND)
+_LOAD = Command(_load_adapter, _merged, LoadAdapterBody, refusals=_MERGING, name="load_lora_adapter")
+_UNLOAD = Command(_unload_adapter, _merged, UnloadAdapterBody, refusals=_MERGING, name="unload_lora_adapter")
 _BRACKET = Command(_nothing, {"success": True, "message": _AT_ONCE}, refusals=(413,), name="bracket_weight_update")
 COMMANDS: dict[str, tuple[Command, ...]] = {
     "/abort_request": (Command(_abort, {"success": True}, AbortBody),),
