@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from rayserve_moe.checkpoints.adapters.directory import NO_ADAPTER
 from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
 from rayserve_moe.config.settings import UpdateSettings
 from rayserve_moe.engine.control import WeightOrder
+from rayserve_moe.serving.api.routes.unsupported import REASONS
 from tests.http.test_control import NUM_WANTED, PROMPT, native, running
 from tests.http.test_tensor_routes import samples, send
 from tests.http.test_weight_routes import CONTINUE, PAUSE, UPDATE
@@ -118,6 +120,42 @@ def test_a_directory_of_weights_may_be_an_adapter(http, adapter):
     assert http.get("/model_info").json()["adapter"] == "tiny"
     assert len(http.get("/v1/models").json()["data"]) == 1
     assert [each[:3] for each in samples(http)] == [each[:3] for each in first]
+
+
+RECORDED = json.loads((Path(__file__).parent / "lora_requests.json").read_text(encoding="utf-8"))["requests"]
+"""What trainers send, by trainer, and how their next request names the adapter."""
+UNLOADS = {"prime-rl 559b4477": "r16-a32", "SGLang, any": "a"}
+"""Adapter that a recorded request alone unloads."""
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['who']} {each['path']}")
+def test_what_trainers_send_is_served_or_answered_501_with_the_alternative(http, adapter, recorded):
+    paths = recorded["path"].split(" then ")
+    bodies = recorded["body"] if isinstance(recorded["body"], list) else [recorded["body"]] * len(paths)
+    if "unload" in paths[0]:
+        ask(http, LOAD, lora_name=UNLOADS[recorded["who"]], lora_path=str(adapter))
+    for path, body in zip(paths, bodies, strict=True):
+        body = body | ({"lora_path": str(adapter)} if "lora_path" in body else {})
+        answer = http.post(path, json=body)
+        if path in REASONS:
+            assert "/load_lora_adapter" in REASONS[path] or "/update_weights_from_tensor" in REASONS[path]
+            check_error(answer, 501)
+        elif body["lora_name"] == "a-v1":  # of a window that this server does not keep: a best effort of its client
+            check_error(answer, 404)
+        else:
+            assert answer.status_code == 200, answer.text
+    if paths[0] not in REASONS and "then" in recorded:
+        named = {key: value for key, value in recorded["then"].items() if key != "path"}
+        assert http.post(recorded["then"]["path"], json=NEXT[recorded["then"]["path"]] | named).status_code == 200
+
+
+NEXT = {
+    GENERATE: ASK,
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 2},
+    "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}},
+    "/skyrl/v1/generate": {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}},
+}
+"""The rest of the body of a request that follows, by route."""
 
 
 def body_of(tensors, config):

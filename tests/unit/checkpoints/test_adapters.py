@@ -154,6 +154,13 @@ def test_modules_of_a_single_parameter_take_the_adapters_of_that_parameter():
         placed(CONFIG | {"rank_pattern": {"input_linear": 2}}, tensors, granite)
 
 
+def test_an_untied_head_takes_an_adapter():
+    tensors = drawn({f"{PREFIX}lm_head.lora_A.weight": (4, 32), f"{PREFIX}lm_head.lora_B.weight": (64, 4)})
+    found = delta(placed(CONFIG, tensors, QWEN | {"tie_word_embeddings": False}), "lm_head.weight", (64, 32))
+    a, b = tensors.values()
+    np.testing.assert_allclose(found, 2 * b @ a, rtol=1e-5, atol=1e-5)
+
+
 AB_UP = {"A": (4, 32), "B": (16, 4)}
 UP_A, UP_B = (f"{LAYER}mlp.experts.3.up_proj.lora_{side}.weight" for side in "AB")
 Q = f"{PREFIX}{LAYER}self_attn.q_proj"
